@@ -1,0 +1,19 @@
+"""The reward-term protocol: a named function of a task and an episode."""
+
+from typing import Protocol
+
+from sensorium.vocabulary.episode import Episode
+from sensorium.vocabulary.score import Score
+from sensorium.vocabulary.task import Task
+
+
+class RewardTerm(Protocol):
+    """Scores one episode. Raises RewardFailure (or anything) when it cannot judge: that becomes a missing score.
+
+    Returned scores carry the term's name; the scorer sets their weight. ``score`` may be slow: it runs off the event
+    loop under a deadline and is retried.
+    """
+
+    name: str
+
+    def score(self, task: Task, episode: Episode) -> tuple[Score, ...]: ...

@@ -1,0 +1,147 @@
+"""Segment, Turn, Thread, Episode, Group: what was sampled, exactly as it was sampled.
+
+A **segment** holds the tokens of one author. A **thread** is an append-only run of segments: exactly one context that
+the model saw. An **episode** is one attempt at a task: its threads are what training sees, its turns what credit sees. A
+**group** is the episodes of one task in one step, with an explicit id; nothing is ever aligned by position.
+"""
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
+from typing import Any, Literal
+
+from sensorium.vocabulary.content import Media, Message
+from sensorium.vocabulary.score import Score, correctness, total
+from sensorium.vocabulary.task import Task
+
+Author = Literal["model", "environment"]
+
+
+class Status(StrEnum):
+    """How an episode ended. Truncated ones may bootstrap; aborted and failed ones are never trained on."""
+
+    FINISHED = "finished"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class MediaSpan:
+    """Where a medium stands in a segment: the index of its single stored placeholder token."""
+
+    index: int
+    media: Media
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens by one author. Stored tokens hold one placeholder per medium; a model family expands it.
+
+    For model segments: ``logprobs`` are of the policy (softmax(logits / temperature), forbidden ids masked) as the
+    engine computed them; ``sampled_logprobs`` of the distribution drawn from (after top-p and top-k); ``byte_ends`` is
+    the end of every token in the UTF-8 bytes of ``text`` (tokens that have no text, like stop tokens, add no bytes).
+    ``key`` of an environment segment is its content, so equal prompts share; of a model segment it is unique.
+    """
+
+    author: Author
+    tokens: tuple[int, ...]
+    media: tuple[MediaSpan, ...] = ()
+    text: str = ""
+    logprobs: tuple[float, ...] = ()
+    sampled_logprobs: tuple[float, ...] = ()
+    byte_ends: tuple[int, ...] = ()
+    policy_version: int = 0
+    name: str = ""
+
+    @cached_property
+    def key(self) -> str:
+        """Identity for sharing: content for environment segments, the unique name for model segments."""
+        if self.author == "model":
+            return f"model:{self.name}"
+        body = repr((self.tokens, [(span.index, span.media.hash) for span in self.media])).encode()
+        return "env:" + hashlib.blake2b(body, digest_size=16).hexdigest()
+
+    def tokens_in(self, start: int, end: int) -> range:
+        """Token indices of a byte range; a token that straddles an edge belongs to the span it ends in."""
+        first = next((i for i, stop in enumerate(self.byte_ends) if stop > start), len(self.byte_ends))
+        last = next((i for i, stop in enumerate(self.byte_ends) if stop > end), len(self.byte_ends))
+        return range(first, last)
+
+
+@dataclass(frozen=True)
+class Thread:
+    """One context the model saw. ``home[i]`` is True where segment i was generated in this thread (and is trained here)."""
+
+    segments: tuple[Segment, ...]
+    home: tuple[bool, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.segments) == len(self.home), "a thread marks every segment as home or not"
+        assert all(s.author == "model" for s, h in zip(self.segments, self.home, strict=True) if h)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One exchange: what the environment showed, what the model wrote, what the environment paid.
+
+    ``thread`` is the index of the response's home thread, ``segment`` its index there.
+    """
+
+    index: int
+    observation: tuple[Message, ...]
+    response: Segment
+    thread: int
+    segment: int
+    reward: float | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One attempt at a task."""
+
+    id: str
+    task_id: str
+    group_id: str
+    index: int
+    threads: tuple[Thread, ...]
+    turns: tuple[Turn, ...]
+    status: Status
+    failure: str = ""
+    scores: tuple[Score, ...] = ()
+    info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def reward(self) -> float | None:
+        """The weighted total, or None when any weighted term is missing."""
+        return total(self.scores)
+
+    @property
+    def correct(self) -> bool | None:
+        """Right or wrong where a term knows."""
+        return correctness(self.scores)
+
+    @property
+    def response(self) -> str:
+        """What the model wrote, turns joined by a newline."""
+        return "\n".join(turn.response.text for turn in self.turns)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """How many tokens the model wrote."""
+        return sum(len(turn.response.tokens) for turn in self.turns)
+
+    def with_scores(self, scores: tuple[Score, ...]) -> "Episode":
+        """The same episode, scored."""
+        return replace(self, scores=scores)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The episodes of one task in one step."""
+
+    id: str
+    task: Task
+    episodes: tuple[Episode, ...]

@@ -1,0 +1,58 @@
+"""One page of errors. Each names the offending thing and the way out; the command line prints them as one paragraph."""
+
+
+class SensoriumError(Exception):
+    """Base of every error a user can cause or mend; shown without a traceback."""
+
+
+class RecipeError(SensoriumError):
+    """The recipe, an override or a name in it is wrong; raised before anything is built."""
+
+
+class TaskError(SensoriumError):
+    """A row or source of tasks is malformed; names file and line."""
+
+
+class MediaError(SensoriumError):
+    """A picture, video or sound is missing, corrupt or too large; names the item."""
+
+
+class PromptTooLong(TaskError):
+    """A rendered prompt does not fit the context; media are never cut to make it fit."""
+
+
+class ModelError(SensoriumError):
+    """A checkpoint cannot be used: unknown family, missing part, unfit template."""
+
+
+class SpanMismatch(SensoriumError):
+    """Placeholders and features of a medium disagree; names task, turn and item. Costs the episode, not the run."""
+
+
+class EngineError(SensoriumError):
+    """The sampler failed or was asked for something it does not do."""
+
+
+class EnvironmentFailure(SensoriumError):
+    """An environment raised, or overran its deadline. Costs the episode, not the run."""
+
+
+class RewardFailure(SensoriumError):
+    """A reward term raised, or overran its deadline. Gives a missing score, never a zero."""
+
+
+class NonFiniteUpdate(SensoriumError):
+    """Loss or gradient is not finite; raised before the optimizer step, the batch is kept on disk."""
+
+
+class CheckpointError(SensoriumError):
+    """A checkpoint is incomplete, or belongs to another recipe."""
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """A sentence that suggests the right name: ``; did you mean 'x'? Known: a, b, c``."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"; did you mean '{close[0]}'?" if close else "."
+    return f"{hint} Known: {', '.join(sorted(known))}."

@@ -1,0 +1,40 @@
+"""Score: one named judgement of an episode, a turn or a span. Missing is not zero."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Scope = Literal["episode", "turn", "span"]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A named value, or missing (``value is None``) with a reason. ``correct`` where right and wrong have a meaning."""
+
+    name: str
+    value: float | None
+    weight: float = 1.0
+    scope: Scope = "episode"
+    turn: int | None = None
+    span: tuple[int, int] | None = None
+    correct: bool | None = None
+    reason: str = ""
+
+    @property
+    def missing(self) -> bool:
+        """True when nothing was judged."""
+        return self.value is None
+
+
+def total(scores: Iterable[Score]) -> float | None:
+    """The weighted sum, or None if any score that carries weight is missing (or there are none)."""
+    kept = [score for score in scores if score.weight != 0.0]
+    if not kept or any(score.value is None for score in kept):
+        return None
+    return sum(score.weight * score.value for score in kept if score.value is not None)
+
+
+def correctness(scores: Iterable[Score]) -> bool | None:
+    """Right or wrong by the scores that know: all of them must say right. None if none of them knows."""
+    verdicts = [score.correct for score in scores if score.correct is not None]
+    return all(verdicts) if verdicts else None

@@ -1,0 +1,32 @@
+"""Task: what is asked, and what is known of the answer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sensorium.vocabulary.content import Message
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """Which world a task is played in, its options, and the seed that determines its start."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Task:
+    """One thing to attempt. Single-turn tasks have messages; tasks played in a world have an environment spec.
+
+    ``demonstration`` is a worked response (or one per turn) for supervised stages. ``metadata`` is free; the key
+    ``category`` groups evaluation tables.
+    """
+
+    id: str
+    messages: tuple[Message, ...] = ()
+    answer: Any = None
+    environment: EnvironmentSpec | None = None
+    demonstration: tuple[str, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
