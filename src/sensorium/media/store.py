@@ -38,7 +38,5 @@ class MediaStore:
             path = self.folder / media.hash
             data = path.read_bytes() if path.exists() else None
         if data is None:
-            raise MediaError(
-                f"{media.kind} {media.hash[:12]} ({media.origin or 'unknown origin'}) is not in the store."
-            )
+            raise MediaError(f"{media.kind} {media.hash[:12]} ({media.origin or 'unknown origin'}) is not in the store.")
         return data

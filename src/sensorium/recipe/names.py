@@ -67,9 +67,7 @@ def resolve(kind: str, name: str, where: str = "") -> Any:
     try:
         return getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise RecipeError(
-            f"{where or kind}: cannot load {kind} '{name}' from '{module}:{attribute}': {error}."
-        ) from error
+        raise RecipeError(f"{where or kind}: cannot load {kind} '{name}' from '{module}:{attribute}': {error}.") from error
 
 
 def build(kind: str, name: str, options: Mapping[str, Any], where: str = "", **given: Any) -> Any:

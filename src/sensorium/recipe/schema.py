@@ -67,9 +67,7 @@ class RolloutSection(Section):
     max_turns: int = Field(1, ge=1)
     max_episode_tokens: int = Field(0, ge=0, description="tokens the model may write in an episode; 0: no limit")
     max_context_tokens: int = Field(4096, ge=16, description="expanded tokens of a thread, response included")
-    window: int = Field(
-        0, ge=0, description="turns of history in a thread (the current one included); 0: all, one thread"
-    )
+    window: int = Field(0, ge=0, description="turns of history in a thread (the current one included); 0: all, one thread")
     stop: tuple[str, ...] = ()
     ignore_stop_tokens: bool = False
     concurrency: int = Field(0, ge=0, description="episodes in flight; 0: all of the step")
