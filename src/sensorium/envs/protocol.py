@@ -30,7 +30,12 @@ class StepResult:
 
 
 class Environment(Protocol):
-    """One world, played once. Methods are plain functions; the rollout runs them off the event loop, with deadlines."""
+    """One world, played once. Methods are plain functions; the rollout runs them off the event loop, with deadlines.
+
+    ``instant`` worlds are plain computation that cannot wait on anything: they are stepped in place, without a thread.
+    """
+
+    instant: bool
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
         """Start: the head (system prompt and rules, always in context) and the first observation. The seed decides all."""

@@ -11,9 +11,11 @@ class RewardTerm(Protocol):
     """Scores one episode. Raises RewardFailure (or anything) when it cannot judge: that becomes a missing score.
 
     Returned scores carry the term's name; the scorer sets their weight. ``score`` may be slow: it runs off the event
-    loop under a deadline and is retried.
+    loop under a deadline and is retried. ``instant`` terms are plain computation: they run in place, and their scores are
+    not kept in the ledger's cache of judgements.
     """
 
     name: str
+    instant: bool
 
     def score(self, task: Task, episode: Episode) -> tuple[Score, ...]: ...

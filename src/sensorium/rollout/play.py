@@ -1,0 +1,240 @@
+"""The conversation between engine and environment: one loop for all episodes, single-turn and multi-turn.
+
+Invariants: a bad episode is data, not a crash: what an environment, a medium or the engine does wrong ends that episode
+with a status and a reason. Every wait on an environment has a deadline and names whom it waited for. In lockstep what is
+batched together depends on the recipe alone; deadlines that fired are handed to ``Deadlines`` so that a resumed run
+repeats them.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from sensorium.engines.native.randomness import response_key
+from sensorium.engines.protocol import Engine, Request, Response, Sampling
+from sensorium.envs.protocol import Environment, StepResult
+from sensorium.models.policy import Policy
+from sensorium.recipe.schema import RolloutSection
+from sensorium.rollout.threads import Renderer, ThreadBuilder
+from sensorium.vocabulary.content import Message
+from sensorium.vocabulary.episode import Episode, Group, Status, Turn
+from sensorium.vocabulary.errors import (
+    EngineError,
+    EnvironmentFailure,
+    MediaError,
+    ModelError,
+    PromptTooLong,
+    RecipeError,
+    SpanMismatch,
+)
+from sensorium.vocabulary.task import Task
+
+MakeEnvironment = Callable[[Task], Environment]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What decides one step's random numbers and names: the run's seed, the step, and a prefix for ids."""
+
+    seed: int
+    step: int
+    prefix: str = "train"
+
+
+@dataclass
+class Deadlines:
+    """Environment deadlines that fired, by (episode id, turn). Those known before a step are repeated, not waited for."""
+
+    known: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    fired: dict[tuple[str, int], str] = field(default_factory=dict)
+
+
+class Rollout:
+    """Plays tasks with an engine. One instance serves a whole run, training and evaluation."""
+
+    def __init__(self, policy: Policy, engine: Engine, section: RolloutSection, make_environment: MakeEnvironment) -> None:
+        if section.max_turns > 1 and section.window != 1 and not policy.append_only:
+            raise RecipeError(
+                "rollout.window: this checkpoint's chat template rewrites earlier assistant turns, so one growing thread would "
+                "not be what the template says. Set rollout.window: 1 (each turn a fresh context), or use a template that "
+                "keeps earlier turns as they were."
+            )
+        self.policy = policy
+        self.engine = engine
+        self.section = section
+        self.make_environment = make_environment
+        self.renderer = Renderer(policy)
+        self.pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="environment")
+
+    async def groups(
+        self, tasks: Sequence[Task], size: int, attempt: Attempt, sampling: Sampling, deadlines: Deadlines | None = None
+    ) -> list[Group]:
+        """Play each task ``size`` times; groups come back in the tasks' order, members in theirs."""
+        deadlines = deadlines or Deadlines()
+        gate = asyncio.Semaphore(self.section.concurrency or max(1, len(tasks) * size))
+
+        async def one(order: int, task: Task, index: int) -> Episode:
+            async with gate:
+                self.engine.enter()
+                try:
+                    return await self.episode(task, index, order, attempt, sampling, deadlines)
+                finally:
+                    self.engine.leave()
+
+        async with asyncio.TaskGroup() as crowd:
+            runs = [crowd.create_task(one(order, task, index)) for order, task in enumerate(tasks) for index in range(size)]
+        episodes = [run.result() for run in runs]
+        groups = []
+        for order, task in enumerate(tasks):
+            members = tuple(episodes[order * size : (order + 1) * size])
+            groups.append(Group(id=members[0].group_id, task=task, episodes=members))
+        return groups
+
+    async def episode(
+        self, task: Task, index: int, order: int, attempt: Attempt, sampling: Sampling, deadlines: Deadlines
+    ) -> Episode:
+        """Play one episode to its end; failures become its status."""
+        group_id = f"{attempt.prefix}/{attempt.step}/{order}/{task.id}"
+        play = _Play(self, task, f"{group_id}/{index}", (order, index), attempt, sampling, deadlines)
+        try:
+            status, failure = await play.run()
+        except (EnvironmentFailure, SpanMismatch, MediaError, ModelError) as error:
+            status, failure = Status.FAILED, f"task {task.id}, turn {len(play.turns)}: {error}"
+        except PromptTooLong as error:
+            status, failure = Status.ABORTED, str(error)
+            play.info["prompt_too_long"] = True
+        except EngineError as error:
+            status, failure = Status.ABORTED, f"task {task.id}, turn {len(play.turns)}: {error}"
+        finally:
+            play.close()
+        threads = play.builder.threads() if play.builder else ()
+        return Episode(
+            play.id, task.id, group_id, index, threads, tuple(play.turns), status, failure, info=dict(play.info)
+        )
+
+
+class _Play:
+    """One episode being played."""
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        task: Task,
+        id: str,
+        order: tuple[int, int],
+        attempt: Attempt,
+        sampling: Sampling,
+        deadlines: Deadlines,
+    ) -> None:
+        self.rollout, self.task, self.id, self.order = rollout, task, id, order
+        self.attempt, self.sampling, self.deadlines = attempt, sampling, deadlines
+        self.turns: list[Turn] = []
+        self.info: dict[str, Any] = {}
+        self.builder: ThreadBuilder | None = None
+        self.environment: Environment | None = None
+        self.opened: set[str] = set()
+
+    async def run(self) -> tuple[Status, str]:
+        """The loop: observe, respond, step."""
+        section = self.rollout.section
+        self.environment = self.rollout.make_environment(self.task)
+        seed = self.task.environment.seed if self.task.environment else 0
+        head, observation = await self.call("reset", self.environment.reset, seed)
+        self.builder = ThreadBuilder(self.rollout.renderer, head, section.window)
+        written = 0
+        while True:
+            context = self.builder.observe(observation.messages)
+            budget = self.budget(context, written)
+            if budget <= 0:
+                return Status.TRUNCATED, ""
+            response = await self.generate(context, budget)
+            thread, place = self.builder.respond(response.segment)
+            written += len(response.segment.tokens)
+            cut = response.finish == "length"
+            out_of_budget = cut and budget < self.sampling.max_new_tokens
+            result = await self.call("step", self.environment.step, response.segment.text)
+            self.record(observation.messages, response, thread, place, result)
+            if result.done or result.truncated or result.observation is None:
+                return (Status.TRUNCATED if cut or result.truncated else Status.FINISHED), ""
+            if out_of_budget or len(self.turns) >= section.max_turns:
+                return Status.TRUNCATED, ""
+            observation = result.observation
+
+    def budget(self, context: tuple[Any, ...], written: int) -> int:
+        """Tokens the next response may have: the least of turn, episode and context budgets."""
+        section = self.rollout.section
+        used = sum(len(self.rollout.policy.layout(segment)) for segment in context)
+        room = section.max_context_tokens - used
+        if room <= 0 and not self.turns:
+            raise PromptTooLong(
+                f"task {self.task.id}: the prompt takes {used} tokens and rollout.max_context_tokens is "
+                f"{section.max_context_tokens}. Raise it, or set tasks.on_long_prompt: skip."
+            )
+        left = section.max_episode_tokens - written if section.max_episode_tokens else room
+        return min(self.sampling.max_new_tokens, room, left)
+
+    async def generate(self, context: tuple[Any, ...], budget: int) -> Response:
+        """Ask the engine for the next response."""
+        assert self.builder is not None
+        turn = len(self.turns)
+        thread = f"{self.id}#{self.builder.current}"
+        if thread not in self.opened:
+            self.release()
+            self.opened.add(thread)
+        sampling = self.sampling
+        if budget < sampling.max_new_tokens:
+            sampling = Sampling(**{**vars(sampling), "max_new_tokens": budget})
+        attempt = self.attempt
+        key = response_key(attempt.seed, attempt.step, f"{attempt.prefix}:{self.task.id}", self.order[1], turn)
+        request = Request(thread, context, sampling, (*self.order, turn), key, f"{self.id}/{turn}")
+        return await self.rollout.engine.generate(request)
+
+    def record(
+        self, observation: tuple[Message, ...], response: Response, thread: int, place: int, result: StepResult
+    ) -> None:
+        """Keep the turn and what the world said of it."""
+        turn = Turn(len(self.turns), observation, response.segment, thread, place, result.reward, dict(result.info))
+        self.turns.append(turn)
+        if result.success is not None:
+            self.info["success"] = result.success
+
+    async def call(self, what: str, method: Callable[..., Any], argument: Any) -> Any:
+        """Run an environment's method, in place if it is instant, else in a thread under the deadline."""
+        turn = len(self.turns)
+        known = self.deadlines.known.get((self.id, turn))
+        if known is not None:
+            self.deadlines.fired[(self.id, turn)] = known
+            raise EnvironmentFailure(known)
+        assert self.environment is not None
+        try:
+            if self.environment.instant:
+                return method(argument)
+            seconds = self.rollout.section.environment_deadline_s
+            future = asyncio.get_running_loop().run_in_executor(self.rollout.pool, method, argument)
+            return await asyncio.wait_for(future, seconds)
+        except TimeoutError:
+            reason = f"environment '{type(self.environment).__name__}' did not answer {what} within {seconds:g} s"
+            self.deadlines.fired[(self.id, turn)] = reason
+            raise EnvironmentFailure(reason) from None
+        except (EnvironmentFailure, MediaError, SpanMismatch):
+            raise
+        except Exception as error:
+            name = type(self.environment).__name__
+            raise EnvironmentFailure(f"environment '{name}' failed in {what}: {type(error).__name__}: {error}") from error
+
+    def release(self) -> None:
+        """Give back what the engine keeps for this episode's threads."""
+        for thread in self.opened:
+            self.rollout.engine.release(thread)
+        self.opened.clear()
+
+    def close(self) -> None:
+        """Release threads and close the world; a world that fails to close is noted, not fatal."""
+        self.release()
+        if self.environment is not None:
+            try:
+                self.environment.close()
+            except Exception as error:
+                self.info["close_failed"] = f"{type(error).__name__}: {error}"

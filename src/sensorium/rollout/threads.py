@@ -1,0 +1,113 @@
+"""How a conversation becomes threads: one append-only thread, or a new one per turn once a window is full.
+
+Invariant: a thread is exactly what the model saw. Responses recur in later threads as the very tokens that were sampled;
+observations are environment text and may be rendered anew where they follow the head.
+"""
+
+from collections.abc import Sequence
+
+from sensorium.models.policy import Policy
+from sensorium.vocabulary.content import Message
+from sensorium.vocabulary.episode import Segment, Thread
+
+
+class ThreadBuilder:
+    """Grows the threads of one episode. ``window`` turns of history, the current one included; 0 keeps them all."""
+
+    def __init__(self, renderer: "Renderer", head: Sequence[Message], window: int) -> None:
+        self.renderer = renderer
+        self.head = tuple(head)
+        self.window = window
+        self.observations: list[tuple[Message, ...]] = []
+        self.responses: list[Segment] = []
+        self._segments: list[list[Segment]] = []
+        self._home: list[list[bool]] = []
+
+    def observe(self, messages: Sequence[Message]) -> tuple[Segment, ...]:
+        """Add an observation and return the context of the next response."""
+        self.observations.append(tuple(messages))
+        turn = len(self.responses)
+        first = max(0, turn - self.window + 1) if self.window else 0
+        if turn == 0 or first > 0:
+            self._open(first)
+        else:
+            self._append(self.renderer.extend(self.observations[turn], self.responses[turn - 1]), home=False)
+        return tuple(self._segments[-1])
+
+    def respond(self, response: Segment) -> tuple[int, int]:
+        """Add what the model wrote; returns its home thread and its place there."""
+        self.responses.append(response)
+        self._append(response, home=True)
+        return len(self._segments) - 1, len(self._segments[-1]) - 1
+
+    @property
+    def current(self) -> int:
+        """The index of the thread being written."""
+        return len(self._segments) - 1
+
+    def threads(self) -> tuple[Thread, ...]:
+        """The threads that hold a response; a context that nothing was written in is no thread."""
+        return tuple(
+            Thread(tuple(segments), tuple(home)) for segments, home in zip(self._segments, self._home, strict=True) if any(home)
+        )
+
+    def _open(self, first: int) -> None:
+        """Begin a thread whose oldest turn is ``first``; earlier responses in it are context."""
+        self._segments.append([])
+        self._home.append([])
+        if self.window and self.head:
+            self._append(self.renderer.head(self.head), home=False)
+            self._append(self.renderer.after_head(self.observations[first]), home=False)
+        else:
+            self._append(self.renderer.start(self.head + self.observations[first]), home=False)
+        for turn in range(first + 1, len(self.observations)):
+            self._append(self.responses[turn - 1], home=False)
+            self._append(self.renderer.extend(self.observations[turn], self.responses[turn - 1]), home=False)
+
+    def _append(self, segment: Segment, *, home: bool) -> None:
+        self._segments[-1].append(segment)
+        self._home[-1].append(home)
+
+
+class Renderer:
+    """A policy's rendering with a bounded memory, so that the members of a group render their prompt once."""
+
+    def __init__(self, policy: Policy, capacity: int = 4096) -> None:
+        self.policy = policy
+        self.capacity = capacity
+        self._known: dict[tuple[str, tuple[Message, ...], bool], Segment] = {}
+
+    def start(self, messages: tuple[Message, ...]) -> Segment:
+        """The first turn of a thread."""
+        return self._once("start", messages)
+
+    def head(self, messages: tuple[Message, ...]) -> Segment:
+        """The head of a windowed thread."""
+        return self._once("head", messages)
+
+    def after_head(self, messages: tuple[Message, ...]) -> Segment:
+        """An observation right after the head."""
+        return self._once("after_head", messages)
+
+    def extend(self, messages: tuple[Message, ...], after: Segment) -> Segment:
+        """An observation after a response."""
+        stopped = bool(after.tokens) and after.tokens[-1] in self.policy.stop_ids
+        key = ("extend", messages, stopped)
+        if key not in self._known:
+            self._remember(key, self.policy.extend(messages, after=after))
+        return self._known[key]
+
+    def _once(self, kind: str, messages: tuple[Message, ...]) -> Segment:
+        key = (kind, messages, False)
+        if key not in self._known:
+            if kind == "after_head":
+                segment = self.policy.render_after_head(messages)
+            else:
+                segment = self.policy.render(messages, generate=kind == "start")
+            self._remember(key, segment)
+        return self._known[key]
+
+    def _remember(self, key: tuple[str, tuple[Message, ...], bool], segment: Segment) -> None:
+        if len(self._known) >= self.capacity:
+            self._known.pop(next(iter(self._known)))
+        self._known[key] = segment

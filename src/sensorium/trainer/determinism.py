@@ -1,0 +1,58 @@
+"""What makes a run a function of its recipe and seed, and what a checkpoint records to tell when that may not hold."""
+
+import os
+import random
+import sys
+import warnings
+from typing import Any
+
+import numpy
+import torch
+import transformers
+
+from sensorium.recipe.schema import Recipe
+
+
+def settle(recipe: Recipe) -> None:
+    """Deterministic algorithms on CPU, the recipe's threads and seed."""
+    if recipe.threads:
+        torch.set_num_threads(recipe.threads)
+    torch.manual_seed(recipe.seed)
+    random.seed(recipe.seed)
+    numpy.random.seed(recipe.seed % 2**32)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def surroundings() -> dict[str, str]:
+    """What else than recipe and seed the numbers depend on."""
+    return {
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": str(torch.get_num_threads()),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }
+
+
+def warn_if_changed(recorded: dict[str, str]) -> list[str]:
+    """Warn where the surroundings of a resumed run differ from those of its checkpoint; returns what differs."""
+    now = surroundings()
+    changed = [f"{key}: {recorded[key]} then, {now[key]} now" for key in recorded if recorded[key] != now.get(key)]
+    if changed:
+        warnings.warn(f"resumed elsewhere; numbers may differ in their last bits ({'; '.join(changed)})", stacklevel=2)
+    return changed
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every stateful source of random numbers (ours are keyed; a user's code may draw from these)."""
+    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy.random.get_state()}
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Put the sources of random numbers back."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
