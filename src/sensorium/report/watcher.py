@@ -1,24 +1,85 @@
-"""Watcher: whoever follows a run while it goes on (console, tensorboard, wandb). Every hook is optional."""
+"""Watchers: what looks on while a run goes. The trainer tells; a watcher shows, and never changes the run.
 
+Console, tensorboard, wandb and metrics.jsonl are watchers. A watcher overrides only what it cares about.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from sensorium.recipe.schema import Recipe
+Metrics = Mapping[str, float]
+Summary = Mapping[str, Any]
+"""An evaluation's summary: name, episodes, accuracy, interval [low, high], reward, terms {name: mean}, categories
+{name: {accuracy, episodes}}, length_mean, failed, missing. ``accuracy`` and ``reward`` are None where none was judged."""
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """What is known when a run starts. ``first`` is the number of steps already behind it (a resumed run's are not 0)."""
+
+    name: str
+    steps: int
+    first: int = 0
+    episodes_per_step: int = 0
+    facts: tuple[str, ...] = ()
+    recipe: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Watcher:
-    """Base with empty hooks. Watchers see numbers; they never change a run."""
+    """Looks on. Every method may be left out."""
 
-    def started(self, recipe: Recipe, step: int) -> None:
-        """A run begins at ``step`` (0, or where it resumes)."""
+    def started(self, run: RunStart) -> None:
+        """The run begins, or goes on."""
 
-    def phase(self, step: int, name: str) -> None:
-        """A step enters a phase: rollout, score, credit, update, evaluate, checkpoint."""
+    def phase(self, step: int, name: str, total: int = 0) -> None:
+        """A step enters a phase (rollout, score, update, evaluate, …) of ``total`` items where that is known."""
 
-    def stepped(self, step: int, metrics: dict[str, float]) -> None:
-        """A step is done; ``metrics`` is its row."""
+    def progress(self, done: int) -> None:
+        """So many items of the phase are done."""
 
-    def evaluated(self, step: int, summary: dict[str, Any]) -> None:
-        """An evaluation is done."""
+    def stepped(self, step: int, metrics: Metrics) -> None:
+        """A step is over; these are its metrics."""
 
-    def finished(self, step: int) -> None:
-        """The run is over."""
+    def evaluated(self, step: int, summary: Summary) -> None:
+        """An evaluation is over."""
+
+    def noted(self, text: str) -> None:
+        """Something worth a line happened."""
+
+    def finished(self) -> None:
+        """The run is over, well or not: give everything back."""
+
+
+class Watchers(Watcher):
+    """Several watchers as one."""
+
+    def __init__(self, watchers: Iterable[Watcher] = ()) -> None:
+        self.watchers = tuple(watchers)
+
+    def started(self, run: RunStart) -> None:
+        for watcher in self.watchers:
+            watcher.started(run)
+
+    def phase(self, step: int, name: str, total: int = 0) -> None:
+        for watcher in self.watchers:
+            watcher.phase(step, name, total)
+
+    def progress(self, done: int) -> None:
+        for watcher in self.watchers:
+            watcher.progress(done)
+
+    def stepped(self, step: int, metrics: Metrics) -> None:
+        for watcher in self.watchers:
+            watcher.stepped(step, metrics)
+
+    def evaluated(self, step: int, summary: Summary) -> None:
+        for watcher in self.watchers:
+            watcher.evaluated(step, summary)
+
+    def noted(self, text: str) -> None:
+        for watcher in self.watchers:
+            watcher.noted(text)
+
+    def finished(self) -> None:
+        for watcher in self.watchers:
+            watcher.finished()

@@ -1,0 +1,258 @@
+"""Episodes, tasks and groups as JSON, and back without loss. Used for logs, re-scoring and kept batches.
+
+An episode's segments are kept once, in a table; threads and turns refer to them by place, so that shared history is
+written once and comes back shared. ``info``, ``metadata`` and ``answer`` must be JSON values (a tuple comes back a list).
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from sensorium.report.run_directory import read_rows, write_rows
+from sensorium.vocabulary.content import Block, Media, Message, Text
+from sensorium.vocabulary.episode import Episode, Group, MediaSpan, Segment, Status, Thread, Turn
+from sensorium.vocabulary.score import Score
+from sensorium.vocabulary.task import EnvironmentSpec, Task
+
+Json = dict[str, Any]
+
+
+def write_episodes(path: Path, step: int, groups: Iterable[Group], limit: int = 0) -> None:
+    """Write a step's episodes, one row each with its task and what it earned; ``limit`` of them at most (0: all)."""
+    rows = [episode_row(step, group.task, episode) for group in groups for episode in group.episodes]
+    write_rows(path, rows[:limit] if limit else rows)
+
+
+def episode_row(step: int, task: Task, episode: Episode) -> Json:
+    """The log row of one episode: reward and correctness stand in front, for people and for jq."""
+    return {
+        "step": step,
+        "reward": _number(episode.reward),
+        "correct": episode.correct,
+        "task": task_to_json(task),
+        "episode": episode_to_json(episode),
+    }
+
+
+def read_episodes(path: Path) -> Iterator[tuple[int, Task, Episode]]:
+    """The episodes of a log: step, task, episode."""
+    for row in read_rows(path):
+        yield row["step"], task_from_json(row["task"]), episode_from_json(row["episode"])
+
+
+def read_groups(path: Path) -> list[Group]:
+    """The episodes of a log, gathered by group, in the order they were written."""
+    tasks: dict[str, Task] = {}
+    members: dict[str, list[Episode]] = {}
+    for _, task, episode in read_episodes(path):
+        tasks[episode.group_id] = task
+        members.setdefault(episode.group_id, []).append(episode)
+    return [Group(id, tasks[id], tuple(members[id])) for id in members]
+
+
+def group_to_json(group: Group) -> Json:
+    """A group with its task and episodes."""
+    return {"id": group.id, "task": task_to_json(group.task), "episodes": [episode_to_json(e) for e in group.episodes]}
+
+
+def group_from_json(data: Json) -> Group:
+    """A group as it was."""
+    return Group(data["id"], task_from_json(data["task"]), tuple(episode_from_json(e) for e in data["episodes"]))
+
+
+def task_to_json(task: Task) -> Json:
+    """A task."""
+    world = task.environment
+    answer = {} if task.answer is None else {"answer": task.answer}
+    return {"id": task.id, **answer} | _sparse(
+        messages=_messages_to_json(task.messages),
+        environment=world and {"name": world.name, "options": dict(world.options), "seed": world.seed},
+        demonstration=list(task.demonstration),
+        metadata=dict(task.metadata),
+    )
+
+
+def task_from_json(data: Json) -> Task:
+    """A task as it was."""
+    world = data.get("environment")
+    return Task(
+        id=data["id"],
+        messages=_messages_from_json(data.get("messages", [])),
+        answer=data.get("answer"),
+        environment=EnvironmentSpec(**world) if world else None,
+        demonstration=tuple(data.get("demonstration", ())),
+        metadata=data.get("metadata", {}),
+    )
+
+
+def episode_to_json(episode: Episode) -> Json:
+    """An episode, its segments once."""
+    table: list[Segment] = []
+    places: dict[Segment, int] = {}
+
+    def place(segment: Segment) -> int:
+        if segment not in places:
+            places[segment] = len(table)
+            table.append(segment)
+        return places[segment]
+
+    threads = [{"segments": [place(s) for s in thread.segments], "home": list(thread.home)} for thread in episode.threads]
+    turns = [
+        _sparse(
+            index=turn.index,
+            observation=_messages_to_json(turn.observation),
+            response=place(turn.response),
+            thread=turn.thread,
+            segment=turn.segment,
+            reward=_number(turn.reward),
+            info=turn.info,
+        )
+        for turn in episode.turns
+    ]
+    names = {"id": episode.id, "task_id": episode.task_id, "group_id": episode.group_id, "index": episode.index}
+    return names | _sparse(
+        status=episode.status.value,
+        failure=episode.failure,
+        scores=[score_to_json(score) for score in episode.scores],
+        info=episode.info,
+        turns=turns,
+        threads=threads,
+        segments=[_segment_to_json(segment) for segment in table],
+    )
+
+
+def episode_from_json(data: Json) -> Episode:
+    """An episode as it was."""
+    table = [_segment_from_json(segment) for segment in data.get("segments", [])]
+    turns = tuple(
+        Turn(
+            index=turn["index"],
+            observation=_messages_from_json(turn.get("observation", [])),
+            response=table[turn["response"]],
+            thread=turn["thread"],
+            segment=turn["segment"],
+            reward=_float(turn.get("reward")),
+            info=turn.get("info", {}),
+        )
+        for turn in data.get("turns", [])
+    )
+    return Episode(
+        id=data["id"],
+        task_id=data["task_id"],
+        group_id=data["group_id"],
+        index=data["index"],
+        threads=tuple(
+            Thread(tuple(table[place] for place in thread["segments"]), tuple(thread["home"]))
+            for thread in data.get("threads", [])
+        ),
+        turns=turns,
+        status=Status(data["status"]),
+        failure=data.get("failure", ""),
+        scores=tuple(score_from_json(score) for score in data.get("scores", [])),
+        info=data.get("info", {}),
+    )
+
+
+def score_to_json(score: Score) -> Json:
+    """A score; a missing one has no value."""
+    return {"name": score.name} | _sparse(
+        value=_number(score.value),
+        weight=score.weight,
+        scope=score.scope if score.scope != "episode" else None,
+        turn=score.turn,
+        span=list(score.span) if score.span else None,
+        correct=score.correct,
+        reason=score.reason,
+    )
+
+
+def score_from_json(data: Json) -> Score:
+    """A score as it was."""
+    span = data.get("span")
+    return Score(
+        name=data["name"],
+        value=_float(data.get("value")),
+        weight=data.get("weight", 1.0),
+        scope=data.get("scope", "episode"),
+        turn=data.get("turn"),
+        span=(span[0], span[1]) if span else None,
+        correct=data.get("correct"),
+        reason=data.get("reason", ""),
+    )
+
+
+def _segment_to_json(segment: Segment) -> Json:
+    return _sparse(
+        author=segment.author,
+        name=segment.name,
+        text=segment.text,
+        tokens=list(segment.tokens),
+        media=[{"index": span.index, **_media_to_json(span.media)} for span in segment.media],
+        logprobs=_numbers(segment.logprobs),
+        sampled_logprobs=_numbers(segment.sampled_logprobs),
+        byte_ends=list(segment.byte_ends),
+        policy_version=segment.policy_version,
+    )
+
+
+def _segment_from_json(data: Json) -> Segment:
+    return Segment(
+        author=data["author"],
+        tokens=tuple(data.get("tokens", ())),
+        media=tuple(MediaSpan(span["index"], _media_from_json(span)) for span in data.get("media", [])),
+        text=data.get("text", ""),
+        logprobs=_floats(data.get("logprobs", ())),
+        sampled_logprobs=_floats(data.get("sampled_logprobs", ())),
+        byte_ends=tuple(data.get("byte_ends", ())),
+        policy_version=data["policy_version"],
+        name=data.get("name", ""),
+    )
+
+
+def _messages_to_json(messages: Sequence[Message]) -> list[Json]:
+    return [{"role": message.role, "content": [_block_to_json(block) for block in message.content]} for message in messages]
+
+
+def _messages_from_json(data: list[Json]) -> tuple[Message, ...]:
+    return tuple(
+        Message(message["role"], tuple(_block_from_json(block) for block in message["content"])) for message in data
+    )
+
+
+def _block_to_json(block: Block) -> Json:
+    return {"text": block.text} if isinstance(block, Text) else _media_to_json(block)
+
+
+def _block_from_json(data: Json) -> Block:
+    return Text(data["text"]) if "text" in data else _media_from_json(data)
+
+
+def _media_to_json(media: Media) -> Json:
+    return {"kind": media.kind, "hash": media.hash} | _sparse(origin=media.origin)
+
+
+def _media_from_json(data: Json) -> Media:
+    return Media(data["kind"], data["hash"], data.get("origin", ""))
+
+
+def _sparse(**fields: Any) -> Json:
+    """The fields that say something: nothing is written for None, an empty string or an empty collection."""
+    return {name: value for name, value in fields.items() if value is not None and value not in ("", [], {}, ())}
+
+
+def _number(value: float | None) -> float | str | None:
+    """A float as JSON has it; what JSON lacks (a log-prob that is not finite) as its name, which ``float`` reads back."""
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def _float(value: float | str | None) -> float | None:
+    return float(value) if isinstance(value, str) else value
+
+
+def _numbers(values: Sequence[float]) -> list[float | str | None]:
+    return [_number(value) for value in values]
+
+
+def _floats(values: Sequence[float | str]) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)
