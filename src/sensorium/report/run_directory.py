@@ -30,6 +30,7 @@ class RunDirectory:
         self.eval = self.path / "eval"
         self.checkpoints = self.path / "checkpoints"
         self.kept = self.path / "kept"
+        self.reference = self.path / "reference"
 
     def create(self) -> "RunDirectory":
         """Make the folders."""

@@ -19,7 +19,7 @@ from sensorium.models.policy import Policy
 from sensorium.recipe.schema import RolloutSection
 from sensorium.rollout.threads import Renderer, ThreadBuilder
 from sensorium.vocabulary.content import Message
-from sensorium.vocabulary.episode import Episode, Group, Status, Turn
+from sensorium.vocabulary.episode import Episode, Group, Segment, Status, Turn
 from sensorium.vocabulary.errors import (
     EngineError,
     EnvironmentFailure,
@@ -36,11 +36,15 @@ MakeEnvironment = Callable[[Task], Environment]
 
 @dataclass(frozen=True)
 class Attempt:
-    """What decides one step's random numbers and names: the run's seed, the step, and a prefix for ids."""
+    """What decides one step's random numbers and names: the run's seed, the step, and a prefix for ids.
+
+    ``demonstrate`` plays the tasks' or the worlds' own demonstrations instead of asking the engine.
+    """
 
     seed: int
     step: int
     prefix: str = "train"
+    demonstrate: bool = False
 
 
 @dataclass
@@ -69,7 +73,12 @@ class Rollout:
         self.pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="environment")
 
     async def groups(
-        self, tasks: Sequence[Task], size: int, attempt: Attempt, sampling: Sampling, deadlines: Deadlines | None = None
+        self,
+        tasks: Sequence[Task],
+        size: int,
+        attempt: Attempt,
+        sampling: Sampling,
+        deadlines: Deadlines | None = None,
     ) -> list[Group]:
         """Play each task ``size`` times; groups come back in the tasks' order, members in theirs."""
         deadlines = deadlines or Deadlines()
@@ -92,6 +101,25 @@ class Rollout:
             groups.append(Group(id=members[0].group_id, task=task, episodes=members))
         return groups
 
+    def check_prompt(self, task: Task) -> None:
+        """Raise PromptTooLong if a question's prompt leaves no room for a response (worlds show theirs when played)."""
+        if task.environment is None:
+            room = self.room((self.renderer.start(task.messages),))
+            if room <= 0:
+                raise self.too_long(task, room)
+
+    def room(self, context: Sequence[Segment]) -> int:
+        """Expanded tokens that a context leaves free."""
+        return self.section.max_context_tokens - sum(len(self.policy.layout(segment)) for segment in context)
+
+    def too_long(self, task: Task, room: int) -> PromptTooLong:
+        """The error of a prompt that does not fit."""
+        limit = self.section.max_context_tokens
+        return PromptTooLong(
+            f"task {task.id}: the prompt takes {limit - room} tokens and rollout.max_context_tokens is {limit}. "
+            "Raise it, or set tasks.on_long_prompt: skip; media are never cut to make a prompt fit."
+        )
+
     async def episode(
         self, task: Task, index: int, order: int, attempt: Attempt, sampling: Sampling, deadlines: Deadlines
     ) -> Episode:
@@ -110,9 +138,7 @@ class Rollout:
         finally:
             play.close()
         threads = play.builder.threads() if play.builder else ()
-        return Episode(
-            play.id, task.id, group_id, index, threads, tuple(play.turns), status, failure, info=dict(play.info)
-        )
+        return Episode(play.id, task.id, group_id, index, threads, tuple(play.turns), status, failure, info=dict(play.info))
 
 
 class _Play:
@@ -162,23 +188,21 @@ class _Play:
                 return Status.TRUNCATED, ""
             observation = result.observation
 
-    def budget(self, context: tuple[Any, ...], written: int) -> int:
+    def budget(self, context: tuple[Segment, ...], written: int) -> int:
         """Tokens the next response may have: the least of turn, episode and context budgets."""
         section = self.rollout.section
-        used = sum(len(self.rollout.policy.layout(segment)) for segment in context)
-        room = section.max_context_tokens - used
+        room = self.rollout.room(context)
         if room <= 0 and not self.turns:
-            raise PromptTooLong(
-                f"task {self.task.id}: the prompt takes {used} tokens and rollout.max_context_tokens is "
-                f"{section.max_context_tokens}. Raise it, or set tasks.on_long_prompt: skip."
-            )
+            raise self.rollout.too_long(self.task, room)
         left = section.max_episode_tokens - written if section.max_episode_tokens else room
         return min(self.sampling.max_new_tokens, room, left)
 
-    async def generate(self, context: tuple[Any, ...], budget: int) -> Response:
-        """Ask the engine for the next response."""
+    async def generate(self, context: tuple[Segment, ...], budget: int) -> Response:
+        """Ask the engine for the next response, or the task or world for a demonstration."""
         assert self.builder is not None
         turn = len(self.turns)
+        if self.attempt.demonstrate:
+            return Response(self.rollout.policy.respond(self.demonstration(turn), f"{self.id}/{turn}"), "stop")
         thread = f"{self.id}#{self.builder.current}"
         if thread not in self.opened:
             self.release()
@@ -190,6 +214,13 @@ class _Play:
         key = response_key(attempt.seed, attempt.step, f"{attempt.prefix}:{self.task.id}", self.order[1], turn)
         request = Request(thread, context, sampling, (*self.order, turn), key, f"{self.id}/{turn}")
         return await self.rollout.engine.generate(request)
+
+    def demonstration(self, turn: int) -> str:
+        """A worked response to this turn."""
+        if turn < len(self.task.demonstration):
+            return self.task.demonstration[turn]
+        assert self.environment is not None
+        return self.environment.demonstrate()
 
     def record(
         self, observation: tuple[Message, ...], response: Response, thread: int, place: int, result: StepResult

@@ -48,7 +48,9 @@ class ThreadBuilder:
     def threads(self) -> tuple[Thread, ...]:
         """The threads that hold a response; a context that nothing was written in is no thread."""
         return tuple(
-            Thread(tuple(segments), tuple(home)) for segments, home in zip(self._segments, self._home, strict=True) if any(home)
+            Thread(tuple(segments), tuple(home))
+            for segments, home in zip(self._segments, self._home, strict=True)
+            if any(home)
         )
 
     def _open(self, first: int) -> None:

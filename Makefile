@@ -1,0 +1,40 @@
+# Two commands do all set-up on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+.DELETE_ON_ERROR:
+.PHONY: demo test lint types studies bench clean
+
+demo: .venv/installed
+	$(BIN)/sensorium demo
+
+test: .venv/dev lint types
+	$(BIN)/python -m pytest
+
+lint: .venv/dev
+	$(BIN)/ruff check src tests examples bench studies
+	$(BIN)/ruff format --check src tests examples bench studies
+
+types: .venv/dev
+	$(BIN)/mypy
+
+studies: .venv/installed
+	$(BIN)/python studies/run.py
+
+bench: .venv/bench
+	$(BIN)/python bench/w0.py
+
+.venv/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -e . -c constraints.txt
+	touch $@
+
+.venv/dev: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	touch $@
+
+.venv/bench: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[bench]' -c constraints.txt
+	touch $@
+
+clean:
+	rm -rf .venv runs build dist src/*.egg-info

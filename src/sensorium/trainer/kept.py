@@ -1,0 +1,80 @@
+"""A batch whose update was not finite is kept whole, with the weights that met it, so that it can be run again."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sensorium.learner.learner import Learner, Sample
+from sensorium.media.store import MediaStore
+from sensorium.models.load import load_policy
+from sensorium.models.policy import Policy
+from sensorium.recipe.load import load_recipe
+from sensorium.report.episodes import read_groups, write_episodes
+from sensorium.report.run_directory import RunDirectory, step_name
+from sensorium.vocabulary.episode import Group
+from sensorium.vocabulary.errors import CheckpointError, NonFiniteUpdate
+
+
+def keep_batch(
+    directory: RunDirectory,
+    step: int,
+    policy: Policy,
+    learner: Learner,
+    loss: str,
+    groups: Sequence[Group],
+    samples: Sequence[Sequence[Sample]],
+    error: NonFiniteUpdate,
+) -> NonFiniteUpdate:
+    """Write model, learner state, episodes, advantages and media; returns the error with the command that reproduces it."""
+    folder = directory.kept / step_name(step)
+    shutil.rmtree(folder, ignore_errors=True)
+    policy.save(folder / "model")
+    torch.save(learner.state_dict(), folder / "learner.pt")
+    shutil.copy(directory.recipe, folder / "recipe.yaml")
+    write_episodes(folder / "episodes.jsonl", step, groups)
+    store = MediaStore(folder / "media")
+    for media in {
+        span.media for group in groups for e in group.episodes for t in e.threads for s in t.segments for span in s.media
+    }:
+        store.put(policy.store.bytes_of(media), media.kind, media.origin)
+        store.keep(media)
+    advantages = [[{"id": s.episode.id, "advantages": [a.tolist() for a in s.advantages]} for s in row] for row in samples]
+    batch = {"step": step, "loss": loss, "policy_version": policy.version, "advantages": advantages}
+    (folder / "batch.json").write_text(json.dumps(batch))
+    return NonFiniteUpdate(
+        f"step {step}: {error} Nothing was updated. The batch and the weights are kept in '{folder}'; run "
+        f"'sensorium replay {folder}' to reproduce it."
+    )
+
+
+def replay(folder: Path) -> dict[str, float]:
+    """Run a kept batch again: the update's metrics, or the same NonFiniteUpdate."""
+    if not (folder / "batch.json").exists():
+        raise CheckpointError(f"'{folder}' holds no kept batch; they lie under a run directory's kept/.")
+    recipe = load_recipe(folder / "recipe.yaml", [])
+    batch: dict[str, Any] = json.loads((folder / "batch.json").read_text())
+    store = MediaStore(folder / "media")
+    policy = load_policy(str(folder / "model"), store=store, dtype=recipe.model.dtype, device=recipe.model.device)
+    policy.version = batch["policy_version"]
+    warming = batch["loss"] == "likelihood"
+    learner = Learner(
+        policy,
+        optimizer=recipe.warm_start.optimizer if warming else recipe.optimizer,
+        algorithm=recipe.algorithm,
+        batch=recipe.batch,
+        temperature=recipe.rollout.temperature,
+        total_steps=recipe.warm_start.steps if warming else recipe.steps,
+        freeze=recipe.model.freeze,
+        reference=None,
+    )
+    learner.load_state_dict(torch.load(folder / "learner.pt", map_location="cpu", weights_only=False))
+    episodes = {e.id: e for group in read_groups(folder / "episodes.jsonl") for e in group.episodes}
+    samples = [
+        [Sample(episodes[s["id"]], tuple(torch.tensor(a) for a in s["advantages"])) for s in row]
+        for row in batch["advantages"]
+    ]
+    return learner.step(samples, batch["loss"])

@@ -1,0 +1,324 @@
+"""The loop: plan, roll out, score, credit, update, record. One class, one step at a time, synchronous schedule.
+
+Invariants: a step's rows are written after its update; a checkpoint is written after its step's rows; the engine never
+samples while an update is in flight. What a step does is a function of recipe, seed, step and the state in the
+checkpoint, so that a resumed run repeats the uninterrupted one.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from sensorium.evaluation.evaluate import Evaluation, evaluate, score_groups
+from sensorium.learner.learner import Learner, Sample
+from sensorium.models.policy import Policy
+from sensorium.recipe.schema import Recipe
+from sensorium.report.episodes import write_episodes
+from sensorium.report.run_directory import RunDirectory
+from sensorium.report.watcher import RunStart, Watcher
+from sensorium.rollout.play import Attempt, Deadlines
+from sensorium.tasks.mixture import Draw, TaskStream
+from sensorium.trainer.checkpoint import Best, Checkpoints
+from sensorium.trainer.credit import Selection, credit, select
+from sensorium.trainer.determinism import random_state, restore_random_state, surroundings, warn_if_changed
+from sensorium.trainer.kept import keep_batch
+from sensorium.trainer.ledger import Ledger
+from sensorium.trainer.metrics import episode_metrics, evaluation_metrics
+from sensorium.trainer.reference import begin_reference, resume_reference
+from sensorium.trainer.session import Session, sampling_of
+from sensorium.vocabulary.episode import Group
+from sensorium.vocabulary.errors import NonFiniteUpdate, TaskError
+from sensorium.vocabulary.task import Task
+
+
+class Trainer:
+    """A run in progress. Steps count from 1: first those of the warm start, then those of RL."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        session: Session,
+        stream: TaskStream,
+        held_out: Sequence[Task],
+        directory: RunDirectory,
+        ledger: Ledger,
+        watcher: Watcher,
+    ) -> None:
+        self.recipe, self.session, self.stream, self.held_out = recipe, session, stream, held_out
+        self.directory, self.ledger, self.watcher = directory, ledger, watcher
+        self.reference: Policy | None = None
+        self.checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
+        self.step = 0
+        self.position = 0
+        self.best: Best | None = None
+        self.saved_at = -1
+        self.last_saving_s = 0.0
+        self.learner = self._learner()
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run, the warm start included."""
+        return self.recipe.warm_start.steps + self.recipe.steps
+
+    @property
+    def warming(self) -> bool:
+        """True while the next step belongs to the supervised warm start."""
+        return self.step < self.recipe.warm_start.steps
+
+    async def run(self) -> None:
+        """Go on to the last step."""
+        batch = self.recipe.batch
+        self.watcher.started(
+            RunStart(
+                name=self.recipe.name,
+                steps=self.total_steps,
+                first=self.step,
+                episodes_per_step=batch.prompts_per_step * batch.group_size,
+                recipe=self.recipe.model_dump(mode="json"),
+            )
+        )
+        if self.step == 0 and self.recipe.evaluation.at_start and self.held_out:
+            await self._evaluate()
+        while self.step < self.total_steps:
+            if self.step == self.recipe.warm_start.steps:
+                self.reference = begin_reference(self.recipe, self.session.policy, self.directory)
+                self.learner = self._learner()
+            row = await (self._supervised_step() if self.warming else self._step())
+            await self._close_step(row)
+        if self.saved_at != self.step:
+            self._save()
+
+    async def _step(self) -> dict[str, float]:
+        """One step of RL; returns its row of metrics."""
+        clock = _Clock(self)
+        recipe, step = self.recipe, self.step + 1
+        drawn = self._draw(recipe.batch.prompts_per_step)
+        with clock("rollout"):
+            deadlines = Deadlines(known=self.ledger.deadlines())
+            groups = await self.session.rollout.groups(
+                drawn.tasks, recipe.batch.group_size, Attempt(recipe.seed, step), sampling_of(recipe.rollout), deadlines
+            )
+        self.ledger.keep_deadlines(deadlines.fired)
+        self.ledger.advance(step, "rolled_out")
+        groups, long = self._without_long_prompts(groups)
+        with clock("score"):
+            groups = await score_groups(self.session.scorer, groups)
+        self.ledger.advance(step, "scored")
+        with clock("credit"):
+            selection = select(groups, recipe.rewards.on_missing)
+            samples = credit(selection.groups, recipe.algorithm.advantage, mask_truncated=recipe.rollout.mask_truncated)
+        with clock("update"):
+            learned = self._update(samples, recipe.algorithm.loss.name, groups)
+        self._record(step, groups, selection)
+        self.position = drawn.position
+        row = episode_metrics(groups, selection) | learned
+        return row | _skipped(drawn, long) | clock.metrics(groups)
+
+    async def _supervised_step(self) -> dict[str, float]:
+        """One step of the warm start: play demonstrations, raise their likelihood."""
+        clock = _Clock(self)
+        recipe, step = self.recipe, self.step + 1
+        drawn = self._draw(recipe.warm_start.prompts_per_step)
+        attempt = Attempt(recipe.seed, step, "warm", demonstrate=True)
+        with clock("rollout"):
+            groups = await self.session.rollout.groups(drawn.tasks, 1, attempt, sampling_of(recipe.rollout))
+        self.ledger.advance(step, "rolled_out")
+        groups, long = self._without_long_prompts(groups)
+        played = [e for group in groups for e in group.episodes if e.turns]
+        samples = [[Sample(e, tuple(torch.ones(len(turn.response.tokens)) for turn in e.turns))] for e in played]
+        with clock("update"):
+            learned = self._update(samples, "likelihood", groups)
+        self.ledger.advance(step, "trained")
+        self.position = drawn.position
+        failed = len(groups) - len(played)
+        return learned | {"episodes/failed": failed} | _skipped(drawn, long) | clock.metrics(groups)
+
+    def _draw(self, count: int) -> Draw:
+        """The next tasks of the stream, by the recipe's policy for bad rows and over-long prompts."""
+        section = self.recipe.tasks
+        drawn = self.stream.draw(
+            self.position,
+            count,
+            on_bad_row=section.on_bad_row,
+            on_long_prompt=section.on_long_prompt,
+            check=self.session.rollout.check_prompt,
+        )
+        self.ledger.plan(self.step + 1, self.position, drawn.position)
+        return drawn
+
+    def _update(self, samples: list[list[Sample]], loss: str, groups: Sequence[Group]) -> dict[str, float]:
+        """Update on what was credited; a non-finite update stops here with the batch kept on disk."""
+        if not samples:
+            return {"policy/skipped": 1}
+        try:
+            learned = self.learner.step(samples, loss)
+        except NonFiniteUpdate as error:
+            raise keep_batch(self.directory, self.step + 1, self.session.policy, self.learner, loss, groups, samples, error)
+        self.session.engine.refresh(self.session.policy.version)
+        return learned
+
+    def _record(self, step: int, groups: Sequence[Group], selection: Selection) -> None:
+        """Write the step's episodes, their media and their fates."""
+        limit = self.recipe.logging.episodes
+        write_episodes(self.directory.episodes_of(step), step, groups, limit)
+        shown = [episode for group in groups for episode in group.episodes][: limit or None]
+        for media in {m for e in shown for turn in e.turns for message in turn.observation for m in message.media}:
+            self.session.store.keep(media)
+        self.ledger.record(step, groups, selection.fates)
+        self.ledger.advance(step, "trained")
+
+    def _without_long_prompts(self, groups: Sequence[Group]) -> tuple[list[Group], int]:
+        """Refuse, or leave out and count, groups whose prompt did not fit."""
+        fit = []
+        for group in groups:
+            too_long = [e for e in group.episodes if e.info.get("prompt_too_long")]
+            if too_long and self.recipe.tasks.on_long_prompt == "refuse":
+                raise TaskError(too_long[0].failure)
+            if not too_long:
+                fit.append(group)
+        return fit, len(groups) - len(fit)
+
+    async def _close_step(self, row: dict[str, float]) -> None:
+        """Evaluate and checkpoint where due, and write the row."""
+        self.step += 1
+        section = self.recipe.evaluation
+        due = section.every and self.held_out and not self.recipe.warm_start.steps > self.step
+        if due and (self.step % section.every == 0 or self.step == self.total_steps):
+            evaluation = await self._evaluate()
+            row |= evaluation_metrics(evaluation.summary)
+        row["time/checkpoint_s"] = self.last_saving_s
+        self.watcher.stepped(self.step, row)
+        improved = self._improved(row)
+        every = self.recipe.checkpoint.every
+        if improved or (every and self.step % every == 0) or self.step == self.total_steps:
+            self._save()
+
+    def _improved(self, row: dict[str, float]) -> bool:
+        """True if the deciding metric is the best so far; remembers it."""
+        metric = self.recipe.checkpoint.best
+        value = row.get(metric) if metric else None
+        if value is None or (self.best is not None and value <= self.best.value):
+            return False
+        self.best = Best(self.step, value)
+        return True
+
+    async def _evaluate(self) -> Evaluation:
+        """Evaluate on the held-out tasks and write what was found."""
+        self._announce("evaluate")
+        recipe = self.recipe
+        evaluation = await evaluate(
+            self.session.rollout,
+            self.session.scorer,
+            self.held_out,
+            sampling_of(recipe.rollout, recipe.evaluation.temperature),
+            samples=recipe.evaluation.samples,
+            seed=recipe.seed,
+            name="eval",
+        )
+        self.directory.write_summary(self.step, evaluation.summary)
+        write_episodes(self.directory.eval_episodes_of(self.step), self.step, evaluation.groups, recipe.logging.episodes)
+        self.watcher.evaluated(self.step, evaluation.summary)
+        return evaluation
+
+    def _save(self) -> None:
+        """Write a checkpoint with everything needed to go on exactly."""
+        self._announce("checkpoint")
+        started = time.perf_counter()
+        state = {
+            "step": self.step,
+            "position": self.position,
+            "learner": self.learner.state_dict(),
+            "policy_version": self.session.policy.version,
+            "best": self.best,
+            "random": random_state(),
+            "surroundings": surroundings(),
+        }
+        self.checkpoints.save(self.step, self.session.policy, state, self.best)
+        self.saved_at = self.step
+        self.last_saving_s = time.perf_counter() - started
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's state; rows past it are dropped and rolled out again."""
+        warn_if_changed(state["surroundings"])
+        self.step = self.saved_at = state["step"]
+        self.position = state["position"]
+        self.session.policy.version = state["policy_version"]
+        self.session.engine.refresh(state["policy_version"])
+        self.best = state["best"]
+        if self.step > self.recipe.warm_start.steps:
+            self.reference = resume_reference(self.recipe, self.session.policy, self.directory)
+        self.learner = self._learner(warming=0 < self.step <= self.recipe.warm_start.steps)
+        self.learner.load_state_dict(state["learner"])
+        restore_random_state(state["random"])
+        self.directory.drop_after(self.step)
+        self.checkpoints.clear_after(self.step)
+        self.ledger.rewind(self.step + 1)
+
+    def _learner(self, warming: bool | None = None) -> Learner:
+        """The learner of the stage that the next step belongs to."""
+        recipe = self.recipe
+        warming = self.warming if warming is None else warming
+        return Learner(
+            self.session.policy,
+            optimizer=recipe.warm_start.optimizer if warming else recipe.optimizer,
+            algorithm=recipe.algorithm,
+            batch=recipe.batch,
+            temperature=recipe.rollout.temperature,
+            total_steps=recipe.warm_start.steps if warming else recipe.steps,
+            freeze=recipe.model.freeze,
+            reference=self.reference,
+        )
+
+    def _announce(self, phase: str) -> None:
+        self.watcher.phase(self.step + 1, phase)
+
+
+def _skipped(drawn: Draw, long: int) -> dict[str, float]:
+    """How many tasks were left out by policy."""
+    too_long = sum(skip.long_prompt for skip in drawn.skipped)
+    return {"tasks/skipped_bad": len(drawn.skipped) - too_long, "tasks/skipped_long": too_long + long}
+
+
+class _Clock:
+    """Times a step's phases and tells the watcher which one runs."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.started = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+        self.patches = trainer.session.policy.counters.patches
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        self.trainer._announce(phase)
+        started = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[phase] = time.perf_counter() - started
+
+    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Seconds by phase, throughput and peak memory."""
+        whole = time.perf_counter() - self.started
+        episodes = [e for group in groups for e in group.episodes]
+        row = {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
+        row["time/step_s"] = whole
+        row["throughput/episodes_per_s"] = len(episodes) / whole
+        row["throughput/tokens_per_s"] = sum(e.sampled_tokens for e in episodes) / whole
+        row["throughput/patches_per_s"] = (self.trainer.session.policy.counters.patches - self.patches) / whole
+        row["memory/peak_gib"] = peak_memory_gib()
+        return row
+
+
+def peak_memory_gib() -> float:
+    """Peak memory: the GPU's of this step, else the process's so far."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,0 +1,54 @@
+"""The metrics row of a step: the names of DESIGN.md, the same everywhere. A mean over nothing is left out, not zero."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from sensorium.trainer.credit import Selection, zero_variance
+from sensorium.vocabulary.episode import Episode, Group, Status
+
+
+def episode_metrics(groups: Sequence[Group], selection: Selection) -> dict[str, float]:
+    """Rewards by term, accuracy, and what the episodes were like."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    row: dict[str, float] = {}
+    _put_mean(row, "reward/mean", [e.reward for e in episodes if e.reward is not None])
+    terms: dict[str, list[float]] = defaultdict(list)
+    missing: dict[str, int] = defaultdict(int)
+    for score in (score for e in episodes for score in e.scores):
+        if score.value is None:
+            missing[score.name] += 1
+        else:
+            terms[score.name].append(score.value)
+    for name in sorted(terms.keys() | missing.keys()):
+        _put_mean(row, f"reward/{name}", terms[name])
+        row[f"missing/{name}"] = missing[name]
+    _put_mean(row, "accuracy", [float(e.correct) for e in episodes if e.correct is not None])
+    row["groups/zero_variance"] = zero_variance(selection.groups)
+    row["groups/trained"] = len(selection.groups)
+    row["groups/dropped"] = len(groups) - len(selection.groups)
+    lengths = [e.sampled_tokens for e in episodes]
+    _put_mean(row, "episodes/length_mean", lengths)
+    row["episodes/length_max"] = max(lengths, default=0)
+    _put_mean(row, "episodes/turns_mean", [len(e.turns) for e in episodes])
+    row["episodes/truncated"] = _count(episodes, Status.TRUNCATED)
+    row["episodes/failed"] = _count(episodes, Status.FAILED) + _count(episodes, Status.ABORTED)
+    row["episodes/dropped"] = len(selection.fates)
+    return row
+
+
+def evaluation_metrics(summary: dict[str, Any]) -> dict[str, float]:
+    """An evaluation summary as ``eval/…`` metrics."""
+    row = {f"eval/{key}": summary[key] for key in ("accuracy", "reward", "length_mean", "turns_mean", "failed", "missing")}
+    row |= {f"eval/reward/{term}": value for term, value in summary["terms"].items()}
+    row |= {f"eval/accuracy/{name}": part["accuracy"] for name, part in summary["categories"].items()}
+    return {key: float(value) for key, value in row.items() if value is not None}
+
+
+def _put_mean(row: dict[str, float], name: str, values: Sequence[float]) -> None:
+    if values:
+        row[name] = sum(values) / len(values)
+
+
+def _count(episodes: Sequence[Episode], status: Status) -> int:
+    return sum(e.status == status for e in episodes)

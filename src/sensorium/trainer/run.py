@@ -1,0 +1,71 @@
+"""Starting, resuming and finishing a run."""
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+
+from sensorium.recipe.load import dump_recipe
+from sensorium.recipe.names import build
+from sensorium.recipe.schema import Recipe
+from sensorium.report.html import write_report
+from sensorium.report.metrics import MetricsFile
+from sensorium.report.run_directory import RunDirectory, write_whole
+from sensorium.report.watcher import Watcher, Watchers
+from sensorium.tasks.mixture import each_once
+from sensorium.trainer.checkpoint import Checkpoints
+from sensorium.trainer.determinism import settle
+from sensorium.trainer.ledger import Ledger
+from sensorium.trainer.loop import Trainer
+from sensorium.trainer.session import make_sources, make_stream, open_session
+from sensorium.vocabulary.errors import CheckpointError, RecipeError
+
+
+def train(recipe: Recipe, *, resume: bool = False, watchers: Iterable[Watcher] = ()) -> Path:
+    """Run a recipe to its end and write its report; returns the run directory. ``resume`` goes on from the last checkpoint."""
+    directory = RunDirectory(recipe.directory)
+    _claim(recipe, directory, resume)
+    settle(recipe)
+    ledger = Ledger(directory.ledger)
+    checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
+    last = checkpoints.complete()[-1] if resume and checkpoints.complete() else None
+    model_path = recipe.model.path if last is None else str(checkpoints.path(last))
+    session = open_session(recipe, model_path, directory.media, ledger)
+    stream = make_stream(recipe, session.store)
+    sources = make_sources(recipe.tasks.evaluate, session.store, "tasks.evaluate")
+    held_out, _ = each_once(sources, limit=recipe.evaluation.limit, on_bad_row=recipe.tasks.on_bad_row)
+    loggers = [build("logger", name, {}, "logging.loggers", run_dir=directory.path, logging=recipe.logging)
+               for name in recipe.logging.loggers]  # fmt: skip
+    watcher = Watchers([MetricsFile(directory.metrics), *loggers, *watchers])
+    trainer = Trainer(recipe, session, stream, held_out, directory, ledger, watcher)
+    if last is not None:
+        trainer.restore(checkpoints.load(last))
+    elif resume:
+        directory.drop_after(-1)
+        ledger.rewind(0)
+    try:
+        asyncio.run(trainer.run())
+    finally:
+        watcher.finished()
+        ledger.close()
+        write_report(directory.path)
+    return directory.path
+
+
+def _claim(recipe: Recipe, directory: RunDirectory, resume: bool) -> None:
+    """Take a fresh run directory, or the one to resume, which must hold the same recipe."""
+    text = dump_recipe(recipe)
+    if not resume:
+        if directory.exists():
+            raise RecipeError(
+                f"run directory '{directory.path}' exists. Go on with it (--resume), choose another (name=… or run_dir=…), or "
+                "remove it."
+            )
+        directory.create()
+        write_whole(directory.recipe, text)
+    elif not directory.exists():
+        raise CheckpointError(f"nothing to resume: '{directory.path}' holds no run. Start it without --resume.")
+    elif directory.recipe.read_text() != text:
+        raise CheckpointError(
+            f"'{directory.path}' was run with another recipe, so going on would not repeat it. Resume with its own recipe "
+            f"('{directory.recipe}'), or start a new run."
+        )

@@ -1,0 +1,108 @@
+"""Assembling a run from its recipe: everything is named and checked first, then built once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sensorium.engines.protocol import Engine, Sampling
+from sensorium.envs.protocol import Environment
+from sensorium.media.store import MediaStore
+from sensorium.models.load import load_policy
+from sensorium.models.policy import Policy
+from sensorium.recipe.names import build, resolve
+from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection, SourceSection
+from sensorium.rewards.scorer import JudgementCache, Scorer
+from sensorium.rollout.play import Rollout
+from sensorium.tasks.mixture import TaskStream
+from sensorium.tasks.source import TaskSource
+from sensorium.vocabulary.errors import RecipeError
+from sensorium.vocabulary.task import Task
+
+
+@dataclass
+class Session:
+    """A model that can be played and judged: what training and evaluation have in common."""
+
+    store: MediaStore
+    policy: Policy
+    engine: Engine
+    rollout: Rollout
+    scorer: Scorer
+
+
+def open_session(recipe: Recipe, model_path: str, media_folder: Path | None, judgements: JudgementCache | None) -> Session:
+    """Load the model at ``model_path`` and everything around it."""
+    store = MediaStore(media_folder)
+    policy = load_policy(
+        model_path, store=store, dtype=recipe.model.dtype, device=recipe.model.device, family=recipe.model.family
+    )
+    if recipe.model.gradient_checkpointing:
+        policy.checkpoint_gradients()
+    engine = build(
+        "engine", recipe.rollout.engine, {}, "rollout.engine", policy=policy, lockstep=recipe.rollout.schedule == "lockstep"
+    )
+    rollout = Rollout(policy, engine, recipe.rollout, EnvironmentMaker(store))
+    return Session(store, policy, engine, rollout, make_scorer(recipe.rewards, judgements))
+
+
+def make_scorer(section: RewardsSection, judgements: JudgementCache | None) -> Scorer:
+    """The recipe's reward terms behind one scorer."""
+    terms = [
+        (build("reward", term.name, term.options, f"rewards.terms.{i}"), term.weight)
+        for i, term in enumerate(section.terms)
+    ]
+    names = [term.name for term, _ in terms]
+    if len(set(names)) < len(names):
+        raise RecipeError(f"rewards.terms: names must differ, got {', '.join(names)}; give one of them an option 'name'.")
+    return Scorer(
+        terms,
+        deadline_s=section.deadline_s,
+        retries=section.retries,
+        retry_wait_s=section.retry_wait_s,
+        judgements=judgements,
+    )
+
+
+def make_sources(sections: Sequence[SourceSection], store: MediaStore, where: str) -> list[TaskSource]:
+    """The sources of a mixture."""
+    return [build("source", s.source, s.options, f"{where}.{i}", store=store) for i, s in enumerate(sections)]
+
+
+def make_stream(recipe: Recipe, store: MediaStore) -> TaskStream:
+    """The training tasks, as an endless stream addressed by position."""
+    sections = recipe.tasks.train
+    sources = make_sources(sections, store, "tasks.train")
+    return TaskStream(sources, [s.weight for s in sections], seed=recipe.seed, shuffle=recipe.tasks.shuffle)
+
+
+class EnvironmentMaker:
+    """Builds the world a task is played in: its own, or the single-turn question."""
+
+    def __init__(self, store: MediaStore) -> None:
+        self.store = store
+        self.question = resolve("environment", "question")
+
+    def __call__(self, task: Task) -> Environment:
+        spec = task.environment
+        if spec is None:
+            return self.question(task)
+        return build("environment", spec.name, spec.options, f"task {task.id}", store=self.store)
+
+
+def sampling_of(section: RolloutSection, temperature: float | None = None) -> Sampling:
+    """The recipe's sampling; evaluation may set its own temperature (0: greedy), and then draws from the whole policy."""
+    if temperature is None:
+        return Sampling(
+            temperature=section.temperature,
+            top_p=section.top_p,
+            top_k=section.top_k,
+            max_new_tokens=section.max_new_tokens,
+            stop=section.stop,
+            stop_tokens=not section.ignore_stop_tokens,
+        )
+    return Sampling(
+        temperature=temperature,
+        max_new_tokens=section.max_new_tokens,
+        stop=section.stop,
+        stop_tokens=not section.ignore_stop_tokens,
+    )

@@ -1,0 +1,72 @@
+"""The rooms of the house import each other only as docs/architecture.md says, without circles."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "sensorium"
+DATA = {"vocabulary", "recipe", "media"}
+MAY_IMPORT = {
+    "vocabulary": set(),
+    "recipe": {"vocabulary"},
+    "media": {"vocabulary"},
+    "tasks": DATA,
+    "envs": DATA,
+    "rewards": DATA,
+    "algorithms": set(),
+    "models": DATA,
+    "engines": {*DATA, "models"},
+    "rollout": {*DATA, "engines", "envs", "models"},
+    "learner": {*DATA, "models", "algorithms"},
+    "evaluation": {*DATA, "rollout", "engines", "models", "rewards", "tasks"},
+    "report": DATA,
+    "trainer": {*DATA, "tasks", "envs", "rewards", "algorithms", "models", "engines", "rollout", "learner", "evaluation", "report"},
+    "cli": {*DATA, "tasks", "envs", "rewards", "algorithms", "models", "engines", "rollout", "learner", "evaluation", "report",
+            "trainer"},
+}  # fmt: skip
+TORCH_FREE = {"vocabulary", "recipe", "media", "tasks", "envs", "rewards", "report"}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every module a file imports, lazily or at the top."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+def room_files(room: str) -> list[Path]:
+    return sorted((PACKAGE / room).rglob("*.py"))
+
+
+def test_every_room_is_in_the_table() -> None:
+    rooms = {p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists()}
+    assert rooms == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("room", sorted(MAY_IMPORT))
+def test_room_imports_only_what_it_may(room: str) -> None:
+    for path in room_files(room):
+        for module in imports_of(path):
+            if module.startswith("sensorium."):
+                other = module.split(".")[1]
+                assert other == room or other in MAY_IMPORT[room], f"{path.relative_to(PACKAGE)} imports {module}"
+
+
+@pytest.mark.parametrize("room", sorted(TORCH_FREE))
+def test_room_without_torch_stays_so(room: str) -> None:
+    for path in room_files(room):
+        heavy = {m for m in imports_of(path) if m.split(".")[0] in ("torch", "transformers")}
+        assert not heavy, f"{path.relative_to(PACKAGE)} imports {heavy}"
+
+
+def test_the_table_has_no_circles() -> None:
+    done: set[str] = set()
+    while len(done) < len(MAY_IMPORT):
+        ready = {room for room, needs in MAY_IMPORT.items() if room not in done and needs <= done}
+        assert ready, f"circle among {set(MAY_IMPORT) - done}"
+        done |= ready
