@@ -61,8 +61,8 @@ class Rollout:
     def __init__(self, policy: Policy, engine: Engine, section: RolloutSection, make_environment: MakeEnvironment) -> None:
         if section.max_turns > 1 and section.window != 1 and not policy.append_only:
             raise RecipeError(
-                "rollout.window: this checkpoint's chat template rewrites earlier assistant turns, so one growing thread would "
-                "not be what the template says. Set rollout.window: 1 (each turn a fresh context), or use a template that "
+                "rollout.window: this checkpoint's chat template rewrites earlier assistant turns, so one growing thread "
+                "would not be what the template says. Set rollout.window: 1 (each turn a fresh context), or use a template that "
                 "keeps earlier turns as they were."
             )
         self.policy = policy
