@@ -62,8 +62,8 @@ class Rollout:
         if section.max_turns > 1 and section.window != 1 and not policy.append_only:
             raise RecipeError(
                 "rollout.window: this checkpoint's chat template rewrites earlier assistant turns, so one growing thread "
-                "would not be what the template says. Set rollout.window: 1 (each turn a fresh context), or use a template that "
-                "keeps earlier turns as they were."
+                "would not be what the template says. Set rollout.window: 1 (each turn a fresh context), or use a template "
+                "that keeps earlier turns as they were."
             )
         self.policy = policy
         self.engine = engine

@@ -47,7 +47,7 @@ def _why_unfit(episode: Episode) -> str:
 
 
 def credit(groups: Sequence[Group], section: AdvantageSection, *, mask_truncated: bool) -> list[list[Sample]]:
-    """The advantage of every sampled token, by the recipe's estimator. Masked truncated episodes still count as baseline."""
+    """The advantage of every sampled token, by the recipe's estimator. Masked episodes still count in the baseline."""
     estimator = resolve("advantage", section.name)
     samples = []
     for group in groups:

@@ -156,7 +156,8 @@ class Trainer:
         try:
             learned = self.learner.step(samples, loss)
         except NonFiniteUpdate as error:
-            raise keep_batch(self.directory, self.step + 1, self.session.policy, self.learner, loss, groups, samples, error)
+            policy = self.session.policy
+            raise keep_batch(self.directory, self.step + 1, policy, self.learner, loss, groups, samples, error) from error
         self.session.engine.refresh(self.session.policy.version)
         return learned
 

@@ -21,7 +21,7 @@ from sensorium.vocabulary.errors import CheckpointError, RecipeError
 
 
 def train(recipe: Recipe, *, resume: bool = False, watchers: Iterable[Watcher] = ()) -> Path:
-    """Run a recipe to its end and write its report; returns the run directory. ``resume`` goes on from the last checkpoint."""
+    """Run a recipe to its end and write its report; returns the run directory. ``resume``: from the last checkpoint."""
     directory = RunDirectory(recipe.directory)
     _claim(recipe, directory, resume)
     settle(recipe)
@@ -57,8 +57,8 @@ def _claim(recipe: Recipe, directory: RunDirectory, resume: bool) -> None:
     if not resume:
         if directory.exists():
             raise RecipeError(
-                f"run directory '{directory.path}' exists. Go on with it (--resume), choose another (name=… or run_dir=…), or "
-                "remove it."
+                f"run directory '{directory.path}' exists. Go on with it (--resume), choose another (name=… or run_dir=…), "
+                "or remove it."
             )
         directory.create()
         write_whole(directory.recipe, text)
