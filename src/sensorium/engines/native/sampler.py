@@ -1,0 +1,119 @@
+"""From logits to a token: the policy's distribution, its truncation by top-k and top-p, and one inverse-CDF draw.
+
+The policy is softmax(logits / temperature) with forbidden ids masked. Probabilities become integers before they are
+summed: an integer sum is exact in any order, so the running sum never falls, a token of probability zero owns no part of
+it and can not be drawn, and CPU and GPU agree on where a uniform lands. What a row gets depends on that row alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sensorium.engines.protocol import Sampling
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A token per row, its log-prob under the policy, and under the distribution it was drawn from."""
+
+    tokens_B: Tensor
+    logprobs_B: Tensor
+    sampled_logprobs_B: Tensor
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """The sampling parameters of a batch on the device. ``None`` where no row needs the thing, which makes it free."""
+
+    forbidden_F: Tensor
+    stop_S: Tensor
+    temperature_B1: Tensor | None
+    greedy_B: Tensor | None
+    stop_masked_B1: Tensor | None
+    top_k_B1: Tensor | None
+    top_p_B1: Tensor | None
+
+    @classmethod
+    def of(cls, rows: Sequence[Sampling], forbidden_F: Tensor, stop_S: Tensor, vocab_size: int) -> "SamplingRows":
+        """Lay out the rows' parameters; ``forbidden_F`` and ``stop_S`` are token ids on the device."""
+        device = forbidden_F.device
+
+        def column(values: list[float] | list[int] | list[bool], dtype: torch.dtype, used: bool) -> Tensor | None:
+            return torch.tensor(values, dtype=dtype, device=device)[:, None] if used else None
+
+        temperatures = [row.temperature or 1.0 for row in rows]
+        greedy = [row.temperature == 0 for row in rows]
+        top_k = [min(row.top_k, vocab_size) or vocab_size for row in rows]
+        truncated = any(row.top_p < 1 or k < vocab_size for row, k in zip(rows, top_k, strict=True))
+        greedy_B1 = column(greedy, torch.bool, any(greedy))
+        return cls(
+            forbidden_F=forbidden_F,
+            stop_S=stop_S,
+            temperature_B1=column(temperatures, torch.float32, any(t != 1 for t in temperatures)),
+            greedy_B=None if greedy_B1 is None else greedy_B1[:, 0],
+            stop_masked_B1=column([not r.stop_tokens for r in rows], torch.bool, not all(r.stop_tokens for r in rows)),
+            top_k_B1=column(top_k, torch.int64, truncated),
+            top_p_B1=column([row.top_p for row in rows], torch.float64, truncated),
+        )
+
+
+def sample(logits_BV: Tensor, rows: SamplingRows, uniforms_B: Tensor) -> Drawn:
+    """Draw one token per row from one uniform per row."""
+    scaled_BV = policy_logits(logits_BV, rows)
+    shifted_BV = scaled_BV - scaled_BV.amax(-1, keepdim=True)
+    weights_BV = _weights(shifted_BV)
+    log_total_B = weights_BV.sum(-1).double().log()
+    drawn_BV = weights_BV if rows.top_k_B1 is None else _truncated(weights_BV, rows)
+    cumulative_BV = drawn_BV.cumsum(-1)
+    total_B1 = cumulative_BV[:, -1:]
+    target_B1 = torch.minimum((uniforms_B[:, None] * total_B1).long(), total_B1 - 1)
+    # logits that are not finite give a log-prob that is not either; the token only has to be a valid index then
+    tokens_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True).clamp_(max=logits_BV.shape[-1] - 1)
+    if rows.greedy_B is not None:
+        tokens_B1 = torch.where(rows.greedy_B[:, None], scaled_BV.argmax(-1, keepdim=True), tokens_B1)
+    log_unit = _unit_bits(logits_BV.shape[-1]) * _LOG_2
+    chosen_B = shifted_BV.gather(1, tokens_B1)[:, 0].double() + log_unit
+    logprobs_B = chosen_B - log_total_B
+    sampled_B = logprobs_B if rows.top_k_B1 is None else chosen_B - total_B1[:, 0].double().log()
+    if rows.greedy_B is not None:
+        sampled_B = sampled_B.masked_fill(rows.greedy_B, 0.0)
+    return Drawn(tokens_B1[:, 0], logprobs_B, sampled_B)
+
+
+def policy_logits(logits_BV: Tensor, rows: SamplingRows) -> Tensor:
+    """Logits of the policy: divided by the temperature, forbidden ids (and stop ids of rows that ignore them) at -inf."""
+    scaled_BV = logits_BV.float()
+    scaled_BV = scaled_BV.clone() if rows.temperature_B1 is None else scaled_BV / rows.temperature_B1
+    scaled_BV.index_fill_(1, rows.forbidden_F, -torch.inf)
+    if rows.stop_masked_B1 is not None:
+        stops_BS = scaled_BV.index_select(1, rows.stop_S).masked_fill(rows.stop_masked_B1, -torch.inf)
+        scaled_BV.index_copy_(1, rows.stop_S, stops_BS)
+    return scaled_BV
+
+
+_LOG_2 = 0.6931471805599453
+
+
+def _unit_bits(vocab_size: int) -> int:
+    """The most likely token weighs 2**bits: as fine as fits when every token of the vocabulary weighs that much."""
+    return min(52, 62 - vocab_size.bit_length())
+
+
+def _weights(shifted_BV: Tensor) -> Tensor:
+    """Probabilities relative to the row's largest, as integers; scaling by a power of two is exact."""
+    return (shifted_BV.exp() * 2.0 ** _unit_bits(shifted_BV.shape[-1])).long()
+
+
+def _truncated(weights_BV: Tensor, rows: SamplingRows) -> Tensor:
+    """Weights with top-k, then top-p within it; ties in weight are broken by token id. Other rows stay as they are."""
+    assert rows.top_k_B1 is not None and rows.top_p_B1 is not None
+    sorted_BV, order_BV = weights_BV.sort(-1, descending=True, stable=True)
+    rank_V = torch.arange(weights_BV.shape[-1], device=weights_BV.device)
+    sorted_BV = sorted_BV.masked_fill(rank_V >= rows.top_k_B1, 0)
+    cumulative_BV = sorted_BV.cumsum(-1)
+    total_B1 = cumulative_BV[:, -1:]
+    mass_B1 = torch.where(rows.top_p_B1 < 1, (total_B1 * rows.top_p_B1).ceil().long().clamp(min=1), total_B1)
+    keep_BV = (cumulative_BV - sorted_BV < mass_B1) & (sorted_BV > 0)
+    return torch.zeros_like(weights_BV).scatter_(1, order_BV, sorted_BV * keep_BV)
