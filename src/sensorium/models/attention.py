@@ -1,0 +1,76 @@
+"""Attention as an object of the caller's: one function in transformers' registry forwards every layer to it.
+
+Axes: B rows, H query heads, K key and value heads, T tokens, D head size.
+"""
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+IMPLEMENTATION = "sensorium"
+
+
+class Attention(Protocol):
+    """What the tokens of one forward see. Called once per layer, and again when a layer is recomputed: it must be repeatable.
+
+    Keys and values come unrepeated and already rotated; the result is [B, T, H, D].
+    """
+
+    def __call__(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor: ...
+
+
+class MaskedAttention:
+    """Attention among the tokens of one forward: causal, or by a boolean mask [B or 1, 1, T, T] (True: sees)."""
+
+    def __init__(self, mask: Tensor | None = None) -> None:
+        self.mask = mask
+
+    def __call__(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
+        return masked_attention(query_BHTD, key_BKTD, value_BKTD, scaling, self.mask)
+
+
+def masked_attention(
+    query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, scaling: float, mask: Tensor | None, causal: bool = True
+) -> Tensor:
+    """Scaled dot-product attention with shared key heads, as [B, T, H, D]. Without a mask it is causal, unless told."""
+    share = query_BHTD.shape[1] // key_BKSD.shape[1]
+    if share > 1 and mask is not None and query_BHTD.is_cuda:
+        # On CUDA a mask together with enable_gqa falls back to the kernel that writes out every attention weight.
+        key_BKSD = key_BKSD.repeat_interleave(share, dim=1)
+        value_BKSD = value_BKSD.repeat_interleave(share, dim=1)
+        share = 1
+    out_BHTD = scaled_dot_product_attention(
+        query_BHTD,
+        key_BKSD,
+        value_BKSD,
+        attn_mask=mask,
+        is_causal=causal and mask is None,
+        scale=scaling,
+        enable_gqa=share > 1,
+    )
+    return out_BHTD.transpose(1, 2)
+
+
+def _forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float = 1.0,
+    sensorium_attention: Attention | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    if sensorium_attention is None:
+        # A plain call of the stock model stays a plain call of the stock model.
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **rest)
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return sensorium_attention(layer, query, key, value, scaling), None
+
+
+AttentionInterface.register(IMPLEMENTATION, _forward)
+AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)

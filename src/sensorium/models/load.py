@@ -1,0 +1,120 @@
+"""From a recipe's model path to a policy: a folder, a hub id, a shipped model or a tiny one made on the spot."""
+
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sensorium.models.torchvision_fix  # noqa: F401  (before transformers imports torchvision)
+from sensorium.media.store import MediaStore
+from sensorium.models.policy import Policy
+from sensorium.recipe.names import resolve, table
+from sensorium.vocabulary.errors import ModelError, nearest
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_policy(
+    path: str, *, store: MediaStore, dtype: str = "float32", device: str = "auto", family: str = "auto"
+) -> Policy:
+    """Load a checkpoint. ``path``: a folder, a hub id, ``package:NAME`` (shipped) or ``tiny:FAMILY`` (random weights)."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    if dtype not in DTYPES:
+        raise ModelError(f"model.dtype: unknown dtype '{dtype}'{nearest(dtype, list(DTYPES))}")
+    place = find_checkpoint(path)
+    try:
+        config = AutoConfig.from_pretrained(place)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path '{path}': cannot read the model's config: {_first_line(error)}") from error
+    family = family_of(config.model_type, family)
+    adapter_class = resolve("family", family, "model.family")
+    with _named(path):
+        model = _model_class(config).from_pretrained(
+            place, dtype=DTYPES[dtype], attn_implementation=adapter_class.attention
+        )
+        processor = _processor(place, config)
+        tokenizer = processor.tokenizer if processor is not None else AutoTokenizer.from_pretrained(place)
+    model.to(find_device(device)).eval()
+    return Policy(family, adapter_class(model, processor), model, tokenizer, processor, store)
+
+
+def find_checkpoint(path: str) -> str:
+    """The folder or hub id that a model path stands for."""
+    kind, colon, name = path.partition(":")
+    if colon and kind == "package":
+        return _shipped(name)
+    if colon and kind == "tiny":
+        from sensorium.models.tiny import make_tiny
+
+        return str(make_tiny(name, Path(tempfile.mkdtemp(prefix=f"sensorium-tiny-{name}-"))))
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise ModelError(f"model.path '{path}': the folder has no config.json; it is not a Hugging Face checkpoint.")
+        return str(folder)
+    if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
+        raise ModelError(f"model.path '{path}': there is no such folder.")
+    return path
+
+
+def family_of(model_type: str, wanted: str = "auto") -> str:
+    """The family of a checkpoint by its ``model_type``; an unknown one is refused with the nearest name."""
+    if wanted != "auto":
+        return wanted
+    if model_type not in table("family"):
+        raise ModelError(f"no adapter for model type '{model_type}'{nearest(model_type, list(table('family')))}")
+    return model_type
+
+
+def find_device(device: str) -> torch.device:
+    """``auto`` is the GPU where there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ModelError(f"model.device: unknown device '{device}'; use 'auto', 'cpu' or 'cuda'.") from error
+
+
+def _shipped(name: str) -> str:
+    assets = Path(str(files("sensorium"))) / "assets"
+    folder = assets / name
+    if not (folder / "config.json").exists():
+        known = sorted(entry.parent.name for entry in assets.glob("*/config.json"))
+        raise ModelError(f"model.path 'package:{name}': no such shipped model{nearest(name, known)}")
+    return str(folder)
+
+
+def _model_class(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+
+
+def _processor(place: str, config: Any) -> Any:
+    if not hasattr(config, "vision_config"):
+        return None
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(place)
+
+
+class _named:
+    """Turns transformers' loading errors into one that names the model path."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, OSError | ValueError):
+            raise ModelError(f"model.path '{self.path}': cannot load the checkpoint: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,271 @@
+"""A loaded model in parts: rendering, layout, tower, language model and head as separate calls.
+
+The parts are stock transformers modules. The loop over the decoder layers is written here rather than taken from the
+library, so that attention, deepstack features and recomputation are the caller's, without hooks or masks on the side.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sensorium.media.store import MediaStore
+from sensorium.models.attention import Attention
+from sensorium.models.family import Family
+from sensorium.models.features import PreparedMedia
+from sensorium.models.layout import Features, Layout, Placement, Slot, mismatch
+from sensorium.models.rendering import ChatRenderer
+from sensorium.models.tokens import TokenTable
+from sensorium.vocabulary.content import Media, Message
+from sensorium.vocabulary.episode import Segment
+from sensorium.vocabulary.errors import ModelError, SpanMismatch
+
+LAYOUTS_KEPT = 8192
+
+
+@dataclass
+class Counters:
+    """What the towers did: passes, items looked at, media preprocessed."""
+
+    tower_passes: int = 0
+    tower_items: int = 0
+    preprocessed: int = 0
+
+
+class Policy:
+    """A model that is sampled from and trained. ``version`` counts the updates it has had."""
+
+    def __init__(self, family: str, adapter: Family, model: Any, tokenizer: Any, processor: Any, store: MediaStore) -> None:
+        self.family = family
+        self.adapter = adapter
+        self.model = model
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.store = store
+        self.version = 0
+        self.counters = Counters()
+        self.modalities = frozenset(["text", *adapter.placeholders])
+        self.vocab_size: int = adapter.head.weight.shape[0]
+        self._table = TokenTable(tokenizer, self.vocab_size)
+        self._renderer = ChatRenderer(tokenizer, processor, self._table, adapter.placeholders)
+        self.append_only = self._renderer.append_only
+        self.stop_ids = _stop_ids(model, tokenizer, self._renderer.close_id)
+        special = {*self._table.special.values(), *self._table.unowned, *adapter.placeholders.values()}
+        self.forbidden_ids = tuple(sorted(special - set(self.stop_ids)))
+        self._media = PreparedMedia(store, adapter.preprocess)
+        self._layouts: OrderedDict[str, Layout] = OrderedDict()
+        self._recompute = False
+        _refuse_sliding_window(adapter.language_model.config)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the language model lives."""
+        return self.adapter.language_model.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the language model computes in."""
+        return self.adapter.language_model.embed_tokens.weight.dtype
+
+    # Rendering: tokens only.
+
+    def render(self, messages: Sequence[Message], *, generate: bool = True) -> Segment:
+        """The first turn; expanded it equals the checkpoint's own ``apply_chat_template``."""
+        return self._renderer.render(messages, generate=generate)
+
+    def extend(self, messages: Sequence[Message], *, after: Segment) -> Segment:
+        """The next observation after a response: closes it if it did not stop by itself; ends with the generation prompt."""
+        closed = bool(after.tokens) and after.tokens[-1] in self.stop_ids
+        return self._renderer.extend(messages, closed=closed)
+
+    def render_after_head(self, messages: Sequence[Message]) -> Segment:
+        """An observation right after a head ``render([system(…)], generate=False)``, with the generation prompt."""
+        return self._renderer.after_head(messages)
+
+    def respond(self, text: str, name: str) -> Segment:
+        """A given answer as a model segment: ends with the stop token, log-probs zero."""
+        tokens = (*self._renderer.encode(text), self._renderer.close_id)
+        zeros = (0.0,) * len(tokens)
+        return self.written(tokens, zeros, zeros, name)
+
+    def written(
+        self, tokens: Sequence[int], logprobs: Sequence[float], sampled_logprobs: Sequence[float], name: str
+    ) -> Segment:
+        """A model segment from sampled ids; the text is read off the tokens."""
+        text, byte_ends = self._table.read(tokens)
+        return Segment(
+            author="model",
+            tokens=tuple(tokens),
+            text=text,
+            logprobs=tuple(logprobs),
+            sampled_logprobs=tuple(sampled_logprobs),
+            byte_ends=byte_ends,
+            policy_version=self.version,
+            name=name,
+        )
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes a token adds to the text; nothing for special tokens."""
+        return self._table.bytes_of(token)
+
+    # Layout: placeholders expanded, positions.
+
+    def layout(self, segment: Segment) -> Layout:
+        """The segment as the language model sees it, on the CPU; environment segments are remembered by content."""
+        if segment.author == "model":
+            return self._lay_out(segment)
+        layout = self._layouts.get(segment.key)
+        if layout is None:
+            layout = self._layouts[segment.key] = self._lay_out(segment)
+            if len(self._layouts) > LAYOUTS_KEPT:
+                self._layouts.popitem(last=False)
+        return layout
+
+    def _lay_out(self, segment: Segment) -> Layout:
+        if not segment.media:
+            ids_T = torch.tensor(segment.tokens, dtype=torch.long)
+            length = len(segment.tokens)
+            steps_T = torch.arange(length)
+            self._check_spans(segment)
+            return Layout(ids_T, steps_T.expand(3, -1), length, steps_T, ())
+        self._check_spans(segment)
+        ids: list[int] = []
+        ends: list[int] = []
+        slots: list[Slot] = []
+        grids = [self._grid(span.media) for span in segment.media]
+        counts = {span.index: self.adapter.count(grid) for span, grid in zip(segment.media, grids, strict=True)}
+        media = {span.index: span.media for span in segment.media}
+        for i, token in enumerate(segment.tokens):
+            if i in media:
+                slots.append(Slot(len(ids), counts[i], media[i]))
+            ids += [token] * counts.get(i, 1)
+            ends.append(len(ids) - 1)
+        ids_T = torch.tensor(ids, dtype=torch.long)
+        positions_3T = self.adapter.positions(ids_T, grids)
+        return Layout(ids_T, positions_3T, int(positions_3T[:, -1].max()) + 1, torch.tensor(ends), tuple(slots))
+
+    def _check_spans(self, segment: Segment) -> None:
+        placeholders = self.adapter.placeholders.values()
+        spans = {span.index: span.media for span in segment.media}
+        for i, token in enumerate(segment.tokens):
+            if token in placeholders and i not in spans:
+                raise SpanMismatch(f"token {i} of a segment by the {segment.author} is a placeholder without a medium.")
+        for i, item in spans.items():
+            if not 0 <= i < len(segment.tokens) or segment.tokens[i] != self.adapter.placeholders.get(item.kind):
+                raise mismatch(item, f"its span points at token {i}, which is no placeholder of a {item.kind}")
+
+    def _grid(self, media: Media) -> tuple[int, int, int]:
+        grid = self._media.grid(media)
+        self.counters.preprocessed = self._media.preprocessed
+        return grid
+
+    # Parts.
+
+    def encode(self, media: Iterable[Media]) -> dict[Media, Features]:
+        """Features of the distinct media in one tower pass. Keeps the graph under grad mode unless the tower is frozen."""
+        distinct = list(dict.fromkeys(media))
+        if not distinct:
+            return {}
+        prepared = self._media.get(distinct)
+        self.counters.preprocessed = self._media.preprocessed
+        self.counters.tower_passes += 1
+        self.counters.tower_items += len(distinct)
+        with nullcontext() if self._tower_learns() else torch.no_grad():
+            features = self.adapter.tower(prepared)
+        for item, ready, made in zip(distinct, prepared, features, strict=True):
+            expected, given = self.adapter.count(ready.grid), made.embeds_NH.shape[0]
+            if expected != given:
+                raise mismatch(item, f"{expected} placeholder tokens for {given} features of the tower")
+        return dict(zip(distinct, features, strict=True))
+
+    def language(
+        self, ids_BT: Tensor, positions_3BT: Tensor, attention: Attention, placements: Sequence[Placement] = ()
+    ) -> Tensor:
+        """Hidden states [B, T, H] after the final norm."""
+        model = self.adapter.language_model
+        hidden_BTH = model.embed_tokens(ids_BT)
+        levels: list[Tensor] = []
+        if placements:
+            places_N, embeds_NH, levels = _gather(placements, hidden_BTH)
+            hidden_BTH = hidden_BTH.flatten(0, 1).index_copy(0, places_N, embeds_NH).view_as(hidden_BTH)
+        rotary = self.adapter.rotary(hidden_BTH, positions_3BT)
+        recompute = self._recompute and torch.is_grad_enabled()
+        for i, layer in enumerate(model.layers):
+            if recompute:
+                hidden_BTH = checkpoint(
+                    layer, hidden_BTH, position_embeddings=rotary, sensorium_attention=attention,
+                    use_reentrant=False, preserve_rng_state=False,
+                )  # fmt: skip
+            else:
+                hidden_BTH = layer(hidden_BTH, position_embeddings=rotary, sensorium_attention=attention)
+            if i < len(levels):
+                hidden_BTH = hidden_BTH.flatten(0, 1).index_add(0, places_N, levels[i]).view_as(hidden_BTH)
+        return model.norm(hidden_BTH)
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """Float32 logits of chosen positions."""
+        return self.adapter.head(hidden_NH).float()
+
+    def checkpoint_gradients(self, on: bool = True) -> None:
+        """Recompute the language model's layers in the backward pass instead of keeping their activations."""
+        self._recompute = on
+
+    def groups(self) -> dict[str, dict[str, nn.Parameter]]:
+        """Named parameters by group: vision, projector, language, head. A tied head is in language only."""
+        prefixes = [(prefix, group) for group, several in self.adapter.groups.items() for prefix in several]
+        prefixes.sort(key=lambda pair: len(pair[0]), reverse=True)
+        groups: dict[str, dict[str, nn.Parameter]] = {group: {} for group in self.adapter.groups}
+        for name, parameter in self.model.named_parameters():
+            group = next((group for prefix, group in prefixes if name.startswith(prefix)), None)
+            if group is None:
+                raise ModelError(
+                    f"parameter '{name}' of family {self.family} belongs to no group; the adapter must name it."
+                )
+            groups[group][name] = parameter
+        return groups
+
+    def save(self, folder: Path) -> None:
+        """A complete Hugging Face checkpoint: weights, configs, tokenizer, processor, chat template."""
+        self.model.save_pretrained(folder)
+        (self.processor if self.processor is not None else self.tokenizer).save_pretrained(folder)
+
+    def _tower_learns(self) -> bool:
+        return any(p.requires_grad for group in ("vision", "projector") for p in self.groups().get(group, {}).values())
+
+
+def _gather(placements: Sequence[Placement], hidden_BTH: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Flat places, embeddings and deepstack levels of all placements, in one order."""
+    length = hidden_BTH.shape[1]
+    parts = [item.features for item in placements]
+    places: list[int] = []
+    for item in placements:
+        count = item.features.embeds_NH.shape[0]
+        if item.start < 0 or item.start + count > length:
+            raise SpanMismatch(f"features of {count} tokens at {item.start} do not fit a row of {length}.")
+        first = item.row * length + item.start
+        places += range(first, first + count)
+    embeds_NH = torch.cat([part.embeds_NH for part in parts]).to(hidden_BTH)
+    levels = [torch.cat(several).to(hidden_BTH) for several in zip(*(part.deepstack_NH for part in parts), strict=True)]
+    return torch.tensor(places, device=hidden_BTH.device), embeds_NH, levels
+
+
+def _stop_ids(model: Any, tokenizer: Any, close_id: int) -> tuple[int, ...]:
+    """The template's closing token first, then whatever else the checkpoint ends on."""
+    named = getattr(model.generation_config, "eos_token_id", None)
+    if named is None:
+        named = tokenizer.eos_token_id
+    several = named if isinstance(named, list | tuple) else [named]
+    return tuple(dict.fromkeys([close_id, *(token for token in several if token is not None)]))
+
+
+def _refuse_sliding_window(config: Any) -> None:
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ModelError(
+            "this checkpoint uses sliding-window attention, which is not supported; use one with full attention."
+        )

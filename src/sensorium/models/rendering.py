@@ -1,0 +1,182 @@
+"""Messages to tokens by the checkpoint's own chat template, and what follows a turn cut out of the template's rendering.
+
+Two rules hold for every rendering. Only the template makes special tokens: ``<|im_end|>`` in somebody's text is text. And
+nothing already sampled is rendered again: what comes after a response is what the template writes after a stand-in for it.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from sensorium.models.tokens import TokenTable
+from sensorium.vocabulary.content import Media, MediaKind, Message, Text
+from sensorium.vocabulary.episode import MediaSpan, Segment
+from sensorium.vocabulary.errors import ModelError
+
+# How transformers' templates name the kinds of media.
+TEMPLATE_KINDS: dict[MediaKind, str] = {"picture": "image", "video": "video", "sound": "audio"}
+# Characters that stand for something while a template runs; those that occur in the text at hand are passed over.
+PRIVATE = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF8FF))]
+
+
+class ChatRenderer:
+    """Renders conversations for one checkpoint. ``placeholders`` are the token ids that stand for media."""
+
+    def __init__(self, tokenizer: Any, processor: Any, table: TokenTable, placeholders: Mapping[MediaKind, int]) -> None:
+        self._owner = processor if processor is not None else tokenizer
+        if not getattr(self._owner, "chat_template", None):
+            raise ModelError(
+                f"checkpoint '{tokenizer.name_or_path}' has no chat template; give it one (chat_template.jinja)."
+            )
+        self._kind_of = {token: kind for kind, token in placeholders.items()}
+        self._blocks = processor is not None
+        self._special = table.special
+        self._guard = _Guard(table.special)
+        self._encode = lru_cache(maxsize=8192)(_plain_encoder(tokenizer))
+        for kind, token in placeholders.items():
+            if token not in table.special.values():
+                raise ModelError(f"the tokenizer does not mark token {token}, the placeholder of a {kind}, as special.")
+        self.close_id = self._find_close()
+        self.append_only = self._keeps_history()
+
+    def render(self, messages: Sequence[Message], *, generate: bool) -> Segment:
+        """The first turn, default system prompt included."""
+        guarded, (fence,) = self._guard.messages(messages, 1)
+        return self._segment(self._apply(guarded, generate), fence, messages)
+
+    def extend(self, messages: Sequence[Message], *, closed: bool) -> Segment:
+        """What follows a response: its closing token unless it is ``closed``, the messages, the generation prompt."""
+        guarded, (fence, mark) = self._guard.messages(messages, 2)
+        history = [Message("user", (Text("-"),)), Message("assistant", (Text(mark),))]
+        after = _after(self._apply([*history, *guarded], True), mark)
+        return self._segment(after, fence, messages, skip=1 if closed else 0)
+
+    def after_head(self, messages: Sequence[Message]) -> Segment:
+        """What follows a system message, generation prompt included."""
+        guarded, (fence, mark) = self._guard.messages(messages, 2)
+        head = [Message("system", (Text(mark),))]
+        tail = _after(self._apply(head, False), mark)
+        after = _after(self._apply([*head, *guarded], True), mark)
+        if not after.startswith(tail):
+            raise ModelError(
+                "this chat template writes a lone system message otherwise than one in a conversation: no head."
+            )
+        return self._segment(after.removeprefix(tail), fence, messages)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Tokens of plain text; special tokens in it are text."""
+        return self._encode(text)
+
+    def _apply(self, messages: Sequence[Message], generate: bool) -> str:
+        conversation = [{"role": message.role, "content": self._content(message)} for message in messages]
+        try:
+            text: str = self._owner.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generate)
+        except Exception as error:  # jinja's own errors, or whatever a template's raise_exception says
+            roles = ", ".join(message.role for message in messages)
+            raise ModelError(f"the chat template refuses messages of roles {roles}: {error}.") from error
+        return text
+
+    def _content(self, message: Message) -> Any:
+        for item in message.media:
+            if item.kind not in self._kind_of.values():
+                raise ModelError(
+                    f"this model cannot take {item.kind} {item.origin or item.hash[:12]}; use a family that can."
+                )
+        if not self._blocks:
+            return message.text
+        return [
+            {"type": "text", "text": block.text} if isinstance(block, Text) else {"type": TEMPLATE_KINDS[block.kind]}
+            for block in message.content
+        ]
+
+    def _segment(self, text: str, fence: str, messages: Sequence[Message], skip: int = 0) -> Segment:
+        tokens: list[int] = []
+        for i, piece in enumerate(self._guard.split(text)):
+            tokens += (self._special[piece],) if i % 2 else self._encode(piece.replace(fence, ""))
+        del tokens[:skip]
+        media = [item for message in messages for item in message.media]
+        places = [i for i, token in enumerate(tokens) if token in self._kind_of]
+        if [self._kind_of[tokens[i]] for i in places] != [item.kind for item in media]:
+            raise ModelError(f"the chat template shows {len(places)} media where the messages hold {_names(media)}.")
+        spans = tuple(MediaSpan(i, item) for i, item in zip(places, media, strict=True))
+        return Segment("environment", tuple(tokens), spans)
+
+    def _find_close(self) -> int:
+        pieces = self._guard.split(
+            _after(self._apply([_say("user", "-"), _say("assistant", PRIVATE[0])], False), PRIVATE[0])
+        )
+        if pieces[0] or len(pieces) < 2:
+            raise ModelError("this chat template does not end an assistant's turn with a special token.")
+        return self._special[pieces[1]]
+
+    def _keeps_history(self) -> bool:
+        """Whether a response stays as it was written once the conversation goes on, after the prompt it was written for."""
+        thought = f"<think>\n{PRIVATE[1]}\n</think>\n\n{PRIVATE[0]}"
+        before, after = [_say("user", "-")], [_say("user", "-")]
+        history = self._apply([*before, _say("assistant", thought), *after], True)
+        return history.startswith(self._apply(before, True) + thought)
+
+
+class _Guard:
+    """Keeps texts from forging special tokens: puts a private character, the fence, into whatever could become one."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        ordered = sorted(special, key=len, reverse=True)
+        self._pattern = re.compile("(" + "|".join(map(re.escape, ordered)) + ")")
+        # A special token could also be put together from two texts that meet.
+        self._beginnings = tuple({token[:i] for token in special for i in range(1, len(token))})
+        self._endings = tuple({token[i:] for token in special for i in range(1, len(token))})
+
+    def messages(self, messages: Sequence[Message], count: int) -> tuple[list[Message], list[str]]:
+        """The messages guarded, and ``count`` characters that do not occur in them; the first is the fence."""
+        written = "".join(message.text for message in messages)
+        free = (character for character in PRIVATE if character not in written)
+        characters = [character for character, _ in zip(free, range(count), strict=False)]
+        if len(characters) < count:
+            raise ModelError("a text uses every private character of Unicode; it cannot be rendered safely.")
+        guarded = [
+            Message(message.role, tuple(self._block(block, characters[0]) for block in message.content))
+            for message in messages
+        ]
+        return guarded, characters
+
+    def split(self, text: str) -> list[str]:
+        """Plain text and special tokens in turn, beginning with (perhaps empty) plain text."""
+        return self._pattern.split(text)
+
+    def _block(self, block: Text | Media, fence: str) -> Text | Media:
+        if isinstance(block, Media):
+            return block
+        text = block.text
+        while self._pattern.search(text):
+            text = self._pattern.sub(lambda found: found[0][0] + fence + found[0][1:], text)
+        if text.startswith(self._endings):
+            text = fence + text
+        if text.endswith(self._beginnings):
+            text += fence
+        return Text(text) if text is not block.text else block
+
+
+def _plain_encoder(tokenizer: Any) -> Callable[[str], tuple[int, ...]]:
+    def encode(text: str) -> tuple[int, ...]:
+        if not text:
+            return ()
+        return tuple(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+
+    return encode
+
+
+def _after(text: str, mark: str) -> str:
+    before, found, after = text.partition(mark)
+    if not found or mark in after:
+        raise ModelError(f"this chat template does not write a message's text once, as given: {before[-40:]!r}.")
+    return after
+
+
+def _say(role: Any, text: str) -> Message:
+    return Message(role, (Text(text),))
+
+
+def _names(media: Sequence[Media]) -> str:
+    return ", ".join(f"{item.kind} {item.origin or item.hash[:12]}" for item in media) or "none"

@@ -1,0 +1,82 @@
+"""Tokens and their bytes: text is read off the sampled tokens, never the tokens off the text."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from sensorium.vocabulary.errors import ModelError
+
+
+class TokenTable:
+    """What each token id is: special, ordinary (with its bytes), or a row of the head that no token owns."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        if not getattr(tokenizer, "is_fast", False) or not _is_byte_level(tokenizer):
+            raise ModelError(
+                f"tokenizer {type(tokenizer).__name__} is not byte-level BPE: its tokens have no bytes of their own."
+            )
+        self._tokenizer = tokenizer
+        self._bytes: dict[int, bytes] = {}
+        added = tokenizer.added_tokens_decoder
+        self._added = {i: token.content for i, token in added.items()}
+        self.special: dict[str, int] = {token.content: i for i, token in added.items() if token.special}
+        owned = set(tokenizer.get_vocab().values())
+        self.unowned = tuple(i for i in range(vocab_size) if i not in owned)
+        for i in (*self.special.values(), *self.unowned):
+            self._bytes[i] = b""
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes a token adds to the text; nothing for special tokens."""
+        known = self._bytes.get(token)
+        if known is None:
+            added = self._added.get(token)
+            text = self._tokenizer.convert_ids_to_tokens(token) if added is None else ""
+            known = added.encode() if added is not None else bytes(BYTE_OF[character] for character in text)
+            self._bytes[token] = known
+        return known
+
+    def read(self, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+        """The text of tokens, and the end of each token in its UTF-8 bytes; broken UTF-8 becomes U+FFFD."""
+        raw = bytearray()
+        ends = []
+        for token in tokens:
+            raw += self.bytes_of(token)
+            ends.append(len(raw))
+        try:
+            return raw.decode(), tuple(ends)
+        except UnicodeDecodeError:
+            text, moved = _decode_broken(bytes(raw))
+            return text, tuple(moved[end] for end in ends)
+
+
+def _decode_broken(raw: bytes) -> tuple[str, list[int]]:
+    """Text of broken UTF-8, and for each offset in ``raw`` the offset in the text's bytes."""
+    text, moved, start = "", [0], 0
+    while start < len(raw):
+        try:
+            good, bad = len(raw) - start, 0
+            raw[start:].decode()
+        except UnicodeDecodeError as error:
+            good, bad = error.start, error.end - error.start
+        here = moved[-1]
+        text += raw[start : start + good].decode() + ("\ufffd" if bad else "")
+        moved += range(here + 1, here + good + 1)
+        if bad:
+            # The replacement appears when its last broken byte does.
+            moved += [here + good] * (bad - 1) + [here + good + len("\ufffd".encode())]
+        start += good + bad
+    return text, moved
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    return '"ByteLevel"' in json.dumps(json.loads(tokenizer.backend_tokenizer.to_str()).get("decoder"))
+
+
+def _byte_table() -> dict[str, int]:
+    """The printable stand-ins that byte-level BPE uses for the 256 bytes."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_table()
