@@ -83,13 +83,17 @@ class Trainer:
         if self.step == 0 and self.recipe.evaluation.at_start and self.held_out:
             await self._evaluate()
         while self.step < self.total_steps:
-            if self.step == self.recipe.warm_start.steps:
-                self.reference = begin_reference(self.recipe, self.session.policy, self.directory)
-                self.learner = self._learner()
-            row = await (self._supervised_step() if self.warming else self._step())
-            await self._close_step(row)
+            await self.advance()
         if self.saved_at != self.step:
             self._save()
+
+    async def advance(self) -> None:
+        """One whole step: of the warm start, or of RL."""
+        if self.step == self.recipe.warm_start.steps:
+            self.reference = begin_reference(self.recipe, self.session.policy, self.directory)
+            self.learner = self._learner()
+        row = await (self._supervised_step() if self.warming else self._step())
+        await self._close_step(row)
 
     async def _step(self) -> dict[str, float]:
         """One step of RL; returns its row of metrics."""
@@ -257,6 +261,11 @@ class Trainer:
         self.directory.drop_after(self.step)
         self.checkpoints.clear_after(self.step)
         self.ledger.rewind(self.step + 1)
+
+    def close(self) -> None:
+        """Let the watchers go and close the ledger."""
+        self.watcher.finished()
+        self.ledger.close()
 
     def _learner(self, warming: bool | None = None) -> Learner:
         """The learner of the stage that the next step belongs to."""

@@ -24,6 +24,19 @@ def train(recipe: Recipe, *, resume: bool = False, watchers: Iterable[Watcher] =
     """Run a recipe to its end and write its report; returns the run directory. ``resume``: from the last checkpoint."""
     directory = RunDirectory(recipe.directory)
     _claim(recipe, directory, resume)
+    trainer = open_trainer(recipe, directory, resume=resume, watchers=watchers)
+    try:
+        asyncio.run(trainer.run())
+    finally:
+        trainer.close()
+        write_report(directory.path)
+    return directory.path
+
+
+def open_trainer(
+    recipe: Recipe, directory: RunDirectory, *, resume: bool = False, watchers: Iterable[Watcher] = ()
+) -> Trainer:
+    """Everything built and, on resume, put back as it was; nothing spent yet."""
     settle(recipe)
     ledger = Ledger(directory.ledger)
     checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
@@ -33,8 +46,8 @@ def train(recipe: Recipe, *, resume: bool = False, watchers: Iterable[Watcher] =
     stream = make_stream(recipe, session.store)
     sources = make_sources(recipe.tasks.evaluate, session.store, "tasks.evaluate")
     held_out, _ = each_once(sources, limit=recipe.evaluation.limit, on_bad_row=recipe.tasks.on_bad_row)
-    loggers = [build("logger", name, {}, "logging.loggers", run_dir=directory.path, logging=recipe.logging)
-               for name in recipe.logging.loggers]  # fmt: skip
+    given = {"run_dir": directory.path, "logging": recipe.logging}
+    loggers = [build("logger", name, {}, "logging.loggers", **given) for name in recipe.logging.loggers]
     watcher = Watchers([MetricsFile(directory.metrics), *loggers, *watchers])
     trainer = Trainer(recipe, session, stream, held_out, directory, ledger, watcher)
     if last is not None:
@@ -42,13 +55,7 @@ def train(recipe: Recipe, *, resume: bool = False, watchers: Iterable[Watcher] =
     elif resume:
         directory.drop_after(-1)
         ledger.rewind(0)
-    try:
-        asyncio.run(trainer.run())
-    finally:
-        watcher.finished()
-        ledger.close()
-        write_report(directory.path)
-    return directory.path
+    return trainer
 
 
 def _claim(recipe: Recipe, directory: RunDirectory, resume: bool) -> None:

@@ -1,0 +1,83 @@
+"""TRL's GRPO trainer on workload W0, driven one optimizer step at a time so that its steps interleave with ours."""
+
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from workload import QUESTION, Workload
+
+
+class TrlPeer:
+    """Runs TRL in a thread that stops before every step until asked for one."""
+
+    def __init__(self, model: Path, work: Workload, steps: int, microbatch: int, folder: Path) -> None:
+        self.go: queue.Queue[bool] = queue.Queue()
+        self.done: queue.Queue[float | BaseException] = queue.Queue()
+        self.microbatch = microbatch
+        arguments = (model, work, steps, microbatch, folder)
+        self.thread = threading.Thread(target=self._run, args=arguments, daemon=True)
+        self.thread.start()
+
+    def step(self) -> float:
+        """One step; returns its seconds."""
+        self.go.put(True)
+        seconds = self.done.get(timeout=600)
+        if isinstance(seconds, BaseException):
+            raise seconds
+        return seconds
+
+    def _run(self, model: Path, work: Workload, steps: int, microbatch: int, folder: Path) -> None:
+        try:
+            self._trainer(model, work, steps, microbatch, folder).train()
+        except BaseException as error:
+            self.done.put(error)
+
+    def _trainer(self, model: Path, work: Workload, steps: int, microbatch: int, folder: Path) -> Any:
+        from datasets import Dataset
+        from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
+        from trl import GRPOConfig, GRPOTrainer
+
+        peer = self
+
+        class Turnstile(TrainerCallback):
+            """Waits for leave before each optimizer step's first micro-batch, and reports when the step is over."""
+
+            started = 0.0
+
+            def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+                peer.go.get()
+                self.started = time.perf_counter()
+
+            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+                peer.done.put(time.perf_counter() - self.started)
+
+        rng = np.random.default_rng(0)
+        side = work.pixels
+        rows = [
+            {
+                "prompt": [{"role": "user", "content": QUESTION}],
+                "image": Image.fromarray(rng.integers(0, 255, (side, side, 3), dtype=np.uint8)),
+            }
+            for _ in range(work.prompts * (steps + 1))
+        ]
+        config = GRPOConfig(
+            output_dir=str(folder), per_device_train_batch_size=microbatch, max_steps=steps, report_to=[],
+            gradient_accumulation_steps=work.prompts * work.group // microbatch, num_generations=work.group,
+            max_completion_length=work.new_tokens, save_strategy="no", use_cpu=True, bf16=False, beta=0.0,
+            learning_rate=1e-6, logging_steps=10**6, disable_tqdm=True,
+            generation_kwargs={"min_new_tokens": work.new_tokens},
+        )  # fmt: skip
+        loaded = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+
+        def reward(completions: list[Any], **_: Any) -> list[float]:
+            return [float(len(str(c)) % 7) for c in completions]
+
+        return GRPOTrainer(
+            model=loaded, processing_class=AutoProcessor.from_pretrained(model), args=config, reward_funcs=reward,
+            train_dataset=Dataset.from_list(rows), callbacks=[Turnstile()],
+        )  # fmt: skip

@@ -1,0 +1,104 @@
+"""A checkpoint is complete or absent, whatever moment the process is killed at."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sensorium.media.store import MediaStore
+from sensorium.models.load import load_policy
+from sensorium.models.policy import Policy
+from sensorium.models.tiny import make_tiny
+from sensorium.trainer.checkpoint import Best, Checkpoints
+from sensorium.vocabulary.errors import CheckpointError
+
+WATCHED = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "os.listdir", "os.scandir")
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny("qwen2_5_vl", folder)
+    return load_policy(str(folder), store=MediaStore(), device="cpu")
+
+
+def save_and_die_at(event: int, checkpoints: Checkpoints, policy: Policy) -> bool:
+    """Save step 2 in a child that kills itself at the n-th file-system event; True if it lived to the end."""
+    child = os.fork()
+    if child == 0:
+        left = event
+
+        def hook(name: str, args: tuple[object, ...]) -> None:
+            nonlocal left
+            if name in WATCHED:
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+        checkpoints.save(2, policy, {"step": 2}, None)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return not os.WIFSIGNALED(status)
+
+
+def test_a_kill_at_any_write_point_leaves_a_complete_checkpoint(policy: Policy, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    event, lived = 1, False
+    seen: set[int] = set()
+    while not lived:
+        checkpoints = Checkpoints(tmp_path, keep=1)
+        checkpoints.clear_after(0)
+        checkpoints.save(1, policy, {"step": 1}, None)
+        lived = save_and_die_at(event, checkpoints, policy)
+        complete = checkpoints.complete()
+        assert complete, f"killed at event {event}: no complete checkpoint is left"
+        assert checkpoints.load(complete[-1]) == {"step": complete[-1]}
+        seen.add(complete[-1])
+        event += 1
+    assert event > 10, "the save was hardly interrupted"
+    assert seen == {1, 2}, "kills before and after the rename were both tried"
+
+
+def test_a_killed_save_is_cleared_and_the_next_one_succeeds(policy: Policy, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(1, policy, {"step": 1}, None)
+    assert not save_and_die_at(8, checkpoints, policy)
+    checkpoints.clear_after(1)
+    checkpoints.save(2, policy, {"step": 2}, None)
+    assert checkpoints.complete() == [1, 2]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_retention_keeps_the_newest_and_the_best(policy: Policy, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in range(1, 6):
+        checkpoints.save(step, policy, {"step": step}, Best(2, 0.9) if step >= 2 else None)
+    assert checkpoints.complete() == [2, 4, 5]
+    assert checkpoints.best() == Best(2, 0.9)
+
+
+def test_a_checkpoint_with_a_short_file_is_not_complete(policy: Policy, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    path = checkpoints.save(1, policy, {"step": 1}, None)
+    weights = next(path.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert checkpoints.complete() == []
+    with pytest.raises(CheckpointError, match="not complete"):
+        checkpoints.load(1)
+
+
+def test_a_checkpoint_loads_with_transformers_and_gives_the_same_logits(policy: Policy, tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    path = Checkpoints(tmp_path, keep=1).save(1, policy, {"step": 1}, None)
+    loaded = AutoModelForImageTextToText.from_pretrained(path)
+    ids_BT = torch.arange(300, 340)[None]
+    with torch.no_grad():
+        ours = policy.model(input_ids=ids_BT, mm_token_type_ids=torch.zeros_like(ids_BT)).logits
+        theirs = loaded(input_ids=ids_BT, mm_token_type_ids=torch.zeros_like(ids_BT)).logits
+    assert torch.equal(ours, theirs)

@@ -1,0 +1,77 @@
+"""A run of 6 steps equals 3 steps, kill -9 in the middle of the next, and a resume: bit for bit."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from sensorium.report.metrics import read_metrics, repeatable
+
+HERE = Path(__file__).parent
+RECIPES = {
+    "single turn": """
+        name: single
+        steps: 6
+        threads: 2
+        model: {path: "tiny:qwen2_5_vl"}
+        tasks:
+          train: [{source: shapes, options: {split: train, size: 64}}]
+          evaluate: [{source: shapes, options: {split: test, size: 8}}]
+        batch: {prompts_per_step: 4, group_size: 4, updates_per_epoch: 2}
+        rollout: {max_new_tokens: 6}
+        rewards: {terms: [{name: exact}, {name: format, weight: 0.2}]}
+        algorithm: {kl: {coef: 0.01}}
+        optimizer: {lr: 1.0e-3, warmup_steps: 2, schedule: cosine}
+        evaluation: {every: 2}
+        checkpoint: {every: 3, keep: 2}
+        """,
+    "multi-turn, with a warm start": """
+        name: multi
+        steps: 4
+        threads: 2
+        model: {path: "tiny:qwen3_vl"}
+        tasks:
+          train: [{source: worlds, options: {environment: frozen_lake, split: train, size: 64}}]
+        batch: {prompts_per_step: 2, group_size: 4}
+        rollout: {max_new_tokens: 5, max_turns: 3, window: 2}
+        rewards: {terms: [{name: environment}, {name: format, weight: 0.2}]}
+        optimizer: {lr: 1.0e-3}
+        warm_start: {steps: 2, prompts_per_step: 4}
+        checkpoint: {every: 3, keep: 2}
+        """,
+}
+
+
+def run(recipe: Path, directory: Path, mode: str = "") -> int:
+    environment = os.environ | {"PYTHONHASHSEED": "random"}
+    command = [sys.executable, str(HERE / "run_and_die.py"), str(recipe), str(directory), *([mode] if mode else [])]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+@pytest.mark.parametrize("moment", ["5:update"])
+def test_a_killed_and_resumed_run_repeats_the_uninterrupted_one(name: str, moment: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPES[name])
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert run(recipe, whole) == 0
+    assert run(recipe, broken, moment) == -signal.SIGKILL
+    assert not (broken / "checkpoints" / "step_000006").exists()
+    assert run(recipe, broken, "resume") == 0
+    rows = [[repeatable(row) for row in read_metrics(path / "metrics.jsonl")] for path in (whole, broken)]
+    assert [row["step"] for row in rows[0]] == [1, 2, 3, 4, 5, 6]
+    assert rows[0] == rows[1]
+    episodes = sorted(p.relative_to(whole) for p in (*whole.glob("episodes/*"), *whole.glob("eval/*")))
+    assert episodes == sorted(p.relative_to(broken) for p in (*broken.glob("episodes/*"), *broken.glob("eval/*")))
+    assert episodes
+    for path in episodes:
+        assert (whole / path).read_bytes() == (broken / path).read_bytes(), path
+    ours, theirs = (load_file(next((p / "checkpoints/step_000006").glob("*.safetensors"))) for p in (whole, broken))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[key].equal(theirs[key]) for key in ours)
+    start = load_file(next((whole / "checkpoints/step_000003").glob("*.safetensors")))
+    assert not all(ours[key].equal(start[key]) for key in ours), "training moved the weights"
