@@ -1,7 +1,8 @@
 """The table of names: name → where it lives. Torch-free; what a name stands for is imported when it is built."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 from sensorium.vocabulary.errors import RecipeError, nearest
@@ -43,6 +44,12 @@ NAMES: dict[str, dict[str, str]] = {
     },
 }
 
+GIVEN = {"source": ("store",), "environment": ("store",)}
+"""What the trainer gives beside the options of a recipe, by kind."""
+
+PARAMETER_GROUPS = ("vision", "projector", "language", "head")
+"""The named parts of a model that can be frozen or given a learning rate of their own."""
+
 
 def register(kind: str, name: str, place: str) -> None:
     """Add a name of your own: ``register("reward", "brevity", "my_package.terms:Brevity")``."""
@@ -56,30 +63,52 @@ def table(kind: str) -> dict[str, str]:
 
 def check(kind: str, name: str, where: str) -> None:
     """Refuse an unknown name with the nearest right one. ``module:attribute`` names a thing of the user's own."""
-    if name not in table(kind) and ":" not in name:
-        raise RecipeError(f"{where}: unknown {kind} '{name}'{nearest(name, list(table(kind)))}")
+    problem = wrong_name(kind, name)
+    if problem:
+        raise RecipeError(f"{where}: {problem}")
+
+
+def wrong_name(kind: str, name: str) -> str:
+    """What is wrong with a name, in a sentence; empty if it is known. Imports nothing."""
+    if name in table(kind) or ":" in name:
+        return ""
+    return f"unknown {kind} '{name}'{nearest(name, list(table(kind)))}"
+
+
+def wrong_options(kind: str, name: str, options: Mapping[str, Any]) -> str:
+    """What is wrong with a thing's options, in a sentence; empty if they fit. Imports the thing, builds nothing."""
+    return _unfit(kind, name, resolve(kind, name), options, GIVEN.get(kind, ()))
 
 
 def resolve(kind: str, name: str, where: str = "") -> Any:
     """Import what a name stands for."""
     check(kind, name, where or kind)
+    at = f"{where}: " if where else ""
     module, _, attribute = table(kind).get(name, name).partition(":")
     try:
         return getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise RecipeError(f"{where or kind}: cannot load {kind} '{name}' from '{module}:{attribute}': {error}.") from error
+        raise RecipeError(f"{at}cannot load {kind} '{name}' from '{module}:{attribute}': {error}.") from error
 
 
 def build(kind: str, name: str, options: Mapping[str, Any], where: str = "", **given: Any) -> Any:
     """Build a named thing from its options; a wrong option is refused with the right ones."""
-    import inspect
-
     target = resolve(kind, name, where)
-    known = [p for p in inspect.signature(target).parameters if p not in given]
-    for option in options:
-        if option not in known:
-            raise RecipeError(f"{where}: {kind} '{name}' has no option '{option}'{nearest(option, known)}")
-    try:
-        return target(**given, **options)
-    except TypeError as error:
-        raise RecipeError(f"{where}: {kind} '{name}': {error}.") from error
+    problem = _unfit(kind, name, target, options, tuple(given))
+    if problem:
+        raise RecipeError(f"{where or kind}: {problem}")
+    return target(**given, **options)
+
+
+def _unfit(kind: str, name: str, target: Any, options: Mapping[str, Any], given: Sequence[str]) -> str:
+    """Why options do not fit what a name stands for; ``given`` are the parts that the caller provides."""
+    parameters = {p.name: p for p in signature(target).parameters.values() if p.name not in given}
+    named = {key: p for key, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
+        for option in options:
+            if option not in named:
+                return f"{kind} '{name}' has no option '{option}'{nearest(option, list(named))}"
+    for key, parameter in named.items():
+        if parameter.default is parameter.empty and key not in options:
+            return f"{kind} '{name}' needs the option '{key}'."
+    return ""

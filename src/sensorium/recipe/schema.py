@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class Section(BaseModel):
     """Base of every section: frozen, unknown keys refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -31,7 +31,7 @@ class SourceSection(Section):
     """One source of tasks and its share of a mixture."""
 
     source: str
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0)
     options: dict[str, Any] = {}
 
 
@@ -48,11 +48,11 @@ class TasksSection(Section):
 class BatchSection(Section):
     """The batch words, and no others."""
 
-    prompts_per_step: int = Field(8, ge=1)
-    group_size: int = Field(8, ge=1)
-    epochs_per_step: int = Field(1, ge=1)
-    updates_per_epoch: int = Field(1, ge=1)
-    tokens_per_microbatch: int = Field(16384, ge=16)
+    prompts_per_step: int = Field(default=8, ge=1)
+    group_size: int = Field(default=8, ge=1)
+    epochs_per_step: int = Field(default=1, ge=1)
+    updates_per_epoch: int = Field(default=1, ge=1)
+    tokens_per_microbatch: int = Field(default=16384, ge=16)
 
 
 class RolloutSection(Section):
@@ -60,19 +60,21 @@ class RolloutSection(Section):
 
     engine: str = "native"
     schedule: Literal["lockstep", "eager"] = "lockstep"
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
-    max_new_tokens: int = Field(64, ge=1, description="budget of one turn")
-    max_turns: int = Field(1, ge=1)
-    max_episode_tokens: int = Field(0, ge=0, description="tokens the model may write in an episode; 0: no limit")
-    max_context_tokens: int = Field(4096, ge=16, description="expanded tokens of a thread, response included")
-    window: int = Field(0, ge=0, description="turns of history in a thread (the current one included); 0: all, one thread")
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    max_new_tokens: int = Field(default=64, ge=1, description="budget of one turn")
+    max_turns: int = Field(default=1, ge=1)
+    max_episode_tokens: int = Field(default=0, ge=0, description="tokens the model may write in an episode; 0: no limit")
+    max_context_tokens: int = Field(default=4096, ge=16, description="expanded tokens of a thread, response included")
+    window: int = Field(
+        default=0, ge=0, description="turns of history in a thread (the current one included); 0: all, one thread"
+    )
     stop: tuple[str, ...] = ()
     ignore_stop_tokens: bool = False
-    concurrency: int = Field(0, ge=0, description="episodes in flight; 0: all of the step")
-    environment_deadline_s: float = Field(30.0, gt=0)
-    mask_truncated: bool = Field(False, description="leave truncated episodes out of the loss")
+    concurrency: int = Field(default=0, ge=0, description="episodes in flight; 0: all of the step")
+    environment_deadline_s: float = Field(default=30.0, gt=0)
+    mask_truncated: bool = Field(default=False, description="leave truncated episodes out of the loss")
 
 
 class TermSection(Section):
@@ -87,9 +89,9 @@ class RewardsSection(Section):
     """Named terms with weights; what happens when one is missing."""
 
     terms: tuple[TermSection, ...] = Field(min_length=1)
-    deadline_s: float = Field(30.0, gt=0)
-    retries: int = Field(2, ge=0)
-    retry_wait_s: float = Field(0.5, ge=0)
+    deadline_s: float = Field(default=30.0, gt=0)
+    retries: int = Field(default=2, ge=0)
+    retry_wait_s: float = Field(default=0.5, ge=0)
     on_missing: Literal["drop_episode", "drop_group"] = "drop_episode"
 
 
@@ -105,18 +107,18 @@ class LossSection(Section):
     """Which policy loss, and its clip range."""
 
     name: str = "clip"
-    clip_low: float = Field(0.2, ge=0)
-    clip_high: float = Field(0.2, ge=0)
-    dual_clip: float | None = Field(None, gt=1)
+    clip_low: float = Field(default=0.2, ge=0)
+    clip_high: float = Field(default=0.2, ge=0)
+    dual_clip: float | None = Field(default=None, gt=1)
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
-    aggregation_constant: float = Field(1.0, gt=0)
+    aggregation_constant: float = Field(default=1.0, gt=0)
     entropy_coef: float = 0.0
 
 
 class KLSection(Section):
     """KL to a frozen copy of the starting model, added to the loss. Coefficient 0 keeps no copy."""
 
-    coef: float = Field(0.0, ge=0)
+    coef: float = Field(default=0.0, ge=0)
     estimator: Literal["abs", "k2", "k3", "k1_straight_through", "k3_straight_through"] = "k3"
 
 
@@ -131,59 +133,59 @@ class AlgorithmSection(Section):
 class OptimizerSection(Section):
     """AdamW with warm-up, a schedule and clipping; rates by parameter group."""
 
-    lr: float = Field(1e-6, gt=0)
+    lr: float = Field(default=1e-6, gt=0)
     group_lr: dict[str, float] = {}
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    warmup_steps: int = Field(0, ge=0)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    final_lr_share: float = Field(0.0, ge=0, le=1)
-    clip_norm: float = Field(1.0, gt=0)
+    final_lr_share: float = Field(default=0.0, ge=0, le=1)
+    clip_norm: float = Field(default=1.0, gt=0)
 
 
 class WarmStartSection(Section):
     """A supervised stage before RL, in the same loop: demonstrations are played and learned."""
 
-    steps: int = Field(0, ge=0)
-    prompts_per_step: int = Field(32, ge=1)
+    steps: int = Field(default=0, ge=0)
+    prompts_per_step: int = Field(default=32, ge=1)
     optimizer: OptimizerSection = OptimizerSection(lr=1e-3)
 
 
 class EvaluationSection(Section):
     """Evaluation during training, into ``eval/…`` metrics."""
 
-    every: int = Field(0, ge=0)
+    every: int = Field(default=0, ge=0)
     at_start: bool = False
-    limit: int = Field(0, ge=0, description="tasks at most; 0: all")
-    temperature: float = Field(1.0, ge=0)
-    samples: int = Field(1, ge=1)
+    limit: int = Field(default=0, ge=0, description="tasks at most; 0: all")
+    temperature: float = Field(default=1.0, ge=0)
+    samples: int = Field(default=1, ge=1)
 
 
 class CheckpointSection(Section):
     """When to save, how many to keep, and which metric decides the best one."""
 
-    every: int = Field(0, ge=0, description="0: only at the end")
-    keep: int = Field(2, ge=1)
-    best: str = Field("eval/accuracy", description="metric whose best checkpoint is kept; empty: none")
+    every: int = Field(default=0, ge=0, description="0: only at the end")
+    keep: int = Field(default=2, ge=1)
+    best: str = Field(default="eval/accuracy", description="metric whose best checkpoint is kept; empty: none")
 
 
 class LoggingSection(Section):
     """Loggers beside console and metrics.jsonl, which always run."""
 
     loggers: tuple[str, ...] = ()
-    episodes: int = Field(0, ge=0, description="episodes written per step; 0: all")
+    episodes: int = Field(default=0, ge=0, description="episodes written per step; 0: all")
     project: str = "sensorium"
 
 
 class Recipe(Section):
     """A whole run."""
 
-    name: str
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="names the run directory")
     seed: int = 0
     steps: int = Field(ge=0)
-    run_dir: Path | None = Field(None, description="default: runs/NAME")
-    threads: int = Field(0, ge=0, description="CPU threads; 0: as the machine has")
+    run_dir: Path | None = Field(default=None, description="default: runs/NAME")
+    threads: int = Field(default=0, ge=0, description="CPU threads; 0: as the machine has")
     model: ModelSection
     tasks: TasksSection
     batch: BatchSection = BatchSection()

@@ -1,0 +1,150 @@
+"""What a well-typed recipe can still get wrong: names, options, and keys that contradict each other.
+
+Each check yields the place of a problem and a sentence; nothing is built, and no check needs torch.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sensorium.recipe.names import PARAMETER_GROUPS, wrong_name, wrong_options
+from sensorium.recipe.schema import OptimizerSection, Recipe, SourceSection
+from sensorium.vocabulary.errors import RecipeError, nearest
+
+Problem = tuple[str, str]
+"""A dotted place in the recipe, and what is wrong there."""
+
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
+
+
+def problems(recipe: Recipe) -> list[Problem]:
+    """Everything wrong with a recipe that its types do not show; names first, since the rest leans on them."""
+    return list(_names(recipe)) or [
+        *_options(recipe),
+        *_batch(recipe),
+        *_rollout(recipe),
+        *_training(recipe),
+        *_pay(recipe),
+    ]
+
+
+def _names(recipe: Recipe) -> Iterator[Problem]:
+    yield from _model(recipe)
+    named = [
+        ("engine", recipe.rollout.engine, "rollout.engine"),
+        ("advantage", recipe.algorithm.advantage.name, "algorithm.advantage.name"),
+        ("loss", recipe.algorithm.loss.name, "algorithm.loss.name"),
+    ]
+    named += [("logger", name, f"logging.loggers.{i}") for i, name in enumerate(recipe.logging.loggers)]
+    named += [("reward", term.name, f"rewards.terms.{i}.name") for i, term in enumerate(recipe.rewards.terms)]
+    for place, section in _sources(recipe):
+        named.append(("source", section.source, f"{place}.source"))
+        world = section.options.get("environment")
+        if section.source == "worlds" and isinstance(world, str):
+            named.append(("environment", world, f"{place}.options.environment"))
+    for kind, name, place in named:
+        if problem := wrong_name(kind, name):
+            yield place, problem
+
+
+def _model(recipe: Recipe) -> Iterator[Problem]:
+    model = recipe.model
+    if model.family != "auto" and (problem := wrong_name("family", model.family)):
+        yield "model.family", problem
+    scheme, _, name = model.path.partition(":")
+    if scheme == "tiny" and (problem := wrong_name("family", name)):
+        yield "model.path", problem
+    if scheme == "package" and not (ASSETS / name / "config.json").is_file():
+        shipped = [path.parent.name for path in ASSETS.glob("*/config.json")]
+        yield "model.path", f"the package ships no model '{name}'{nearest(name, shipped)}"
+    for i, group in enumerate(model.freeze):
+        yield from _group(group, f"model.freeze.{i}")
+    if set(model.freeze) >= {"vision", "projector", "language"}:
+        yield "model.freeze", "every part of the model is frozen; leave at least one out, so that something is trained."
+    for place, optimizer in _optimizers(recipe):
+        for group, rate in optimizer.group_lr.items():
+            at = f"{place}.group_lr.{group}"
+            yield from _group(group, at)
+            if group in model.freeze:
+                yield at, f"'{group}' has a learning rate here and is frozen by model.freeze; drop one of the two."
+            if rate <= 0:
+                yield at, f"the learning rate of '{group}' must be above 0; to keep it still, put it in model.freeze."
+
+
+def _group(name: str, place: str) -> Iterator[Problem]:
+    if name not in PARAMETER_GROUPS:
+        yield place, f"unknown parameter group '{name}'{nearest(name, list(PARAMETER_GROUPS))}"
+
+
+def _options(recipe: Recipe) -> Iterator[Problem]:
+    """Options of sources and reward terms against what they are; those rooms are free of torch."""
+    for place, section in _sources(recipe):
+        yield from _unfit("source", section.source, section.options, place)
+    for i, term in enumerate(recipe.rewards.terms):
+        yield from _unfit("reward", term.name, term.options, f"rewards.terms.{i}")
+
+
+def _unfit(kind: str, name: str, options: Mapping[str, Any], place: str) -> Iterator[Problem]:
+    try:
+        problem = wrong_options(kind, name, options)
+    except RecipeError as error:
+        problem = str(error)
+    if problem:
+        yield f"{place}.options", problem
+
+
+def _batch(recipe: Recipe) -> Iterator[Problem]:
+    prompts, updates = recipe.batch.prompts_per_step, recipe.batch.updates_per_epoch
+    if prompts % updates:
+        why = "every update takes the same number of whole groups"
+        yield "batch.updates_per_epoch", f"updates_per_epoch {updates} does not divide prompts_per_step {prompts}; {why}."
+    if recipe.algorithm.advantage.name == "grpo" and recipe.steps and recipe.batch.group_size < 2:
+        yield "batch.group_size", "grpo compares the episodes of a group, so group_size must be at least 2."
+
+
+def _rollout(recipe: Recipe) -> Iterator[Problem]:
+    rollout, evaluation = recipe.rollout, recipe.evaluation
+    if rollout.window > rollout.max_turns:
+        wide = f"window {rollout.window} is wider than max_turns {rollout.max_turns}"
+        yield "rollout.window", f"{wide}; use 0 to keep every turn in context."
+    if rollout.max_new_tokens >= rollout.max_context_tokens:
+        long = f"max_new_tokens {rollout.max_new_tokens} leaves no room for a prompt"
+        yield "rollout.max_new_tokens", f"{long} in max_context_tokens {rollout.max_context_tokens}."
+    if (evaluation.every or evaluation.at_start) and not recipe.tasks.evaluate:
+        yield "evaluation", "evaluation is asked for, but tasks.evaluate names no source of held-out tasks."
+    if evaluation.temperature == 0 and evaluation.samples > 1:
+        yield "evaluation.samples", "at temperature 0 every sample is the same; use samples 1, or a temperature."
+
+
+def _training(recipe: Recipe) -> Iterator[Problem]:
+    for place, optimizer in _optimizers(recipe):
+        if not all(0 <= beta < 1 for beta in optimizer.betas):
+            yield f"{place}.betas", f"both betas must lie in [0, 1), not {list(optimizer.betas)}."
+    loss = recipe.algorithm.loss
+    if loss.aggregation != "constant" and loss.aggregation_constant != 1.0:
+        unused = f"only aggregation 'constant' uses it, and aggregation is '{loss.aggregation}'"
+        yield (
+            "algorithm.loss.aggregation_constant",
+            f"aggregation_constant {loss.aggregation_constant} does nothing: {unused}.",
+        )
+
+
+def _pay(recipe: Recipe) -> Iterator[Problem]:
+    names = [term.name for term in recipe.rewards.terms]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            yield f"rewards.terms.{i}.name", f"the term '{name}' stands twice; metrics are named by term, so keep one."
+    if recipe.steps and not any(term.weight for term in recipe.rewards.terms):
+        yield "rewards.terms", "every term has weight 0, so nothing is ever paid; give one of them a weight."
+
+
+def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceSection]]:
+    for i, section in enumerate(recipe.tasks.train):
+        yield f"tasks.train.{i}", section
+    for i, section in enumerate(recipe.tasks.evaluate):
+        yield f"tasks.evaluate.{i}", section
+
+
+def _optimizers(recipe: Recipe) -> Iterator[tuple[str, OptimizerSection]]:
+    yield "optimizer", recipe.optimizer
+    yield "warm_start.optimizer", recipe.warm_start.optimizer

@@ -1,0 +1,98 @@
+"""YAML as recipes have it: the 1.2 core types only, no key twice, and every key knows its line.
+
+PyYAML speaks YAML 1.1, where ``1e-6`` is a string, ``no`` is false and ``1:30`` is ninety. Recipes mean what they say.
+"""
+
+import re
+from typing import Any
+
+import yaml as pyyaml
+
+from sensorium.vocabulary.errors import RecipeError
+
+Path = tuple[str | int, ...]
+Lines = dict[Path, int]
+
+_CORE = (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("int", r"[-+]?[0-9]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+.0123456789"),
+)
+
+
+class _Loader(pyyaml.SafeLoader):
+    """Safe, core types only."""
+
+    def whole_number(self, node: pyyaml.ScalarNode) -> int:
+        """Decimal (also with leading zeros) or hexadecimal."""
+        text = str(node.value)
+        return int(text, 16) if "x" in text else int(text)
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in _CORE:
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first))
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.whole_number)
+
+
+def read_yaml(text: str, where: str) -> tuple[Any, Lines]:
+    """The value of a YAML text, and the line of every key and list item in it."""
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            lines: Lines = {}
+            if node is None:
+                return None, lines
+            _trace(node, (), lines, where)
+            return loader.construct_document(node), lines
+        finally:
+            loader.dispose()
+    except pyyaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark is not None and "\n" in text else ""
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise RecipeError(f"{where}{line}: not valid YAML: {problem}.") from error
+
+
+def write_yaml(data: Any) -> str:
+    """A value as YAML in the order it has; short lists stand on one line."""
+    return pyyaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=124)
+
+
+class _Dumper(pyyaml.SafeDumper):
+    """Block style, with lists of plain values inline."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+    def represent_list(self, data: Any) -> pyyaml.SequenceNode:
+        """A list: inline if it holds plain values only."""
+        plain = all(not isinstance(item, dict | list) for item in data)
+        return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=plain)
+
+
+_Dumper.add_representer(list, _Dumper.represent_list)
+
+
+def _trace(node: pyyaml.Node, path: Path, lines: Lines, where: str) -> None:
+    """Remember the line of every key and item; a key given twice is an error."""
+    if isinstance(node, pyyaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            lines[(*path, index)] = item.start_mark.line + 1
+            _trace(item, (*path, index), lines, where)
+    if isinstance(node, pyyaml.MappingNode):
+        for key, value in node.value:
+            place = (*path, str(key.value))
+            if place in lines:
+                raise RecipeError(
+                    f"{where}, line {key.start_mark.line + 1}: '{dotted(place)}' was given before, on line {lines[place]}; "
+                    "keep one of them."
+                )
+            lines[place] = key.start_mark.line + 1
+            _trace(value, place, lines, where)
+
+
+def dotted(path: Path) -> str:
+    """A place in a recipe as overrides write it: ``tasks.train.0.options``."""
+    return ".".join(str(part) for part in path)

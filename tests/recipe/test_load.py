@@ -1,0 +1,237 @@
+"""A recipe means what it says, and what is wrong with it is said once, where it stands, with the way out."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sensorium.recipe import Recipe, dump_recipe, load_recipe, parse_recipe
+from sensorium.recipe.load import shipped_recipes
+from sensorium.recipe.yaml import read_yaml
+from sensorium.vocabulary.errors import RecipeError
+
+GOOD = """\
+name: trial
+steps: 4
+model:
+  path: tiny:qwen3_vl
+tasks:
+  train:
+    - source: shapes
+      options: {split: train, size: 64}
+  evaluate:
+    - source: shapes
+      options: {split: test, size: 16}
+batch:
+  prompts_per_step: 4
+  group_size: 4
+rewards:
+  terms:
+    - name: exact
+    - name: format
+      weight: 0.1
+optimizer:
+  lr: 1e-4
+"""
+
+
+def refused(*overrides: str, text: str = GOOD) -> str:
+    """The one paragraph that refuses a recipe."""
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(text, "trial.yaml", overrides)
+    paragraph = str(caught.value)
+    assert "\n" not in paragraph
+    return paragraph
+
+
+def test_every_shipped_recipe_parses_and_comes_back_from_its_dump() -> None:
+    recipes = shipped_recipes()
+    assert {"shapes", "frozen_lake"} <= set(recipes)
+    for name, path in recipes.items():
+        recipe = load_recipe(path)
+        assert parse_recipe(dump_recipe(recipe), f"{name} dumped") == recipe
+
+
+def test_loading_a_recipe_imports_no_torch(tmp_path: Path) -> None:
+    path = tmp_path / "trial.yaml"
+    path.write_text(GOOD)
+    code = (
+        "import sys, sensorium.recipe as r; assert 'torch' not in sys.modules, 'import'; "
+        "from sensorium.recipe.plan import make_plan; "
+        f"make_plan(r.load_recipe({str(path)!r}, ['steps=2'])); "
+        "assert 'torch' not in sys.modules, 'load'; assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_numbers_are_numbers_and_words_are_words() -> None:
+    data, _ = read_yaml("[1e-6, 1E5, .5, 010, 0x10, no, on, 1:30, 2024-01-01, true, ~, -3, '7']", "list")
+    assert data == [1e-6, 1e5, 0.5, 10, 16, "no", "on", "1:30", "2024-01-01", True, None, -3, "7"]
+
+
+def test_overrides_reach_keys_list_items_and_options() -> None:
+    recipe = parse_recipe(
+        GOOD,
+        "trial.yaml",
+        [
+            "batch.group_size=8",
+            "tasks.train.0.options.size=100",
+            "rewards.terms.1.weight=0.5",
+            "algorithm.kl={coef: 0.01}",
+            "logging.loggers=[tensorboard]",
+            "optimizer.lr=3e-5",
+            "optimizer.group_lr.vision=1e-6",
+            "run_dir=runs/elsewhere",
+        ],
+    )
+    assert recipe.batch.group_size == 8
+    assert recipe.tasks.train[0].options == {"split": "train", "size": 100}
+    assert recipe.rewards.terms[1].weight == 0.5
+    assert recipe.algorithm.kl.coef == 0.01
+    assert recipe.logging.loggers == ("tensorboard",)
+    assert recipe.optimizer.lr == 3e-5
+    assert recipe.optimizer.group_lr == {"vision": 1e-6}
+    assert recipe.directory == Path("runs/elsewhere")
+
+
+@given(
+    st.builds(
+        dict,
+        steps=st.integers(0, 10**6),
+        seed=st.integers(0, 2**31),
+        lr=st.floats(1e-12, 1.0),
+        options=st.dictionaries(
+            st.text(min_size=1, max_size=5), st.one_of(st.integers(), st.floats(-1e6, 1e6), st.text(max_size=8))
+        ),
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_any_recipe_comes_back_from_its_dump(values: dict) -> None:
+    recipe = Recipe.model_validate(
+        {
+            "name": "any",
+            "steps": values["steps"],
+            "seed": values["seed"],
+            "model": {"path": "tiny:qwen2"},
+            "tasks": {"train": [{"source": "tests_of_load:Source", "options": values["options"]}]},
+            "rewards": {"terms": [{"name": "tests_of_load:Term"}]},
+            "optimizer": {"lr": values["lr"], "betas": [0.9, 0.95]},
+        }
+    )
+    data, _ = read_yaml(dump_recipe(recipe), "dump")
+    assert Recipe.model_validate(data) == recipe
+    assert data["tasks"]["train"][0]["options"] == values["options"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (GOOD.replace("group_size", "groupsize"), "line 14: unknown key 'batch.groupsize'; did you mean 'group_size'?"),
+        (GOOD.replace("weight", "wieght"), "line 19: unknown key 'rewards.terms.1.wieght'; did you mean 'weight'?"),
+        (GOOD.replace("optimizer:", "optimiser:"), "line 20: unknown key 'optimiser'; did you mean 'optimizer'?"),
+        (GOOD.replace("steps: 4", "steps: four"), "trial.yaml, line 2: 'steps' is 'four'; it must be a whole number."),
+        (GOOD.replace("steps: 4", "steps: 4.5"), "'steps' is 4.5; it must be a whole number."),
+        (GOOD.replace("steps: 4", "steps: '4'"), "'steps' is '4'; it must be a whole number."),
+        (GOOD.replace("steps: 4\n", ""), "trial.yaml: the key 'steps' is missing"),
+        (GOOD.replace("steps: 4", "steps: -1"), "'steps' is -1; it must be greater than or equal to 0."),
+        (GOOD.replace("1e-4", ".nan"), "'optimizer.lr' is nan; it must be"),
+        (GOOD.replace("name: trial", "name: a/b"), "'name' is 'a/b'; use letters"),
+        (GOOD.replace("  group_size: 4\n", "  group_size: 4\n" * 2), "line 15: 'batch.group_size' was given before, on line 14"),
+        (GOOD + "batch: 3\n", "line 22: 'batch' was given before, on line 12"),
+        (GOOD.replace("steps: 4", "steps: [4"), "trial.yaml, line 3: not valid YAML"),
+        ("- a\n- b\n", "trial.yaml: a recipe is a mapping of keys to values, and this is a list."),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_the_file_is_named_with_its_line(text: str, said: str) -> None:
+    assert said in refused(text=text)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("batch.group_sise=8", "override 'batch.group_sise=8': unknown key 'batch.group_sise'; did you mean 'group_size'?"),
+        ("batch.group_size=x", "override 'batch.group_size=x': 'batch.group_size' is 'x'; it must be a whole number."),
+        ("batch.group_size", "write it as key=value"),
+        ("tasks.train.3.source=shapes", "'tasks.train' is a list and '3' is none of its items; it has 1 items"),
+        ("name.first=x", "'name' is a text, so it has no 'first' inside."),
+        ("model.dtype=float16", "'model.dtype' is 'float16'; it must be 'float32' or 'bfloat16'."),
+        ("model.gradient_checkpointing=yes", "'model.gradient_checkpointing' is 'yes'; it must be true or false."),
+        ("tasks.train=[]", "'tasks.train' needs at least 1 items and has 0."),
+        ("batch.group_size=[", "override 'batch.group_size=[': not valid YAML"),
+    ],
+)
+def test_what_is_wrong_in_an_override_is_named_with_it(override: str, said: str) -> None:
+    assert said in refused(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.family=qwen3vl", "unknown family 'qwen3vl'; did you mean 'qwen3_vl'?"),
+        ("model.path=tiny:qwen3_v", "unknown family 'qwen3_v'; did you mean 'qwen3_vl'?"),
+        ("model.path=package:no_such_model", "the package ships no model 'no_such_model'"),
+        ("tasks.train.0.source=shape", "unknown source 'shape'; did you mean 'shapes'?"),
+        ("tasks.train=[{source: worlds, options: {environment: lake}}]", "unknown environment 'lake'; did you mean 'frozen_lake'"),
+        ("tasks.evaluate.0.options.splt=test", "source 'shapes' has no option 'splt'; did you mean 'split'?"),
+        ("rewards.terms.0.name=exakt", "unknown reward 'exakt'; did you mean 'exact'?"),
+        ("rewards.terms.0.name=no_such_module:Term", "cannot load reward 'no_such_module:Term'"),
+        ("rollout.engine=natif", "unknown engine 'natif'; did you mean 'native'?"),
+        ("algorithm.advantage.name=gpro", "unknown advantage 'gpro'; did you mean 'grpo'?"),
+        ("algorithm.loss.name=clipp", "unknown loss 'clipp'; did you mean 'clip'?"),
+        ("logging.loggers=[tensorbord]", "unknown logger 'tensorbord'; did you mean 'tensorboard'?"),
+        ("model.freeze=[visoin]", "unknown parameter group 'visoin'; did you mean 'vision'?"),
+        ("optimizer.group_lr.langage=1e-3", "unknown parameter group 'langage'; did you mean 'language'?"),
+        ("warm_start.optimizer={group_lr: {heads: 1e-3}}", "unknown parameter group 'heads'; did you mean 'head'?"),
+    ],
+)  # fmt: skip
+def test_unknown_names_are_refused_with_the_nearest(override: str, said: str) -> None:
+    paragraph = refused(override)
+    assert said in paragraph
+    assert paragraph.startswith(f"override '{override}': ")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["batch.group_size=1"], "group_size must be at least 2"),
+        (["batch.updates_per_epoch=3"], "updates_per_epoch 3 does not divide prompts_per_step 4"),
+        (["rollout.window=3", "rollout.max_turns=2"], "window 3 is wider than max_turns 2"),
+        (["rollout.max_new_tokens=4096"], "leaves no room for a prompt"),
+        (["evaluation.every=2", "tasks.evaluate=[]"], "tasks.evaluate names no source"),
+        (["evaluation={temperature: 0, samples: 4}"], "at temperature 0 every sample is the same"),
+        (["model.freeze=[vision, projector, language]"], "every part of the model is frozen"),
+        (["model.freeze=[vision]", "optimizer.group_lr.vision=1e-4"], "has a learning rate here and is frozen"),
+        (["optimizer.group_lr.vision=0"], "must be above 0"),
+        (["optimizer.betas=[0.9, 1.0]"], "both betas must lie in [0, 1)"),
+        (["algorithm.loss.aggregation_constant=64"], "aggregation_constant 64.0 does nothing"),
+        (["rewards.terms.1.name=exact"], "the term 'exact' stands twice"),
+        (["rewards.terms.0.weight=0", "rewards.terms.1.weight=0"], "every term has weight 0"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(overrides: list[str], said: str) -> None:
+    assert said in refused(*overrides)
+
+
+def test_several_problems_make_one_paragraph() -> None:
+    paragraph = refused("steps=x", "seed=y", "batch.sise=3")
+    assert paragraph.startswith("3 problems. (1) ")
+    assert paragraph.count("override '") == 3
+
+
+def test_a_recipe_that_is_not_there_is_named_with_the_shipped_ones(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"no recipe file 'recipes/shape\.yaml'.*did you mean 'shapes'"):
+        load_recipe("recipes/shape.yaml")
+
+
+def test_a_shipped_recipe_is_found_by_its_name() -> None:
+    assert load_recipe("shapes").model_dump() == load_recipe(shipped_recipes()["shapes"]).model_dump()
+
+
+def test_recipes_cannot_be_changed_and_a_good_one_stands() -> None:
+    recipe = parse_recipe(GOOD, "trial.yaml")
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.batch.group_size = 2
+    assert recipe.directory == Path("runs/trial")
