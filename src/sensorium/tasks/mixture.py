@@ -1,0 +1,166 @@
+"""A mixture of sources as one endless stream, addressed by position.
+
+Invariants: what stands at a position is a function of (sources, weights, seed, position) and of nothing else, so resuming
+needs only a position. Each source is passed through once per epoch of its own, in a permutation keyed by (seed, source,
+epoch). Among the first p positions every source has its weight's share, give or take as many tasks as there are sources.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+from typing import Literal
+
+from sensorium.tasks.source import TaskSource
+from sensorium.vocabulary.errors import MediaError, PromptTooLong, TaskError
+from sensorium.vocabulary.task import Task
+
+Treatment = Literal["refuse", "skip"]
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A row that was left out, and why."""
+
+    source: int
+    row: int
+    reason: str
+    long_prompt: bool = False
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Tasks drawn from a stream, the position to go on from, and what was skipped on the way."""
+
+    tasks: tuple[Task, ...]
+    position: int
+    skipped: tuple[Skipped, ...] = ()
+
+
+class TaskStream:
+    """Sources mixed by weight. Holds no state of its own: every call names the position it reads from."""
+
+    def __init__(self, sources: Sequence[TaskSource], weights: Sequence[float], *, seed: int, shuffle: bool = True) -> None:
+        if len(sources) != len(weights) or not sources:
+            raise TaskError(
+                f"a mixture needs one weight per source; it has {len(sources)} sources, {len(weights)} weights."
+            )
+        for i, (source, weight) in enumerate(zip(sources, weights, strict=True)):
+            if len(source) == 0:
+                raise TaskError(f"source {i} of the mixture ({type(source).__name__}) has no tasks.")
+            if not weight > 0:
+                raise TaskError(f"source {i} of the mixture has weight {weight}; weights must be above 0.")
+        self.sources = tuple(sources)
+        self.seed = seed
+        self.shuffle = shuffle
+        parts = [Fraction(weight).limit_denominator(10**6) or Fraction(1, 10**6) for weight in weights]
+        self.shares = tuple(part / sum(parts) for part in parts)
+        self._splits = tuple(part / sum(parts[i:]) for i, part in enumerate(parts))
+
+    def take(self, position: int, count: int) -> list[tuple[int, int]]:
+        """(source, row) of ``count`` positions from ``position`` on."""
+        return [self.at(p) for p in range(position, position + count)]
+
+    def at(self, position: int) -> tuple[int, int]:
+        """(source, row) at one position."""
+        source, nth = self._turn_of(position)
+        length = len(self.sources[source])
+        epoch, place = divmod(nth, length)
+        if not self.shuffle:
+            return source, place
+        return source, permuted(place, length, f"{self.seed}/{source}/{epoch}")
+
+    def draw(
+        self,
+        position: int,
+        count: int,
+        *,
+        on_bad_row: Treatment = "refuse",
+        on_long_prompt: Treatment = "refuse",
+        check: Callable[[Task], None] | None = None,
+    ) -> Draw:
+        """``count`` tasks from ``position`` on. Bad rows, and tasks for which ``check`` raises, are refused or skipped."""
+        tasks: list[Task] = []
+        skipped: list[Skipped] = []
+        in_a_row = 0
+        while len(tasks) < count:
+            source, row = self.at(position)
+            try:
+                task = self.sources[source][row]
+                if check is not None:
+                    check(task)
+            except (TaskError, MediaError) as error:
+                long_prompt = isinstance(error, PromptTooLong)
+                if (on_long_prompt if long_prompt else on_bad_row) == "refuse":
+                    raise
+                skipped.append(Skipped(source, row, str(error), long_prompt))
+                in_a_row += 1
+                if in_a_row >= self._whole_pass():
+                    raise TaskError(f"every task of the mixture was skipped; the last one because: {error}") from error
+            else:
+                tasks.append(task)
+                in_a_row = 0
+            position += 1
+        return Draw(tuple(tasks), position, tuple(skipped))
+
+    def _turn_of(self, position: int) -> tuple[int, int]:
+        """Which source has this position, and how many times it had its turn before.
+
+        Source 0 takes the positions where round(p · share) grows; the rest are shared out among the others likewise.
+        """
+        for source, split in enumerate(self._splits):
+            before, after = _rounded(position * split), _rounded((position + 1) * split)
+            if after > before:
+                return source, before
+            position -= before
+        raise AssertionError("the last source takes every position that is left")
+
+    def _whole_pass(self) -> int:
+        """Positions within which every row of every source comes up."""
+        return max(
+            ceil((len(source) + len(self.sources)) / share) for source, share in zip(self.sources, self.shares, strict=True)
+        )
+
+
+def each_once(
+    sources: Sequence[TaskSource], *, limit: int = 0, on_bad_row: Treatment = "refuse"
+) -> tuple[list[Task], list[Skipped]]:
+    """Every task of every source once, in order (for evaluation). Under a limit the sources take turns."""
+    rows = [(row, i) for i, source in enumerate(sources) for row in range(len(source))]
+    if limit:
+        rows = sorted(rows)
+    tasks: list[Task] = []
+    skipped: list[Skipped] = []
+    for row, i in rows:
+        if limit and len(tasks) == limit:
+            break
+        try:
+            tasks.append(sources[i][row])
+        except (TaskError, MediaError) as error:
+            if on_bad_row == "refuse":
+                raise
+            skipped.append(Skipped(i, row, str(error)))
+    return tasks, skipped
+
+
+def permuted(index: int, length: int, key: str) -> int:
+    """Where a keyed permutation of range(length) sends ``index``: a Feistel cipher, walked until it lands inside.
+
+    Needs no memory and no library's random stream, so a run's order survives updates of either.
+    """
+    assert 0 <= index < length, "the walk comes back only from inside"
+    half = max(2, ((length - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for turn in range(6):
+            digest = hashlib.blake2b(f"{key}/{turn}/{right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
+        index = left << half | right
+        if index < length:
+            return index
+
+
+def _rounded(value: Fraction) -> int:
+    return int(value + Fraction(1, 2))
