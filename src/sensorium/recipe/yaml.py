@@ -71,7 +71,13 @@ class _Dumper(pyyaml.SafeDumper):
         plain = all(not isinstance(item, dict | list) for item in data)
         return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=plain)
 
+    def represent_text(self, data: str) -> pyyaml.ScalarNode:
+        """A text: in double quotes if it holds a line break of Unicode's, which PyYAML would fold."""
+        odd = any(mark in data for mark in "\x85\u2028\u2029\ufeff")
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if odd else None)
 
+
+_Dumper.add_representer(str, _Dumper.represent_text)
 _Dumper.add_representer(list, _Dumper.represent_list)
 
 

@@ -1,0 +1,118 @@
+"""What a recipe will do and need, told before anything is spent: batch numbers, memory, and whether it repeats exactly.
+
+Memory is an upper estimate: caches and activations are taken as full as the recipe's budgets allow.
+"""
+
+from dataclasses import dataclass
+
+from sensorium.recipe.schema import Recipe
+from sensorium.recipe.shape import ModelShape, read_shape
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The resolved numbers of a run. ``memory`` is in bytes by use, empty where the model is not on this disk."""
+
+    warm_start_updates: int
+    steps: int
+    episodes_per_step: int
+    groups_per_update: int
+    updates_per_step: int
+    total_updates: int
+    total_episodes: int
+    sampled_tokens_per_step: int
+    evaluations: int
+    model: ModelShape | None
+    trainable: int
+    memory: dict[str, int]
+    deterministic: bool
+    determinism: str
+
+
+def make_plan(recipe: Recipe) -> Plan:
+    """The plan of a recipe. Reads files of the checkpoint if they are on this disk; imports no torch."""
+    batch, rollout = recipe.batch, recipe.rollout
+    shape = read_shape(recipe.model.path)
+    episodes = batch.prompts_per_step * batch.group_size
+    updates = batch.epochs_per_step * batch.updates_per_epoch
+    written = rollout.max_new_tokens * rollout.max_turns
+    if rollout.max_episode_tokens:
+        written = min(written, rollout.max_episode_tokens)
+    deterministic, why = _determinism(recipe)
+    return Plan(
+        warm_start_updates=recipe.warm_start.steps,
+        steps=recipe.steps,
+        episodes_per_step=episodes,
+        groups_per_update=batch.prompts_per_step // batch.updates_per_epoch,
+        updates_per_step=updates,
+        total_updates=recipe.steps * updates + recipe.warm_start.steps,
+        total_episodes=recipe.steps * episodes,
+        sampled_tokens_per_step=episodes * written,
+        evaluations=_evaluations(recipe),
+        model=shape,
+        trainable=shape.trainable(recipe.model.freeze) if shape else 0,
+        memory=estimate_memory(recipe, shape) if shape else {},
+        deterministic=deterministic,
+        determinism=why,
+    )
+
+
+def estimate_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
+    """Bytes by use, each as high as the recipe's budgets allow."""
+    size = BYTES[recipe.model.dtype]
+    trainable = shape.trainable(recipe.model.freeze)
+    uses = {
+        "weights": shape.total * size,
+        "gradients": trainable * size,
+        "optimizer moments": trainable * 8,
+        "fp32 masters": trainable * 4 if size < 4 else 0,
+        "reference model": shape.total * size if recipe.algorithm.kl.coef else 0,
+        "keys and values": _cached_tokens(recipe) * 2 * shape.layers * shape.key_values * size,
+        "activations": _microbatch_tokens(recipe) * _activations_per_token(recipe, shape) * size,
+    }
+    return {use: amount for use, amount in uses.items() if amount}
+
+
+def _cached_tokens(recipe: Recipe) -> int:
+    """Tokens in the engine's cache at most: a single-turn prompt is cached once for its group."""
+    batch, rollout = recipe.batch, recipe.rollout
+    in_flight = min(rollout.concurrency or 10**9, batch.prompts_per_step * batch.group_size)
+    if rollout.max_turns > 1:
+        return in_flight * rollout.max_context_tokens
+    groups = -(-in_flight // batch.group_size)
+    return groups * (rollout.max_context_tokens - rollout.max_new_tokens) + in_flight * rollout.max_new_tokens
+
+
+def _microbatch_tokens(recipe: Recipe) -> int:
+    """Tokens of one micro-batch at most; small updates do not fill it."""
+    batch, rollout = recipe.batch, recipe.rollout
+    group = rollout.max_context_tokens + (batch.group_size - 1) * rollout.max_new_tokens
+    if rollout.max_turns > 1:
+        group = batch.group_size * rollout.max_context_tokens
+    return min(batch.tokens_per_microbatch, batch.prompts_per_step // batch.updates_per_epoch * group)
+
+
+def _activations_per_token(recipe: Recipe, shape: ModelShape) -> int:
+    """Values kept per token for the backward pass: inputs of norms and projections, queries, keys, values and the MLP."""
+    layer = 7 * shape.hidden + 2 * shape.key_values + 4 * shape.mlp
+    if recipe.model.gradient_checkpointing:
+        return shape.layers * shape.hidden + layer
+    return shape.layers * layer
+
+
+def _evaluations(recipe: Recipe) -> int:
+    section = recipe.evaluation
+    if not recipe.tasks.evaluate:
+        return 0
+    during = -(-recipe.steps // section.every) if section.every else 0
+    return during + section.at_start
+
+
+def _determinism(recipe: Recipe) -> tuple[bool, str]:
+    if recipe.rollout.schedule == "eager":
+        return False, "no: the eager schedule batches by the clock; rollout.schedule=lockstep repeats bit for bit on CPU"
+    if recipe.model.device.startswith("cuda"):
+        return False, "in order of work, not in last bits: GPU kernels do not promise them; on CPU it repeats bit for bit"
+    return True, "yes: on CPU the run, and a resumed run, repeats bit for bit"

@@ -1,0 +1,160 @@
+"""What the files of a checkpoint tell without torch: sizes from config.json, parameters from safetensors headers."""
+
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sensorium.recipe.names import PARAMETER_GROUPS
+
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a model. ``parameters`` counts them by group; ``exact`` says whether the weights themselves were counted."""
+
+    family: str
+    layers: int
+    hidden: int
+    key_values: int
+    mlp: int
+    vocabulary: int
+    parameters: dict[str, int]
+    exact: bool
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return sum(self.parameters.values())
+
+    def trainable(self, freeze: tuple[str, ...]) -> int:
+        """Parameters that are not frozen."""
+        return sum(count for group, count in self.parameters.items() if group not in freeze)
+
+
+def read_shape(path: str) -> ModelShape | None:
+    """The shape of the model that a recipe's ``model.path`` means, or None if it is not on this disk."""
+    folder = _folder(path)
+    if folder is None or not (folder / "config.json").is_file():
+        return None
+    config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config", config)
+    heads = text["num_attention_heads"]
+    head_dim = text.get("head_dim") or text["hidden_size"] // heads
+    experts = text.get("num_experts_per_tok", 0)
+    counted = _count_weights(folder)
+    return ModelShape(
+        family=config.get("model_type", ""),
+        layers=text["num_hidden_layers"],
+        hidden=text["hidden_size"],
+        key_values=text.get("num_key_value_heads", heads) * head_dim,
+        mlp=experts * text["moe_intermediate_size"] if experts else text["intermediate_size"],
+        vocabulary=text["vocab_size"],
+        parameters=counted or count_parameters(config),
+        exact=bool(counted),
+    )
+
+
+def count_parameters(config: dict[str, Any]) -> dict[str, int]:
+    """Parameters by group from a config alone, for the families we know."""
+    text = config.get("text_config", config)
+    vision = config.get("vision_config")
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    table = text["vocab_size"] * text["hidden_size"]
+    counts = {"language": table + _language(text, config["model_type"]), "head": 0 if tied else table}
+    if vision:
+        tower = _tower_qwen3 if config["model_type"].startswith("qwen3") else _tower_qwen25
+        counts["vision"], counts["projector"] = tower(vision)
+    return {group: counts.get(group, 0) for group in PARAMETER_GROUPS}
+
+
+def _language(text: dict[str, Any], family: str) -> int:
+    hidden, heads = text["hidden_size"], text["num_attention_heads"]
+    head_dim = text.get("head_dim") or hidden // heads
+    queries, pairs = heads * head_dim, 2 * text.get("num_key_value_heads", heads) * head_dim
+    attention = hidden * (2 * queries + pairs)
+    attention += 2 * head_dim if family.startswith("qwen3") else queries + pairs
+    if experts := text.get("num_experts", 0):
+        mlp = experts * 3 * hidden * text["moe_intermediate_size"] + hidden * experts
+    else:
+        mlp = 3 * hidden * text["intermediate_size"]
+    return text["num_hidden_layers"] * (attention + mlp + 2 * hidden) + hidden
+
+
+def _tower_qwen25(vision: dict[str, Any]) -> tuple[int, int]:
+    hidden, wide = vision["hidden_size"], vision["intermediate_size"]
+    patch = vision.get("in_channels", 3) * vision.get("temporal_patch_size", 2) * vision["patch_size"] ** 2 * hidden
+    block = 2 * hidden + 4 * hidden**2 + 4 * hidden + 3 * hidden * wide + 2 * wide + hidden
+    return patch + vision["depth"] * block, hidden + _merger(vision)
+
+
+def _tower_qwen3(vision: dict[str, Any]) -> tuple[int, int]:
+    hidden, wide = vision["hidden_size"], vision["intermediate_size"]
+    patch = (
+        vision.get("in_channels", 3) * vision.get("temporal_patch_size", 2) * vision["patch_size"] ** 2 * hidden + hidden
+    )
+    places = vision["num_position_embeddings"] * hidden
+    block = 4 * hidden + 4 * hidden**2 + 4 * hidden + 2 * hidden * wide + wide + hidden
+    merged = hidden * vision.get("spatial_merge_size", 2) ** 2
+    deepstack = len(vision.get("deepstack_visual_indexes", ())) * (2 * merged + _merger(vision))
+    return patch + places + vision["depth"] * block, 2 * hidden + _merger(vision) + deepstack
+
+
+def _merger(vision: dict[str, Any]) -> int:
+    merged = vision["hidden_size"] * vision.get("spatial_merge_size", 2) ** 2
+    return merged * merged + merged + merged * vision["out_hidden_size"] + vision["out_hidden_size"]
+
+
+def _count_weights(folder: Path) -> dict[str, int]:
+    """Parameters by group from the headers of the weight files; empty if there are none, or some are missing."""
+    files = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    if not files or not all(file.is_file() for file in files):
+        return {}
+    counts = dict.fromkeys(PARAMETER_GROUPS, 0)
+    for file in files:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            header = json.loads(opened.read(length))
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                counts[_group_of(name)] += _product(tensor["shape"])
+    return counts
+
+
+def _group_of(name: str) -> str:
+    if "visual." in name:
+        return "projector" if "merger" in name else "vision"
+    return "head" if name.startswith("lm_head") else "language"
+
+
+def _product(sizes: list[int]) -> int:
+    product = 1
+    for size in sizes:
+        product *= size
+    return product
+
+
+def _folder(path: str) -> Path | None:
+    """The folder of a checkpoint: given, shipped, or in the hub's cache."""
+    scheme, _, name = path.partition(":")
+    if scheme == "package":
+        return ASSETS / name
+    if scheme == "tiny":
+        return None
+    given = Path(path).expanduser()
+    return given if given.is_dir() else _cached(path)
+
+
+def _cached(hub_id: str) -> Path | None:
+    """The newest snapshot of a hub id in the local cache, where there is one."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    snapshots = (cache / f"models--{hub_id.replace('/', '--')}" / "snapshots").glob("*/config.json")
+    newest = max(snapshots, key=lambda file: file.stat().st_mtime, default=None)
+    return newest.parent if newest else None

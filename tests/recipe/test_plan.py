@@ -1,0 +1,117 @@
+"""The dry run's numbers are those of the recipe and of the checkpoint on disk."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sensorium.recipe.plan import estimate_memory, make_plan
+from sensorium.recipe.schema import Recipe
+from sensorium.recipe.shape import count_parameters, read_shape
+
+
+def recipe(path: str = "tiny:qwen3_vl", **sections: object) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "trial",
+            "steps": 10,
+            "model": {"path": path},
+            "tasks": {"train": [{"source": "shapes"}], "evaluate": [{"source": "shapes"}]},
+            "rewards": {"terms": [{"name": "exact"}]},
+            **sections,
+        }
+    )
+
+
+def checkpoint(folder: Path, family: str) -> Path:
+    import sensorium.models.torchvision_fix  # noqa: F401  (before transformers imports torchvision)
+    from sensorium.models.tiny import make_tiny
+
+    return make_tiny(family, folder)
+
+
+def test_batch_numbers_are_resolved() -> None:
+    plan = make_plan(
+        recipe(
+            batch={"prompts_per_step": 8, "group_size": 4, "epochs_per_step": 2, "updates_per_epoch": 4},
+            rollout={"max_new_tokens": 16, "max_turns": 5, "max_episode_tokens": 60},
+            warm_start={"steps": 3},
+            evaluation={"every": 4, "at_start": True},
+        )
+    )
+    assert plan.episodes_per_step == 32
+    assert plan.groups_per_update == 2
+    assert plan.updates_per_step == 8
+    assert plan.total_updates == 10 * 8 + 3
+    assert plan.total_episodes == 320
+    assert plan.sampled_tokens_per_step == 32 * 60
+    assert plan.evaluations == 4
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"])
+def test_parameters_are_counted_from_disk_and_from_the_config_alike(tmp_path: Path, family: str) -> None:
+    folder = checkpoint(tmp_path, family)
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    shape = read_shape(str(folder))
+    assert shape is not None
+    assert shape.exact
+    config = json.loads((folder / "config.json").read_text())
+    assert shape.parameters == count_parameters(config)
+    auto = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    model = auto.from_config(AutoConfig.from_pretrained(folder))
+    assert shape.total == sum(parameter.numel() for parameter in model.parameters())
+    assert (shape.parameters["vision"] > 0) == ("vision_config" in config)
+
+
+def test_a_config_without_weights_is_estimated_and_says_so(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, "qwen2")
+    full = read_shape(str(folder))
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    alone = read_shape(str(folder))
+    assert full is not None
+    assert alone is not None
+    assert alone.total == full.total
+    assert not alone.exact
+
+
+def test_a_model_in_the_hub_cache_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "models--Some--Model" / "snapshots" / "abc"
+    checkpoint(snapshot, "qwen2")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert read_shape("Some/Model") is not None
+    assert read_shape("Other/Model") is None
+
+
+def test_memory_follows_what_is_trained_and_how(tmp_path: Path) -> None:
+    path = str(checkpoint(tmp_path, "qwen3_vl"))
+    shape = read_shape(path)
+    assert shape is not None
+    plain = estimate_memory(recipe(path), shape)
+    assert plain["weights"] == plain["gradients"] == shape.total * 4
+    assert plain["optimizer moments"] == shape.total * 8
+    assert "fp32 masters" not in plain
+    assert "reference model" not in plain
+    frozen = estimate_memory(recipe(path, model={"path": path, "freeze": ["vision"], "dtype": "bfloat16"}), shape)
+    assert frozen["gradients"] == (shape.total - shape.parameters["vision"]) * 2
+    assert frozen["fp32 masters"] == (shape.total - shape.parameters["vision"]) * 4
+    with_reference = estimate_memory(recipe(path, algorithm={"kl": {"coef": 0.1}}), shape)
+    assert with_reference["reference model"] == plain["weights"]
+    lean = estimate_memory(recipe(path, model={"path": path, "gradient_checkpointing": True}), shape)
+    assert lean["activations"] < plain["activations"]
+    fewer = estimate_memory(recipe(path, rollout={"concurrency": 8}), shape)
+    assert fewer["keys and values"] < plain["keys and values"]
+
+
+def test_a_schedule_that_gives_up_repetition_says_so() -> None:
+    assert make_plan(recipe()).deterministic
+    plan = make_plan(recipe(rollout={"schedule": "eager"}))
+    assert not plan.deterministic
+    assert "rollout.schedule=lockstep" in plan.determinism
+
+
+def test_a_model_that_is_not_on_disk_leaves_memory_open() -> None:
+    plan = make_plan(recipe("Nobody/NoSuchModel"))
+    assert plan.model is None
+    assert plan.memory == {}
