@@ -108,8 +108,9 @@ def _weights(shifted_BV: Tensor) -> Tensor:
 
 def _truncated(weights_BV: Tensor, rows: SamplingRows) -> Tensor:
     """Weights with top-k, then top-p within it; ties in weight are broken by token id. Other rows stay as they are."""
-    assert rows.top_k_B1 is not None and rows.top_p_B1 is not None
-    sorted_BV, order_BV = weights_BV.sort(-1, descending=True, stable=True)
+    assert rows.top_k_B1 is not None
+    assert rows.top_p_B1 is not None
+    sorted_BV, order_BV = weights_BV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(weights_BV.shape[-1], device=weights_BV.device)
     sorted_BV = sorted_BV.masked_fill(rank_V >= rows.top_k_B1, 0)
     cumulative_BV = sorted_BV.cumsum(-1)

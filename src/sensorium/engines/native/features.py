@@ -1,0 +1,73 @@
+"""Features of media for prefill: encoded once per policy version, checked against the spans that take them."""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+from sensorium.engines.native.contexts import Fill
+from sensorium.models.layout import Features, mismatch
+from sensorium.models.policy import Policy
+from sensorium.vocabulary.content import Media
+from sensorium.vocabulary.errors import SensoriumError
+
+
+class FeatureCache:
+    """Features of media under the current weights: each distinct medium goes through the tower once per version."""
+
+    def __init__(self, policy: Policy, limit_bytes: int) -> None:
+        self.encoded = 0
+        self._policy = policy
+        self._limit = limit_bytes
+        self._held = 0
+        self._items: OrderedDict[Media, Features] = OrderedDict()
+
+    def get(self, media: Sequence[Media]) -> tuple[dict[Media, Features], dict[Media, SensoriumError]]:
+        """Features of media, those missing in one tower pass; and the errors of those that have none."""
+        missing = [item for item in dict.fromkeys(media) if item not in self._items]
+        made, errors = self._encode(missing)
+        features = made | {item: self._items[item] for item in media if item not in made and item in self._items}
+        for item, given in made.items():
+            self._items[item] = given
+            self._held += _bytes(given)
+        for item in features:
+            self._items.move_to_end(item)
+        while self._held > self._limit and self._items:
+            self._held -= _bytes(self._items.popitem(last=False)[1])
+        return features, errors
+
+    def _encode(self, media: list[Media]) -> tuple[dict[Media, Features], dict[Media, SensoriumError]]:
+        if not media:
+            return {}, {}
+        try:
+            made = self._policy.encode(media)
+        except SensoriumError as error:
+            if len(media) == 1:
+                return {}, {media[0]: error}
+            # One bad medium must not cost the others: find it by encoding one at a time.
+            made = {}
+            errors: dict[Media, SensoriumError] = {}
+            for item in media:
+                one, wrong = self._encode([item])
+                made |= one
+                errors |= wrong
+            return made, errors
+        self.encoded += len(made)
+        return made, {}
+
+    def clear(self) -> None:
+        """Forget the features: the weights changed."""
+        self._items.clear()
+        self._held = 0
+
+
+def check_features(fill: Fill | None, features: Mapping[Media, Features], errors: Mapping[Media, SensoriumError]) -> None:
+    """Raise what is wrong with the media of a context: the tower's error, or a span that does not fit its features."""
+    for slot in fill.slots if fill is not None else ():
+        if slot.media in errors:
+            raise errors[slot.media]
+        given = features[slot.media].embeds_NH.shape[0]
+        if given != slot.count:
+            raise mismatch(slot.media, f"{slot.count} placeholder tokens for {given} features")
+
+
+def _bytes(features: Features) -> int:
+    return sum(tensor.nbytes for tensor in (features.embeds_NH, *features.deepstack_NH))

@@ -1,0 +1,107 @@
+"""Rows: the responses being written, as the host knows them and as the device holds them."""
+
+import asyncio
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sensorium.engines.native.cache import CachedAttention, KVCache
+from sensorium.engines.native.contexts import Known
+from sensorium.engines.native.randomness import signed64
+from sensorium.engines.native.sampler import SamplingRows
+from sensorium.engines.protocol import FinishReason, Request, Response
+from sensorium.models.policy import Policy
+
+
+class Job:
+    """A request and the future its episode awaits. ``keep`` is False once the thread was released."""
+
+    def __init__(self, request: Request, future: "asyncio.Future[Response]") -> None:
+        self.request = request
+        self.future = future
+        self.keep = True
+
+    def fail(self, error: Exception) -> None:
+        """Tell the episode what went wrong, if it still waits."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class StopStrings:
+    """Finds stop strings in a stream of bytes, across token borders, without looking back further than the longest."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop.encode() for stop in stops if stop]
+        self._memory = max((len(stop) for stop in self._stops), default=1) - 1
+        self._tail = b""
+
+    def feed(self, new: bytes) -> bool:
+        """True as soon as a stop string is complete."""
+        text = self._tail + new
+        self._tail = text[max(0, len(text) - self._memory) :]
+        return any(stop in text for stop in self._stops)
+
+
+class Row:
+    """One response being written after a context of ``length`` tokens whose next rotary position is ``position``.
+
+    With n tokens drawn, the last of them goes to cache entry ``length + n - 1`` when it is fed.
+    """
+
+    def __init__(self, job: Job, known: tuple[Known, ...], limit: int, stop_ids: frozenset[int]) -> None:
+        self.job = job
+        self.known = known
+        self.length = known[-1].length
+        self.position = known[-1].position
+        self.sampling = job.request.sampling
+        self.budget = min(self.sampling.max_new_tokens, limit - self.length)
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.sampled_logprobs: list[float] = []
+        self._stop_ids = stop_ids if self.sampling.stop_tokens else frozenset()
+        self._stops = StopStrings(self.sampling.stop) if self.sampling.stop else None
+
+    def take(self, token: int, logprob: float, sampled_logprob: float, policy: Policy) -> FinishReason | None:
+        """Append a drawn token; the reason if the response ends with it."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.sampled_logprobs.append(sampled_logprob)
+        if token in self._stop_ids:
+            return "stop"
+        if self._stops is not None and self._stops.feed(policy.token_bytes(token)):
+            return "stop"
+        return "length" if len(self.tokens) >= self.budget else None
+
+    def known_after(self, key: str) -> tuple[Known, ...]:
+        """The thread's segments with the response behind the context."""
+        drawn = len(self.tokens)
+        return (*self.known, Known(key, drawn, self.length + drawn, self.position + drawn))
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the thread in the cache: all but the last drawn, which was not fed yet."""
+        return self.length + len(self.tokens) - 1
+
+
+class Batch:
+    """The rows on the device: row i of every tensor is row i of the cache. Laid out anew when rows come or go."""
+
+    def __init__(self, rows: Sequence[Row], cache: KVCache, forbidden_F: Tensor, stop_S: Tensor, vocab_size: int) -> None:
+        device = forbidden_F.device
+        table = [[row.tokens[-1] if row.tokens else 0 for row in rows]]
+        table.append([row.position + len(row.tokens) - 1 for row in rows])
+        table.append([row.cached for row in rows])
+        table.append([signed64(row.job.request.key) for row in rows])
+        table.append([len(row.tokens) for row in rows])
+        self.tokens_B, self._position_B, length_B, self.keys_B, self.counts_B = torch.tensor(table, device=device).unbind(0)
+        self.positions_3B1 = self._position_B[None, :, None].expand(3, -1, 1)
+        self.attention = CachedAttention(cache, 0, length_B, 1, max(table[2]) + 1)
+        self.sampling = SamplingRows.of([row.sampling for row in rows], forbidden_F, stop_S, vocab_size)
+
+    def advance(self, tokens_B: Tensor) -> None:
+        """The drawn tokens are the next to be fed; everything moves on by one, in place."""
+        self.tokens_B.copy_(tokens_B)
+        self._position_B += 1
+        self.counts_B += 1
+        self.attention.advance()

@@ -1,0 +1,230 @@
+"""What happens in a tick: rows leave, rows join, every row is fed one token and draws the next.
+
+Invariants. The first rows of the cache are the responses being written, densely; new ones join at the end, gaps are closed
+from the end. What a row draws depends on its context and key alone. Rows whose response ended stay in place until the next
+tick, by when their episode has released the thread or may come back to it. Weights never change under a row.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sensorium.engines.native.cache import KVCache
+from sensorium.engines.native.contexts import Kept, KeptStore, context_key
+from sensorium.engines.native.features import FeatureCache, check_features
+from sensorium.engines.native.prefill import Entry, prefill
+from sensorium.engines.native.randomness import uniforms
+from sensorium.engines.native.rows import Batch, Job, Row
+from sensorium.engines.native.sampler import sample
+from sensorium.engines.protocol import FinishReason, Response
+from sensorium.models.layout import Features
+from sensorium.models.policy import Policy
+from sensorium.vocabulary.content import Media
+from sensorium.vocabulary.errors import EngineError
+
+RESERVE_AHEAD = 256  # tokens of a response that the cache makes room for at once
+
+
+@dataclass
+class WriterCounters:
+    """What was computed. A prefill is a context from its beginning, an extension one continued after cached tokens."""
+
+    prefills: int = 0
+    prefill_tokens: int = 0
+    extensions: int = 0
+    extension_tokens: int = 0
+    decode_steps: int = 0
+    decoded_tokens: int = 0
+    features: int = 0
+
+
+class Writer:
+    """The synchronous half of the native engine: rows, their cache, and what is kept between turns."""
+
+    def __init__(self, policy: Policy, *, max_rows: int, max_context: int | None, keep_bytes: int) -> None:
+        config = policy.model.config.get_text_config()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.counters = WriterCounters()
+        self._policy = policy
+        self._max_rows = max_rows
+        self._max_context = max_context or config.max_position_embeddings
+        self._cache = KVCache(config.num_hidden_layers, config.num_key_value_heads, head_dim, policy.dtype, policy.device)
+        self._features = FeatureCache(policy, keep_bytes)
+        self._kept = KeptStore(keep_bytes)
+        self._version = policy.version
+        self._stop_ids = frozenset(policy.stop_ids)
+        self._stop_S = torch.tensor(policy.stop_ids, device=policy.device)
+        self._forbidden_F = torch.tensor(policy.forbidden_ids, dtype=torch.int64, device=policy.device)
+        self._rows: list[Row] = []
+        self._batch: Batch | None = None
+
+    @torch.no_grad()
+    def tick(self, waiting: Sequence[Job]) -> int:
+        """Admit waiting jobs in order while there is room, and advance every row by a token. How many were taken."""
+        self._check_version()
+        self._settle()
+        room = max(0, self._max_rows - len(self._rows))
+        logits = [self._decode()] if self._rows else []
+        if waiting and room:
+            joined, first_NV = self._admit(waiting[:room])
+            if joined:
+                self._rows += joined
+                self._batch = None
+                logits.append(first_NV)
+        if self._rows:
+            self._draw(torch.cat(logits) if len(logits) > 1 else logits[0])
+        return min(len(waiting), room)
+
+    def release(self, thread: str) -> None:
+        """Forget the keys and values of a thread, or do not set them aside when its response ends."""
+        self._kept.pop(thread)
+        for row in self._rows:
+            if row.job.request.thread == thread:
+                row.job.keep = False
+
+    def forget(self, version: int) -> None:
+        """Drop everything made with other weights; no response may be open."""
+        self._kept.clear()
+        self._features.clear()
+        self._rows.clear()
+        self._batch = None
+        self._version = version
+
+    def _check_version(self) -> None:
+        if self._policy.version != self._version:
+            if any(not row.job.future.done() for row in self._rows):
+                raise EngineError("the weights changed in the middle of a response; finish the rollout before an update.")
+            self.forget(self._policy.version)
+
+    def _settle(self) -> None:
+        """Rows whose response ended leave the batch: set aside what may be continued, close the gaps from the end."""
+        gone = [i for i, row in enumerate(self._rows) if row.job.future.done()]
+        if not gone:
+            return
+        for i in gone:
+            self._set_aside(i)
+        left = len(self._rows) - len(gone)
+        gaps = [i for i in gone if i < left]
+        movers = [i for i in range(left, len(self._rows)) if not self._rows[i].job.future.done()]
+        self._cache.copy(movers, gaps, max((self._rows[i].cached for i in movers), default=0))
+        for source, target in zip(movers, gaps, strict=True):
+            self._rows[target] = self._rows[source]
+        del self._rows[left:]
+        self._batch = None
+
+    def _set_aside(self, i: int) -> None:
+        row = self._rows[i]
+        future = row.job.future
+        if row.job.keep and not future.cancelled() and future.exception() is None:
+            known = row.known_after(future.result().segment.key)
+            self._kept.put(row.job.request.thread, Kept(known, row.cached, self._cache.take(i, row.cached)))
+
+    # Joining.
+
+    def _admit(self, jobs: Sequence[Job]) -> tuple[list[Row], Tensor]:
+        """New rows behind the others, leaders of distinct contexts first, and the logits of their first tokens."""
+        entries, features = self._with_features(self._entries(jobs))
+        if not entries:
+            return [], self._forbidden_F
+        owners = [(job, entry) for entry in entries for job in entry.jobs[:1]]
+        owners += [(job, entry) for entry in entries for job in entry.jobs[1:]]
+        rows = [Row(job, entry.known, self._max_context, self._stop_ids) for job, entry in owners]
+        first = len(self._rows)
+        self._reserve([*self._rows, *rows])
+        hidden_NH = prefill(self._policy, self._cache, entries, first, features, self.counters)
+        self._keep_prompts(entries, first, hidden_NH)
+        logits_NV = self._policy.logits(hidden_NH)
+        leaders = [i for i, entry in enumerate(entries) for _ in entry.jobs[1:]]
+        if leaders:
+            followers = range(first + len(entries), first + len(rows))
+            self._cache.copy([first + i for i in leaders], followers, max(row.length for row in rows))
+            logits_NV = logits_NV[torch.tensor([*range(len(entries)), *leaders], device=logits_NV.device)]
+        return rows, logits_NV
+
+    def _entries(self, jobs: Sequence[Job]) -> list[Entry]:
+        """One entry per distinct context; a request that cannot be planned fails alone."""
+        entries: dict[object, Entry] = {}
+        for job in jobs:
+            request = job.request
+            try:
+                key = context_key(request.context)
+                if key in entries:
+                    entries[key].jobs.append(job)
+                    continue
+                entry = Entry.plan(self._policy, job, key, self._kept.pop(request.thread) or self._kept.get(key))
+                if entry.known[-1].length >= self._max_context:
+                    raise EngineError(
+                        f"the context of '{request.name}' has {entry.known[-1].length} tokens and this engine holds "
+                        f"{self._max_context}, response included. Shorten it, or raise the engine's max_context."
+                    )
+                entries[key] = entry
+            except Exception as error:
+                job.fail(error)
+        return list(entries.values())
+
+    def _with_features(self, entries: Sequence[Entry]) -> tuple[list[Entry], Mapping[Media, Features]]:
+        """Entries whose media have features that fit, by work; the others fail. One tower pass for what is new."""
+        features, errors = self._features.get([media for entry in entries for media in entry.media])
+        self.counters.features = self._features.encoded
+        good = []
+        for entry in entries:
+            try:
+                check_features(entry.fill, features, errors)
+                good.append(entry)
+            except Exception as error:
+                for job in entry.jobs:
+                    job.fail(error)
+        return sorted(good, key=Entry.work), features
+
+    def _keep_prompts(self, entries: Sequence[Entry], first: int, hidden_NH: Tensor) -> None:
+        """Prompts that others may share later are kept, with their last hidden state."""
+        for i, entry in enumerate(entries):
+            if entry.shareable and entry.fill is not None:
+                length = entry.known[-1].length
+                kept = Kept(entry.known, length, self._cache.take(first + i, length), hidden_NH[i].clone())
+                self._kept.put(entry.key, kept)
+
+    # Feeding and drawing.
+
+    def _decode(self) -> Tensor:
+        """Feed every row its last token; the logits of the next."""
+        batch = self._laid_out()
+        hidden_B1H = self._policy.language(batch.tokens_B[:, None], batch.positions_3B1, batch.attention)
+        self.counters.decode_steps += 1
+        return self._policy.logits(hidden_B1H[:, -1])
+
+    def _draw(self, logits_BV: Tensor) -> None:
+        """Draw the next token of every row, bring them to the host at once, and end the responses that end."""
+        batch = self._laid_out()
+        drawn = sample(logits_BV, batch.sampling, uniforms(batch.keys_B, batch.counts_B))
+        packed_3B = torch.stack((drawn.tokens_B.double(), drawn.logprobs_B, drawn.sampled_logprobs_B))
+        for row, token, logprob, sampled in zip(self._rows, *packed_3B.tolist(), strict=True):
+            finish = row.take(int(token), logprob, sampled, self._policy)
+            if logprob != logprob:
+                row.job.fail(EngineError(f"the logits of '{row.job.request.name}' are not finite; are the weights?"))
+            elif finish:
+                self._finish(row, finish)
+        self.counters.decoded_tokens += len(self._rows)
+        if batch.attention.reach < self._cache.capacity:
+            batch.advance(drawn.tokens_B)
+        else:
+            self._batch = None
+
+    def _finish(self, row: Row, finish: FinishReason) -> None:
+        segment = self._policy.written(row.tokens, row.logprobs, row.sampled_logprobs, row.job.request.name)
+        if not row.job.future.done():
+            row.job.future.set_result(Response(segment, finish))
+
+    def _laid_out(self) -> Batch:
+        if self._batch is None:
+            self._reserve(self._rows)
+            self._batch = Batch(self._rows, self._cache, self._forbidden_F, self._stop_S, self._policy.vocab_size)
+        return self._batch
+
+    def _reserve(self, rows: Sequence[Row]) -> None:
+        """Room for the rows and the next tokens of each; a block that moved needs its batch laid out anew."""
+        length = max(row.length + min(row.budget, len(row.tokens) + RESERVE_AHEAD) for row in rows)
+        if self._cache.reserve(len(rows), length):
+            self._batch = None

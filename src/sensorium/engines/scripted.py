@@ -1,0 +1,32 @@
+"""The scripted engine: given answers, replayed as if sampled. For tests of everything else, and for demonstrations."""
+
+from collections.abc import Callable
+
+from sensorium.engines.protocol import Request, Response
+from sensorium.models.policy import Policy
+
+
+class ScriptedEngine:
+    """Answers each request with what ``answers`` says; log-probs are zero."""
+
+    def __init__(self, policy: Policy, answers: Callable[[Request], str]) -> None:
+        self.modalities = policy.modalities
+        self.deterministic = True
+        self._policy = policy
+        self._answers = answers
+
+    def enter(self) -> None:
+        """Nothing to count: every answer is at hand."""
+
+    def leave(self) -> None:
+        """Nothing to count."""
+
+    async def generate(self, request: Request) -> Response:
+        """The scripted answer as a model segment that stops by itself."""
+        return Response(self._policy.respond(self._answers(request), request.name), "stop")
+
+    def release(self, thread: str) -> None:
+        """Nothing is kept."""
+
+    def refresh(self, policy_version: int) -> None:
+        """Nothing is kept."""
