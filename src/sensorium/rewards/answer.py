@@ -1,0 +1,53 @@
+"""What the model answered, taken from what it wrote; and what was expected, taken from the task."""
+
+from sensorium.vocabulary.episode import Episode
+from sensorium.vocabulary.errors import RewardFailure, TaskError
+from sensorium.vocabulary.task import Task
+
+
+def last_response(episode: Episode) -> str:
+    """The text of the model's last turn. Observations are never part of it."""
+    if not episode.turns:
+        raise RewardFailure(f"episode {episode.id} has no response to score")
+    return episode.turns[-1].response.text
+
+
+def tagged(text: str, tag: str = "answer") -> str | None:
+    """The content of the last ``<tag>…</tag>``, or None."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    end = text.rfind(closing)
+    start = text.rfind(opening, 0, end) if end >= 0 else -1
+    return text[start + len(opening) : end].strip() if start >= 0 else None
+
+
+def given_answer(episode: Episode, *, fallback: bool = False) -> str | None:
+    """The answer the model gave in ``<answer>``; with ``fallback`` the whole last response where the tag is missing."""
+    text = last_response(episode)
+    answer = tagged(text)
+    return text.strip() if answer is None and fallback else answer
+
+
+def boxed(text: str) -> str | None:
+    r"""The content of the last ``\boxed{…}`` whose braces balance, or None."""
+    start = len(text)
+    while (start := text.rfind("\\boxed{", 0, start)) >= 0:
+        depth, place = 0, start + len("\\boxed")
+        while place < len(text):
+            if text[place] == "\\":
+                place += 2
+                continue
+            depth += {"{": 1, "}": -1}.get(text[place], 0)
+            if depth == 0:
+                return text[start + len("\\boxed{") : place].strip()
+            place += 1
+    return None
+
+
+def expected_answers(task: Task) -> tuple[str, ...]:
+    """The answers that count as right: one, or any of a list. A task without an answer cannot be scored."""
+    known = task.answer if isinstance(task.answer, list | tuple) else [task.answer]
+    if not known or any(isinstance(answer, bool) or not isinstance(answer, str | int | float) for answer in known):
+        raise TaskError(
+            f"task {task.id}: the answer {task.answer!r:.80} is no text, number or list of these to compare with."
+        )
+    return tuple(str(answer) for answer in known)

@@ -1,0 +1,190 @@
+"""The scorer: missing is not zero, every wait ends, and judgements are repeated from the cache."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from sensorium.rewards.match import Exact
+from sensorium.rewards.protocol import RewardTerm
+from sensorium.rewards.scorer import Scorer
+from sensorium.vocabulary.episode import Episode, Status
+from sensorium.vocabulary.errors import RewardFailure
+from sensorium.vocabulary.score import Score
+from sensorium.vocabulary.task import Task
+
+MakeEpisode = Callable[..., Episode]
+TASK = Task("t", answer="red")
+
+
+class Judge:
+    """A term that does what it is told, call by call."""
+
+    def __init__(self, *deeds: Callable[[], float], name: str = "judge", instant: bool = False) -> None:
+        self.name, self.instant, self.deeds, self.calls = name, instant, deeds, 0
+
+    def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
+        deed = self.deeds[min(self.calls, len(self.deeds) - 1)]
+        self.calls += 1
+        return (Score(self.name, deed()),)
+
+
+def fails() -> float:
+    raise ConnectionError("the judge is away")
+
+
+def hangs() -> float:
+    threading.Event().wait(60)
+    return 1.0
+
+
+def scored(
+    episode: Episode, *terms: tuple[RewardTerm, float], task: Task = TASK, **options: object
+) -> tuple[Scorer, Episode]:
+    scorer = Scorer(terms, **{"deadline_s": 5.0, "retries": 0, "retry_wait_s": 0.0, **options})  # type: ignore[arg-type]
+    return scorer, asyncio.run(scorer.score(task, episode))
+
+
+def test_terms_keep_their_names_weights_and_order(episode_of: MakeEpisode) -> None:
+    slow = Judge(lambda: 0.5)
+    _, episode = scored(episode_of("<answer>red</answer>"), (slow, 0.2), (Exact(), 0.8))
+    assert [(s.name, s.value, s.weight) for s in episode.scores] == [("judge", 0.5, 0.2), ("exact", 1.0, 0.8)]
+    assert episode.reward == pytest.approx(0.9)
+    assert episode.correct is True
+
+
+@pytest.mark.parametrize("instant", [True, False])
+def test_a_term_that_raises_gives_a_missing_score_with_its_reason(instant: bool, episode_of: MakeEpisode) -> None:
+    scorer, episode = scored(episode_of("<answer>red</answer>"), (Judge(fails, instant=instant), 1.0), (Exact(), 1.0))
+    assert episode.scores[0].missing
+    assert episode.scores[0].reason == "ConnectionError: the judge is away"
+    assert episode.reward is None
+    assert scorer.drain() == ({"judge": 1}, {})
+    assert scorer.drain() == ({}, {})
+
+
+def test_a_term_that_hangs_meets_its_deadline(episode_of: MakeEpisode) -> None:
+    start = time.monotonic()
+    scorer, episode = scored(episode_of("x"), (Judge(hangs), 1.0), deadline_s=0.05, retries=1)
+    assert time.monotonic() - start < 3
+    assert episode.scores[0].value is None
+    assert "'judge' did not answer within 0.05 s (tried 2 times)" in episode.scores[0].reason
+    assert scorer.drain() == ({"judge": 1}, {"judge": 1})
+
+
+def test_a_slow_term_does_not_hold_up_other_episodes(episode_of: MakeEpisode) -> None:
+    scorer = Scorer([(Judge(lambda: time.sleep(0.1) or 1.0), 1.0)])  # type: ignore[func-returns-value]
+
+    async def many() -> list[Episode]:
+        return await asyncio.gather(*(scorer.score(TASK, episode_of("x")) for _ in range(20)))
+
+    start = time.monotonic()
+    assert [e.reward for e in asyncio.run(many())] == [1.0] * 20
+    assert time.monotonic() - start < 1.5
+
+
+def test_a_term_that_recovers_is_heard(episode_of: MakeEpisode) -> None:
+    scorer, episode = scored(episode_of("x"), (Judge(fails, fails, lambda: 0.25), 1.0), retries=2)
+    assert episode.reward == 0.25
+    assert scorer.drain() == ({}, {"judge": 2})
+
+
+def test_too_many_hanging_calls_are_not_added_to(episode_of: MakeEpisode) -> None:
+    judge = Judge(hangs)
+    _, episode = scored(episode_of("x"), (judge, 1.0), deadline_s=0.02, retries=5, concurrency=1)
+    assert judge.calls == 4
+    assert "still hang" in episode.scores[0].reason
+
+
+def test_a_task_at_fault_is_not_asked_about_again(episode_of: MakeEpisode) -> None:
+    class Slow(Exact):
+        instant = False
+
+    scorer, episode = scored(episode_of("x"), (Slow(), 1.0), task=Task("t"), retries=3)
+    assert "task t" in episode.scores[0].reason
+    assert scorer.drain() == ({"exact": 1}, {})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_value_that_is_not_finite_is_missing(value: float, episode_of: MakeEpisode) -> None:
+    _, episode = scored(episode_of("x"), (Judge(lambda: value, instant=True), 1.0))
+    assert episode.scores[0].missing
+    assert "not finite" in episode.scores[0].reason
+
+
+def test_a_term_without_weight_is_recorded_and_cannot_cost_the_total(episode_of: MakeEpisode) -> None:
+    _, episode = scored(
+        episode_of("<answer>red</answer>"), (Judge(fails), 0.0), (Judge(lambda: 3.0, name="length"), 0.0), (Exact(), 1.0)
+    )
+    assert episode.reward == 1.0
+    assert [s.value for s in episode.scores] == [None, 3.0, 1.0]
+
+
+@pytest.mark.parametrize("returned", [None, (), 0.5, [Score("judge", 1.0)]])
+def test_a_term_that_returns_something_else_is_missing(returned: object, episode_of: MakeEpisode) -> None:
+    class Odd(Judge):
+        def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
+            return returned  # type: ignore[return-value]
+
+    _, episode = scored(episode_of("x"), (Odd(fails), 1.0))
+    assert "must return a tuple of scores" in episode.scores[0].reason
+
+
+@pytest.mark.parametrize("status", [Status.FAILED, Status.ABORTED])
+def test_failed_episodes_are_not_judged(status: Status, episode_of: MakeEpisode) -> None:
+    judge = Judge(lambda: 1.0)
+    scorer, episode = scored(episode_of("x", status=status, failure="world fell over"), (judge, 1.0), (Exact(), 1.0))
+    assert [s.value for s in episode.scores] == [None, None]
+    assert all("world fell over" in s.reason for s in episode.scores)
+    assert judge.calls == 0
+    assert scorer.drain() == ({}, {})
+
+
+def test_truncated_episodes_are_judged(episode_of: MakeEpisode) -> None:
+    _, episode = scored(episode_of("<answer>red</answer>", status=Status.TRUNCATED), (Exact(), 1.0))
+    assert episode.reward == 1.0
+
+
+def test_judgements_are_paid_once_missing_ones_included(episode_of: MakeEpisode) -> None:
+    class Cache(dict[str, tuple[Score, ...]]):
+        def put(self, key: str, scores: tuple[Score, ...]) -> None:
+            self[key] = scores
+
+    cache, good, away, instant = Cache(), Judge(lambda: 0.5, name="good"), Judge(fails, name="away"), Exact()
+    terms = ((good, 2.0), (away, 1.0), (instant, 1.0))
+    first = scored(episode_of("x"), *terms, judgements=cache)[1]
+    second = scored(episode_of("x"), *terms, judgements=cache)[1]
+    assert first.scores == second.scores
+    assert (good.calls, away.calls, len(cache)) == (1, 1, 2)
+    scored(episode_of("y"), *terms, judgements=cache)
+    assert good.calls == 2
+
+
+def test_a_scorer_serves_several_event_loops(episode_of: MakeEpisode) -> None:
+    scorer = Scorer([(Judge(lambda: 1.0), 1.0)], concurrency=1)
+
+    async def several() -> list[Episode]:
+        return await asyncio.gather(*(scorer.score(TASK, episode_of("x")) for _ in range(5)))
+
+    assert [e.reward for _ in range(2) for e in asyncio.run(several())] == [1.0] * 10
+
+
+def test_closing_reaches_terms_that_hold_something(episode_of: MakeEpisode) -> None:
+    class Holding(Judge):
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    term = Holding(fails)
+    Scorer([(term, 1.0), (Exact(), 1.0)]).close()
+    assert term.closed
+
+
+def test_reward_failure_tells_its_own_reason(episode_of: MakeEpisode) -> None:
+    def refuses() -> float:
+        raise RewardFailure("quota spent")
+
+    assert scored(episode_of("x"), (Judge(refuses), 1.0))[1].scores[0].reason == "quota spent"

@@ -1,0 +1,222 @@
+"""Reward terms judge what the model wrote, and only that."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sensorium.rewards.answer import boxed, tagged
+from sensorium.rewards.environment import EnvironmentReward
+from sensorium.rewards.format import Format
+from sensorium.rewards.match import Choice, Exact, Numeric, alphanumeric, choice_letter, number
+from sensorium.rewards.mathematics import mathematical_answer
+from sensorium.rewards.protocol import RewardTerm
+from sensorium.vocabulary.episode import Episode
+from sensorium.vocabulary.errors import RecipeError, RewardFailure, TaskError
+from sensorium.vocabulary.score import total
+from sensorium.vocabulary.task import Task
+
+MakeEpisode = Callable[..., Episode]
+
+PLAIN = st.text(st.characters(blacklist_characters="<>\\{}"), max_size=30)
+
+
+def value(term: RewardTerm, answer: object, episode: Episode) -> float | None:
+    (score,) = term.score(Task("t", answer=answer), episode)
+    if score.correct is not None:
+        assert score.correct == (score.value == 1.0)
+    return score.value
+
+
+@given(PLAIN, PLAIN, PLAIN)
+def test_tagged_finds_the_last_answer(before: str, answer: str, after: str) -> None:
+    text = f"{before}<answer>wrong</answer>{before}<answer>{answer}</answer>{after}"
+    assert tagged(text) == answer.strip()
+    assert tagged(before + after) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("<answer>a", None),
+        ("a</answer>", None),
+        ("</answer><answer>", None),
+        ("<answer><answer>b</answer>", "b"),
+        ("", None),
+    ],
+)
+def test_tagged_wants_an_opened_and_closed_tag(text: str, found: str | None) -> None:
+    assert tagged(text) == found
+
+
+@given(PLAIN, PLAIN)
+def test_boxed_finds_the_last_balanced_box(inner: str, after: str) -> None:
+    assert boxed(f"\\boxed{{1}} so \\boxed{{\\frac{{{inner}}}{{2}}}}{after}") == f"\\frac{{{inner}}}{{2}}".strip()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("\\boxed{1} \\boxed{2", "1"),
+        ("\\boxed{\\{1,2\\}}", "\\{1,2\\}"),
+        ("no box", None),
+        ("\\boxed{}", ""),
+        ("\\boxed{a\\", None),
+    ],
+)
+def test_boxed_at_the_edges(text: str, found: str | None) -> None:
+    assert boxed(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "paid"),
+    [
+        ("<think>a</think><answer>b</answer>", 1.0),
+        ("<answer>b</answer>", 0.75),
+        ("<think>a</think>b", 0.25),
+        ("<think>a<answer>b", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_format_pays_each_tag_its_part(text: str, paid: float, episode_of: MakeEpisode) -> None:
+    assert value(Format(), None, episode_of(text)) == paid
+
+
+def test_format_of_answer_alone_and_of_several_turns(episode_of: MakeEpisode) -> None:
+    assert value(Format(tags={"answer": 1.0}), None, episode_of("<answer>b</answer>")) == 1.0
+    assert value(Format(), None, episode_of("<answer>b</answer>", "b")) == 0.375
+    with pytest.raises(RecipeError, match="tags"):
+        Format(tags={})
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "right"),
+    [
+        ("Dark Red", "<answer> dark-red. </answer>", 1.0),
+        ("red", "<answer>blue</answer>", 0.0),
+        ("red", "red", 0.0),
+        ("red", "<answer></answer>", 0.0),
+        (3, "<answer>3</answer>", 1.0),
+        (["circle", "disc"], "<answer>Disc</answer>", 1.0),
+        ("红色", "<answer>红色。</answer>", 1.0),
+    ],
+)
+def test_exact(answer: object, text: str, right: float, episode_of: MakeEpisode) -> None:
+    assert value(Exact(), answer, episode_of(text)) == right
+
+
+def test_exact_with_fallback_takes_the_whole_response(episode_of: MakeEpisode) -> None:
+    assert value(Exact(fallback=True), "red", episode_of(" Red!")) == 1.0
+    assert value(Exact(fallback=True), "red", episode_of("red <answer>blue</answer>")) == 0.0
+
+
+@pytest.mark.parametrize("answer", [None, "", "?!", {"a": 1}, [], True])
+def test_a_task_that_cannot_be_compared_is_at_fault_not_wrong(answer: object, episode_of: MakeEpisode) -> None:
+    with pytest.raises(TaskError, match="task t"):
+        value(Exact(), answer, episode_of("<answer>x</answer>"))
+
+
+@given(st.text())
+def test_alphanumeric_keeps_letters_and_digits_only(text: str) -> None:
+    assert all(c.isalnum() for c in alphanumeric(text))
+    assert alphanumeric(f"  {text}!") == alphanumeric(text)
+
+
+@given(
+    st.sampled_from("ABCDEFGH"),
+    st.sampled_from(["{}", " ({}) ", "{}.", "{}) a cat", "{}: red", "Option {}", "[{}]", "answer: {}"]),
+)
+def test_choice_letter_in_its_usual_forms(letter: str, form: str) -> None:
+    assert choice_letter(form.format(letter)) == letter
+    assert choice_letter(form.format(letter.lower())) == letter
+
+
+@pytest.mark.parametrize("text", ["A dog", "Apple", "", "AB", "not sure", "1"])
+def test_prose_is_no_choice(text: str) -> None:
+    assert choice_letter(text) is None
+
+
+def test_choice(episode_of: MakeEpisode) -> None:
+    assert value(Choice(), "B. the cat", episode_of("<think>A?</think><answer>(b)</answer>")) == 1.0
+    assert value(Choice(), "B", episode_of("<answer>C</answer>")) == 0.0
+    assert value(Choice(), "B", episode_of("B")) == 0.0
+    assert value(Choice(fallback=True), "B", episode_of("B")) == 1.0
+    with pytest.raises(TaskError, match="letter"):
+        value(Choice(), "the cat", episode_of("<answer>B</answer>"))
+
+
+@given(st.floats(-1e12, 1e12), st.sampled_from(["{!r}", "x = {!r}", "{!r} cm", "about {!r}%"]))
+def test_number_is_read_back(x: float, form: str) -> None:
+    assert number(form.format(x)) == x
+
+
+@given(st.integers(-(10**15), 10**15))
+def test_number_with_thousands_separators(n: int) -> None:
+    assert number(f"{n:,}") == n
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("1/2", 0.5), ("-3 / 4", -0.75), ("\u22125", -5.0), (".5", 0.5), ("5.", 5.0), ("1/0", None), ("1 or 2", None),
+     ("none", None), ("", None), ("1e999", None), ("m2", None), ("-", None), (".", None)],
+)  # fmt: skip
+def test_number_at_the_edges(text: str, found: float | None) -> None:
+    assert number(text) == found
+
+
+@given(st.text(st.sampled_from("0123456789,.+-/eE %x"), max_size=20))
+def test_number_never_raises(text: str) -> None:
+    found = number(text)
+    assert found is None or abs(found) < float("inf")
+
+
+def test_numeric_tolerances(episode_of: MakeEpisode) -> None:
+    assert value(Numeric(), 3, episode_of("<answer>3.0</answer>")) == 1.0
+    assert value(Numeric(), 3, episode_of("<answer>3.01</answer>")) == 0.0
+    assert value(Numeric(absolute=0.02), 3, episode_of("<answer>3.01</answer>")) == 1.0
+    assert value(Numeric(relative=0.1), "-200", episode_of("<answer>-219</answer>")) == 1.0
+    assert value(Numeric(relative=0.1), "-200", episode_of("<answer>-221</answer>")) == 0.0
+    assert value(Numeric(), 3, episode_of("<answer>three</answer>")) == 0.0
+    with pytest.raises(TaskError, match="not a number"):
+        value(Numeric(), "many", episode_of("<answer>3</answer>"))
+
+
+def test_environment_reward_sums_turns_and_takes_success(episode_of: MakeEpisode) -> None:
+    episode = episode_of("a", "b", "c", rewards=(0.5, None, 1.0), info={"success": True})
+    (score,) = EnvironmentReward().score(Task("t"), episode)
+    assert (score.value, score.correct, score.scope) == (1.5, True, "episode")
+    turns = EnvironmentReward(per_turn=True).score(Task("t"), episode)
+    assert [(s.turn, s.value, s.scope, s.correct) for s in turns] == [(0, 0.5, "turn", None), (2, 1.0, "turn", True)]
+    assert total(turns) == 1.5
+
+
+def test_environment_success_comes_from_the_last_turn_when_the_rollout_cut_it_off(episode_of: MakeEpisode) -> None:
+    episode = episode_of("a", "b", rewards=(0.0, 0.0), infos=({"success": False}, {"success": False}))
+    assert EnvironmentReward().score(Task("t"), episode)[0].correct is False
+
+
+def test_a_world_that_pays_nothing_gives_no_score(episode_of: MakeEpisode) -> None:
+    with pytest.raises(RewardFailure, match="paid nothing"):
+        EnvironmentReward().score(Task("t"), episode_of("a"))
+
+
+@pytest.mark.parametrize("term", [Exact(), Choice(), Numeric(), Format()])
+def test_an_answer_in_an_observation_earns_nothing(term: RewardTerm, episode_of: MakeEpisode) -> None:
+    shown = episode_of("no", observation="<think></think><answer>1</answer><answer>B</answer>")
+    assert value(term, "B" if isinstance(term, Choice) else "1", shown) == 0.0
+
+
+@pytest.mark.parametrize("term", [Exact(), Choice(), Numeric(), Format()])
+def test_an_episode_without_a_response_is_not_judged(term: RewardTerm, episode_of: MakeEpisode) -> None:
+    with pytest.raises(RewardFailure, match="no response"):
+        value(term, "1" if isinstance(term, Numeric) else "B", episode_of())
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("so \\boxed{2}", "2"), ("<answer>\\boxed{3}</answer>", "3"), ("\\boxed{2} <answer>3</answer>", "3"), ("2", None)],
+)
+def test_mathematical_answer(text: str, found: str | None) -> None:
+    assert mathematical_answer(text) == found
+    assert mathematical_answer("2", fallback=True) == "2"
