@@ -15,7 +15,7 @@ IMPLEMENTATION = "sensorium"
 
 
 class Attention(Protocol):
-    """What the tokens of one forward see. Called once per layer, and again when a layer is recomputed: it must be repeatable.
+    """What the tokens of one forward see. Called once per layer, and again where a layer is recomputed: it is repeatable.
 
     Keys and values come unrepeated and already rotated; the result is [B, T, H, D].
     """

@@ -1,6 +1,8 @@
 """From a recipe's model path to a policy: a folder, a hub id, a shipped model or a tiny one made on the spot."""
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -25,18 +27,19 @@ def load_policy(
     if dtype not in DTYPES:
         raise ModelError(f"model.dtype: unknown dtype '{dtype}'{nearest(dtype, list(DTYPES))}")
     place = find_checkpoint(path)
-    try:
+    with _naming(path):
         config = AutoConfig.from_pretrained(place)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model.path '{path}': cannot read the model's config: {_first_line(error)}") from error
     family = family_of(config.model_type, family)
     adapter_class = resolve("family", family, "model.family")
-    with _named(path):
-        model = _model_class(config).from_pretrained(
-            place, dtype=DTYPES[dtype], attn_implementation=adapter_class.attention
+    with _naming(path), quiet():
+        model, report = _model_class(config).from_pretrained(
+            place, dtype=DTYPES[dtype], attn_implementation=adapter_class.attention, output_loading_info=True
         )
         processor = _processor(place, config)
         tokenizer = processor.tokenizer if processor is not None else AutoTokenizer.from_pretrained(place)
+    if report["missing_keys"]:
+        missing = ", ".join(sorted(report["missing_keys"])[:4])
+        raise ModelError(f"model.path '{path}': the checkpoint lacks {len(report['missing_keys'])} weights: {missing}, ….")
     model.to(find_device(device)).eval()
     return Policy(family, adapter_class(model, processor), model, tokenizer, processor, store)
 
@@ -49,7 +52,8 @@ def find_checkpoint(path: str) -> str:
     if colon and kind == "tiny":
         from sensorium.models.tiny import make_tiny
 
-        return str(make_tiny(name, Path(tempfile.mkdtemp(prefix=f"sensorium-tiny-{name}-"))))
+        with quiet():
+            return str(make_tiny(name, Path(tempfile.mkdtemp(prefix=f"sensorium-tiny-{name}-"))))
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists():
@@ -102,18 +106,13 @@ def _processor(place: str, config: Any) -> Any:
     return AutoProcessor.from_pretrained(place)
 
 
-class _named:
-    """Turns transformers' loading errors into one that names the model path."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, OSError | ValueError):
-            raise ModelError(f"model.path '{self.path}': cannot load the checkpoint: {_first_line(error)}") from error
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Turn transformers' loading errors into one that names the model path."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path '{path}': cannot load the checkpoint: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:

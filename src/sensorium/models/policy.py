@@ -7,6 +7,7 @@ library, so that attention, deepstack features and recomputation are the caller'
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from sensorium.models.attention import Attention
 from sensorium.models.family import Family
 from sensorium.models.features import PreparedMedia
 from sensorium.models.layout import Features, Layout, Placement, Slot, mismatch
+from sensorium.models.quiet import quiet
 from sensorium.models.rendering import ChatRenderer
 from sensorium.models.tokens import TokenTable
 from sensorium.vocabulary.content import Media, Message
@@ -31,10 +33,11 @@ LAYOUTS_KEPT = 8192
 
 @dataclass
 class Counters:
-    """What the towers did: passes, items looked at, media preprocessed."""
+    """What the towers did: passes, items looked at, their patches, media preprocessed."""
 
     tower_passes: int = 0
     tower_items: int = 0
+    patches: int = 0
     preprocessed: int = 0
 
 
@@ -61,6 +64,8 @@ class Policy:
         self._media = PreparedMedia(store, adapter.preprocess)
         self._layouts: OrderedDict[str, Layout] = OrderedDict()
         self._recompute = False
+        groups = self.groups()
+        self._tower = [p for group in ("vision", "projector") for p in groups.get(group, {}).values()]
         _refuse_sliding_window(adapter.language_model.config)
 
     @property
@@ -80,7 +85,7 @@ class Policy:
         return self._renderer.render(messages, generate=generate)
 
     def extend(self, messages: Sequence[Message], *, after: Segment) -> Segment:
-        """The next observation after a response: closes it if it did not stop by itself; ends with the generation prompt."""
+        """The next observation after a response (closed if it did not stop by itself), and the generation prompt."""
         closed = bool(after.tokens) and after.tokens[-1] in self.stop_ids
         return self._renderer.extend(messages, closed=closed)
 
@@ -176,7 +181,8 @@ class Policy:
         self.counters.preprocessed = self._media.preprocessed
         self.counters.tower_passes += 1
         self.counters.tower_items += len(distinct)
-        with nullcontext() if self._tower_learns() else torch.no_grad():
+        self.counters.patches += sum(len(ready.patches_PC) for ready in prepared)
+        with nullcontext() if any(p.requires_grad for p in self._tower) else torch.no_grad():
             features = self.adapter.tower(prepared)
         for item, ready, made in zip(distinct, prepared, features, strict=True):
             expected, given = self.adapter.count(ready.grid), made.embeds_NH.shape[0]
@@ -232,11 +238,9 @@ class Policy:
 
     def save(self, folder: Path) -> None:
         """A complete Hugging Face checkpoint: weights, configs, tokenizer, processor, chat template."""
-        self.model.save_pretrained(folder)
-        (self.processor if self.processor is not None else self.tokenizer).save_pretrained(folder)
-
-    def _tower_learns(self) -> bool:
-        return any(p.requires_grad for group in ("vision", "projector") for p in self.groups().get(group, {}).values())
+        with quiet():
+            self.model.save_pretrained(folder)
+            (self.processor if self.processor is not None else self.tokenizer).save_pretrained(folder)
 
 
 def _gather(placements: Sequence[Placement], hidden_BTH: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:

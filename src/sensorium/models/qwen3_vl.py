@@ -4,6 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
+from torch import Tensor
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+)
 
 from sensorium.models.features import Prepared
 from sensorium.models.layout import Features
@@ -24,3 +30,20 @@ class Qwen3VL(Qwen25VL):
         sizes = [embeds_NH.shape[0] for embeds_NH in seen.pooler_output]
         levels = [torch.split(level, sizes) for level in seen.deepstack_features]
         return [Features(embeds_NH, tuple(level[i] for level in levels)) for i, embeds_NH in enumerate(seen.pooler_output)]
+
+    def tables(self, grids_M3: Tensor) -> dict[str, Tensor]:
+        """The index tables that the tower would work out for these grids."""
+        visual = self.core.visual
+        indices, weights = get_vision_interpolation_indices_and_weights(
+            grids_M3,
+            num_grid_per_side=visual.num_grid_per_side,
+            mode=visual.interpolation_mode,
+            align_corners=visual.interpolation_align_corners,
+            spatial_merge_size=self.vision.spatial_merge_size,
+        )
+        return {
+            "interp_indices": indices,
+            "interp_weights": weights,
+            "position_ids": get_vision_position_ids(grids_M3, self.vision.spatial_merge_size),
+            "cu_seqlens": get_vision_cu_seqlens(grids_M3),
+        }

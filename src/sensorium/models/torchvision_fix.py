@@ -10,7 +10,7 @@ import torch
 
 LIBRARY: torch.library.Library | None = None  # kept: the schemas live as long as this object
 try:
-    import torchvision  # noqa: F401
+    import torchvision
 except RuntimeError as error:
     if "torchvision::" not in str(error):
         raise
