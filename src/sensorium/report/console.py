@@ -1,0 +1,251 @@
+"""The console: a live display of a run where there is a terminal, and now and then a plain line where there is none.
+
+A log is never flooded: without a terminal a line is printed for the first step, for evaluations, for the last step, and
+otherwise at most every ten seconds.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.measure import Measurement
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from sensorium.report.curves import bounds, chart, smooth, sparkline
+from sensorium.report.tables import count_text, interval_text, share
+from sensorium.report.watcher import Metrics, RunStart, Summary, Watcher
+
+QUIET_S = 10.0
+PHASES = ("rollout", "score", "credit", "update")
+TROUBLES = {
+    "episodes/failed": "failed",
+    "episodes/dropped": "dropped",
+    "tasks/skipped_bad": "bad rows skipped",
+    "tasks/skipped_long": "long prompts skipped",
+    "policy/skipped": "updates skipped",
+}
+
+
+class ConsoleWatcher(Watcher):
+    """Shows a run on the terminal. ``console`` is rich's; it decides whether there is a terminal."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self.lively = (
+            self.console.is_terminal and not self.console.is_dumb_terminal and "utf" in self.console.encoding.lower()
+        )
+        self._state = _State()
+        self._live: Live | None = None
+        self._last_line = -QUIET_S
+
+    def started(self, run: RunStart) -> None:
+        """Open the display."""
+        self._state.start(run)
+        if self.lively:
+            self._live = Live(self._state, console=self.console, refresh_per_second=4)
+            self._live.start()
+        else:
+            self._print(
+                f"{run.name}: {run.steps - run.first} steps to go" + (f", from step {run.first}" if run.first else "")
+            )
+
+    def phase(self, step: int, name: str, total: int = 0) -> None:
+        """Show what is going on."""
+        self._state.phase, self._state.done, self._state.of = name, 0, total
+
+    def progress(self, done: int) -> None:
+        """Show how far the phase is."""
+        self._state.done = done
+
+    def stepped(self, step: int, metrics: Metrics) -> None:
+        """Take in a step."""
+        self._state.take(step, metrics)
+        if self._live is None:
+            now = time.monotonic()
+            if now - self._last_line >= QUIET_S or step == self._state.run.steps:
+                self._last_line = now
+                self._print(self._state.line())
+
+    def evaluated(self, step: int, summary: Summary) -> None:
+        """Take in an evaluation."""
+        self._state.evaluations.append((step, summary))
+        if self._live is None:
+            interval = f" [{interval_text(summary)}]".replace("–", " to ") if summary.get("interval") else ""
+            accuracy = share(summary.get("accuracy")).replace("–", "none judged")
+            self._print(f"step {step}: {summary['name']} accuracy {accuracy}{interval}")
+
+    def noted(self, text: str) -> None:
+        """Print a line above the display."""
+        self.console.print(text, style="yellow", markup=False, highlight=False)
+
+    def finished(self) -> None:
+        """Close the display; its last state stays on the screen."""
+        self._state.phase = ""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class _State:
+    """What the display knows; draws itself afresh at every refresh."""
+
+    def __init__(self) -> None:
+        self.run = RunStart("", 0)
+        self.step = 0
+        self.phase, self.done, self.of = "", 0, 0
+        self.metrics: Metrics = {}
+        self.curves: dict[str, list[float]] = {}
+        self.evaluations: list[tuple[int, Summary]] = []
+        self.troubles: dict[str, float] = {}
+        self._began = self._stepped_at = time.monotonic()
+        self._ended: float | None = None
+        self._durations: deque[float] = deque(maxlen=20)
+
+    def start(self, run: RunStart) -> None:
+        self.run, self.step = run, run.first
+        self._began = self._stepped_at = time.monotonic()
+
+    def take(self, step: int, metrics: Metrics) -> None:
+        now = time.monotonic()
+        self._durations.append(now - self._stepped_at)
+        self._stepped_at = now
+        self.step, self.metrics = step, metrics
+        if step >= self.run.steps:
+            self._ended = now
+        for name, value in metrics.items():
+            if name.startswith("reward/") or name in ("accuracy", "policy/loss"):
+                self.curves.setdefault(name, []).append(value)
+            if name in TROUBLES:
+                self.troubles[name] = self.troubles.get(name, 0) + value
+
+    @property
+    def elapsed(self) -> float:
+        return (self._ended or time.monotonic()) - self._began
+
+    @property
+    def left(self) -> float | None:
+        if not self._durations:
+            return None
+        return sum(self._durations) / len(self._durations) * (self.run.steps - self.step)
+
+    def line(self) -> str:
+        """The state as one plain line, ASCII only."""
+        parts = [f"step {self.step}/{self.run.steps}"]
+        for name, metric in (("reward", "reward/mean"), ("accuracy", "accuracy"), ("loss", "policy/loss")):
+            if metric in self.metrics and (name != "loss" or "reward/mean" not in self.metrics):
+                parts.append(f"{name} {self.metrics[metric]:.3f}")
+        if "throughput/episodes_per_s" in self.metrics:
+            parts.append(f"{self.metrics['throughput/episodes_per_s']:.1f} episodes/s")
+        if self.left is not None and self.step < self.run.steps:
+            parts.append(f"{duration(self.left)} left")
+        return "  ".join(parts)
+
+    def __rich__(self) -> RenderableType:
+        return Group(*self._rows())
+
+    def _rows(self) -> Iterator[RenderableType]:
+        yield self._head()
+        yield ProgressBar(total=max(1, self.run.steps), completed=self.step, complete_style="cyan", finished_style="green")
+        yield self._charts()
+        facts = Table.grid(padding=(0, 2))
+        facts.add_column(style="dim", no_wrap=True)
+        facts.add_column(overflow="ellipsis", no_wrap=True)
+        for label, fact in self._facts():
+            facts.add_row(label, fact)
+        yield facts
+
+    def _head(self) -> RenderableType:
+        head = Table.grid(expand=True)
+        head.add_column(no_wrap=True)
+        head.add_column(justify="right", no_wrap=True)
+        place = Text.assemble((self.run.name, "bold"), f"  step {self.step} of {self.run.steps}")
+        if self.phase:
+            place.append(f"  {self.phase}", style="cyan")
+            place.append(f" {self.done}/{self.of}" if self.of else "", style="dim")
+        clock = f"{duration(self.elapsed)} elapsed"
+        if self.left and self.step < self.run.steps:
+            clock += f", {duration(self.left)} left"
+        head.add_row(place, Text(clock, style="dim"))
+        return head
+
+    def _charts(self) -> RenderableType:
+        known = [("reward", "reward/mean", "cyan"), ("accuracy", "accuracy", "green")]
+        shown = [curve for curve in known if curve[1] in self.curves] or [("loss", "policy/loss", "magenta")]
+        charts = [_Chart(title, self.curves[name], style) for title, name, style in shown if name in self.curves]
+        grid = Table.grid(expand=True, padding=(0, 3, 0, 0))
+        for _ in charts:
+            grid.add_column(ratio=1)
+        grid.add_row(*charts)
+        return Group(Text(""), grid, Text("")) if charts else Text("")
+
+    def _facts(self) -> Iterator[tuple[str, RenderableType]]:
+        terms = [name for name in self.curves if name.startswith("reward/") and name != "reward/mean"]
+        if terms:
+            line = Text()
+            for name in terms:
+                line.append(f"{name.removeprefix('reward/')} ")
+                line.append(f"{self.curves[name][-1]:.2f} ", style="bold")
+                line.append(f"{sparkline(self.curves[name], 10)}   ", style="cyan")
+            yield "terms", line
+        if self.evaluations:
+            yield "held out", self._held_out()
+        if "throughput/episodes_per_s" in self.metrics:
+            yield "speed", self._speed()
+        troubles = [f"{count:.0f} {TROUBLES[name]}" for name, count in self.troubles.items() if count]
+        if troubles:
+            yield "left out", Text(", ".join(troubles), style="yellow")
+
+    def _held_out(self) -> Text:
+        first, (step, last) = self.evaluations[0][1], self.evaluations[-1]
+        line = Text()
+        if len(self.evaluations) > 1:
+            line.append(f"{share(first.get('accuracy'))} → ", style="dim")
+        line.append(share(last.get("accuracy")), style="bold green")
+        line.append(f"  [{interval_text(last)}]" if last.get("interval") else "", style="dim")
+        line.append(f"  at step {step}", style="dim")
+        return line
+
+    def _speed(self) -> Text:
+        line = Text(f"{count_text(self.metrics['throughput/episodes_per_s'])} episodes/s")
+        if "throughput/tokens_per_s" in self.metrics:
+            line.append(f"  {count_text(self.metrics['throughput/tokens_per_s'])} tokens/s")
+        whole = self.metrics.get("time/step_s", 0.0)
+        if whole:
+            line.append(f"  {whole:.2f} s a step")
+            shares = [(phase, self.metrics.get(f"time/{phase}_s", 0.0) / whole) for phase in PHASES]
+            words = ", ".join(f"{phase} {100 * part:.0f} %" for phase, part in shares if part >= 0.01)
+            line.append(f"  ({words})" if words else "", style="dim")
+        return line
+
+
+class _Chart:
+    """One curve with its name, its last value and its axis, as wide as there is room."""
+
+    def __init__(self, title: str, values: list[float], style: str, height: int = 6) -> None:
+        self.title, self.values, self.style, self.height = title, values, style, height
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(20, options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        low, high = bounds(self.values)
+        yield Text.assemble((f"{self.title} ", "dim"), (f"{self.values[-1]:.3f}", f"bold {self.style}"))
+        labels = {0: f"{high:.3g}", self.height - 1: f"{low:.3g}"}
+        room = max(len(label) for label in labels.values())
+        lines = chart(smooth(self.values), max(8, options.max_width - room - 2), self.height, low, high)
+        for i, line in enumerate(lines):
+            yield Text.assemble((f"{labels.get(i, ''):>{room}} ▏", "dim"), (line, self.style))
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a clock shows them: 0:42, 12:05, 3:07:44."""
+    whole = round(seconds)
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"

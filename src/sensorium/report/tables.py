@@ -1,0 +1,134 @@
+"""Tables for the terminal: the plan of a run, one evaluation, and before against after."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from sensorium.recipe.plan import Plan
+from sensorium.report.watcher import Summary
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+def plan_table(plan: Plan) -> RenderableType:
+    """The dry run's numbers."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="dim", no_wrap=True)
+    rows.add_column()
+    updates = "one update" if plan.updates_per_step == 1 else f"{plan.updates_per_step} updates"
+    step = f"{plan.episodes_per_step:,} episodes, {updates} of {plan.groups_per_update} groups"
+    rows.add_row("a step", f"{step}; at most {plan.sampled_tokens_per_step:,} tokens written")
+    warm = f", of them {plan.warm_start_updates:,} supervised" if plan.warm_start_updates else ""
+    run = f"{plan.steps:,} steps, {plan.total_updates:,} updates{warm}; {plan.total_episodes:,} episodes"
+    rows.add_row("the run", run)
+    rows.add_row("evaluations", str(plan.evaluations) if plan.evaluations else "none")
+    rows.add_row("parameters", _parameters(plan))
+    rows.add_row("repeats exactly", Text(plan.determinism, style="" if plan.deterministic else "yellow"))
+    if plan.memory:
+        total = sum(plan.memory.values())
+        rows.add_row("memory at most", Text.assemble((bytes_text(total), "bold")))
+        for use, amount in plan.memory.items():
+            bar = "█" * round(24 * amount / total) or "▏"
+            rows.add_row("", Text.assemble(f"{use:<18}{bytes_text(amount):>10}  ", (bar, "cyan")))
+    return rows
+
+
+def _parameters(plan: Plan) -> str:
+    if plan.model is None:
+        return "not counted: the model's files are not on this disk"
+    parts = ", ".join(f"{group} {count_text(count)}" for group, count in plan.model.parameters.items() if count)
+    counted = "" if plan.model.exact else " by its config"
+    return f"{count_text(plan.model.total)}{counted} ({parts}); {count_text(plan.trainable)} are trained"
+
+
+def summary_table(summary: Summary) -> Table:
+    """One evaluation."""
+    table = _table(str(summary["name"]), "accuracy", "95 % interval", "n")
+    table.add_row("all", share(summary.get("accuracy")), interval_text(summary), str(_count(summary)))
+    for name, category in summary.get("categories", {}).items():
+        table.add_row(f"  {name}", share(category.get("accuracy")), "", str(_count(category)), style="dim")
+    return table
+
+
+def comparison_table(before: Sequence[Summary], after: Sequence[Summary], title: str = "before and after") -> Table:
+    """Evaluations before and after training side by side, matched by name; categories below the first of them."""
+    table = _table(title, "before", "", "after", "", "change", "n")
+    earlier = {summary["name"]: summary for summary in before}
+    for i, summary in enumerate(after):
+        was: Mapping[str, Any] = earlier.get(summary["name"], {})
+        table.add_row(Text(str(summary["name"]), style="bold" if i == 0 else ""), *_compared(was, summary))
+        if i == 0:
+            for name, category in summary.get("categories", {}).items():
+                old = was.get("categories", {}).get(name, {})
+                table.add_row(Text(f"  {name}", style="dim"), *_compared(old, category))
+            table.add_section()
+    return table
+
+
+def _compared(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Text]:
+    """The cells of one comparison: before, after, the change, and how many."""
+    cells = []
+    for part in (was, now):
+        interval = interval_text(part)
+        cells += [Text(share(part.get("accuracy"))), Text(f"[{interval}]" if interval else "", style="dim")]
+    return [*cells, change_text(was, now), Text(str(_count(now)), style="dim")]
+
+
+def share(value: float | None) -> str:
+    """A share as a percentage; – where nothing was judged."""
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def interval_text(summary: Mapping[str, Any]) -> str:
+    """The interval of a summary's accuracy: ``78.2–84.9``."""
+    interval = summary.get("interval")
+    return "" if not interval else f"{100 * interval[0]:.1f}–{100 * interval[1]:.1f}"
+
+
+def change_text(was: Mapping[str, Any], now: Mapping[str, Any]) -> Text:
+    """The change of accuracy in points: green up, red down, dim where it may be chance."""
+    old, new = was.get("accuracy"), now.get("accuracy")
+    if old is None or new is None:
+        return Text("–", style="dim")
+    style = "green" if new > old else "red"
+    return Text(f"{100 * (new - old):+.1f}", style=style if _apart(was, now) else "dim")
+
+
+def _apart(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """True if two accuracies differ for sure: their intervals do not meet, or, without intervals, by five points."""
+    a, b = was.get("interval"), now.get("interval")
+    if a and b:
+        return bool(a[1] < b[0] or b[1] < a[0])
+    return bool(abs(now["accuracy"] - was["accuracy"]) >= 0.05)
+
+
+def count_text(count: float) -> str:
+    """A count in few characters: 1.2 k, 34.5 M, 3.1 B."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f}"
+
+
+def bytes_text(amount: int) -> str:
+    """Bytes as MiB or GiB."""
+    return f"{amount / GIB:.1f} GiB" if amount >= GIB else f"{amount / MIB:.1f} MiB"
+
+
+def _count(part: Mapping[str, Any]) -> int:
+    return int(part.get("tasks", part.get("episodes", 0)))
+
+
+def _table(title: str, *columns: str) -> Table:
+    """House style: a bold title, hairlines only, numbers to the right."""
+    table = Table(
+        box=SIMPLE_HEAD, title=title, title_style="bold", title_justify="left", header_style="dim", pad_edge=False
+    )
+    table.add_column("")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table

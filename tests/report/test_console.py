@@ -1,0 +1,155 @@
+"""The console shows a run alive on a terminal, and in few plain lines elsewhere."""
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from sensorium.recipe.plan import Plan
+from sensorium.report import console as module
+from sensorium.report.console import ConsoleWatcher, duration
+from sensorium.report.curves import chart, resample, smooth, sparkline
+from sensorium.report.tables import comparison_table, plan_table
+from sensorium.report.watcher import RunStart, Watcher, Watchers
+
+SUMMARY = {"name": "sampled", "accuracy": 0.5, "interval": [0.45, 0.55], "tasks": 512, "episodes": 512}
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def watch(terminal: bool, steps: int, clock: Clock) -> str:
+    """Play a run of a step a second before a console; returns everything it printed."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
+    watcher = ConsoleWatcher(Console(file=stream, force_terminal=terminal, width=100, color_system=None))
+    watcher.started(RunStart("demo", steps))
+    watcher.evaluated(0, SUMMARY)
+    for step in range(1, steps + 1):
+        clock.now += 1
+        watcher.phase(step, "rollout", 64)
+        watcher.progress(32)
+        watcher.stepped(
+            step, {"reward/mean": 0.01 * step, "reward/exact": 0.5, "accuracy": 0.4, "throughput/episodes_per_s": 50.0}
+        )
+    watcher.evaluated(steps, SUMMARY | {"accuracy": 0.9, "interval": [0.85, 0.93]})
+    watcher.finished()
+    stream.seek(0)
+    return stream.read()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def test_without_a_terminal_a_log_gets_few_plain_lines(clock: Clock) -> None:
+    text = watch(terminal=False, steps=100, clock=clock)
+    lines = text.splitlines()
+    assert text.isascii()
+    assert len(lines) <= 15
+    assert lines[0] == "demo: 100 steps to go"
+    assert lines[1] == "step 0: sampled accuracy 50.0 % [45.0 to 55.0]"
+    assert lines[2] == "step 1/100  reward 0.010  accuracy 0.400  50.0 episodes/s  1:39 left"
+    assert lines[-2].startswith("step 100/100  reward 1.000")
+    assert lines[-1].startswith("step 100: sampled accuracy 90.0 %")
+
+
+def test_on_a_terminal_the_last_state_shows_everything(clock: Clock) -> None:
+    text = watch(terminal=True, steps=40, clock=clock)
+    last = text[text.rindex("step 40 of 40") :]
+    for part in ("reward 0.400", "accuracy 0.400", "exact 0.50", "50.0 % → 90.0 %", "[85.0–93.0]", "50 episodes/s"):
+        assert part in last
+    assert "⣀" in last or "⠤" in last or "⠒" in last
+
+
+def test_troubles_are_counted_over_the_run(clock: Clock) -> None:
+    stream = io.StringIO()
+    watcher = ConsoleWatcher(Console(file=stream, width=100))
+    watcher.started(RunStart("demo", 3))
+    for step in (1, 2, 3):
+        watcher.stepped(step, {"reward/mean": 0.1, "episodes/failed": 2, "episodes/dropped": 0})
+    shown = Console(file=io.StringIO(), width=100, record=True)
+    shown.print(watcher._state)
+    text = shown.export_text()
+    assert "6 failed" in text
+    assert "dropped" not in text
+
+
+def test_a_line_is_drawn_where_its_values_are() -> None:
+    rising = chart([0.0, 1.0], width=10, height=4, low=0.0, high=1.0)
+    assert len(rising) == 4
+    assert all(len(row) == 10 for row in rising)
+    assert rising[0][0] == "\u2800"
+    assert rising[0][-1] != "\u2800"
+    assert rising[-1][0] != "\u2800"
+    assert rising[-1][-1] == "\u2800"
+    assert chart([0.5], 4, 2, 0, 1) != chart([1.0], 4, 2, 0, 1)
+
+
+def test_sparklines_and_smoothing_keep_to_their_width_and_mean() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([]) == ""
+    assert len(sparkline(list(range(1000)), 24)) == 24
+    values = [math.sin(i) for i in range(240)]
+    assert max(smooth(values)) < max(values)
+    assert sum(resample(values, 24)) / 24 == pytest.approx(sum(values) / 240)
+
+
+def test_durations_read_like_a_clock() -> None:
+    assert [duration(s) for s in (42, 725, 11264)] == ["0:42", "12:05", "3:07:44"]
+
+
+def shown(table: object) -> str:
+    console = Console(file=io.StringIO(), width=110, record=True)
+    console.print(table)
+    return console.export_text()
+
+
+def test_before_and_after_stand_side_by_side_with_categories_and_intervals() -> None:
+    after = SUMMARY | {
+        "accuracy": 0.9,
+        "interval": [0.87, 0.93],
+        "categories": {"colour": {"accuracy": 0.95, "tasks": 128}},
+    }
+    before = SUMMARY | {"categories": {"colour": {"accuracy": 0.6, "tasks": 128}}}
+    blank = {"name": "blank", "accuracy": 0.25, "tasks": 512}
+    text = shown(comparison_table([before, blank], [after, blank]))
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert "sampled 50.0 % [45.0–55.0] 90.0 % [87.0–93.0] +40.0 512" in rows
+    assert "colour 60.0 % 95.0 % +35.0 128" in rows
+    assert "blank 25.0 % 25.0 % +0.0 512" in rows
+
+
+def test_what_was_not_judged_is_a_dash_not_a_zero() -> None:
+    text = shown(comparison_table([], [{"name": "eval", "accuracy": None, "tasks": 0}]))
+    assert "0.0 %" not in text
+    assert "–" in text
+
+
+def test_the_plan_is_printed_with_its_numbers() -> None:
+    plan = Plan(20, 120, 256, 32, 1, 140, 30720, 4096, 7, None, 0, {}, False, "no: eager")
+    text = shown(plan_table(plan))
+    assert "256 episodes, one update of 32 groups; at most 4,096 tokens written" in text
+    assert "120 steps, 140 updates, of them 20 supervised; 30,720 episodes" in text
+    assert "not counted" in text
+
+
+def test_several_watchers_hear_everything() -> None:
+    heard = []
+
+    class Ear(Watcher):
+        def stepped(self, step: int, metrics: object) -> None:
+            heard.append(step)
+
+    Watchers([Ear(), Watcher(), Ear()]).stepped(3, {})
+    assert heard == [3, 3]
