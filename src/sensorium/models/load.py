@@ -12,6 +12,7 @@ import torch
 import sensorium.models.torchvision_fix  # noqa: F401  (before transformers imports torchvision)
 from sensorium.media.store import MediaStore
 from sensorium.models.policy import Policy
+from sensorium.models.quiet import quiet
 from sensorium.recipe.names import resolve, table
 from sensorium.vocabulary.errors import ModelError, nearest
 
