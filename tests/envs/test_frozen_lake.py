@@ -1,0 +1,193 @@
+"""FrozenLake: the seed decides the lake, the moves are gymnasium's, the way shown is safe."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sensorium.envs.frozen_lake import ACTIONS, COLOURS, PLAYER, FrozenLake, lake, safe_way
+from sensorium.media.store import MediaStore
+from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
+
+pytest.importorskip("gymnasium")
+
+
+def opened(seed: int = 0, **options: Any) -> FrozenLake:
+    world = FrozenLake(MediaStore(), **options)
+    world.reset(seed)
+    return world
+
+
+def answer(*words: str) -> str:
+    return f"<answer>{', '.join(words)}</answer>"
+
+
+@given(st.integers(0, 2**31 - 1))
+def test_the_seed_decides_the_map_and_every_map_is_solvable(seed: int) -> None:
+    world = FrozenLake(MediaStore(), view="text")
+    first, again = world.reset(seed), FrozenLake(MediaStore(), view="text").reset(seed)
+    assert first == again
+    grid = lake(4, 0.8, seed)
+    assert FrozenLake.content_key(seed, {}) == "/".join(grid)
+    assert safe_way(grid, 0) is not None
+
+
+def test_other_seeds_give_other_maps() -> None:
+    assert len({lake(4, 0.8, seed) for seed in range(50)}) > 30
+
+
+@pytest.mark.parametrize("many", [1, 3])
+def test_following_the_demonstration_reaches_the_goal_by_a_shortest_way(many: int) -> None:
+    for seed in range(30):
+        world = opened(seed, max_actions_per_turn=many, max_turns=20)
+        length = len(safe_way(lake(4, 0.8, seed), 0) or ())
+        turns, result = 0, None
+        while result is None or not result.done:
+            result = world.step(world.demonstrate())
+            turns += 1
+        assert (result.success, result.reward, result.truncated) == (True, 1.0, False)
+        assert turns == -(-length // many)
+
+
+def test_on_slippery_ice_the_seed_decides_the_slips() -> None:
+    def walk(seed: int) -> list[str]:
+        world, shown = opened(seed, slippery=True, view="text", p=0.99, max_turns=8), []
+        result = world.step(answer("Down"))
+        while result.observation is not None:
+            shown.append(result.observation.messages[0].text)
+            result = world.step(answer("Down"))
+        return shown
+
+    assert walk(3) == walk(3)
+    assert len({tuple(walk(seed)) for seed in range(20)}) > 5
+
+
+def test_a_hole_ends_the_walk_without_success() -> None:
+    seed = next(s for s in range(100) if lake(4, 0.8, s)[1][0] == "H")
+    result = opened(seed).step(answer("Down"))
+    assert (result.done, result.truncated, result.success, result.reward, result.observation) == (
+        True,
+        False,
+        False,
+        0.0,
+        None,
+    )
+
+
+def test_the_turn_limit_truncates() -> None:
+    world = opened(max_turns=2)
+    first, second = world.step("?"), world.step("?")
+    assert (first.done, first.success, first.info["success"]) == (False, None, False)
+    assert (second.done, second.truncated, second.success) == (True, True, False)
+    with pytest.raises(EnvironmentFailure, match="over"):
+        world.step(answer("Down"))
+
+
+@pytest.mark.parametrize(
+    ("response", "actions", "well_formed"),
+    [
+        ("<answer>Left</answer>", "Left", True),
+        (" <ANSWER> dOWN </ANSWER>\n", "Down", True),
+        ("so <answer>Up</answer>", "Up", False),
+        ("<answer>Up</answer><answer>Right</answer>", "Right", False),
+        ("<answer>Jump</answer>", "", True),
+        ("<answer>Left, Jump</answer>", "", True),
+        ("<answer>Left, Left, Left, Left</answer>", "", True),
+        ("<answer>left,down , Right</answer>", "Left, Down, Right", True),
+        ("<answer></answer>", "", True),
+        ("Left", "", False),
+        ("<answer>Left", "", False),
+        ("", "", False),
+    ],
+)
+def test_reading_a_response(response: str, actions: str, well_formed: bool) -> None:
+    world = FrozenLake(MediaStore(), max_actions_per_turn=3)
+    found, layout = world.read(response)
+    assert (", ".join(ACTIONS[a] for a in found), layout) == (actions, well_formed)
+
+
+def test_bare_words_are_read_when_allowed() -> None:
+    world = FrozenLake(MediaStore(), bare=True)
+    assert world.read(" up\n") == ((3,), True)
+    assert world.read("<answer>Up</answer>") == ((3,), True)
+    assert world.read("go up") == ((), False)
+    world.reset(0)
+    assert world.demonstrate() in ACTIONS
+
+
+@given(st.text(max_size=60))
+def test_no_response_whatever_breaks_the_world(response: str) -> None:
+    result = opened(bare=True, view="text").step(response)
+    assert isinstance(result.info["valid"], bool)
+
+
+def test_an_invalid_answer_moves_nothing_and_says_so() -> None:
+    world = opened(view="text")
+    result = world.step("<answer>Fly</answer>")
+    assert (result.info["valid"], result.info["moved"]) == (False, False)
+    assert result.observation is not None
+    assert result.observation.messages[0].text.startswith("Not a move.\nP")
+
+
+def test_rewards_of_goal_and_format() -> None:
+    world = opened(max_actions_per_turn=20, goal_reward=10, format_reward=0.5, prompt="full")
+    assert world.step("<answer>Fly</answer>").reward == 0.0
+    assert world.step("<think>hm</think><answer>Fly</answer>").reward == 0.0
+    result = world.step(world.demonstrate())
+    assert (result.reward, result.info["format"]) == (10.5, True)
+
+
+def test_full_prompt_wants_a_thought() -> None:
+    world = FrozenLake(MediaStore(), prompt="full")
+    assert world.read("<answer>Up</answer>") == ((3,), False)
+    assert world.read("<think>a < b</think>\n<answer>Up</answer>") == ((3,), True)
+    head, observation = world.reset(0)
+    assert "Left, Down, Right, Up" in head[0].text
+    assert observation.messages[0].text == "You see:\n"
+
+
+def test_the_picture_shows_the_lake_cell_by_cell() -> None:
+    store = MediaStore()
+    world = FrozenLake(store, cell=28)
+    _, observation = world.reset(5)
+    grid, (media,) = lake(4, 0.8, 5), observation.messages[0].media
+    pixels = np.asarray(store.picture(media))
+    assert pixels.shape == (112, 112, 3)
+    for row in range(4):
+        for column in range(4):
+            assert tuple(pixels[row * 28, column * 28]) == COLOURS[grid[row][column]]
+    assert tuple(pixels[14, 14]) == PLAYER
+    world.step(world.demonstrate())
+    assert len({*COLOURS.values(), PLAYER}) == 5
+
+
+def test_equal_sights_are_one_medium() -> None:
+    store = MediaStore()
+    sights = [FrozenLake(store).reset(7)[1].messages[0].media[0] for _ in range(3)]
+    assert len(set(sights)) == 1
+
+
+def test_the_text_view_moves_the_player() -> None:
+    world = opened(1, view="text", p=0.999)
+    result = world.step(answer("Down"))
+    assert result.observation is not None
+    assert result.observation.messages[0].text == "S___\nP___\n____\n___G"
+
+
+def test_demonstration_noise_is_a_share_and_is_keyed() -> None:
+    def first(seed: int, noise: float) -> str:
+        return opened(seed, demonstration_noise=noise, view="text").demonstrate()
+
+    clean = [first(seed, 0.0) for seed in range(400)]
+    noisy = [first(seed, 0.4) for seed in range(400)]
+    assert noisy == [first(seed, 0.4) for seed in range(400)]
+    changed = sum(a != b for a, b in zip(clean, noisy, strict=True)) / 400
+    assert 0.22 < changed < 0.38  # 0.4 of the moves are random, three quarters of them differ
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    for options in ({"view": "pictures"}, {"prompt": "long"}, {"size": 1}, {"p": 0}, {"demonstration_noise": 2}):
+        with pytest.raises(RecipeError, match="frozen_lake: option"):
+            FrozenLake(MediaStore(), **options)  # type: ignore[arg-type]
