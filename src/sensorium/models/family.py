@@ -25,6 +25,8 @@ class Family(Protocol):
     placeholders: Mapping[MediaKind, int]
     preprocess: Preprocessor
 
+    def __init__(self, model: Any, processor: Any) -> None: ...
+
     def count(self, grid: Grid) -> int:
         """How many tokens a medium of this grid expands to."""
         ...

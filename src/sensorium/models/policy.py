@@ -222,6 +222,15 @@ class Policy:
         """Recompute the language model's layers in the backward pass instead of keeping their activations."""
         self._recompute = on
 
+    def frozen_copy(self) -> "Policy":
+        """The same weights in memory of their own, never trained: a reference. Prepared media are shared."""
+        model = deepcopy(self.model).requires_grad_(False)
+        adapter = type(self.adapter)(model, self.processor)
+        copy = Policy(self.family, adapter, model, self.tokenizer, self.processor, self.store)
+        copy.version = self.version
+        copy._media = self._media
+        return copy
+
     def groups(self) -> dict[str, dict[str, nn.Parameter]]:
         """Named parameters by group: vision, projector, language, head. A tied head is in language only."""
         prefixes = [(prefix, group) for group, several in self.adapter.groups.items() for prefix in several]

@@ -41,7 +41,8 @@ class PatchProjection(nn.Module):
 
 def quicken(visual: Any) -> None:
     """Give a stock Qwen vision tower the patch projection and the segment attention of this module."""
-    visual.patch_embed.proj = PatchProjection(visual.patch_embed.proj)
+    if isinstance(visual.patch_embed.proj, nn.Conv3d):
+        visual.patch_embed.proj = PatchProjection(visual.patch_embed.proj)
     visual.config._attn_implementation = SEGMENTS
 
 

@@ -41,7 +41,6 @@ def keep_batch(
         span.media for group in groups for e in group.episodes for t in e.threads for s in t.segments for span in s.media
     }:
         store.put(policy.store.bytes_of(media), media.kind, media.origin)
-        store.keep(media)
     advantages = [[{"id": s.episode.id, "advantages": [a.tolist() for a in s.advantages]} for s in row] for row in samples]
     batch = {"step": step, "loss": loss, "policy_version": policy.version, "advantages": advantages}
     (folder / "batch.json").write_text(json.dumps(batch))

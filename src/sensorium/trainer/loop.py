@@ -166,12 +166,8 @@ class Trainer:
         return learned
 
     def _record(self, step: int, groups: Sequence[Group], selection: Selection) -> None:
-        """Write the step's episodes, their media and their fates."""
-        limit = self.recipe.logging.episodes
-        write_episodes(self.directory.episodes_of(step), step, groups, limit)
-        shown = [episode for group in groups for episode in group.episodes][: limit or None]
-        for media in {m for e in shown for turn in e.turns for message in turn.observation for m in message.media}:
-            self.session.store.keep(media)
+        """Write the step's episodes and their fates."""
+        write_episodes(self.directory.episodes_of(step), step, groups, self.recipe.logging.episodes)
         self.ledger.record(step, groups, selection.fates)
         self.ledger.advance(step, "trained")
 
