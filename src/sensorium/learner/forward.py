@@ -1,0 +1,138 @@
+"""A packed micro-batch through the policy: towers once per update, language model, log-probs of what was written.
+
+The policy is softmax(logits / temperature) over the ids that are not forbidden. The head runs only where a token was
+predicted, in chunks, so that full logits never exist.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from sensorium.learner.packing import MicroBatch, Packing
+from sensorium.models.layout import Features, Placement
+from sensorium.models.policy import Policy
+from sensorium.vocabulary.content import Media
+
+# Logits held at once: 256 MiB of float32.
+CHUNK_ELEMENTS = 1 << 26
+# Stands for minus infinity, but makes 0 when multiplied by a probability of 0.
+FORBIDDEN = -1e30
+
+
+class UpdateFeatures:
+    """Features of an update's media: one tower pass, leaves for the micro-batches to pour gradients into, one backward."""
+
+    def __init__(self, policy: Policy, media: Sequence[Media]) -> None:
+        self._made = policy.encode(media)
+        self._roots: list[Tensor] = []
+        self._leaves: list[Tensor] = []
+        self._features = {item: self._cut_off(features) for item, features in self._made.items()}
+
+    def __getitem__(self, media: Media) -> Features:
+        return self._features[media]
+
+    def backward(self) -> None:
+        """Carry the gathered gradients through the towers, once."""
+        pairs = [(root, leaf.grad) for root, leaf in zip(self._roots, self._leaves, strict=True) if leaf.grad is not None]
+        if pairs:
+            torch.autograd.backward([root for root, _ in pairs], [grad.to(root.dtype) for root, grad in pairs])
+
+    def _cut_off(self, features: Features) -> Features:
+        return Features(self._leaf(features.embeds_NH), tuple(self._leaf(level) for level in features.deepstack_NH))
+
+    def _leaf(self, root: Tensor) -> Tensor:
+        if not root.requires_grad:
+            return root
+        # In float32: the gradients of all micro-batches are summed here.
+        leaf = root.detach().float().requires_grad_()
+        self._roots.append(root)
+        self._leaves.append(leaf)
+        return leaf
+
+
+class Scorer:
+    """Log-probs and entropies of a policy at a temperature."""
+
+    def __init__(self, policy: Policy, temperature: float) -> None:
+        self.policy = policy
+        self.temperature = temperature
+        self._bias_V = torch.zeros(policy.vocab_size, device=policy.device)
+        self._bias_V[list(policy.forbidden_ids)] = FORBIDDEN
+
+    def score(self, microbatch: MicroBatch, features: UpdateFeatures) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [M] of a micro-batch's predicted tokens, in float32."""
+        placements = [Placement(0, slot.start, features[slot.media]) for slot in microbatch.slots]
+        hidden_1TH = self.policy.language(
+            microbatch.ids_T[None], microbatch.positions_3T[:, None], microbatch.attention, placements
+        )
+        return self._head(hidden_1TH[0].index_select(0, microbatch.states_M), microbatch.targets_M)
+
+    @torch.no_grad()
+    def logprobs(self, packing: Packing) -> Tensor:
+        """Log-probs [N] of all sampled tokens of a packing, in canonical order, without gradient."""
+        features = UpdateFeatures(self.policy, packing.media)
+        logprobs_N = torch.zeros(packing.trained, device=self.policy.device)
+        for microbatch in packing.microbatches:
+            logprobs_N[microbatch.places_M] = self.score(microbatch, features)[0]
+        return logprobs_N
+
+    def _head(self, hidden_MH: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
+        rows = max(1, CHUNK_ELEMENTS // self.policy.vocab_size)
+        if len(targets_M) <= rows:
+            return self._chunk(hidden_MH, targets_M)
+        parts = [self._recomputed(*chunk) for chunk in _chunks(hidden_MH, targets_M, rows)]
+        return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropies for _, entropies in parts])
+
+    def _chunk(self, hidden_MH: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs_M, entropies_M = TokenLogprobs.apply(
+            self.policy.logits(hidden_MH), targets_M, self._bias_V, self.temperature
+        )
+        return logprobs_M, entropies_M
+
+    def _recomputed(self, hidden_MH: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
+        if not torch.is_grad_enabled():
+            return self._chunk(hidden_MH, targets_M)
+        return checkpoint(self._chunk, hidden_MH, targets_M, use_reentrant=False, preserve_rng_state=False)
+
+
+def _chunks(hidden_MH: Tensor, targets_M: Tensor, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(hidden_MH.split(rows), targets_M.split(rows), strict=True)
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """(logits, targets) → log-probs of the targets and entropies, keeping nothing but the probabilities."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_MV: Tensor, targets_M: Tensor, bias_V: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        scaled_MV = torch.add(bias_V, logits_MV, alpha=1 / temperature)
+        scaled_MV -= scaled_MV.amax(1, keepdim=True)
+        chosen_M = scaled_MV.gather(1, targets_M[:, None])[:, 0]
+        probs_MV = scaled_MV.exp()
+        sums_M = probs_MV.sum(1)
+        logs_M = sums_M.log()
+        probs_MV /= sums_M[:, None]
+        entropies_M = logs_M - scaled_MV.mul_(probs_MV).sum(1)
+        ctx.temperature = temperature
+        ctx.save_for_backward(probs_MV, targets_M, entropies_M)
+        ctx.set_materialize_grads(False)
+        return chosen_M - logs_M, entropies_M
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        probs_MV, targets_M, entropies_M = ctx.saved_tensors
+        logprobs_M, entropy_M = gradients
+        result_MV = None
+        if logprobs_M is not None:
+            result_MV = probs_MV * (-logprobs_M / ctx.temperature)[:, None]
+            result_MV.scatter_add_(1, targets_M[:, None], (logprobs_M / ctx.temperature)[:, None])
+        if entropy_M is not None:
+            # dH/dz = -p·(log p + H)
+            slope_MV = torch.xlogy(probs_MV, probs_MV).addcmul_(probs_MV, entropies_M[:, None])
+            slope_MV.mul_((-entropy_M / ctx.temperature)[:, None])
+            result_MV = slope_MV if result_MV is None else result_MV.add_(slope_MV)
+        return result_MV, None, None, None

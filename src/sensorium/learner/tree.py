@@ -1,0 +1,107 @@
+"""The threads of a group as a tree of segments: what is shared stands once.
+
+Invariants: a node is a segment in one context (its path from the root); a sampled segment is trained in exactly one node,
+at the place where it was generated; nodes that no trained token needs are left out.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from sensorium.learner.sample import Sample
+from sensorium.models.layout import Layout
+from sensorium.vocabulary.episode import Segment
+
+
+@dataclass(eq=False)
+class Node:
+    """A segment after its ancestors. ``position`` is where its first token stands; ``first`` is the place of its first
+    token among the update's sampled tokens, or -1 where it is context."""
+
+    segment: Segment
+    layout: Layout
+    position: int
+    parent: "Node | None"
+    first: int = -1
+    children: dict[str, "Node"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Nodes of a tree that are computed together, parents before children, and which of them are trained here."""
+
+    nodes: tuple[Node, ...]
+    trained: frozenset[Node]
+    tokens: int
+
+
+def grow(samples: Sequence[Sample], first: int, layout: Callable[[Segment], Layout]) -> list[Node]:
+    """The roots of a group's tree; the sampled tokens are numbered from ``first`` on, in order of episodes and turns."""
+    roots: dict[str, Node] = {}
+    for sample in samples:
+        episode = sample.episode
+        homes = sum(sum(thread.home) for thread in episode.threads)
+        assert homes == len(episode.turns), f"{episode.id}: {len(episode.turns)} turns with {homes} home segments"
+        for turn in episode.turns:
+            thread = episode.threads[turn.thread]
+            assert thread.home[turn.segment], f"{episode.id}: turn {turn.index} is not at home where it says"
+            if not turn.response.tokens:
+                continue
+            node = _walk(roots, thread.segments[: turn.segment + 1], layout)
+            assert node.first < 0, f"{episode.id}: turn {turn.index} is trained twice"
+            node.first = first
+            first += len(turn.response.tokens)
+    return list(roots.values())
+
+
+def _walk(roots: dict[str, Node], segments: Sequence[Segment], layout: Callable[[Segment], Layout]) -> Node:
+    parent: Node | None = None
+    children = roots
+    position = 0
+    for segment in segments:
+        node = children.get(segment.key)
+        if node is None:
+            node = children[segment.key] = Node(segment, layout(segment), position, parent)
+        parent, children, position = node, node.children, node.position + node.layout.advance
+    assert parent is not None, "a thread has segments"
+    return parent
+
+
+def split(roots: Sequence[Node], limit: int) -> list[Part]:
+    """Cut trees into parts of at most ``limit`` tokens, whole branches at a time; a longer branch is a part of its own.
+
+    A node that several parts need is computed in each, and trained in the first.
+    """
+    parts: list[Part] = []
+    done: set[Node] = set()
+    current: dict[Node, None] = {}
+    size = 0
+    for path in _branches(roots):
+        added = sum(len(node.layout) for node in path if node not in current)
+        if current and size + added > limit:
+            parts.append(_close(current, done, size))
+            current, size, added = {}, 0, sum(len(node.layout) for node in path)
+        current.update(dict.fromkeys(path))
+        size += added
+    if current:
+        parts.append(_close(current, done, size))
+    return parts
+
+
+def _close(nodes: dict[Node, None], done: set[Node], size: int) -> Part:
+    trained = frozenset(node for node in nodes if node.first >= 0 and node not in done)
+    done |= trained
+    return Part(tuple(nodes), trained, size)
+
+
+def _branches(roots: Sequence[Node]) -> list[list[Node]]:
+    """Paths from root to leaf, depth first."""
+    found: list[list[Node]] = []
+    stack = [[root] for root in reversed(roots)]
+    while stack:
+        path = stack.pop()
+        children = path[-1].children.values()
+        if children:
+            stack += [[*path, child] for child in reversed(children)]
+        else:
+            found.append(path)
+    return found
