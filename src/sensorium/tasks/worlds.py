@@ -1,0 +1,85 @@
+"""Worlds: tasks that are played in a named environment, one seed each, with train and test disjoint by content.
+
+Invariant: which side a world is on is decided by a hash of its content and nothing else, so no choice of seeds, sizes or
+sources can put the same world on both sides.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from sensorium.media.store import MediaStore
+from sensorium.recipe.names import build, resolve
+from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
+from sensorium.vocabulary.task import EnvironmentSpec, Task
+
+TEST_SHARE = 0.25
+
+
+class Worlds:
+    """``size`` worlds of one environment from one side of the split; all different unless ``distinct`` is off.
+
+    The environment class tells a world's content by ``content_key(seed, options)``.
+    """
+
+    def __init__(
+        self,
+        environment: str,
+        store: MediaStore,
+        options: Mapping[str, Any] | None = None,
+        split: Literal["train", "test"] = "train",
+        size: int = 512,
+        seed: int = 0,
+        distinct: bool = True,
+    ) -> None:
+        if split not in ("train", "test"):
+            raise RecipeError(f"worlds: unknown split '{split}'{nearest(str(split), ['train', 'test'])}")
+        if size < 1:
+            raise RecipeError(f"worlds: size is {size}; a source needs at least one task.")
+        self.environment, self.split = environment, split
+        self.options = dict(options or {})
+        kind = resolve("environment", environment, "worlds")
+        build("environment", environment, self.options, f"worlds of '{environment}'", store=store).close()
+        if not hasattr(kind, "content_key"):
+            raise RecipeError(
+                f"worlds: environment '{environment}' has no content_key(seed, options), so train and test cannot be told "
+                "apart. Give its class one that returns what a seed leads to, such as the map as text."
+            )
+        self.seeds = self._choose(kind, size, seed, distinct)
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    def __getitem__(self, index: int) -> Task:
+        seed = self.seeds[index]
+        return Task(
+            id=f"{self.environment}-{self.split}-{seed}",
+            environment=EnvironmentSpec(self.environment, self.options, seed),
+            metadata={"category": self.environment},
+        )
+
+    def _choose(self, kind: Any, size: int, seed: int, distinct: bool) -> tuple[int, ...]:
+        chosen: list[int] = []
+        seen: set[str] = set()
+        candidates = 1000 + 100 * size
+        for nth in range(candidates):
+            candidate = _hash(f"{seed}/{nth}") % 2**31
+            content = kind.content_key(candidate, self.options)
+            if side(content) == self.split and not (distinct and content in seen):
+                seen.add(content)
+                chosen.append(candidate)
+                if len(chosen) == size:
+                    return tuple(chosen)
+        raise TaskError(
+            f"worlds: {candidates} seeds of '{self.environment}' hold only {len(chosen)} different worlds for split "
+            f"'{self.split}', and size is {size}. Lower size, set distinct: false, or make the worlds larger."
+        )
+
+
+def side(content: str) -> Literal["train", "test"]:
+    """The side of the split that a world's content belongs to."""
+    return "test" if _hash(content) < TEST_SHARE * 2**64 else "train"
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
