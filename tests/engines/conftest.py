@@ -1,0 +1,148 @@
+"""Tiny real models, pictures, and a plain transformers forward to hold the engine against."""
+
+import asyncio
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from sensorium.engines.native.engine import NativeEngine
+from sensorium.engines.protocol import Request, Response, Sampling
+from sensorium.media.store import MediaStore
+from sensorium.models.load import load_policy
+from sensorium.models.policy import Policy
+from sensorium.models.tiny import make_tiny
+from sensorium.vocabulary.content import Media
+from sensorium.vocabulary.episode import Segment
+
+
+@dataclass
+class Bench:
+    """A policy, and the same checkpoint as transformers loads it."""
+
+    policy: Policy
+    stock: Any
+
+    def picture(self, seed: int, size: tuple[int, int] = (56, 56)) -> Media:
+        """A picture of noise in the policy's store."""
+        pixels = np.random.default_rng(seed).integers(0, 255, (*size, 3), dtype=np.uint8)
+        data = io.BytesIO()
+        Image.fromarray(pixels).save(data, "PNG")
+        return self.policy.store.put(data.getvalue(), "picture", f"noise {seed}")
+
+    def logits(self, segments: Sequence[Segment]) -> list[Tensor]:
+        """Logits [n, V] before each token of every model segment, by one stock forward over the whole thread."""
+        ids_T = torch.cat([self.policy.layout(segment).ids_T for segment in segments])
+        inputs: dict[str, Any] = {"input_ids": ids_T[None], "attention_mask": torch.ones_like(ids_T)[None]}
+        media = [span.media for segment in segments for span in segment.media]
+        if "picture" in self.policy.modalities:
+            token = self.stock.config.image_token_id
+            inputs["mm_token_type_ids"] = (ids_T == token).int()[None]
+        if media:
+            pictures = [Image.open(io.BytesIO(self.policy.store.bytes_of(item))).convert("RGB") for item in media]
+            inputs |= dict(self.policy.processor.image_processor(pictures, return_tensors="pt"))
+        with torch.no_grad():
+            logits_TV = self.stock(**inputs, use_cache=False).logits[0].float()
+        found, start = [], 0
+        for segment in segments:
+            length = len(self.policy.layout(segment))
+            if segment.author == "model":
+                found.append(logits_TV[start - 1 : start - 1 + length])
+            start += length
+        return found
+
+    def logprobs(self, segments: Sequence[Segment], sampling: Sampling) -> tuple[list[Tensor], float]:
+        """Log-probs of every model segment's tokens under the policy, and the scale of the logits."""
+        masked = list(self.policy.forbidden_ids) + ([] if sampling.stop_tokens else list(self.policy.stop_ids))
+        found, scale = [], 0.0
+        written = [segment for segment in segments if segment.author == "model"]
+        for segment, logits_nV in zip(written, self.logits(segments), strict=True):
+            scale = max(scale, float(logits_nV.abs().max()))
+            scaled_nV = logits_nV / (sampling.temperature or 1.0)
+            scaled_nV[:, masked] = -torch.inf
+            found.append(scaled_nV.log_softmax(-1).gather(1, torch.tensor(segment.tokens)[:, None])[:, 0])
+        return found, scale
+
+
+def make_bench(family: str, folder: Path, **overrides: Any) -> Bench:
+    """A tiny checkpoint of a family, loaded both ways."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    make_tiny(family, folder, seed=1, initializer_range=0.15, **overrides)
+    loader = AutoModelForImageTextToText if family.endswith("vl") else AutoModelForCausalLM
+    policy = load_policy(str(folder), store=MediaStore(), device="cpu")
+    return Bench(policy, loader.from_pretrained(folder, attn_implementation="sdpa").eval())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tiny models gain nothing from threads."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def benches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bench]:
+    """Benches by family, made once."""
+    made: dict[str, Bench] = {}
+
+    def get(family: str) -> Bench:
+        if family not in made:
+            made[family] = make_bench(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(params=["qwen2_5_vl", "qwen3_vl"])
+def vision(request: pytest.FixtureRequest, benches: Callable[[str], Bench]) -> Bench:
+    """Both vision families in turn."""
+    return benches(request.param)
+
+
+@pytest.fixture
+def bench(benches: Callable[[str], Bench]) -> Bench:
+    """One vision family."""
+    return benches("qwen2_5_vl")
+
+
+@pytest.fixture
+def text(benches: Callable[[str], Bench]) -> Bench:
+    """A text-only model."""
+    return benches("qwen2")
+
+
+def ask(
+    thread: str,
+    context: Sequence[Segment],
+    sampling: Sampling,
+    *,
+    order: tuple[int, ...] = (0, 0, 0),
+    key: int = 7,
+    name: str = "",
+) -> Request:
+    """A request with sensible defaults."""
+    return Request(thread, tuple(context), sampling, order, key, name or f"{thread}/{len(context)}")
+
+
+def generate(engine: NativeEngine, *requests: Request) -> list[Response]:
+    """All responses, asked for at once by as many live episodes; threads are kept."""
+
+    async def one(request: Request) -> Response:
+        try:
+            return await engine.generate(request)
+        finally:
+            engine.leave()
+
+    async def everyone() -> list[Response]:
+        for _ in requests:
+            engine.enter()
+        return list(await asyncio.gather(*(one(request) for request in requests)))
+
+    return asyncio.run(everyone())

@@ -1,0 +1,190 @@
+"""When ticks happen: in lockstep only when every live episode waits; every wait is bounded and can be cancelled."""
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from sensorium.engines.native.engine import NativeEngine
+from sensorium.engines.native.randomness import response_key
+from sensorium.engines.protocol import Request, Sampling
+from sensorium.vocabulary.content import user
+from sensorium.vocabulary.episode import Segment
+from sensorium.vocabulary.errors import EngineError
+
+from .conftest import Bench, ask
+
+SAMPLING = Sampling(max_new_tokens=12, temperature=1.2)
+
+
+@dataclass
+class Spy:
+    """Records the rows of every forward of the language model."""
+
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+
+
+async def play(
+    bench: Bench, engine: NativeEngine, episodes: int, turns: int, jitter: random.Random | None
+) -> list[Segment]:
+    """Multi-turn episodes that wait at random between turns, some of which end early."""
+    policy = bench.policy
+
+    async def pause() -> None:
+        if jitter is not None:
+            for _ in range(jitter.randrange(6)):
+                await asyncio.sleep(0)
+            await asyncio.sleep(jitter.random() * 0.01)
+
+    async def episode(index: int) -> list[Segment]:
+        segments: list[Segment] = []
+        engine.enter()
+        try:
+            for turn in range(turns - index % 3):
+                await pause()
+                message = [user(bench.picture(100 + index % 2 + 10 * turn), "what? " * (1 + (index + turn) % 3))]
+                segments.append(policy.extend(message, after=segments[-1]) if turn else policy.render(message))
+                key = response_key(0, 0, "task", index, turn)
+                request = Request(f"e{index}", tuple(segments), SAMPLING, (0, index, turn), key, f"e{index}/{turn}")
+                segments.append((await engine.generate(request)).segment)
+                await pause()
+            return segments
+        finally:
+            engine.release(f"e{index}")
+            engine.leave()
+
+    runs = [asyncio.create_task(episode(index)) for index in range(episodes)]
+    return [segment for run in runs for segment in await run]
+
+
+def spied(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Spy:
+    spy, original = Spy(), bench.policy.language
+
+    def language(ids_BT, *rest):  # type: ignore[no-untyped-def]
+        spy.shapes.append(tuple(ids_BT.shape))
+        return original(ids_BT, *rest)
+
+    monkeypatch.setattr(bench.policy, "language", language)
+    return spy
+
+
+def test_lockstep_runs_are_equal_to_the_last_bit_whatever_the_clock(vision: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    for seed in (None, 1, 2):
+        spy = spied(vision, monkeypatch)
+        jitter = None if seed is None else random.Random(seed)
+        segments = asyncio.run(play(vision, NativeEngine(vision.policy), 6, 4, jitter))
+        runs.append((segments, spy.shapes))
+        monkeypatch.undo()
+    assert runs[0][0] == runs[1][0] == runs[2][0]  # tokens and log-probs
+    assert runs[0][1] == runs[1][1] == runs[2][1]  # and what was batched together
+    assert max(shape[0] for shape in runs[0][1]) == 6
+
+
+def test_eager_runs_draw_the_same_tokens(bench: Bench) -> None:
+    """Without lockstep batches depend on the clock, but what a row draws does not."""
+    lockstep = asyncio.run(play(bench, NativeEngine(bench.policy), 5, 3, None))
+    eager = asyncio.run(play(bench, NativeEngine(bench.policy, lockstep=False), 5, 3, random.Random(5)))
+    assert [s.tokens for s in lockstep] == [s.tokens for s in eager]
+
+
+def test_a_tick_waits_for_a_live_episode_but_not_for_ever(bench: Bench) -> None:
+    engine = NativeEngine(bench.policy, patience_s=0.2)
+    request = ask("a", [bench.policy.render([user("what?")])], SAMPLING)
+
+    async def idle() -> None:
+        engine.enter()
+        engine.enter()
+        try:
+            with pytest.raises(EngineError, match=r"1 episodes waited 0\.2 s for 1"):
+                await engine.generate(request)
+        finally:
+            engine.leave()
+        assert engine.counters.decoded_tokens == 0
+        response = await engine.generate(request)  # the other one left: the engine goes on
+        assert response.segment.tokens
+        engine.leave()
+
+    asyncio.run(idle())
+
+
+def test_a_cancelled_wait_leaves_the_batch(bench: Bench) -> None:
+    engine = NativeEngine(bench.policy)
+    long = Sampling(max_new_tokens=300, stop_tokens=False)
+    contexts = [[bench.policy.render([user("what? " * (i + 1))])] for i in range(3)]
+
+    async def run() -> None:
+        tasks = []
+        for i, context in enumerate(contexts):
+            engine.enter()
+            sampling = long if i else Sampling(max_new_tokens=20, stop_tokens=False)
+            tasks.append(asyncio.create_task(engine.generate(ask(f"{i}", context, sampling, order=(i,), key=i))))
+        while engine.counters.decode_steps < 5:
+            await asyncio.sleep(0)
+        tasks[1].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[1]
+        engine.leave()
+        first = await tasks[0]
+        engine.leave()
+        last = await asyncio.wait_for(tasks[2], 60)
+        engine.leave()
+        assert len(first.segment.tokens) == 20
+        assert len(last.segment.tokens) == 300
+        assert engine.counters.decoded_tokens < 350
+        alone = NativeEngine(bench.policy)
+        again = await alone.generate(ask("2", contexts[2], long, order=(2,), key=2))
+        assert again.segment.tokens == last.segment.tokens
+        assert (await engine.generate(ask("1", contexts[1], SAMPLING))).segment.tokens  # its thread is free again
+
+    asyncio.run(run())
+
+
+def test_a_thread_has_one_response_at_a_time(bench: Bench) -> None:
+    engine = NativeEngine(bench.policy)
+    request = ask("a", [bench.policy.render([user("what?")])], SAMPLING)
+
+    async def twice() -> None:
+        first = asyncio.create_task(engine.generate(request))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="one response at a time"):
+            await engine.generate(request)
+        assert (await first).segment.tokens
+
+    asyncio.run(twice())
+
+
+def test_weights_may_not_change_under_a_response(bench: Bench) -> None:
+    engine = NativeEngine(bench.policy)
+    request = ask("a", [bench.policy.render([user("what?")])], Sampling(max_new_tokens=50, stop_tokens=False))
+
+    async def run() -> None:
+        task = asyncio.create_task(engine.generate(request))
+        while engine.counters.decode_steps < 3:
+            await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="responses were open"):
+            engine.refresh(1)
+        bench.policy.version += 1
+        try:
+            with pytest.raises(EngineError, match="weights changed"):
+                await task
+        finally:
+            bench.policy.version -= 1
+
+    asyncio.run(run())
+
+
+def test_the_engine_lives_through_an_interrupted_loop(bench: Bench) -> None:
+    """A loop that ends in the middle of a response leaves an engine that works in the next."""
+    engine = NativeEngine(bench.policy)
+    request = ask("a", [bench.policy.render([user("what?")])], SAMPLING)
+
+    async def interrupted() -> None:
+        task = asyncio.create_task(engine.generate(request))
+        while engine.counters.decode_steps < 1:
+            await asyncio.sleep(0)
+        assert not task.done()
+
+    asyncio.run(interrupted())
+    assert asyncio.run(engine.generate(request)).segment.tokens
