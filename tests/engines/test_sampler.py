@@ -78,8 +78,8 @@ def test_truncation_keeps_top_k_then_top_p(logits_V: Tensor, sampling: Sampling,
 
 
 @pytest.mark.parametrize("sampling", [
-    Sampling(), Sampling(temperature=0.5), Sampling(top_k=3), Sampling(top_p=0.6), Sampling(top_k=6, top_p=0.8, temperature=2.0),
-    Sampling(stop_tokens=False),
+    Sampling(), Sampling(temperature=0.5), Sampling(top_k=3), Sampling(top_p=0.6),
+    Sampling(top_k=6, top_p=0.8, temperature=2.0), Sampling(stop_tokens=False),
 ])  # fmt: skip
 def test_frequencies_match_the_distribution(sampling: Sampling) -> None:
     logits_V = torch.randn(12, generator=torch.Generator().manual_seed(3)) * 1.5
