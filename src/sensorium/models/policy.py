@@ -56,7 +56,8 @@ class Policy:
         self.modalities = frozenset(["text", *adapter.placeholders])
         self.vocab_size: int = adapter.head.weight.shape[0]
         self._table = TokenTable(tokenizer, self.vocab_size)
-        self._renderer = ChatRenderer(tokenizer, processor, self._table, adapter.placeholders)
+        owner = processor if processor is not None else tokenizer
+        self._renderer = ChatRenderer(tokenizer, owner, self._table, adapter.placeholders)
         self.append_only = self._renderer.append_only
         self.stop_ids = _stop_ids(model, tokenizer, self._renderer.close_id)
         special = {*self._table.special.values(), *self._table.unowned, *adapter.placeholders.values()}

@@ -21,16 +21,19 @@ PRIVATE = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF8FF)
 
 
 class ChatRenderer:
-    """Renders conversations for one checkpoint. ``placeholders`` are the token ids that stand for media."""
+    """Renders conversations for one checkpoint.
 
-    def __init__(self, tokenizer: Any, processor: Any, table: TokenTable, placeholders: Mapping[MediaKind, int]) -> None:
-        self._owner = processor if processor is not None else tokenizer
-        if not getattr(self._owner, "chat_template", None):
+    ``owner`` of the template is the processor, or the tokenizer of a text model. ``placeholders`` are the token ids that
+    stand for media.
+    """
+
+    def __init__(self, tokenizer: Any, owner: Any, table: TokenTable, placeholders: Mapping[MediaKind, int]) -> None:
+        self._owner = owner
+        if not getattr(owner, "chat_template", None):
             raise ModelError(
                 f"checkpoint '{tokenizer.name_or_path}' has no chat template; give it one (chat_template.jinja)."
             )
         self._kind_of = {token: kind for kind, token in placeholders.items()}
-        self._blocks = processor is not None
         self._special = table.special
         self._guard = _Guard(table.special)
         self._encode = lru_cache(maxsize=8192)(_plain_encoder(tokenizer))
@@ -83,7 +86,7 @@ class ChatRenderer:
                 raise ModelError(
                     f"this model cannot take {item.kind} {item.origin or item.hash[:12]}; use a family that can."
                 )
-        if not self._blocks:
+        if not self._kind_of:
             return message.text
         return [
             {"type": "text", "text": block.text} if isinstance(block, Text) else {"type": TEMPLATE_KINDS[block.kind]}

@@ -1,0 +1,96 @@
+"""A tiny checkpoint loaded twice: as a policy in parts, and by transformers alone, which is the oracle."""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from sensorium.media.store import MediaStore
+from sensorium.models.attention import MaskedAttention
+from sensorium.models.layout import Placement, placements
+from sensorium.models.policy import Policy
+from sensorium.vocabulary.content import Media, Message
+from sensorium.vocabulary.episode import Segment
+
+
+@dataclass
+class Pair:
+    """A policy and the same checkpoint as transformers loads it."""
+
+    policy: Policy
+    stock: Any
+    folder: Path
+
+    def picture(self, seed: int, width: int = 64, height: int = 64) -> Media:
+        """A picture of noise in the policy's store."""
+        return noise(self.policy.store, seed, width, height)
+
+    def inputs(self, messages: Sequence[Message]) -> dict[str, Tensor]:
+        """What the checkpoint's own processor makes of a conversation that asks for an answer."""
+        return processed(self.policy, messages)
+
+    def want(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Logits [T, V] of one row by the stock model."""
+        return self.stock(**inputs, use_cache=False).logits[0].float()
+
+    def got(self, segments: Sequence[Segment]) -> Tensor:
+        """Logits [T, V] of a thread by the parts."""
+        ids_T, positions_3T, placed = row(self.policy, segments)
+        hidden_1TH = self.policy.language(ids_T[None], positions_3T[:, None], MaskedAttention(), placed)
+        return self.policy.logits(hidden_1TH[0])
+
+
+def noise(store: MediaStore, seed: int, width: int = 64, height: int = 64) -> Media:
+    """A picture of noise, kept in a store."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    data = io.BytesIO()
+    Image.fromarray(pixels).save(data, "PNG")
+    return store.put(data.getvalue(), "picture", f"noise-{seed}.png")
+
+
+def plain(policy: Policy, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """A conversation as transformers takes it."""
+
+    def block(item: Any) -> dict[str, Any]:
+        if isinstance(item, Media):
+            return {"type": "image", "image": Image.open(io.BytesIO(policy.store.bytes_of(item)))}
+        return {"type": "text", "text": item.text}
+
+    if policy.processor is None:
+        return [{"role": message.role, "content": message.text} for message in messages]
+    return [{"role": message.role, "content": [block(item) for item in message.content]} for message in messages]
+
+
+def processed(policy: Policy, messages: Sequence[Message], generate: bool = True) -> dict[str, Tensor]:
+    """The checkpoint's own ``apply_chat_template`` with tokens and pixels."""
+    owner = policy.processor if policy.processor is not None else policy.tokenizer
+    made = owner.apply_chat_template(
+        plain(policy, messages), tokenize=True, return_dict=True, add_generation_prompt=generate, return_tensors="pt"
+    )
+    return dict(made)
+
+
+def row(policy: Policy, segments: Sequence[Segment]) -> tuple[Tensor, Tensor, list[Placement]]:
+    """Segments laid end to end: ids, positions that go on, and where the features go."""
+    layouts = [policy.layout(segment) for segment in segments]
+    features = policy.encode(slot.media for layout in layouts for slot in layout.slots)
+    positions, placed, start, begin = [], [], 0, 0
+    for layout in layouts:
+        positions.append(layout.positions_3T + begin)
+        placed += placements(layout, features, 0, start)
+        start += len(layout)
+        begin += layout.advance
+    return torch.cat([layout.ids_T for layout in layouts]), torch.cat(positions, dim=1), placed
+
+
+def close(got: Tensor, want: Tensor, bound: float = 1e-5) -> None:
+    """Equal within a bound relative to the largest value."""
+    assert got.shape == want.shape
+    worst = float((got - want).detach().abs().max() / want.detach().abs().max())
+    assert worst <= bound, f"relative difference {worst:.2e}"

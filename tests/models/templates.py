@@ -1,0 +1,52 @@
+"""Chat templates that behave as the published ones do, written for these tests.
+
+Qwen2.5-VL: a default system prompt, media markers, strings or blocks. Qwen3-VL: no default prompt, tool answers inside a user
+turn. Qwen3 (text): thoughts of assistant turns before the last question are dropped, and the generation prompt of the
+thinking models opens a thought.
+"""
+
+MEDIA = (
+    "{%- macro show(content) -%}{%- if content is string -%}{{ content }}{%- else -%}{%- for part in content -%}"
+    "{%- if part.type == 'image' or 'image' in part -%}<|vision_start|><|image_pad|><|vision_end|>"
+    "{%- elif part.type == 'video' or 'video' in part -%}<|vision_start|><|video_pad|><|vision_end|>"
+    "{%- elif 'text' in part -%}{{ part.text }}{%- endif -%}{%- endfor -%}{%- endif -%}{%- endmacro -%}"
+)
+PROMPT = "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+
+QWEN2_5_VL = (
+    MEDIA + "{%- for message in messages -%}"
+    "{%- if loop.first and message.role != 'system' -%}"
+    "{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{%- endif -%}"
+    "{{ '<|im_start|>' + message.role + '\\n' + show(message.content) + '<|im_end|>\\n' }}"
+    "{%- endfor -%}" + PROMPT
+)
+
+QWEN3_VL = (
+    MEDIA + "{%- for message in messages -%}"
+    "{%- if message.role == 'tool' -%}"
+    "{{ '<|im_start|>user\\n<tool_response>\\n' + show(message.content) + '\\n</tool_response><|im_end|>\\n' }}"
+    "{%- else -%}"
+    "{{ '<|im_start|>' + message.role + '\\n' + show(message.content) + '<|im_end|>\\n' }}"
+    "{%- endif -%}{%- endfor -%}" + PROMPT
+)
+
+QWEN3 = (
+    "{%- set ns = namespace(last=messages|length - 1, looking=true) -%}"
+    "{%- for message in messages[::-1] -%}{%- if ns.looking and message.role == 'user' -%}"
+    "{%- set ns.looking = false -%}{%- set ns.last = messages|length - 1 - loop.index0 -%}{%- endif -%}{%- endfor -%}"
+    "{%- for message in messages -%}"
+    "{%- if message.role == 'assistant' -%}"
+    "{%- set thought = '' -%}{%- set said = message.content -%}"
+    "{%- if '</think>' in said -%}"
+    "{%- set thought = said.split('</think>')[0].split('<think>')[-1].strip('\\n') -%}"
+    "{%- set said = said.split('</think>')[-1].lstrip('\\n') -%}{%- endif -%}"
+    "{%- if loop.index0 > ns.last and (loop.last or thought) -%}"
+    "{{ '<|im_start|>assistant\\n<think>\\n' + thought + '\\n</think>\\n\\n' + said }}"
+    "{%- else -%}{{ '<|im_start|>assistant\\n' + said }}{%- endif -%}{{ '<|im_end|>\\n' }}"
+    "{%- else -%}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endif -%}"
+    "{%- endfor -%}" + PROMPT
+)
+
+THINKING = QWEN3.replace(
+    "'<|im_start|>assistant\\n' }}{%- endif -%}", "'<|im_start|>assistant\\n<think>\\n' }}{%- endif -%}"
+)

@@ -1,0 +1,240 @@
+"""Tower, language model and head as separate calls give what the stock model gives in one."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from stock_pair import Pair, close, row
+from transformers import AutoModelForImageTextToText
+
+from sensorium.models.attention import MaskedAttention
+from sensorium.models.layout import Features, Placement
+from sensorium.models.policy import Policy
+from sensorium.vocabulary.content import Message, assistant, system, user
+from sensorium.vocabulary.episode import Segment
+
+VISION = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = (*VISION, "qwen2", "qwen3")
+Pairs = Callable[..., Pair]
+
+
+def thread(policy: Policy, messages: list[Message]) -> list[Segment]:
+    """A conversation as an append-only thread; assistant turns are given answers."""
+    segments = [policy.render(messages[: 2 if messages[0].role == "system" else 1])]
+    for i, message in enumerate(messages):
+        if message.role == "assistant":
+            answer = policy.respond(message.text, f"answer {i}")
+            segments += [answer, policy.extend([messages[i + 1]], after=answer)]
+    return segments
+
+
+def conversation(pair: Pair, case: str) -> list[Message]:
+    """The conversations that every family must get right."""
+    if case == "one picture":
+        return [user(pair.picture(1), "What colour is it?")]
+    if case == "three pictures":
+        return [user("First", pair.picture(1), "then", pair.picture(2, 96, 40), pair.picture(3, 40, 120), "which?")]
+    if case == "picture in turn 3":
+        return [
+            system("Answer briefly."), user("Hello"), assistant("red"), user("What is it?"), assistant("blue circle"),
+            user("Look", pair.picture(4, 100, 70), "again"),
+        ]  # fmt: skip
+    return [user(pair.picture(5), "What?"), assistant("red"), user(pair.picture(6, 130, 60), pair.picture(5), "and now?")]
+
+
+CASES = ("one picture", "three pictures", "picture in turn 3", "pictures in two turns")
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("family", VISION)
+def test_logits_of_the_parts_are_those_of_the_stock_model(pairs: Pairs, family: str, case: str) -> None:
+    pair = pairs(family)
+    messages = conversation(pair, case)
+    inputs = pair.inputs(messages)
+    segments = thread(pair.policy, messages)
+    ids_T, _, _ = row(pair.policy, segments)
+    assert ids_T.tolist() == inputs["input_ids"][0].tolist()
+    with torch.no_grad():
+        close(pair.got(segments), pair.want(inputs))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_text_models_equal_the_stock_model(pairs: Pairs, family: str) -> None:
+    pair = pairs(family)
+    messages = [user("Where is the goal?"), assistant("left"), user("And now?")]
+    with torch.no_grad():
+        close(pair.got(thread(pair.policy, messages)), pair.want(pair.inputs(messages)))
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_rows_of_a_batch_take_their_own_pictures(pairs: Pairs, family: str) -> None:
+    pair = pairs(family)
+    threads = [thread(pair.policy, conversation(pair, case)) for case in CASES]
+    rows = [row(pair.policy, segments) for segments in threads]
+    length = max(len(ids_T) for ids_T, _, _ in rows)
+    ids_BT = torch.zeros(len(rows), length, dtype=torch.long)
+    positions_3BT = torch.zeros(3, len(rows), length, dtype=torch.long)
+    for i, (ids_T, positions_3T, _) in enumerate(rows):
+        ids_BT[i, : len(ids_T)] = ids_T
+        positions_3BT[:, i, : len(ids_T)] = positions_3T
+    # Out of order on purpose: a placement says itself where it goes.
+    placed = [Placement(i, item.start, item.features) for i in (2, 0, 3, 1) for item in rows[i][2]]
+    mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+    with torch.no_grad():
+        hidden_BTH = pair.policy.language(ids_BT, positions_3BT, MaskedAttention(mask), placed)
+        for i, segments in enumerate(threads):
+            close(pair.policy.logits(hidden_BTH[i, : len(rows[i][0])]), pair.got(segments))
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_gradients_of_every_parameter_are_those_of_the_stock_model(pairs: Pairs, family: str) -> None:
+    pair = pairs(family, tie_word_embeddings=False)
+    messages = conversation(pair, "three pictures")
+    weights_TV = torch.randn(pair.want(pair.inputs(messages)).shape, generator=torch.Generator().manual_seed(0))
+    want = gradients(pair.stock, (pair.want(pair.inputs(messages)) * weights_TV).sum())
+    segments = thread(pair.policy, messages)
+    for recompute in (False, True):
+        pair.policy.checkpoint_gradients(recompute)
+        got = gradients(pair.policy.model, (pair.got(segments) * weights_TV).sum())
+        pair.policy.checkpoint_gradients(False)
+        assert got.keys() == want.keys()
+        largest = max(float(gradient.norm()) for gradient in want.values())
+        for name, gradient in want.items():
+            floor = 1e-7 * largest
+            assert float((got[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()) + floor, name
+    assert float(got["model.visual.patch_embed.proj.weight"].norm()) > 0
+
+
+def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The gradient of each parameter."""
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_recomputation_runs_every_layer_again_in_the_backward_pass(pairs: Pairs) -> None:
+    pair = pairs("qwen3_vl")
+    calls = []
+
+    class Counted(MaskedAttention):
+        def __call__(self, layer, *rest):  # type: ignore[no-untyped-def]
+            calls.append(layer)
+            return super().__call__(layer, *rest)
+
+    ids_T, positions_3T, placed = row(pair.policy, [pair.policy.render([user(pair.picture(1), "What?")])])
+    pair.policy.checkpoint_gradients()
+    with torch.no_grad():
+        pair.policy.language(ids_T[None], positions_3T[:, None], Counted(), placed)
+    assert calls == [0, 1]
+    pair.policy.language(ids_T[None], positions_3T[:, None], Counted(), placed).sum().backward()
+    pair.policy.checkpoint_gradients(False)
+    assert sorted(calls) == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_one_tower_backward_after_several_language_backwards(pairs: Pairs, family: str) -> None:
+    pair = pairs(family)
+    segment = pair.policy.render([user(pair.picture(1), "What?")])
+    layout = pair.policy.layout(segment)
+    whole = gradients(pair.policy.model, 2 * pair.got([segment]).logsumexp(-1).sum())
+
+    pair.policy.model.zero_grad()
+    (features,) = pair.policy.encode([pair.picture(1)]).values()
+    roots = [features.embeds_NH, *features.deepstack_NH]
+    leaves = [root.detach().requires_grad_() for root in roots]
+    for _ in range(2):
+        placed = [Placement(0, layout.slots[0].start, Features(leaves[0], tuple(leaves[1:])))]
+        hidden = pair.policy.language(layout.ids_T[None], layout.positions_3T[:, None], MaskedAttention(), placed)
+        pair.policy.logits(hidden[0]).logsumexp(-1).sum().backward()
+    torch.autograd.backward(roots, [leaf.grad for leaf in leaves])
+    for name, p in pair.policy.model.named_parameters():
+        if p.grad is not None:
+            assert float((p.grad - whole[name]).norm()) <= 1e-5 * float(whole[name].norm()) + 1e-6, name
+
+
+def test_a_frozen_tower_keeps_no_graph_and_an_awake_one_does(pairs: Pairs) -> None:
+    pair = pairs("qwen3_vl")
+    groups = pair.policy.groups()
+    tower = [*groups["vision"].values(), *groups["projector"].values()]
+    (features,) = pair.policy.encode([pair.picture(1)]).values()
+    assert features.embeds_NH.requires_grad
+    assert all(level.requires_grad for level in features.deepstack_NH)
+    try:
+        for parameter in tower:
+            parameter.requires_grad_(False)
+        (features,) = pair.policy.encode([pair.picture(1)]).values()
+        assert not features.embeds_NH.requires_grad
+    finally:
+        for parameter in tower:
+            parameter.requires_grad_(True)
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_the_tower_sees_a_picture_the_same_alone_and_among_others(pairs: Pairs, family: str) -> None:
+    pair = pairs(family)
+    media = [pair.picture(1), pair.picture(2, 96, 40), pair.picture(3, 40, 120), pair.picture(4)]
+    before = pair.policy.counters.tower_passes
+    together = pair.policy.encode([*media, *media])
+    assert pair.policy.counters.tower_passes == before + 1
+    assert list(together) == media
+    for item in media:
+        alone = pair.policy.encode([item])[item]
+        close(together[item].embeds_NH, alone.embeds_NH, 1e-6)
+        for level, other in zip(together[item].deepstack_NH, alone.deepstack_NH, strict=True):
+            close(level, other, 1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameter_groups_hold_every_parameter_once(pairs: Pairs, family: str) -> None:
+    for tied in (True, False):
+        policy = pairs(family, tie_word_embeddings=tied).policy
+        names = [name for group in policy.groups().values() for name in group]
+        assert sorted(names) == sorted(name for name, _ in policy.model.named_parameters())
+        assert bool(policy.groups()["head"]) is not tied
+        if family in VISION:
+            assert all("merger" in name for name in policy.groups()["projector"])
+            assert not any("merger" in name for name in policy.groups()["vision"])
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_bfloat16_follows_the_stock_model_in_bfloat16(pairs: Pairs, family: str) -> None:
+    pair = pairs(family, dtype="bfloat16")
+    messages = conversation(pair, "three pictures")
+    with torch.no_grad():
+        got = pair.got(thread(pair.policy, messages))
+        assert got.dtype == torch.float32
+        close(got, pair.want(pair.inputs(messages)), 0.03)
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_a_saved_policy_is_a_hugging_face_model_with_the_same_logits(pairs: Pairs, family: str, tmp_path: Path) -> None:
+    pair = pairs(family)
+    messages = conversation(pair, "one picture")
+    pair.policy.save(tmp_path)
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    saved, loaded = pair.stock.state_dict(), again.state_dict()
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+    with torch.no_grad():
+        close(pair.got(thread(pair.policy, messages)), again(**pair.inputs(messages)).logits[0])
+
+
+def test_a_plain_call_of_the_policy_s_model_is_the_stock_model(pairs: Pairs) -> None:
+    pair = pairs("qwen2_5_vl")
+    inputs = pair.inputs(conversation(pair, "three pictures"))
+    with torch.no_grad():
+        close(pair.policy.model(**inputs).logits[0], pair.want(inputs))
+
+
+def test_a_frozen_copy_has_weights_of_its_own_and_the_same_logits(pairs: Pairs) -> None:
+    pair = pairs("qwen3_vl")
+    copy = pair.policy.frozen_copy()
+    segments = thread(pair.policy, conversation(pair, "one picture"))
+    ids_T, positions_3T, placed = row(copy, segments)
+    with torch.no_grad():
+        hidden = copy.language(ids_T[None], positions_3T[:, None], MaskedAttention(), placed)
+        assert torch.equal(copy.logits(hidden[0]), pair.got(segments))
+    own = {p.data_ptr() for p in copy.model.parameters()}
+    assert own.isdisjoint(p.data_ptr() for p in pair.policy.model.parameters())
+    assert not any(p.requires_grad for p in copy.model.parameters())
