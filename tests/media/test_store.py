@@ -73,3 +73,12 @@ def test_a_picture_is_decoded_once() -> None:
     media = store.put(encode_png(np.zeros((4, 4, 3), np.uint8)), "picture")
     assert store.picture(media) is store.picture(media)
     assert store.picture(media).size == (4, 4)
+
+
+def test_a_corrupt_picture_is_refused_by_its_origin_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    store = MediaStore(tmp_path)
+    with pytest.raises(MediaError, match="row 4"):
+        store.put_picture(b"\x89PNG broken", "row 4")
+    assert list(tmp_path.iterdir()) == []
+    data = encode_png(np.zeros((4, 4, 3), np.uint8))
+    assert store.put_picture(data, "row 5") == store.put(data, "picture")

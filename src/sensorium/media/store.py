@@ -43,6 +43,13 @@ class MediaStore:
             self._bytes.add(digest, data)
         return Media(kind, digest, origin)
 
+    def put_picture(self, data: bytes, origin: str) -> Media:
+        """Keep a picture once it has been decoded: a corrupt one is refused by its origin and leaves nothing behind."""
+        digest = hashlib.sha256(data).hexdigest()
+        if self._pictures.get(digest) is None:
+            self._pictures.add(digest, decode_picture(data, origin))
+        return self.put(data, "picture", origin)
+
     def put_file(self, path: Path, kind: MediaKind, origin: str = "") -> Media:
         """Keep a file's bytes; a missing or unreadable file is an error that names it."""
         try:

@@ -1,0 +1,159 @@
+"""How rows are laid out: as tasks with content blocks, or flat, with a mapping from a task's parts to columns."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sensorium.recipe.names import check
+from sensorium.tasks.content import Place, fill_placeholders, messages_of, put_first
+from sensorium.vocabulary.content import Message, Text, system, user
+from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
+from sensorium.vocabulary.task import EnvironmentSpec, Task
+
+FIELDS = ["id", "messages", "answer", "environment", "demonstration", "metadata"]
+PARTS = ["id", "prompt", "pictures", "answer", "demonstration", "category"]
+
+
+class TaskRows:
+    """Rows that are tasks: ``{id, messages, answer, environment, demonstration, metadata}``; unknown fields are refused."""
+
+    def fields(self, known: Sequence[str], where: str) -> list[str]:
+        """The columns to read of those a file has."""
+        for column in known:
+            if column not in FIELDS:
+                raise TaskError(f"{where}: {_unknown(column)}")
+        return list(known)
+
+    def task(self, row: Mapping[str, Any], name: str, place: Place) -> Task:
+        """The task of one row."""
+        row = {key: value for key, value in row.items() if value is not None}
+        for key in row:
+            if key not in FIELDS:
+                raise place.error(_unknown(key))
+        environment = _environment(_object(row, "environment", place), place) if "environment" in row else None
+        messages = messages_of(_decoded(row, "messages", place), place) if "messages" in row else ()
+        if environment is None and not messages:
+            raise place.error("a row needs 'messages', or an 'environment' to be played in; it has neither.")
+        _check_last(messages, place)
+        return Task(
+            id=str(row.get("id", name)),
+            messages=messages,
+            answer=row.get("answer"),
+            environment=environment,
+            demonstration=_demonstration(row.get("demonstration"), place),
+            metadata=_object(row, "metadata", place) if "metadata" in row else {},
+        )
+
+
+class FlatRows:
+    """Flat rows: ``columns`` says which column holds which part of a task; ``a.b`` reaches into an object.
+
+    The prompt is text or a list of messages; ``<image>`` in it stands for the next picture. ``pictures_first`` puts the
+    pictures before a prompt without placeholders. ``instruction`` ends the last message; ``system`` goes before the first.
+    """
+
+    def __init__(self, columns: Mapping[str, str], instruction: str, system: str, pictures_first: bool) -> None:
+        for part in columns:
+            if part not in PARTS:
+                raise RecipeError(f"columns: a task has no part '{part}'{nearest(str(part), PARTS)}")
+        if "prompt" not in columns:
+            raise RecipeError("columns: say which column holds the prompt, as in {prompt: problem}.")
+        self.columns = dict(columns)
+        self.instruction, self.system, self.pictures_first = instruction, system, pictures_first
+
+    def fields(self, known: Sequence[str], where: str) -> list[str]:
+        """The columns to read of those a file has."""
+        wanted = {path.partition(".")[0] for path in self.columns.values()}
+        for column in sorted(wanted - set(known)):
+            raise TaskError(f"{where}: there is no column '{column}'{nearest(column, list(known))}")
+        return sorted(wanted)
+
+    def task(self, row: Mapping[str, Any], name: str, place: Place) -> Task:
+        """The task of one row."""
+        parts = {part: _reach(row, path, place) for part, path in self.columns.items()}
+        prompt = parts["prompt"]
+        messages = (user(prompt),) if isinstance(prompt, str) else messages_of(prompt, place)
+        held = parts.get("pictures")
+        sources = [] if held is None else held if isinstance(held, list | tuple) else [held]
+        pictures = [place.picture(source, f"picture {i}") for i, source in enumerate(sources)]
+        if self.pictures_first:
+            messages = put_first(pictures, messages, place)
+        elif "pictures" in self.columns:
+            messages = fill_placeholders(messages, pictures, place)
+        _check_last(messages, place)
+        if self.instruction:
+            messages = (*messages[:-1], Message(messages[-1].role, (*messages[-1].content, Text(self.instruction))))
+        if self.system:
+            messages = (system(self.system), *messages)
+        category = parts.get("category")
+        return Task(
+            id=str(parts.get("id") if parts.get("id") is not None else name),
+            messages=messages,
+            answer=parts.get("answer"),
+            demonstration=_demonstration(parts.get("demonstration"), place),
+            metadata={} if category is None else {"category": str(category)},
+        )
+
+
+def _unknown(field: str) -> str:
+    return (
+        f"unknown field '{field}'{nearest(field, FIELDS)} What is your own goes under 'metadata'; for flat rows say "
+        "which column is which with 'columns'."
+    )
+
+
+def _check_last(messages: tuple[Message, ...], place: Place) -> None:
+    if messages and messages[-1].role not in ("user", "tool"):
+        raise place.error(
+            f"the last message is by '{messages[-1].role}', so nothing is asked. "
+            "A worked answer goes under 'demonstration'."
+        )
+
+
+def _demonstration(raw: Any, place: Place) -> tuple[str, ...]:
+    given = [] if raw is None else [raw] if isinstance(raw, str) else raw
+    if not isinstance(given, list | tuple) or not all(isinstance(text, str) for text in given):
+        raise place.error(f"'demonstration' must be a text or a list of texts, one a turn, not {raw!r:.60}.")
+    return tuple(given)
+
+
+def _environment(raw: Mapping[str, Any], place: Place) -> EnvironmentSpec:
+    given = {key: value for key, value in raw.items() if value is not None}
+    for key in given:
+        if key not in ("name", "options", "seed"):
+            raise place.error(f"'environment' has an unknown key '{key}'{nearest(key, ['name', 'options', 'seed'])}")
+    name, options, seed = given.get("name"), given.get("options", {}), given.get("seed", 0)
+    if not isinstance(name, str) or not isinstance(options, Mapping) or not isinstance(seed, int):
+        raise place.error(f"'environment' is {{name: text, options: object, seed: number}}, not {dict(raw)!r:.80}.")
+    try:
+        check("environment", name, place.where)
+    except RecipeError as error:
+        raise TaskError(str(error)) from error
+    return EnvironmentSpec(name, {key: value for key, value in options.items() if value is not None}, seed)
+
+
+def _decoded(row: Mapping[str, Any], field: str, place: Place) -> Any:
+    """A field that may be kept as JSON text, which is how Parquet holds values of mixed types."""
+    if not isinstance(row[field], str):
+        return row[field]
+    try:
+        return json.loads(row[field])
+    except ValueError as error:
+        raise place.error(f"'{field}' is text but not JSON: {error}.") from error
+
+
+def _object(row: Mapping[str, Any], field: str, place: Place) -> Mapping[str, Any]:
+    value = _decoded(row, field, place)
+    if not isinstance(value, Mapping):
+        raise place.error(f"'{field}' must be an object, not {value!r:.60}.")
+    return value
+
+
+def _reach(row: Mapping[str, Any], path: str, place: Place) -> Any:
+    value: Any = row
+    for key in path.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            known = list(value) if isinstance(value, Mapping) else []
+            raise place.error(f"there is no '{path}' in this row{nearest(key, [str(k) for k in known])}")
+        value = value[key]
+    return value
