@@ -11,6 +11,7 @@ NAMES: dict[str, dict[str, str]] = {
     "family": {
         "qwen2_5_vl": "sensorium.models.qwen2_5_vl:Qwen25VL",
         "qwen3_vl": "sensorium.models.qwen3_vl:Qwen3VL",
+        "qwen3_vl_moe": "sensorium.models.qwen3_vl:Qwen3VL",
         "qwen2": "sensorium.models.text:TextModel",
         "qwen3": "sensorium.models.text:TextModel",
     },
