@@ -80,6 +80,9 @@ def _options(recipe: Recipe) -> Iterator[Problem]:
     """Options of sources and reward terms against what they are; those rooms are free of torch."""
     for place, section in _sources(recipe):
         yield from _unfit("source", section.source, section.options, place)
+        if section.source == "worlds" and "environment" in section.options:
+            options = section.options.get("options") or {}
+            yield from _unfit("environment", section.options["environment"], options, f"{place}.options")
     for i, term in enumerate(recipe.rewards.terms):
         yield from _unfit("reward", term.name, term.options, f"rewards.terms.{i}")
 

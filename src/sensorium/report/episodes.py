@@ -43,10 +43,16 @@ def read_episodes(path: Path) -> Iterator[tuple[int, Task, Episode]]:
 
 def read_groups(path: Path) -> list[Group]:
     """The episodes of a log, gathered by group, in the order they were written."""
+    return read_groups_of(read_rows(path))
+
+
+def read_groups_of(rows: Iterable[Json]) -> list[Group]:
+    """The groups of some rows of a log."""
     tasks: dict[str, Task] = {}
     members: dict[str, list[Episode]] = {}
-    for _, task, episode in read_episodes(path):
-        tasks[episode.group_id] = task
+    for row in rows:
+        episode = episode_from_json(row["episode"])
+        tasks[episode.group_id] = task_from_json(row["task"])
         members.setdefault(episode.group_id, []).append(episode)
     return [Group(id, tasks[id], tuple(members[id])) for id in members]
 

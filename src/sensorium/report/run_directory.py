@@ -112,12 +112,16 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file, without a torn last one; a broken row before it is an error that names its line."""
     if not path.exists():
         return
-    data = path.read_bytes()
-    for number, line in enumerate(data[: _whole_rows(data)].split(b"\n")[:-1], start=1):
-        try:
-            yield json.loads(line)
-        except ValueError as error:
-            raise SensoriumError(f"{path}, line {number}: not a JSON row ({error}); mend or remove that line.") from error
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise SensoriumError(
+                    f"{path}, line {number}: not a JSON row ({error}); mend or remove that line."
+                ) from error
 
 
 def rewrite_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:

@@ -1,0 +1,135 @@
+"""Episodes as HTML: the prompt with its pictures, what the model said turn by turn, what it was paid, right or wrong."""
+
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from sensorium.report.album import Album
+from sensorium.report.examples import Comparison, category_of
+from sensorium.vocabulary.content import Message, Text
+from sensorium.vocabulary.episode import Episode, Group, Status
+from sensorium.vocabulary.score import Score
+from sensorium.vocabulary.task import Task
+
+CHARACTERS = 4000
+TURNS = 24
+TAG = re.compile(r"&lt;/?[\w|]+&gt;")
+
+
+def comparison_card(pair: Comparison, album: Album) -> str:
+    """One held-out task before and after."""
+    sides = "".join(
+        f'<div class="side"><h4>{when}</h4>{_attempt(episode, album)}</div>'
+        for when, episode in (("before", pair.before), ("after", pair.after))
+    )
+    return _card(pair.task, pair.after, album, f'<div class="sides">{sides}</div>', pair.kind)
+
+
+def group_card(step: int, group: Group, album: Album) -> str:
+    """A group: one task and all its attempts, those alike shown once."""
+    if len(group.episodes[0].turns) > 1:
+        ranked = sorted(group.episodes, key=lambda e: (e.reward is None, -(e.reward or 0.0)))
+        ends = ranked if len(ranked) < 2 else [ranked[0], ranked[-1]]
+        rows = "".join(f"<li>{_attempt(episode, album)}</li>" for episode in ends)
+        note = f"{len(group.episodes)} attempts; the best and the worst are shown" if len(ranked) > 2 else ""
+    else:
+        rows = "".join(_alike(episodes, album) for episodes in _by_answer(group.episodes))
+        note = f"{len(group.episodes)} attempts"
+    body = f'<p class="note">{note}</p><ul class="attempts">{rows}</ul>'
+    return _card(group.task, group.episodes[0], album, body, f"step {step}")
+
+
+def _card(task: Task, episode: Episode, album: Album, body: str, label: str) -> str:
+    shown = task.messages or (episode.turns[0].observation if episode.turns else ())
+    multi = " long" if len(episode.turns) > 1 else ""
+    answer = (
+        f'<p class="truth">right answer: <b>{escape(_clip(str(task.answer)))}</b></p>' if task.answer is not None else ""
+    )
+    category = category_of(task)
+    head = f'<span class="label {label.split()[0]}">{escape(label)}</span>'
+    head += f'<span class="category">{escape(category)}</span>' if category else ""
+    head += f'<span class="id">{escape(_clip(task.id, 60))}</span>'
+    prompt = "" if multi else _messages(shown, album)
+    return (
+        f'<article class="card{multi}"><header>{head}</header><div class="card-body">'
+        f'<div class="prompt">{prompt}{answer}</div><div class="said">{body}</div></div></article>'
+    )
+
+
+def _attempt(episode: Episode, album: Album, times: int = 1) -> str:
+    """What the model said in one attempt, and what it was paid."""
+    if len(episode.turns) > 1:
+        turns = "".join(_turn(episode, i, album) for i in range(min(TURNS, len(episode.turns))))
+        more = len(episode.turns) - TURNS
+        said = f'<ol class="turns">{turns}</ol>' + (f'<p class="note">and {more} more turns</p>' if more > 0 else "")
+    else:
+        said = f"<pre>{_marked(episode.response)}</pre>"
+    many = f'<span class="times" title="{times} attempts said this">×{times}</span>' if times > 1 else ""
+    total = "no total" if episode.reward is None else f"{episode.reward:.2f}"
+    paid = f'<span class="total">paid <b>{total}</b></span>' if episode.scores else ""
+    verdict = f'<div class="verdict"><span>{_verdict(episode)}</span>{many}{paid}</div>'
+    return f'<div class="attempt {_class(episode)}">{verdict}{said}{_pay(episode)}</div>'
+
+
+def _turn(episode: Episode, index: int, album: Album) -> str:
+    turn = episode.turns[index]
+    paid = f'<span class="chip">{turn.reward:+.2f}</span>' if turn.reward else ""
+    return f"<li>{_messages(turn.observation, album)}<pre>{_marked(turn.response.text)}</pre>{paid}</li>"
+
+
+def _messages(messages: Sequence[Message], album: Album) -> str:
+    parts = []
+    for message in messages:
+        blocks = "".join(
+            f"<p>{escape(_clip(block.text))}</p>" if isinstance(block, Text) else album.show(block)
+            for block in message.content
+        )
+        parts.append(f'<div class="message {message.role}">{blocks}</div>')
+    return "".join(parts)
+
+
+def _alike(episodes: list[Episode], album: Album) -> str:
+    return f"<li>{_attempt(episodes[0], album, len(episodes))}</li>"
+
+
+def _by_answer(episodes: Iterable[Episode]) -> list[list[Episode]]:
+    """Attempts that said and earned the same together, the best paid first."""
+    piles: dict[tuple[str, float | None, Status], list[Episode]] = {}
+    for episode in episodes:
+        piles.setdefault((episode.response, episode.reward, episode.status), []).append(episode)
+    return sorted(piles.values(), key=lambda pile: (pile[0].reward is None, -(pile[0].reward or 0.0)))
+
+
+def _class(episode: Episode) -> str:
+    return {True: "right", False: "wrong", None: "open"}[episode.correct]
+
+
+def _verdict(episode: Episode) -> str:
+    word = {True: "✓ right", False: "✗ wrong", None: "not judged"}[episode.correct]
+    if episode.status != Status.FINISHED:
+        why = f": {episode.failure}" if episode.failure else ""
+        return f"{word} · {escape(episode.status.value + _clip(why, 200))}"
+    return word
+
+
+def _pay(episode: Episode) -> str:
+    chips = "".join(_chip(score) for score in episode.scores if score.scope == "episode")
+    return f'<div class="pay">{chips}</div>' if chips else ""
+
+
+def _chip(score: Score) -> str:
+    weight = "" if score.weight == 1 else f" × {score.weight:g}"
+    if score.value is None:
+        return f'<span class="chip missing" title="{escape(score.reason)}">{escape(score.name)} missing</span>'
+    return f'<span class="chip">{escape(score.name)} <b>{score.value:.2f}</b>{weight}</span>'
+
+
+def _marked(text: str) -> str:
+    """What the model said; its tags stand back."""
+    if not text:
+        return '<i class="empty">nothing</i>'
+    return TAG.sub(lambda tag: f'<span class="tag">{tag.group()}</span>', escape(_clip(text)))
+
+
+def _clip(text: str, limit: int = CHARACTERS) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit:,} more characters)"

@@ -1,0 +1,115 @@
+"""Which episodes a report shows, chosen by rule and not by hand: what was learned, what was known, what is still wrong."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal, TypeVar
+
+from sensorium.report.episodes import read_groups_of
+from sensorium.report.run_directory import RunDirectory, read_rows, step_of
+from sensorium.vocabulary.episode import Episode, Group
+from sensorium.vocabulary.task import Task
+
+Kind = Literal["learned", "kept", "still wrong", "lost", "not judged"]
+KINDS: dict[tuple[bool, bool], Kind] = {
+    (False, True): "learned",
+    (True, True): "kept",
+    (False, False): "still wrong",
+    (True, False): "lost",
+}
+ROWS = 4096
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One held-out task before and after training."""
+
+    task: Task
+    before: Episode
+    after: Episode
+
+    @property
+    def kind(self) -> Kind:
+        """What training did to it."""
+        if self.before.correct is None or self.after.correct is None:
+            return "not judged"
+        return KINDS[self.before.correct, self.after.correct]
+
+
+@dataclass(frozen=True)
+class Comparisons:
+    """Two evaluations of the same tasks: which steps, how many of each kind, and a few to show."""
+
+    first: int
+    last: int
+    counts: dict[Kind, int]
+    shown: tuple[Comparison, ...]
+
+
+def compare_evaluations(directory: RunDirectory, limit: int) -> Comparisons | None:
+    """The first and the last logged evaluation of one name, task by task; None if there are not two."""
+    logs: dict[str, list[int]] = {}
+    for path in sorted(directory.eval.glob("step_*.jsonl")):
+        logs.setdefault(path.stem.partition("_")[2].partition("_")[2], []).append(step_of(path))
+    name, steps = max(logs.items(), key=lambda log: (len(log[1]), log[0] == "eval"), default=("", []))
+    if len(steps) < 2:
+        return None
+    before, after = (_first_attempts(directory, step, name) for step in (steps[0], steps[-1]))
+    pairs = [Comparison(task, before[id][1], episode) for id, (task, episode) in after.items() if id in before]
+    counts: dict[Kind, int] = {}
+    for pair in pairs:
+        counts[pair.kind] = counts.get(pair.kind, 0) + 1
+    return Comparisons(steps[0], steps[-1], counts, tuple(choose(pairs, limit)))
+
+
+def choose(pairs: Sequence[Comparison], limit: int) -> list[Comparison]:
+    """Half learned, a quarter not right at the end, a quarter known before; of each, one category after the other."""
+    learned = _by_turns([pair for pair in pairs if pair.kind == "learned"])
+    wrong = _by_turns([pair for pair in pairs if pair.kind in ("still wrong", "lost")])
+    rest = _by_turns([pair for pair in pairs if pair.kind in ("kept", "not judged")])
+    quarter = max(1, limit // 4)
+    chosen = [*learned[: limit - 2 * quarter], *wrong[:quarter], *rest[:quarter]]
+    for pair in (*learned, *rest, *wrong):
+        if len(chosen) < limit and pair not in chosen:
+            chosen.append(pair)
+    return chosen[:limit]
+
+
+def training_groups(directory: RunDirectory, each: int) -> list[tuple[int, Group]]:
+    """A few groups of the first and of the last logged step; those whose members were paid differently come first."""
+    paths = sorted(directory.episodes.glob("step_*.jsonl"))
+    chosen = []
+    for path in dict.fromkeys([*paths[:1], *paths[-1:]]):
+        groups = [group for group in read_groups_of(islice(read_rows(path), ROWS)) if group.episodes]
+        mixed = [group for group in groups if len({episode.reward for episode in group.episodes}) >= 2]
+        plain = [group for group in groups if group not in mixed]
+        chosen += [(step_of(path), group) for group in [*_spread(mixed), *_spread(plain)][:each]]
+    return chosen
+
+
+def category_of(task: Task) -> str:
+    """The category of a task, where it has one."""
+    return str(task.metadata.get("category", ""))
+
+
+def _first_attempts(directory: RunDirectory, step: int, name: str) -> dict[str, tuple[Task, Episode]]:
+    groups = read_groups_of(islice(read_rows(directory.eval_episodes_of(step, name)), ROWS))
+    return {group.task.id: (group.task, group.episodes[0]) for group in groups if group.episodes}
+
+
+def _by_turns(pairs: list[Comparison]) -> list[Comparison]:
+    return _interleave([(category_of(pair.task), pair) for pair in pairs])
+
+
+def _spread(groups: list[Group]) -> list[Group]:
+    return _interleave([(category_of(group.task), group) for group in groups])
+
+
+def _interleave(labelled: Iterable[tuple[str, T]]) -> list[T]:
+    """One of each label after the other, in the order they come."""
+    piles: dict[str, list[T]] = {}
+    for label, thing in labelled:
+        piles.setdefault(label, []).append(thing)
+    longest = max((len(pile) for pile in piles.values()), default=0)
+    return [pile[i] for i in range(longest) for pile in piles.values() if i < len(pile)]

@@ -1,0 +1,167 @@
+"""Curves as inline SVG: axes with round numbers, a faint line of what was measured under a smooth one, and intervals."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from sensorium.report.curves import bounds, smooth
+
+POINTS = 600
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve. ``colour`` picks one of the page's; ``marks`` draws points (with intervals, if given), not a line."""
+
+    name: str
+    points: tuple[Point, ...]
+    colour: int = 0
+    marks: bool = False
+    intervals: tuple[tuple[float, float] | None, ...] = ()
+
+
+def line_chart(title: str, series: Sequence[Series], *, width: int = 640, height: int = 280, legend: bool = True) -> str:
+    """A chart of one or more curves over steps, readable without scripts; scripts add a crosshair."""
+    series = [_thinned(one) for one in series if one.points]
+    if not series:
+        return ""
+    frame = _Frame.around(series, width, height)
+    parts = [
+        f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(_in_words(title, series))}" '
+        f'data-chart="{escape(json.dumps(_data(series, frame)))}">',
+        *_axes(frame),
+        *(_marks(one, frame) if one.marks else _curve(one, frame) for one in series),
+        f'<g class="cross" visibility="hidden"><line y1="{frame.top}" y2="{frame.bottom}"/></g>',
+        "</svg>",
+    ]
+    caption = f"<figcaption><b>{escape(title)}</b>{_legend(series) if legend and len(series) > 1 else ''}</figcaption>"
+    body = f'<div class="plot-body">{"".join(parts)}<div class="tip" hidden></div></div>'
+    return f'<figure class="plot{" wide" if width > 1000 else ""}">{caption}{body}</figure>'
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Where numbers lie on the paper."""
+
+    left: float
+    right: float
+    top: float
+    bottom: float
+    first: float
+    last: float
+    low: float
+    high: float
+
+    @staticmethod
+    def around(series: Sequence[Series], width: int, height: int) -> "_Frame":
+        steps = [x for one in series for x, _ in one.points]
+        values = [y for one in series for _, y in one.points]
+        values += [edge for one in series for interval in one.intervals if interval for edge in interval]
+        low, high = bounds(values)
+        first, last = min(steps), max(steps)
+        return _Frame(46, width - 14, 12, height - 30, first, last if last > first else first + 1, low, high)
+
+    def x(self, step: float) -> float:
+        return self.left + (step - self.first) / (self.last - self.first) * (self.right - self.left)
+
+    def y(self, value: float) -> float:
+        return self.bottom - (value - self.low) / (self.high - self.low) * (self.bottom - self.top)
+
+
+def ticks(low: float, high: float, count: int) -> list[float]:
+    """Round numbers between two bounds, about ``count`` of them."""
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
+    start = math.ceil(low / step - 1e-9)
+    return [round(n * step, 12) for n in range(start, math.floor(high / step + 1e-9) + 1)]
+
+
+def number(value: float) -> str:
+    """A number in few characters."""
+    if value == 0 or 0.001 <= abs(value) < 10_000:
+        return f"{value:.4g}"
+    return f"{value:.2g}"
+
+
+def _axes(frame: _Frame) -> list[str]:
+    parts = []
+    for value in ticks(frame.low, frame.high, 5):
+        y = frame.y(value)
+        parts.append(f'<line class="grid" x1="{frame.left}" x2="{frame.right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{frame.left - 8}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
+    for step in ticks(frame.first, frame.last, 6):
+        if step == int(step):
+            at = f'x="{frame.x(step):.1f}" y="{frame.bottom + 20}"'
+            parts.append(f'<text class="tick" {at} text-anchor="middle">{int(step)}</text>')
+    parts.append(f'<text class="tick" x="{frame.left - 8}" y="{frame.bottom + 20}" text-anchor="end">step</text>')
+    return parts
+
+
+def _curve(series: Series, frame: _Frame) -> str:
+    values = smooth([y for _, y in series.points])
+    line = _path([(x, y) for (x, _), y in zip(series.points, values, strict=True)], frame)
+    if len(series.points) == 1:
+        x, y = series.points[0]
+        return f'<circle class="c{series.colour} dot" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="4"/>'
+    raw = _path(series.points, frame)
+    return f'<path class="c{series.colour} raw" d="{raw}"/><path class="c{series.colour} line" d="{line}"/>'
+
+
+def _marks(series: Series, frame: _Frame) -> str:
+    parts = [f'<path class="c{series.colour} join" d="{_path(series.points, frame)}"/>']
+    intervals = series.intervals or (None,) * len(series.points)
+    for (x, y), interval in zip(series.points, intervals, strict=True):
+        at = frame.x(x)
+        if interval:
+            low, high = frame.y(interval[0]), frame.y(interval[1])
+            parts.append(
+                f'<line class="c{series.colour} whisker" x1="{at:.1f}" x2="{at:.1f}" y1="{low:.1f}" y2="{high:.1f}"/>'
+            )
+        parts.append(f'<circle class="c{series.colour} dot" cx="{at:.1f}" cy="{frame.y(y):.1f}" r="4"/>')
+    return "".join(parts)
+
+
+def _path(points: Sequence[Point], frame: _Frame) -> str:
+    return "M" + "L".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points)
+
+
+def _legend(series: Sequence[Series]) -> str:
+    keys = "".join(f'<span class="key c{one.colour}"><i></i>{escape(one.name)}</span>' for one in series)
+    return f'<span class="legend">{keys}</span>'
+
+
+def _data(series: Sequence[Series], frame: _Frame) -> dict[str, object]:
+    """What the crosshair needs."""
+    curves = [
+        {
+            "name": one.name,
+            "colour": one.colour,
+            "points": [[round(frame.x(x), 1), round(frame.y(y), 1), x, number(y)] for x, y in one.points],
+        }
+        for one in series
+    ]
+    return {"left": frame.left, "right": frame.right, "series": curves}
+
+
+def _in_words(title: str, series: Sequence[Series]) -> str:
+    """The chart for those who cannot see it."""
+    words = [
+        f"{one.name} from {number(one.points[0][1])} at step {one.points[0][0]:g} to {number(one.points[-1][1])} at step "
+        f"{one.points[-1][0]:g}"
+        for one in series
+    ]
+    return f"{title}: " + "; ".join(words)
+
+
+def _thinned(series: Series) -> Series:
+    """A curve of at most so many points: every n-th, and the last."""
+    stride = -(-len(series.points) // POINTS)
+    if stride <= 1:
+        return series
+    kept = [i for i in range(len(series.points)) if i % stride == 0 or i == len(series.points) - 1]
+    intervals = tuple(series.intervals[i] for i in kept) if series.intervals else ()
+    return Series(series.name, tuple(series.points[i] for i in kept), series.colour, series.marks, intervals)

@@ -1,0 +1,211 @@
+"""report.html stands alone, shows what happened as it happened, and stays small."""
+
+import re
+from html.parser import HTMLParser
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from synthetic_run import attempt, make_run, make_walks
+
+from sensorium.media.store import MediaStore
+from sensorium.report.episodes import write_episodes
+from sensorium.report.examples import Comparison, choose, compare_evaluations, training_groups
+from sensorium.report.html import render_report, write_report
+from sensorium.report.run_directory import RunDirectory, write_whole
+from sensorium.report.svg import Series, line_chart, ticks
+from sensorium.tasks.shapes import Shapes
+from sensorium.vocabulary import Episode, Group, Media, Score, Segment, Status, Task, Thread, Turn, user
+
+VOID = {"meta", "link", "img", "br", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Parses a page, checking that tags nest; gathers elements and text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return make_run(tmp_path_factory.mktemp("runs") / "shapes", steps=30)
+
+
+@pytest.fixture(scope="module")
+def page(run: RunDirectory) -> Page:
+    return Page(write_report(run).read_text())
+
+
+def test_the_page_loads_nothing_and_every_picture_is_there(page: Page) -> None:
+    for _, attributes in page.elements:
+        for name in ("src", "href"):
+            assert (attributes.get(name) or "#").startswith(("#", "data:"))
+    assert not page.all("link")
+    ids = {image["id"] for image in page.all("image")}
+    uses = {use["href"] for use in page.all("use")}
+    assert uses == {f"#{id}" for id in ids}
+    assert len(uses) >= 10
+
+
+def test_each_picture_is_embedded_once_and_is_the_stored_one(run: RunDirectory, page: Page) -> None:
+    import base64
+
+    images = page.all("image")
+    assert len({image["href"] for image in images}) == len(images)
+    stored = {path.name[:16]: path.read_bytes() for path in run.media.iterdir()}
+    for image in images:
+        data = base64.b64decode((image["href"] or "").partition(",")[2])
+        assert stored[(image["id"] or "")[1:]] == data
+
+
+def test_curves_tell_their_story_also_in_words(page: Page) -> None:
+    labels = [svg["aria-label"] or "" for svg in page.all("svg") if svg.get("class") == "chart"]
+    assert any(re.match(r"Reward: mean reward from 0\.\d+ at step 1 to 1\.\d+ at step 30", label) for label in labels)
+    assert any("held out from 0.55 at step 0 to 0.96 at step 30" in label for label in labels)
+    assert any(label.startswith("Reward by term: exact") and "format" in label for label in labels)
+
+
+def test_before_after_and_examples_are_shown(page: Page) -> None:
+    text = " ".join(page.text.split())
+    for part in ("sampled", "greedy", "blank", "swapped", "+41.0", "learned", "right answer:", "paid", "exact", "format"):
+        assert part in text
+    assert "What colour" in text or "Which shape" in text
+    assert "✓ right" in text
+    assert "✗ wrong" in text
+    assert "name: shapes" in page.text
+
+
+def test_turns_are_shown_one_by_one(tmp_path: Path) -> None:
+    run = make_walks(tmp_path)
+    page = Page(render_report(run))
+    turns = [attributes for tag, attributes in page.elements if tag == "ol" and attributes.get("class") == "turns"]
+    assert len(turns) >= 4
+    assert len(page.all("use")) > len(page.all("image"))
+    assert "+1.00" in page.text
+    assert "best and the worst" in page.text
+
+
+def test_what_a_model_says_is_text_and_never_markup(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path).create()
+    evil = '<script>alert("x")</script><img src=http://evil>'
+    said = Segment("model", (1,), text=evil, name=evil)
+    task = Task(evil, (user(evil),), answer=evil, metadata={"category": evil})
+    scores = (Score(evil, None, reason=evil),)
+    episode = Episode(
+        "e", evil, "g", 0, (Thread((said,), (True,)),), (Turn(0, task.messages, said, 0, 0),), Status.FAILED, evil, scores
+    )
+    write_episodes(run.episodes_of(1), 1, [Group("g", task, (episode,))])
+    write_whole(run.recipe, "name: '<b>bold</b>'\nmodel: {path: '<i>'}\n")
+    page = Page(render_report(run))
+    assert len(page.all("script")) == 1
+    assert not page.all("img")
+    assert not page.all("b") or all(attributes == {} for attributes in page.all("b"))
+    assert evil in page.text
+    assert "missing" in page.text
+
+
+def group_with(picture: Media, count: int = 1) -> list[Group]:
+    task = Task("t", (user(picture, "what is this?"),))
+    said = Segment("model", (1,), text="a thing", name="m")
+    turns = (Turn(0, task.messages, said, 0, 0),)
+    episodes = tuple(
+        Episode(f"e{i}", "t", "g", i, (Thread((said,), (True,)),), turns, Status.FINISHED) for i in range(count)
+    )
+    return [Group("g", task, episodes)]
+
+
+def test_large_pictures_are_scaled_down_and_past_the_bound_only_named(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path).create()
+    buffer = BytesIO()
+    Image.effect_noise((1600, 1200), 64).save(buffer, format="PNG")
+    media = MediaStore(run.media).put(buffer.getvalue(), "picture")
+    write_episodes(run.episodes_of(1), 1, group_with(media))
+    page = render_report(run)
+    assert len(page) < len(buffer.getvalue()) / 4
+    [image] = Page(page).all("image")
+    assert (image["width"], image["height"]) == ("512", "384")
+    assert "left out to keep this page small" in render_report(run, media_bytes=1000)
+
+
+def test_a_picture_that_is_gone_or_broken_is_named_and_the_page_goes_on(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path).create()
+    gone = Media("picture", "ab" * 32, "row 7")
+    write_episodes(run.episodes_of(1), 1, group_with(gone))
+    broken = MediaStore(run.media).put(b"not a picture", "picture", "row 8")
+    write_episodes(run.episodes_of(2), 2, group_with(broken))
+    text = Page(render_report(run)).text
+    assert "picture abababab" in text
+    assert "row 7" in text
+    assert "row 8" in text
+
+
+def test_a_run_that_has_hardly_begun_has_a_page_too(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "young").create()
+    assert "young" in Page(render_report(run)).text
+    write_whole(run.metrics, '{"step":1,"policy/loss":0.5}\n')
+    assert "Loss of the warm start" in Page(render_report(run)).text
+
+
+def test_examples_are_chosen_by_rule(run: RunDirectory) -> None:
+    from random import Random
+
+    store = MediaStore()
+    source = Shapes(store=store, split="test", size=40)
+
+    def pair(i: int, before: bool, after: bool) -> Comparison:
+        first, last = (attempt(source[i], f"g{i}", 0, right, Random(i)) for right in (before, after))
+        return Comparison(source[i], first, last)
+
+    pairs = [pair(i, i % 2 == 0, i % 10 != 0) for i in range(40)]
+    chosen = choose(pairs, 8)
+    kinds = [one.kind for one in chosen]
+    assert kinds.count("learned") == 4
+    assert kinds.count("lost") + kinds.count("still wrong") == 2
+    assert kinds.count("kept") == 2
+    assert len({one.task.metadata["category"] for one in chosen[:4]}) == 2
+    assert len(choose(pairs[:3], 8)) == 3
+    found = compare_evaluations(run, 8)
+    assert found is not None
+    assert sum(found.counts.values()) == 64
+    assert (found.first, found.last) == (0, 30)
+    groups = training_groups(run, 3)
+    assert [step for step, _ in groups] == [1, 1, 1, 30, 30, 30]
+    assert all(len({e.reward for e in group.episodes}) > 1 for step, group in groups if step == 1)
+
+
+def test_ticks_are_round_and_inside() -> None:
+    assert ticks(0, 1, 5) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert ticks(0.63, 1.12, 5) == [0.7, 0.8, 0.9, 1.0, 1.1]
+    assert all(3.2e-7 <= tick <= 9.9e-7 for tick in ticks(3.2e-7, 9.9e-7, 4))
+
+
+def test_long_curves_are_thinned_and_keep_their_end() -> None:
+    points = tuple((float(i), i / 10_000) for i in range(10_000))
+    chart = line_chart("Reward", [Series("reward", points)])
+    assert len(chart) < 100_000
+    assert "at step 9999" in chart
+    assert line_chart("Nothing", [Series("nothing", ())]) == ""
