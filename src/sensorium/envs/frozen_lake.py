@@ -107,7 +107,7 @@ class FrozenLake:
         said = ", ".join(ACTIONS[action] for action in actions)
         return StepResult(
             observation=None if self._over else self._observe(self._after(said)),
-            reward=self.goal_reward * reached + self.format_reward * (well_formed and bool(actions)),
+            reward=float(self.goal_reward * reached + self.format_reward * (well_formed and bool(actions))),
             done=self._over,
             truncated=truncated,
             success=reached if self._over else None,

@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sensorium.recipe.names import check
 from sensorium.tasks.content import Place, fill_placeholders, messages_of, put_first
 from sensorium.vocabulary.content import Message, Text, system, user
 from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
@@ -118,6 +117,8 @@ def _demonstration(raw: Any, place: Place) -> tuple[str, ...]:
 
 
 def _environment(raw: Mapping[str, Any], place: Place) -> EnvironmentSpec:
+    from sensorium.recipe.names import check
+
     given = {key: value for key, value in raw.items() if value is not None}
     for key in given:
         if key not in ("name", "options", "seed"):

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from sensorium.media.store import MediaStore
-from sensorium.recipe.names import build, resolve
 from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
 from sensorium.vocabulary.task import EnvironmentSpec, Task
 
@@ -32,6 +31,8 @@ class Worlds:
         seed: int = 0,
         distinct: bool = True,
     ) -> None:
+        from sensorium.recipe.names import build, resolve
+
         if split not in ("train", "test"):
             raise RecipeError(f"worlds: unknown split '{split}'{nearest(str(split), ['train', 'test'])}")
         if size < 1:
