@@ -191,3 +191,15 @@ def test_options_that_make_no_sense_are_refused() -> None:
     for options in ({"view": "pictures"}, {"prompt": "long"}, {"size": 1}, {"p": 0}, {"demonstration_noise": 2}):
         with pytest.raises(RecipeError, match="frozen_lake: option"):
             FrozenLake(MediaStore(), **options)  # type: ignore[arg-type]
+
+
+def test_the_blank_view_tells_nothing_of_the_lake() -> None:
+    store = MediaStore()
+    pictures = set()
+    for seed in (1, 2):
+        world = FrozenLake(store, view="blank")
+        _, observation = world.reset(seed)
+        pictures.update(media.hash for message in observation.messages for media in message.media)
+        after = world.step("<answer>Down</answer>").observation
+        pictures.update(media.hash for message in (after.messages if after else ()) for media in message.media)
+    assert len(pictures) == 1

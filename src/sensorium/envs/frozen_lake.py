@@ -32,8 +32,8 @@ Grid = tuple[str, ...]
 class FrozenLake:
     """One lake, walked once. Pays ``goal_reward`` at the goal, ``format_reward`` for each valid and well-formed response.
 
-    ``view`` shows the lake as a picture or as text; ``prompt`` explains it in a few words or in full (the full one asks for
-    a thought before the answer). A response names up to ``max_actions_per_turn`` moves: ``<answer>Left, Down</answer>``, or
+    ``view`` shows the lake as a picture or as text, or a picture of bare ice, to see whether a model looks; ``prompt``
+    explains it in a few words or in full (the full one asks for a thought before the answer). A response names up to ``max_actions_per_turn`` moves: ``<answer>Left, Down</answer>``, or
     with ``bare`` the words alone. One that names none, too many or an unknown one moves nothing.
     """
 
@@ -47,7 +47,7 @@ class FrozenLake:
         slippery: bool = False,
         max_turns: int = 12,
         max_actions_per_turn: int = 1,
-        view: Literal["picture", "text"] = "picture",
+        view: Literal["picture", "text", "blank"] = "picture",
         prompt: Literal["short", "full"] = "short",
         bare: bool = False,
         cell: int = 28,
@@ -55,7 +55,7 @@ class FrozenLake:
         format_reward: float = 0.0,
         demonstration_noise: float = 0.0,
     ) -> None:
-        _one_of("view", view, ["picture", "text"])
+        _one_of("view", view, ["picture", "text", "blank"])
         _one_of("prompt", prompt, ["short", "full"])
         _within("size", size, 2, 64)
         _within("p", p, 0.01, 1.0)
@@ -157,7 +157,9 @@ class FrozenLake:
     def _observe(self, words: str) -> Observation:
         if self.view == "text":
             return Observation((user("\n".join(filter(None, (words, draw_text(self._grid, self._place))))),))
-        png = draw_png(self._grid, self._place, self.cell)
+        blank = self.view == "blank"
+        grid = ("F" * self.size,) * self.size if blank else self._grid
+        png = draw_png(grid, None if blank else self._place, self.cell)
         media = self.store.put(png, "picture", f"frozen_lake seed {self._seed} turn {self._turn}")
         return Observation((Message("user", (*([Text(words + "\n")] if words else []), media)),))
 
@@ -171,7 +173,7 @@ class FrozenLake:
             return "Walk to the goal."
         look = (
             "Light blue is ice, dark blue a hole, yellow the start, green the goal; the red square is you."
-            if self.view == "picture"
+            if self.view != "text"
             else "_ is ice, O a hole, S the start, G the goal and P is you."
         )
         many = self.max_actions_per_turn
@@ -219,13 +221,14 @@ def draw_text(grid: Grid, place: int) -> str:
 
 
 @lru_cache(maxsize=4096)
-def draw_png(grid: Grid, place: int, cell: int) -> bytes:
-    """The lake in flat colours, a square of ``cell`` pixels per place, the player a smaller square on it."""
+def draw_png(grid: Grid, place: int | None, cell: int) -> bytes:
+    """The lake in flat colours, a square of ``cell`` pixels per place, the player (if any) a smaller square on it."""
     tiles = np.array([[COLOURS[letter] for letter in row] for row in grid], np.uint8)
     pixels = tiles.repeat(cell, axis=0).repeat(cell, axis=1)
-    row, column = (index * cell for index in divmod(place, len(grid)))
-    inset = cell // 7
-    pixels[row + inset : row + cell - inset, column + inset : column + cell - inset] = PLAYER
+    if place is not None:
+        row, column = (index * cell for index in divmod(place, len(grid)))
+        inset = cell // 7
+        pixels[row + inset : row + cell - inset, column + inset : column + cell - inset] = PLAYER
     return encode_png(pixels)
 
 

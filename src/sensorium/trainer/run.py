@@ -29,7 +29,7 @@ def train(recipe: Recipe, *, resume: bool = False, watchers: Iterable[Watcher] =
         asyncio.run(trainer.run())
     finally:
         trainer.close()
-        write_report(directory.path)
+        write_report(directory)
     return directory.path
 
 
@@ -45,10 +45,12 @@ def open_trainer(
     session = open_session(recipe, model_path, directory.media, ledger)
     stream = make_stream(recipe, session.store)
     sources = make_sources(recipe.tasks.evaluate, session.store, "tasks.evaluate")
-    held_out, _ = each_once(sources, limit=recipe.evaluation.limit, on_bad_row=recipe.tasks.on_bad_row)
+    held_out, skipped = each_once(sources, limit=recipe.evaluation.limit, on_bad_row=recipe.tasks.on_bad_row)
     given = {"run_dir": directory.path, "logging": recipe.logging}
     loggers = [build("logger", name, {}, "logging.loggers", **given) for name in recipe.logging.loggers]
     watcher = Watchers([MetricsFile(directory.metrics), *loggers, *watchers])
+    if skipped:
+        watcher.noted(f"{len(skipped)} held-out rows were skipped; the first because: {skipped[0].reason}")
     trainer = Trainer(recipe, session, stream, held_out, directory, ledger, watcher)
     if last is not None:
         trainer.restore(checkpoints.load(last))
