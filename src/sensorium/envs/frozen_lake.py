@@ -33,8 +33,9 @@ class FrozenLake:
     """One lake, walked once. Pays ``goal_reward`` at the goal, ``format_reward`` for each valid and well-formed response.
 
     ``view`` shows the lake as a picture or as text, or a picture of bare ice, to see whether a model looks; ``prompt``
-    explains it in a few words or in full (the full one asks for a thought before the answer). A response names up to ``max_actions_per_turn`` moves: ``<answer>Left, Down</answer>``, or
-    with ``bare`` the words alone. One that names none, too many or an unknown one moves nothing.
+    explains it in a few words or in full (the full one asks for a thought before the answer). A response names up to
+    ``max_actions_per_turn`` moves: ``<answer>Left, Down</answer>``, or with ``bare`` the words alone. One that names none,
+    too many or an unknown one moves nothing.
     """
 
     instant = True
