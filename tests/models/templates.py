@@ -1,6 +1,6 @@
 """Chat templates that behave as the published ones do, written for these tests.
 
-Qwen2.5-VL: a default system prompt, media markers, strings or blocks. Qwen3-VL: no default prompt, tool answers inside a user
+Qwen2.5-VL: a default system prompt, media markers, strings or blocks. Qwen3-VL: no default prompt, tool answers in a user
 turn. Qwen3 (text): thoughts of assistant turns before the last question are dropped, and the generation prompt of the
 thinking models opens a thought.
 """

@@ -1,16 +1,18 @@
 """Tower, language model and head as separate calls give what the stock model gives in one."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 from stock_pair import Pair, close, row
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 from sensorium.models.attention import MaskedAttention
 from sensorium.models.layout import Features, Placement
 from sensorium.models.policy import Policy
+from sensorium.models.qwen3_vl import Qwen3VL
 from sensorium.vocabulary.content import Message, assistant, system, user
 from sensorium.vocabulary.episode import Segment
 
@@ -65,6 +67,29 @@ def test_text_models_equal_the_stock_model(pairs: Pairs, family: str) -> None:
     messages = [user("Where is the goal?"), assistant("left"), user("And now?")]
     with torch.no_grad():
         close(pair.got(thread(pair.policy, messages)), pair.want(pair.inputs(messages)))
+
+
+def test_a_mixture_of_experts_equals_the_stock_model(pairs: Pairs) -> None:
+    dense = pairs("qwen3_vl")
+    config = Qwen3VLMoeConfig(
+        text_config=dense.stock.config.text_config.to_dict() | {
+            "model_type": "qwen3_vl_moe_text", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        },
+        vision_config=dense.stock.config.vision_config.to_dict() | {"model_type": "qwen3_vl_moe_vision"},
+        image_token_id=dense.stock.config.image_token_id,
+        video_token_id=dense.stock.config.video_token_id,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    stock = Qwen3VLMoeForConditionalGeneration(config).eval()
+    model = deepcopy(stock)
+    model.set_attn_implementation(Qwen3VL.attention)
+    processor, store = dense.policy.processor, dense.policy.store
+    policy = Policy("qwen3_vl_moe", Qwen3VL(model, processor), model, processor.tokenizer, processor, store)
+    pair = Pair(policy, stock, dense.folder)
+    messages = conversation(pair, "three pictures")
+    with torch.no_grad():
+        close(pair.got(thread(policy, messages)), pair.want(pair.inputs(messages)))
 
 
 @pytest.mark.parametrize("family", VISION)

@@ -134,13 +134,11 @@ class Policy:
         return layout
 
     def _lay_out(self, segment: Segment) -> Layout:
+        self._check_spans(segment)
         if not segment.media:
-            ids_T = torch.tensor(segment.tokens, dtype=torch.long)
             length = len(segment.tokens)
             steps_T = torch.arange(length)
-            self._check_spans(segment)
-            return Layout(ids_T, steps_T.expand(3, -1), length, steps_T, ())
-        self._check_spans(segment)
+            return Layout(torch.tensor(segment.tokens, dtype=torch.long), steps_T.expand(3, -1), length, steps_T, ())
         ids: list[int] = []
         ends: list[int] = []
         slots: list[Slot] = []
@@ -157,14 +155,14 @@ class Policy:
         return Layout(ids_T, positions_3T, int(positions_3T[:, -1].max()) + 1, torch.tensor(ends), tuple(slots))
 
     def _check_spans(self, segment: Segment) -> None:
-        placeholders = self.adapter.placeholders.values()
+        placeholders = self.adapter.placeholders
         spans = {span.index: span.media for span in segment.media}
-        for i, token in enumerate(segment.tokens):
-            if token in placeholders and i not in spans:
-                raise SpanMismatch(f"token {i} of a segment by the {segment.author} is a placeholder without a medium.")
         for i, item in spans.items():
-            if not 0 <= i < len(segment.tokens) or segment.tokens[i] != self.adapter.placeholders.get(item.kind):
+            if not 0 <= i < len(segment.tokens) or segment.tokens[i] != placeholders.get(item.kind):
                 raise mismatch(item, f"its span points at token {i}, which is no placeholder of a {item.kind}")
+        stray = [i for i, token in enumerate(segment.tokens) if token in placeholders.values() and i not in spans]
+        if stray:
+            raise SpanMismatch(f"token {stray[0]} of a segment by the {segment.author} is a placeholder without a medium.")
 
     def _grid(self, media: Media) -> tuple[int, int, int]:
         grid = self._media.grid(media)

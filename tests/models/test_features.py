@@ -1,0 +1,127 @@
+"""Media are prepared once, spans and features are held against each other, and errors name the item."""
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL import Image
+from stock_pair import Pair, noise
+
+from sensorium.media.store import MediaStore
+from sensorium.models.attention import MaskedAttention
+from sensorium.models.features import Prepared, PreparedMedia
+from sensorium.models.layout import Features, Placement, placements
+from sensorium.vocabulary.content import Media, user
+from sensorium.vocabulary.episode import MediaSpan
+from sensorium.vocabulary.errors import MediaError, SpanMismatch
+
+Pairs = Callable[..., Pair]
+
+
+class Counting:
+    """A preprocessor that makes one patch of 100 bytes per item, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+
+    def __call__(self, items: Sequence[tuple[Media, bytes]]) -> list[Prepared]:
+        self.asked.append([data.decode() for _, data in items])
+        return [Prepared(torch.zeros(1, 25), (1, 1, 1)) for _ in items]
+
+
+def test_each_medium_is_prepared_once_and_those_missing_together() -> None:
+    store, preprocess = MediaStore(), Counting()
+    a, b, c = (store.put(name, "picture") for name in (b"a", b"b", b"c"))
+    media = PreparedMedia(store, preprocess)
+    media.get([a])
+    media.get([b, a, b, c])
+    assert media.grid(c) == (1, 1, 1)
+    assert preprocess.asked == [["a"], ["b", "c"]]
+    assert media.preprocessed == 3
+
+
+def test_the_cache_is_bounded_and_grids_outlive_it() -> None:
+    store, preprocess = MediaStore(), Counting()
+    a, b, c = (store.put(name, "picture") for name in (b"a", b"b", b"c"))
+    media = PreparedMedia(store, preprocess, capacity=200)
+    media.get([a])
+    media.get([b])
+    media.get([a])
+    media.get([c])  # b was used longest ago
+    media.get([a])
+    assert preprocess.asked == [["a"], ["b"], ["c"]]
+    assert media.grid(b) == (1, 1, 1)
+    assert len(media.get([b])) == 1
+    assert preprocess.asked[-1] == ["b"]
+    assert len(PreparedMedia(store, preprocess, capacity=50).get([a, b, c])) == 3
+
+
+def test_a_prompt_shared_by_a_group_is_laid_out_once(pairs: Pairs) -> None:
+    policy = pairs("qwen2_5_vl").policy
+    picture = noise(policy.store, 11)
+    before = policy.counters.preprocessed
+    one, other = policy.render([user(picture, "What?")]), policy.render([user(picture, "What?")])
+    assert policy.layout(one) is policy.layout(other)
+    policy.encode([picture])
+    assert policy.counters.preprocessed == before + 1
+
+
+def test_a_corrupt_picture_is_named(pairs: Pairs) -> None:
+    policy = pairs("qwen2_5_vl").policy
+    broken = policy.store.put(b"\x89PNG\r\n\x1a\n but no picture", "picture", "maps/7.png")
+    segment = policy.render([user(broken, "What?")])
+    with pytest.raises(MediaError, match=r"maps/7\.png"):
+        policy.layout(segment)
+    with pytest.raises(MediaError, match=r"maps/7\.png"):
+        policy.encode([noise(policy.store, 1), broken])
+
+
+def test_a_picture_the_processor_refuses_is_named(pairs: Pairs) -> None:
+    policy = pairs("qwen2_5_vl").policy
+    data = io.BytesIO()
+    Image.new("RGB", (2000, 4)).save(data, "PNG")
+    thin = policy.store.put(data.getvalue(), "picture", "thin.png")
+    with pytest.raises(MediaError, match=r"thin\.png.*aspect ratio"):
+        policy.encode([thin])
+
+
+def test_spans_that_miss_their_placeholder_are_named(pairs: Pairs) -> None:
+    policy = pairs("qwen3_vl").policy
+    picture = noise(policy.store, 1)
+    segment = policy.render([user(picture, "What?")])
+    (span,) = segment.media
+    with pytest.raises(SpanMismatch, match=r"noise-1\.png.*token 0"):
+        policy.layout(replace(segment, media=(MediaSpan(0, picture),)))
+    with pytest.raises(SpanMismatch, match=f"token {span.index} .* without a medium"):
+        policy.layout(replace(segment, media=()))
+    with pytest.raises(SpanMismatch, match=r"noise-1\.png"):
+        policy.layout(replace(segment, media=(span, MediaSpan(10_000, picture))))
+
+
+def test_features_that_do_not_fill_their_slot_are_named(pairs: Pairs) -> None:
+    policy = pairs("qwen3_vl").policy
+    picture = noise(policy.store, 1)
+    layout = policy.layout(policy.render([user(picture, "What?")]))
+    short = Features(torch.zeros(layout.slots[0].count - 1, 128))
+    with pytest.raises(SpanMismatch, match=r"noise-1\.png.*4 placeholder tokens for 3 features"):
+        placements(layout, {picture: short})
+    beyond = [Placement(0, len(layout) - 1, policy.encode([picture])[picture])]
+    with pytest.raises(SpanMismatch, match="do not fit"):
+        policy.language(layout.ids_T[None], layout.positions_3T[:, None], MaskedAttention(), beyond)
+
+
+def test_a_tower_that_disagrees_with_the_expansion_is_caught(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = pairs("qwen2_5_vl").policy
+    whole = policy.adapter.tower
+    monkeypatch.setattr(policy.adapter, "tower", lambda prepared: [Features(f.embeds_NH[1:]) for f in whole(prepared)])
+    with pytest.raises(SpanMismatch, match=r"noise-1\.png.*features of the tower"):
+        policy.encode([noise(policy.store, 1)])
+
+
+def test_no_media_cost_no_tower_pass(pairs: Pairs) -> None:
+    policy = pairs("qwen2_5_vl").policy
+    before = policy.counters.tower_passes
+    assert policy.encode([]) == {}
+    assert policy.counters.tower_passes == before

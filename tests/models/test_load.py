@@ -1,0 +1,107 @@
+"""A model path becomes a policy, or one clear sentence."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sensorium.media.store import MediaStore
+from sensorium.models.load import family_of, find_checkpoint, find_device, load_policy
+from sensorium.models.tiny import make_tiny
+from sensorium.recipe.names import register, table
+from sensorium.vocabulary.content import user
+from sensorium.vocabulary.errors import ModelError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_tiny("qwen2", tmp_path / "model")
+
+
+def load(path: str | Path, **options: str) -> object:
+    return load_policy(str(path), store=MediaStore(), device="cpu", **options)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"])
+def test_a_tiny_model_of_each_family_is_made_and_its_family_found(family: str) -> None:
+    policy = load_policy(f"tiny:{family}", store=MediaStore(), device="cpu")
+    assert policy.family == family
+    assert policy.modalities == ({"text", "picture"} if family.endswith("vl") else {"text"})
+    assert policy.dtype == torch.float32
+    assert policy.device == torch.device("cpu")
+    assert policy.version == 0
+    assert policy.render([user("Hello")]).tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/no/such/folder", "there is no such folder"),
+        ("./missing", "there is no such folder"),
+        ("package:shapez", "no such shipped model"),
+        ("tiny:qwen2_5_v", "did you mean 'qwen2_5_vl'"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_named(path: str, says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        load(path)
+
+
+def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        load(tmp_path)
+
+
+def test_a_hub_id_goes_to_the_hub_and_its_failure_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert find_checkpoint("Qwen/Qwen2.5-VL-3B-Instruct") == "Qwen/Qwen2.5-VL-3B-Instruct"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match=r"model\.path 'nobody/nothing': cannot load") as refused:
+        load("nobody/nothing")
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_an_unknown_family_is_refused_with_the_nearest(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"no adapter for model type 'qwen2_5_v'; did you mean 'qwen2_5_vl'\?"):
+        family_of("qwen2_5_v")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    with pytest.raises(ModelError, match="'llama'"):
+        load(folder)
+
+
+def test_a_family_of_ones_own_is_found_by_name(folder: Path) -> None:
+    register("family", "my_family", "sensorium.models.text:TextModel")
+    try:
+        assert load(folder, family="my_family").family == "my_family"  # type: ignore[attr-defined]
+    finally:
+        del table("family")["my_family"]
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 weights: model\.norm\.weight"):
+        load(folder)
+
+
+def test_a_checkpoint_without_a_chat_template_is_refused(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ModelError, match="no chat template"):
+        load(folder)
+
+
+def test_sliding_windows_are_refused_rather_than_ignored(tmp_path: Path) -> None:
+    make_tiny("qwen2", tmp_path, use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    with pytest.raises(ModelError, match="sliding-window"):
+        load(tmp_path)
+
+
+def test_unknown_dtypes_and_devices_are_refused(folder: Path) -> None:
+    with pytest.raises(ModelError, match="did you mean 'bfloat16'"):
+        load(folder, dtype="bfloat")
+    with pytest.raises(ModelError, match="unknown device 'gpu'"):
+        find_device("gpu")
