@@ -28,7 +28,8 @@ from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import ModelError, SpanMismatch
 
-LAYOUTS_KEPT = 8192
+# Expanded tokens whose layouts are remembered: 128 MiB of ids and positions.
+LAYOUT_TOKENS_KEPT = 1 << 22
 
 
 @dataclass
@@ -64,6 +65,7 @@ class Policy:
         self.forbidden_ids = tuple(sorted(special - set(self.stop_ids)))
         self._media = PreparedMedia(store, adapter.preprocess)
         self._layouts: OrderedDict[str, Layout] = OrderedDict()
+        self._laid_out = 0
         self._recompute = False
         groups = self.groups()
         self._tower = [p for group in ("vision", "projector") for p in groups.get(group, {}).values()]
@@ -129,8 +131,9 @@ class Policy:
         layout = self._layouts.get(segment.key)
         if layout is None:
             layout = self._layouts[segment.key] = self._lay_out(segment)
-            if len(self._layouts) > LAYOUTS_KEPT:
-                self._layouts.popitem(last=False)
+            self._laid_out += len(layout)
+            while self._laid_out > LAYOUT_TOKENS_KEPT:
+                self._laid_out -= len(self._layouts.popitem(last=False)[1])
         return layout
 
     def _lay_out(self, segment: Segment) -> Layout:

@@ -74,9 +74,9 @@ def _attend_in_segments(
     ends = cu_seq_lens_q.tolist()
     lengths = tuple(end - start for start, end in pairwise(ends))
     heads = [tensor[0].transpose(0, 1) for tensor in (query_1HND, key_1HND, value_1HND)]
-    order, runs = _runs(lengths)
+    order, back, runs = _runs(lengths, query_1HND.device)
     if order is not None:
-        heads = [tensor[order.to(tensor.device)] for tensor in heads]
+        heads = [tensor[order] for tensor in heads]
     outs, start = [], 0
     for length, count in runs:
         query, key, value = (
@@ -85,21 +85,18 @@ def _attend_in_segments(
         outs.append(scaled_dot_product_attention(query, key, value, scale=scaling).transpose(1, 2).flatten(0, 1))
         start += length * count
     out_NHD = outs[0] if len(outs) == 1 else torch.cat(outs)
-    if order is not None:
-        out_NHD = out_NHD[torch.argsort(order).to(out_NHD.device)]
-    return out_NHD[None], None
+    return (out_NHD if back is None else out_NHD[back])[None], None
 
 
 @lru_cache(maxsize=256)
-def _runs(lengths: tuple[int, ...]) -> tuple[Tensor | None, list[tuple[int, int]]]:
-    """Segments sorted by length: the order of their tokens (None: as they stand), and (length, how many) of each run."""
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    distinct = sorted(set(lengths))
-    runs = [(length, lengths.count(length)) for length in distinct]
-    if len(distinct) == 1:
-        return None, runs
-    return torch.cat([torch.arange(starts[i], starts[i] + lengths[i]) for i in order]), runs
+def _runs(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor | None, Tensor | None, list[tuple[int, int]]]:
+    """Tokens sorted by the length of their segment, and back (None: as they stand); (length, how many) of each run."""
+    runs = [(length, lengths.count(length)) for length in sorted(set(lengths))]
+    if len(runs) == 1:
+        return None, None, runs
+    of_token = torch.tensor(lengths).repeat_interleave(torch.tensor(lengths))
+    order = torch.argsort(of_token, stable=True)
+    return order.to(device), torch.argsort(order).to(device), runs
 
 
 AttentionInterface.register(SEGMENTS, _attend_in_segments)

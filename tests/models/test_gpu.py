@@ -1,0 +1,42 @@
+"""On a GPU the parts follow the stock model, and the CPU in float32, within stated bounds."""
+
+import pytest
+import torch
+from stock_pair import Pair, noise, processed, row
+from transformers import AutoModelForImageTextToText
+
+from sensorium.media.store import MediaStore
+from sensorium.models.attention import MaskedAttention
+from sensorium.models.load import load_policy
+from sensorium.models.tiny import make_tiny
+from sensorium.vocabulary.content import user
+
+# Relative to the largest logit. In bfloat16 eight bits remain: the bound is a few roundings of the residual stream.
+BOUNDS = {"float32": 1e-4, "bfloat16": 0.03}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_logits_and_gradients_on_the_gpu(family: str, dtype: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = make_tiny(family, tmp_path_factory.mktemp(family), seed=1)
+    policy = load_policy(str(folder), store=MediaStore(), dtype=dtype, device="cuda")
+    stock = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    pair = Pair(policy, stock, folder)
+    messages = [user("Look", noise(policy.store, 1), noise(policy.store, 2, 120, 60), "which?")]
+    want_TV = pair.want(processed(policy, messages)).detach()
+
+    for recompute in (False, True):
+        policy.checkpoint_gradients(recompute)
+        policy.model.zero_grad()
+        ids_T, positions_3T, placed = row(policy, [policy.render(messages)])
+        ids_1T, positions_31T = ids_T[None].to(policy.device), positions_3T[:, None].to(policy.device)
+        hidden_1TH = policy.language(ids_1T, positions_31T, MaskedAttention(), placed)
+        got_TV = policy.logits(hidden_1TH[0])
+        assert got_TV.dtype == torch.float32
+        worst = float((got_TV.detach().cpu() - want_TV).abs().max() / want_TV.abs().max())
+        assert worst <= BOUNDS[dtype]
+        got_TV.logsumexp(-1).mean().backward()
+        for name, parameter in policy.model.named_parameters():
+            assert parameter.grad is not None, name
+            assert parameter.grad.isfinite().all(), name
