@@ -77,23 +77,24 @@ def _group(name: str, place: str) -> Iterator[Problem]:
 
 
 def _options(recipe: Recipe) -> Iterator[Problem]:
-    """Options of sources and reward terms against what they are; those rooms are free of torch."""
+    """Options of sources, worlds and reward terms against what they are; those rooms are free of torch."""
     for place, section in _sources(recipe):
-        yield from _unfit("source", section.source, section.options, place)
+        yield from _unfit("source", section.source, section.options, f"{place}.source", f"{place}.options")
         if section.source == "worlds" and "environment" in section.options:
-            options = section.options.get("options") or {}
-            yield from _unfit("environment", section.options["environment"], options, f"{place}.options")
+            world, options = section.options["environment"], section.options.get("options") or {}
+            yield from _unfit("environment", world, options, f"{place}.options.environment", f"{place}.options.options")
     for i, term in enumerate(recipe.rewards.terms):
-        yield from _unfit("reward", term.name, term.options, f"rewards.terms.{i}")
+        yield from _unfit("reward", term.name, term.options, f"rewards.terms.{i}.name", f"rewards.terms.{i}.options")
 
 
-def _unfit(kind: str, name: str, options: Mapping[str, Any], place: str) -> Iterator[Problem]:
+def _unfit(kind: str, name: str, options: Mapping[str, Any], name_place: str, options_place: str) -> Iterator[Problem]:
     try:
-        problem = wrong_options(kind, name, options)
+        option, problem = wrong_options(kind, name, options)
     except RecipeError as error:
-        problem = str(error)
+        yield name_place, str(error)
+        return
     if problem:
-        yield f"{place}.options", problem
+        yield f"{options_place}.{option}", problem
 
 
 def _batch(recipe: Recipe) -> Iterator[Problem]:
@@ -133,10 +134,11 @@ def _training(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _pay(recipe: Recipe) -> Iterator[Problem]:
-    names = [term.name for term in recipe.rewards.terms]
+    names = [str(term.options.get("name", term.name)) for term in recipe.rewards.terms]
     for i, name in enumerate(names):
         if name in names[:i]:
-            yield f"rewards.terms.{i}.name", f"the term '{name}' stands twice; metrics are named by term, so keep one."
+            way_out = "metrics are named by term, so keep one, or give one the option 'name'"
+            yield f"rewards.terms.{i}.name", f"the term '{name}' stands twice; {way_out}."
     if recipe.steps and not any(term.weight for term in recipe.rewards.terms):
         yield "rewards.terms", "every term has weight 0, so nothing is ever paid; give one of them a weight."
 

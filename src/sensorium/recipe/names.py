@@ -76,8 +76,8 @@ def wrong_name(kind: str, name: str) -> str:
     return f"unknown {kind} '{name}'{nearest(name, list(table(kind)))}"
 
 
-def wrong_options(kind: str, name: str, options: Mapping[str, Any]) -> str:
-    """What is wrong with a thing's options, in a sentence; empty if they fit. Imports the thing, builds nothing."""
+def wrong_options(kind: str, name: str, options: Mapping[str, Any]) -> tuple[str, str]:
+    """Which option is wrong, and why in a sentence; both empty if all fit. Imports the thing, builds nothing."""
     return _unfit(kind, name, resolve(kind, name), options, GIVEN.get(kind, ()))
 
 
@@ -95,21 +95,22 @@ def resolve(kind: str, name: str, where: str = "") -> Any:
 def build(kind: str, name: str, options: Mapping[str, Any], where: str = "", **given: Any) -> Any:
     """Build a named thing from its options; a wrong option is refused with the right ones."""
     target = resolve(kind, name, where)
-    problem = _unfit(kind, name, target, options, tuple(given))
+    _, problem = _unfit(kind, name, target, options, tuple(given))
     if problem:
         raise RecipeError(f"{where or kind}: {problem}")
     return target(**given, **options)
 
 
-def _unfit(kind: str, name: str, target: Any, options: Mapping[str, Any], given: Sequence[str]) -> str:
-    """Why options do not fit what a name stands for; ``given`` are the parts that the caller provides."""
+def _unfit(kind: str, name: str, target: Any, options: Mapping[str, Any], given: Sequence[str]) -> tuple[str, str]:
+    """Which option does not fit what a name stands for, and why; ``given`` are the parts that the caller provides."""
     parameters = {p.name: p for p in signature(target).parameters.values() if p.name not in given}
     named = {key: p for key, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
         for option in options:
             if option not in named:
-                return f"{kind} '{name}' has no option '{option}'{nearest(option, list(named))}"
+                known = nearest(option, list(named)) if named else "; it has none."
+                return option, f"{kind} '{name}' has no option '{option}'{known}"
     for key, parameter in named.items():
         if parameter.default is parameter.empty and key not in options:
-            return f"{kind} '{name}' needs the option '{key}'."
-    return ""
+            return key, f"{kind} '{name}' needs the option '{key}'."
+    return "", ""

@@ -35,8 +35,9 @@ DETAILS = {
 }
 
 
-def write_report(directory: RunDirectory) -> Path:
+def write_report(run: RunDirectory | Path) -> Path:
     """Write a run's report.html from what its directory holds."""
+    directory = run if isinstance(run, RunDirectory) else RunDirectory(run)
     write_whole(directory.report, render_report(directory))
     return directory.report
 

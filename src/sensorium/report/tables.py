@@ -50,7 +50,7 @@ def summary_table(summary: Summary) -> Table:
     table = _table(str(summary["name"]), "accuracy", "95 % interval", "n")
     table.add_row("all", share(summary.get("accuracy")), interval_text(summary), str(_count(summary)))
     for name, category in summary.get("categories", {}).items():
-        table.add_row(f"  {name}", share(category.get("accuracy")), "", str(_count(category)), style="dim")
+        table.add_row(Text(f"  {name}"), share(category.get("accuracy")), "", str(_count(category)), style="dim")
     return table
 
 

@@ -1,0 +1,60 @@
+"""Watch a small vision-language model learn to see: real weights, generated pictures, GRPO, a CPU, a few minutes."""
+
+import shutil
+from argparse import ArgumentParser, Namespace
+
+from rich.console import Console
+
+from sensorium.cli.show import say, show_dry_run, show_plan
+from sensorium.recipe.load import load_recipe
+from sensorium.recipe.schema import Recipe
+from sensorium.recipe.yaml import read_yaml
+from sensorium.report.html import write_report
+from sensorium.report.run_directory import RunDirectory
+from sensorium.report.tables import comparison_table
+
+INTRO = """\
+A tiny Qwen-VL model looks at pictures of coloured shapes and answers questions about them. It knows the form of an
+answer, but is often wrong. Nobody tells it what to say: it tries each question several times, and answers that are paid
+better than its others become more likely.
+"""
+
+
+def configure(parser: ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change the demo's recipe: steps=20")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and its plan, spend nothing")
+
+
+def run(arguments: Namespace) -> int:
+    """Measure, train, measure again, and tell."""
+    console = Console()
+    recipe = load_recipe("shapes", ["name=demo", *arguments.overrides])
+    if arguments.dry_run:
+        show_dry_run(recipe, console)
+        return 0
+    console.print(INTRO, highlight=False)
+    show_plan(recipe, console)
+    _clear_earlier(recipe)
+    from sensorium.report.console import ConsoleWatcher
+    from sensorium.trainer.study import SAMPLED_AND_GREEDY, Variant, study
+
+    taken_away = (Variant("blank", 1.0, {"picture": "blank"}), Variant("swapped", 1.0, {"picture": "swapped"}))
+    found = study(recipe, [*SAMPLED_AND_GREEDY, *taken_away], [ConsoleWatcher(console)])
+    directory = RunDirectory(found.directory)
+    for step, summaries in ((0, found.before), (recipe.warm_start.steps + recipe.steps, found.after)):
+        for summary in summaries:
+            directory.write_summary(step, summary)
+    console.print()
+    console.print(comparison_table(found.before, found.after, "held-out accuracy, before and after"))
+    say(f"report  {write_report(directory)}", console)
+    return 0
+
+
+def _clear_earlier(recipe: Recipe) -> None:
+    """Make room for this demo: an earlier demo's own run directory is taken away, and nothing else."""
+    directory = RunDirectory(recipe.directory)
+    if directory.exists():
+        earlier, _ = read_yaml(directory.recipe.read_text(), str(directory.recipe))
+        if isinstance(earlier, dict) and earlier.get("name") == recipe.name:
+            shutil.rmtree(directory.path)

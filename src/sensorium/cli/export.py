@@ -1,0 +1,56 @@
+"""Copy a checkpoint out of a run as a plain Hugging Face model, ready for from_pretrained."""
+
+import os
+import shutil
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from sensorium.report.run_directory import RunDirectory
+from sensorium.vocabulary.errors import CheckpointError
+
+OURS = ("trainer", "COMPLETE")
+
+
+def configure(parser: ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("source", type=Path, help="a run directory or a checkpoint folder")
+    parser.add_argument("target", type=Path, help="the folder to make; it must not exist")
+    parser.add_argument("--step", type=int, help="take the checkpoint of this step; default: the best one, else the last")
+    parser.add_argument("--last", action="store_true", help="take the last checkpoint, not the best")
+
+
+def run(arguments: Namespace) -> int:
+    """Export."""
+    source = find_checkpoint(arguments.source, step=arguments.step, last=arguments.last)
+    export(source, arguments.target)
+    print(f"{source} → {arguments.target}")
+    return 0
+
+
+def export(checkpoint: Path, target: Path) -> None:
+    """Copy the model of a complete checkpoint, without the trainer's state; the target is complete or absent."""
+    if target.exists():
+        raise CheckpointError(f"'{target}' exists; choose another folder or remove it.")
+    draft = target.with_name(f".{target.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.copytree(checkpoint, draft, ignore=shutil.ignore_patterns(*OURS))
+    os.replace(draft, target)
+
+
+def find_checkpoint(source: Path, *, step: int | None = None, last: bool = False) -> Path:
+    """The checkpoint that is meant: a folder that is one, or of a run a given step's, the best, or the last."""
+    from sensorium.trainer.checkpoint import Checkpoints, is_complete
+
+    if is_complete(source):
+        return source
+    directory = RunDirectory(source)
+    if not directory.checkpoints.is_dir():
+        raise CheckpointError(f"'{source}' is neither a complete checkpoint nor a run directory.")
+    checkpoints = Checkpoints(directory.checkpoints, keep=1)
+    complete = checkpoints.complete()
+    best = None if last else checkpoints.best()
+    wanted = step if step is not None else best.step if best is not None else complete[-1] if complete else None
+    if wanted not in complete:
+        there = ", ".join(str(known) for known in complete) or "none"
+        raise CheckpointError(f"'{source}' has no complete checkpoint of step {wanted}; there are: {there}.")
+    return directory.checkpoint_of(wanted)

@@ -1,0 +1,85 @@
+"""The command line. A user's mistake is one paragraph on stderr and exit code 2; a command imports torch only to run."""
+
+import os
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from importlib import import_module
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sensorium import __version__
+from sensorium.vocabulary.errors import SensoriumError, nearest
+
+COMMANDS = {
+    "demo": "watch a small model learn to see, on this machine, in minutes",
+    "train": "train a model by a recipe",
+    "eval": "evaluate a checkpoint on a recipe's held-out tasks",
+    "export": "copy a checkpoint out of a run as a plain Hugging Face model",
+    "replay": "run a batch again that was kept because its update was not finite",
+}
+MODULES = {"eval": "evaluate"}
+QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print_help(Console())
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"sensorium {__version__}")
+        return 0
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a recipe may name the user's own things: my_rewards:Brevity
+    try:
+        return run_command(arguments[0], arguments[1:])
+    except SensoriumError as error:
+        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), " ".join(str(error).split())), soft_wrap=True)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def run_command(name: str, arguments: Sequence[str]) -> int:
+    """Parse a command's arguments and run it."""
+    if name not in COMMANDS:
+        raise SensoriumError(f"there is no command '{name}'{nearest(name, list(COMMANDS))}")
+    command = import_module(f"sensorium.cli.{MODULES.get(name, name)}")
+    parser = ArgumentParser(prog=f"sensorium {name}", description=command.__doc__, allow_abbrev=False)
+    command.configure(parser)
+    return int(command.run(parser.parse_intermixed_args(arguments)))
+
+
+def print_help(console: Console) -> None:
+    """What there is, on one screen."""
+    console.print(
+        Text.assemble(("sensorium", "bold"), "  trains models that see, hear and act, by reinforcement learning\n")
+    )
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    for name, words in COMMANDS.items():
+        table.add_row(f"  {name}", words)
+    console.print(table)
+    console.print(
+        Text.assemble(
+            ("\n  sensorium demo\n", "bold"),
+            ("  sensorium train shapes --dry-run\n", "bold"),
+            ("  sensorium train my.yaml steps=200 optimizer.lr=1e-5\n", "bold"),
+            ("\n  sensorium COMMAND --help  tells more of each", "dim"),
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""What several commands print: the resolved recipe, the plan, and where things lie."""
+
+from rich.console import Console
+from rich.syntax import Syntax
+
+from sensorium.recipe.load import dump_recipe
+from sensorium.recipe.plan import make_plan
+from sensorium.recipe.schema import Recipe
+from sensorium.report.tables import plan_table
+
+
+def show_dry_run(recipe: Recipe, console: Console) -> None:
+    """The resolved recipe and its plan; nothing is built or spent."""
+    text = dump_recipe(recipe)
+    if console.is_terminal:
+        console.print(Syntax(text, "yaml", theme="ansi_dark", background_color="default"))
+    else:
+        say(text, console)
+    show_plan(recipe, console)
+
+
+def show_plan(recipe: Recipe, console: Console) -> None:
+    """The resolved numbers of a run."""
+    console.print(plan_table(make_plan(recipe)))
+    console.print()
+
+
+def say(text: str, console: Console) -> None:
+    """Print words as they are, whatever brackets they hold and however narrow the terminal is."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

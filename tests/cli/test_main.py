@@ -1,0 +1,158 @@
+"""Commands tell what they are, refuse mistakes in one paragraph, and spend nothing in a dry run."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sensorium as package
+from sensorium.cli.main import COMMANDS, MODULES, main
+
+SOURCES = str(Path(package.__file__).resolve().parents[1])
+ENVIRONMENT = os.environ | {"PYTHONPATH": SOURCES}
+
+RECIPE = """\
+name: trial
+steps: 4
+model: {path: "tiny:qwen3_vl"}
+tasks:
+  train: [{source: shapes, options: {size: 64}}]
+batch: {prompts_per_step: 4, group_size: 4}
+rewards: {terms: [{name: exact}, {name: format, weight: 0.1}]}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "trial.yaml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def sensorium(*arguments: str, check: str = "") -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own, with a check of what it left behind."""
+    code = f"import sys; from sensorium.cli.main import main; rc = main(sys.argv[1:]); {check or 'pass'}; sys.exit(rc)"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+
+
+def test_help_names_every_command_on_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    bare = capsys.readouterr().out
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out == bare
+    assert all(name in bare for name in COMMANDS)
+    assert len(bare.splitlines()) <= 24
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_has_its_own_file_and_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([name, "--help"])
+    assert stopped.value.code == 0
+    assert f"usage: sensorium {name}" in capsys.readouterr().out
+    folder = Path(sys.modules["sensorium.cli.main"].__file__ or "").parent
+    assert (folder / f"{MODULES.get(name, name)}.py").is_file()
+
+
+def test_a_dry_run_prints_recipe_and_plan_and_loads_no_torch(recipe: str, tmp_path: Path) -> None:
+    done = sensorium(
+        "train", recipe, "--dry-run", "batch.group_size=8", "logging.loggers=[tensorboard]",
+        check="assert 'torch' not in sys.modules",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "group_size: 8" in done.stdout
+    assert "loggers: [tensorboard]" in done.stdout
+    assert "32 episodes, one update of 4 groups" in done.stdout
+    assert "repeats bit for bit" in done.stdout
+    assert not Path("runs/trial").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["trial.yaml"]
+
+
+def test_the_resolved_recipe_of_a_dry_run_is_a_recipe(recipe: str, tmp_path: Path) -> None:
+    from sensorium.recipe import load_recipe, parse_recipe
+
+    done = sensorium("train", recipe, "steps=7", "--dry-run")
+    resolved = done.stdout[: done.stdout.index("a step")]
+    assert parse_recipe(resolved, "resolved") == load_recipe(recipe, ["steps=7"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trian"], "there is no command 'trian'; did you mean 'train'?"),
+        (["train", "no_such.yaml"], "there is no recipe file 'no_such.yaml'"),
+        (["train", "RECIPE", "batch.groupsize=3"], "unknown key 'batch.groupsize'; did you mean 'group_size'?"),
+        (["train", "RECIPE", "--dry-run", "rewards.terms.0.name=exakt"], "unknown reward 'exakt'; did you mean 'exact'?"),
+        (["eval", "RECIPE"], "tasks.evaluate names no source"),
+        (["export", "nowhere", "out"], "'nowhere' is neither a complete checkpoint nor a run directory"),
+        (["replay", "nowhere"], "'nowhere' holds no kept batch"),
+    ],
+)
+def test_a_mistake_is_one_paragraph_on_stderr(
+    arguments: list[str], said: str, recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([recipe if argument == "RECIPE" else argument for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert said in err
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+
+
+def test_a_wrong_argument_shows_the_usage(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", recipe, "--dryrun"])
+    assert stopped.value.code == 2
+    assert "--dry-run" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_quietly(tmp_path: Path) -> None:
+    module = tmp_path / "sleepy.py"
+    module.write_text("import time\nprint('asleep', flush=True)\ntime.sleep(60)\nclass Term: pass\n")
+    path = tmp_path / "trial.yaml"
+    path.write_text(RECIPE.replace("name: exact", "name: 'sleepy:Term'"))
+    command = [sys.executable, "-m", "sensorium.cli.main", "train", str(path), "--dry-run"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "asleep\n"
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err == "\ninterrupted\n"
+
+
+def test_things_of_the_users_own_are_found_beside_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "my_terms.py").write_text("class Brevity:\n    def __init__(self, limit: int = 3) -> None: ...\n")
+    text = RECIPE.replace("{name: exact}", "{name: 'my_terms:Brevity', options: {limt: 4}}")
+    (tmp_path / "trial.yaml").write_text(text)
+    command = [sys.executable, "-m", "sensorium.cli.main", "train", "trial.yaml", "--dry-run"]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "reward 'my_terms:Brevity' has no option 'limt'; did you mean 'limit'?" in done.stderr
+    (tmp_path / "trial.yaml").write_text(text.replace("limt", "limit"))
+    assert subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, timeout=60).returncode == 0
+
+
+def test_the_demo_replaces_only_its_own_earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sensorium.cli.demo import _clear_earlier
+    from sensorium.recipe import parse_recipe
+
+    monkeypatch.chdir(tmp_path)
+    recipe = parse_recipe(RECIPE, "trial")
+    mine, other = Path("runs/trial"), Path("runs/other")
+    for folder, name in ((mine, "trial"), (other, "other")):
+        folder.mkdir(parents=True)
+        (folder / "recipe.yaml").write_text(f"name: {name}\n")
+    _clear_earlier(recipe)
+    assert not mine.exists()
+    assert other.exists()
+    shutil.copytree(other, mine)
+    _clear_earlier(recipe)
+    assert mine.exists()
