@@ -59,6 +59,7 @@ def pack(groups: Groups, layout: Callable[[Segment], Layout], limit: int, device
         parts += of_group
         first += sum(sample.episode.sampled_tokens for sample in group)
     microbatches = tuple(_lay_out(several, device) for several in _fill(parts, limit))
+    assert sum(map(len, microbatches)) == sum(part.tokens for part in parts), "parts are as large as they said"
     trained = sum(len(microbatch.places_M) for microbatch in microbatches)
     places = torch.cat([microbatch.places_M for microbatch in microbatches]) if microbatches else torch.zeros(0)
     assert trained == first == len(places.unique()), f"{first} tokens were sampled, {trained} would be trained"
@@ -105,7 +106,6 @@ def _lay_out(parts: Sequence[Part], device: torch.device) -> MicroBatch:
                 heirs[node.parent] += 1
         laid: dict[Node, _Laid] = {}
         for node in part.nodes:
-            # Nobody reads what follows a leaf's last token.
             count = len(node.layout) - (0 if heirs[node] else 1)
             start, end = end, end + count
             place = laid[node] = _Laid(start, end, (), end - 1)

@@ -76,10 +76,11 @@ def split(roots: Sequence[Node], limit: int) -> list[Part]:
     current: dict[Node, None] = {}
     size = 0
     for path in _branches(roots):
-        added = sum(len(node.layout) for node in path if node not in current)
+        # Nobody reads what follows a leaf's last token: it is not computed.
+        added = sum(len(node.layout) for node in path if node not in current) - 1
         if current and size + added > limit:
             parts.append(_close(current, done, size))
-            current, size, added = {}, 0, sum(len(node.layout) for node in path)
+            current, size, added = {}, 0, sum(len(node.layout) for node in path) - 1
         current.update(dict.fromkeys(path))
         size += added
     if current:

@@ -1,0 +1,148 @@
+"""Episodes played by hand on tiny policies, and the same threads through the stock transformers model, row by row."""
+
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from sensorium.learner.learner import Learner, Sample
+from sensorium.media.store import MediaStore
+from sensorium.models.load import load_policy
+from sensorium.models.policy import Policy
+from sensorium.recipe.schema import AlgorithmSection, BatchSection, OptimizerSection
+from sensorium.vocabulary import Episode, Media, Segment, Status, Thread, Turn, system, user
+
+Groups = list[list[Sample]]
+
+
+def open_policy(folder: Path, dtype: str = "float32", store: MediaStore | None = None) -> Policy:
+    return load_policy(str(folder), store=store or MediaStore(), dtype=dtype, device="cpu")
+
+
+def make_learner(policy: Policy, **given: Any) -> Learner:
+    settings: dict[str, Any] = {
+        "optimizer": OptimizerSection(lr=1e-3),
+        "algorithm": AlgorithmSection(),
+        "batch": BatchSection(),
+        "temperature": 1.0,
+        "total_steps": 10,
+    }
+    return Learner(policy, **(settings | given))
+
+
+class Player:
+    """Plays random episodes: what the model 'writes' is drawn from the ids it may write."""
+
+    def __init__(self, policy: Policy, seed: int = 0) -> None:
+        self.policy = policy
+        self.rng = np.random.default_rng(seed)
+        self.allowed = np.setdiff1d(np.arange(len(policy.tokenizer)), policy.forbidden_ids)
+        self.count = self.episodes = 0
+
+    def picture(self, width: int = 56, height: int = 56) -> Media:
+        data = BytesIO()
+        Image.fromarray(self.rng.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(data, "PNG")
+        return self.policy.store.put(data.getvalue(), "picture")
+
+    def write(self, longest: int = 9) -> Segment:
+        self.count += 1
+        tokens = self.rng.choice(self.allowed, self.rng.integers(1, longest + 1)).tolist()
+        logprobs = (-self.rng.random(len(tokens)) * 6).tolist()
+        return self.policy.written(tokens, logprobs, logprobs, f"response {self.count}")
+
+    def sample(self, threads: list[Thread], places: list[tuple[int, int]]) -> Sample:
+        turns = [
+            Turn(i, (), threads[thread].segments[segment], thread, segment) for i, (thread, segment) in enumerate(places)
+        ]
+        self.episodes += 1
+        name = f"episode {self.episodes}"
+        episode = Episode(name, "task", "group", 0, tuple(threads), tuple(turns), Status.FINISHED)
+        advantages = tuple(torch.from_numpy(self.rng.normal(size=len(turn.response.tokens))).float() for turn in turns)
+        return Sample(episode, advantages)
+
+    def single_turn(self, size: int = 3, pictures: int = 1, longest: int = 9, side: int = 84) -> list[Sample]:
+        """A question with pictures of sides up to ``side``, answered ``size`` times."""
+        sides = self.rng.integers(1, side // 28 + 1, (pictures, 2)) * 28
+        shown = [self.picture(int(width), int(height)) for width, height in sides]
+        prompt = self.policy.render([user(*shown, "What colour?" + " is it?" * int(self.rng.integers(3)))])
+        threads = [Thread((prompt, self.write(longest)), (False, True)) for _ in range(size)]
+        return [self.sample([thread], [(0, 1)]) for thread in threads]
+
+    def conversation(self, size: int = 3, turns: int = 3) -> list[Sample]:
+        """One thread an episode; a picture in the first question and one of its own in every third turn."""
+        prompt = self.policy.render([user(self.picture(), "Where?")])
+        samples = []
+        for _ in range(size):
+            segments, home, places = [prompt], [False], []
+            for turn in range(turns):
+                answer = self.write()
+                segments.append(answer)
+                home.append(True)
+                places.append((0, len(segments) - 1))
+                if turn < turns - 1:
+                    shown = [self.picture(56, 28)] if turn == 1 else []
+                    segments.append(self.policy.extend([user(*shown, "and now?")], after=answer))
+                    home.append(False)
+            samples.append(self.sample([Thread(tuple(segments), tuple(home))], places))
+        return samples
+
+    def windowed(self, size: int = 2, turns: int = 4, window: int = 2) -> list[Sample]:
+        """A sliding window of turns: several threads an episode, answers recurring as context, pictures in every turn."""
+        head = self.policy.render([system("Answer briefly.")], generate=False)
+        first = [user(self.picture(), "start")]
+        samples = []
+        for _ in range(size):
+            questions = [first] + [[user(self.picture(28, 28 * turn), f"turn {turn}")] for turn in range(1, turns)]
+            answers: list[Segment] = []
+            threads, places = [], []
+            for turn in range(turns):
+                begin = max(0, turn - window + 1)
+                segments = [head, self.policy.render_after_head(questions[begin])]
+                for i in range(begin, turn):
+                    segments += [answers[i], self.policy.extend(questions[i + 1], after=answers[i])]
+                answers.append(self.write())
+                segments.append(answers[-1])
+                threads.append(Thread(tuple(segments), (False,) * (len(segments) - 1) + (True,)))
+                places.append((turn, len(segments) - 1))
+            samples.append(self.sample(threads, places))
+        return samples
+
+
+def stock_model(folder: Path) -> Any:
+    """The checkpoint as transformers loads it, nothing of ours in it."""
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def stock_rows(model: Any, policy: Policy, groups: Groups, row: Callable[[Sample, int, Tensor, Tensor], None]) -> float:
+    """Every turn's home thread as one plain forward: calls ``row(sample, turn, logits [T, V], tokens [T])``.
+
+    Returns the largest logit seen.
+    """
+    scale = 0.0
+    for sample in (sample for group in groups for sample in group):
+        for turn in sample.episode.turns:
+            segments = sample.episode.threads[turn.thread].segments[: turn.segment + 1]
+            ids = torch.cat([policy.layout(segment).ids_T for segment in segments])[None]
+            media = [span.media for segment in segments for span in segment.media]
+            pictures = [Image.open(BytesIO(policy.store.bytes_of(item))) for item in media]
+            seen = policy.processor.image_processor(images=pictures, return_tensors="pt")
+            kinds = (ids == model.config.image_token_id).int()
+            logits = model(input_ids=ids, mm_token_type_ids=kinds, **seen).logits[0]
+            scale = max(scale, float(logits.detach().abs().max()))
+            count = len(turn.response.tokens)
+            row(sample, turn.index, logits[-count - 1 : -1], ids[0, -count:])
+    return scale
+
+
+def distribution(policy: Policy, logits: Tensor, temperature: float) -> Tensor:
+    """Log-probs of all ids: softmax(logits / temperature), forbidden ids left out."""
+    scaled = logits.double() / temperature
+    scaled = scaled.index_fill(1, torch.tensor(policy.forbidden_ids), float("-inf"))
+    return torch.log_softmax(scaled, dim=1)

@@ -1,0 +1,164 @@
+"""The learner against the stock transformers model, one row at a time: log-probs, and the gradient of every parameter."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from played import Groups, Player, distribution, make_learner, open_policy, stock_model, stock_rows
+from torch import Tensor
+
+from sensorium.learner import forward
+from sensorium.learner.learner import Learner, Sample
+from sensorium.models.tiny import make_tiny
+from sensorium.recipe.schema import AlgorithmSection, BatchSection, KLSection, LossSection, OptimizerSection
+
+FAMILIES = ["qwen2_5_vl", "qwen3_vl"]
+GRADIENT_TOLERANCE = 1e-5
+GRADIENT_FLOOR = 1e-7
+LAYOUTS = {
+    "one picture": lambda player: player.single_turn(),
+    "three pictures": lambda player: player.single_turn(pictures=3),
+    "a picture in turn 3": lambda player: player.conversation(),
+    "windowed threads": lambda player: player.windowed(),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_equal_the_stock_model_row_by_row(family: str, temperature: float, checkpoints: dict[str, Path]) -> None:
+    policy = open_policy(checkpoints[family])
+    player = Player(policy)
+    stock = stock_model(checkpoints[family])
+    for name, play in LAYOUTS.items():
+        group = play(player)
+        learner = make_learner(policy, temperature=temperature, batch=BatchSection(tokens_per_microbatch=256))
+        found = {
+            (sample.episode.id, turn): logprobs
+            for sample, turns in zip(group, learner.logprobs([group])[0], strict=True)
+            for turn, logprobs in enumerate(turns)
+        }
+        gaps = []
+
+        def compare(sample: Sample, turn: int, logits: Tensor, tokens: Tensor, found=found, gaps=gaps) -> None:
+            expected = distribution(policy, logits, temperature).gather(1, tokens[:, None])[:, 0]
+            gaps.append(float((found[sample.episode.id, turn] - expected).abs().max()))
+
+        with torch.no_grad():
+            scale = stock_rows(stock, policy, [group], compare)
+        assert scale > 3, "the model says something"
+        assert max(gaps) <= 1e-5 * scale, f"{name}: off by {max(gaps) / scale:.1e} of the logits' scale"
+
+
+ALGORITHM = AlgorithmSection(
+    loss=LossSection(aggregation="sequence_mean_token_mean", entropy_coef=0.01), kl=KLSection(coef=0.1, estimator="k3")
+)
+TEMPERATURE = 0.8
+
+
+def gradients_of(learner: Learner, groups: Groups) -> dict[str, Tensor]:
+    """The gradients of one update, taken where the optimizer would step."""
+    taken: dict[str, Tensor] = {}
+
+    def keep(share: float, norm: Tensor) -> None:
+        taken.update({name: p.grad.clone() for name, p in learner.policy.model.named_parameters()})
+        learner._optimizer.forget()
+
+    learner._optimizer.step = keep  # type: ignore[method-assign]
+    learner.step(groups)
+    return taken
+
+
+def stock_gradients(folder: Path, other: Path, learner: Learner, groups: Groups) -> dict[str, Tensor]:
+    """The same loss written out: -A·ratio + 0.1·k3 - 0.01·entropy, mean over tokens, then over episodes; float64 sums."""
+    model, reference = stock_model(folder), stock_model(other)
+    policy = learner.policy
+    references: list[Tensor] = []
+    with torch.no_grad():
+        stock_rows(
+            reference,
+            policy,
+            groups,
+            lambda sample, turn, logits, tokens: references.append(
+                distribution(policy, logits, TEMPERATURE).gather(1, tokens[:, None])[:, 0]
+            ),
+        )
+    episodes = sum(len(group) for group in groups)
+    waiting = iter(references)
+
+    def descend(sample: Sample, turn: int, logits: Tensor, tokens: Tensor) -> None:
+        logp_TV = distribution(policy, logits, TEMPERATURE)
+        entropy = -(logp_TV.exp() * logp_TV.masked_fill(logp_TV.isinf(), 0)).sum(1)
+        logp = logp_TV.gather(1, tokens[:, None])[:, 0]
+        x = next(waiting) - logp
+        k3 = (x.exp() - x - 1).clamp(max=10)
+        loss = -sample.advantages[turn] * (logp - logp.detach()).exp() + 0.1 * k3 - 0.01 * entropy
+        (loss.sum() / (sample.episode.sampled_tokens * episodes)).backward()
+
+    stock_rows(model, policy, groups, descend)
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    largest = max(float(g.norm()) for g in expected.values())
+    off = {
+        name: float((found[name] - g).norm()) / max(float(g.norm()), GRADIENT_FLOOR / GRADIENT_TOLERANCE * largest)
+        for name, g in expected.items()
+    }
+    worst = max(off, key=lambda name: off[name])
+    assert off[worst] <= GRADIENT_TOLERANCE, f"{worst}: {off[worst]:.1e}"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_equal_the_stock_model_row_by_row_for_any_microbatch(family: str, tied: bool, tmp_path: Path) -> None:
+    folder, other = (
+        make_tiny(family, tmp_path / str(seed), seed, tie_word_embeddings=tied, vision_initializer_range=0.1)
+        for seed in (1, 2)
+    )
+    policy = open_policy(folder)
+    player = Player(policy)
+    groups = [play(player) for play in LAYOUTS.values()]
+    expected: dict[str, Tensor] | None = None
+    for limit in (16, 100, 300, 16384):
+        learner = make_learner(
+            policy,
+            algorithm=ALGORITHM,
+            temperature=TEMPERATURE,
+            batch=BatchSection(tokens_per_microbatch=limit),
+            reference=open_policy(other, store=policy.store),
+        )
+        expected = expected or stock_gradients(folder, other, learner, groups)
+        assert_same(gradients_of(learner, groups), expected)
+    assert expected is not None
+    assert all(float(g.norm()) > 0 for g in expected.values()), "every parameter takes part, the tower's too"
+
+
+def test_a_head_in_chunks_gives_the_same_gradients(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = open_policy(checkpoints["qwen3_vl"])
+    groups = [Player(policy).single_turn(size=4)]
+    whole = gradients_of(make_learner(policy), groups)
+    monkeypatch.setattr(forward, "CHUNK_ELEMENTS", 5 * policy.vocab_size)
+    assert_same(gradients_of(make_learner(policy), groups), whole)
+
+
+def test_recomputing_layers_gives_the_same_gradients(checkpoints: dict[str, Path]) -> None:
+    policy = open_policy(checkpoints["qwen3_vl"])
+    groups = [Player(policy).windowed()]
+    kept = gradients_of(make_learner(policy), groups)
+    policy.checkpoint_gradients()
+    assert_same(gradients_of(make_learner(policy), groups), kept)
+
+
+def test_frozen_groups_do_not_move_and_a_frozen_tower_has_no_graph(checkpoints: dict[str, Path]) -> None:
+    policy = open_policy(checkpoints["qwen3_vl"])
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    groups = [Player(policy).single_turn()]
+    learner = make_learner(policy, freeze=("vision", "projector"), optimizer=OptimizerSection(lr=1e-2))
+    learner.step(groups)
+    frozen = {name for group in ("vision", "projector") for name in policy.groups()[group]}
+    assert frozen
+    for name, parameter in policy.model.named_parameters():
+        assert (name in frozen) == torch.equal(parameter, before[name]), name
+    features = policy.encode([span.media for span in groups[0][0].episode.threads[0].segments[0].media])
+    assert not any(f.embeds_NH.requires_grad for f in features.values())

@@ -1,0 +1,156 @@
+"""A step's updates: metrics that packing cannot change, bitwise repeatable, old log-probs, the reference, bad numbers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from played import Groups, Player, make_learner, open_policy
+from torch import Tensor
+
+from sensorium.learner.learner import Sample
+from sensorium.models.policy import Policy
+from sensorium.recipe.schema import AlgorithmSection, BatchSection, KLSection, LossSection, OptimizerSection
+from sensorium.vocabulary.errors import NonFiniteUpdate
+
+FULL = AlgorithmSection(
+    loss=LossSection(
+        clip_low=0.02, clip_high=0.03, dual_clip=3.0, entropy_coef=0.01, aggregation="sequence_mean_token_mean"
+    ),
+    kl=KLSection(coef=0.05, estimator="k3_straight_through"),
+)
+
+
+def play(policy: Policy) -> Groups:
+    player = Player(policy)
+    return [player.single_turn(size=4), player.conversation(), player.windowed(), player.single_turn(pictures=2)]
+
+
+def weights(policy: Policy) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+
+
+def run(checkpoints: dict[str, Path], limit: int, threads: int = 1, steps: int = 2) -> tuple[list[dict], dict[str, Tensor]]:
+    torch.set_num_threads(threads)
+    policy = open_policy(checkpoints["qwen3_vl"])
+    batch = BatchSection(tokens_per_microbatch=limit, epochs_per_step=2, updates_per_epoch=2)
+    reference = open_policy(checkpoints["qwen3_vl"], store=policy.store)
+    learner = make_learner(policy, algorithm=FULL, batch=batch, temperature=0.9, reference=reference)
+    groups = play(policy)
+    rows = [learner.step(groups) for _ in range(steps)]
+    assert policy.version == 4 * steps
+    return rows, weights(policy)
+
+
+def test_metrics_do_not_depend_on_packing(checkpoints: dict[str, Path]) -> None:
+    one, _ = run(checkpoints, 16384)
+    many, _ = run(checkpoints, 60)
+    assert many[0]["packing/splits"] > 0 == one[0]["packing/splits"]
+    for a, b in zip(one, many, strict=True):
+        for name in a:
+            if name not in ("packing/splits", "packing/tokens"):
+                assert b[name] == pytest.approx(a[name], rel=2e-4, abs=1e-6), name
+    assert one[1]["policy/clip_fraction"] > 0
+    assert one[1]["policy/kl_old"] > 0
+    assert one[1]["policy/kl_ref"] > 0
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_run_repeats_bit_for_bit(threads: int, checkpoints: dict[str, Path]) -> None:
+    rows, final = run(checkpoints, 100, threads)
+    again, repeated = run(checkpoints, 100, threads)
+    assert rows == again
+    assert all(torch.equal(final[name], repeated[name]) for name in final)
+
+
+def test_with_one_update_old_is_current(checkpoints: dict[str, Path]) -> None:
+    policy = open_policy(checkpoints["qwen2_5_vl"])
+    metrics = make_learner(policy).step(play(policy))
+    assert (metrics["policy/kl_old"], metrics["policy/clip_fraction"]) == (0, 0)
+    assert "policy/kl_ref" not in metrics
+    assert policy.version == 1
+
+
+def test_mismatch_is_nothing_when_the_engine_agrees(checkpoints: dict[str, Path]) -> None:
+    policy = open_policy(checkpoints["qwen2_5_vl"])
+    player = Player(policy)
+    group = player.single_turn()
+    learner = make_learner(policy)
+    agreed = []
+    for sample, (logprobs,) in zip(group, learner.logprobs([group])[0], strict=True):
+        prompt, answer = sample.episode.threads[0].segments
+        said = policy.written(answer.tokens, logprobs.tolist(), logprobs.tolist(), answer.name)
+        thread = type(sample.episode.threads[0])((prompt, said), (False, True))
+        agreed.append(player.sample([thread], [(0, 1)]))
+    metrics = learner.step([agreed])
+    assert metrics["mismatch/prob_error"] == pytest.approx(1, abs=1e-6)
+    assert metrics["mismatch/kl"] == pytest.approx(0, abs=1e-9)
+    assert metrics["mismatch/max"] <= 1e-6
+
+
+def test_good_answers_become_likelier_and_bad_ones_less(checkpoints: dict[str, Path]) -> None:
+    policy = open_policy(checkpoints["qwen2_5_vl"])
+    group = [
+        Sample(sample.episode, tuple(torch.full_like(a, sign) for a in sample.advantages))
+        for sample, sign in zip(Player(policy).single_turn(size=2), (1.0, -1.0), strict=True)
+    ]
+    learner = make_learner(policy, optimizer=OptimizerSection(lr=1e-4))
+    before = [float(turns[0].sum()) for turns in learner.logprobs([group])[0]]
+    learner.step([group])
+    after = [float(turns[0].sum()) for turns in learner.logprobs([group])[0]]
+    assert after[0] > before[0]
+    assert after[1] < before[1]
+
+
+def test_supervised_steps_learn_what_was_written_whatever_the_advantages(checkpoints: dict[str, Path]) -> None:
+    policy = open_policy(checkpoints["qwen2_5_vl"])
+    groups = [Player(policy).single_turn(size=2)]
+    learner = make_learner(policy, algorithm=AlgorithmSection(kl=KLSection(coef=0.1)))
+    rows = [learner.step(groups, "likelihood") for _ in range(12)]
+    assert rows[-1]["policy/loss"] < 0.5 * rows[0]["policy/loss"]
+    assert not any(name.startswith("mismatch/") for name in rows[0])
+
+
+def test_a_kl_without_a_reference_is_refused(checkpoints: dict[str, Path]) -> None:
+    policy = open_policy(checkpoints["qwen2_5_vl"])
+    with pytest.raises(ValueError, match="no reference"):
+        make_learner(policy, algorithm=FULL).step(play(policy))
+
+
+@pytest.mark.parametrize("what", ["advantage", "weight"])
+def test_a_non_finite_update_stops_before_the_weights_move(what: str, checkpoints: dict[str, Path]) -> None:
+    policy = open_policy(checkpoints["qwen2_5_vl"])
+    groups = play(policy)
+    learner = make_learner(policy)
+    learner.step(groups)
+    if what == "advantage":
+        first = groups[0][0]
+        groups[0][0] = Sample(first.episode, tuple(a * float("nan") for a in first.advantages))
+    else:
+        with torch.no_grad():
+            policy.model.get_decoder().layers[0].mlp.down_proj.weight[0, 0] = float("inf")
+    before, state = weights(policy), learner.state_dict()["optimizer"]["moments"]
+    moments = {name: {key: value.clone() for key, value in one.items()} for name, one in state.items()}
+    with pytest.raises(NonFiniteUpdate, match=r"loss .*, gradient norm .*, .* tokens without"):
+        learner.step(groups)
+    assert all(torch.equal(p, before[name]) for name, p in policy.model.named_parameters())
+    assert policy.version == 1
+    for name, one in learner.state_dict()["optimizer"]["moments"].items():
+        assert all(torch.equal(value, moments[name][key]) for key, value in one.items())
+    assert all(p.grad is None for p in policy.model.parameters())
+
+
+def test_losses_take_their_settings_from_the_recipe(checkpoints: dict[str, Path]) -> None:
+    policy = open_policy(checkpoints["qwen2_5_vl"])
+    groups = play(policy)
+    fractions = []
+    for clip in (1e-4, 10.0):
+        algorithm = AlgorithmSection(loss=LossSection(clip_low=min(clip, 1.0), clip_high=clip))
+        learner = make_learner(
+            open_policy(checkpoints["qwen2_5_vl"], store=policy.store),
+            algorithm=algorithm,
+            batch=BatchSection(epochs_per_step=2),
+            optimizer=OptimizerSection(lr=1e-4),
+        )
+        fractions.append(learner.step(groups)["policy/clip_fraction"])
+    assert fractions[0] > 0.1
+    assert fractions[1] == 0
