@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from stock_pair import Pair, close, row
+from stock_pair import Pair, close, noise, row
 from transformers import AutoModelForImageTextToText, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
+from sensorium.media.store import MediaStore
 from sensorium.models.attention import MaskedAttention
 from sensorium.models.layout import Features, Placement
+from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.qwen3_vl import Qwen3VL
 from sensorium.vocabulary.content import Message, assistant, system, user
@@ -263,3 +265,14 @@ def test_a_frozen_copy_has_weights_of_its_own_and_the_same_logits(pairs: Pairs) 
     own = {p.data_ptr() for p in copy.model.parameters()}
     assert own.isdisjoint(p.data_ptr() for p in pair.policy.model.parameters())
     assert not any(p.requires_grad for p in copy.model.parameters())
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_what_inference_mode_remembered_serves_training(family: str) -> None:
+    policy = load_policy(f"tiny:{family}", store=MediaStore(), device="cpu")
+    segments = [policy.render([user(noise(policy.store, 1), noise(policy.store, 2, 120, 40), "What?")])]
+    with torch.inference_mode():
+        row(policy, segments)
+    ids_T, positions_3T, placed = row(policy, segments)
+    policy.language(ids_T[None], positions_3T[:, None], MaskedAttention(), placed).sum().backward()
+    assert all(p.grad is not None for p in policy.groups()["vision"].values())

@@ -53,7 +53,8 @@ class PreparedMedia:
         found = {item: self._known[item] for item in wanted if item in self._known}
         missing = [item for item in dict.fromkeys(wanted) if item not in found]
         if missing:
-            fresh = self._preprocess([(item, self._store.bytes_of(item)) for item in missing])
+            with torch.inference_mode(False):  # what is remembered must also serve training
+                fresh = self._preprocess([(item, self._store.bytes_of(item)) for item in missing])
             self.preprocessed += len(missing)
             for item, prepared in zip(missing, fresh, strict=True):
                 found[item] = prepared

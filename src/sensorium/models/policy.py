@@ -136,6 +136,7 @@ class Policy:
                 self._laid_out -= len(self._layouts.popitem(last=False)[1])
         return layout
 
+    @torch.inference_mode(False)  # what is remembered must also serve training
     def _lay_out(self, segment: Segment) -> Layout:
         self._check_spans(segment)
         if not segment.media:

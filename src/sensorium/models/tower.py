@@ -50,14 +50,15 @@ class Tables:
     """Index tables of a batch of grids, made on the CPU and kept on the tower's device for batches that come again."""
 
     def __init__(self, make: Callable[[Tensor], dict[str, Tensor]]) -> None:
-        self._make = lru_cache(maxsize=64)(lambda grids, device: _moved(make(torch.tensor(grids)), device))
+        @lru_cache(maxsize=64)
+        @torch.inference_mode(False)  # what is remembered must also serve training
+        def tables(grids: tuple[Grid, ...], device: torch.device) -> dict[str, Tensor]:
+            return {name: table.to(device) for name, table in make(torch.tensor(grids)).items()}
+
+        self._tables = tables
 
     def __call__(self, grids: Sequence[Grid], device: torch.device) -> dict[str, Tensor]:
-        return self._make(tuple(grids), device)
-
-
-def _moved(tables: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: table.to(device) for name, table in tables.items()}
+        return self._tables(tuple(grids), device)
 
 
 def _attend_in_segments(
@@ -89,6 +90,7 @@ def _attend_in_segments(
 
 
 @lru_cache(maxsize=256)
+@torch.inference_mode(False)  # what is remembered must also serve training
 def _runs(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor | None, Tensor | None, list[tuple[int, int]]]:
     """Tokens sorted by the length of their segment, and back (None: as they stand); (length, how many) of each run."""
     runs = [(length, lengths.count(length)) for length in sorted(set(lengths))]
