@@ -74,7 +74,7 @@ def test_lockstep_runs_are_equal_to_the_last_bit_whatever_the_clock(vision: Benc
     for seed in (None, 1, 2):
         spy = spied(vision, monkeypatch)
         jitter = None if seed is None else random.Random(seed)
-        segments = asyncio.run(play(vision, NativeEngine(vision.policy), 6, 4, jitter))
+        segments = asyncio.run(play(vision, NativeEngine(vision.policy, record=False), 6, 4, jitter))
         runs.append((segments, spy.shapes))
         monkeypatch.undo()
     assert runs[0][0] == runs[1][0] == runs[2][0]  # tokens and log-probs

@@ -82,48 +82,48 @@ class FreshAttention:
 
 
 class CachedAttention:
-    """New tokens after cached ones: row ``first + b`` holds ``lengths_B[b]`` tokens and gets ``new`` more.
+    """New tokens after cached ones, in rows ``first … first+B`` of the block. One new token each is decoding.
 
-    ``reach`` is how many cache entries the longest row sees, known on the host. With one new token it serves decoding:
-    ``advance`` moves every row on by one, in place, and the same tensors serve the next step.
+    ``write_N`` are the places of the new keys, by row, key head and token, in the block seen as a list of heads;
+    ``bias_B1TS`` is 0 for the entries a token sees and -inf for the others; its width is how far the cache is read.
     """
 
-    def __init__(self, cache: KVCache, first: int, lengths_B: Tensor, new: int, reach: int) -> None:
-        self.block = cache.block
-        self.rows = slice(first, first + lengths_B.shape[0])
-        self.reach = reach
-        kv_heads, capacity, device = cache.block.shape[3], cache.capacity, cache.block.device
-        place_BT = lengths_B[:, None] + torch.arange(new, device=device)
-        head_BK = torch.arange(self.rows.start * kv_heads, self.rows.stop * kv_heads, device=device).view(-1, kv_heads)
-        self._write_N = (head_BK[:, :, None] * capacity + place_BT[:, None]).view(-1)
-        width = capacity if new == 1 else reach  # decoding goes on in the same tensor until the cache is full
-        bias_BTS = cache.block.new_zeros(*place_BT.shape, width)
-        bias_BTS.masked_fill_(torch.arange(width, device=device) > place_BT[:, :, None], -torch.inf)
-        self._bias_B1QS = bias_BTS[:, None]
-        self._see_B = torch.arange(lengths_B.shape[0], device=device) * capacity + lengths_B
-
-    def advance(self) -> None:
-        """One more token is in the cache: write and see one entry further."""
-        self.reach += 1
-        self._write_N += 1
-        self._see_B += 1
-        self._bias_B1QS.view(-1).index_fill_(0, self._see_B, 0.0)
+    def __init__(self, block: Tensor, write_N: Tensor, bias_B1TS: Tensor, first: int = 0) -> None:
+        self.block = block
+        self.write_N = write_N
+        self.bias_B1TS = bias_B1TS
+        self.first = first
 
     def __call__(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
         batch, heads, new, size = query_BHTD.shape
-        kv_heads = key_BKTD.shape[1]
-        keys, values = self.block[layer].unbind(0)
-        keys.view(-1, size).index_copy_(0, self._write_N, key_BKTD.reshape(-1, size))
-        values.view(-1, size).index_copy_(0, self._write_N, value_BKTD.reshape(-1, size))
-        # Query heads that share a key head become queries of that head: nothing is repeated but the bias of a prefill.
-        queries = heads // kv_heads * new
-        if new > 1 and self._bias_B1QS.shape[2] != queries:
-            self._bias_B1QS = self._bias_B1QS.repeat(1, 1, heads // kv_heads, 1)
+        kv_heads, reach = key_BKTD.shape[1], self.bias_B1TS.shape[-1]
+        keys, values = self.block[layer, 0], self.block[layer, 1]
+        keys.view(-1, size).index_copy_(0, self.write_N, key_BKTD.reshape(-1, size))
+        values.view(-1, size).index_copy_(0, self.write_N, value_BKTD.reshape(-1, size))
+        # Query heads that share a key head become queries of that head: keys and values are never repeated.
+        share = heads // kv_heads
+        rows = slice(self.first, self.first + batch)
         out = scaled_dot_product_attention(
-            query_BHTD.reshape(batch, kv_heads, queries, size),
-            keys[self.rows, :, : self.reach],
-            values[self.rows, :, : self.reach],
-            attn_mask=self._bias_B1QS[..., : self.reach],
+            query_BHTD.reshape(batch, kv_heads, share * new, size),
+            keys[rows, :, :reach],
+            values[rows, :, :reach],
+            attn_mask=self.bias_B1TS if new == 1 else self.bias_B1TS.repeat(1, 1, share, 1),
             scale=scaling,
         )
         return out.reshape(batch, heads, new, size).transpose(1, 2)
+
+
+def write_places(cache: KVCache, first: int, lengths_B: Tensor, new: int) -> Tensor:
+    """Where ``new`` tokens go after ``lengths_B`` cached ones, for ``CachedAttention``."""
+    kv_heads, device = cache.block.shape[3], cache.block.device
+    head_BK = torch.arange(first * kv_heads, (first + lengths_B.shape[0]) * kv_heads, device=device).view(-1, kv_heads)
+    place_BT = lengths_B[:, None] + torch.arange(new, device=device)
+    return (head_BK[:, :, None] * cache.capacity + place_BT[:, None]).view(-1)
+
+
+def causal_bias(cache: KVCache, lengths_B: Tensor, new: int, width: int) -> Tensor:
+    """What ``new`` tokens after ``lengths_B`` cached ones see of the first ``width`` entries, for ``CachedAttention``."""
+    device = cache.block.device
+    place_BT = lengths_B[:, None] + torch.arange(new, device=device)
+    bias_BTS = cache.block.new_zeros(*place_BT.shape, width)
+    return bias_BTS.masked_fill_(torch.arange(width, device=device) > place_BT[:, :, None], -torch.inf)[:, None]

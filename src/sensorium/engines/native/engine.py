@@ -22,7 +22,7 @@ class NativeEngine:
     ``max_rows`` responses are written at once, others wait. ``max_context`` is the longest thread, response included
     (default: what the model allows). ``keep_bytes`` bounds the keys and values, and the features, kept between turns; what
     does not fit is computed again. ``patience_s`` bounds how long a lockstep tick waits for an episode that neither asks
-    nor leaves.
+    nor leaves. ``record`` lets decoding run from recordings where they pay (see ``steps``); the bits are the same.
     """
 
     def __init__(
@@ -34,10 +34,11 @@ class NativeEngine:
         max_context: int | None = None,
         keep_bytes: int = 4 << 30,
         patience_s: float = 600.0,
+        record: bool = True,
     ) -> None:
         self.modalities = policy.modalities
         self.deterministic = lockstep
-        self._writer = Writer(policy, max_rows=max_rows, max_context=max_context, keep_bytes=keep_bytes)
+        self._writer = Writer(policy, max_rows=max_rows, max_context=max_context, keep_bytes=keep_bytes, record=record)
         self._patience_s = patience_s
         self._live = 0
         self._open: dict[str, Job] = {}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from sensorium.engines.native.cache import CachedAttention, FreshAttention, KVCache
+from sensorium.engines.native.cache import CachedAttention, FreshAttention, KVCache, causal_bias, write_places
 from sensorium.engines.native.contexts import Fill, Kept, Known, plan
 from sensorium.engines.native.rows import Job
 from sensorium.models.layout import Features
@@ -123,7 +123,8 @@ def _forward(
     attention: FreshAttention | CachedAttention
     if chunk[0].held:
         held_B = torch.tensor([fill.held for fill in chunk], device=device)
-        attention = CachedAttention(cache, first, held_B, new, max(fill.held for fill in chunk) + new)
+        bias_B1TS = causal_bias(cache, held_B, new, max(fill.held for fill in chunk) + new)
+        attention = CachedAttention(cache.block, write_places(cache, first, held_B, new), bias_B1TS, first)
     else:
         attention = FreshAttention(cache, first)
     placements = [place for row, fill in enumerate(chunk) for place in fill.placements(row, features)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sensorium.engines.native.cache import CachedAttention, KVCache
+from sensorium.engines.native.cache import KVCache, causal_bias, write_places
 from sensorium.engines.native.contexts import Known
 from sensorium.engines.native.randomness import signed64
 from sensorium.engines.native.sampler import SamplingRows
@@ -85,7 +85,10 @@ class Row:
 
 
 class Batch:
-    """The rows on the device: row i of every tensor is row i of the cache. Laid out anew when rows come or go."""
+    """The rows on the device: row i of every tensor is row i of the cache. Laid out anew when rows come or go.
+
+    A step reads and moves on these tensors in place. ``reach`` is how far the longest row has got in the cache.
+    """
 
     def __init__(self, rows: Sequence[Row], cache: KVCache, forbidden_F: Tensor, stop_S: Tensor, vocab_size: int) -> None:
         device = forbidden_F.device
@@ -94,14 +97,20 @@ class Batch:
         table.append([row.cached for row in rows])
         table.append([signed64(row.job.request.key) for row in rows])
         table.append([len(row.tokens) for row in rows])
-        self.tokens_B, self._position_B, length_B, self.keys_B, self.counts_B = torch.tensor(table, device=device).unbind(0)
-        self.positions_3B1 = self._position_B[None, :, None].expand(3, -1, 1)
-        self.attention = CachedAttention(cache, 0, length_B, 1, max(table[2]) + 1)
+        self.tokens_B, self.positions_B, lengths_B, self.keys_B, self.counts_B = torch.tensor(table, device=device).unbind(
+            0
+        )
+        self.block = cache.block
+        self.reach = max(table[2]) + 1
+        self.write_N = write_places(cache, 0, lengths_B, 1)
+        self.bias_B11S = causal_bias(cache, lengths_B, 1, cache.capacity)
+        self.see_B = torch.arange(len(rows), device=device) * cache.capacity + lengths_B
         self.sampling = SamplingRows.of([row.sampling for row in rows], forbidden_F, stop_S, vocab_size)
 
-    def advance(self, tokens_B: Tensor) -> None:
-        """The drawn tokens are the next to be fed; everything moves on by one, in place."""
-        self.tokens_B.copy_(tokens_B)
-        self._position_B += 1
-        self.counts_B += 1
-        self.attention.advance()
+    def fed(self) -> tuple[Tensor, ...]:
+        """What ``steps.feed`` takes."""
+        return self.tokens_B, self.positions_B, self.block, self.write_N, self.bias_B11S[..., : self.reach]
+
+    def drawn(self) -> tuple[Tensor, ...]:
+        """What ``steps.draw`` takes besides logits and sampling parameters."""
+        return self.keys_B, self.tokens_B, self.positions_B, self.counts_B, self.write_N, self.see_B, self.bias_B11S

@@ -5,7 +5,7 @@ summed: an integer sum is exact in any order, so the running sum never falls, a 
 it and can not be drawn, and CPU and GPU agree on where a uniform lands. What a row gets depends on that row alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,22 +58,27 @@ class SamplingRows:
             top_p_B1=column([row.top_p for row in rows], torch.float64, truncated),
         )
 
+    def parts(self) -> tuple[list[Tensor | None], Callable[[Sequence[Tensor | None]], "SamplingRows"]]:
+        """The tensors in order, and how to put them together again."""
+        return list(vars(self).values()), lambda tensors: SamplingRows(*tensors)
+
 
 def sample(logits_BV: Tensor, rows: SamplingRows, uniforms_B: Tensor) -> Drawn:
     """Draw one token per row from one uniform per row."""
+    vocab_size = int(logits_BV.shape[-1])  # a plain number also while it is being recorded
     scaled_BV = policy_logits(logits_BV, rows)
     shifted_BV = scaled_BV - scaled_BV.amax(-1, keepdim=True)
-    weights_BV = _weights(shifted_BV)
+    weights_BV = (shifted_BV.exp() * 2.0 ** _unit_bits(vocab_size)).long()  # a power of two scales exactly
     log_total_B = weights_BV.sum(-1).double().log()
     drawn_BV = weights_BV if rows.top_k_B1 is None else _truncated(weights_BV, rows)
     cumulative_BV = drawn_BV.cumsum(-1)
     total_B1 = cumulative_BV[:, -1:]
     target_B1 = torch.minimum((uniforms_B[:, None] * total_B1).long(), total_B1 - 1)
     # logits that are not finite give a log-prob that is not either; the token only has to be a valid index then
-    tokens_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True).clamp_(max=logits_BV.shape[-1] - 1)
+    tokens_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True).clamp_(max=vocab_size - 1)
     if rows.greedy_B is not None:
         tokens_B1 = torch.where(rows.greedy_B[:, None], scaled_BV.argmax(-1, keepdim=True), tokens_B1)
-    log_unit = _unit_bits(logits_BV.shape[-1]) * _LOG_2
+    log_unit = _unit_bits(vocab_size) * _LOG_2
     chosen_B = shifted_BV.gather(1, tokens_B1)[:, 0].double() + log_unit
     logprobs_B = chosen_B - log_total_B
     sampled_B = logprobs_B if rows.top_k_B1 is None else chosen_B - total_B1[:, 0].double().log()
@@ -99,11 +104,6 @@ _LOG_2 = 0.6931471805599453
 def _unit_bits(vocab_size: int) -> int:
     """The most likely token weighs 2**bits: as fine as fits when every token of the vocabulary weighs that much."""
     return min(52, 62 - vocab_size.bit_length())
-
-
-def _weights(shifted_BV: Tensor) -> Tensor:
-    """Probabilities relative to the row's largest, as integers; scaling by a power of two is exact."""
-    return (shifted_BV.exp() * 2.0 ** _unit_bits(shifted_BV.shape[-1])).long()
 
 
 def _truncated(weights_BV: Tensor, rows: SamplingRows) -> Tensor:

@@ -15,9 +15,8 @@ from sensorium.engines.native.cache import KVCache
 from sensorium.engines.native.contexts import Kept, KeptStore, context_key
 from sensorium.engines.native.features import FeatureCache, check_features
 from sensorium.engines.native.prefill import Entry, prefill
-from sensorium.engines.native.randomness import uniforms
 from sensorium.engines.native.rows import Batch, Job, Row
-from sensorium.engines.native.sampler import sample
+from sensorium.engines.native.steps import Steps
 from sensorium.engines.protocol import FinishReason, Response
 from sensorium.models.layout import Features
 from sensorium.models.policy import Policy
@@ -43,7 +42,7 @@ class WriterCounters:
 class Writer:
     """The synchronous half of the native engine: rows, their cache, and what is kept between turns."""
 
-    def __init__(self, policy: Policy, *, max_rows: int, max_context: int | None, keep_bytes: int) -> None:
+    def __init__(self, policy: Policy, *, max_rows: int, max_context: int | None, keep_bytes: int, record: bool) -> None:
         config = policy.model.config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.counters = WriterCounters()
@@ -53,6 +52,7 @@ class Writer:
         self._cache = KVCache(config.num_hidden_layers, config.num_key_value_heads, head_dim, policy.dtype, policy.device)
         self._features = FeatureCache(policy, keep_bytes)
         self._kept = KeptStore(keep_bytes)
+        self._steps = Steps(policy, record)
         self._version = policy.version
         self._stop_ids = frozenset(policy.stop_ids)
         self._stop_S = torch.tensor(policy.stop_ids, device=policy.device)
@@ -88,6 +88,7 @@ class Writer:
         """Drop everything made with other weights; no response may be open."""
         self._kept.clear()
         self._features.clear()
+        self._steps.refresh()
         self._rows.clear()
         self._batch = None
         self._version = version
@@ -190,16 +191,12 @@ class Writer:
 
     def _decode(self) -> Tensor:
         """Feed every row its last token; the logits of the next."""
-        batch = self._laid_out()
-        hidden_B1H = self._policy.language(batch.tokens_B[:, None], batch.positions_3B1, batch.attention)
         self.counters.decode_steps += 1
-        return self._policy.logits(hidden_B1H[:, -1])
+        return self._steps.feed(self._laid_out())
 
     def _draw(self, logits_BV: Tensor) -> None:
         """Draw the next token of every row, bring them to the host at once, and end the responses that end."""
-        batch = self._laid_out()
-        drawn = sample(logits_BV, batch.sampling, uniforms(batch.keys_B, batch.counts_B))
-        packed_3B = torch.stack((drawn.tokens_B.double(), drawn.logprobs_B, drawn.sampled_logprobs_B))
+        packed_3B = self._steps.draw(self._laid_out(), logits_BV)
         for row, token, logprob, sampled in zip(self._rows, *packed_3B.tolist(), strict=True):
             finish = row.take(int(token), logprob, sampled, self._policy)
             if logprob != logprob:
@@ -207,10 +204,6 @@ class Writer:
             elif finish:
                 self._finish(row, finish)
         self.counters.decoded_tokens += len(self._rows)
-        if batch.attention.reach < self._cache.capacity:
-            batch.advance(drawn.tokens_B)
-        else:
-            self._batch = None
 
     def _finish(self, row: Row, finish: FinishReason) -> None:
         segment = self._policy.written(row.tokens, row.logprobs, row.sampled_logprobs, row.job.request.name)
@@ -218,7 +211,8 @@ class Writer:
             row.job.future.set_result(Response(segment, finish))
 
     def _laid_out(self) -> Batch:
-        if self._batch is None:
+        """The rows' tensors, with room in the cache for one more token of each."""
+        if self._batch is None or self._batch.reach >= self._cache.capacity:
             self._reserve(self._rows)
             self._batch = Batch(self._rows, self._cache, self._forbidden_F, self._stop_S, self._policy.vocab_size)
         return self._batch
@@ -226,5 +220,5 @@ class Writer:
     def _reserve(self, rows: Sequence[Row]) -> None:
         """Room for the rows and the next tokens of each; a block that moved needs its batch laid out anew."""
         length = max(row.length + min(row.budget, len(row.tokens) + RESERVE_AHEAD) for row in rows)
-        if self._cache.reserve(len(rows), length):
+        if self._cache.reserve(len(rows), length + 1):
             self._batch = None
