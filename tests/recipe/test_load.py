@@ -171,6 +171,7 @@ def test_what_is_wrong_in_an_override_is_named_with_it(override: str, said: str)
     ("override", "said"),
     [
         ("model.family=qwen3vl", "unknown family 'qwen3vl'; did you mean 'qwen3_vl'?"),
+        ("model.device=gpu", "unknown device 'gpu'"),
         ("model.path=tiny:qwen3_v", "unknown family 'qwen3_v'; did you mean 'qwen3_vl'?"),
         ("model.path=package:no_such_model", "the package ships no model 'no_such_model'"),
         ("tasks.train.0.source=shape", "unknown source 'shape'; did you mean 'shapes'?"),

@@ -94,7 +94,7 @@ def test_memory_follows_what_is_trained_and_how(tmp_path: Path) -> None:
     assert "fp32 masters" not in plain
     assert "reference model" not in plain
     frozen = estimate_memory(recipe(path, model={"path": path, "freeze": ["vision"], "dtype": "bfloat16"}), shape)
-    assert frozen["gradients"] == (shape.total - shape.parameters["vision"]) * 2
+    assert frozen["gradients"] == (shape.total - shape.parameters["vision"]) * 6
     assert frozen["fp32 masters"] == (shape.total - shape.parameters["vision"]) * 4
     with_reference = estimate_memory(recipe(path, algorithm={"kl": {"coef": 0.1}}), shape)
     assert with_reference["reference model"] == plain["weights"]

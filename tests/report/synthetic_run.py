@@ -95,7 +95,7 @@ def make_run(folder: Path, steps: int = 120) -> RunDirectory:
                     "policy/entropy": 0.9 * (1.1 - rate) + random.gauss(0, 0.01),
                     "policy/grad_norm": 0.4 + abs(random.gauss(0, 0.1)),
                     "policy/clip_fraction": abs(random.gauss(0, 0.004)),
-                    "mismatch/prob_error": abs(random.gauss(0, 1e-7)),
+                    "mismatch/kl": abs(random.gauss(0, 1e-9)),
                     "groups/zero_variance": 8 + 20 * rate,
                     "episodes/length_mean": 4.0,
                     "throughput/episodes_per_s": random.gauss(180, 8),

@@ -14,6 +14,7 @@ from sensorium.vocabulary.errors import RecipeError, nearest
 Problem = tuple[str, str]
 """A dotted place in the recipe, and what is wrong there."""
 
+DEVICES = ("auto", "cpu", "cuda")
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 
 
@@ -57,6 +58,8 @@ def _model(recipe: Recipe) -> Iterator[Problem]:
     if scheme == "package" and not (ASSETS / name / "config.json").is_file():
         shipped = [path.parent.name for path in ASSETS.glob("*/config.json")]
         yield "model.path", f"the package ships no model '{name}'{nearest(name, shipped)}"
+    if model.device.split(":")[0] not in DEVICES:
+        yield "model.device", f"unknown device '{model.device}'{nearest(model.device, list(DEVICES))}"
     for i, group in enumerate(model.freeze):
         yield from _group(group, f"model.freeze.{i}")
     if set(model.freeze) >= {"vision", "projector", "language"}:

@@ -60,12 +60,12 @@ def make_plan(recipe: Recipe) -> Plan:
 
 
 def estimate_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
-    """Bytes by use, each as high as the recipe's budgets allow."""
+    """Bytes by use, each as high as the recipe's budgets allow. Below float32 gradients are summed in float32 as well."""
     size = BYTES[recipe.model.dtype]
     trainable = shape.trainable(recipe.model.freeze)
     uses = {
         "weights": shape.total * size,
-        "gradients": trainable * size,
+        "gradients": trainable * (size if size == 4 else size + 4),
         "optimizer moments": trainable * 8,
         "fp32 masters": trainable * 4 if size < 4 else 0,
         "reference model": shape.total * size if recipe.algorithm.kl.coef else 0,

@@ -46,7 +46,7 @@ class ConsoleWatcher(Watcher):
         """Open the display."""
         self._state.start(run)
         if self.lively:
-            self._live = Live(self._state, console=self.console, refresh_per_second=4)
+            self._live = Live(self._state, console=self.console, refresh_per_second=2)
             self._live.start()
         else:
             self._print(

@@ -27,7 +27,7 @@ DETAILS = {
     "policy/grad_norm": "gradient norm",
     "policy/kl_ref": "KL to the start",
     "policy/clip_fraction": "clipped share",
-    "mismatch/prob_error": "engine–learner mismatch",
+    "mismatch/kl": "KL of engine and learner",
     "groups/zero_variance": "groups without signal",
     "episodes/length_mean": "tokens an episode",
     "episodes/turns_mean": "turns an episode",
