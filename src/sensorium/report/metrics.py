@@ -9,8 +9,8 @@ from sensorium.report.run_directory import append_row, read_rows
 from sensorium.report.watcher import Metrics, Watcher
 
 FAMILIES = (
-    "reward", "accuracy", "missing", "tasks", "groups", "episodes", "policy", "value", "mismatch", "packing", "eval", "time",
-    "throughput", "memory",
+    "reward", "accuracy", "missing", "tasks", "groups", "episodes", "policy", "value", "mismatch", "packing", "eval",
+    "time", "throughput", "memory",
 )  # fmt: skip
 UNREPEATABLE = ("time/", "throughput/", "memory/")
 """Metrics that differ between equal runs."""
