@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from played import Player, make_learner, open_policy
 
-from sensorium.learner.attention import Run, TreeAttention
+from sensorium.learner.attention import Run, TreeAttention, arrange
 from sensorium.learner.packing import pack
 from sensorium.models.attention import MaskedAttention
 from sensorium.models.policy import Policy
@@ -107,39 +107,36 @@ def test_one_tower_pass_per_distinct_picture_per_update(policy: Policy) -> None:
 
 
 @st.composite
-def forests(draw: st.DrawFn) -> tuple[list[Run], list[int], list[int]]:
-    """Runs of random trees in depth-first order; the run of every token, the parent of every run (-1: none)."""
+def forests(draw: st.DrawFn) -> list[Run]:
+    """Runs of random trees, parents first."""
     runs: list[Run] = []
-    owners: list[int] = []
-    parents: list[int] = []
-    path: list[int] = []
     for _ in range(draw(st.integers(1, 8))):
-        path = path[: draw(st.integers(0, len(path)))]
-        start, length = len(owners), draw(st.integers(0, 6))
-        runs.append(Run(start, length, tuple((runs[i].start, runs[i].length) for i in path)))
-        owners += [len(runs) - 1] * length
-        parents.append(path[-1] if path else -1)
-        path = [*path, len(runs) - 1]
-    return runs, owners, parents
+        above = draw(st.sampled_from([None, *runs]))
+        runs.append(Run(draw(st.integers(0, 6)), above))
+    return runs
 
 
 @settings(deadline=None, max_examples=60)
 @given(forests(), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_tree_attention_is_attention_with_the_block_mask(forest, dtype: torch.dtype) -> None:
-    runs, owners, parents = forest
-    if not owners:
+def test_tree_attention_is_attention_with_the_block_mask(runs: list[Run], dtype: torch.dtype) -> None:
+    batches = arrange(runs)
+    count = sum(run.length for run in runs)
+    if not count:
         return
-    ancestors: list[set[int]] = []
-    for i, parent in enumerate(parents):
-        ancestors.append({i} | (ancestors[parent] if parent >= 0 else set()))
-    count = len(owners)
-    mask = torch.tensor([[j <= i and owners[j] in ancestors[owners[i]] for j in range(count)] for i in range(count)])
+    mask = torch.zeros(count, count, dtype=torch.bool)
+    for run in runs:
+        own = slice(run.start, run.start + run.length)
+        mask[own, own] = torch.ones(run.length, run.length).tril().bool()
+        above = run.above
+        while above is not None:
+            mask[own, above.start : above.start + above.length] = True
+            above = above.above
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 4, count, 8, generator=generator).to(dtype)
     key, value = torch.randn(2, 1, 2, count, 8, generator=generator).to(dtype)
     gradient = torch.randn(1, count, 4, 8, generator=generator).to(dtype)
     results = []
-    for attention in (TreeAttention(runs, count, CPU), MaskedAttention(mask[None, None])):
+    for attention in (TreeAttention(batches, CPU), MaskedAttention(mask[None, None])):
         inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
         out = attention(0, *inputs, 0.3)
         out.backward(gradient)

@@ -8,6 +8,7 @@ So sharing a prefix never costs more than repeating it, and no group need be spl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log2
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,126 +21,144 @@ PADDING_SHARE = 0.25
 FREE_CELLS = 8192
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Run:
-    """Tokens ``start … start + length`` of a flat row, unbranched, and the runs (start, length) above them, root first."""
+    """Unbranched tokens of a tree, below the run they branch off from. ``start`` is their place in the flat row."""
 
-    start: int
     length: int
-    above: tuple[tuple[int, int], ...] = ()
+    above: "Run | None"
+    prefix: int = 0
+    start: int = 0
 
-    @property
-    def prefix(self) -> int:
-        """How many tokens stand above."""
-        return sum(length for _, length in self.above)
+    def ancestors(self) -> np.ndarray:
+        """Places of all tokens above, root first."""
+        if self.above is None:
+            return np.zeros(0, dtype=np.int64)
+        own = np.arange(self.above.start, self.above.start + self.above.length)
+        return np.concatenate([self.above.ancestors(), own])
+
+
+def arrange(runs: Sequence[Run]) -> list[list[Run]]:
+    """Batch runs of like shape, so that little of a rectangle is padding, and give each its place in the flat row."""
+    batches: list[list[Run]] = []
+    needed = rows = width = above = start = 0
+    for run in runs:
+        run.prefix = 0 if run.above is None else run.above.prefix + run.above.length
+    filled = [run for run in runs if run.length]
+    for run in sorted(filled, key=lambda run: (round(4 * log2(1 + run.prefix)), run.length, run.prefix)):
+        run.start, start = start, start + run.length
+        cells = run.length * (run.prefix + run.length)
+        needed, rows, width, above = needed + cells, rows + 1, max(width, run.length), max(above, run.prefix)
+        if batches and rows * width * (above + width) <= needed * (1 + PADDING_SHARE) + FREE_CELLS:
+            batches[-1].append(run)
+        else:
+            batches.append([run])
+            needed, rows, width, above = cells, 1, run.length, run.prefix
+    return batches
+
+
+class TreeAttention:
+    """Attention of one flat row [1, T] that holds trees, their runs arranged in batches."""
+
+    def __init__(self, batches: Sequence[Sequence[Run]], device: torch.device) -> None:
+        self._rectangles = [_rectangle(runs, device) for runs in batches]
+        self._sizes = [sum(run.length for run in runs) for runs in batches]
+
+    def __call__(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
+        """Attend; [1, T, H, D]."""
+        query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query_BHTD, key_BKTD, value_BKTD))
+        parts = zip(*(x.split(self._sizes) for x in (query_THD, key_TKD, value_TKD)), self._rectangles, strict=True)
+        outs = []
+        for query_NHD, key_NKD, value_NKD, rectangle in parts:
+            query_RHQD = rectangle.lay(query_NHD)
+            key_RKSD = rectangle.lay(key_NKD, key_TKD)
+            value_RKSD = rectangle.lay(value_NKD, value_TKD)
+            out_RQHD = masked_attention(query_RHQD, key_RKSD, value_RKSD, scaling, rectangle.mask)
+            outs.append(rectangle.flatten(out_RQHD))
+        return torch.cat(outs)[None]
 
 
 @dataclass(frozen=True)
 class _Rectangle:
-    """R runs padded to Q queries and S keys. ``mask`` None: causal."""
+    """R runs padded to Q tokens of their own below P tokens of ancestors.
 
-    queries_RQ: Tensor
-    keys_RS: Tensor
+    ``own_RQ`` and ``real_N`` (None: nothing is padded) take the runs' N tokens to the rectangle and back; ``above_RP`` are
+    places in the whole row. ``mask`` [R or 1, 1, Q, P + Q]; None: causal.
+    """
+
+    rows: int
+    own_RQ: Tensor | None
+    real_N: Tensor | None
+    above_RP: Tensor | None
     mask: Tensor | None
 
+    def lay(self, own_NHD: Tensor, all_THD: Tensor | None = None) -> Tensor:
+        """[R, H, Q, D] of the runs' own tokens, or [R, H, P + Q, D] with their ancestors' before them."""
+        own_RQHD = own_NHD.unflatten(0, (self.rows, -1)) if self.own_RQ is None else _take(own_NHD, self.own_RQ)
+        if all_THD is not None and self.above_RP is not None:
+            own_RQHD = torch.cat([_take(all_THD, self.above_RP), own_RQHD], dim=1)
+        return own_RQHD.transpose(1, 2)
 
-class TreeAttention:
-    """Attention of one flat row [1, T] that holds one or more trees."""
+    def flatten(self, out_RQHD: Tensor) -> Tensor:
+        """[N, H, D] without padding."""
+        out_NHD = out_RQHD.flatten(0, 1)
+        return out_NHD if self.real_N is None else out_NHD.index_select(0, self.real_N)
 
-    def __init__(self, runs: Sequence[Run], tokens: int, device: torch.device) -> None:
-        self._rectangles = []
-        places_T = np.zeros(tokens, dtype=np.int64)
-        offset = 0
-        for several in _batches([run for run in runs if run.length]):
-            width = max(run.length for run in several)
-            self._rectangles.append(_rectangle(several, width, device))
-            for row, run in enumerate(several):
-                first = offset + row * width
-                places_T[run.start : run.start + run.length] = np.arange(first, first + run.length)
-            offset += len(several) * width
-        self._places_T = torch.from_numpy(places_T).to(device)
 
-    def __call__(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
-        """Attend; [1, T, H, D]."""
-        kinds = key_BKTD.shape[1]
-        query_THD = query_BHTD[0].transpose(0, 1)
-        both_TKD = torch.cat([key_BKTD[0], value_BKTD[0]]).transpose(0, 1)
-        outs = []
-        for part in self._rectangles:
-            query_RHQD = _take(query_THD, part.queries_RQ).transpose(1, 2)
-            both_RKSD = _take(both_TKD, part.keys_RS).transpose(1, 2)
-            key_RKSD, value_RKSD = both_RKSD[:, :kinds], both_RKSD[:, kinds:]
-            outs.append(masked_attention(query_RHQD, key_RKSD, value_RKSD, scaling, part.mask).flatten(0, 1))
-        return torch.cat(outs).index_select(0, self._places_T)[None]
+def _rectangle(runs: Sequence[Run], device: torch.device) -> _Rectangle:
+    lengths_R = np.array([run.length for run in runs])
+    width = int(lengths_R.max())
+    own_RQ = real_N = None
+    if not (lengths_R == width).all():
+        offsets_R = lengths_R.cumsum() - lengths_R
+        # Padding repeats a run's last token: as a query its result is dropped, as a key nobody before it sees it.
+        index_RQ = offsets_R[:, None] + np.minimum(np.arange(width), lengths_R[:, None] - 1)
+        own_RQ = torch.from_numpy(index_RQ).to(device)
+        real_N = torch.from_numpy(np.flatnonzero(np.arange(width) < lengths_R[:, None])).to(device)
+    prefixes_R = np.array([run.prefix for run in runs])
+    above = int(prefixes_R.max())
+    if not above:
+        return _Rectangle(len(runs), own_RQ, real_N, None, None)
+    above_RP = np.zeros((len(runs), above), dtype=np.int64)
+    known: dict[Run | None, np.ndarray] = {}
+    for row, run in enumerate(runs):
+        if run.above not in known:
+            known[run.above] = run.ancestors()
+        above_RP[row, : run.prefix] = known[run.above]
+    mask = torch.from_numpy(_mask(prefixes_R, above, width)).to(device)
+    return _Rectangle(len(runs), own_RQ, real_N, torch.from_numpy(above_RP).to(device), mask)
+
+
+def _mask(prefixes_R: np.ndarray, above: int, width: int) -> np.ndarray:
+    """What a run's tokens see: all of its ancestors, and itself causally. One row for all where prefixes are alike."""
+    if (prefixes_R == above).all():
+        prefixes_R = prefixes_R[:1]
+    steps_Q = np.arange(width)
+    mask_RQS = np.empty((len(prefixes_R), 1, width, above + width), dtype=bool)
+    mask_RQS[..., :above] = np.arange(above) < prefixes_R[:, None, None, None]
+    mask_RQS[..., above:] = steps_Q <= steps_Q[:, None]
+    return mask_RQS
 
 
 class _Gather(torch.autograd.Function):
     """Rows by index, whose gradient is summed in float32: a prefix's gradient is a sum over all that share it."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, rows_TKD: Tensor, index_N: Tensor) -> Tensor:
+    def forward(ctx: Any, rows_THD: Tensor, index_N: Tensor) -> Tensor:
         ctx.save_for_backward(index_N)
-        ctx.length = len(rows_TKD)  # type: ignore[attr-defined]
-        return rows_TKD.index_select(0, index_N)
+        ctx.length = len(rows_THD)
+        return rows_THD.index_select(0, index_N)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
-        (index_N,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        gradient_NKD = gradients[0]
-        sums_TKD = gradient_NKD.new_zeros((ctx.length, *gradient_NKD.shape[1:]), dtype=torch.float32)  # type: ignore[attr-defined]
-        return sums_TKD.index_add_(0, index_N, gradient_NKD.float()).to(gradient_NKD.dtype), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (index_N,) = ctx.saved_tensors
+        gradient_NHD = gradients[0]
+        sums_THD = gradient_NHD.new_zeros((ctx.length, *gradient_NHD.shape[1:]), dtype=torch.float32)
+        return sums_THD.index_add_(0, index_N, gradient_NHD.float()).to(gradient_NHD.dtype), None
 
 
-def _take(rows_TKD: Tensor, index_RS: Tensor) -> Tensor:
-    """[R, S, K, D] of flat rows."""
+def _take(rows_THD: Tensor, index_RS: Tensor) -> Tensor:
+    """[R, S, H, D] of flat rows."""
     flat_N = index_RS.reshape(-1)
-    taken = rows_TKD.index_select(0, flat_N) if rows_TKD.dtype == torch.float32 else _Gather.apply(rows_TKD, flat_N)
-    return taken.view(*index_RS.shape, *rows_TKD.shape[1:])
-
-
-def _batches(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs of like shape together, so that little of a rectangle is padding."""
-    batches: list[list[Run]] = []
-    needed = rows = width = above = 0
-    for run in sorted(runs, key=lambda run: (round(4 * log2(1 + run.prefix)), run.length, run.prefix)):
-        needed += run.length * (run.prefix + run.length)
-        rows, width, above = rows + 1, max(width, run.length), max(above, run.prefix)
-        if batches and rows * width * (above + width) <= needed * (1 + PADDING_SHARE) + FREE_CELLS:
-            batches[-1].append(run)
-        else:
-            batches.append([run])
-            needed, rows, width, above = run.length * (run.prefix + run.length), 1, run.length, run.prefix
-    return batches
-
-
-def _rectangle(runs: Sequence[Run], width: int, device: torch.device) -> _Rectangle:
-    lengths_R = np.array([run.length for run in runs])
-    starts_R = np.array([run.start for run in runs])
-    steps_Q = np.arange(width)
-    # Padding repeats a run's last token: as a query its result is dropped, as a key nobody before it sees it.
-    queries_RQ = starts_R[:, None] + np.minimum(steps_Q, lengths_R[:, None] - 1)
-    prefixes_R = np.array([run.prefix for run in runs])
-    above = int(prefixes_R.max())
-    if not above:
-        index_RQ = torch.from_numpy(queries_RQ).to(device)
-        return _Rectangle(index_RQ, index_RQ, None)
-    above_RP = np.zeros((len(runs), above), dtype=np.int64)
-    known: dict[tuple[tuple[int, int], ...], np.ndarray] = {(): np.zeros(0, dtype=np.int64)}
-    for row, run in enumerate(runs):
-        if run.above not in known:
-            known[run.above] = np.concatenate([np.arange(start, start + length) for start, length in run.above])
-        above_RP[row, : run.prefix] = known[run.above]
-    shown_R = np.unique(prefixes_R) if (prefixes_R == above).all() else prefixes_R
-    seen_R1P = np.arange(above) < shown_R[:, None, None]
-    mask_RQS = np.concatenate(
-        [
-            np.broadcast_to(seen_R1P, (len(shown_R), width, above)),
-            np.broadcast_to(steps_Q <= steps_Q[:, None], (len(shown_R), width, width)),
-        ],
-        axis=2,
-    )
-    return _Rectangle(
-        torch.from_numpy(queries_RQ).to(device),
-        torch.from_numpy(np.concatenate([above_RP, queries_RQ], axis=1)).to(device),
-        torch.from_numpy(mask_RQS)[:, None].to(device),
-    )
+    taken = rows_THD.index_select(0, flat_N) if rows_THD.dtype == torch.float32 else _Gather.apply(rows_THD, flat_N)
+    return taken.unflatten(0, index_RS.shape)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sensorium.learner.packing import MicroBatch, Packing
+from sensorium.learner.packing import MicroBatch, Packing, media_of
 from sensorium.models.layout import Features, Placement
 from sensorium.models.policy import Policy
 from sensorium.vocabulary.content import Media
@@ -23,13 +23,18 @@ FORBIDDEN = -1e30
 
 
 class UpdateFeatures:
-    """Features of an update's media: one tower pass, leaves for the micro-batches to pour gradients into, one backward."""
+    """Features of an update's media: one tower pass, leaves for the micro-batches to pour gradients into, one backward.
 
-    def __init__(self, policy: Policy, media: Sequence[Media]) -> None:
-        self._made = policy.encode(media)
+    Media that only ``idle`` ones show get a pass of their own, without a graph.
+    """
+
+    def __init__(self, policy: Policy, microbatches: Sequence[MicroBatch], idle: Sequence[MicroBatch] = ()) -> None:
         self._roots: list[Tensor] = []
         self._leaves: list[Tensor] = []
-        self._features = {item: self._cut_off(features) for item, features in self._made.items()}
+        learning = policy.encode(media_of(microbatches))
+        self._features = {item: self._cut_off(features) for item, features in learning.items()}
+        with torch.no_grad():
+            self._features |= policy.encode(item for item in media_of(idle) if item not in learning)
 
     def __getitem__(self, media: Media) -> Features:
         return self._features[media]
@@ -73,7 +78,7 @@ class Scorer:
     @torch.no_grad()
     def logprobs(self, packing: Packing) -> Tensor:
         """Log-probs [N] of all sampled tokens of a packing, in canonical order, without gradient."""
-        features = UpdateFeatures(self.policy, packing.media)
+        features = UpdateFeatures(self.policy, packing.microbatches)
         logprobs_N = torch.zeros(packing.trained, device=self.policy.device)
         for microbatch in packing.microbatches:
             logprobs_N[microbatch.places_M] = self.score(microbatch, features)[0]

@@ -64,7 +64,10 @@ class Optimizer:
                 parameter.grad = None
 
     def grad_norm(self) -> Tensor:
-        """The norm of all gradients together."""
+        """The norm of all gradients together. A parameter without gradient has gradient zero: its moments still count."""
+        for master in self._masters.values():
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
         return torch.nn.utils.get_total_norm(self._gradients())
 
     def not_finite(self) -> list[str]:

@@ -1,25 +1,25 @@
 """From groups to micro-batches: trees of segments laid out flat, several to a row, at most so many tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sensorium.learner.attention import Run, TreeAttention
-from sensorium.learner.sample import Groups
-from sensorium.learner.tree import Node, Part, grow, split
-from sensorium.models.layout import Layout, Slot
+from sensorium.learner.attention import Run, TreeAttention, arrange
+from sensorium.learner.sample import Groups, Sample
+from sensorium.learner.tree import LayOut, Node, Part, grow, split
+from sensorium.models.layout import Slot
 from sensorium.vocabulary.content import Media
-from sensorium.vocabulary.episode import Segment
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """One flat row of T tokens, of which M are predicted: token ``targets_M`` from the state at ``states_M``.
 
-    ``places_M`` are the predicted tokens' places among the update's sampled tokens; ``slots`` take features.
+    ``places_M`` are the predicted tokens' places among the update's sampled tokens; ``slots`` take features. ``silent``:
+    no token in it has an advantage.
     """
 
     ids_T: Tensor
@@ -29,6 +29,7 @@ class MicroBatch:
     states_M: Tensor
     targets_M: Tensor
     places_M: Tensor
+    silent: bool
 
     def __len__(self) -> int:
         return len(self.ids_T)
@@ -39,7 +40,6 @@ class Packing:
     """The micro-batches of an update. ``splits``: how often a group was cut because it did not fit one."""
 
     microbatches: tuple[MicroBatch, ...]
-    media: tuple[Media, ...]
     trained: int
     splits: int
 
@@ -49,22 +49,35 @@ class Packing:
         return sum(len(microbatch) for microbatch in self.microbatches)
 
 
-def pack(groups: Groups, layout: Callable[[Segment], Layout], limit: int, device: torch.device) -> Packing:
-    """Pack groups in order into micro-batches of at most ``limit`` tokens; every sampled token is trained once."""
-    parts: list[Part] = []
+def pack(groups: Groups, lay_out: LayOut, limit: int, device: torch.device) -> Packing:
+    """Pack groups in order into micro-batches of at most ``limit`` tokens; every sampled token is trained once.
+
+    Groups without any advantage go into micro-batches of their own, after the others: they may need no backward.
+    """
+    parts: dict[bool, list[Part]] = {False: [], True: []}
     splits = first = 0
     for group in groups:
-        of_group = split(grow(group, first, layout), limit)
+        of_group = split(grow(group, first, lay_out), limit)
         splits += max(0, len(of_group) - 1)
-        parts += of_group
+        parts[_silent(group)] += of_group
         first += sum(sample.episode.sampled_tokens for sample in group)
-    microbatches = tuple(_lay_out(several, device) for several in _fill(parts, limit))
-    assert sum(map(len, microbatches)) == sum(part.tokens for part in parts), "parts are as large as they said"
-    trained = sum(len(microbatch.places_M) for microbatch in microbatches)
-    places = torch.cat([microbatch.places_M for microbatch in microbatches]) if microbatches else torch.zeros(0)
-    assert trained == first == len(places.unique()), f"{first} tokens were sampled, {trained} would be trained"
-    media = dict.fromkeys(slot.media for microbatch in microbatches for slot in microbatch.slots)
-    return Packing(microbatches, tuple(media), trained, splits)
+    microbatches = tuple(
+        _lay_out(several, device, silent) for silent, of_kind in parts.items() for several in _fill(of_kind, limit)
+    )
+    packing = Packing(microbatches, sum(len(microbatch.places_M) for microbatch in microbatches), splits)
+    places = np.concatenate([microbatch.places_M.cpu().numpy() for microbatch in microbatches])
+    assert packing.trained == first == len(np.unique(places)), f"{first} tokens sampled, {packing.trained} trained"
+    assert packing.tokens == sum(part.tokens for of_kind in parts.values() for part in of_kind)
+    return packing
+
+
+def media_of(microbatches: Sequence[MicroBatch]) -> list[Media]:
+    """The distinct media shown, in order of appearance."""
+    return list(dict.fromkeys(slot.media for microbatch in microbatches for slot in microbatch.slots))
+
+
+def _silent(group: Sequence[Sample]) -> bool:
+    return not any(bool(advantages.any()) for sample in group for advantages in sample.advantages)
 
 
 def _fill(parts: Sequence[Part], limit: int) -> list[list[Part]]:
@@ -82,57 +95,66 @@ def _fill(parts: Sequence[Part], limit: int) -> list[list[Part]]:
 
 @dataclass
 class _Laid:
-    """A node's place in the row: its run, the runs above, and the last token of the path."""
+    """A node's place: ``offset`` in its run, ``count`` tokens computed, and the node whose last token comes before it."""
 
-    start: int
-    end: int
-    above: tuple[tuple[int, int], ...]
-    last: int
+    run: Run
+    offset: int
+    count: int
+    before: Node | None
 
 
-def _lay_out(parts: Sequence[Part], device: torch.device) -> MicroBatch:
-    ids: list[Tensor] = []
-    positions: list[Tensor] = []
+def _lay_out(parts: Sequence[Part], device: torch.device, silent: bool) -> MicroBatch:
+    laid: dict[tuple[int, Node], _Laid] = {}
+    runs: list[Run] = []
+    for i, part in enumerate(parts):
+        runs += _runs(part, i, laid)
+    batches = arrange(runs)
+    total = sum(run.length for run in runs)
+    ids_T = np.empty(total, dtype=np.int64)
+    positions_3T = np.empty((3, total), dtype=np.int64)
     slots: list[Slot] = []
     states: list[np.ndarray] = []
-    targets: list[Tensor] = []
-    places: list[np.ndarray] = []
-    runs: list[Run] = []
-    end = 0
-    for part in parts:
-        heirs: dict[Node, int] = dict.fromkeys(part.nodes, 0)
-        for node in part.nodes:
-            if node.parent is not None:
-                heirs[node.parent] += 1
-        laid: dict[Node, _Laid] = {}
-        for node in part.nodes:
-            count = len(node.layout) - (0 if heirs[node] else 1)
-            start, end = end, end + count
-            place = laid[node] = _Laid(start, end, (), end - 1)
-            if node.parent is not None:
-                parent = laid[node.parent]
-                if heirs[node.parent] == 1:
-                    place.start, place.above = parent.start, parent.above
-                else:
-                    place.above = (*parent.above, (parent.start, parent.end - parent.start))
-                place.last = end - 1 if count else parent.last
-            if heirs[node] != 1:
-                runs.append(Run(place.start, end - place.start, place.above))
-            ids.append(node.layout.ids_T[:count])
-            positions.append(node.layout.positions_3T[:, :count] + node.position)
-            slots += [Slot(start + slot.start, slot.count, slot.media) for slot in node.layout.slots]
-            if node in part.trained:
-                assert node.parent is not None, "what the model wrote follows something"
-                length = len(node.layout)
-                states.append(np.concatenate([[laid[node.parent].last], np.arange(start, start + length - 1)]))
-                targets.append(node.layout.ids_T)
-                places.append(np.arange(node.first, node.first + length))
+    trained: list[Node] = []
+    for (i, node), place in laid.items():
+        start = place.run.start + place.offset
+        ids_T[start : start + place.count] = node.ids_T[: place.count]
+        positions_3T[:, start : start + place.count] = node.positions[..., : place.count]
+        slots += [Slot(start + slot.start, slot.count, slot.media) for slot in node.slots]
+        if node in parts[i].trained:
+            assert place.before is not None, "what the model wrote follows something"
+            before = laid[i, place.before]
+            last = before.run.start + before.offset + before.count - 1
+            states += [np.array([last]), np.arange(start, start + len(node.ids_T) - 1)]
+            trained.append(node)
+    places = [np.arange(node.first, node.first + len(node.ids_T)) for node in trained]
     return MicroBatch(
-        ids_T=torch.cat(ids).to(device),
-        positions_3T=torch.cat(positions, dim=1).to(device),
-        attention=TreeAttention(runs, end, device),
+        ids_T=torch.from_numpy(ids_T).to(device),
+        positions_3T=torch.from_numpy(positions_3T).to(device),
+        attention=TreeAttention(batches, device),
         slots=tuple(slots),
         states_M=torch.from_numpy(np.concatenate(states)).to(device),
-        targets_M=torch.cat(targets).to(device),
+        targets_M=torch.from_numpy(np.concatenate([node.ids_T for node in trained])).to(device),
         places_M=torch.from_numpy(np.concatenate(places)).to(device),
+        silent=silent,
     )
+
+
+def _runs(part: Part, index: int, laid: dict[tuple[int, Node], _Laid]) -> list[Run]:
+    """Join the nodes of a part into unbranched runs and note where each node stands in its run."""
+    heirs: dict[Node, int] = dict.fromkeys(part.nodes, 0)
+    for node in part.nodes:
+        if node.parent is not None:
+            heirs[node.parent] += 1
+    runs: list[Run] = []
+    for node in part.nodes:
+        above = None if node.parent is None else laid[index, node.parent]
+        if node.parent is not None and above is not None and heirs[node.parent] == 1:
+            run = above.run
+        else:
+            run = Run(0, None if above is None else above.run)
+            runs.append(run)
+        count = len(node.ids_T) - (0 if heirs[node] else 1)
+        before = node.parent if above is None or above.count else above.before
+        laid[index, node] = _Laid(run, run.length, count, before)
+        run.length += count
+    return runs

@@ -7,19 +7,26 @@ at the place where it was generated; nodes that no trained token needs are left 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from sensorium.learner.sample import Sample
-from sensorium.models.layout import Layout
+from sensorium.models.layout import Layout, Slot
 from sensorium.vocabulary.episode import Segment
+
+LayOut = Callable[[Segment], Layout]
 
 
 @dataclass(eq=False)
 class Node:
-    """A segment after its ancestors. ``position`` is where its first token stands; ``first`` is the place of its first
-    token among the update's sampled tokens, or -1 where it is context."""
+    """A segment, expanded, after its ancestors. ``positions`` [3, T] or [T] continue from theirs, up to ``end``.
 
-    segment: Segment
-    layout: Layout
-    position: int
+    ``first`` is the place of its first token among the update's sampled tokens, or -1 where it is context.
+    """
+
+    ids_T: np.ndarray
+    positions: np.ndarray
+    end: int
+    slots: tuple[Slot, ...]
     parent: "Node | None"
     first: int = -1
     children: dict[str, "Node"] = field(default_factory=dict)
@@ -27,14 +34,17 @@ class Node:
 
 @dataclass(frozen=True)
 class Part:
-    """Nodes of a tree that are computed together, parents before children, and which of them are trained here."""
+    """Nodes of a tree that are computed together, depth first, and which of them are trained here.
+
+    ``tokens``: how many are computed; nobody reads what follows a leaf's last token, so that one is not.
+    """
 
     nodes: tuple[Node, ...]
     trained: frozenset[Node]
     tokens: int
 
 
-def grow(samples: Sequence[Sample], first: int, layout: Callable[[Segment], Layout]) -> list[Node]:
+def grow(samples: Sequence[Sample], first: int, lay_out: LayOut) -> list[Node]:
     """The roots of a group's tree; the sampled tokens are numbered from ``first`` on, in order of episodes and turns."""
     roots: dict[str, Node] = {}
     for sample in samples:
@@ -46,24 +56,34 @@ def grow(samples: Sequence[Sample], first: int, layout: Callable[[Segment], Layo
             assert thread.home[turn.segment], f"{episode.id}: turn {turn.index} is not at home where it says"
             if not turn.response.tokens:
                 continue
-            node = _walk(roots, thread.segments[: turn.segment + 1], layout)
+            node = _walk(roots, thread.segments[: turn.segment + 1], lay_out)
             assert node.first < 0, f"{episode.id}: turn {turn.index} is trained twice"
             node.first = first
             first += len(turn.response.tokens)
     return list(roots.values())
 
 
-def _walk(roots: dict[str, Node], segments: Sequence[Segment], layout: Callable[[Segment], Layout]) -> Node:
+def _walk(roots: dict[str, Node], segments: Sequence[Segment], lay_out: LayOut) -> Node:
     parent: Node | None = None
     children = roots
-    position = 0
     for segment in segments:
         node = children.get(segment.key)
         if node is None:
-            node = children[segment.key] = Node(segment, layout(segment), position, parent)
-        parent, children, position = node, node.children, node.position + node.layout.advance
+            node = children[segment.key] = _node(segment, parent, lay_out)
+        parent, children = node, node.children
     assert parent is not None, "a thread has segments"
     return parent
+
+
+def _node(segment: Segment, parent: Node | None, lay_out: LayOut) -> Node:
+    start = 0 if parent is None else parent.end
+    if segment.author == "model":  # text, one position a token: no need to lay it out
+        assert not segment.media, "a model writes no media"
+        end = start + len(segment.tokens)
+        return Node(np.array(segment.tokens, dtype=np.int64), np.arange(start, end), end, (), parent)
+    layout = lay_out(segment)
+    positions_3T = layout.positions_3T.numpy() + start
+    return Node(layout.ids_T.numpy(), positions_3T, start + layout.advance, layout.slots, parent)
 
 
 def split(roots: Sequence[Node], limit: int) -> list[Part]:
@@ -76,11 +96,10 @@ def split(roots: Sequence[Node], limit: int) -> list[Part]:
     current: dict[Node, None] = {}
     size = 0
     for path in _branches(roots):
-        # Nobody reads what follows a leaf's last token: it is not computed.
-        added = sum(len(node.layout) for node in path if node not in current) - 1
+        added = sum(len(node.ids_T) for node in path if node not in current) - 1
         if current and size + added > limit:
             parts.append(_close(current, done, size))
-            current, size, added = {}, 0, sum(len(node.layout) for node in path) - 1
+            current, size, added = {}, 0, sum(len(node.ids_T) for node in path) - 1
         current.update(dict.fromkeys(path))
         size += added
     if current:

@@ -6,6 +6,7 @@ in canonical order. So neither depends on how the update was packed.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from math import isfinite
 
 import torch
@@ -31,6 +32,18 @@ class Objective:
     loss: LossFunction
     algorithm: AlgorithmSection
     supervised: bool = False
+
+    def idles(self, microbatch: MicroBatch) -> bool:
+        """True if a micro-batch has no gradient: none of its tokens has an advantage, and nothing else pulls at them."""
+        return microbatch.silent and self._vanishes and not self.kl_coef and not self.entropy_coef
+
+    @cached_property
+    def _vanishes(self) -> bool:
+        """Whether a token without advantage has no gradient, asked of the loss itself."""
+        logprobs_N = torch.linspace(-4, 0, 17, requires_grad=True)
+        zeros_N = torch.zeros(17)
+        loss_N = self.loss(Tokens(logprobs_N, logprobs_N.detach().flip(0), zeros_N, zeros_N.long())).loss_N
+        return not torch.autograd.grad(loss_N.sum(), logprobs_N)[0].any()
 
     @property
     def kl_coef(self) -> float:
@@ -82,10 +95,16 @@ def update(scorer: Scorer, optimizer: Optimizer, batch: UpdateBatch, objective: 
     """Run one update; raises NonFiniteUpdate with the weights as they were."""
     pass_ = _Pass(scorer, batch, objective)
     try:
-        features = UpdateFeatures(scorer.policy, batch.packing.media)
-        for microbatch in batch.packing.microbatches:
-            pass_.run(microbatch, features)
+        microbatches = batch.packing.microbatches
+        learning = [microbatch for microbatch in microbatches if not objective.idles(microbatch)]
+        idle = [microbatch for microbatch in microbatches if objective.idles(microbatch)]
+        features = UpdateFeatures(scorer.policy, learning, idle)
+        for microbatch in learning:
+            pass_.run(microbatch, features).backward()
             optimizer.gather()
+        with torch.no_grad():
+            for microbatch in idle:
+                pass_.run(microbatch, features)
         features.backward()
         optimizer.gather()
         norm = optimizer.grad_norm()
@@ -101,7 +120,7 @@ def update(scorer: Scorer, optimizer: Optimizer, batch: UpdateBatch, objective: 
 
 
 class _Pass:
-    """Forward and backward over micro-batches, filling whole-update vectors."""
+    """Forward over micro-batches, filling whole-update vectors."""
 
     def __init__(self, scorer: Scorer, batch: UpdateBatch, objective: Objective) -> None:
         self.scorer, self.batch, self.objective = scorer, batch, objective
@@ -113,8 +132,8 @@ class _Pass:
         ).unbind()
         self.clipped_N = torch.zeros_like(self.losses_N, dtype=torch.bool)
 
-    def run(self, microbatch: MicroBatch, features: UpdateFeatures) -> None:
-        """One micro-batch, forward and backward."""
+    def run(self, microbatch: MicroBatch, features: UpdateFeatures) -> Tensor:
+        """One micro-batch forward; returns its share of the loss."""
         batch, objective, places_M = self.batch, self.objective, microbatch.places_M
         logprobs_M, entropies_M = self.scorer.score(microbatch, features)
         known = Tokens(
@@ -130,11 +149,11 @@ class _Pass:
             loss_M = loss_M + objective.kl_coef * kl.penalty(logprobs_M, batch.reference_N[places_M], estimator)
         if objective.entropy_coef:
             loss_M = loss_M - objective.entropy_coef * entropies_M
-        (loss_M * self.weights_N[places_M]).sum().backward()
         self.logprobs_N[places_M] = logprobs_M.detach()
         self.entropies_N[places_M] = entropies_M.detach()
         self.losses_N[places_M] = loss_M.detach()
         self.clipped_N[places_M] = out.clipped_N
+        return (loss_M * self.weights_N[places_M]).sum()
 
     def measured(self, norm: Tensor) -> Measured:
         """What was seen, once all micro-batches have run."""
