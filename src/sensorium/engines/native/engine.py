@@ -30,7 +30,7 @@ class NativeEngine:
         policy: Policy,
         *,
         lockstep: bool = True,
-        max_rows: int = 256,
+        max_rows: int = 512,
         max_context: int | None = None,
         keep_bytes: int = 4 << 30,
         patience_s: float = 600.0,

@@ -69,9 +69,7 @@ def sample(logits_BV: Tensor, rows: SamplingRows, uniforms_B: Tensor) -> Drawn:
     scaled_BV = policy_logits(logits_BV, rows)
     shifted_BV = scaled_BV - scaled_BV.amax(-1, keepdim=True)
     weights_BV = (shifted_BV.exp() * 2.0 ** _unit_bits(vocab_size)).long()  # a power of two scales exactly
-    log_total_B = weights_BV.sum(-1).double().log()
-    drawn_BV = weights_BV if rows.top_k_B1 is None else _truncated(weights_BV, rows)
-    cumulative_BV = drawn_BV.cumsum(-1)
+    cumulative_BV = (weights_BV if rows.top_k_B1 is None else _truncated(weights_BV, rows)).cumsum(-1)
     total_B1 = cumulative_BV[:, -1:]
     target_B1 = torch.minimum((uniforms_B[:, None] * total_B1).long(), total_B1 - 1)
     # logits that are not finite give a log-prob that is not either; the token only has to be a valid index then
@@ -80,8 +78,9 @@ def sample(logits_BV: Tensor, rows: SamplingRows, uniforms_B: Tensor) -> Drawn:
         tokens_B1 = torch.where(rows.greedy_B[:, None], scaled_BV.argmax(-1, keepdim=True), tokens_B1)
     log_unit = _unit_bits(vocab_size) * _LOG_2
     chosen_B = shifted_BV.gather(1, tokens_B1)[:, 0].double() + log_unit
-    logprobs_B = chosen_B - log_total_B
-    sampled_B = logprobs_B if rows.top_k_B1 is None else chosen_B - total_B1[:, 0].double().log()
+    sampled_B = logprobs_B = chosen_B - total_B1[:, 0].double().log()
+    if rows.top_k_B1 is not None:
+        logprobs_B = chosen_B - weights_BV.sum(-1).double().log()
     if rows.greedy_B is not None:
         sampled_B = sampled_B.masked_fill(rows.greedy_B, 0.0)
     return Drawn(tokens_B1[:, 0], logprobs_B, sampled_B)

@@ -58,6 +58,7 @@ class Writer:
         self._stop_S = torch.tensor(policy.stop_ids, device=policy.device)
         self._forbidden_F = torch.tensor(policy.forbidden_ids, dtype=torch.int64, device=policy.device)
         self._rows: list[Row] = []
+        self._jobs: dict[str, Job] = {}  # of the rows, by thread
         self._batch: Batch | None = None
 
     @torch.no_grad()
@@ -71,6 +72,7 @@ class Writer:
             joined, first_NV = self._admit(waiting[:room])
             if joined:
                 self._rows += joined
+                self._jobs |= {row.job.request.thread: row.job for row in joined}
                 self._batch = None
                 logits.append(first_NV)
         if self._rows:
@@ -80,9 +82,8 @@ class Writer:
     def release(self, thread: str) -> None:
         """Forget the keys and values of a thread, or do not set them aside when its response ends."""
         self._kept.pop(thread)
-        for row in self._rows:
-            if row.job.request.thread == thread:
-                row.job.keep = False
+        if thread in self._jobs:
+            self._jobs[thread].keep = False
 
     def forget(self, version: int) -> None:
         """Drop everything made with other weights; no response may be open."""
@@ -90,6 +91,7 @@ class Writer:
         self._features.clear()
         self._steps.refresh()
         self._rows.clear()
+        self._jobs.clear()
         self._batch = None
         self._version = version
 
@@ -118,6 +120,7 @@ class Writer:
     def _set_aside(self, i: int) -> None:
         row = self._rows[i]
         future = row.job.future
+        self._jobs.pop(row.job.request.thread, None)
         if row.job.keep and not future.cancelled() and future.exception() is None:
             known = row.known_after(future.result().segment.key)
             self._kept.put(row.job.request.thread, Kept(known, row.cached, self._cache.take(i, row.cached)))
