@@ -61,13 +61,9 @@ def find_recipe(path: str | Path) -> Path:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Recipes that come along, by name: of the source tree, or of the installed package."""
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package / "assets" / "recipes", package.parents[1] / "recipes"):
-        found = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
-        if found:
-            return found
-    return {}
+    """Recipes that come with the package, by name."""
+    folder = Path(__file__).resolve().parents[1] / "assets" / "recipes"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def _apply(override: str, data: dict[str, Any], origins: dict[Place, str]) -> None:

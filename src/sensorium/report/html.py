@@ -93,7 +93,7 @@ def _head(
 
 def _tiles(rows: Sequence[Mapping[str, Any]], summaries: Sequence[Mapping[str, Any]]) -> str:
     tiles = []
-    for first, last in [(found[0], found[-1]) for found in _by_name(summaries)[:1]]:
+    for first, last in [(found[0], found[-1]) for found in _widest_first(summaries)[:1]]:
         if last.get("accuracy") is not None:
             was = "" if first is last else f"from {share(first.get('accuracy'))}"
             interval = f"95 % interval {interval_text(last)}" if last.get("interval") else ""
@@ -176,7 +176,7 @@ def _warm_loss(rows: Sequence[Mapping[str, Any]]) -> Series:
 def _before_after(summaries: Sequence[Mapping[str, Any]]) -> str:
     """Accuracy first and last, by evaluation and by category, as a table with bars."""
     rows = []
-    for i, (first, *_, last) in enumerate(found for found in _by_name(summaries) if len(found) > 1):
+    for i, (first, *_, last) in enumerate(found for found in _widest_first(summaries) if len(found) > 1):
         rows.append(_compared_row(str(last["name"]), first, last, "whole"))
         for name, category in last.get("categories", {}).items() if i == 0 else ():
             rows.append(_compared_row(name, first.get("categories", {}).get(name, {}), category, "part"))
@@ -191,10 +191,9 @@ def _compared_row(name: str, was: Mapping[str, Any], now: Mapping[str, Any], kin
     old, new = was.get("accuracy"), now.get("accuracy")
     change = "–" if old is None or new is None else f"{100 * (new - old):+.1f}"
     trend = "" if old is None or new is None or abs(new - old) < 0.02 else ("up" if new > old else "down")
-    count = now.get("tasks", now.get("episodes", ""))
     return (
         f'<tr class="{kind}"><th scope="row">{escape(name)}</th><td>{_bar(was)}</td><td>{_bar(now)}</td>'
-        f'<td class="change {trend}">{change}</td><td class="n">{count}</td></tr>'
+        f'<td class="change {trend}">{change}</td><td class="n">{_size(now)}</td></tr>'
     )
 
 
@@ -245,6 +244,15 @@ def _by_name(summaries: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, A
         found.setdefault(summary["name"], []).append(summary)
     known = ["eval", "sampled", "greedy"]
     return sorted(found.values(), key=lambda of: (-len(of), known.index(of[0]["name"]) if of[0]["name"] in known else 9))
+
+
+def _widest_first(summaries: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """The same, the evaluation of most tasks first: it has the say."""
+    return sorted(_by_name(summaries), key=lambda of: -_size(of[-1]))
+
+
+def _size(part: Mapping[str, Any]) -> int:
+    return int(part.get("tasks", part.get("episodes", 0)))
 
 
 def _tail(values: Sequence[float]) -> float:
