@@ -62,14 +62,14 @@ class LengthModulo:
         return (Score("length", float(len(episode.response) % 7)),)
 
 
-def recipe_for(work: Workload, model: Path, run_dir: Path, **changes: Any) -> Recipe:
+def recipe_for(work: Workload, path: Path, run_dir: Path, **changes: Any) -> Recipe:
     """Our side of a workload: no early stop, one update a step, nothing logged but metrics."""
     return Recipe.model_validate(
         {
             "name": "bench",
             "steps": 10**6,
             "run_dir": run_dir,
-            "model": {"path": str(model)} | changes.pop("model", {}),
+            "model": {"path": str(path)} | changes.pop("model", {}),
             "tasks": {"train": [{"source": "workload:NoisePictures", "options": {"pixels": work.pixels}}]},
             "batch": {"prompts_per_step": work.prompts, "group_size": work.group} | changes.pop("batch", {}),
             "rollout": {"max_new_tokens": work.new_tokens, "ignore_stop_tokens": True},
