@@ -71,14 +71,14 @@ class Bench:
         return found, scale
 
 
-def make_bench(family: str, folder: Path, **overrides: Any) -> Bench:
+def make_bench(family: str, folder: Path, device: str = "cpu", dtype: str = "float32") -> Bench:
     """A tiny checkpoint of a family, loaded both ways."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    make_tiny(family, folder, seed=1, initializer_range=0.15, **overrides)
+    make_tiny(family, folder, seed=1, initializer_range=0.15)
     loader = AutoModelForImageTextToText if family.endswith("vl") else AutoModelForCausalLM
-    policy = load_policy(str(folder), store=MediaStore(), device="cpu")
-    return Bench(policy, loader.from_pretrained(folder, attn_implementation="sdpa").eval())
+    policy = load_policy(str(folder), store=MediaStore(), device=device, dtype=dtype)
+    return Bench(policy, loader.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval())
 
 
 @pytest.fixture(scope="session", autouse=True)
