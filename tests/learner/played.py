@@ -20,8 +20,8 @@ from sensorium.vocabulary import Episode, Media, Segment, Status, Thread, Turn, 
 Groups = list[list[Sample]]
 
 
-def open_policy(folder: Path, dtype: str = "float32", store: MediaStore | None = None) -> Policy:
-    return load_policy(str(folder), store=store or MediaStore(), dtype=dtype, device="cpu")
+def open_policy(folder: Path, dtype: str = "float32", store: MediaStore | None = None, device: str = "cpu") -> Policy:
+    return load_policy(str(folder), store=store or MediaStore(), dtype=dtype, device=device)
 
 
 def make_learner(policy: Policy, **given: Any) -> Learner:

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from played import Groups, Player, distribution, make_learner, open_policy, stock_model, stock_rows
 from torch import Tensor
 
 from sensorium.learner import forward
 from sensorium.learner.learner import Learner, Sample
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.schema import AlgorithmSection, BatchSection, KLSection, LossSection, OptimizerSection
+
+from .played import Groups, Player, distribution, make_learner, open_policy, stock_model, stock_rows
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl"]
 GRADIENT_TOLERANCE = 1e-5

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from played import Player, make_learner, open_policy
 
 from sensorium.learner.optimizer import rate_share
 from sensorium.recipe.schema import AlgorithmSection, KLSection, LossSection, OptimizerSection
 from sensorium.vocabulary.errors import CheckpointError, RecipeError
+
+from .played import Player, make_learner, open_policy
 
 
 def test_schedules() -> None:

@@ -7,13 +7,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from played import Player, make_learner, open_policy
 
 from sensorium.learner.attention import Run, TreeAttention, arrange
 from sensorium.learner.packing import pack
 from sensorium.models.attention import MaskedAttention
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import BatchSection
+
+from .played import Player, make_learner, open_policy
 
 CPU = torch.device("cpu")
 

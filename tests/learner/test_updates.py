@@ -2,15 +2,18 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from played import Groups, Player, make_learner, open_policy
 from torch import Tensor
 
 from sensorium.learner.learner import Sample
+from sensorium.learner.update import Objective
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import AlgorithmSection, BatchSection, KLSection, LossSection, OptimizerSection
-from sensorium.vocabulary.errors import NonFiniteUpdate
+from sensorium.vocabulary.errors import ModelError, NonFiniteUpdate
+
+from .played import Groups, Player, make_learner, open_policy
 
 FULL = AlgorithmSection(
     loss=LossSection(
@@ -56,8 +59,8 @@ def test_metrics_do_not_depend_on_packing(checkpoints: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_run_repeats_bit_for_bit(threads: int, checkpoints: dict[str, Path]) -> None:
-    rows, final = run(checkpoints, 100, threads)
-    again, repeated = run(checkpoints, 100, threads)
+    rows, final = run(checkpoints, 100, threads, steps=1)
+    again, repeated = run(checkpoints, 100, threads, steps=1)
     assert rows == again
     assert all(torch.equal(final[name], repeated[name]) for name in final)
 
@@ -137,6 +140,81 @@ def test_a_non_finite_update_stops_before_the_weights_move(what: str, checkpoint
     for name, one in learner.state_dict()["optimizer"]["moments"].items():
         assert all(torch.equal(value, moments[name][key]) for key, value in one.items())
     assert all(p.grad is None for p in policy.model.parameters())
+
+
+def test_a_step_that_stopped_at_a_later_update_is_gone_on_with_exactly(checkpoints: dict[str, Path]) -> None:
+    policy = open_policy(checkpoints["qwen2_5_vl"])
+    groups = play(policy)
+    last = groups[-1][0]
+    bad = [*groups[:-1], [Sample(last.episode, tuple(a * float("inf") for a in last.advantages)), *groups[-1][1:]]]
+    batch = BatchSection(updates_per_epoch=2)
+    learner = make_learner(policy, batch=batch)
+    with pytest.raises(NonFiniteUpdate, match="update 2 of 2"):
+        learner.step(bad)
+    assert policy.version == 1
+    replayed = make_learner(policy, batch=batch)
+    replayed.load_state_dict(learner.state_dict())
+    with pytest.raises(NonFiniteUpdate, match="update 2 of 2"):
+        replayed.step(bad)
+    assert policy.version == 1
+    replayed.step(groups)
+
+    whole = open_policy(checkpoints["qwen2_5_vl"], store=policy.store)
+    make_learner(whole, batch=batch).step(groups)
+    for (name, found), (_, expected) in zip(policy.model.named_parameters(), whole.model.named_parameters(), strict=True):
+        assert torch.equal(found, expected), name
+
+
+def test_groups_without_advantages_are_measured_but_need_no_backward(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    for skip in (True, False):
+        policy = open_policy(checkpoints["qwen2_5_vl"])
+        player = Player(policy)
+        loud, quiet = player.conversation(), player.windowed()
+        quiet = [Sample(s.episode, tuple(torch.zeros_like(a) for a in s.advantages)) for s in quiet]
+        learner = make_learner(policy)
+        with monkeypatch.context() as patch:
+            if not skip:
+                patch.setattr(Objective, "idles", lambda self, microbatch: False)
+            graphs = []
+            score = learner._scorer.score
+            patch.setattr(
+                learner._scorer,
+                "score",
+                lambda *given, score=score, graphs=graphs: graphs.append(torch.is_grad_enabled()) or score(*given),
+            )
+            metrics = learner.step([quiet, loud])
+        assert graphs == ([True, False] if skip else [True, True])
+        results.append((metrics, weights(policy)))
+    (metrics, final), (expected, plain) = results
+    assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-9)
+    for name in final:
+        torch.testing.assert_close(final[name], plain[name], rtol=0, atol=2e-5)
+
+
+def test_an_update_without_any_advantage_still_counts(checkpoints: dict[str, Path]) -> None:
+    policy = open_policy(checkpoints["qwen2_5_vl"])
+    group = Player(policy).single_turn()
+    quiet = [Sample(s.episode, tuple(torch.zeros_like(a) for a in s.advantages)) for s in group]
+    learner = make_learner(policy)
+    before = weights(policy)
+    metrics = learner.step([quiet])
+    assert (metrics["policy/grad_norm"], metrics["policy/loss"], policy.version) == (0, 0, 1)
+    assert all(torch.equal(p, before[name]) for name, p in policy.model.named_parameters())
+    learner.step([group])
+    moved = weights(policy)
+    learner.step([quiet])  # the moments of the update before carry on
+    assert not torch.equal(policy.model.lm_head.weight, moved["model.language_model.embed_tokens.weight"])
+
+
+def test_a_response_with_a_forbidden_token_is_refused(checkpoints: dict[str, Path]) -> None:
+    policy = open_policy(checkpoints["qwen2_5_vl"])
+    player = Player(policy)
+    player.allowed = np.array(policy.forbidden_ids[:1])
+    with pytest.raises(ModelError, match=r"episode 1, turn 0.*may not write"):
+        make_learner(policy).step([player.single_turn()], "likelihood")
 
 
 def test_losses_take_their_settings_from_the_recipe(checkpoints: dict[str, Path]) -> None:

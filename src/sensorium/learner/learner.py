@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,13 +13,22 @@ from sensorium.algorithms.mismatch import mismatch
 from sensorium.learner.forward import Scorer
 from sensorium.learner.optimizer import Optimizer, rate_share
 from sensorium.learner.packing import Packing, pack
-from sensorium.learner.sample import Groups, Sample, SampledTokens, sampled_tokens
+from sensorium.learner.sample import Groups, Sample, sampled_tokens
 from sensorium.learner.update import LossFunction, Measured, Objective, UpdateBatch, update
 from sensorium.models.policy import Policy
 from sensorium.recipe.names import resolve
 from sensorium.recipe.schema import AlgorithmSection, BatchSection, OptimizerSection
+from sensorium.vocabulary.errors import ModelError, NonFiniteUpdate
 
 __all__ = ["Learner", "Sample"]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A step that stopped: how many updates it had made, and its old log-probs. So that it can be gone on with exactly."""
+
+    updates: int
+    old: tuple[Tensor | None, ...]
 
 
 class Learner:
@@ -39,6 +49,8 @@ class Learner:
         self.policy = policy
         self.reference = reference
         self.steps = 0
+        self._begun: Begun | None = None
+        self._forbidden = frozenset(policy.forbidden_ids)
         self._optimizer_section, self._algorithm, self._batch = optimizer, algorithm, batch
         self._total_steps = total_steps
         self._temperature = temperature
@@ -51,18 +63,24 @@ class Learner:
         passes = self.policy.counters.tower_items
         batches = [self._prepare(part, objective) for part in _partition(groups, self._batch.updates_per_epoch)]
         count = len(batches) * self._batch.epochs_per_step
-        if count > 1 and not objective.supervised:
-            batches = [self._with_old(batch) for batch in batches]
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            batches = [replace(batch, old_N=old_N) for batch, old_N in zip(batches, begun.old, strict=True)]
+        elif count > 1 and not objective.supervised:
+            batches = [replace(batch, old_N=self._scorer.logprobs(batch.packing)) for batch in batches]
         share = rate_share(self._optimizer_section, self.steps, self._total_steps)
-        measured = [
-            update(self._scorer, self._optimizer, batch, objective, share)
-            for _ in range(self._batch.epochs_per_step)
-            for batch in batches
-        ]
+        measured = []
+        for index in range(begun.updates if begun is not None else 0, count):
+            try:
+                batch = batches[index % len(batches)]
+                measured.append(update(self._scorer, self._optimizer, batch, objective, share))
+            except NonFiniteUpdate as error:
+                self._begun = Begun(index, tuple(batch.old_N for batch in batches))
+                raise NonFiniteUpdate(f"update {index + 1} of {count}: {error}") from error
         self.steps += 1
         metrics = _mean([one.metrics() for one in measured])
         if not objective.supervised:
-            metrics |= _mismatch(measured[: len(batches)], [batch.tokens for batch in batches])
+            metrics |= _mismatch(batches, measured)
         return metrics | {
             "policy/lr": self._optimizer_section.lr * share,
             "packing/trained_tokens": sum(batch.packing.trained for batch in batches),
@@ -80,12 +98,13 @@ class Learner:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the policy's weights that is needed to go on exactly."""
-        return {"steps": self.steps, "optimizer": self._optimizer.state_dict()}
+        return {"steps": self.steps, "optimizer": self._optimizer.state_dict(), "begun": self._begun}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken; the policy's weights are loaded by the caller."""
         self.steps = state["steps"]
         self._optimizer.load_state_dict(state["optimizer"])
+        self._begun = state["begun"]
 
     def _objective(self, name: str) -> Objective:
         return Objective(_loss_function(name, self._algorithm), self._algorithm, supervised=name == "likelihood")
@@ -99,10 +118,14 @@ class Learner:
             reference_N = Scorer(self.reference, self._temperature).logprobs(packing)
         return UpdateBatch(sampled_tokens(groups, self.policy.device), packing, None, reference_N)
 
-    def _with_old(self, batch: UpdateBatch) -> UpdateBatch:
-        return UpdateBatch(batch.tokens, batch.packing, self._scorer.logprobs(batch.packing), batch.reference_N)
-
     def _pack(self, groups: Groups) -> Packing:
+        for episode in (sample.episode for group in groups for sample in group):
+            for turn in episode.turns:
+                if not self._forbidden.isdisjoint(turn.response.tokens):
+                    raise ModelError(
+                        f"episode {episode.id}, turn {turn.index}: the response holds a token that the model may not write "
+                        "(a placeholder or special token); take it out of the demonstration."
+                    )
         return pack(groups, self.policy.layout, self._batch.tokens_per_microbatch, self.policy.device)
 
 
@@ -131,8 +154,8 @@ def _mean(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
 
-def _mismatch(measured: Sequence[Measured], tokens: Sequence[SampledTokens]) -> dict[str, float]:
-    """Over all tokens of the step, once: the first epoch's."""
-    old_N = torch.cat([one.old_N for one in measured])
-    found = mismatch(old_N, torch.cat([part.engine_N for part in tokens]))
+def _mismatch(batches: Sequence[UpdateBatch], measured: Sequence[Measured]) -> dict[str, float]:
+    """Over all tokens of the step, once. A single update has found its own old log-probs."""
+    old = [batch.old_N if batch.old_N is not None else measured[0].old_N for batch in batches]
+    found = mismatch(torch.cat(old), torch.cat([batch.tokens.engine_N for batch in batches]))
     return {"mismatch/prob_error": found.prob_error, "mismatch/kl": found.kl, "mismatch/max": found.maximum}
