@@ -104,7 +104,11 @@ class Learner:
         """Go on where ``state`` was taken; the policy's weights are loaded by the caller."""
         self.steps = state["steps"]
         self._optimizer.load_state_dict(state["optimizer"])
-        self._begun = state["begun"]
+        begun: Begun | None = state["begun"]
+        if begun is not None:
+            moved = tuple(None if old_N is None else old_N.to(self.policy.device) for old_N in begun.old)
+            begun = Begun(begun.updates, moved)
+        self._begun = begun
 
     def _objective(self, name: str) -> Objective:
         return Objective(_loss_function(name, self._algorithm), self._algorithm, supervised=name == "likelihood")
