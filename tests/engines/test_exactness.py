@@ -126,3 +126,17 @@ def test_a_long_response_outgrows_the_cache(text: Bench) -> None:
     response = generate(NativeEngine(text.policy), ask("a", context, sampling))[0]
     assert len(response.segment.tokens) == 300
     assert_exact(text, [*context, response.segment], sampling)
+
+
+def test_a_thread_may_be_asked_again_or_go_another_way(vision: Bench) -> None:
+    """What a thread's context shares with the last one is not computed again, and the answer is still exact."""
+    policy, engine = vision.policy, NativeEngine(vision.policy)
+    segments = talk(vision, engine, [[user(vision.picture(1), "what?")], [user("where is it?")]])
+    again = segments[:3]
+    other = [*segments[:2], policy.extend([user(vision.picture(2), "which way?")], after=segments[1])]
+    for turn, (context, new) in enumerate(((again, 1), (other, len(policy.layout(other[2]))))):
+        before = engine.counters.extension_tokens
+        response = generate(engine, ask("a", context, SAMPLING, key=50 + turn, name=f"other {turn}"))[0].segment
+        assert engine.counters.extension_tokens - before == new
+        assert_exact(vision, [*context, response])
+    assert engine.counters.prefills == 1

@@ -20,9 +20,10 @@ class NativeEngine:
     """Samples from a policy in this process.
 
     ``max_rows`` responses are written at once, others wait. ``max_context`` is the longest thread, response included
-    (default: what the model allows). ``keep_bytes`` bounds the keys and values, and the features, kept between turns; what
-    does not fit is computed again. ``patience_s`` bounds how long a lockstep tick waits for an episode that neither asks
-    nor leaves. ``record`` lets decoding run from recordings where they pay (see ``steps``); the bits are the same.
+    (default: what the model allows). ``keep_bytes`` bounds the keys and values, and likewise the features, kept between
+    turns (default: 1 GiB, or a sixteenth of the GPU); what does not fit is computed again. ``patience_s`` bounds how long
+    a lockstep tick waits for an episode that neither asks nor leaves. ``record`` lets decoding run from recordings where
+    they pay (see ``steps``); the bits are the same.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class NativeEngine:
         lockstep: bool = True,
         max_rows: int = 512,
         max_context: int | None = None,
-        keep_bytes: int = 4 << 30,
+        keep_bytes: int | None = None,
         patience_s: float = 600.0,
         record: bool = True,
     ) -> None:

@@ -20,7 +20,7 @@ from sensorium.engines.native.rows import Batch
 from sensorium.engines.native.sampler import SamplingRows, sample
 from sensorium.models.policy import Policy
 
-RECORD_AFTER = 16  # steps before a recording is worth its while
+RECORD_AFTER = 8  # steps before a recording is worth its while
 
 
 def feed(

@@ -42,8 +42,13 @@ class WriterCounters:
 class Writer:
     """The synchronous half of the native engine: rows, their cache, and what is kept between turns."""
 
-    def __init__(self, policy: Policy, *, max_rows: int, max_context: int | None, keep_bytes: int, record: bool) -> None:
+    def __init__(
+        self, policy: Policy, *, max_rows: int, max_context: int | None, keep_bytes: int | None, record: bool
+    ) -> None:
         config = policy.model.config.get_text_config()
+        if keep_bytes is None:
+            on_gpu = policy.device.type == "cuda"
+            keep_bytes = torch.cuda.get_device_properties(policy.device).total_memory // 16 if on_gpu else 1 << 30
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.counters = WriterCounters()
         self._policy = policy
