@@ -60,7 +60,7 @@ class Learner:
     def step(self, groups: Groups, loss: str | None = None) -> dict[str, float]:
         """All updates of one step; returns its metrics. ``loss`` overrides the recipe's (``likelihood``: supervised)."""
         objective = self._objective(loss or self._algorithm.loss.name)
-        passes = self.policy.counters.tower_items
+        seen = self.policy.counters.tower_items
         batches = [self._prepare(part, objective) for part in _partition(groups, self._batch.updates_per_epoch)]
         count = len(batches) * self._batch.epochs_per_step
         begun, self._begun = self._begun, None
@@ -86,7 +86,7 @@ class Learner:
             "packing/trained_tokens": sum(batch.packing.trained for batch in batches),
             "packing/tokens": sum(batch.packing.tokens for batch in batches),
             "packing/splits": sum(batch.packing.splits for batch in batches),
-            "packing/tower_items": self.policy.counters.tower_items - passes,
+            "packing/tower_items": self.policy.counters.tower_items - seen,
         }
 
     def logprobs(self, groups: Groups) -> list[list[tuple[Tensor, ...]]]:
