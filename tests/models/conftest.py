@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from stock_pair import Pair
+from .stock_pair import Pair
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from sensorium.media.store import MediaStore

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import Image
-from stock_pair import Pair, noise
+from .stock_pair import Pair, noise
 
 from sensorium.media.store import MediaStore
 from sensorium.models.attention import MaskedAttention

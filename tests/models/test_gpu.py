@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from stock_pair import Pair, noise, processed, row
+from .stock_pair import Pair, noise, processed, row
 from transformers import AutoModelForImageTextToText
 
 from sensorium.media.store import MediaStore

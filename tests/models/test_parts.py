@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from stock_pair import Pair, close, noise, row
+from .stock_pair import Pair, close, noise, row
 from transformers import AutoModelForImageTextToText, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 from sensorium.media.store import MediaStore

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from published import IDS, SHAPES, meta_model, published_processor
-from stock_pair import noise, processed
+from .published import IDS, SHAPES, meta_model, published_processor
+from .stock_pair import noise, processed
 
 from sensorium.media.store import MediaStore
 from sensorium.models.policy import Policy

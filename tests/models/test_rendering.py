@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stock_pair import Pair, noise, plain, processed
-from templates import QWEN2_5_VL, QWEN3, QWEN3_VL, THINKING
+from .stock_pair import Pair, noise, plain, processed
+from .templates import QWEN2_5_VL, QWEN3, QWEN3_VL, THINKING
 
 from sensorium.media.store import MediaStore
 from sensorium.models.policy import Policy

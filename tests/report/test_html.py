@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from synthetic_run import attempt, make_run, make_walks
+from .synthetic_run import attempt, make_run, make_walks
 
 from sensorium.media.store import MediaStore
 from sensorium.report.episodes import write_episodes

@@ -30,6 +30,7 @@ from sensorium.vocabulary.errors import ModelError, SpanMismatch
 
 # Expanded tokens whose layouts are remembered: 128 MiB of ids and positions.
 LAYOUT_TOKENS_KEPT = 1 << 22
+SHAPES_KEPT = 4096
 
 
 @dataclass
@@ -66,6 +67,7 @@ class Policy:
         self._media = PreparedMedia(store, adapter.preprocess)
         self._layouts: OrderedDict[str, Layout] = OrderedDict()
         self._laid_out = 0
+        self._shapes: dict[tuple[Any, ...], Tensor] = {}
         self._recompute = False
         groups = self.groups()
         self._tower = [p for group in ("vision", "projector") for p in groups.get(group, {}).values()]
@@ -155,8 +157,22 @@ class Policy:
             ids += [token] * counts.get(i, 1)
             ends.append(len(ids) - 1)
         ids_T = torch.tensor(ids, dtype=torch.long)
-        positions_3T = self.adapter.positions(ids_T, grids)
+        positions_3T = self._positions(ids_T, slots, grids)
         return Layout(ids_T, positions_3T, int(positions_3T[:, -1].max()) + 1, torch.tensor(ends), tuple(slots))
+
+    def _positions(self, ids_T: Tensor, slots: Sequence[Slot], grids: Sequence[tuple[int, int, int]]) -> Tensor:
+        """Positions depend only on where media stand and how large they are; prompts built alike share them."""
+        shape = (len(ids_T), tuple(slot.start for slot in slots), tuple(grids))
+        if shape not in self._shapes:
+            if len(self._shapes) >= SHAPES_KEPT:
+                self._shapes.clear()
+            self._shapes[shape] = self.adapter.positions(ids_T, grids)
+        return self._shapes[shape]
+
+    def prepare(self, media: Iterable[Media]) -> None:
+        """Preprocess media together, ahead of their layouts: many times cheaper than one by one."""
+        self._media.get(media)
+        self.counters.preprocessed = self._media.preprocessed
 
     def _check_spans(self, segment: Segment) -> None:
         placeholders = self.adapter.placeholders

@@ -9,6 +9,7 @@ repeats them.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +83,7 @@ class Rollout:
     ) -> list[Group]:
         """Play each task ``size`` times; groups come back in the tasks' order, members in theirs."""
         deadlines = deadlines or Deadlines()
+        self.prepare(tasks)
         gate = asyncio.Semaphore(self.section.concurrency or max(1, len(tasks) * size))
 
         async def one(order: int, task: Task, index: int) -> Episode:
@@ -100,6 +102,12 @@ class Rollout:
             members = tuple(episodes[order * size : (order + 1) * size])
             groups.append(Group(id=members[0].group_id, task=task, episodes=members))
         return groups
+
+    def prepare(self, tasks: Sequence[Task]) -> None:
+        """Preprocess the questions' media together; one that cannot be is left to fail its own episode."""
+        media = [item for task in tasks for message in task.messages for item in message.media]
+        with suppress(MediaError):
+            self.policy.prepare(media)
 
     def check_prompt(self, task: Task) -> None:
         """Raise PromptTooLong if a question's prompt leaves no room for a response (worlds show theirs when played)."""

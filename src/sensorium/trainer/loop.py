@@ -20,7 +20,7 @@ from sensorium.report.episodes import write_episodes
 from sensorium.report.run_directory import RunDirectory
 from sensorium.report.watcher import RunStart, Watcher
 from sensorium.rollout.play import Attempt, Deadlines
-from sensorium.tasks.mixture import Draw, TaskStream
+from sensorium.tasks.mixture import Draw, Skipped, TaskStream
 from sensorium.trainer.checkpoint import Best, Checkpoints
 from sensorium.trainer.credit import Selection, credit, select
 from sensorium.trainer.determinism import random_state, restore_random_state, surroundings, warn_if_changed
@@ -30,8 +30,10 @@ from sensorium.trainer.metrics import episode_metrics, evaluation_metrics
 from sensorium.trainer.reference import begin_reference, resume_reference
 from sensorium.trainer.session import Session, sampling_of
 from sensorium.vocabulary.episode import Group
-from sensorium.vocabulary.errors import NonFiniteUpdate, TaskError
+from sensorium.vocabulary.errors import MediaError, NonFiniteUpdate, PromptTooLong, TaskError
 from sensorium.vocabulary.task import Task
+
+SKIPPED_IN_A_STEP = 10_000
 
 
 class Trainer:
@@ -142,16 +144,36 @@ class Trainer:
 
     def _draw(self, count: int) -> Draw:
         """The next tasks of the stream, by the recipe's policy for bad rows and over-long prompts."""
+        section, position = self.recipe.tasks, self.position
+        tasks: list[Task] = []
+        skipped: list[Skipped] = []
+        while len(tasks) < count:
+            drawn = self.stream.draw(position, count - len(tasks), on_bad_row=section.on_bad_row)
+            position = drawn.position
+            skipped += drawn.skipped
+            fitting, unfit = self._fitting(drawn.tasks)
+            tasks += fitting
+            skipped += unfit
+            if len(skipped) > SKIPPED_IN_A_STEP:
+                raise TaskError(f"{len(skipped)} tasks were skipped in one step; the last because: {skipped[-1].reason}")
+        self.ledger.plan(self.step + 1, self.position, position)
+        return Draw(tuple(tasks), position, tuple(skipped))
+
+    def _fitting(self, tasks: Sequence[Task]) -> tuple[list[Task], list[Skipped]]:
+        """Tasks whose media are sound and whose prompt leaves room for a response; media are preprocessed together."""
         section = self.recipe.tasks
-        drawn = self.stream.draw(
-            self.position,
-            count,
-            on_bad_row=section.on_bad_row,
-            on_long_prompt=section.on_long_prompt,
-            check=self.session.rollout.check_prompt,
-        )
-        self.ledger.plan(self.step + 1, self.position, drawn.position)
-        return drawn
+        self.session.rollout.prepare(tasks)
+        fitting, unfit = [], []
+        for task in tasks:
+            try:
+                self.session.rollout.check_prompt(task)
+                fitting.append(task)
+            except (PromptTooLong, MediaError) as error:
+                long = isinstance(error, PromptTooLong)
+                if (section.on_long_prompt if long else section.on_bad_row) == "refuse":
+                    raise
+                unfit.append(Skipped(0, 0, str(error), long_prompt=long))
+        return fitting, unfit
 
     def _update(self, samples: list[list[Sample]], loss: str, groups: Sequence[Group]) -> dict[str, float]:
         """Update on what was credited; a non-finite update stops here with the batch kept on disk."""
