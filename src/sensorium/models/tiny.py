@@ -26,7 +26,7 @@ ANSWERS = (
 )
 QUESTIONS = (
     "briefly what where which how many is are the in of to a colour shape shapes picture map move "
-    "red green blue yellow circle square triangle cross left right up down top bottom goal hole"
+    "red green blue yellow circle square triangle cross none left right up down top bottom goal hole"
 )
 # Added tokens, as <think> is one of Qwen3's: `<answer>red</answer>` is three tokens.
 TAGS = ("<answer>", "</answer>", "<think>", "</think>", "<action>", "</action>")
