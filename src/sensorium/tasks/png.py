@@ -12,7 +12,8 @@ STORED_BLOCK = 65535
 def indexed_png(indices_HW: np.ndarray, palette: Sequence[tuple[int, int, int]]) -> bytes:
     """An uncompressed PNG of palette indices (at most 256 colours)."""
     height, width = indices_HW.shape
-    assert indices_HW.dtype == np.uint8 and int(indices_HW.max()) < len(palette) <= 256
+    assert indices_HW.dtype == np.uint8
+    assert int(indices_HW.max()) < len(palette) <= 256
     rows = b"".join(b"\0" + row.tobytes() for row in indices_HW)
     header = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)
     colours = bytes(value for colour in palette for value in colour)
