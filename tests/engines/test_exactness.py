@@ -132,9 +132,11 @@ def test_a_thread_may_be_asked_again_or_go_another_way(vision: Bench) -> None:
     """What a thread's context shares with the last one is not computed again, and the answer is still exact."""
     policy, engine = vision.policy, NativeEngine(vision.policy)
     segments = talk(vision, engine, [[user(vision.picture(1), "what?")], [user("where is it?")]])
-    again = segments[:3]
-    other = [*segments[:2], policy.extend([user(vision.picture(2), "which way?")], after=segments[1])]
-    for turn, (context, new) in enumerate(((again, 1), (other, len(policy.layout(other[2]))))):
+    ways = [[user(vision.picture(2), "which way?")], [user("and which way, left or right?")]]
+    others = [[*segments[:2], policy.extend(way, after=segments[1])] for way in ways]
+    for turn, (context, new) in enumerate(
+        [(segments[:3], 1), *((other, len(policy.layout(other[2]))) for other in others)]
+    ):
         before = engine.counters.extension_tokens
         response = generate(engine, ask("a", context, SAMPLING, key=50 + turn, name=f"other {turn}"))[0].segment
         assert engine.counters.extension_tokens - before == new
