@@ -1,4 +1,4 @@
-"""Shapes: generated pictures of coloured shapes, with questions: which colour, which shape, how many, where, or what is there.
+"""Shapes: generated pictures of coloured shapes, and questions: which colour, which shape, how many, where, what is there.
 
 A picture has four quarters, each empty or with one shape. An index always gives the same task, on every machine. Train and
 test never share a scene: what stands in which quarter decides the split, before any jitter. The right answers of a kind of
