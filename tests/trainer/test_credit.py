@@ -60,4 +60,4 @@ def test_masked_truncated_episodes_count_in_the_baseline_but_are_not_trained() -
     members = group(episode(0, 1.0), episode(1, 0.0, status=Status.TRUNCATED), episode(2, 0.0))
     samples = credit([members], AdvantageSection(std=False), mask_truncated=True)
     assert [s.episode.id for s in samples[0]] == ["e0", "e2"]
-    assert torch.allclose(samples[0][0].advantages[0], torch.full((3,), 2 / 3))
+    assert torch.allclose(samples[0][0].advantages[0], torch.full((3,), 1 / 3))

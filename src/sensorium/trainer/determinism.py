@@ -22,7 +22,7 @@ def settle(recipe: Recipe) -> None:
     numpy.random.seed(recipe.seed % 2**32)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def surroundings() -> dict[str, str]:

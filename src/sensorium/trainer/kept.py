@@ -15,6 +15,7 @@ from sensorium.models.policy import Policy
 from sensorium.recipe.load import load_recipe
 from sensorium.report.episodes import read_groups, write_episodes
 from sensorium.report.run_directory import RunDirectory, step_name
+from sensorium.trainer.reference import resume_reference
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import CheckpointError, NonFiniteUpdate
 
@@ -68,7 +69,7 @@ def replay(folder: Path) -> dict[str, float]:
         temperature=recipe.rollout.temperature,
         total_steps=recipe.warm_start.steps if warming else recipe.steps,
         freeze=recipe.model.freeze,
-        reference=None,
+        reference=resume_reference(recipe, policy, RunDirectory(folder.parents[1])),
     )
     learner.load_state_dict(torch.load(folder / "learner.pt", map_location="cpu", weights_only=False))
     episodes = {e.id: e for group in read_groups(folder / "episodes.jsonl") for e in group.episodes}

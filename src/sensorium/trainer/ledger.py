@@ -46,7 +46,7 @@ class Ledger:
 
     def record(self, step: int, groups: Iterable[Group], fates: Mapping[str, str]) -> None:
         """What became of every episode: trained, or why it was dropped."""
-        rows = [
+        rows: list[tuple[object, ...]] = [
             (step, e.id, group.id, e.task_id, e.status.value, e.reward, fates.get(e.id, "trained"))
             for group in groups
             for e in group.episodes

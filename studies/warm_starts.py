@@ -1,0 +1,53 @@
+"""Make the warm-started models that ship inside the package, from nothing but their recipes.
+
+    python studies/warm_starts.py [shapes|frozen_lake …]
+
+Weights are kept in bfloat16 (half the size; they are read back as float32). Existing runs of these names are replaced.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+from sensorium.media.store import MediaStore
+from sensorium.models.load import load_policy
+from sensorium.recipe.load import load_recipe
+from sensorium.report.console import ConsoleWatcher
+from sensorium.trainer.checkpoint import Checkpoints
+from sensorium.trainer.run import train
+
+ASSETS = Path(__file__).parents[1] / "src" / "sensorium" / "assets"
+STAGES = {"shapes": ("shapes_warm", "shapes_guess"), "frozen_lake": ("frozen_lake_warm",)}
+
+
+def last_checkpoint(recipe_name: str) -> Path:
+    """Run a recipe from the start and return its last checkpoint."""
+    recipe = load_recipe(recipe_name)
+    shutil.rmtree(recipe.directory, ignore_errors=True)
+    directory = train(recipe, watchers=[ConsoleWatcher()])
+    checkpoints = Checkpoints(directory / "checkpoints", recipe.checkpoint.keep)
+    return checkpoints.path(checkpoints.complete()[-1])
+
+
+def ship(checkpoint: Path, target: Path) -> None:
+    """Put a checkpoint into the package, in bfloat16."""
+    policy = load_policy(str(checkpoint), store=MediaStore(), device="cpu")
+    policy.model.to(torch.bfloat16)
+    shutil.rmtree(target, ignore_errors=True)
+    policy.save(target)
+    size = sum(path.stat().st_size for path in target.rglob("*"))
+    print(f"{target}: {size / 1e6:.2f} MB")
+
+
+def main() -> None:
+    """Make the named models, or all."""
+    for name in sys.argv[1:] or STAGES:
+        for stage in STAGES[name]:
+            checkpoint = last_checkpoint(stage)
+        ship(checkpoint, ASSETS / name)
+
+
+if __name__ == "__main__":
+    main()
