@@ -32,7 +32,7 @@ class Preprocessor(Protocol):
 class PreparedMedia:
     """The cache of prepared media. Patches are kept up to ``capacity`` bytes, oldest out first; grids always."""
 
-    def __init__(self, store: MediaStore, preprocess: Preprocessor, capacity: int = 1 << 31) -> None:
+    def __init__(self, store: MediaStore, preprocess: Preprocessor, capacity: int = 1 << 29) -> None:
         self._store = store
         self._preprocess = preprocess
         self._capacity = capacity
