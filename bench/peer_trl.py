@@ -6,9 +6,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import sensorium.models.torchvision_fix  # isort: skip  # noqa: F401  (before anything imports transformers)
 import numpy as np
 import torch
+from datasets import Dataset
 from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
 from workload import QUESTION, Workload
 
 
@@ -19,9 +23,8 @@ class TrlPeer:
         self.go: queue.Queue[bool] = queue.Queue()
         self.done: queue.Queue[float | BaseException] = queue.Queue()
         self.microbatch = microbatch
-        arguments = (model, work, steps, microbatch, folder)
-        self.thread = threading.Thread(target=self._run, args=arguments, daemon=True)
-        self.thread.start()
+        trainer = self._trainer(model, work, steps, microbatch, folder)
+        threading.Thread(target=self._run, args=(trainer,), daemon=True).start()
 
     def step(self) -> float:
         """One step; returns its seconds."""
@@ -31,17 +34,13 @@ class TrlPeer:
             raise seconds
         return seconds
 
-    def _run(self, model: Path, work: Workload, steps: int, microbatch: int, folder: Path) -> None:
+    def _run(self, trainer: GRPOTrainer) -> None:
         try:
-            self._trainer(model, work, steps, microbatch, folder).train()
+            trainer.train()
         except BaseException as error:
             self.done.put(error)
 
     def _trainer(self, model: Path, work: Workload, steps: int, microbatch: int, folder: Path) -> Any:
-        from datasets import Dataset
-        from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
-        from trl import GRPOConfig, GRPOTrainer
-
         peer = self
 
         class Turnstile(TrainerCallback):

@@ -7,6 +7,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "sensorium"
 DATA = {"vocabulary", "recipe", "media"}
+BELOW_TRAINER = {
+    *DATA, "tasks", "envs", "rewards", "algorithms", "models", "engines", "rollout", "learner", "evaluation", "report",
+}  # fmt: skip
 MAY_IMPORT = {
     "vocabulary": set(),
     "recipe": {"vocabulary"},
@@ -21,10 +24,9 @@ MAY_IMPORT = {
     "learner": {*DATA, "models", "algorithms"},
     "evaluation": {*DATA, "rollout", "engines", "models", "rewards", "tasks"},
     "report": DATA,
-    "trainer": {*DATA, "tasks", "envs", "rewards", "algorithms", "models", "engines", "rollout", "learner", "evaluation", "report"},
-    "cli": {*DATA, "tasks", "envs", "rewards", "algorithms", "models", "engines", "rollout", "learner", "evaluation", "report",
-            "trainer"},
-}  # fmt: skip
+    "trainer": {*BELOW_TRAINER},
+    "cli": {*BELOW_TRAINER, "trainer"},
+}
 TORCH_FREE = {"vocabulary", "recipe", "media", "tasks", "envs", "rewards", "report"}
 
 

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from .stock_pair import Pair
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
+
+from .stock_pair import Pair
 
 
 @pytest.fixture(scope="session")

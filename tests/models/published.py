@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 import transformers
-from .templates import QWEN2_5_VL, QWEN3_VL
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from .templates import QWEN2_5_VL, QWEN3_VL
 
 FIRST_SPECIAL = 151643
 NAMES = (

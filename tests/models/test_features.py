@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import Image
-from .stock_pair import Pair, noise
 
 from sensorium.media.store import MediaStore
 from sensorium.models.attention import MaskedAttention
@@ -16,6 +15,8 @@ from sensorium.models.layout import Features, Placement, placements
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.episode import MediaSpan
 from sensorium.vocabulary.errors import MediaError, SpanMismatch
+
+from .stock_pair import Pair, noise
 
 Pairs = Callable[..., Pair]
 

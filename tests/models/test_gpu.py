@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from .stock_pair import Pair, noise, processed, row
 from transformers import AutoModelForImageTextToText
 
 from sensorium.media.store import MediaStore
@@ -10,6 +9,8 @@ from sensorium.models.attention import MaskedAttention
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
 from sensorium.vocabulary.content import user
+
+from .stock_pair import Pair, noise, processed, row
 
 # Relative to the largest logit. In bfloat16 eight bits remain: the bound is a few roundings of the residual stream.
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.03}

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from .stock_pair import Pair, close, noise, row
 from transformers import AutoModelForImageTextToText, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 from sensorium.media.store import MediaStore
@@ -17,6 +16,8 @@ from sensorium.models.policy import Policy
 from sensorium.models.qwen3_vl import Qwen3VL
 from sensorium.vocabulary.content import Message, assistant, system, user
 from sensorium.vocabulary.episode import Segment
+
+from .stock_pair import Pair, close, noise, row
 
 VISION = ("qwen2_5_vl", "qwen3_vl")
 FAMILIES = (*VISION, "qwen2", "qwen3")

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from .published import IDS, SHAPES, meta_model, published_processor
-from .stock_pair import noise, processed
 
 from sensorium.media.store import MediaStore
 from sensorium.models.policy import Policy
 from sensorium.recipe.names import resolve
 from sensorium.vocabulary.content import assistant, user
+
+from .published import IDS, SHAPES, meta_model, published_processor
+from .stock_pair import noise, processed
 
 
 @pytest.fixture(scope="module", params=SHAPES)

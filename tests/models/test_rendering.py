@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from .stock_pair import Pair, noise, plain, processed
-from .templates import QWEN2_5_VL, QWEN3, QWEN3_VL, THINKING
 
 from sensorium.media.store import MediaStore
 from sensorium.models.policy import Policy
@@ -15,6 +13,9 @@ from sensorium.models.rendering import ChatRenderer
 from sensorium.models.tokens import TokenTable
 from sensorium.vocabulary.content import Media, Message, Text, assistant, system, user
 from sensorium.vocabulary.errors import ModelError
+
+from .stock_pair import Pair, noise, plain, processed
+from .templates import QWEN2_5_VL, QWEN3, QWEN3_VL, THINKING
 
 Pairs = Callable[..., Pair]
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|endoftext|>")

@@ -5,12 +5,13 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from .stock_pair import Pair
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from sensorium.models.tokens import BYTE_OF, TokenTable
 from sensorium.vocabulary.errors import ModelError
+
+from .stock_pair import Pair
 
 Pairs = Callable[..., Pair]
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from .synthetic_run import attempt, make_run, make_walks
 
 from sensorium.media.store import MediaStore
 from sensorium.report.episodes import write_episodes
@@ -17,6 +16,8 @@ from sensorium.report.run_directory import RunDirectory, write_whole
 from sensorium.report.svg import Series, line_chart, ticks
 from sensorium.tasks.shapes import Shapes
 from sensorium.vocabulary import Episode, Group, Media, Score, Segment, Status, Task, Thread, Turn, user
+
+from .synthetic_run import attempt, make_run, make_walks
 
 VOID = {"meta", "link", "img", "br", "input", "hr"}
 

@@ -1,6 +1,5 @@
 """Threads hold exactly what the model saw: one growing thread, or a fresh one per turn past the window."""
 
-
 import pytest
 
 from sensorium.media.store import MediaStore

@@ -13,19 +13,19 @@ from sensorium.report.metrics import read_metrics, repeatable
 
 HERE = Path(__file__).parent
 RECIPES = {
-    "single turn": """
+    "single turn, with KL": """
         name: single
         steps: 6
         threads: 2
-        model: {path: "tiny:qwen2_5_vl"}
+        model: {path: "package:shapes"}
         tasks:
-          train: [{source: shapes, options: {split: train, size: 64}}]
-          evaluate: [{source: shapes, options: {split: test, size: 8}}]
+          train: [{source: shapes, options: {split: train, size: 64, picture_size: 64}}]
+          evaluate: [{source: shapes, options: {split: test, size: 8, picture_size: 64}}]
         batch: {prompts_per_step: 4, group_size: 4, updates_per_epoch: 2}
         rollout: {max_new_tokens: 6}
         rewards: {terms: [{name: exact}, {name: format, weight: 0.2}]}
         algorithm: {kl: {coef: 0.01}}
-        optimizer: {lr: 1.0e-3, warmup_steps: 2, schedule: cosine}
+        optimizer: {lr: 2.0e-4, warmup_steps: 2, schedule: cosine}
         evaluation: {every: 2}
         checkpoint: {every: 3, keep: 2}
         """,
@@ -33,14 +33,14 @@ RECIPES = {
         name: multi
         steps: 4
         threads: 2
-        model: {path: "tiny:qwen3_vl"}
+        model: {path: "package:frozen_lake"}
         tasks:
-          train: [{source: worlds, options: {environment: frozen_lake, split: train, size: 64}}]
+          train: [{source: worlds, options: {environment: frozen_lake, size: 64, options: {cell: 32}}}]
         batch: {prompts_per_step: 2, group_size: 4}
-        rollout: {max_new_tokens: 5, max_turns: 3, window: 2}
+        rollout: {max_new_tokens: 6, max_turns: 8, window: 2}
         rewards: {terms: [{name: environment}, {name: format, weight: 0.2}]}
-        optimizer: {lr: 1.0e-3}
-        warm_start: {steps: 2, prompts_per_step: 4}
+        optimizer: {lr: 1.0e-4}
+        warm_start: {steps: 2, prompts_per_step: 4, optimizer: {lr: 1.0e-4}}
         checkpoint: {every: 3, keep: 2}
         """,
 }

@@ -5,7 +5,8 @@ from the end. What a row draws depends on its context and key alone. Rows whose 
 tick, by when their episode has released the thread or may come back to it. Weights never change under a row.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,17 @@ from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import EngineError
 
 RESERVE_AHEAD = 256  # tokens of a response that the cache makes room for at once
+
+
+@contextmanager
+def plain_products() -> Iterator[None]:
+    """Matrix products without oneDNN: for the few rows of a decode step its call costs more than the product does."""
+    enabled = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = enabled
 
 
 @dataclass
@@ -72,7 +84,8 @@ class Writer:
         self._check_version()
         self._settle()
         room = max(0, self._max_rows - len(self._rows))
-        logits = [self._decode()] if self._rows else []
+        with plain_products():
+            logits = [self._decode()] if self._rows else []
         if waiting and room:
             joined, first_NV = self._admit(waiting[:room])
             if joined:
