@@ -103,6 +103,10 @@ class Rollout:
             groups.append(Group(id=members[0].group_id, task=task, episodes=members))
         return groups
 
+    def close(self) -> None:
+        """Give the threads back; one that hangs in a world is not waited for."""
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
     def prepare(self, tasks: Sequence[Task]) -> None:
         """Preprocess the questions' media together; one that cannot be is left to fail its own episode."""
         media = [item for task in tasks for message in task.messages for item in message.media]

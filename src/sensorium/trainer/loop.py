@@ -281,8 +281,9 @@ class Trainer:
         self.ledger.rewind(self.step + 1)
 
     def close(self) -> None:
-        """Let the watchers go and close the ledger."""
+        """Let the watchers go, give the terms and worlds' threads back, and close the ledger."""
         self.watcher.finished()
+        self.session.close()
         self.ledger.close()
 
     def _learner(self, warming: bool | None = None) -> Learner:

@@ -29,6 +29,11 @@ class Session:
     rollout: Rollout
     scorer: Scorer
 
+    def close(self) -> None:
+        """Give back what terms and worlds hold."""
+        self.scorer.close()
+        self.rollout.close()
+
 
 def open_session(recipe: Recipe, model_path: str, media_folder: Path | None, judgements: JudgementCache | None) -> Session:
     """Load the model at ``model_path`` and everything around it."""

@@ -65,4 +65,7 @@ def measure(recipe: Recipe, model_path: str, variants: Sequence[Variant]) -> tup
             summaries.append(found.summary)
         return tuple(summaries)
 
-    return asyncio.run(all_variants())
+    try:
+        return asyncio.run(all_variants())
+    finally:
+        session.close()

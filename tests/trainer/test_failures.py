@@ -1,0 +1,253 @@
+"""What goes wrong in a run costs an episode, a group or a stop with everything kept; never a silent zero."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sensorium.envs.protocol import Observation, StepResult
+from sensorium.media.picture import encode_png
+from sensorium.media.store import MediaStore
+from sensorium.models.policy import Policy
+from sensorium.recipe.load import parse_recipe
+from sensorium.report.episodes import read_episodes
+from sensorium.report.metrics import read_metrics
+from sensorium.trainer.kept import replay
+from sensorium.trainer.ledger import Ledger
+from sensorium.trainer.run import train
+from sensorium.vocabulary import Episode, Message, Score, Status, Task, system, user
+from sensorium.vocabulary.errors import MediaError, NonFiniteUpdate, PromptTooLong, TaskError
+
+HERE = "tests.trainer.test_failures"
+RECIPE: dict[str, Any] = {
+    "name": "failing",
+    "steps": 2,
+    "threads": 1,
+    "model": {"path": "package:shapes"},
+    "tasks": {"train": [{"source": "shapes", "options": {"size": 16, "picture_size": 64}}]},
+    "batch": {"prompts_per_step": 3, "group_size": 3},
+    "rollout": {"max_new_tokens": 5},
+    "rewards": {"terms": [{"name": "exact"}], "retries": 1, "retry_wait_s": 0.0, "deadline_s": 0.2},
+    "optimizer": {"lr": 1e-4},
+}
+
+
+def run(folder: Path, **changes: Any) -> tuple[list[dict[str, Any]], list[Episode]]:
+    """Train and return metrics and the first step's episodes."""
+    recipe = parse_recipe(json.dumps(RECIPE | changes | {"run_dir": str(folder)}), "test", [])
+    train(recipe)
+    path = folder / "episodes/step_000001.jsonl"
+    return read_metrics(folder / "metrics.jsonl"), [episode for _, _, episode in read_episodes(path)]
+
+
+class Moody:
+    """Judges every episode but the first of its group; that one it raises on, or hangs."""
+
+    name = "moody"
+    instant = False
+
+    def __init__(self, hang: bool = False) -> None:
+        self.hang = hang
+
+    def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
+        if episode.index == 0:
+            if self.hang:
+                time.sleep(1.0)
+            raise RuntimeError("the judge is out")
+        return (Score("moody", float(episode.index)),)
+
+
+@pytest.mark.parametrize(("hang", "reason"), [(False, "the judge is out"), (True, "0.2 s")])
+def test_a_judge_that_fails_gives_no_score_and_the_episode_leaves_its_group(
+    hang: bool, reason: str, tmp_path: Path
+) -> None:
+    terms = [{"name": "exact"}, {"name": f"{HERE}:Moody", "options": {"hang": hang}}]
+    rows, episodes = run(tmp_path / "run", rewards=RECIPE["rewards"] | {"terms": terms})
+    first = [e for e in episodes if e.index == 0]
+    assert all(e.reward is None for e in first)
+    assert all(reason in score.reason for e in first for score in e.scores if score.name == "moody")
+    assert all(e.reward is not None for e in episodes if e.index > 0)
+    assert rows[0]["missing/moody"] == 3
+    assert rows[0]["episodes/dropped"] == 3
+    assert rows[0]["groups/trained"] == 3
+
+
+def test_drop_group_drops_and_counts_the_group(tmp_path: Path) -> None:
+    terms = [{"name": f"{HERE}:Moody"}]
+    rows, _ = run(tmp_path / "run", rewards=RECIPE["rewards"] | {"terms": terms, "on_missing": "drop_group"})
+    assert rows[0]["groups/dropped"] == 3
+    assert rows[0]["episodes/dropped"] == 9
+    assert rows[0]["policy/skipped"] == 1
+
+
+class Album:
+    """Shows a picture a turn; what is wrong with it, and when, is an option."""
+
+    def __init__(self, store: MediaStore, fault: str = "", turns: int = 3) -> None:
+        self.store, self.fault, self.turns = store, fault, turns
+        self.instant = fault != "hang"
+
+    @classmethod
+    def content_key(cls, seed: int, options: dict[str, Any]) -> str:
+        return str(seed)
+
+    def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
+        self.turn, self.seed = 0, seed
+        return (system("look"),), self._show()
+
+    def step(self, response: str) -> StepResult:
+        self.turn += 1
+        if self.turn == 1 and self.seed % 2:
+            if self.fault == "hang":
+                time.sleep(2.0)
+            if self.fault == "raise":
+                raise ValueError("the album is torn")
+        done = self.turn == self.turns
+        return StepResult(None if done else self._show(), reward=float(len(response) % 3), done=done)
+
+    def demonstrate(self) -> str:
+        return "yes"
+
+    def close(self) -> None: ...
+
+    def _show(self) -> Observation:
+        import numpy as np
+
+        shade = 37 if self.turn == 1 and self.seed % 2 else 200
+        pixels = np.full((64, 64, 3), shade + self.turn, np.uint8)
+        data = encode_png(pixels)
+        if shade == 37 and self.fault == "corrupt":
+            data = data[:40]
+        origin = "faulty page" if shade == 37 else "fine page"
+        return Observation((user(self.store.put(data, "picture", origin), "?"),))
+
+
+def album(fault: str) -> dict[str, Any]:
+    worlds = {"environment": f"{HERE}:Album", "options": {"fault": fault}, "size": 8}
+    rollout = {"max_new_tokens": 3, "max_turns": 3, "environment_deadline_s": 0.3}
+    batch = {"prompts_per_step": 8, "group_size": 2}
+    return {
+        "tasks": {"train": [{"source": "worlds", "options": worlds}]},
+        "rollout": rollout,
+        "batch": batch,
+        "rewards": RECIPE["rewards"] | {"terms": [{"name": "environment"}]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [("raise", "the album is torn"), ("hang", "did not answer step within 0.3 s"), ("corrupt", "faulty page")],
+)
+def test_a_world_that_fails_costs_its_episode_and_the_run_goes_on(fault: str, told: str, tmp_path: Path) -> None:
+    rows, episodes = run(tmp_path / "run", **album(fault))
+    failed = [e for e in episodes if e.status == Status.FAILED]
+    assert failed
+    assert len(failed) < len(episodes)
+    assert all(told in e.failure and e.task_id in e.failure and "turn" in e.failure for e in failed)
+    assert all(e.reward is None for e in failed)
+    assert [row["episodes/failed"] for row in rows] == [len(failed)] * 2
+    ledger = Ledger(tmp_path / "run/ledger.sqlite")
+    assert len(ledger.deadlines()) == (2 * len(failed) if fault == "hang" else 0)
+    assert {ledger.fates(1)[e.id][:6] for e in failed} == {"failed"}
+
+
+def test_features_that_do_not_fit_name_task_turn_and_item(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole: Callable[..., Any] = Policy.encode
+
+    def short(policy: Policy, media: Any) -> Any:
+        features = whole(policy, media)
+        for item in features:
+            if item.origin == "faulty page":
+                features[item] = type(features[item])(
+                    features[item].embeds_NH[:-1], tuple(level[:-1] for level in features[item].deepstack_NH)
+                )
+        return features
+
+    monkeypatch.setattr(Policy, "encode", short)
+    rows, episodes = run(tmp_path / "run", **album(""))
+    failed = [e for e in episodes if e.status == Status.FAILED]
+    assert failed
+    assert all(e.task_id in e.failure and "turn 1" in e.failure and "faulty page" in e.failure for e in failed)
+    assert rows[1]["episodes/failed"] == len(failed)
+
+
+def test_a_non_finite_update_keeps_the_batch_and_is_reproduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sensorium.algorithms.clip as clip
+
+    right = clip.loss
+
+    def wrong(tokens: Any, clip_low: float, clip_high: float, dual_clip: float | None) -> Any:
+        found = right(tokens, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+        return type(found)(found.loss_N * float("nan"), found.clipped_N)
+
+    terms = [{"name": "exact"}, {"name": f"{HERE}:ByIndex"}]
+    monkeypatch.setattr(clip, "loss", wrong)
+    with pytest.raises(NonFiniteUpdate, match="sensorium replay"):
+        run(tmp_path / "run", rewards=RECIPE["rewards"] | {"terms": terms})
+    kept = tmp_path / "run/kept/step_000001"
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+    with pytest.raises(NonFiniteUpdate):
+        replay(kept)
+    monkeypatch.setattr(clip, "loss", right)
+    assert replay(kept)["policy/grad_norm"] > 0
+
+
+class ByIndex:
+    """Pays the members of a group differently."""
+
+    name = "index"
+    instant = True
+
+    def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
+        return (Score("index", float(episode.index)),)
+
+
+def rows_file(folder: Path, *lines: str) -> dict[str, Any]:
+    path = folder / "tasks.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return {"train": [{"source": "jsonl", "options": {"path": str(path)}}]}
+
+
+def asking(text: str, id: str, *pictures: str) -> str:
+    blocks = [{"type": "image", "path": path} for path in pictures] + [{"type": "text", "text": text}]
+    return json.dumps({"id": id, "messages": [{"role": "user", "content": blocks}], "answer": "red"})
+
+
+def test_bad_pictures_are_refused_by_file_and_line_or_skipped_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "torn.png").write_bytes(b"\x89PNG torn")
+    lines = [asking("What?", "a"), asking("What?", "b", "torn.png"), asking("What?", "c"), asking("What?", "d", "none.png")]
+    tasks = rows_file(tmp_path, *lines)
+    with pytest.raises((MediaError, TaskError), match=r"tasks\.jsonl:[24]"):
+        run(tmp_path / "refused", tasks=tasks)
+    rows, _ = run(tmp_path / "skipped", tasks=tasks | {"on_bad_row": "skip"})
+    assert sum(row["tasks/skipped_bad"] for row in rows) >= 2
+    assert all(row["groups/trained"] == 3 for row in rows)
+
+
+def test_over_long_prompts_are_refused_or_skipped_and_counted(tmp_path: Path) -> None:
+    tasks = rows_file(tmp_path, asking("What?", "a"), asking("What " * 200, "b"), asking("Where?", "c"))
+    rollout = {"max_new_tokens": 5, "max_context_tokens": 64}
+    with pytest.raises(PromptTooLong, match="max_context_tokens is 64"):
+        run(tmp_path / "refused", tasks=tasks, rollout=rollout)
+    rows, _ = run(tmp_path / "skipped", tasks=tasks | {"on_long_prompt": "skip"}, rollout=rollout)
+    assert sum(row["tasks/skipped_long"] for row in rows) >= 1
+    assert all(row["groups/trained"] == 3 for row in rows)
+
+
+def test_a_frozen_group_does_not_move_and_others_do(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from sensorium.models.load import find_checkpoint
+
+    terms = [{"name": f"{HERE}:ByIndex"}]
+    model = {"path": "package:shapes", "freeze": ["vision"]}
+    run(tmp_path / "run", model=model, rewards=RECIPE["rewards"] | {"terms": terms})
+    before = load_file(Path(find_checkpoint("package:shapes")) / "model.safetensors")
+    after = load_file(tmp_path / "run/checkpoints/step_000002/model.safetensors")
+    moved = {name for name in after if not torch.equal(before[name].float(), after[name])}
+    assert any("language_model" in name for name in moved)
+    assert all("visual" not in name or "merger" in name for name in moved)
