@@ -16,6 +16,7 @@ from sensorium.recipe.load import load_recipe
 from sensorium.report.episodes import read_groups, write_episodes
 from sensorium.report.run_directory import RunDirectory, step_name
 from sensorium.trainer.reference import resume_reference
+from sensorium.trainer.session import make_learner
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import CheckpointError, NonFiniteUpdate
 
@@ -61,16 +62,8 @@ def replay(folder: Path) -> dict[str, float]:
     policy = load_policy(str(folder / "model"), store=store, dtype=recipe.model.dtype, device=recipe.model.device)
     policy.version = batch["policy_version"]
     warming = batch["loss"] == "likelihood"
-    learner = Learner(
-        policy,
-        optimizer=recipe.warm_start.optimizer if warming else recipe.optimizer,
-        algorithm=recipe.algorithm,
-        batch=recipe.batch,
-        temperature=recipe.rollout.temperature,
-        total_steps=recipe.warm_start.steps if warming else recipe.steps,
-        freeze=recipe.model.freeze,
-        reference=resume_reference(recipe, policy, RunDirectory(folder.parents[1])),
-    )
+    reference = resume_reference(recipe, policy, RunDirectory(folder.parents[1]))
+    learner = make_learner(recipe, policy, reference, warming=warming)
     learner.load_state_dict(torch.load(folder / "learner.pt", map_location="cpu", weights_only=False))
     episodes = {e.id: e for group in read_groups(folder / "episodes.jsonl") for e in group.episodes}
     samples = [

@@ -28,7 +28,7 @@ from sensorium.trainer.kept import keep_batch
 from sensorium.trainer.ledger import Ledger
 from sensorium.trainer.metrics import episode_metrics, evaluation_metrics
 from sensorium.trainer.reference import begin_reference, resume_reference
-from sensorium.trainer.session import Session, sampling_of
+from sensorium.trainer.session import Session, make_learner, sampling_of
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import MediaError, NonFiniteUpdate, PromptTooLong, TaskError
 from sensorium.vocabulary.task import Task
@@ -288,18 +288,8 @@ class Trainer:
 
     def _learner(self, warming: bool | None = None) -> Learner:
         """The learner of the stage that the next step belongs to."""
-        recipe = self.recipe
         warming = self.warming if warming is None else warming
-        return Learner(
-            self.session.policy,
-            optimizer=recipe.warm_start.optimizer if warming else recipe.optimizer,
-            algorithm=recipe.algorithm,
-            batch=recipe.batch,
-            temperature=recipe.rollout.temperature,
-            total_steps=recipe.warm_start.steps if warming else recipe.steps,
-            freeze=recipe.model.freeze,
-            reference=self.reference,
-        )
+        return make_learner(self.recipe, self.session.policy, self.reference, warming=warming)
 
     def _announce(self, phase: str) -> None:
         self.watcher.phase(self.step + 1, phase)

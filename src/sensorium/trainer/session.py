@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sensorium.engines.protocol import Engine, Sampling
 from sensorium.envs.protocol import Environment
+from sensorium.learner.learner import Learner
 from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
@@ -78,6 +79,20 @@ def make_stream(recipe: Recipe, store: MediaStore) -> TaskStream:
     sections = recipe.tasks.train
     sources = make_sources(sections, store, "tasks.train")
     return TaskStream(sources, [s.weight for s in sections], seed=recipe.seed, shuffle=recipe.tasks.shuffle)
+
+
+def make_learner(recipe: Recipe, policy: Policy, reference: Policy | None, *, warming: bool) -> Learner:
+    """The learner of a stage: the supervised warm start's, or RL's."""
+    return Learner(
+        policy,
+        optimizer=recipe.warm_start.optimizer if warming else recipe.optimizer,
+        algorithm=recipe.algorithm,
+        batch=recipe.batch,
+        temperature=recipe.rollout.temperature,
+        total_steps=recipe.warm_start.steps if warming else recipe.steps,
+        freeze=recipe.model.freeze,
+        reference=reference,
+    )
 
 
 class EnvironmentMaker:

@@ -1,0 +1,55 @@
+"""The learning claims are committed results, hold what the project promises, and are what the README quotes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def result(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "studies/results" / f"{name}.json").read_text())
+
+
+def cell(summary: dict[str, Any]) -> str:
+    low, high = summary["interval"]
+    return f"{summary['accuracy']:.3f} [{low:.3f}–{high:.3f}]"
+
+
+@pytest.mark.parametrize("name", ["shapes", "frozen_lake"])
+def test_the_readme_quotes_the_committed_results(name: str) -> None:
+    found = result(name)
+    text = (ROOT / "README.md").read_text()
+    for variant in found["before"]:
+        assert f"{cell(found['before'][variant])} | {cell(found['after'][variant])}" in text, variant
+    assert found["command"] in text
+
+
+@pytest.mark.parametrize("name", ["shapes", "frozen_lake"])
+def test_claims_are_measured_on_enough_held_out_tasks(name: str) -> None:
+    found = result(name)
+    assert len(found["commit"]) == 40
+    for summary in (*found["before"].values(), *found["after"].values()):
+        assert summary["tasks"] >= 500
+        assert summary["failed"] == summary["missing"] == 0
+
+
+def test_shapes_learns_and_looks() -> None:
+    before, after = result("shapes")["before"], result("shapes")["after"]
+    assert before["sampled"]["accuracy"] <= 0.60
+    assert after["sampled"]["interval"][0] >= 0.85
+    assert after["greedy"]["accuracy"] >= before["greedy"]["accuracy"] + 0.10
+    chance = 0.25
+    for taken_away in ("blank", "swapped"):
+        assert after[taken_away]["interval"][0] <= chance + 0.02
+
+
+def test_frozen_lake_learns_and_looks() -> None:
+    before, after = result("frozen_lake")["before"], result("frozen_lake")["after"]
+    assert after["sampled"]["accuracy"] >= before["sampled"]["accuracy"] + 0.20
+    assert after["greedy"]["accuracy"] >= before["greedy"]["accuracy"] + 0.10
+    assert after["blank"]["interval"][1] < before["sampled"]["interval"][0] + 0.20
+    assert after["sampled"]["interval"][0] > after["blank"]["interval"][1] + 0.20
+    assert result("frozen_lake")["minutes"] <= 10
