@@ -46,12 +46,13 @@ class ThreadBuilder:
         return len(self._segments) - 1
 
     def threads(self) -> tuple[Thread, ...]:
-        """The threads that hold a response; a context that nothing was written in is no thread."""
-        return tuple(
-            Thread(tuple(segments), tuple(home))
-            for segments, home in zip(self._segments, self._home, strict=True)
-            if any(home)
-        )
+        """The threads that hold a response, each up to its last one: what nothing was written after is no context."""
+        threads = []
+        for segments, home in zip(self._segments, self._home, strict=True):
+            if any(home):
+                end = len(home) - home[::-1].index(True)
+                threads.append(Thread(tuple(segments[:end]), tuple(home[:end])))
+        return tuple(threads)
 
     def _open(self, first: int) -> None:
         """Begin a thread whose oldest turn is ``first``; earlier responses in it are context."""

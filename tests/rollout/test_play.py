@@ -1,0 +1,148 @@
+"""The conversation: budgets end it, statuses tell why, deadlines that fired are repeated and not waited for."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sensorium.engines.protocol import Request, Sampling
+from sensorium.engines.scripted import ScriptedEngine
+from sensorium.envs.protocol import Observation, StepResult
+from sensorium.envs.question import Question
+from sensorium.media.store import MediaStore
+from sensorium.models.load import load_policy
+from sensorium.models.policy import Policy
+from sensorium.models.tiny import make_tiny
+from sensorium.recipe.schema import RolloutSection
+from sensorium.rollout.play import Attempt, Deadlines, Rollout
+from sensorium.vocabulary import Episode, Message, Status, Task, system, user
+from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return load_policy(str(make_tiny("qwen2_5_vl", tmp_path_factory.mktemp("tiny"))), store=MediaStore(), device="cpu")
+
+
+class Counting:
+    """A world of ``turns`` turns that pays one each, and remembers what it was told."""
+
+    instant = True
+
+    def __init__(self, turns: int) -> None:
+        self.turns, self.heard = turns, list[str]()
+
+    def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
+        return (system("count"),), Observation((user("0"),))
+
+    def step(self, response: str) -> StepResult:
+        self.heard.append(response)
+        done = len(self.heard) == self.turns
+        return StepResult(None if done else Observation((user(str(len(self.heard))),)), reward=1.0, done=done)
+
+    def demonstrate(self) -> str:
+        return "next"
+
+    def close(self) -> None: ...
+
+
+def play(
+    policy: Policy,
+    world: Callable[[Task], Any],
+    says: Callable[[Request], str] = lambda request: "one",
+    deadlines: Deadlines | None = None,
+    demonstrate: bool = False,
+    **section: Any,
+) -> Episode:
+    rollout = Rollout(policy, ScriptedEngine(policy, says), RolloutSection(**section), world)
+    sampling = Sampling(max_new_tokens=section.get("max_new_tokens", 64))
+    attempt = Attempt(0, 1, demonstrate=demonstrate)
+    task = Task("t", (user("what?"),), demonstration=("told",))
+    (group,) = asyncio.run(rollout.groups([task], 1, attempt, sampling, deadlines))
+    return group.episodes[0]
+
+
+def test_a_question_ends_after_one_turn(policy: Policy) -> None:
+    episode = play(policy, Question)
+    assert (episode.status, len(episode.turns), episode.response) == (Status.FINISHED, 1, "one")
+
+
+def test_a_world_is_played_to_its_end_in_one_thread(policy: Policy) -> None:
+    episode = play(policy, lambda task: Counting(3), max_turns=5)
+    assert episode.status == Status.FINISHED
+    assert [turn.reward for turn in episode.turns] == [1.0, 1.0, 1.0]
+    assert len(episode.threads) == 1
+    assert [turn.observation[0].text for turn in episode.turns] == ["0", "1", "2"]
+    assert all(episode.threads[t.thread].segments[t.segment] is t.response for t in episode.turns)
+
+
+def test_the_turn_limit_truncates(policy: Policy) -> None:
+    episode = play(policy, lambda task: Counting(9), max_turns=2)
+    assert (episode.status, len(episode.turns)) == (Status.TRUNCATED, 2)
+
+
+def test_the_episode_budget_truncates_before_a_turn_that_has_no_tokens_left(policy: Policy) -> None:
+    one = len(policy.respond("one", "x").tokens)
+    episode = play(policy, lambda task: Counting(9), max_turns=9, max_episode_tokens=2 * one)
+    assert episode.status == Status.TRUNCATED
+    assert episode.sampled_tokens == 2 * one
+
+
+def test_the_context_budget_truncates(policy: Policy) -> None:
+    episode = play(policy, lambda task: Counting(50), max_turns=50, max_context_tokens=80)
+    assert episode.status == Status.TRUNCATED
+    (thread,) = episode.threads
+    assert thread.home[-1], "an observation that was never answered is not part of the thread"
+    before = sum(len(policy.layout(segment)) for segment in thread.segments[:-1])
+    assert before < 80 <= before + len(thread.segments[-1].tokens) + len(thread.segments[-2].tokens)
+
+
+def test_a_prompt_without_room_is_marked_and_nothing_is_written(policy: Policy) -> None:
+    episode = play(policy, Question, max_context_tokens=16)
+    assert (episode.status, episode.turns) == (Status.ABORTED, ())
+    assert episode.info["prompt_too_long"]
+    assert "max_context_tokens is 16" in episode.failure
+
+
+def test_demonstrations_are_played_instead_of_the_engine(policy: Policy) -> None:
+    episode = play(policy, lambda task: Counting(3), demonstrate=True, max_turns=3)
+    assert [turn.response.text for turn in episode.turns] == ["told", "next", "next"]
+
+
+class Untouchable(Counting):
+    """Must not be stepped in its second turn."""
+
+    def step(self, response: str) -> StepResult:
+        if len(self.heard) == 1:
+            raise AssertionError("a deadline that fired is repeated, not waited for again")
+        return super().step(response)
+
+
+def test_a_deadline_known_from_before_is_repeated(policy: Policy) -> None:
+    known = {("train/1/0/t/0", 1): "it took too long"}
+    deadlines = Deadlines(known=known)
+    episode = play(policy, lambda task: Untouchable(3), deadlines=deadlines, max_turns=3)
+    assert episode.status == Status.FAILED
+    assert "turn 1: it took too long" in episode.failure
+    assert deadlines.fired == known
+
+
+def test_a_failing_world_is_named(policy: Policy) -> None:
+    class Broken(Counting):
+        def step(self, response: str) -> StepResult:
+            raise EnvironmentFailure("no floor")
+
+    episode = play(policy, lambda task: Broken(3), max_turns=3)
+    assert episode.status == Status.FAILED
+    assert episode.failure == "task t, turn 0: no floor"
+
+
+def test_a_template_that_rewrites_history_is_refused_for_growing_threads(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = make_tiny("qwen3", tmp_path_factory.mktemp("tiny"))
+    thinking = load_policy(str(folder), store=MediaStore(), device="cpu")
+    assert not thinking.append_only
+    with pytest.raises(RecipeError, match="window: 1"):
+        play(thinking, lambda task: Counting(3), max_turns=3)
+    episode = play(thinking, lambda task: Counting(3), max_turns=3, window=1)
+    assert (episode.status, len(episode.threads)) == (Status.FINISHED, 3)
