@@ -20,7 +20,7 @@ from sensorium.trainer.kept import replay
 from sensorium.trainer.ledger import Ledger
 from sensorium.trainer.run import train
 from sensorium.vocabulary import Episode, Message, Score, Status, Task, system, user
-from sensorium.vocabulary.errors import MediaError, NonFiniteUpdate, PromptTooLong, TaskError
+from sensorium.vocabulary.errors import MediaError, ModelError, NonFiniteUpdate, PromptTooLong, RecipeError, TaskError
 
 HERE = "tests.trainer.test_failures"
 RECIPE: dict[str, Any] = {
@@ -226,6 +226,16 @@ def test_bad_pictures_are_refused_by_file_and_line_or_skipped_and_counted(tmp_pa
     rows, _ = run(tmp_path / "skipped", tasks=tasks | {"on_bad_row": "skip"})
     assert sum(row["tasks/skipped_bad"] for row in rows) >= 2
     assert all(row["groups/trained"] == 3 for row in rows)
+
+
+def test_a_start_that_failed_leaves_the_directory_free_and_a_run_does_not(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(ModelError, match="no such folder"):
+        run(folder, model={"path": "/no/such/model"})
+    rows, _ = run(folder)
+    assert len(rows) == 2
+    with pytest.raises(RecipeError, match="--resume"):
+        run(folder)
 
 
 def test_over_long_prompts_are_refused_or_skipped_and_counted(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from sensorium.report.html import write_report
 from sensorium.report.run_directory import RunDirectory
 from sensorium.report.tables import comparison_table
 
-INTRO = """\
-A tiny Qwen-VL model looks at pictures of coloured shapes and answers questions about them. It knows the form of an
-answer, but is often wrong. Nobody tells it what to say: it tries each question several times, and answers that are paid
-better than its others become more likely.
-"""
+INTRO = (
+    "A tiny Qwen-VL model looks at pictures of coloured shapes and answers questions about them. It knows the form of an "
+    "answer, but is often wrong. Nobody tells it what to say: it tries each question several times, and answers that are "
+    "paid better than its others become more likely.\n"
+)
 
 
 def configure(parser: ArgumentParser) -> None:

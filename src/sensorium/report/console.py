@@ -20,7 +20,7 @@ from sensorium.report.tables import count_text, interval_text, share
 from sensorium.report.watcher import Metrics, RunStart, Summary, Watcher
 
 QUIET_S = 10.0
-PHASES = ("rollout", "score", "credit", "update")
+PHASES = ("draw", "rollout", "score", "credit", "update", "record")
 TROUBLES = {
     "episodes/failed": "failed",
     "episodes/dropped": "dropped",

@@ -6,6 +6,7 @@ written once and comes back shared. ``info``, ``metadata`` and ``answer`` must b
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ Json = dict[str, Any]
 
 def write_episodes(path: Path, step: int, groups: Iterable[Group], limit: int = 0) -> None:
     """Write a step's episodes, one row each with its task and what it earned; ``limit`` of them at most (0: all)."""
-    rows = [episode_row(step, group.task, episode) for group in groups for episode in group.episodes]
-    write_rows(path, rows[:limit] if limit else rows)
+    members = ((group.task, episode) for group in groups for episode in group.episodes)
+    write_rows(path, (episode_row(step, task, episode) for task, episode in islice(members, limit or None)))
 
 
 def episode_row(step: int, task: Task, episode: Episode) -> Json:

@@ -42,6 +42,18 @@ class RunDirectory:
         """True if a run was started here."""
         return self.recipe.exists()
 
+    def is_barren(self) -> bool:
+        """True if the run here never finished a step: a start that failed, which costs nothing to forget."""
+        kept = (self.checkpoints, self.kept, self.eval)
+        return not self.metrics.exists() and not any(folder.is_dir() and any(folder.iterdir()) for folder in kept)
+
+    def clear(self) -> None:
+        """Take away a barren run's files; anything else in the folder stays."""
+        if self.exists():
+            self.recipe.unlink()
+            for path in (*self.path.glob("ledger.sqlite*"), *self.path.glob("report.html")):
+                path.unlink()
+
     def episodes_of(self, step: int) -> Path:
         """The episodes of a training step."""
         return self.episodes / f"{step_name(step)}.jsonl"

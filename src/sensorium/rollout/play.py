@@ -80,19 +80,25 @@ class Rollout:
         attempt: Attempt,
         sampling: Sampling,
         deadlines: Deadlines | None = None,
+        progress: Callable[[int], None] | None = None,
     ) -> list[Group]:
-        """Play each task ``size`` times; groups come back in the tasks' order, members in theirs."""
+        """Play each task ``size`` times; groups come back in the tasks' order. ``progress`` hears how many are done."""
         deadlines = deadlines or Deadlines()
+        done = 0
         self.prepare(tasks)
         gate = asyncio.Semaphore(self.section.concurrency or max(1, len(tasks) * size))
 
         async def one(order: int, task: Task, index: int) -> Episode:
+            nonlocal done
             async with gate:
                 self.engine.enter()
                 try:
                     return await self.episode(task, index, order, attempt, sampling, deadlines)
                 finally:
                     self.engine.leave()
+                    done += 1
+                    if progress is not None:
+                        progress(done)
 
         async with asyncio.TaskGroup() as crowd:
             runs = [crowd.create_task(one(order, task, index)) for order, task in enumerate(tasks) for index in range(size)]

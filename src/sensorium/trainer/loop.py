@@ -5,6 +5,7 @@ samples while an update is in flight. What a step does is a function of recipe, 
 checkpoint, so that a resumed run repeats the uninterrupted one.
 """
 
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -72,6 +73,8 @@ class Trainer:
 
     async def run(self) -> None:
         """Go on to the last step."""
+        gc.collect()
+        gc.freeze()  # what was loaded lives as long as the run; walking it again and again cost a tenth of a small step
         batch = self.recipe.batch
         self.watcher.started(
             RunStart(
@@ -101,11 +104,17 @@ class Trainer:
         """One step of RL; returns its row of metrics."""
         clock = _Clock(self)
         recipe, step = self.recipe, self.step + 1
-        drawn = self._draw(recipe.batch.prompts_per_step)
-        with clock("rollout"):
+        with clock("draw"):
+            drawn = self._draw(recipe.batch.prompts_per_step)
+        with clock("rollout", len(drawn.tasks) * recipe.batch.group_size):
             deadlines = Deadlines(known=self.ledger.deadlines())
             groups = await self.session.rollout.groups(
-                drawn.tasks, recipe.batch.group_size, Attempt(recipe.seed, step), sampling_of(recipe.rollout), deadlines
+                drawn.tasks,
+                recipe.batch.group_size,
+                Attempt(recipe.seed, step),
+                sampling_of(recipe.rollout),
+                deadlines,
+                self.watcher.progress,
             )
         self.ledger.keep_deadlines(deadlines.fired)
         self.ledger.advance(step, "rolled_out")
@@ -118,7 +127,8 @@ class Trainer:
             samples = credit(selection.groups, recipe.algorithm.advantage, mask_truncated=recipe.rollout.mask_truncated)
         with clock("update"):
             learned = self._update(samples, recipe.algorithm.loss.name, groups)
-        self._record(step, groups, selection)
+        with clock("record"):
+            self._record(step, groups, selection)
         self.position = drawn.position
         row = episode_metrics(groups, selection) | learned
         return row | _skipped(drawn, long) | clock.metrics(groups)
@@ -127,7 +137,8 @@ class Trainer:
         """One step of the warm start: play demonstrations, raise their likelihood."""
         clock = _Clock(self)
         recipe, step = self.recipe, self.step + 1
-        drawn = self._draw(recipe.warm_start.prompts_per_step)
+        with clock("draw"):
+            drawn = self._draw(recipe.warm_start.prompts_per_step)
         attempt = Attempt(recipe.seed, step, "warm", demonstrate=True)
         with clock("rollout"):
             groups = await self.session.rollout.groups(drawn.tasks, 1, attempt, sampling_of(recipe.rollout))
@@ -291,8 +302,8 @@ class Trainer:
         warming = self.warming if warming is None else warming
         return make_learner(self.recipe, self.session.policy, self.reference, warming=warming)
 
-    def _announce(self, phase: str) -> None:
-        self.watcher.phase(self.step + 1, phase)
+    def _announce(self, phase: str, total: int = 0) -> None:
+        self.watcher.phase(self.step + 1, phase, total)
 
 
 def _skipped(drawn: Draw, long: int) -> dict[str, float]:
@@ -313,8 +324,8 @@ class _Clock:
             torch.cuda.reset_peak_memory_stats()
 
     @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        self.trainer._announce(phase)
+    def __call__(self, phase: str, total: int = 0) -> Iterator[None]:
+        self.trainer._announce(phase, total)
         started = time.perf_counter()
         yield
         if torch.cuda.is_available():

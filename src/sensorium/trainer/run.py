@@ -64,11 +64,12 @@ def _claim(recipe: Recipe, directory: RunDirectory, resume: bool) -> None:
     """Take a fresh run directory, or the one to resume, which must hold the same recipe."""
     text = dump_recipe(recipe)
     if not resume:
-        if directory.exists():
+        if directory.exists() and not directory.is_barren():
             raise RecipeError(
                 f"run directory '{directory.path}' exists. Go on with it (--resume), choose another (name=… or run_dir=…), "
                 "or remove it."
             )
+        directory.clear()
         directory.create()
         write_whole(directory.recipe, text)
     elif not directory.exists():
