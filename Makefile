@@ -19,6 +19,7 @@ types: .venv/dev
 
 studies: .venv/installed
 	$(BIN)/python studies/run.py
+	$(BIN)/python studies/fresh.py
 
 bench: .venv/bench
 	$(BIN)/python bench/w0.py

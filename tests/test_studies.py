@@ -53,3 +53,14 @@ def test_frozen_lake_learns_and_looks() -> None:
     assert after["blank"]["interval"][1] < before["sampled"]["interval"][0] + 0.20
     assert after["sampled"]["interval"][0] > after["blank"]["interval"][1] + 0.20
     assert result("frozen_lake")["minutes"] <= 10
+
+
+@pytest.mark.parametrize(("name", "rise"), [("shapes", 0.25), ("frozen_lake", 0.20)])
+def test_claims_hold_on_tasks_by_which_nothing_was_chosen(name: str, rise: float) -> None:
+    found = result("fresh")[name]
+    text = (ROOT / "README.md").read_text()
+    for variant in ("sampled", "greedy"):
+        before, after = found["before"][variant], found["after"][variant]
+        assert before["tasks"] >= 500
+        assert after["interval"][0] > before["interval"][1] + rise
+        assert f"{cell(before)} | {cell(after)}" in text
