@@ -6,7 +6,7 @@ tick, by when their episode has released the thread or may come back to it. Weig
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +70,7 @@ class Writer:
         self._features = FeatureCache(policy, keep_bytes)
         self._kept = KeptStore(keep_bytes)
         self._steps = Steps(policy, record)
+        self._on_cpu = policy.device.type == "cpu"
         self._version = policy.version
         self._stop_ids = frozenset(policy.stop_ids)
         self._stop_S = torch.tensor(policy.stop_ids, device=policy.device)
@@ -84,7 +85,7 @@ class Writer:
         self._check_version()
         self._settle()
         room = max(0, self._max_rows - len(self._rows))
-        with plain_products():
+        with plain_products() if self._on_cpu else nullcontext():
             logits = [self._decode()] if self._rows else []
         if waiting and room:
             joined, first_NV = self._admit(waiting[:room])
