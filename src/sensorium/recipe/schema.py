@@ -16,6 +16,15 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class LoraSection(Section):
+    """Low-rank adapters on the linear layers of named groups; everything else is frozen. Rank 0: none."""
+
+    rank: int = Field(default=0, ge=0)
+    alpha: float = Field(default=32.0, gt=0)
+    groups: tuple[str, ...] = ("language",)
+    modules: tuple[str, ...] = Field(default=(), description="only layers whose name ends so; empty: all linear ones")
+
+
 class ModelSection(Section):
     """Which checkpoint is trained, and how it is held."""
 
@@ -25,6 +34,7 @@ class ModelSection(Section):
     device: str = "auto"
     freeze: tuple[str, ...] = ()
     gradient_checkpointing: bool = False
+    lora: LoraSection = LoraSection()
 
 
 class SourceSection(Section):
@@ -95,41 +105,6 @@ class RewardsSection(Section):
     on_missing: Literal["drop_episode", "drop_group"] = "drop_episode"
 
 
-class AdvantageSection(Section):
-    """Which estimator turns rewards into advantages."""
-
-    name: str = "grpo"
-    std: bool = True
-    leave_one_out: bool = False
-
-
-class LossSection(Section):
-    """Which policy loss, and its clip range."""
-
-    name: str = "clip"
-    clip_low: float = Field(default=0.2, ge=0)
-    clip_high: float = Field(default=0.2, ge=0)
-    dual_clip: float | None = Field(default=None, gt=1)
-    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
-    aggregation_constant: float = Field(default=1.0, gt=0)
-    entropy_coef: float = 0.0
-
-
-class KLSection(Section):
-    """KL to a frozen copy of the starting model, added to the loss. Coefficient 0 keeps no copy."""
-
-    coef: float = Field(default=0.0, ge=0)
-    estimator: Literal["abs", "k2", "k3", "k1_straight_through", "k3_straight_through"] = "k3"
-
-
-class AlgorithmSection(Section):
-    """Credit and loss."""
-
-    advantage: AdvantageSection = AdvantageSection()
-    loss: LossSection = LossSection()
-    kl: KLSection = KLSection()
-
-
 class OptimizerSection(Section):
     """AdamW with warm-up, a schedule and clipping; rates by parameter group."""
 
@@ -142,6 +117,108 @@ class OptimizerSection(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     final_lr_share: float = Field(default=0.0, ge=0, le=1)
     clip_norm: float = Field(default=1.0, gt=0)
+
+
+class AdvantageSection(Section):
+    """Which estimator turns rewards into advantages. ``recipe.traits`` says which of the settings it takes."""
+
+    name: str = "grpo"
+    std: bool = True
+    leave_one_out: bool = False
+    gamma: float = Field(default=1.0, ge=0, le=1, description="discount from token to token")
+    lam: float = Field(default=1.0, ge=0, le=1, description="GAE's λ from token to token")
+    turn_gamma: float = Field(default=1.0, ge=0, le=1, description="discount from turn to turn (Γ)")
+    turn_lam: float = Field(default=1.0, ge=0, le=1, description="GAE's λ from turn to turn")
+    post: Literal["none", "optimize_threshold"] = "none"
+
+
+class LossSection(Section):
+    """Which policy loss, and its settings. ``recipe.traits`` says which of them it takes."""
+
+    name: str = "clip"
+    clip_low: float = Field(default=0.2, ge=0)
+    clip_high: float = Field(default=0.2, ge=0)
+    dual_clip: float | None = Field(default=None, gt=1)
+    tau_positive: float = Field(default=1.0, gt=0)
+    tau_negative: float = Field(default=1.05, gt=0)
+    ratio_cap: float = Field(default=20.0, gt=0)
+    cov_share: float = Field(default=2e-4, gt=0, le=1)
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+    cov_kl_coef: float = Field(default=1.0, ge=0)
+    aggregation: Literal["auto", "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "auto"
+    aggregation_constant: float = Field(default=1.0, gt=0)
+    entropy_coef: float = 0.0
+
+
+class KLSection(Section):
+    """KL to the model as it was when RL began, in the loss or in the reward. Coefficient 0: no reference is kept.
+
+    ``adaptive`` moves the coefficient towards ``target``, within ``horizon`` episodes.
+    """
+
+    coef: float = Field(default=0.0, ge=0)
+    estimator: Literal["k1", "abs", "k2", "k3", "k1_straight_through", "k3_straight_through"] = "k3"
+    place: Literal["loss", "reward"] = "loss"
+    control: Literal["fixed", "adaptive"] = "fixed"
+    target: float = Field(default=0.1, gt=0)
+    horizon: float = Field(default=10_000, gt=0)
+
+
+class CorrectionSection(Section):
+    """What is done about ρ = old / engine. ``truncate`` caps weights at ``high``; ``band`` drops those outside [low, high].
+
+    ``weights`` are of each token, of the whole sequence (the product) or its geometric mean. ``reject`` leaves out sequences
+    whose mean or largest ``estimator`` of the mismatch is above ``reject_above``.
+    """
+
+    weights: Literal["none", "token", "sequence", "geometric"] = "none"
+    mode: Literal["truncate", "band"] = "truncate"
+    low: float = Field(default=0.5, ge=0)
+    high: float = Field(default=2.0, gt=0)
+    reject: Literal["none", "mean", "max"] = "none"
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    reject_above: float = Field(default=1.0, gt=0)
+
+
+class CriticSection(Section):
+    """The value model: a trunk of its own, or a head on the policy's trunk. For the first steps only it learns.
+
+    ``trunk_coef``: how much of the value loss a shared trunk sees; 0: none. ``path``: where an own trunk starts; empty: as the
+    policy does when RL begins.
+    """
+
+    trunk: Literal["own", "shared"] = "own"
+    path: str = ""
+    trunk_coef: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    value_clip: float | None = Field(default=0.5, gt=0)
+    freeze: tuple[str, ...] = ()
+    optimizer: OptimizerSection = OptimizerSection(lr=1e-5)
+
+
+class AlgorithmSection(Section):
+    """Credit and loss. ``critic`` may be left out where the estimator needs none, and has its defaults where it does."""
+
+    advantage: AdvantageSection = AdvantageSection()
+    loss: LossSection = LossSection()
+    kl: KLSection = KLSection()
+    correction: CorrectionSection = CorrectionSection()
+    critic: CriticSection = CriticSection()
+
+
+class SelectionSection(Section):
+    """Which groups a step trains on.
+
+    ``dynamic``: draw more tasks until ``prompts_per_step`` groups have signal, in at most ``max_rounds`` rounds.
+    ``variance_share``: keep this share of the groups, those with the most variance. ``oversample``: play so many times
+    ``prompts_per_step`` tasks and stop when enough of them are complete.
+    """
+
+    dynamic: bool = False
+    max_rounds: int = Field(default=4, ge=1)
+    variance_share: float = Field(default=1.0, gt=0, le=1)
+    oversample: float = Field(default=1.0, ge=1)
 
 
 class WarmStartSection(Section):
@@ -189,6 +266,7 @@ class Recipe(Section):
     model: ModelSection
     tasks: TasksSection
     batch: BatchSection = BatchSection()
+    selection: SelectionSection = SelectionSection()
     rollout: RolloutSection = RolloutSection()
     rewards: RewardsSection
     algorithm: AlgorithmSection = AlgorithmSection()

@@ -1,0 +1,87 @@
+"""What estimators and losses need and take, free of torch: for checks at start, the learner, and docs/algorithms.md.
+
+A name of the user's own (``module:attribute``) has the default traits: no critic, groups of any size, single tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Over = Literal["token", "sequence", "update"]
+SEQUENCE_MEAN = ("sequence_mean_token_mean",)
+
+
+@dataclass(frozen=True)
+class EstimatorTraits:
+    """``settings``: keys of algorithm.advantage it takes. ``compares``: its episodes against others of their group.
+
+    ``critic``: it needs values; ``observations``: also those at the environment's tokens. ``greedy``: it needs each task
+    played once greedily. ``per_term``: it works on the terms apart.
+    """
+
+    settings: tuple[str, ...] = ()
+    compares: bool = False
+    critic: bool = False
+    observations: bool = False
+    greedy: bool = False
+    per_term: bool = False
+
+
+@dataclass(frozen=True)
+class LossTraits:
+    """``settings``: keys of algorithm.loss it takes. ``over``: what it must know whole. ``aggregations``: those allowed.
+
+    Empty: any. The first is what ``aggregation: auto`` means; token_mean where any is allowed.
+    """
+
+    settings: tuple[str, ...] = ()
+    over: Over = "token"
+    aggregations: tuple[str, ...] = ()
+
+    @property
+    def aggregation(self) -> str:
+        """What ``auto`` stands for."""
+        return self.aggregations[0] if self.aggregations else "token_mean"
+
+
+CLIP = ("clip_low", "clip_high")
+COV = ("cov_share", *CLIP)
+TURN = ("turn_gamma", "turn_lam")
+
+ESTIMATORS: dict[str, EstimatorTraits] = {
+    "grpo": EstimatorTraits(("std", "leave_one_out"), compares=True),
+    "rloo": EstimatorTraits(compares=True),
+    "opo": EstimatorTraits(compares=True),
+    "remax": EstimatorTraits(greedy=True),
+    "gpg": EstimatorTraits(compares=True),
+    "pass_at_k": EstimatorTraits(compares=True),
+    "gdpo": EstimatorTraits(("std", "leave_one_out"), compares=True, per_term=True),
+    "reinforce_plus_plus": EstimatorTraits(("gamma",)),
+    "reinforce_plus_plus_baseline": EstimatorTraits(compares=True),
+    "gae": EstimatorTraits(("gamma", "lam"), critic=True, observations=True),
+    "masked_gae": EstimatorTraits(("gamma", "lam"), critic=True),
+    "turn_wise_gae": EstimatorTraits(TURN, critic=True),
+    "bi_level_gae": EstimatorTraits(("gamma", "lam", *TURN), critic=True),
+}
+
+LOSSES: dict[str, LossTraits] = {
+    "clip": LossTraits((*CLIP, "dual_clip")),
+    "gspo": LossTraits(CLIP, over="sequence", aggregations=SEQUENCE_MEAN),
+    "cispo": LossTraits(CLIP),
+    "gmpo": LossTraits(CLIP, over="sequence", aggregations=SEQUENCE_MEAN),
+    "sapo": LossTraits(("tau_positive", "tau_negative"), aggregations=SEQUENCE_MEAN),
+    "gpg": LossTraits(),
+    "dppo": LossTraits((*CLIP, "ratio_cap")),
+    "clip_cov": LossTraits((*COV, "cov_low", "cov_high"), over="update"),
+    "kl_cov": LossTraits(("cov_share", "cov_kl_coef"), over="update"),
+    "likelihood": LossTraits(),
+}
+
+
+def estimator_traits(name: str) -> EstimatorTraits:
+    """The traits of a named estimator."""
+    return ESTIMATORS.get(name, EstimatorTraits())
+
+
+def loss_traits(name: str) -> LossTraits:
+    """The traits of a named loss."""
+    return LOSSES.get(name, LossTraits())
