@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from sensorium.recipe.algorithm_checks import algorithm_problems
 from sensorium.recipe.names import PARAMETER_GROUPS, wrong_name, wrong_options
 from sensorium.recipe.schema import OptimizerSection, Recipe, SourceSection
 from sensorium.vocabulary.errors import RecipeError, nearest
@@ -25,6 +26,7 @@ def problems(recipe: Recipe) -> list[Problem]:
         *_batch(recipe),
         *_rollout(recipe),
         *_training(recipe),
+        *algorithm_problems(recipe),
         *_pay(recipe),
     ]
 
@@ -127,13 +129,6 @@ def _training(recipe: Recipe) -> Iterator[Problem]:
     for place, optimizer in _optimizers(recipe):
         if not all(0 <= beta < 1 for beta in optimizer.betas):
             yield f"{place}.betas", f"both betas must lie in [0, 1), not {list(optimizer.betas)}."
-    loss = recipe.algorithm.loss
-    if loss.aggregation != "constant" and loss.aggregation_constant != 1.0:
-        unused = f"only aggregation 'constant' uses it, and aggregation is '{loss.aggregation}'"
-        yield (
-            "algorithm.loss.aggregation_constant",
-            f"aggregation_constant {loss.aggregation_constant} does nothing: {unused}.",
-        )
 
 
 def _pay(recipe: Recipe) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape, read_shape
+from sensorium.recipe.traits import estimator_traits
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -69,10 +70,21 @@ def estimate_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
         "optimizer moments": trainable * 8,
         "fp32 masters": trainable * 4 if size < 4 else 0,
         "reference model": shape.total * size if recipe.algorithm.kl.coef else 0,
+        "critic": _critic_bytes(recipe, shape),
         "keys and values": _cached_tokens(recipe) * 2 * shape.layers * shape.key_values * size,
         "activations": _microbatch_tokens(recipe) * _activations_per_token(recipe, shape) * size,
     }
     return {use: amount for use, amount in uses.items() if amount}
+
+
+def _critic_bytes(recipe: Recipe, shape: ModelShape) -> int:
+    """A critic with a trunk of its own: weights, gradients, moments and masters again. A head alone is next to nothing."""
+    section = recipe.algorithm.critic
+    if not estimator_traits(recipe.algorithm.advantage.name).critic or section.trunk == "shared":
+        return 0
+    size = BYTES[recipe.model.dtype]
+    trainable = shape.trainable(section.freeze)
+    return shape.total * size + trainable * (size + 8 if size == 4 else size + 16)
 
 
 def _cached_tokens(recipe: Recipe) -> int:

@@ -168,8 +168,8 @@ class KLSection(Section):
 class CorrectionSection(Section):
     """What is done about ρ = old / engine. ``truncate`` caps weights at ``high``; ``band`` drops those outside [low, high].
 
-    ``weights`` are of each token, of the whole sequence (the product) or its geometric mean. ``reject`` leaves out sequences
-    whose mean or largest ``estimator`` of the mismatch is above ``reject_above``.
+    ``weights`` are of each token, of the whole sequence (the product) or its geometric mean. ``reject`` leaves out
+    sequences whose mean or largest ``estimator`` of the mismatch is above ``reject_above``.
     """
 
     weights: Literal["none", "token", "sequence", "geometric"] = "none"
@@ -184,8 +184,8 @@ class CorrectionSection(Section):
 class CriticSection(Section):
     """The value model: a trunk of its own, or a head on the policy's trunk. For the first steps only it learns.
 
-    ``trunk_coef``: how much of the value loss a shared trunk sees; 0: none. ``path``: where an own trunk starts; empty: as the
-    policy does when RL begins.
+    ``trunk_coef``: how much of the value loss a shared trunk sees; 0: none. ``path``: where an own trunk starts;
+    empty: as the policy does when RL begins.
     """
 
     trunk: Literal["own", "shared"] = "own"

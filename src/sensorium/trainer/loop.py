@@ -96,7 +96,9 @@ class Trainer:
         """One whole step: of the warm start, or of RL."""
         if self.step == self.recipe.warm_start.steps:
             self.reference = begin_reference(self.recipe, self.session.policy, self.directory)
-            self.learner = self._learner()
+            if self.recipe.warm_start.steps:
+                self.learner = self._learner()
+            self.learner.reference = self.reference
         row = await (self._supervised_step() if self.warming else self._step())
         await self._close_step(row)
 
@@ -124,7 +126,8 @@ class Trainer:
         self.ledger.advance(step, "scored")
         with clock("credit"):
             selection = select(groups, recipe.rewards.on_missing)
-            samples = credit(selection.groups, recipe.algorithm.advantage, mask_truncated=recipe.rollout.mask_truncated)
+            assessment = self.learner.assess([group.episodes for group in selection.groups])
+            samples = credit(selection.groups, assessment, recipe.algorithm, mask_truncated=recipe.rollout.mask_truncated)
         with clock("update"):
             learned = self._update(samples, recipe.algorithm.loss.name, groups)
         with clock("record"):
