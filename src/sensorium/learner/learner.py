@@ -161,5 +161,13 @@ def _mean(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 def _mismatch(batches: Sequence[UpdateBatch], measured: Sequence[Measured]) -> dict[str, float]:
     """Over all tokens of the step, once. A single update has found its own old log-probs."""
     old = [batch.old_N if batch.old_N is not None else measured[0].old_N for batch in batches]
-    found = mismatch(torch.cat(old), torch.cat([batch.tokens.engine_N for batch in batches]))
-    return {"mismatch/prob_error": found.prob_error, "mismatch/kl": found.kl, "mismatch/max": found.maximum}
+    counts_S = torch.cat([batch.tokens.counts_S for batch in batches])
+    sequences_N = torch.repeat_interleave(counts_S)
+    found = mismatch(torch.cat(old), torch.cat([batch.tokens.engine_N for batch in batches]), sequences_N, counts_S)
+    return {
+        "mismatch/prob_error": found.prob_error,
+        "mismatch/kl": found.kl,
+        "mismatch/max": found.maximum,
+        "mismatch/sequence_max": found.sequence_max,
+        "mismatch/sequence_min": found.sequence_min,
+    }
