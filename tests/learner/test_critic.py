@@ -157,9 +157,7 @@ def test_while_the_critic_warms_up_the_policy_stays(section: CriticSection, chec
 @pytest.mark.parametrize("section", [OWN, SHARED])
 def test_a_critic_learns_what_it_is_taught(section: CriticSection, checkpoints: dict[str, Path]) -> None:
     policy = open_policy(checkpoints["qwen2_5_vl"])
-    learner = with_critic(
-        policy, section.model_copy(update={"value_clip": None}), optimizer=OptimizerSection(lr=1e-4)
-    )
+    learner = with_critic(policy, section.model_copy(update={"value_clip": None}), optimizer=OptimizerSection(lr=1e-4))
     groups = taught(learner, play(policy))
     rows = [learner.step(groups) for _ in range(12)]
     assert rows[-1]["value/loss"] < 0.6 * rows[0]["value/loss"]

@@ -17,7 +17,7 @@ from sensorium.learner.optimizer import Optimizer, rate_share
 from sensorium.learner.packing import Packing, pack
 from sensorium.learner.positions import Positions, find_positions
 from sensorium.learner.sample import Groups, Sample, asked_values, sampled_tokens, uncredited
-from sensorium.learner.update import Measured, Shares, UpdateBatch, update
+from sensorium.learner.update import Measured, Shares, UpdateBatch, corrections, update
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import AlgorithmSection, BatchSection, OptimizerSection
 from sensorium.recipe.traits import estimator_traits
@@ -213,8 +213,7 @@ class Learner:
             return batch
         known = (old_N, tokens.engine_N, tokens.sequences_N, tokens.counts_S)
         if section.weights in ("sequence", "geometric"):
-            settings = {"weights": section.weights, "mode": section.mode, "low": section.low, "high": section.high}
-            batch = replace(batch, corrections_N=correction.weights(*known, **settings))
+            batch = replace(batch, corrections_N=corrections(section, *known))
         if section.reject != "none":
             above, estimator = section.reject_above, section.estimator
             rejected_S = correction.rejected(*known, by=section.reject, estimator=estimator, above=above)

@@ -56,7 +56,7 @@ class Objective:
         return partial(function, **taken)
 
     def idles(self, microbatch: MicroBatch) -> bool:
-        """True if a micro-batch gives the policy no gradient: none of its tokens has an advantage, and nothing else pulls."""
+        """True if a micro-batch gives the policy no gradient: no token of it has an advantage, and nothing else pulls."""
         if not self.policy_learns:
             return True
         return microbatch.silent and self._vanishes and not self.kl_coef and not self.entropy_coef

@@ -22,6 +22,7 @@ from sensorium.learner.objective import Objective
 from sensorium.learner.optimizer import Optimizer
 from sensorium.learner.packing import MicroBatch, Packing
 from sensorium.learner.sample import AskedValues, SampledTokens
+from sensorium.recipe.schema import CorrectionSection
 from sensorium.vocabulary.errors import NonFiniteUpdate
 
 
@@ -112,6 +113,16 @@ def update(
     if critic is not None:
         critic.optimizer.step(shares.critic, norms[1])
     return measured
+
+
+def corrections(
+    section: CorrectionSection, old_N: Tensor, engine_N: Tensor, sequences_N: Tensor, counts_S: Tensor
+) -> Tensor:
+    """Weights against the mismatch as the recipe has them."""
+    mode, low, high = section.mode, section.low, section.high
+    return correction.weights(
+        old_N, engine_N, sequences_N, counts_S, weights=section.weights, mode=mode, low=low, high=high
+    )
 
 
 class _Pass:
@@ -218,15 +229,8 @@ class _Pass:
         if self.batch.corrections_N is not None:
             return self.batch.corrections_N[places_M]
         section, tokens = self.objective.algorithm.correction, self.batch.tokens
-        return correction.weights(
-            old_M,
-            tokens.engine_N[places_M],
-            tokens.sequences_N[places_M],
-            tokens.counts_S,
-            weights=section.weights,
-            mode=section.mode,
-            low=section.low,
-            high=section.high,
+        return corrections(
+            section, old_M, tokens.engine_N[places_M], tokens.sequences_N[places_M], tokens.counts_S
         )
 
     def measured(self, norms: list[Tensor]) -> Measured:
