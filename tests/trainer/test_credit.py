@@ -3,7 +3,7 @@
 import torch
 
 from sensorium.recipe.schema import AdvantageSection
-from sensorium.trainer.credit import credit, select, zero_variance
+from sensorium.trainer.credit import credit
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn
 
 

@@ -51,7 +51,7 @@ class Assessment:
 
 
 class Learner:
-    """Trains a policy. ``reference`` is the frozen policy of the KL, ``critic`` gives values, where a recipe asks for them."""
+    """Trains a policy. ``reference`` is the frozen policy of a KL, ``critic`` gives values, where a recipe asks for them."""
 
     def __init__(
         self,

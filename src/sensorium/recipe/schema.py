@@ -4,6 +4,8 @@ Sections are frozen; unknown keys are refused. Names (families, sources, worlds,
 against ``recipe.names`` before anything is built.
 """
 
+from fractions import Fraction
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -219,6 +221,24 @@ class SelectionSection(Section):
     max_rounds: int = Field(default=4, ge=1)
     variance_share: float = Field(default=1.0, gt=0, le=1)
     oversample: float = Field(default=1.0, ge=1)
+
+    @property
+    def rounds(self) -> int:
+        """How many times a step may draw tasks."""
+        return self.max_rounds if self.dynamic else 1
+
+    def played(self, wanted: int) -> int:
+        """How many tasks are played for so many groups."""
+        return _rounded_up(self.oversample, wanted)
+
+    def kept(self, groups: int) -> int:
+        """How many of so many groups the share of variance keeps."""
+        return _rounded_up(self.variance_share, groups)
+
+
+def _rounded_up(factor: float, count: int) -> int:
+    """The product rounded up, the factor taken as the decimal it was written as: 0.55 of 20 are 11, not 12."""
+    return ceil(Fraction(factor).limit_denominator(10**6) * count)
 
 
 class WarmStartSection(Section):
