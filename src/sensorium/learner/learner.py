@@ -51,7 +51,7 @@ class Assessment:
 
 
 class Learner:
-    """Trains a policy. ``reference`` is the frozen policy of a KL, ``critic`` gives values, where a recipe asks for them."""
+    """Trains a policy. ``reference`` is the frozen policy of a KL, ``critic`` gives values, where a recipe asks for one."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Learner:
         episodes = [episode for group in groups for episode in group]
         positions = self._positions(episodes)
         in_reward = self._algorithm.kl.place == "reward" and self._kl.coef > 0
-        if self.critic is None and not in_reward:
+        if not episodes or (self.critic is None and not in_reward):
             return Assessment(positions)
         packing = self._pack(uncredited(groups), positions if self.critic is not None else None)
         values_P = after_S = old_N = reference_N = None
