@@ -19,7 +19,8 @@ def _compare(scores_S: Tensor, groups_S: Tensor, lengths_S: Tensor) -> Tensor:
     groups = grouped(groups_S)
     scores_KG = groups.lay_out(scores_S)
     own = groups.moments(scores_KG)
-    factor = len(scores_S) / differ(scores_S, torch.zeros_like(scores_S)).sum().clamp(min=1)
+    paid = differ(scores_S, torch.zeros_like(scores_S)).double().sum()
+    factor = len(scores_S) / paid.clamp(min=1)
     return groups.back(torch.where(own.varied, factor * (scores_KG - own.mean), 0))
 
 

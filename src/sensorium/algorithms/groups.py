@@ -22,7 +22,7 @@ class Groups:
     @property
     def sizes(self) -> Tensor:
         """How many members every group has, as [K, 1]."""
-        return self.present_KG.sum(1, keepdim=True)
+        return self.present_KG.double().sum(1, keepdim=True)
 
     def lay_out(self, values_S: Tensor) -> Tensor:
         """A value of every episode as [K, G], 0 where there is no member."""
@@ -49,7 +49,7 @@ def grouped(groups_S: Tensor) -> Groups:
     return Groups(rows_S, columns_S, present_KG)
 
 
-def with_signal(values_S: Tensor, groups_S: Tensor) -> Tensor:
-    """Episodes whose group holds any value other than exactly 0."""
+def varied(scores_S: Tensor, groups_S: Tensor) -> Tensor:
+    """Episodes in whose group the scores vary."""
     groups = grouped(groups_S)
-    return groups.back((groups.lay_out(values_S) != 0).any(1, keepdim=True))
+    return groups.back(groups.moments(groups.lay_out(scores_S)).varied)

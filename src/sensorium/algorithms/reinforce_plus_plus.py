@@ -7,7 +7,7 @@ import torch
 from sensorium.algorithms import grpo
 from sensorium.algorithms.channels import spans
 from sensorium.algorithms.episodes import Credit, Episodes
-from sensorium.algorithms.groups import with_signal
+from sensorium.algorithms.groups import varied
 from sensorium.algorithms.scan import discounted
 from sensorium.algorithms.whitening import whiten
 from sensorium.algorithms.written import over_written, placed
@@ -20,11 +20,11 @@ def estimate(episodes: Episodes, *, gamma: float) -> Credit:
 
 def estimate_with_baseline(episodes: Episodes) -> Credit:
     """R - mean of the group on every token, whitened likewise; a group without variance gives exactly 0."""
-    groups_S, written_P = episodes.groups_S, episodes.written_P
-    values_S = grpo.compare(episodes.rewards_S, groups_S, episodes.lengths_S, std=False, leave_one_out=False)
+    rewards_S, groups_S, written_P = episodes.rewards_S, episodes.groups_S, episodes.written_P
+    values_S = grpo.compare(rewards_S, groups_S, episodes.lengths_S, std=False, leave_one_out=False)
     sequences_N = episodes.sequences_P[written_P]
     # whitening shifts by the tokens' mean, which would pay a group that has nothing to compare
-    whitened_N = torch.where(with_signal(values_S, groups_S)[sequences_N], whiten(values_S[sequences_N]), 0)
+    whitened_N = torch.where(varied(rewards_S, groups_S)[sequences_N], whiten(values_S[sequences_N]), 0)
     return Credit(placed(whitened_N, written_P, 0.0) + spans(episodes))
 
 
