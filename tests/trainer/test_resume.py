@@ -43,6 +43,41 @@ RECIPES = {
         warm_start: {steps: 2, prompts_per_step: 4, optimizer: {lr: 1.0e-4}}
         checkpoint: {every: 3, keep: 2}
         """,
+    "multi-turn, with a critic of its own and an adaptive KL in the reward": """
+        name: own_critic
+        steps: 6
+        threads: 2
+        model: {path: "package:frozen_lake"}
+        tasks:
+          train: [{source: worlds, options: {environment: frozen_lake, size: 64, options: {cell: 32}}}]
+        batch: {prompts_per_step: 4, group_size: 2, updates_per_epoch: 2}
+        rollout: {max_new_tokens: 6, max_turns: 8, window: 2}
+        rewards: {terms: [{name: environment, options: {per_turn: true}}, {name: format, weight: 0.2}]}
+        algorithm:
+          advantage: {name: bi_level_gae, turn_gamma: 0.9, lam: 0.95}
+          kl: {coef: 0.05, estimator: k1, place: reward, control: adaptive, target: 0.01, horizon: 50}
+          critic: {warmup_steps: 1, optimizer: {lr: 3.0e-4}}
+        optimizer: {lr: 1.0e-4}
+        checkpoint: {every: 3, keep: 2}
+        """,
+    "single turn, with a critic on the policy's trunk, an adaptive KL in the loss and random choices": """
+        name: shared_critic
+        steps: 6
+        threads: 2
+        model: {path: "package:shapes"}
+        tasks:
+          train: [{source: shapes, options: {split: train, size: 64, picture_size: 64}}]
+        batch: {prompts_per_step: 4, group_size: 4, epochs_per_step: 2}
+        rollout: {max_new_tokens: 6}
+        rewards: {terms: [{name: exact}, {name: format, weight: 0.2}]}
+        algorithm:
+          advantage: {name: masked_gae}
+          loss: {name: clip_cov, cov_share: 0.1, cov_low: 0.001}
+          kl: {coef: 0.05, control: adaptive, target: 0.01, horizon: 50}
+          critic: {trunk: shared, trunk_coef: 0.1, optimizer: {lr: 1.0e-3}}
+        optimizer: {lr: 2.0e-4}
+        checkpoint: {every: 3, keep: 2}
+        """,
 }
 
 
