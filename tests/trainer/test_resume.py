@@ -78,7 +78,22 @@ RECIPES = {
         optimizer: {lr: 2.0e-4}
         checkpoint: {every: 3, keep: 2}
         """,
+    "rounds and early stop": """
+        name: rounds
+        steps: 6
+        threads: 2
+        model: {path: "package:frozen_lake"}
+        tasks:
+          train: [{source: worlds, options: {environment: frozen_lake, size: 16, options: {cell: 32}}}]
+        batch: {prompts_per_step: 2, group_size: 4}
+        selection: {dynamic: true, max_rounds: 3, oversample: 1.5}
+        rollout: {max_new_tokens: 6, max_turns: 6, window: 2}
+        rewards: {terms: [{name: environment}]}
+        optimizer: {lr: 1.0e-4}
+        checkpoint: {every: 3, keep: 2}
+        """,
 }
+MOMENTS = {"rounds and early stop": "5:rollout:2"}
 
 
 def run(recipe: Path, directory: Path, mode: str = "") -> int:
@@ -88,13 +103,12 @@ def run(recipe: Path, directory: Path, mode: str = "") -> int:
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
-@pytest.mark.parametrize("moment", ["5:update"])
-def test_a_killed_and_resumed_run_repeats_the_uninterrupted_one(name: str, moment: str, tmp_path: Path) -> None:
+def test_a_killed_and_resumed_run_repeats_the_uninterrupted_one(name: str, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPES[name])
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert run(recipe, whole) == 0
-    assert run(recipe, broken, moment) == -signal.SIGKILL
+    assert run(recipe, broken, MOMENTS.get(name, "5:update")) == -signal.SIGKILL
     assert not (broken / "checkpoints" / "step_000006").exists()
     assert run(recipe, broken, "resume") == 0
     rows = [[repeatable(row) for row in read_metrics(path / "metrics.jsonl")] for path in (whole, broken)]
