@@ -16,6 +16,7 @@ from sensorium.learner.packing import Packing, pack
 from sensorium.learner.sample import Groups, Sample, sampled_tokens
 from sensorium.learner.update import LossFunction, Measured, Objective, UpdateBatch, update
 from sensorium.models.policy import Policy
+from sensorium.models.reference import Reference
 from sensorium.recipe.names import resolve
 from sensorium.recipe.schema import AlgorithmSection, BatchSection, OptimizerSection
 from sensorium.vocabulary.errors import ModelError, NonFiniteUpdate
@@ -32,7 +33,7 @@ class Begun:
 
 
 class Learner:
-    """Trains a policy. ``reference`` is the frozen policy of the KL, where the recipe has a coefficient for it."""
+    """Trains a policy. ``reference`` is what the KL is measured to, where the recipe has a coefficient for it."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class Learner:
         temperature: float,
         total_steps: int,
         freeze: Sequence[str] = (),
-        reference: Policy | None = None,
+        reference: Reference | None = None,
     ) -> None:
         self.policy = policy
         self.reference = reference
@@ -119,7 +120,8 @@ class Learner:
         if objective.kl_coef:
             if self.reference is None:
                 raise ValueError("algorithm.kl.coef is not 0, but the learner was given no reference policy")
-            reference_N = Scorer(self.reference, self._temperature).logprobs(packing)
+            with self.reference.active() as reference:
+                reference_N = Scorer(reference, self._temperature).logprobs(packing)
         return UpdateBatch(sampled_tokens(groups, self.policy.device), packing, None, reference_N)
 
     def _pack(self, groups: Groups) -> Packing:

@@ -4,7 +4,7 @@ Float32 parameters are updated in place. Others have a float32 master and a floa
 after a step the parameter is the master, rounded. (At a learning rate of 1e-6 a bfloat16 weight would not move at all.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import cos, pi
 from typing import Any
 
@@ -29,21 +29,28 @@ def rate_share(section: OptimizerSection, step: int, total: int) -> float:
 
 
 class Optimizer:
-    """The policy's trainable parameters and their moments. Parameters of ``freeze`` groups stop learning here."""
+    """The policy's trainable parameters and their moments. Parameters of ``freeze`` groups stop learning here.
+
+    Of a policy with adapters only these learn; their groups cannot be frozen, and no other has a rate.
+    """
 
     def __init__(self, policy: Policy, section: OptimizerSection, freeze: Sequence[str] = ()) -> None:
-        groups = policy.groups()
+        groups = policy.trainable()
         _check_names(freeze, list(groups), "model.freeze")
         _check_names(section.group_lr, list(groups), "optimizer.group_lr")
+        if policy.adapters is not None:
+            _check_adapted(groups, freeze, section)
+        for parameter in policy.model.parameters():
+            parameter.requires_grad_(False)
         self._section = section
         self._parameters: dict[str, Parameter] = {}
         self._masters: dict[str, Tensor] = {}
         settings = []
         for group, named in groups.items():
-            for parameter in named.values():
-                parameter.requires_grad_(group not in freeze)
             if group in freeze or not named:
                 continue
+            for parameter in named.values():
+                parameter.requires_grad_()
             masters = {name: _master(parameter) for name, parameter in named.items()}
             self._parameters |= named
             self._masters |= masters
@@ -134,3 +141,15 @@ def _check_names(names: Any, known: list[str], where: str) -> None:
     for name in names:
         if name not in known:
             raise RecipeError(f"{where}: the model has no parameter group '{name}'{nearest(name, known)}")
+
+
+def _check_adapted(groups: Mapping[str, Any], freeze: Sequence[str], section: OptimizerSection) -> None:
+    adapted = [group for group, named in groups.items() if named]
+    for group in freeze:
+        if group in adapted:
+            raise RecipeError(f"model.freeze: '{group}' is adapted by model.lora.groups; drop one of the two.")
+    for group in section.group_lr:
+        if group not in adapted:
+            raise RecipeError(
+                f"optimizer.group_lr: '{group}' has no adapters, so it does not learn; adapted are: {', '.join(adapted)}."
+            )

@@ -15,7 +15,7 @@ import torch
 
 from sensorium.evaluation.evaluate import Evaluation, evaluate, score_groups
 from sensorium.learner.learner import Learner, Sample
-from sensorium.models.policy import Policy
+from sensorium.models.reference import Reference
 from sensorium.recipe.schema import Recipe
 from sensorium.report.episodes import write_episodes
 from sensorium.report.run_directory import RunDirectory
@@ -52,7 +52,7 @@ class Trainer:
     ) -> None:
         self.recipe, self.session, self.stream, self.held_out = recipe, session, stream, held_out
         self.directory, self.ledger, self.watcher = directory, ledger, watcher
-        self.reference: Policy | None = None
+        self.reference: Reference | None = None
         self.checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
         self.step = 0
         self.position = 0
