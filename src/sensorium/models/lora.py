@@ -47,7 +47,7 @@ def add_adapters(model: Any, groups: Prefixes, section: LoraSection, seed: int, 
 
 def choose_layers(model: Any, groups: Prefixes, section: LoraSection) -> list[str]:
     """The linear layers of the section's groups whose name ends in one of its modules, by full name."""
-    by_group = _linear_layers(model, groups)
+    by_group = linear_layers(model, groups)
     if not section.groups:
         raise RecipeError("model.lora.groups names no group; name one, or set model.lora.rank to 0.")
     chosen: list[str] = []
@@ -72,6 +72,18 @@ def choose_layers(model: Any, groups: Prefixes, section: LoraSection) -> list[st
         if not any(_fits(layer, [module]) for layer in chosen):
             raise RecipeError(f"model.lora.modules: no layer ends in '{module}'; the adapted end in: {_endings(chosen)}.")
     return chosen
+
+
+def linear_layers(model: Any, groups: Prefixes) -> dict[str, list[str]]:
+    """The linear layers of each group, without a head that shares the embeddings' weights."""
+    embeddings = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
+    found: dict[str, list[str]] = {group: [] for group in groups}
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Linear) and id(part.weight) not in embeddings:
+            group = group_of(f"{name}.weight", groups)
+            if group is not None:
+                found[group].append(name)
+    return found
 
 
 class Adapters:
@@ -149,6 +161,7 @@ class Adapters:
         tensors = {_key(name): parameter.detach().contiguous() for name, parameter in self.parameters.items()}
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         config = _config(self._section, sorted(self.layers), self._base)
+        config.target_modules = sorted(self.layers)  # peft makes a set of it, written in another order every time
         config.inference_mode = True
         config.save_pretrained(str(folder))
 
@@ -173,18 +186,6 @@ class Adapters:
                 "model.path and model.lora that they were trained with."
             )
         return {name: found[_key(name)].to(parameter) for name, parameter in self.parameters.items()}
-
-
-def _linear_layers(model: Any, groups: Prefixes) -> dict[str, list[str]]:
-    """The linear layers of each group, without a head that shares the embeddings' weights."""
-    embeddings = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
-    found: dict[str, list[str]] = {group: [] for group in groups}
-    for name, part in model.named_modules():
-        if isinstance(part, nn.Linear) and id(part.weight) not in embeddings:
-            group = group_of(f"{name}.weight", groups)
-            if group is not None:
-                found[group].append(name)
-    return found
 
 
 def _fits(layer: str, modules: Any) -> bool:
