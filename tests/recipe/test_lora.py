@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sensorium.recipe import parse_recipe
-from sensorium.recipe.linears import linears_of
+from sensorium.recipe.linears import ends_in, linears_of
 from sensorium.recipe.plan import estimate_memory, make_plan
 from sensorium.recipe.schema import LoraSection
 from sensorium.recipe.shape import read_shape
@@ -61,10 +61,10 @@ def test_adapters_are_counted_from_files_and_config_as_they_are_made(
     assert shape is not None
     for group, layers in linear_layers(model, groups).items():
         section = LoraSection(rank=3, groups=(group,), modules=modules)
-        chosen = [model.get_submodule(name) for name in layers if not modules or name.endswith(modules)]
+        chosen = [model.get_submodule(name) for name in layers if ends_in(name, modules)]
         expected = sum(3 * (layer.in_features + layer.out_features) for layer in chosen)
         assert shape.adapters(section) == expected, group
-        by_config = [layer for layer in linears_of(config) if layer.group == group and layer.ends_in(modules)]
+        by_config = [layer for layer in linears_of(config) if layer.group == group and ends_in(layer.name, modules)]
         assert sum(3 * (layer.inputs + layer.outputs) for layer in by_config) == expected, group
 
 

@@ -56,7 +56,9 @@ def load_policy(
         raise ModelError(f"model.path '{path}': the checkpoint lacks {len(report['missing_keys'])} weights: {missing}, ….")
     _refuse_dropout(path, model)
     model.to(find_device(device)).eval()
-    adapters = add_adapters(model, adapter_class.groups, lora, seed, _base_name(path)) if lora and lora.rank else None
+    adapters = None
+    if lora is not None and lora.rank:
+        adapters = add_adapters(model, adapter_class.groups, lora, seed, _base_name(path, place))
     return Policy(family, adapter_class(model, processor), model, tokenizer, processor, store, adapters)
 
 
@@ -122,12 +124,11 @@ def _processor(place: str, config: Any) -> Any:
     return AutoProcessor.from_pretrained(place)
 
 
-def _base_name(path: str) -> str:
-    """What an adapter calls the model it was made for: a hub id, or a folder wherever one stands."""
+def _base_name(path: str, place: str) -> str:
+    """What an adapter calls the model it was made for: a hub id, or a folder; one made on the spot has only its name."""
     if path.startswith("tiny:"):
         return path
-    place = find_checkpoint(path)
-    return str(Path(place).expanduser().resolve()) if Path(place).expanduser().is_dir() else place
+    return str(Path(place).resolve()) if Path(place).is_dir() else place
 
 
 def _refuse_dropout(path: str, model: Any) -> None:

@@ -1,7 +1,7 @@
 """Low-rank adapters (peft's) on the linear layers of named groups of a model. The rest of the model is frozen.
 
-The adapters stay apart from the weights they add to: the model computes W·x + B·A·x wherever it is sampled or trained, and
-only a checkpoint holds the sum. Embeddings, the patch projection of a tower and a head tied to the embeddings are no linear
+The adapters stay apart from the weights they add to: the model computes W·x + α/r·B·A·x whether sampled or trained, and only
+a checkpoint holds the sum. Embeddings, the patch projection of a tower and a head tied to the embeddings are no linear
 layers of their own and are never adapted. Neither are the experts and routers of a mixture (Qwen3-VL-MoE), which are bare
 tensors: in its language model the adapters sit on attention only.
 """
@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sensorium.models.family import group_of
+from sensorium.recipe.linears import ends_in
 from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary.errors import CheckpointError, RecipeError, nearest
 
@@ -61,7 +62,7 @@ def choose_layers(model: Any, groups: Prefixes, section: LoraSection) -> list[st
             raise RecipeError(
                 f"model.lora.groups: '{group}' has no linear layers to adapt{tied}; this model has some in: {with_some}."
             )
-        fitting = [layer for layer in by_group[group] if not section.modules or _fits(layer, section.modules)]
+        fitting = [layer for layer in by_group[group] if ends_in(layer, section.modules)]
         if not fitting:
             raise RecipeError(
                 f"model.lora.modules: no layer of '{group}' ends in {', '.join(section.modules)}; its layers end in: "
@@ -69,7 +70,7 @@ def choose_layers(model: Any, groups: Prefixes, section: LoraSection) -> list[st
             )
         chosen += fitting
     for module in section.modules:
-        if not any(_fits(layer, [module]) for layer in chosen):
+        if not any(ends_in(layer, [module]) for layer in chosen):
             raise RecipeError(f"model.lora.modules: no layer ends in '{module}'; the adapted end in: {_endings(chosen)}.")
     return chosen
 
@@ -186,10 +187,6 @@ class Adapters:
                 "model.path and model.lora that they were trained with."
             )
         return {name: found[_key(name)].to(parameter) for name, parameter in self.parameters.items()}
-
-
-def _fits(layer: str, modules: Any) -> bool:
-    return any(f".{layer}".endswith(f".{module}") for module in modules)
 
 
 def _endings(layers: list[str]) -> str:

@@ -17,9 +17,10 @@ class Linear:
     inputs: int
     outputs: int
 
-    def ends_in(self, modules: Sequence[str]) -> bool:
-        """Whether the name ends in one of these; any name, where none are given."""
-        return not modules or any(f".{self.name}".endswith(f".{module}") for module in modules)
+
+def ends_in(name: str, modules: Sequence[str]) -> bool:
+    """Whether a layer's name ends in one of these, by whole words; any name does, where none are given."""
+    return not modules or any(f".{name}".endswith(f".{module}") for module in modules)
 
 
 def linears_in(shapes: Mapping[str, Sequence[int]], group_of: Callable[[str], str]) -> tuple[Linear, ...]:
@@ -54,7 +55,7 @@ def _language(text: dict[str, Any]) -> Iterator[Linear]:
         yield Linear(f"{at}.self_attn.k_proj", "language", hidden, keys)
         yield Linear(f"{at}.self_attn.v_proj", "language", hidden, keys)
         yield Linear(f"{at}.self_attn.o_proj", "language", queries, hidden)
-        if not text.get("num_experts", 0):
+        if not text.get("num_experts_per_tok", 0):
             yield from _gated(at, "language", hidden, text["intermediate_size"])
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sensorium.recipe.linears import Linear, linears_in, linears_of
+from sensorium.recipe.linears import Linear, ends_in, linears_in, linears_of
 from sensorium.recipe.names import PARAMETER_GROUPS
 from sensorium.recipe.schema import LoraSection
 
@@ -42,7 +42,7 @@ class ModelShape:
 
     def adapters(self, lora: LoraSection) -> int:
         """Parameters of the adapters on the linear layers that are chosen."""
-        chosen = [layer for layer in self.linears if layer.group in lora.groups and layer.ends_in(lora.modules)]
+        chosen = [layer for layer in self.linears if layer.group in lora.groups and ends_in(layer.name, lora.modules)]
         return lora.rank * sum(layer.inputs + layer.outputs for layer in chosen)
 
 
@@ -90,7 +90,7 @@ def _language(text: dict[str, Any], family: str) -> int:
     queries, pairs = heads * head_dim, 2 * text.get("num_key_value_heads", heads) * head_dim
     attention = hidden * (2 * queries + pairs)
     attention += 2 * head_dim if family.startswith("qwen3") else queries + pairs
-    if experts := text.get("num_experts", 0):
+    if experts := text.get("num_experts") or text.get("num_local_experts", 0):
         mlp = experts * 3 * hidden * text["moe_intermediate_size"] + hidden * experts
     else:
         mlp = 3 * hidden * text["intermediate_size"]
