@@ -1,7 +1,7 @@
 """Low-rank adapters (peft's) on the linear layers of named groups of a model. The rest of the model is frozen.
 
-The adapters stay apart from the weights they add to: the model computes W·x + α/r·B·A·x whether sampled or trained, and only
-a checkpoint holds the sum. Embeddings, the patch projection of a tower and a head tied to the embeddings are no linear
+The adapters stay apart from the weights they add to: the model computes W·x + α/r·B·A·x, sampled or trained, and only a
+checkpoint holds the sum. Embeddings, the patch projection of a tower and a head tied to the embeddings are no linear
 layers of their own and are never adapted. Neither are the experts and routers of a mixture (Qwen3-VL-MoE), which are bare
 tensors: in its language model the adapters sit on attention only.
 """
