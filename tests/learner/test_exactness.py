@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sensorium.learner import forward
 from sensorium.learner.learner import Learner, Sample
+from sensorium.models.reference import FrozenCopy
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.schema import AlgorithmSection, BatchSection, KLSection, LossSection, OptimizerSection
 
@@ -127,7 +128,7 @@ def test_gradients_equal_the_stock_model_row_by_row_for_any_microbatch(family: s
             algorithm=ALGORITHM,
             temperature=TEMPERATURE,
             batch=BatchSection(tokens_per_microbatch=limit),
-            reference=open_policy(other, store=policy.store),
+            reference=FrozenCopy(open_policy(other, store=policy.store)),
         )
         expected = expected or stock_gradients(folder, other, learner, groups)
         assert_same(gradients_of(learner, groups), expected)

@@ -92,6 +92,21 @@ RECIPES = {
         optimizer: {lr: 1.0e-4}
         checkpoint: {every: 3, keep: 2}
         """,
+    "adapters, with KL to those after a warm start": """
+        name: adapters
+        steps: 4
+        threads: 2
+        model: {path: "package:shapes", lora: {rank: 4, groups: [vision, language]}}
+        tasks:
+          train: [{source: shapes, options: {split: train, size: 64, picture_size: 64}}]
+        batch: {prompts_per_step: 4, group_size: 4, updates_per_epoch: 2}
+        rollout: {max_new_tokens: 6}
+        rewards: {terms: [{name: exact}, {name: format, weight: 0.2}]}
+        algorithm: {kl: {coef: 0.01}, loss: {aggregation: token_mean}}
+        optimizer: {lr: 1.0e-3, group_lr: {vision: 2.0e-3}}
+        warm_start: {steps: 2, prompts_per_step: 4, optimizer: {lr: 1.0e-3}}
+        checkpoint: {every: 3, keep: 2}
+        """,
 }
 MOMENTS = {"rounds and early stop": "5:rollout:2"}
 
@@ -119,6 +134,8 @@ def test_a_killed_and_resumed_run_repeats_the_uninterrupted_one(name: str, tmp_p
     assert episodes
     for path in episodes:
         assert (whole / path).read_bytes() == (broken / path).read_bytes(), path
+    for path in whole.glob("checkpoints/step_000006/adapter/*"):
+        assert path.read_bytes() == (broken / path.relative_to(whole)).read_bytes(), path.name
     ours, theirs = (load_file(next((p / "checkpoints/step_000006").glob("*.safetensors"))) for p in (whole, broken))
     assert ours.keys() == theirs.keys()
     assert all(ours[key].equal(theirs[key]) for key in ours)

@@ -42,3 +42,9 @@ class Family(Protocol):
     def tower(self, prepared: Sequence[Prepared]) -> list[Features]:
         """One pass of the tower over media, split per item."""
         ...
+
+
+def group_of(name: str, groups: Mapping[str, tuple[str, ...]]) -> str | None:
+    """The group of a parameter: the one with the longest prefix that fits."""
+    fitting = [(len(prefix), group) for group, several in groups.items() for prefix in several if name.startswith(prefix)]
+    return max(fitting)[1] if fitting else None
