@@ -263,10 +263,12 @@ def test_a_whole_run_trains_with_rounds_and_early_stop(schedule: str, tmp_path: 
     ledger = Ledger(tmp_path / "run/ledger.sqlite")
     for step, row in enumerate(rows, start=1):
         assert row["groups/trained"] == 4 - row["groups/short"] > 0
-        assert row["groups/zero_variance"] == 0
+        assert (row["groups/zero_variance"], row["groups/dropped"], row["episodes/dropped"]) == (0, 0, 0)
         assert row["policy/grad_norm"] > 0
         log = list(read_episodes(tmp_path / f"run/episodes/step_{step:06}.jsonl"))
         fates = ledger.fates(step)
         assert {e.id for _, _, e in log} == fates.keys()
         assert sum(fate == "trained" for fate in fates.values()) == 2 * row["groups/trained"]
-        assert sum(fate == CANCELLED for fate in fates.values()) == 2 * row["groups/cancelled"]
+        aside = {NO_SIGNAL: "groups/without_signal", UNUSED: "groups/unused", CANCELLED: "groups/cancelled"}
+        for why, name in aside.items():
+            assert sum(fate == why for fate in fates.values()) == 2 * row[name]
