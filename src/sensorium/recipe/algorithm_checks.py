@@ -106,8 +106,8 @@ def _kl(recipe: Recipe) -> Iterator[Problem]:
     if section.control == "adaptive" and section.coef and 0.2 * episodes >= section.horizon:
         yield (
             f"{at}.horizon",
-            f"a step of {episodes} episodes could move the coefficient past 0 within a horizon of {section.horizon:g}; use at "
-            f"least {episodes}.",
+            f"a step of {episodes} episodes could move the coefficient past 0 within a horizon of {section.horizon:g}; use "
+            f"at least {episodes}.",
         )
     if not section.coef:
         yield from _unused(section, (), ("coef", "estimator"), at, "a coefficient of 0")
