@@ -142,6 +142,7 @@ CAUTIONS = {
     "equals masked_gae": ({"advantage": {"name": "bi_level_gae"}}, {"rollout": {"max_turns": 5}}),
     "no use for turn_gamma": ({"advantage": {"name": "bi_level_gae", "turn_gamma": 0.9}}, {}),
     "minus one value": ({"advantage": {"name": "turn_wise_gae"}}, {}),
+    "may learn to be cut short": ({"advantage": {"name": "masked_gae", "lam": 0.9}}, {"rollout": {"max_turns": 5}}),
     "is grpo, whitened": ({"advantage": {"name": "gdpo"}}, {"rewards": {"terms": TERMS[:1]}}),
     "about 1": ({"correction": {"weights": "token"}}, {}),
 }

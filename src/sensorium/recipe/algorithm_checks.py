@@ -43,12 +43,19 @@ def cautions(recipe: Recipe) -> list[str]:
             "algorithm.advantage: with rollout.max_turns 1 turn_wise_gae is the episode's reward minus one value, the same "
             "for all its tokens."
         )
+    undiscounted = {"gae": section.gamma, "masked_gae": section.gamma}.get(name, section.turn_gamma) == 1.0
+    if estimator_traits(name).critic and not one_turn and undiscounted and not (name == "bi_level_gae" and unit):
+        found.append(
+            f"algorithm.advantage: {name} without a discount: an episode that is cut short counts as what the critic says of "
+            "its end, so a policy may learn to be cut short. Where that happens set "
+            f"{'gamma' if name in ('gae', 'masked_gae') else 'turn_gamma'} below 1."
+        )
     if name == "gdpo" and len(recipe.rewards.terms) == 1:
         found.append("algorithm.advantage: gdpo with a single reward term is grpo, whitened over the batch.")
     if recipe.algorithm.correction.weights != "none" and recipe.rollout.engine == "native":
         found.append(
-            "algorithm.correction: the native engine samples with the learner's own weights, so the weights are about 1 "
-            "unless top_p or top_k cut the distribution."
+            "algorithm.correction: the native engine samples with the learner's own weights and log-probs of the whole "
+            "policy, so the correction's weights are about 1."
         )
     return found
 
