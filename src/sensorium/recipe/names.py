@@ -19,6 +19,7 @@ NAMES: dict[str, dict[str, str]] = {
         "shapes": "sensorium.tasks.shapes:Shapes",
         "jsonl": "sensorium.tasks.rows:JsonlRows",
         "parquet": "sensorium.tasks.rows:ParquetRows",
+        "hub": "sensorium.tasks.hub:HubRows",
         "worlds": "sensorium.tasks.worlds:Worlds",
     },
     "environment": {
