@@ -21,6 +21,9 @@ NAMES: dict[str, dict[str, str]] = {
         "parquet": "sensorium.tasks.rows:ParquetRows",
         "hub": "sensorium.tasks.hub:HubRows",
         "worlds": "sensorium.tasks.worlds:Worlds",
+        "intent": "sensorium.tasks.intent:Intent",
+        "daily_omni": "sensorium.tasks.daily_omni:DailyOmni",
+        "sight_and_sound": "sensorium.tasks.sight_and_sound:SightAndSound",
     },
     "environment": {
         "question": "sensorium.envs.question:Question",

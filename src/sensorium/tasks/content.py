@@ -49,7 +49,7 @@ class Place:
         return self.store.put_picture(picture_bytes(source, origin, self.folder), origin)
 
     def clip(self, kind: ClipKind, source: Any, item: str, asked: Mapping[str, Any] | None = None) -> Media:
-        """A video or sound of this row, to be decoded as the source's options and ``asked`` say; a missing one is an error."""
+        """A video or sound of this row, decoded later as the source and ``asked`` say; a missing one is refused."""
         origin = f"{self.where}, {item}"
         try:
             parameters = self.clips.parameters(kind, asked or {})
