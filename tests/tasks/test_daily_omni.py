@@ -1,6 +1,7 @@
 """Daily-Omni, read from a look-alike with real files."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,16 @@ from sensorium.vocabulary import Episode, Group, Score, Status
 from sensorium.vocabulary.errors import MediaError, TaskError
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("daily")
+    make_daily_omni(folder, 12)
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    make_daily_omni(tmp_path / "daily", 12)
-    return tmp_path / "daily"
+def folder(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "daily")
 
 
 def opened(folder: Path, **options: Any) -> DailyOmni:

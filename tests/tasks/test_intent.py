@@ -1,6 +1,7 @@
 """IntentTrain and IntentBench, read from look-alikes with real files."""
 
 import json
+import shutil
 import time
 import zipfile
 from pathlib import Path
@@ -23,10 +24,16 @@ from sensorium.vocabulary.errors import MediaError, RecipeError, TaskError
 from tests.media.clips import numbered
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("intent")
+    make_intent(folder, 6, problem_types=["multiple choice", "judge", "emer_ov_mc"])
+    return folder
+
+
 @pytest.fixture
-def train(tmp_path: Path) -> Path:
-    make_intent(tmp_path / "intent", 6, problem_types=["multiple choice", "judge", "emer_ov_mc"])
-    return tmp_path / "intent"
+def train(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "intent")
 
 
 def opened(folder: Path, **options: Any) -> Intent:

@@ -55,6 +55,8 @@ def encode_clip(
         if samples is not None:
             layout = "stereo" if samples.ndim == 2 and samples.shape[1] == 2 else "mono"
             audio: Any = container.add_stream(audio_codec, rate=sample_rate, layout=layout)
+            if audio_codec == "aac":
+                audio.options = {"aac_coder": "fast"}
             encoders.append((audio, _sound(samples, sample_rate, layout, audio)))
         for stream, parts in encoders:
             for part in parts:
