@@ -32,8 +32,13 @@ NAMES: dict[str, dict[str, str]] = {
     "reward": {
         "format": "sensorium.rewards.format:Format",
         "exact": "sensorium.rewards.match:Exact",
+        "exact_alnum": "sensorium.rewards.match:exact_alnum",
+        "exact_alnum_with_fallback": "sensorium.rewards.match:exact_alnum_with_fallback",
         "choice": "sensorium.rewards.match:Choice",
         "numeric": "sensorium.rewards.match:Numeric",
+        "accuracy_by_type": "sensorium.rewards.by_type:AccuracyByType",
+        "bbox_iou": "sensorium.rewards.boxes:BoxIoU",
+        "bbox_giou": "sensorium.rewards.boxes:BoxGIoU",
         "math": "sensorium.rewards.mathematics:Mathematics",
         "environment": "sensorium.rewards.environment:EnvironmentReward",
     },
