@@ -47,13 +47,11 @@ class Decoder:
         self._memory: Recent[Clip] = Recent(memory_mib * MIB, lambda clip: clip.nbytes)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
         self._lock = threading.Lock()
-        self._under_way: dict[str, Future[Clip]] = {}
+        self._under_way: dict[str, Future[Decoded]] = {}
         self._decoded = self._memory_hits = self._shared = 0
 
     def request(self, media: Media) -> "Future[Decoded]":
         """Start decoding a medium and return at once; ``asyncio.wrap_future`` makes it something to await."""
-        if media.kind == "picture":  # the store keeps decoded pictures itself, since it checks them when they are put
-            return self._pool.submit(self.store.picture, media)
         with self._lock:
             known = self._memory.get(media.key)
             if known is not None:
@@ -92,8 +90,10 @@ class Decoder:
         """End the threads; what has not begun is not begun."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _made(self, media: Media) -> Clip:
+    def _made(self, media: Media) -> Decoded:
         try:
+            if media.kind == "picture":  # the store keeps decoded pictures itself, since it checks them when they are put
+                return self.store.picture(media)
             clip = self.cache.get(media.key) if self.cache is not None else None
             if clip is None:
                 clip = decode(self.store.source_of(media), media)
@@ -122,11 +122,11 @@ def _done(clip: Clip) -> "Future[Decoded]":
     return answer
 
 
-def _answer(work: "Future[Clip]", media: Media) -> "Future[Decoded]":
+def _answer(work: "Future[Decoded]", media: Media) -> "Future[Decoded]":
     """The answer of shared work to one who asked; an error calls the medium by that one's name."""
     answer: Future[Decoded] = Future()
 
-    def pass_on(work: "Future[Clip]") -> None:
+    def pass_on(work: "Future[Decoded]") -> None:
         if work.cancelled():
             answer.cancel()
         if not answer.set_running_or_notify_cancel():

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from sensorium.vocabulary.content import USUAL
-from sensorium.vocabulary.decoding import AudioParameters, Parameters, VideoParameters, parameters_from
+from sensorium.vocabulary.decoding import Parameters, parameters_from
 from sensorium.vocabulary.errors import RecipeError
 
 ClipKind = Literal["video", "sound"]
@@ -32,17 +32,3 @@ class ClipOptions:
         """The parameters of one clip, of which a row asks ``asked``; a ValueError says what does not fit."""
         given = {key: value for key, value in self._given[kind].items() if INSTEAD.get(key) not in asked}
         return parameters_from(USUAL[kind], {**given, **asked})
-
-    @property
-    def video(self) -> VideoParameters:
-        """How a video is decoded of which nothing more is said."""
-        found = self.parameters("video", {})
-        assert isinstance(found, VideoParameters)
-        return found
-
-    @property
-    def sound(self) -> AudioParameters:
-        """How a sound is decoded of which nothing more is said."""
-        found = self.parameters("sound", {})
-        assert isinstance(found, AudioParameters)
-        return found
