@@ -52,6 +52,13 @@ def test_channels_are_averaged_so_that_nothing_clips() -> None:
     assert np.allclose(left, loud / 2, atol=1e-4)
 
 
+def test_more_channels_than_loudspeakers() -> None:
+    """Past eight channels libav keeps them elsewhere."""
+    loud = tone(0.2, loud=0.9)
+    many = np.stack([loud * i / 11 for i in range(12)], 1)
+    assert np.allclose(decode_audio(encode_wav(many), WHOLE, "x").samples, loud / 2, atol=1e-3)
+
+
 def test_the_sound_track_of_a_video() -> None:
     sound = decode_audio(CLIP, WHOLE, "x")
     assert isclose(sound.duration_s, 3.0, abs_tol=0.02)
@@ -87,6 +94,7 @@ def test_a_track_that_begins_late_is_preceded_by_silence(form: str, tmp_path: Pa
         (encode_clip(samples=tone(), format="matroska", audio_codec="libopus")[:12_000], "truncated"),
         (CLIP[: len(CLIP) // 2], "truncated"),
         (encode_wav(np.zeros(0, np.float32)), "zero length|no length"),
+        (encode_wav(tone())[:24] + b"\x80\x3e\x00\x6d" + encode_wav(tone())[28:], "sample rate of 1828732544 Hz"),
         (CLIP.replace(b"mp4a", b"zzzz").replace(b"esds", b"zzzz"), "codec"),
     ],
 )

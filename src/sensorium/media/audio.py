@@ -16,6 +16,8 @@ import numpy as np
 from sensorium.media.container import BadClip, Source, check_whole, opened, stated_end, track, trimmed, zero
 from sensorium.vocabulary.decoding import AudioParameters
 
+RATES = (1000, 1_000_000)
+LATEST_S = 3600.0
 STREAMED = 0x7FFFFFFF
 """Lengths from here on stand in the header of a WAV whose writer could not know how long it would get."""
 
@@ -50,10 +52,14 @@ def decode_audio(source: Source, parameters: AudioParameters, name: str) -> Deco
             _check_wave(source, name)
         stream = track(container, "audio", name)
         stated = stated_end(container, stream)
+        if not RATES[0] <= stream.rate <= RATES[1]:
+            raise BadClip(
+                name, f"its sound has a sample rate of {stream.rate} Hz, which no recording has. Restore the file."
+            )
         if stated is not None:
             trimmed(parameters, stated, "sound", name)
         heard = 0
-        for chunk in _resampled(container, stream, rate):
+        for chunk in _resampled(container, stream, rate, name):
             kept.append(chunk[max(0, first - heard) : int(min(len(chunk), max(0, last - heard)))])
             heard += len(chunk)
             if heard >= last:
@@ -72,23 +78,31 @@ def decode_audio(source: Source, parameters: AudioParameters, name: str) -> Deco
     return DecodedAudio(samples, rate, length, start, end)
 
 
-def _resampled(container: Any, stream: Any, rate: int) -> Iterator[np.ndarray]:
+def _resampled(container: Any, stream: Any, rate: int, name: str) -> Iterator[np.ndarray]:
     """Chunks of one channel, the mean of all, at ``rate`` from the file's start on."""
-    resampler = av.AudioResampler(format="fltp", rate=rate)  # mixing channels there would add them up, beyond 1
+    # Mixing channels there would add them up, beyond 1; and frames of separate channels cannot be read beyond eight.
+    resampler = av.AudioResampler(format="flt", rate=rate)
     skip = 0
     for number, frame in enumerate(container.decode(stream)):
         if number == 0 and frame.time is not None:
             late = round((frame.time - zero(container)) * rate)
             skip = max(0, -late)
+            if late > LATEST_S * rate:
+                raise BadClip(name, f"its sound begins {late / rate:.0f} s after the file does. Restore the file.")
             if late > 0:
                 yield np.zeros(late, np.float32)
         frame.pts = None  # what the resampler would do about a timestamp out of line is its own affair
         for made in resampler.resample(frame):
-            samples = made.to_ndarray().mean(axis=0)
+            samples = _mean(made)
             yield samples[skip:]
             skip = max(0, skip - len(samples))
     for made in resampler.resample(None):
-        yield made.to_ndarray().mean(axis=0)[skip:]
+        yield _mean(made)[skip:]
+
+
+def _mean(frame: Any) -> np.ndarray:
+    """The mean of a frame's interleaved channels."""
+    return frame.to_ndarray().reshape(-1, frame.layout.nb_channels).mean(axis=1)
 
 
 def _check_wave(source: Source, name: str) -> None:

@@ -49,13 +49,13 @@ def opened(source: Source, name: str, kind: str) -> Iterator[Any]:
             av.open(file, container_options={"format_whitelist": FORMATS}, metadata_errors="replace") as container,
         ):
             yield container
-    except BadClip:
+    except (BadClip, AssertionError):
         raise
     except av.error.InvalidDataError as error:
         raise BadClip(name, f"no {kind} in a known format, or a truncated or damaged one. Restore it.") from error
-    except OSError as error:  # av's errors among them
+    except OSError as error:
         raise BadClip(name, f"cannot read the {kind}: {error.strerror or error}.") from error
-    except (ValueError, EOFError, RuntimeError) as error:
+    except Exception as error:  # decoders raise whatever a broken file provokes: MemoryError, ValueError, …
         raise BadClip(name, f"cannot decode the {kind}: {error}. Restore the file or drop the row.") from error
 
 

@@ -21,6 +21,9 @@ from sensorium.vocabulary.decoding import VideoParameters
 SEEK_S = 4.0
 """A gap between sampled times above which to seek: nearer ones are mostly in the same group of pictures."""
 
+MOST_PIXELS = 1 << 27
+"""Frames beyond this (16K video) are taken for damage, not decoded into memory."""
+
 EXACT = Interpolation.BICUBIC | Interpolation.FULL_CHR_H_INT | Interpolation.ACCURATE_RND | Interpolation.BITEXACT
 """Colours converted alike on every machine; without the full chroma step exact rounding darkens them by two levels."""
 
@@ -170,6 +173,8 @@ class _Clip:
 
     def _shape(self, frame: Any) -> tuple[int, int]:
         """(width, height) as shown: pixels made square, and turned."""
+        if frame.width * frame.height > MOST_PIXELS:
+            raise BadClip(self.name, f"its frames of {frame.width} × {frame.height} are no video's. Restore the file.")
         square = self.stream.sample_aspect_ratio or Fraction(1)
         size = max(1, round(frame.width * square)), frame.height
         return size[::-1] if _quarters(frame) % 2 else size
