@@ -1,5 +1,6 @@
 """Reward terms judge what the model wrote, and only that."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sensorium.recipe.names import build
 from sensorium.rewards.answer import boxed, tagged
 from sensorium.rewards.environment import EnvironmentReward
 from sensorium.rewards.format import Format
@@ -14,6 +16,7 @@ from sensorium.rewards.match import Choice, Exact, Numeric, alphanumeric, choice
 from sensorium.rewards.mathematics import mathematical_answer
 from sensorium.rewards.overlong import Overlong
 from sensorium.rewards.protocol import RewardTerm
+from sensorium.rewards.scorer import Scorer
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RecipeError, RewardFailure, TaskError
 from sensorium.vocabulary.score import total
@@ -262,3 +265,23 @@ def test_overlong_refuses_what_has_no_meaning(episode_of: MakeEpisode) -> None:
         Overlong(10, 5, penalty=-1.0)
     with pytest.raises(RewardFailure, match="no response"):
         Overlong(10, 5).score(Task("t"), episode_of())
+
+
+def test_the_audio_visual_terms_keep_their_names_and_add_up(episode_of: MakeEpisode) -> None:
+    """0.2 format + 0.8 exact_alnum, the published weights."""
+    terms = [(build("reward", "format", {}, "x"), 0.2), (build("reward", "exact_alnum", {}, "x"), 0.8)]
+    scorer = Scorer(terms)
+    task = Task("t", answer="B")
+    for text, reward, right in (
+        ("<think>a</think><answer> b. </answer>", 1.0, True),
+        ("<answer>B</answer>", 0.95, True),
+        ("<think>a</think><answer>C</answer>", 0.2, False),
+        ("B", 0.0, False),
+    ):
+        scored = asyncio.run(scorer.score(task, episode_of(text)))
+        assert [score.name for score in scored.scores] == ["format", "exact_alnum"]
+        assert scored.reward == pytest.approx(reward)
+        assert scored.correct is right
+    fallback = build("reward", "exact_alnum_with_fallback", {}, "x")
+    assert value(fallback, "B", episode_of(" b.")) == 1.0
+    assert fallback.name == "exact_alnum_with_fallback"

@@ -123,7 +123,7 @@ def test_a_row_played_in_an_environment(jsonl: Callable[..., JsonlRows]) -> None
         ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "unknown key 'name'"),
         ({"messages": [{"role": "user", "content": 3}]}, "text or a list of blocks"),
         ({"messages": [{"role": "user", "content": [3]}]}, "message 0, block 0"),
-        ({"messages": [{"role": "user", "content": [{"type": "video", "path": "x"}]}]}, "the type 'video'"),
+        ({"messages": [{"role": "user", "content": [{"type": "vidoe", "path": "x"}]}]}, "did you mean 'video'"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "a text block is"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "exactly one of"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "path": "a", "data": "b"}]}]}, "exactly one of"),
@@ -219,15 +219,15 @@ def test_placeholders_and_pictures_must_agree(
         rows[0]
 
 
-def test_pictures_first_serves_texts_without_places(jsonl: Callable[..., JsonlRows]) -> None:
+def test_media_first_serves_texts_without_places(jsonl: Callable[..., JsonlRows]) -> None:
     rows = jsonl(
         {"q": "which?", "i": "red.png"},
         {"q": "<image>", "i": "red.png"},
         columns={"prompt": "q", "pictures": "i"},
-        pictures_first=True,
+        media_first=True,
     )
     assert [type(block) for block in rows[0].messages[0].content] == [Media, Text]
-    with pytest.raises(TaskError, match="pictures_first is on"):
+    with pytest.raises(TaskError, match="media_first is on"):
         rows[1]
 
 
@@ -333,7 +333,7 @@ def test_placeholders_keep_all_text_and_order(pieces: list[str]) -> None:
     store = MediaStore()
     place = Place("row", Path(), store)
     pictures = [store.put(str(i).encode(), "picture") for i in range(len(pieces) - 1)]
-    (message,) = fill_placeholders([user("<image>".join(pieces))], pictures, place)
+    (message,) = fill_placeholders([user("<image>".join(pieces))], {"picture": pictures}, place)
     assert message.text == "".join(pieces)
     assert list(message.media) == pictures
 

@@ -46,8 +46,8 @@ def cautions(recipe: Recipe) -> list[str]:
     undiscounted = {"gae": section.gamma, "masked_gae": section.gamma}.get(name, section.turn_gamma) == 1.0
     if estimator_traits(name).critic and not one_turn and undiscounted and not (name == "bi_level_gae" and unit):
         found.append(
-            f"algorithm.advantage: {name} without a discount: an episode that is cut short counts as what the critic says of "
-            "its end, so a policy may learn to be cut short. Where that happens set "
+            f"algorithm.advantage: {name} without a discount: an episode that is cut short counts as what the critic says "
+            "of its end, so a policy may learn to be cut short. Where that happens set "
             f"{'gamma' if name in ('gae', 'masked_gae') else 'turn_gamma'} below 1."
         )
     if name == "gdpo" and len(recipe.rewards.terms) == 1:

@@ -62,6 +62,16 @@ class Exact:
         return (_verdict(self.name, given is not None and alphanumeric(given) in expected),)
 
 
+def exact_alnum(name: str = "exact_alnum") -> Exact:
+    """``exact`` under the name by which the audio-visual recipes know it: without the tag there is no answer."""
+    return Exact(name=name)
+
+
+def exact_alnum_with_fallback(name: str = "exact_alnum_with_fallback") -> Exact:
+    """``exact_alnum`` that takes the whole response as the answer where the tag is missing."""
+    return Exact(fallback=True, name=name)
+
+
 class Choice:
     """1 if the letter of the chosen option is the known one, else 0."""
 

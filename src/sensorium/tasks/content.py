@@ -1,19 +1,33 @@
 """From plain data to messages: roles and content blocks as data sets write them. Every error names the row."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from sensorium.media.picture import base64_bytes, picture_bytes
+from sensorium.media.picture import picture_bytes
+from sensorium.media.sources import base64_bytes, located
 from sensorium.media.store import MediaStore
-from sensorium.vocabulary.content import Block, Media, Message, Role, Text
+from sensorium.tasks.clips import ClipKind, ClipOptions
+from sensorium.vocabulary.content import Block, Media, MediaKind, Message, Role, Text
 from sensorium.vocabulary.errors import TaskError, nearest
 
 ROLES: tuple[str, ...] = get_args(Role)
-PICTURE_TYPES = ("image", "picture", "image_url")
-PICTURE_KEYS = ("path", "data", "bytes", "url", "image", "image_url")
-PLACEHOLDER = "<image>"
+TYPES: dict[str, MediaKind] = {
+    "image": "picture",
+    "picture": "picture",
+    "image_url": "picture",
+    "video": "video",
+    "video_url": "video",
+    "audio": "sound",
+    "sound": "sound",
+    "audio_url": "sound",
+}
+CARRIERS = ("path", "data", "bytes", "url", *TYPES)
+"""Keys of a block that may hold the medium itself. What else a video or sound block has are its parameters."""
+
+PLACEHOLDERS: dict[MediaKind, str] = {"picture": "<image>", "video": "<video>", "sound": "<audio>"}
 
 
 @dataclass(frozen=True)
@@ -23,6 +37,7 @@ class Place:
     where: str
     folder: Path
     store: MediaStore
+    clips: ClipOptions = field(default_factory=ClipOptions)
 
     def error(self, what: str) -> TaskError:
         """An error that names the row."""
@@ -33,6 +48,18 @@ class Place:
         origin = f"{self.where}, {item}"
         return self.store.put_picture(picture_bytes(source, origin, self.folder), origin)
 
+    def clip(self, kind: ClipKind, source: Any, item: str, asked: Mapping[str, Any] | None = None) -> Media:
+        """A video or sound of this row, decoded later as the source and ``asked`` say; a missing one is refused."""
+        origin = f"{self.where}, {item}"
+        try:
+            parameters = self.clips.parameters(kind, asked or {})
+        except ValueError as error:
+            raise self.error(f"{item}: {error}") from error
+        found = located(source, kind, origin, self.folder)
+        if isinstance(found, Path):
+            return self.store.put_file(found, kind, origin, parameters)
+        return self.store.put(found, kind, origin, parameters)
+
 
 def messages_of(raw: Any, place: Place) -> tuple[Message, ...]:
     """Messages from ``[{"role": …, "content": text or blocks}, …]``."""
@@ -41,23 +68,29 @@ def messages_of(raw: Any, place: Place) -> tuple[Message, ...]:
     return tuple(_message(message, f"message {i}", place) for i, message in enumerate(raw))
 
 
-def fill_placeholders(messages: Sequence[Message], pictures: Sequence[Media], place: Place) -> tuple[Message, ...]:
-    """Put the pictures where the texts say ``<image>``, in order; their numbers must agree."""
-    count = sum(block.text.count(PLACEHOLDER) for m in messages for block in m.content if isinstance(block, Text))
-    if count != len(pictures):
-        raise place.error(
-            f"the text has {count} {PLACEHOLDER} placeholders and the row has {len(pictures)} pictures. Give each picture "
-            "its placeholder, or set pictures_first: true for texts without any."
-        )
-    left = iter(pictures)
+def fill_placeholders(
+    messages: Sequence[Message], media: Mapping[MediaKind, Sequence[Media]], place: Place
+) -> tuple[Message, ...]:
+    """Put media where the texts say ``<image>``, ``<video>`` or ``<audio>``, in order; their numbers must agree."""
+    texts = [block.text for m in messages for block in m.content if isinstance(block, Text)]
+    for kind, items in media.items():
+        count = sum(text.count(PLACEHOLDERS[kind]) for text in texts)
+        if count != len(items):
+            raise place.error(
+                f"the text has {count} {PLACEHOLDERS[kind]} placeholders and the row has {len(items)} {kind}s. Give each "
+                f"{kind} its placeholder, or set media_first: true for texts without any."
+            )
+    left = {PLACEHOLDERS[kind]: iter(items) for kind, items in media.items()}
     return tuple(Message(m.role, tuple(b for block in m.content for b in _filled(block, left))) for m in messages)
 
 
-def put_first(pictures: Sequence[Media], messages: Sequence[Message], place: Place) -> tuple[Message, ...]:
-    """Put the pictures before the last message's text, which must not have places for them."""
-    if any(PLACEHOLDER in message.text for message in messages):
-        raise place.error(f"the text has {PLACEHOLDER} placeholders and pictures_first is on; turn it off.")
-    return (*messages[:-1], Message(messages[-1].role, (*pictures, *messages[-1].content)))
+def put_first(messages: Sequence[Message], media: Mapping[MediaKind, Sequence[Media]], place: Place) -> tuple[Message, ...]:
+    """Put pictures, videos and sounds before the last message's text, which must not have places for them."""
+    for kind in media:
+        if any(PLACEHOLDERS[kind] in message.text for message in messages):
+            raise place.error(f"the text has {PLACEHOLDERS[kind]} placeholders and media_first is on; turn it off.")
+    first = [item for items in media.values() for item in items]
+    return (*messages[:-1], Message(messages[-1].role, (*first, *messages[-1].content)))
 
 
 def _message(raw: Any, item: str, place: Place) -> Message:
@@ -88,31 +121,33 @@ def _block(raw: Any, item: str, place: Place) -> Block:
         if set(raw) != {"type", "text"} or not isinstance(raw["text"], str):
             raise place.error(f"{item}: a text block is {{type: text, text: …}}; this one has keys {sorted(raw)}.")
         return Text(raw["text"])
-    if kind in PICTURE_TYPES:
-        return _picture(raw, item, place)
-    raise place.error(f"{item} has the type {kind!r:.40}{nearest(str(kind), ['text', *PICTURE_TYPES])}")
+    if kind in TYPES:
+        return _medium(TYPES[kind], raw, item, place)
+    raise place.error(f"{item} has the type {kind!r:.40}{nearest(str(kind), ['text', *TYPES])}")
 
 
-def _picture(raw: Mapping[str, Any], item: str, place: Place) -> Media:
-    keys = [key for key in raw if key != "type"]
-    if len(keys) != 1 or keys[0] not in PICTURE_KEYS:
-        raise place.error(f"{item}: a picture is given by exactly one of {', '.join(PICTURE_KEYS)}; got {sorted(keys)}.")
-    source = raw[keys[0]]
-    if keys[0] == "image_url" and isinstance(source, Mapping):
+def _medium(kind: MediaKind, raw: Mapping[str, Any], item: str, place: Place) -> Media:
+    asked = {key: value for key, value in raw.items() if key != "type" and key not in CARRIERS}
+    held = [key for key in raw if key in CARRIERS]
+    if len(held) != 1 or (kind == "picture" and asked):
+        given = sorted(str(key) for key in raw if key != "type")
+        raise place.error(f"{item}: a {kind} is given by exactly one of {', '.join(CARRIERS)}; got {given}.")
+    source = raw[held[0]]
+    if held[0].endswith("_url") and isinstance(source, Mapping):
         source = source.get("url")
-    if keys[0] in ("data", "bytes") and isinstance(source, str) and not source.startswith("data:"):
-        source = base64_bytes(source, f"{place.where}, {item}")
-    return place.picture(source, item)
+    if held[0] in ("data", "bytes") and isinstance(source, str) and not source.startswith("data:"):
+        source = base64_bytes(source, kind, f"{place.where}, {item}")
+    return place.picture(source, item) if kind == "picture" else place.clip(kind, source, item, asked)
 
 
-def _filled(block: Block, pictures: Iterator[Media]) -> Iterator[Block]:
-    if not isinstance(block, Text):
+def _filled(block: Block, media: Mapping[str, Iterator[Media]]) -> Iterator[Block]:
+    if not isinstance(block, Text) or not media:
         yield block
         return
-    for i, text in enumerate(block.text.split(PLACEHOLDER)):
-        if i:
-            yield next(pictures)
-        if text:
+    for text in re.split(f"({'|'.join(map(re.escape, media))})", block.text):
+        if text in media:
+            yield next(media[text])
+        elif text:
             yield Text(text)
 
 

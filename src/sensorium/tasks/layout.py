@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sensorium.tasks.content import Place, fill_placeholders, messages_of, put_first
-from sensorium.vocabulary.content import Message, Text, system, user
+from sensorium.vocabulary.content import Media, MediaKind, Message, Text, system, user
 from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
 from sensorium.vocabulary.task import EnvironmentSpec, Task
 
 FIELDS = ["id", "messages", "answer", "environment", "demonstration", "metadata"]
-PARTS = ["id", "prompt", "pictures", "answer", "demonstration", "category"]
+MEDIA: dict[str, MediaKind] = {"pictures": "picture", "videos": "video", "sounds": "sound"}
+TRIM = ["start", "end"]
+PARTS = ["id", "prompt", *MEDIA, *TRIM, "answer", "demonstration", "category", "type"]
 
 
 class TaskRows:
@@ -47,18 +49,20 @@ class TaskRows:
 class FlatRows:
     """Flat rows: ``columns`` says which column holds which part of a task; ``a.b`` reaches into an object.
 
-    The prompt is text or a list of messages; ``<image>`` in it stands for the next picture. ``pictures_first`` puts the
-    pictures before a prompt without placeholders. ``instruction`` ends the last message; ``system`` goes before the first.
+    The prompt is text or a list of messages; ``<image>``, ``<video>`` and ``<audio>`` in it stand for the next medium of
+    the columns ``pictures``, ``videos`` and ``sounds``. ``media_first`` puts them, in this order, before a prompt without
+    placeholders. ``start`` and ``end`` (seconds) trim the row's videos and sounds. ``instruction`` ends the last message;
+    ``system`` goes before the first. ``type`` says how the answer is compared (see the reward ``accuracy_by_type``).
     """
 
-    def __init__(self, columns: Mapping[str, str], instruction: str, system: str, pictures_first: bool) -> None:
+    def __init__(self, columns: Mapping[str, str], instruction: str, system: str, media_first: bool) -> None:
         for part in columns:
             if part not in PARTS:
                 raise RecipeError(f"columns: a task has no part '{part}'{nearest(str(part), PARTS)}")
         if "prompt" not in columns:
             raise RecipeError("columns: say which column holds the prompt, as in {prompt: problem}.")
         self.columns = dict(columns)
-        self.instruction, self.system, self.pictures_first = instruction, system, pictures_first
+        self.instruction, self.system, self.media_first = instruction, system, media_first
 
     def fields(self, known: Sequence[str], where: str) -> list[str]:
         """The columns to read of those a file has."""
@@ -72,26 +76,42 @@ class FlatRows:
         parts = {part: _reach(row, path, place) for part, path in self.columns.items()}
         prompt = parts["prompt"]
         messages = (user(prompt),) if isinstance(prompt, str) else messages_of(prompt, place)
-        held = parts.get("pictures")
-        sources = [] if held is None else held if isinstance(held, list | tuple) else [held]
-        pictures = [place.picture(source, f"picture {i}") for i, source in enumerate(sources)]
-        if self.pictures_first:
-            messages = put_first(pictures, messages, place)
-        elif "pictures" in self.columns:
-            messages = fill_placeholders(messages, pictures, place)
+        media = {kind: self._media(part, kind, parts, place) for part, kind in MEDIA.items() if part in self.columns}
+        messages = put_first(messages, media, place) if self.media_first else fill_placeholders(messages, media, place)
         _check_last(messages, place)
         if self.instruction:
             messages = (*messages[:-1], Message(messages[-1].role, (*messages[-1].content, Text(self.instruction))))
         if self.system:
             messages = (system(self.system), *messages)
-        category = parts.get("category")
         return Task(
             id=str(parts.get("id") if parts.get("id") is not None else name),
             messages=messages,
             answer=parts.get("answer"),
             demonstration=_demonstration(parts.get("demonstration"), place),
-            metadata={} if category is None else {"category": str(category)},
+            metadata={key: str(parts[key]) for key in ("category", "type") if parts.get(key) is not None},
         )
+
+    @staticmethod
+    def _media(part: str, kind: MediaKind, parts: Mapping[str, Any], place: Place) -> list[Media]:
+        held = parts[part]
+        sources = [] if held is None else held if isinstance(held, list | tuple) else [held]
+        if kind == "picture":
+            return [place.picture(source, f"picture {i}") for i, source in enumerate(sources)]
+        trim = {key: parts[key] for key in TRIM if parts.get(key) is not None}
+        return [place.clip(kind, source, f"{kind} {i}", trim) for i, source in enumerate(sources)]
+
+
+def layout_of(
+    columns: Mapping[str, str] | None, instruction: str = "", system: str = "", media_first: bool = False
+) -> "TaskRows | FlatRows":
+    """The layout that a source's options ask for."""
+    if columns is not None:
+        return FlatRows(columns, instruction, system, media_first)
+    if instruction or system or media_first:
+        raise RecipeError(
+            "instruction, system and media_first are for flat rows; say which column is which with 'columns'."
+        )
+    return TaskRows()
 
 
 def _unknown(field: str) -> str:

@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from sensorium.media.store import MediaStore
+from sensorium.tasks.clips import ClipOptions
 from sensorium.tasks.content import Place
-from sensorium.tasks.layout import FlatRows, TaskRows
-from sensorium.vocabulary.errors import RecipeError, TaskError
+from sensorium.tasks.layout import layout_of
+from sensorium.vocabulary.errors import TaskError
 from sensorium.vocabulary.task import Task
 
 MIB = 1024 * 1024
 
 
 class JsonlRows:
-    """One task a line; blank lines are passed over. Picture paths start from the file's folder.
+    """One task a line; blank lines are passed over. Paths of media start from the file's folder.
 
     Without ``columns`` a line is a task with content blocks; with them it is flat (see ``FlatRows`` for the options).
+    ``video`` and ``sound`` say how clips are decoded (see ``ClipOptions``).
     """
 
     def __init__(
@@ -32,10 +34,13 @@ class JsonlRows:
         limit: int = 0,
         instruction: str = "",
         system: str = "",
-        pictures_first: bool = False,
+        media_first: bool = False,
+        video: Mapping[str, Any] | None = None,
+        sound: Mapping[str, Any] | None = None,
     ) -> None:
         self.path, self.store = Path(path), store
-        self._layout = _layout(columns, instruction, system, pictures_first)
+        self._clips = ClipOptions(video, sound, path)
+        self._layout = layout_of(columns, instruction, system, media_first)
         self._starts, self._lines = array("q"), array("q")
         try:
             self._scan(limit)
@@ -47,7 +52,7 @@ class JsonlRows:
 
     def __getitem__(self, index: int) -> Task:
         line = self._lines[index]
-        place = Place(f"{self.path}:{line}", self.path.parent, self.store)
+        place = Place(f"{self.path}:{line}", self.path.parent, self.store, self._clips)
         try:
             with self.path.open("rb") as file:
                 file.seek(self._starts[index])
@@ -77,6 +82,7 @@ class ParquetRows:
     """One task a row. Row groups are read when needed and the latest kept, within ``cache_mib``.
 
     Without ``columns`` a row is a task with content blocks; with them it is flat (see ``FlatRows`` for the options).
+    ``video`` and ``sound`` say how clips are decoded (see ``ClipOptions``).
     """
 
     def __init__(
@@ -87,14 +93,17 @@ class ParquetRows:
         limit: int = 0,
         instruction: str = "",
         system: str = "",
-        pictures_first: bool = False,
+        media_first: bool = False,
+        video: Mapping[str, Any] | None = None,
+        sound: Mapping[str, Any] | None = None,
         cache_mib: int = 512,
     ) -> None:
         import pyarrow
         from pyarrow.parquet import ParquetFile
 
         self.path, self.store = Path(path), store
-        self._layout = _layout(columns, instruction, system, pictures_first)
+        self._clips = ClipOptions(video, sound, path)
+        self._layout = layout_of(columns, instruction, system, media_first)
         try:
             self._file = ParquetFile(self.path)
         except (OSError, pyarrow.ArrowException) as error:
@@ -116,7 +125,7 @@ class ParquetRows:
     def __getitem__(self, index: int) -> Task:
         if not 0 <= index < self._length:
             raise IndexError(index)
-        place = Place(f"{self.path}, row {index}", self.path.parent, self.store)
+        place = Place(f"{self.path}, row {index}", self.path.parent, self.store, self._clips)
         group = bisect_right(self._ends, index)
         table = self._group(group, place)
         within = index - (self._ends[group - 1] if group else 0)
@@ -136,15 +145,3 @@ class ParquetRows:
             while len(self._cache) > 1 and sum(table.nbytes for table in self._cache.values()) > self._bound:
                 self._cache.popitem(last=False)
             return self._cache[group]
-
-
-def _layout(
-    columns: Mapping[str, str] | None, instruction: str, system: str, pictures_first: bool
-) -> "TaskRows | FlatRows":
-    if columns is not None:
-        return FlatRows(columns, instruction, system, pictures_first)
-    if instruction or system or pictures_first:
-        raise RecipeError(
-            "instruction, system and pictures_first are for flat rows; say which column is which with 'columns'."
-        )
-    return TaskRows()

@@ -1,0 +1,74 @@
+"""Daily-Omni: 1,197 questions about everyday videos that need both the picture and the sound. For evaluation.
+
+A folder holds ``qa.json`` (rows of Question, Choice, Answer, video_id, Type) and, for each video,
+``Videos/{id}/{id}_video.mp4`` and ``Videos/{id}/{id}_audio.wav``.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sensorium.media.store import MediaStore
+from sensorium.tasks.choices import LETTER, options_of, question
+from sensorium.tasks.clips import ClipOptions
+from sensorium.tasks.content import Place
+from sensorium.tasks.manifest import read_manifest, text_of
+from sensorium.vocabulary.content import user
+from sensorium.vocabulary.errors import TaskError
+from sensorium.vocabulary.task import Task
+
+COLUMNS = {
+    "AV Event Alignment": "AV alignment",
+    "Comparative": "comparative",
+    "Context understanding": "context",
+    "Event Sequence": "sequence",
+    "Inference": "inference",
+    "Reasoning": "reasoning",
+}
+"""The Types of questions, in the order and with the names of the published table. A task's category is its Type."""
+
+
+class DailyOmni:
+    """The questions of ``qa.json`` in the folder ``path``. ``video`` and ``sound`` say how clips are decoded.
+
+    ``instruction`` replaces the request to think and answer in tags.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        store: MediaStore,
+        video: Mapping[str, Any] | None = None,
+        sound: Mapping[str, Any] | None = None,
+        instruction: str = LETTER,
+        limit: int = 0,
+    ) -> None:
+        self.folder, self.store, self.instruction = Path(path), store, instruction
+        self._clips = ClipOptions(video, sound, "daily_omni")
+        self._rows = read_manifest(self.folder / "qa.json")[: limit or None]
+        if not (self.folder / "Videos").is_dir():
+            raise TaskError(f"{self.folder}: there is no folder 'Videos'. Unpack the archive of the data set there.")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Task:
+        row = self._rows[index]
+        place = Place(f"{self.folder / 'qa.json'}, row {index}", self.folder / "Videos", self.store, self._clips)
+        if not isinstance(row, Mapping):
+            raise place.error(f"a row is an object, not {row!r:.60}.")
+        for field in ("Question", "Answer", "video_id", "Type"):
+            if not text_of(row, field):
+                raise place.error(f"'{field}' is missing or no text.")
+        options = options_of(row.get("Choice"), place, "Choice")
+        if len(options) < 2:
+            raise place.error("'Choice' must list the options; without them the model would answer blind.")
+        name = text_of(row, "video_id")
+        video = place.clip("video", f"{name}/{name}_video.mp4", f"video '{name}'")
+        sound = place.clip("sound", f"{name}/{name}_audio.wav", f"sound '{name}'")
+        return Task(
+            id=f"daily_omni/{index}",
+            messages=(user(video, sound, question(text_of(row, "Question"), options, self.instruction)),),
+            answer=text_of(row, "Answer"),
+            metadata={"category": text_of(row, "Type"), "type": "multiple choice", "video": name},
+        )

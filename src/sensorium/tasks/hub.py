@@ -1,0 +1,82 @@
+"""Rows of a Hugging Face data set: from the hub, from a folder of its files, or one that was saved to disk."""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from sensorium.media.store import MediaStore
+from sensorium.tasks.clips import ClipOptions
+from sensorium.tasks.content import Place
+from sensorium.tasks.layout import layout_of
+from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
+from sensorium.vocabulary.task import Task
+
+
+class HubRows:
+    """One task a row of ``data`` (a hub id or a local folder), its configuration ``name`` and its ``split``.
+
+    Media are taken as they are stored, never decoded by the library. Paths of media start from ``folder`` (the local folder
+    itself if not said). The other options are those of the JSONL source.
+    """
+
+    def __init__(
+        self,
+        data: str,
+        store: MediaStore,
+        split: str = "train",
+        name: str | None = None,
+        revision: str | None = None,
+        folder: str | None = None,
+        columns: Mapping[str, str] | None = None,
+        limit: int = 0,
+        instruction: str = "",
+        system: str = "",
+        media_first: bool = False,
+        video: Mapping[str, Any] | None = None,
+        sound: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.data, self.split, self.store = data, split, store
+        self.folder = Path(folder) if folder is not None else Path(data) if Path(data).is_dir() else Path()
+        self._clips = ClipOptions(video, sound, data)
+        self._layout = layout_of(columns, instruction, system, media_first)
+        rows = _loaded(data, name, split, revision)
+        fields = self._layout.fields(rows.column_names, f"{data}, split '{split}'")
+        # The arrow form of a row holds a medium's bytes or path as they are.
+        self._rows = rows.select_columns(fields).with_format("arrow")
+        self._length = min(limit, len(rows)) if limit else len(rows)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Task:
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        place = Place(f"{self.data}, split '{self.split}', row {index}", self.folder, self.store, self._clips)
+        try:
+            row = self._rows[index : index + 1].to_pylist()[0]
+        except (OSError, ValueError) as error:
+            raise place.error(f"cannot read the row: {error}.") from error
+        return self._layout.task(row, f"{self.data}/{self.split}/{index}", place)
+
+
+def _loaded(data: str, name: str | None, split: str, revision: str | None) -> Any:
+    """The rows of one split, through the ``datasets`` library."""
+    if find_spec("datasets") is None:
+        raise RecipeError("source 'hub' needs the package datasets, which is not installed: pip install datasets.")
+    from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+
+    saved = Path(data)
+    try:
+        if (saved / "dataset_dict.json").is_file() or (saved / "state.json").is_file():
+            found = load_from_disk(data)
+        else:
+            found = load_dataset(data, name, split=split, revision=revision)
+    except Exception as error:  # the library raises whatever a missing network, file or script provokes
+        raise TaskError(f"cannot load the data set '{data}': {type(error).__name__}: {error}") from error
+    if isinstance(found, DatasetDict):
+        if split not in found:
+            raise TaskError(f"the data set '{data}' has no split '{split}'{nearest(split, list(map(str, found)))}")
+        found = found[split]
+    assert isinstance(found, Dataset), f"{type(found).__name__} is no data set with random access"
+    return found

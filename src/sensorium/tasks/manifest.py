@@ -1,0 +1,76 @@
+"""Manifests: a JSON file that lists the rows of a data set whose media lie beside it, perhaps still in an archive."""
+
+import json
+import os
+import shutil
+import threading
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from sensorium.vocabulary.errors import TaskError
+
+
+def read_manifest(path: Path) -> list[Any]:
+    """The rows of a manifest; a file that is missing or no JSON list is an error that names it."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise TaskError(f"{path}: cannot read the manifest: {error.strerror}.") from error
+    except ValueError as error:
+        raise TaskError(f"{path}: the manifest is no JSON: {error}.") from error
+    if not isinstance(rows, list) or not rows:
+        raise TaskError(f"{path}: a manifest is a list of rows, not {rows!r:.60}.")
+    return rows
+
+
+def text_of(row: Mapping[str, Any], field: str) -> str:
+    """A field that must hold text (or a number), or an empty text if it does not."""
+    value = row.get(field)
+    return str(value).strip() if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
+
+
+def unzip_once(archive: Path, folder: Path) -> None:
+    """Unpack an archive into a folder, unless a marker says that it was done.
+
+    Each file is written beside its place and renamed, and the marker comes last: a kill or a second process at the same
+    time costs work, never a half file. Nothing is done where there is no archive.
+    """
+    if not archive.is_file():
+        return
+    seen = archive.stat()
+    state = f"{seen.st_size} {seen.st_mtime_ns}"
+    marker = folder / f".{archive.name}.unpacked"
+    if marker.is_file() and marker.read_text() == state:
+        return
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            for member in opened.infolist():
+                _unpack(opened, member, archive, folder)
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, OSError) as error:
+        raise TaskError(f"{archive}: cannot unpack the archive: {error}. Download it again, or free some space.") from error
+    draft = _draft(marker)
+    draft.write_text(state)
+    os.replace(draft, marker)
+
+
+def _unpack(opened: zipfile.ZipFile, member: zipfile.ZipInfo, archive: Path, folder: Path) -> None:
+    inside = PurePosixPath(member.filename)
+    if inside.is_absolute() or ".." in inside.parts:
+        raise TaskError(f"{archive}: its member '{member.filename}' would be written outside of '{folder}'.")
+    place = folder / inside
+    if member.is_dir() or (place.is_file() and place.stat().st_size == member.file_size):
+        return
+    place.parent.mkdir(parents=True, exist_ok=True)
+    draft = _draft(place)
+    try:
+        with opened.open(member) as source, draft.open("wb") as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+        os.replace(draft, place)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _draft(place: Path) -> Path:
+    return place.with_name(f".{place.name}.{os.getpid()}.{threading.get_ident()}")

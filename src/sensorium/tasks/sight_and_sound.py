@@ -1,0 +1,197 @@
+"""Sight and sound: a short video of a coloured square, a tone, and a question that takes both to answer.
+
+An index always gives the same task. The clips are real MP4 and WAV files, a few hundred of them, made when first needed.
+Every colour goes with every tone equally often, so of the kinds ``pair`` and ``agree`` one of the two alone tells nothing:
+whatever the square's colour, all answers are equally likely, and so for the tone. What a clip shows or sounds decides its
+split: none of one split occurs in the other.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+import numpy as np
+
+from sensorium.media.making import encode_clip, encode_wav
+from sensorium.media.store import MediaStore
+from sensorium.vocabulary.content import Media, user
+from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
+from sensorium.vocabulary.errors import TaskError, nearest
+from sensorium.vocabulary.task import Task
+
+COLOURS = {"red": (214, 48, 49), "green": (46, 160, 67), "blue": (52, 92, 210), "yellow": (240, 200, 40)}
+TONES = {"low": 250.0, "middle": 500.0, "high": 1000.0, "top": 2000.0}
+LETTERS = ("A", "B", "C", "D")
+QUESTIONS = {
+    "pair": "Which letter do the colour and the tone make?",
+    "agree": "Do the colour and the tone agree?",
+    "colour": "Which colour is the square?",
+    "tone": "Which tone is it?",
+}
+ANSWERS: dict[str, tuple[str, ...]] = {
+    "pair": LETTERS,
+    "agree": ("yes", "no"),
+    "colour": tuple(COLOURS),
+    "tone": tuple(TONES),
+}
+GROUNDS = ((255, 255, 255), (236, 236, 240), (244, 240, 232))
+GREY = (128, 128, 128)
+VARIANTS = 64
+TEST_SHARE = 4
+RATE = 16000
+FPS = 4.0
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What one task shows, sounds and asks; variants tell squares of one colour, and tones of one pitch, apart."""
+
+    kind: str
+    colour: str
+    tone: str
+    answer: str
+    square_variant: int
+    tone_variant: int
+
+
+class SightAndSound:
+    """A source of ``size`` tasks of the given ``kinds``: "pair", "agree" (both senses), "colour", "tone" (one of them).
+
+    "pair": colour and tone make a letter by a Latin square that only practice teaches. "agree": red goes with low, green
+    with middle, blue with high, yellow with top. ``mute`` gives silence for every tone and ``blank`` a grey screen for
+    every square, to see whether a model uses both. ``guessed`` names the kinds whose demonstration is a guess.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: MediaStore,
+        split: Literal["train", "test"] = "train",
+        size: int = 8192,
+        seed: int = 0,
+        kinds: Sequence[str] = ("pair",),
+        guessed: Sequence[str] = (),
+        mute: bool = False,
+        blank: bool = False,
+        frames: int = 4,
+        picture_size: int = 56,
+        seconds: float = 0.4,
+    ) -> None:
+        for kind in (*kinds, *guessed):
+            if kind not in QUESTIONS:
+                raise TaskError(f"sight_and_sound: there is no kind of question '{kind}'{nearest(kind, list(QUESTIONS))}")
+        if split not in ("train", "test"):
+            raise TaskError(f"sight_and_sound: there is no split '{split}'{nearest(split, ['train', 'test'])}")
+        if not kinds or size < 1 or frames < 1 or picture_size < 16 or picture_size % 2 or not 0.05 <= seconds <= 30:
+            raise TaskError(
+                "sight_and_sound: needs a kind of question, a size and frames of at least 1, an even picture_size of at "
+                "least 16, and 0.05 to 30 seconds of sound."
+            )
+        self.store, self.split, self.size, self.seed = store, split, size, seed
+        self.kinds, self.guessed = tuple(kinds), frozenset(guessed)
+        self.mute, self.blank = mute, blank
+        self.frames, self.picture_size, self.seconds = frames, picture_size, seconds
+        self._made: dict[tuple[str, int], Media] = {}
+        self._squares = {
+            c: self._of_split(square_frames(c, v, frames, picture_size) for v in range(VARIANTS)) for c in COLOURS
+        }
+        self._tones = {t: self._of_split(tone_samples(t, v, seconds) for v in range(VARIANTS)) for t in TONES}
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Task:
+        if not 0 <= index < self.size:
+            raise IndexError(f"sight_and_sound: there is no task {index} among {self.size}")
+        scene = self.scene(index)
+        told = scene.answer
+        if scene.kind in self.guessed:
+            told = self._random("guess", index).choice(ANSWERS[scene.kind])
+        name = f"sight_and_sound/{self.split}/{self.seed}/{index}"
+        marks = "".join(f"/{mark}" for mark, on in (("mute", self.mute), ("blank", self.blank)) if on)
+        return Task(
+            id=name + marks,
+            messages=(user(self._video(scene), self._sound(scene), QUESTIONS[scene.kind]),),
+            answer=scene.answer,
+            demonstration=(f"<answer>{told}</answer>",),
+            metadata={"category": scene.kind, "colour": scene.colour, "tone": scene.tone},
+        )
+
+    def scene(self, index: int) -> Scene:
+        """What task ``index`` shows, sounds and asks."""
+        random = self._random("scene", index)
+        kind = self.kinds[index % len(self.kinds)]
+        colours, tones = list(COLOURS), list(TONES)
+        colour, tone = random.choice(colours), random.choice(tones)
+        if kind == "agree" and random.random() < 0.5:
+            tone = tones[colours.index(colour)]
+        elif kind == "agree":
+            tone = random.choice([t for t in tones if t != tones[colours.index(colour)]])
+        place = colours.index(colour), tones.index(tone)
+        answer = {
+            "pair": LETTERS[sum(place) % len(LETTERS)],
+            "agree": "yes" if place[0] == place[1] else "no",
+            "colour": colour,
+            "tone": tone,
+        }[kind]
+        return Scene(kind, colour, tone, answer, random.choice(self._squares[colour]), random.choice(self._tones[tone]))
+
+    def _of_split(self, clips: Iterable[np.ndarray]) -> list[int]:
+        """The variants whose content is on this source's side."""
+        return [variant for variant, clip in enumerate(clips) if _is_test(clip) == (self.split == "test")]
+
+    def _video(self, scene: Scene) -> Media:
+        what, variant = ("blank", 0) if self.blank else (scene.colour, scene.square_variant)
+        if (what, variant) not in self._made:
+            frames_THWC = square_frames(None if self.blank else what, variant, self.frames, self.picture_size)
+            asked = VideoParameters(frames=self.frames)
+            origin = f"sight_and_sound, square {what} {variant}"
+            self._made[what, variant] = self.store.put(encode_clip(frames_THWC, FPS), "video", origin, asked)
+        return self._made[what, variant]
+
+    def _sound(self, scene: Scene) -> Media:
+        what, variant = ("silence", 0) if self.mute else (scene.tone, scene.tone_variant)
+        if (what, variant) not in self._made:
+            samples = tone_samples(None if self.mute else what, variant, self.seconds)
+            origin = f"sight_and_sound, tone {what} {variant}"
+            self._made[what, variant] = self.store.put(encode_wav(samples, RATE), "sound", origin, AudioParameters(RATE))
+        return self._made[what, variant]
+
+    def _random(self, purpose: str, index: int) -> Random:
+        return Random(f"sight and sound {self.seed} {self.split} {purpose} {index}")
+
+
+def square_frames(colour: str | None, variant: int, count: int, size: int) -> np.ndarray:
+    """Frames [T, H, W, 3] of a square that drifts over a plain ground; grey throughout without a colour."""
+    if colour is None:
+        return np.full((count, size, size, 3), GREY, np.uint8)
+    random = Random(f"square {colour} {variant}")
+    radius = random.randint(size * 3 // 14, size * 5 // 14)
+    x, y = random.randint(radius, size - radius), random.randint(radius, size - radius)
+    across, down = random.choice((-2, -1, 1, 2)), random.choice((-2, -1, 1, 2))
+    frames_THWC = np.empty((count, size, size, 3), np.uint8)
+    frames_THWC[:] = random.choice(GROUNDS)
+    for frame_HWC in frames_THWC:
+        frame_HWC[max(0, y - radius) : y + radius, max(0, x - radius) : x + radius] = COLOURS[colour]
+        x, y = x + across, y + down
+    return frames_THWC
+
+
+def tone_samples(tone: str | None, variant: int, seconds: float) -> np.ndarray:
+    """Samples [N] of a tone, a little out of tune, with a soft beginning and end; silence without a tone."""
+    count = round(seconds * RATE)
+    if tone is None:
+        return np.zeros(count, np.float32)
+    random = Random(f"tone {tone} {variant}")
+    pitch = TONES[tone] * 2 ** random.uniform(-1 / 12, 1 / 12)
+    loud, phase = random.uniform(0.2, 0.6), random.uniform(0, 2 * np.pi)
+    times_N = np.arange(count) / RATE
+    soft_N = np.minimum(1.0, np.minimum(times_N, times_N[::-1]) / 0.02)
+    return (loud * soft_N * np.sin(2 * np.pi * pitch * times_N + phase)).astype(np.float32)
+
+
+def _is_test(clip: np.ndarray) -> bool:
+    """Whether a clip belongs to the test split: a quarter of all clips, by content."""
+    return hashlib.sha256(clip.tobytes()).digest()[0] % TEST_SHARE == 0

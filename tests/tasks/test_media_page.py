@@ -1,0 +1,56 @@
+"""The page about media: its code runs, its rows and options are what the sources take, its defaults are the code's."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sensorium.media.making import encode_clip, encode_wav
+from sensorium.media.store import MediaStore
+from sensorium.recipe.names import wrong_options
+from sensorium.tasks.layout import layout_of
+from sensorium.tasks.rows import JsonlRows
+from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
+from tests.media.clips import numbered, tone
+
+PAGE = (Path(__file__).parents[2] / "docs" / "media.md").read_text()
+
+
+def block(language: str) -> str:
+    (found,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    assert isinstance(found, str)
+    return found
+
+
+def test_the_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(block("python"), names)
+    assert names["video"].frames.shape == (32, 64, 64, 3)
+    assert "<answer>" in capsys.readouterr().out
+
+
+def test_the_row_is_read(tmp_path: Path) -> None:
+    (tmp_path / "clips").mkdir()
+    (tmp_path / "clips" / "1.mp4").write_bytes(encode_clip(numbered(64)))
+    (tmp_path / "clips" / "1.wav").write_bytes(encode_wav(tone(0.1)))
+    (tmp_path / "rows.jsonl").write_text(block("json").replace("\n", ""))
+    task = JsonlRows(str(tmp_path / "rows.jsonl"), MediaStore())[0]
+    video, sound = task.messages[0].media
+    assert video.parameters == VideoParameters(frames=8, start=2.5, end=7.5)
+    assert sound.parameters == AudioParameters()
+
+
+def test_the_options_are_known() -> None:
+    section = yaml.safe_load(block("yaml"))
+    assert wrong_options("source", section["source"], section["options"]) == ("", "")
+    assert layout_of(section["options"]["columns"], media_first=section["options"]["media_first"])
+
+
+def test_the_defaults_are_told_as_they_are() -> None:
+    usual = VideoParameters()
+    assert (usual.fps, usual.min_frames, usual.max_frames) == (2.0, 1, 768)
+    for number in (usual.max_pixels_per_frame, usual.max_pixels_per_clip, AudioParameters().sample_rate):
+        assert f"{number:,}" in PAGE
