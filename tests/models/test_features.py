@@ -10,7 +10,7 @@ from PIL import Image
 
 from sensorium.media.store import MediaStore
 from sensorium.models.attention import MaskedAttention
-from sensorium.models.features import Prepared, PreparedMedia
+from sensorium.models.features import Extent, Prepared, PreparedMedia
 from sensorium.models.layout import Features, Placement, placements
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.episode import MediaSpan
@@ -21,6 +21,9 @@ from .stock_pair import Pair, noise
 Pairs = Callable[..., Pair]
 
 
+EXTENT = Extent("picture", (1, 1, 1))
+
+
 class Counting:
     """A preprocessor that makes one patch of 100 bytes per item, and remembers what it was asked."""
 
@@ -29,34 +32,34 @@ class Counting:
 
     def __call__(self, items: Sequence[tuple[Media, bytes]]) -> list[Prepared]:
         self.asked.append([data.decode() for _, data in items])
-        return [Prepared(torch.zeros(1, 25), (1, 1, 1)) for _ in items]
+        return [Prepared(torch.zeros(1, 25), EXTENT) for _ in items]
 
 
 def test_each_medium_is_prepared_once_and_those_missing_together() -> None:
     store, preprocess = MediaStore(), Counting()
     a, b, c = (store.put(name, "picture") for name in (b"a", b"b", b"c"))
-    media = PreparedMedia(store, preprocess)
+    media = PreparedMedia(store.bytes_of, {"picture": preprocess})
     media.get([a])
     media.get([b, a, b, c])
-    assert media.grid(c) == (1, 1, 1)
+    assert media.extent(c) == EXTENT
     assert preprocess.asked == [["a"], ["b", "c"]]
     assert media.preprocessed == 3
 
 
-def test_the_cache_is_bounded_and_grids_outlive_it() -> None:
+def test_the_cache_is_bounded_and_extents_outlive_it() -> None:
     store, preprocess = MediaStore(), Counting()
     a, b, c = (store.put(name, "picture") for name in (b"a", b"b", b"c"))
-    media = PreparedMedia(store, preprocess, capacity=200)
+    media = PreparedMedia(store.bytes_of, {"picture": preprocess}, capacity=200)
     media.get([a])
     media.get([b])
     media.get([a])
     media.get([c])  # b was used longest ago
     media.get([a])
     assert preprocess.asked == [["a"], ["b"], ["c"]]
-    assert media.grid(b) == (1, 1, 1)
+    assert media.extent(b) == EXTENT
     assert len(media.get([b])) == 1
     assert preprocess.asked[-1] == ["b"]
-    assert len(PreparedMedia(store, preprocess, capacity=50).get([a, b, c])) == 3
+    assert len(PreparedMedia(store.bytes_of, {"picture": preprocess}, capacity=50).get([a, b, c])) == 3
 
 
 def test_a_prompt_shared_by_a_group_is_laid_out_once(pairs: Pairs) -> None:
@@ -108,15 +111,22 @@ def test_features_that_do_not_fill_their_slot_are_named(pairs: Pairs) -> None:
     short = Features(torch.zeros(layout.slots[0].count - 1, 128))
     with pytest.raises(SpanMismatch, match=r"noise-1\.png.*4 placeholder tokens for 3 features"):
         placements(layout, {picture: short})
-    beyond = [Placement(0, len(layout) - 1, policy.encode([picture])[picture])]
+    beyond = [Placement(0, ((len(layout) - 1, 4),), policy.encode([picture])[picture])]
     with pytest.raises(SpanMismatch, match="do not fit"):
         policy.language(layout.ids_T[None], layout.positions_3T[:, None], MaskedAttention(), beyond)
 
 
 def test_a_tower_that_disagrees_with_the_expansion_is_caught(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = pairs("qwen2_5_vl").policy
-    whole = policy.adapter.tower
-    monkeypatch.setattr(policy.adapter, "tower", lambda prepared: [Features(f.embeds_NH[1:]) for f in whole(prepared)])
+    whole = policy.adapter.towers["picture"]
+
+    class Short:
+        module = whole.module
+
+        def __call__(self, prepared: Sequence[Prepared]) -> list[Features]:
+            return [Features(features.embeds_NH[1:]) for features in whole(prepared)]
+
+    monkeypatch.setattr(policy.adapter, "towers", {"picture": Short()})
     with pytest.raises(SpanMismatch, match=r"noise-1\.png.*features of the tower"):
         policy.encode([noise(policy.store, 1)])
 

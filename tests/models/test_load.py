@@ -28,7 +28,7 @@ def load(path: str | Path, **options: str) -> object:
 def test_a_tiny_model_of_each_family_is_made_and_its_family_found(family: str) -> None:
     policy = load_policy(f"tiny:{family}", store=MediaStore(), device="cpu")
     assert policy.family == family
-    assert policy.modalities == ({"text", "picture"} if family.endswith("vl") else {"text"})
+    assert policy.modalities == ({"text", "picture", "video"} if family.endswith("vl") else {"text"})
     assert policy.dtype == torch.float32
     assert policy.device == torch.device("cpu")
     assert policy.version == 0

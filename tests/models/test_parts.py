@@ -107,7 +107,7 @@ def test_rows_of_a_batch_take_their_own_pictures(pairs: Pairs, family: str) -> N
         ids_BT[i, : len(ids_T)] = ids_T
         positions_3BT[:, i, : len(ids_T)] = positions_3T
     # Out of order on purpose: a placement says itself where it goes.
-    placed = [Placement(i, item.start, item.features) for i in (2, 0, 3, 1) for item in rows[i][2]]
+    placed = [Placement(i, item.runs, item.features) for i in (2, 0, 3, 1) for item in rows[i][2]]
     mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
     with torch.no_grad():
         hidden_BTH = pair.policy.language(ids_BT, positions_3BT, MaskedAttention(mask), placed)
@@ -172,7 +172,7 @@ def test_one_tower_backward_after_several_language_backwards(pairs: Pairs, famil
     roots = [features.embeds_NH, *features.deepstack_NH]
     leaves = [root.detach().requires_grad_() for root in roots]
     for _ in range(2):
-        placed = [Placement(0, layout.slots[0].start, Features(leaves[0], tuple(leaves[1:])))]
+        placed = [layout.slots[0].place(Features(leaves[0], tuple(leaves[1:])))]
         hidden = pair.policy.language(layout.ids_T[None], layout.positions_3T[:, None], MaskedAttention(), placed)
         pair.policy.logits(hidden[0]).logsumexp(-1).sum().backward()
     torch.autograd.backward(roots, [leaf.grad for leaf in leaves])

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sensorium.learner.packing import MicroBatch, Packing, media_of
-from sensorium.models.layout import Features, Placement
+from sensorium.models.layout import Features
 from sensorium.models.policy import Policy
 from sensorium.vocabulary.content import Media
 
@@ -69,7 +69,7 @@ class Scorer:
 
     def score(self, microbatch: MicroBatch, features: UpdateFeatures) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [M] of a micro-batch's predicted tokens, in float32."""
-        placements = [Placement(0, slot.start, features[slot.media]) for slot in microbatch.slots]
+        placements = [slot.place(features[slot.media]) for slot in microbatch.slots]
         hidden_1TH = self.policy.language(
             microbatch.ids_T[None], microbatch.positions_3T[:, None], microbatch.attention, placements
         )

@@ -5,7 +5,7 @@ library, so that attention, deepstack features and recomputation are the caller'
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from sensorium.media.store import MediaStore
 from sensorium.models.attention import Attention
-from sensorium.models.family import Family
-from sensorium.models.features import PreparedMedia
+from sensorium.models.family import Family, Tower
+from sensorium.models.features import Extent, Prepared, PreparedMedia
 from sensorium.models.layout import Features, Layout, Placement, Slot, mismatch
 from sensorium.models.quiet import quiet
 from sensorium.models.rendering import ChatRenderer
@@ -64,13 +64,12 @@ class Policy:
         self.stop_ids = _stop_ids(model, tokenizer, self._renderer.close_id)
         special = {*self._table.special.values(), *self._table.unowned, *adapter.placeholders.values()}
         self.forbidden_ids = tuple(sorted(special - set(self.stop_ids)))
-        self._media = PreparedMedia(store, adapter.preprocess)
+        self._media = PreparedMedia(self._decode, adapter.preprocessors)
         self._layouts: OrderedDict[str, Layout] = OrderedDict()
         self._laid_out = 0
         self._shapes: dict[tuple[Any, ...], Tensor] = {}
         self._recompute = False
-        groups = self.groups()
-        self._tower = [p for group in ("vision", "projector") for p in groups.get(group, {}).values()]
+        self.groups()  # refuses a parameter that belongs to none
         _refuse_sliding_window(adapter.language_model.config)
 
     @property
@@ -148,26 +147,35 @@ class Policy:
         ids: list[int] = []
         ends: list[int] = []
         slots: list[Slot] = []
-        grids = [self._grid(span.media) for span in segment.media]
-        counts = {span.index: self.adapter.count(grid) for span, grid in zip(segment.media, grids, strict=True)}
-        media = {span.index: span.media for span in segment.media}
+        extents = [self._extent(span.media) for span in segment.media]
+        shown = {span.index: (span.media, extent) for span, extent in zip(segment.media, extents, strict=True)}
         for i, token in enumerate(segment.tokens):
-            if i in media:
-                slots.append(Slot(len(ids), counts[i], media[i]))
-            ids += [token] * counts.get(i, 1)
+            if i in shown:
+                media, extent = shown[i]
+                expansion = self.adapter.expand(extent)
+                slots.append(Slot(media, expansion.runs).moved(len(ids)))
+                ids += expansion.ids
+            else:
+                ids.append(token)
             ends.append(len(ids) - 1)
         ids_T = torch.tensor(ids, dtype=torch.long)
-        positions_3T = self._positions(ids_T, slots, grids)
-        return Layout(ids_T, positions_3T, int(positions_3T[:, -1].max()) + 1, torch.tensor(ends), tuple(slots))
+        positions_3T = self._positions(ids_T, slots, extents)
+        # From the last token, which is text, and not from the largest: a video may reach beyond what follows it.
+        return Layout(ids_T, positions_3T, int(positions_3T[0, -1]) + 1, torch.tensor(ends), tuple(slots))
 
-    def _positions(self, ids_T: Tensor, slots: Sequence[Slot], grids: Sequence[tuple[int, int, int]]) -> Tensor:
+    def _positions(self, ids_T: Tensor, slots: Sequence[Slot], extents: Sequence[Extent]) -> Tensor:
         """Positions depend only on where media stand and how large they are; prompts built alike share them."""
-        shape = (len(ids_T), tuple(slot.start for slot in slots), tuple(grids))
+        shape = (len(ids_T), tuple(slot.runs for slot in slots), tuple(extents))
         if shape not in self._shapes:
             if len(self._shapes) >= SHAPES_KEPT:
                 self._shapes.clear()
-            self._shapes[shape] = self.adapter.positions(ids_T, grids)
+            self._shapes[shape] = self.adapter.positions(ids_T, extents)
         return self._shapes[shape]
+
+    def _decode(self, media: Media) -> Any:
+        from sensorium.media.picture import decode_picture
+
+        return decode_picture(self.store.bytes_of(media), media.origin or media.hash[:12])
 
     def prepare(self, media: Iterable[Media]) -> None:
         """Preprocess media together, ahead of their layouts: many times cheaper than one by one."""
@@ -184,30 +192,36 @@ class Policy:
         if stray:
             raise SpanMismatch(f"token {stray[0]} of a segment by the {segment.author} is a placeholder without a medium.")
 
-    def _grid(self, media: Media) -> tuple[int, int, int]:
-        grid = self._media.grid(media)
+    def _extent(self, media: Media) -> Extent:
+        extent = self._media.extent(media)
         self.counters.preprocessed = self._media.preprocessed
-        return grid
+        return extent
 
     # Parts.
 
     def encode(self, media: Iterable[Media]) -> dict[Media, Features]:
-        """Features of the distinct media in one tower pass. Keeps the graph under grad mode unless the tower is frozen."""
+        """Features of the distinct media, one pass of each tower. Keeps the graph in grad mode unless a tower is frozen."""
         distinct = list(dict.fromkeys(media))
-        if not distinct:
-            return {}
-        prepared = self._media.get(distinct)
+        prepared = dict(zip(distinct, self._media.get(distinct), strict=True))
         self.counters.preprocessed = self._media.preprocessed
+        features: dict[Media, Features] = {}
+        for tower in dict.fromkeys(self.adapter.towers[item.kind] for item in distinct):
+            items = [item for item in distinct if self.adapter.towers[item.kind] is tower]
+            features |= self._look(tower, {item: prepared[item] for item in items})
+        return {item: features[item] for item in distinct}
+
+    def _look(self, tower: Tower, prepared: Mapping[Media, Prepared]) -> dict[Media, Features]:
+        """One pass of a tower."""
         self.counters.tower_passes += 1
-        self.counters.tower_items += len(distinct)
-        self.counters.patches += sum(len(ready.patches_PC) for ready in prepared)
-        with nullcontext() if any(p.requires_grad for p in self._tower) else torch.no_grad():
-            features = self.adapter.tower(prepared)
-        for item, ready, made in zip(distinct, prepared, features, strict=True):
-            expected, given = self.adapter.count(ready.grid), made.embeds_NH.shape[0]
+        self.counters.tower_items += len(prepared)
+        self.counters.patches += sum(len(ready.patches_PC) for ready in prepared.values())
+        with nullcontext() if any(p.requires_grad for p in tower.module.parameters()) else torch.no_grad():
+            features = tower(list(prepared.values()))
+        for (item, ready), made in zip(prepared.items(), features, strict=True):
+            expected, given = self.adapter.expand(ready.extent).count, made.embeds_NH.shape[0]
             if expected != given:
                 raise mismatch(item, f"{expected} placeholder tokens for {given} features of the tower")
-        return dict(zip(distinct, features, strict=True))
+        return dict(zip(prepared, features, strict=True))
 
     def language(
         self, ids_BT: Tensor, positions_3BT: Tensor, attention: Attention, placements: Sequence[Placement] = ()
@@ -251,7 +265,7 @@ class Policy:
         return copy
 
     def groups(self) -> dict[str, dict[str, nn.Parameter]]:
-        """Named parameters by group: vision, projector, language, head. A tied head is in language only."""
+        """Named parameters by group: vision, audio, projector, language, head. A tied head is in language only."""
         prefixes = [(prefix, group) for group, several in self.adapter.groups.items() for prefix in several]
         prefixes.sort(key=lambda pair: len(pair[0]), reverse=True)
         groups: dict[str, dict[str, nn.Parameter]] = {group: {} for group in self.adapter.groups}
@@ -277,11 +291,10 @@ def _gather(placements: Sequence[Placement], hidden_BTH: Tensor) -> tuple[Tensor
     parts = [item.features for item in placements]
     places: list[int] = []
     for item in placements:
-        count = item.features.embeds_NH.shape[0]
-        if item.start < 0 or item.start + count > length:
-            raise SpanMismatch(f"features of {count} tokens at {item.start} do not fit a row of {length}.")
-        first = item.row * length + item.start
-        places += range(first, first + count)
+        for start, count in item.runs:
+            if start < 0 or start + count > length:
+                raise SpanMismatch(f"features of {count} tokens at {start} do not fit a row of {length}.")
+            places += range(item.row * length + start, item.row * length + start + count)
     embeds_NH = torch.cat([part.embeds_NH for part in parts]).to(hidden_BTH)
     levels = [torch.cat(several).to(hidden_BTH) for several in zip(*(part.deepstack_NH for part in parts), strict=True)]
     return torch.tensor(places, device=hidden_BTH.device), embeds_NH, levels
