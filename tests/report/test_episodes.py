@@ -18,6 +18,7 @@ from sensorium.report.episodes import (
     write_episodes,
 )
 from sensorium.vocabulary import (
+    AudioParameters,
     Episode,
     Group,
     Media,
@@ -30,6 +31,7 @@ from sensorium.vocabulary import (
     Text,
     Thread,
     Turn,
+    VideoParameters,
     system,
     user,
 )
@@ -37,8 +39,14 @@ from sensorium.vocabulary.task import EnvironmentSpec
 
 texts = st.text(max_size=12)
 floats = st.floats(allow_nan=False)
-media = st.builds(
-    Media, st.sampled_from(["picture", "video", "sound"]), st.text("0123456789abcdef", min_size=8, max_size=8), texts
+hashes = st.text("0123456789abcdef", min_size=8, max_size=8)
+rates = st.builds(VideoParameters, fps=st.none() | st.floats(0.1, 30), start=st.floats(0, 9), min_frames=st.integers(1, 9))
+counts = st.builds(VideoParameters, frames=st.integers(1, 64), max_pixels_per_clip=st.integers(1, 10**7))
+sounds = st.builds(AudioParameters, st.integers(8000, 48000), end=st.none() | st.floats(0.5, 9))
+media = st.one_of(
+    st.builds(Media, st.just("picture"), hashes, texts),
+    st.builds(Media, st.just("video"), hashes, texts, st.none() | rates | counts),
+    st.builds(Media, st.just("sound"), hashes, texts, st.none() | sounds),
 )
 blocks = st.one_of(st.builds(Text, texts), media)
 messages = st.builds(Message, st.sampled_from(["system", "user", "tool"]), st.lists(blocks, max_size=3).map(tuple))

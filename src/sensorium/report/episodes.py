@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sensorium.report.run_directory import read_rows, write_rows
-from sensorium.vocabulary.content import Block, Media, Message, Text
+from sensorium.vocabulary.content import USUAL, Block, Media, Message, Text
+from sensorium.vocabulary.decoding import parameters_from, parameters_to_data
 from sensorium.vocabulary.episode import Episode, Group, MediaSpan, Segment, Status, Thread, Turn
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import EnvironmentSpec, Task
@@ -236,11 +237,14 @@ def _block_from_json(data: Json) -> Block:
 
 
 def _media_to_json(media: Media) -> Json:
-    return {"kind": media.kind, "hash": media.hash} | _sparse(origin=media.origin)
+    asked = None if media.parameters is None else parameters_to_data(media.parameters)
+    return {"kind": media.kind, "hash": media.hash} | _sparse(origin=media.origin, parameters=asked)
 
 
 def _media_from_json(data: Json) -> Media:
-    return Media(data["kind"], data["hash"], data.get("origin", ""))
+    kind = USUAL.get(data["kind"])
+    asked = None if kind is None else parameters_from(kind, data.get("parameters", {}))
+    return Media(data["kind"], data["hash"], data.get("origin", ""), asked)
 
 
 def _sparse(**fields: Any) -> Json:

@@ -3,11 +3,16 @@
 Media are referred to by content hash; their bytes live once, in the media store.
 """
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
+
+from sensorium.vocabulary.decoding import AudioParameters, Parameters, VideoParameters
 
 MediaKind = Literal["picture", "video", "sound"]
 Role = Literal["system", "user", "assistant", "tool"]
+USUAL: dict[str, type[Parameters]] = {"video": VideoParameters, "sound": AudioParameters}
 
 
 @dataclass(frozen=True)
@@ -19,17 +24,33 @@ class Text:
 
 @dataclass(frozen=True)
 class Media:
-    """One picture, video or sound: sha256 of its bytes. ``origin`` (path, row) only serves error messages."""
+    """One picture, video or sound: sha256 of its bytes, and how a video or sound is decoded (the usual way if not said).
+
+    ``origin`` (path, row) only serves error messages.
+    """
 
     kind: MediaKind
     hash: str
-    origin: str = ""
+    origin: str = field(default="", compare=False)
+    parameters: Parameters | None = None
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Media) and (self.kind, self.hash) == (other.kind, other.hash)
+    def __post_init__(self) -> None:
+        usual = USUAL.get(self.kind)
+        if self.parameters is None and usual is not None:
+            object.__setattr__(self, "parameters", usual())
+        assert type(self.parameters) is (usual or type(None)), f"a {self.kind} has no {type(self.parameters).__name__}"
 
-    def __hash__(self) -> int:
-        return hash((self.kind, self.hash))
+    @cached_property
+    def key(self) -> str:
+        """Identity as text: the hash alone for a picture, hash and parameters for what can be decoded in several ways."""
+        if self.parameters is None:
+            return self.hash
+        return f"{self.hash}-{hashlib.blake2b(repr(self.parameters).encode(), digest_size=8).hexdigest()}"
+
+    @property
+    def name(self) -> str:
+        """What to call it in an error: where it came from, or the head of its hash."""
+        return self.origin or self.hash[:12]
 
 
 Block = Text | Media

@@ -60,7 +60,7 @@ class Segment:
         """Identity for sharing: content for environment segments, the unique name for model segments."""
         if self.author == "model":
             return f"model:{self.name}"
-        body = repr((self.tokens, [(span.index, span.media.hash) for span in self.media])).encode()
+        body = repr((self.tokens, [(span.index, span.media.key) for span in self.media])).encode()
         return "env:" + hashlib.blake2b(body, digest_size=16).hexdigest()
 
     def tokens_in(self, start: int, end: int) -> range:

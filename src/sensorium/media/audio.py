@@ -1,0 +1,106 @@
+"""Sound: one channel of float samples at the rate asked for, from a sound file or the sound track of a video.
+
+Times count from the start of the file: a track that begins later than the file does is preceded by silence, so that sound
+and picture of one file stay together.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BytesIO
+from math import inf
+from typing import Any
+
+import av
+import numpy as np
+
+from sensorium.media.container import BadClip, Source, check_whole, opened, stated_end, track, trimmed, zero
+from sensorium.vocabulary.decoding import AudioParameters
+
+STREAMED = 0x7FFFFFFF
+"""Lengths from here on stand in the header of a WAV whose writer could not know how long it would get."""
+
+
+@dataclass(frozen=True)
+class DecodedAudio:
+    """Samples [N] of one channel, float32 in [-1, 1], their rate, and the length of the whole track."""
+
+    samples: np.ndarray
+    sample_rate: int
+    duration_s: float
+    start_s: float
+    end_s: float
+
+    def __post_init__(self) -> None:
+        self.samples.flags.writeable = False  # shared by all who ask for this sound
+
+    @property
+    def nbytes(self) -> int:
+        """What the samples take in memory."""
+        return self.samples.nbytes
+
+
+def decode_audio(source: Source, parameters: AudioParameters, name: str) -> DecodedAudio:
+    """Decode a sound given as bytes or a path; ``name`` (file, row) is what errors call it."""
+    rate = parameters.sample_rate
+    first = round(parameters.start * rate)
+    last = inf if parameters.end is None else round(parameters.end * rate)
+    kept: list[np.ndarray] = []
+    with opened(source, name, "sound") as container:
+        if container.format.name == "wav":
+            _check_wave(source, name)
+        stream = track(container, "audio", name)
+        stated = stated_end(container, stream)
+        if stated is not None:
+            trimmed(parameters, stated, "sound", name)
+        heard = 0
+        for chunk in _resampled(container, stream, rate):
+            kept.append(chunk[max(0, first - heard) : int(min(len(chunk), max(0, last - heard)))])
+            heard += len(chunk)
+            if heard >= last:
+                break
+        else:
+            check_whole(container, stated, heard / rate, "sound", name)
+        if heard == 0:
+            raise BadClip(name, "the sound has no samples: zero length, or truncated. Restore the file.")
+    length = heard / rate if stated is None or heard < last else stated
+    start, end = trimmed(parameters, length, "sound", name)
+    samples = np.concatenate(kept)
+    if not len(samples):
+        raise BadClip(name, f"the part asked for, from {start:g} s on, holds no samples; the sound lasts {length:.2f} s.")
+    if not np.isfinite(samples).all():
+        raise BadClip(name, "the sound has samples that are not finite numbers. Restore the file.")
+    return DecodedAudio(samples, rate, length, start, end)
+
+
+def _resampled(container: Any, stream: Any, rate: int) -> Iterator[np.ndarray]:
+    """Chunks of one channel, the mean of all, at ``rate`` from the file's start on."""
+    resampler = av.AudioResampler(format="fltp", rate=rate)  # mixing channels there would add them up, beyond 1
+    skip = 0
+    for number, frame in enumerate(container.decode(stream)):
+        if number == 0 and frame.time is not None:
+            late = round((frame.time - zero(container)) * rate)
+            skip = max(0, -late)
+            if late > 0:
+                yield np.zeros(late, np.float32)
+        frame.pts = None  # what the resampler would do about a timestamp out of line is its own affair
+        for made in resampler.resample(frame):
+            samples = made.to_ndarray().mean(axis=0)
+            yield samples[skip:]
+            skip = max(0, skip - len(samples))
+    for made in resampler.resample(None):
+        yield made.to_ndarray().mean(axis=0)[skip:]
+
+
+def _check_wave(source: Source, name: str) -> None:
+    """Refuse a WAV that ends before its header says; libav would take what is left of it for the whole."""
+    with BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(12)
+        while len(head := file.read(8)) == 8:
+            length = int.from_bytes(head[4:], "little")
+            if head[:4] == b"data":
+                if length < STREAMED and file.tell() + length > size:
+                    missing = file.tell() + length - size
+                    raise BadClip(name, f"is truncated: {missing} of its {length} bytes of sound are missing. Restore it.")
+                return
+            file.seek(length + length % 2, 1)

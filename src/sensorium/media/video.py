@@ -1,0 +1,187 @@
+"""Video: frames evenly sampled from a file, with their times, within pixel budgets.
+
+The rule of sampling: the range asked for is cut into N equal parts, and of each part the frame shown at its middle is taken
+(the last one that began by then; the first of all where none has). N is given, or the range's length times fps, rounded.
+Times count from the start of the file, whatever was trimmed off. Few frames of a long video are sought one by one.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from math import floor, sqrt
+from typing import Any
+
+import numpy as np
+from av.video.reformatter import Interpolation
+from PIL import Image
+
+from sensorium.media.container import BadClip, Source, check_whole, opened, stated_end, track, trimmed, zero
+from sensorium.vocabulary.decoding import VideoParameters
+
+SEEK_S = 4.0
+"""A gap between sampled times above which to seek: nearer ones are mostly in the same group of pictures."""
+
+EXACT = Interpolation.BICUBIC | Interpolation.FULL_CHR_H_INT | Interpolation.ACCURATE_RND | Interpolation.BITEXACT
+"""Colours converted alike on every machine; without the full chroma step exact rounding darkens them by two levels."""
+
+
+@dataclass(frozen=True)
+class DecodedVideo:
+    """Frames [T, H, W, 3] of 8-bit RGB, the moments they were sampled at [T], and the clip they came from.
+
+    ``size`` is the source's (width, height) as shown; ``start_s`` and ``end_s`` bound the range that was sampled.
+    """
+
+    frames: np.ndarray
+    times_s: np.ndarray
+    source_fps: float
+    duration_s: float
+    size: tuple[int, int]
+    start_s: float
+    end_s: float
+
+    def __post_init__(self) -> None:
+        self.frames.flags.writeable = self.times_s.flags.writeable = False  # shared by all who ask for this clip
+
+    @property
+    def seconds_per_frame(self) -> float:
+        """How far apart the sampled moments are."""
+        return (self.end_s - self.start_s) / len(self.times_s)
+
+    @property
+    def nbytes(self) -> int:
+        """What the arrays take in memory."""
+        return self.frames.nbytes + self.times_s.nbytes
+
+
+def decode_video(source: Source, parameters: VideoParameters, name: str) -> DecodedVideo:
+    """Sample a video given as bytes or a path; ``name`` (file, row) is what errors call it."""
+    length = _length(source, name)
+    start, end = trimmed(parameters, length, "video", name)
+    times = sampled_times(parameters, start, end)
+    for seek in (True, False):
+        with opened(source, name, "video") as container:
+            clip = _Clip(container, name)
+            frames = clip.shown_at(times, parameters, seek=seek)
+            if frames is not None:
+                return DecodedVideo(np.stack(frames), times, clip.fps, length, clip.size, start, end)
+        # The container's index sent us past the frame, so go through it from the start.
+    raise AssertionError("without seeking no frame is passed over")
+
+
+def sampled_times(parameters: VideoParameters, start: float, end: float) -> np.ndarray:
+    """The moments to sample: the middles of equal parts."""
+    count = parameters.frames
+    if count is None:
+        assert parameters.fps is not None
+        count = min(max(floor((end - start) * parameters.fps + 0.5), parameters.min_frames), parameters.max_frames)
+    return start + (np.arange(count, dtype=np.float64) + 0.5) * ((end - start) / count)
+
+
+def budgeted(size: tuple[int, int], frames: int, parameters: VideoParameters) -> tuple[int, int]:
+    """The (width, height) that fits the budgets and keeps the aspect; the size itself if it fits."""
+    width, height = size
+    most = max(1, min(parameters.max_pixels_per_frame, parameters.max_pixels_per_clip // frames))
+    wanted = min(max(width * height, parameters.min_pixels_per_frame), most)
+    if wanted == width * height:
+        return size
+    scale = sqrt(wanted / (width * height))
+    width, height = max(1, floor(width * scale)), max(1, floor(height * scale))
+    # A sliver ends with a side of a single pixel, and only the other can still give.
+    return min(width, max(1, most // height)), min(height, max(1, most // width))
+
+
+def _length(source: Source, name: str) -> float:
+    """The length of the video track. Where the container does not state it the file is read through, not decoded."""
+    with opened(source, name, "video") as container:
+        stream = track(container, "video", name)
+        stated = stated_end(container, stream)
+        if stated is not None:
+            return stated
+        end, packets, fps = 0.0, 0, _rate(stream)
+        for packet in container.demux(stream):
+            if packet.size:
+                packets += 1
+                if packet.pts is not None:
+                    begins = float(packet.pts * packet.time_base) - zero(container)
+                    end = max(end, begins + (float(packet.duration * packet.time_base) if packet.duration else 1 / fps))
+        return end or packets / fps
+
+
+def _rate(stream: Any) -> float:
+    """Frames a second: counted where the track's length is known, else what the codec declares."""
+    rates = (stream.average_rate, stream.guessed_rate)
+    return float(next((rate for rate in (rates if stream.duration is not None else rates[::-1]) if rate), 25))
+
+
+class _Clip:
+    """The video track of an open container, and the frame it stands at."""
+
+    def __init__(self, container: Any, name: str) -> None:
+        self.container, self.name = container, name
+        self.stream = track(container, "video", name)
+        self.fps = _rate(self.stream)
+        self.zero = zero(container)
+        self.size = (0, 0)
+        self._rewound()
+
+    def shown_at(self, times: np.ndarray, parameters: VideoParameters, *, seek: bool) -> list[np.ndarray] | None:
+        """The picture shown at each time, upright and within the budgets; None if seeking overshot."""
+        pictures: list[np.ndarray] = []
+        target, before, drawn = (0, 0), 0.0, None
+        for time in times.tolist():
+            if sought := seek and time - before > SEEK_S:
+                self.container.seek(round((time + self.zero) / self.stream.time_base), stream=self.stream)
+                self._rewound()
+            shown = self._advance(time)
+            if sought and shown[0] > time:
+                return None
+            if self._ahead is None:
+                length = float(shown[1].duration * shown[1].time_base) if shown[1].duration else 1 / self.fps
+                check_whole(self.container, time, shown[0] + length, "video", self.name)
+            if drawn is None or drawn[0] is not shown:
+                if not pictures:
+                    self.size = self._shape(shown[1])
+                    target = budgeted(self.size, len(times), parameters)
+                drawn = (shown, self._upright(shown[1], target))
+            pictures.append(drawn[1])
+            before = time
+        return pictures
+
+    def _rewound(self) -> None:
+        self._frames = self._decoded()
+        self._current: tuple[float, Any] | None = None
+        self._ahead = next(self._frames, None)
+
+    def _advance(self, time: float) -> tuple[float, Any]:
+        """Go to the frame shown at a time."""
+        while self._ahead is not None and (self._current is None or self._ahead[0] <= time):
+            self._current, self._ahead = self._ahead, next(self._frames, None)
+        if self._current is None:
+            raise BadClip(self.name, "the video has no frames: zero length, or truncated. Restore the file.")
+        if self._current[1].is_corrupt:
+            raise BadClip(self.name, f"the video is damaged at {time:.2f} s. Restore the file.")
+        return self._current
+
+    def _decoded(self) -> Iterator[tuple[float, Any]]:
+        """Frames in the order shown, each with its time; a track without timestamps is counted out at its rate."""
+        for number, frame in enumerate(self.container.decode(self.stream)):
+            yield (frame.time - self.zero if frame.time is not None else number / self.fps), frame
+
+    def _shape(self, frame: Any) -> tuple[int, int]:
+        """(width, height) as shown: pixels made square, and turned."""
+        square = self.stream.sample_aspect_ratio or Fraction(1)
+        size = max(1, round(frame.width * square)), frame.height
+        return size[::-1] if _quarters(frame) % 2 else size
+
+    def _upright(self, frame: Any, target: tuple[int, int]) -> np.ndarray:
+        picture = frame.reformat(format="rgb24", interpolation=EXACT, threads=1).to_ndarray()
+        picture = np.ascontiguousarray(np.rot90(picture, _quarters(frame)))
+        if picture.shape[1::-1] == target:
+            return picture
+        return np.asarray(Image.fromarray(picture).resize(target, Image.Resampling.BICUBIC))
+
+
+def _quarters(frame: Any) -> int:
+    """Quarter turns to the left that set a frame upright."""
+    return round(frame.rotation / 90) % 4
