@@ -1,8 +1,9 @@
 """Media are prepared once, spans and features are held against each other, and errors name the item."""
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from sensorium.models.features import Extent, Prepared, PreparedMedia
 from sensorium.models.layout import Features, Placement, placements
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.episode import MediaSpan
-from sensorium.vocabulary.errors import MediaError, SpanMismatch
+from sensorium.vocabulary.errors import MediaError, ModelError, SpanMismatch
 
-from .stock_pair import Pair, noise
+from .clips import noise
+from .stock_pair import Pair
 
 Pairs = Callable[..., Pair]
 
@@ -35,10 +37,25 @@ class Counting:
         return [Prepared(torch.zeros(1, 25), EXTENT) for _ in items]
 
 
+class Bytes:
+    """A decoder whose decoded media are their bytes; one that says so is broken."""
+
+    def __init__(self, store: MediaStore) -> None:
+        self.store = store
+
+    def get_many(self, media: Iterable[Media]) -> list[Any]:
+        found = [self.store.bytes_of(item) for item in media]
+        return [MediaError(f"{data.decode()}: broken") if data == b"bad" else data for data in found]
+
+
+def prepared_media(store: MediaStore, preprocess: Counting, **how: Any) -> PreparedMedia:
+    return PreparedMedia(Bytes(store), {"picture": preprocess, "video": preprocess}, **how)
+
+
 def test_each_medium_is_prepared_once_and_those_missing_together() -> None:
     store, preprocess = MediaStore(), Counting()
     a, b, c = (store.put(name, "picture") for name in (b"a", b"b", b"c"))
-    media = PreparedMedia(store.bytes_of, {"picture": preprocess})
+    media = prepared_media(store, preprocess)
     media.get([a])
     media.get([b, a, b, c])
     assert media.extent(c) == EXTENT
@@ -49,7 +66,7 @@ def test_each_medium_is_prepared_once_and_those_missing_together() -> None:
 def test_the_cache_is_bounded_and_extents_outlive_it() -> None:
     store, preprocess = MediaStore(), Counting()
     a, b, c = (store.put(name, "picture") for name in (b"a", b"b", b"c"))
-    media = PreparedMedia(store.bytes_of, {"picture": preprocess}, capacity=200)
+    media = prepared_media(store, preprocess, capacity=200)
     media.get([a])
     media.get([b])
     media.get([a])
@@ -59,7 +76,21 @@ def test_the_cache_is_bounded_and_extents_outlive_it() -> None:
     assert media.extent(b) == EXTENT
     assert len(media.get([b])) == 1
     assert preprocess.asked[-1] == ["b"]
-    assert len(PreparedMedia(store.bytes_of, {"picture": preprocess}, capacity=50).get([a, b, c])) == 3
+    assert len(prepared_media(store, preprocess, capacity=50).get([a, b, c])) == 3
+
+
+def test_a_broken_medium_does_not_cost_the_others_and_kinds_are_prepared_apart() -> None:
+    store, preprocess = MediaStore(), Counting()
+    a, b, bad = (store.put(name, "picture") for name in (b"a", b"b", b"bad"))
+    video = store.put(b"v", "video")
+    media = prepared_media(store, preprocess)
+    with pytest.raises(MediaError, match="bad: broken"):
+        media.get([a, bad, video, b])
+    assert preprocess.asked == [["a", "b"], ["v"]]
+    assert len(media.get([video, a, b])) == 3
+    assert media.preprocessed == 3
+    with pytest.raises(ModelError, match=r"takes text and picture and video; it cannot take sound s\.wav"):
+        media.get([a, store.put(b"s", "sound", "s.wav")])
 
 
 def test_a_prompt_shared_by_a_group_is_laid_out_once(pairs: Pairs) -> None:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from sensorium.media.store import MediaStore
 from sensorium.models.load import family_of, find_checkpoint, find_device, load_policy
-from sensorium.models.tiny import make_tiny
+from sensorium.models.tiny import KINDS, make_tiny
 from sensorium.recipe.names import register, table
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import ModelError
@@ -24,11 +24,13 @@ def load(path: str | Path, **options: str) -> object:
     return load_policy(str(path), store=MediaStore(), device="cpu", **options)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", KINDS)
 def test_a_tiny_model_of_each_family_is_made_and_its_family_found(family: str) -> None:
     policy = load_policy(f"tiny:{family}", store=MediaStore(), device="cpu")
     assert policy.family == family
-    assert policy.modalities == ({"text", "picture", "video"} if family.endswith("vl") else {"text"})
+    kind = KINDS[family]
+    seen = {"picture", "video"} if kind.vision else set()
+    assert policy.modalities == {"text"} | seen | ({"sound"} if kind.audio else set())
     assert policy.dtype == torch.float32
     assert policy.device == torch.device("cpu")
     assert policy.version == 0

@@ -8,8 +8,9 @@ from sensorium.models.policy import Policy
 from sensorium.recipe.names import resolve
 from sensorium.vocabulary.content import assistant, user
 
+from .clips import noise
 from .published import IDS, SHAPES, meta_model, published_processor
-from .stock_pair import noise, processed
+from .stock_pair import processed
 
 
 @pytest.fixture(scope="module", params=SHAPES)

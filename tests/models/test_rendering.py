@@ -14,7 +14,8 @@ from sensorium.models.tokens import TokenTable
 from sensorium.vocabulary.content import Media, Message, Text, assistant, system, user
 from sensorium.vocabulary.errors import ModelError
 
-from .stock_pair import Pair, noise, plain, processed
+from .clips import noise
+from .stock_pair import Pair, plain, processed
 from .templates import QWEN2_5_VL, QWEN3, QWEN3_VL, THINKING
 
 Pairs = Callable[..., Pair]

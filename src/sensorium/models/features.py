@@ -1,7 +1,7 @@
 """Media made ready for a tower: decoded and preprocessed once, by content and parameters, in a bounded cache."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sensorium.vocabulary.content import Media, MediaKind
-from sensorium.vocabulary.errors import ModelError
+from sensorium.vocabulary.errors import MediaError, ModelError
 
 Grid = tuple[int, int, int]
 EXTENTS_KEPT = 1 << 16
@@ -37,6 +37,12 @@ class Prepared:
     extent: Extent
 
 
+class Decoder(Protocol):
+    """Decodes media, each once: pictures, videos and sounds in order, or in the place of one the error that it is."""
+
+    def get_many(self, media: Iterable[Media]) -> "list[Any | MediaError]": ...
+
+
 class Preprocessor(Protocol):
     """Turns several decoded media of one kind into tower inputs, in order."""
 
@@ -49,13 +55,8 @@ class PreparedMedia:
     Extents are small and outlive them: a prompt can be laid out without decoding its media again.
     """
 
-    def __init__(
-        self,
-        decode: Callable[[Media], Any],
-        preprocessors: Mapping[MediaKind, Preprocessor],
-        capacity: int = 1 << 29,
-    ) -> None:
-        self._decode = decode
+    def __init__(self, decoder: Decoder, preprocessors: Mapping[MediaKind, Preprocessor], capacity: int = 1 << 29) -> None:
+        self._decoder = decoder
         self._preprocessors = preprocessors
         self._capacity = capacity
         self._held = 0
@@ -70,28 +71,39 @@ class PreparedMedia:
         return self._extents[media]
 
     def get(self, media: Iterable[Media]) -> list[Prepared]:
-        """Tower inputs of media, in order; those not yet known are preprocessed together."""
+        """Tower inputs of media, in order; those not yet known are preprocessed together.
+
+        Where one cannot be decoded, the others are prepared all the same before its error is raised.
+        """
         wanted = list(media)
         found = {item: self._known[item] for item in wanted if item in self._known}
         missing = [item for item in dict.fromkeys(wanted) if item not in found]
-        for kind in dict.fromkeys(item.kind for item in missing):
-            several = [item for item in missing if item.kind == kind]
-            for item, prepared in zip(several, self._prepare(kind, several), strict=True):
-                found[item] = prepared
-                self._keep(item, prepared)
+        self._refuse_strange(missing)
+        decoded = dict(zip(missing, self._decoder.get_many(missing), strict=True)) if missing else {}
+        errors = [failure for failure in decoded.values() if isinstance(failure, MediaError)]
+        for kind, preprocess in self._preprocessors.items():
+            items = [
+                (item, made) for item, made in decoded.items() if item.kind == kind and not isinstance(made, MediaError)
+            ]
+            if items:
+                with torch.inference_mode(False):  # what is remembered must also serve training
+                    ready = preprocess(items)
+                for (item, _), prepared in zip(items, ready, strict=True):
+                    found[item] = prepared
+                    self._keep(item, prepared)
+                self.preprocessed += len(items)
+        if errors:
+            raise errors[0]
         for item in found:
             if item in self._known:
                 self._known.move_to_end(item)
         return [found[item] for item in wanted]
 
-    @torch.inference_mode(False)  # what is remembered must also serve training
-    def _prepare(self, kind: MediaKind, media: Sequence[Media]) -> list[Prepared]:
-        if kind not in self._preprocessors:
-            able = ", ".join(self._preprocessors) or "text alone"
-            raise ModelError(f"this model takes {able}; it cannot take {kind} {media[0].origin or media[0].hash[:12]}.")
-        prepared = self._preprocessors[kind]([(item, self._decode(item)) for item in media])
-        self.preprocessed += len(media)
-        return prepared
+    def _refuse_strange(self, media: Sequence[Media]) -> None:
+        for item in media:
+            if item.kind not in self._preprocessors:
+                able = " and ".join(["text", *self._preprocessors])
+                raise ModelError(f"this model takes {able}; it cannot take {item.kind} {item.name}. Use a family that can.")
 
     def _keep(self, media: Media, prepared: Prepared) -> None:
         self._extents[media] = prepared.extent

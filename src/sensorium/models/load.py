@@ -69,6 +69,7 @@ def family_of(model_type: str, wanted: str = "auto") -> str:
     """The family of a checkpoint by its ``model_type``; an unknown one is refused with the nearest name."""
     if wanted != "auto":
         return wanted
+    model_type = model_type.removesuffix("_thinker")  # Qwen2.5-Omni's, saved without the parts that speak
     if model_type not in table("family"):
         raise ModelError(f"no adapter for model type '{model_type}'{nearest(model_type, list(table('family')))}")
     return model_type
@@ -94,13 +95,19 @@ def _shipped(name: str) -> str:
 
 
 def _model_class(config: Any) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    import transformers
 
-    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    if hasattr(config, "thinker_config"):  # a whole Qwen2.5-Omni: what speaks is left aside
+        return transformers.Qwen2_5OmniThinkerForConditionalGeneration
+    return transformers.AutoModelForImageTextToText if _has_towers(config) else transformers.AutoModelForCausalLM
+
+
+def _has_towers(config: Any) -> bool:
+    return hasattr(config, "vision_config") or hasattr(config, "thinker_config")
 
 
 def _processor(place: str, config: Any) -> Any:
-    if not hasattr(config, "vision_config"):
+    if not _has_towers(config):
         return None
     from transformers import AutoProcessor
 

@@ -64,7 +64,7 @@ class Policy:
         self.stop_ids = _stop_ids(model, tokenizer, self._renderer.close_id)
         special = {*self._table.special.values(), *self._table.unowned, *adapter.placeholders.values()}
         self.forbidden_ids = tuple(sorted(special - set(self.stop_ids)))
-        self._media = PreparedMedia(self._decode, adapter.preprocessors)
+        self._media = PreparedMedia(_StoreDecoder(store), adapter.preprocessors)
         self._layouts: OrderedDict[str, Layout] = OrderedDict()
         self._laid_out = 0
         self._shapes: dict[tuple[Any, ...], Tensor] = {}
@@ -171,11 +171,6 @@ class Policy:
                 self._shapes.clear()
             self._shapes[shape] = self.adapter.positions(ids_T, extents)
         return self._shapes[shape]
-
-    def _decode(self, media: Media) -> Any:
-        from sensorium.media.picture import decode_picture
-
-        return decode_picture(self.store.bytes_of(media), media.origin or media.hash[:12])
 
     def prepare(self, media: Iterable[Media]) -> None:
         """Preprocess media together, ahead of their layouts: many times cheaper than one by one."""
@@ -314,3 +309,28 @@ def _refuse_sliding_window(config: Any) -> None:
         raise ModelError(
             "this checkpoint uses sliding-window attention, which is not supported; use one with full attention."
         )
+
+
+class _StoreDecoder:
+    def __init__(self, store: MediaStore) -> None:
+        self.store = store
+
+    def get_many(self, media: Iterable[Media]) -> list[Any]:
+        from sensorium.media.audio import decode_audio
+        from sensorium.media.picture import decode_picture
+        from sensorium.media.video import decode_video
+        from sensorium.vocabulary.errors import MediaError
+
+        out = []
+        for m in media:
+            try:
+                b = self.store.bytes_of(m)
+                if m.kind == "picture":
+                    out.append(decode_picture(b, m.name))
+                elif m.kind == "video":
+                    out.append(decode_video(b, m.parameters, m.name))
+                else:
+                    out.append(decode_audio(b, m.parameters, m.name))
+            except MediaError as e:
+                out.append(e)
+        return out

@@ -15,6 +15,7 @@ from sensorium.vocabulary.errors import MediaError
 if TYPE_CHECKING:
     from PIL import Image
 
+    from sensorium.media.audio import DecodedAudio
     from sensorium.media.video import DecodedVideo
 
 # Frames processed at once: in float32 and cut into patches they take four times as much, several times over.
@@ -59,6 +60,53 @@ class VideoPreprocessor:
         return prepared
 
 
+class SoundPreprocessor:
+    """The checkpoint's mel spectrogram of sounds, with the numbers it has when padded to the extractor's full length.
+
+    Each sound is computed by itself, so that what is kept of it does not depend on what it was asked for with. None is cut:
+    one that the extractor would cut, or that is too short for a single token, is refused.
+    """
+
+    def __init__(self, extractor: Any) -> None:
+        self._extractor = extractor
+
+    def __call__(self, items: "Sequence[tuple[Media, DecodedAudio]]") -> list[Prepared]:
+        """Mel frames of each sound."""
+        return [self._spectrogram(media, sound) for media, sound in items]
+
+    def _spectrogram(self, media: Media, sound: "DecodedAudio") -> Prepared:
+        extractor, length = self._extractor, len(sound.samples)
+        rate, hop = extractor.sampling_rate, extractor.hop_length
+        if sound.sample_rate != rate:
+            raise MediaError(
+                f"{media.name}: decoded at {sound.sample_rate} Hz; this model listens at {rate}. Ask for that rate."
+            )
+        if length > extractor.n_samples:
+            raise MediaError(
+                f"{media.name}: the sound lasts {length / rate:.1f} s, and this checkpoint hears no more than "
+                f"{extractor.n_samples / rate:g} s. Trim it (start, end): it is never cut."
+            )
+        frames = -(-length // hop)
+        if sound_tokens(frames) < 1:
+            raise MediaError(f"{media.name}: {length / rate * 1000:.0f} ms are too short to be heard; give 21 ms at least.")
+        # Silence as far as the last window that touches a sample reaches: the same numbers as after minutes of it.
+        padded = -(-(length + extractor.n_fft) // hop) * hop
+        made = extractor(
+            [sound.samples],
+            sampling_rate=rate,
+            padding="max_length",
+            max_length=padded,
+            truncation=False,
+            return_tensors="pt",
+        )
+        return Prepared(made["input_features"][0, :, :frames].T.contiguous(), Extent("sound", (frames, 1, 1)))
+
+
+def sound_tokens(frames: int) -> int:
+    """How many features so many mel frames become: one for four, by two strides of two."""
+    return ((frames - 1) // 2 - 1) // 2 + 1
+
+
 def video_settings(video_processor: Any) -> dict[str, Any]:
     """The settings of a checkpoint's video processor that have to be said, or the library warns of its future."""
     capped = getattr(video_processor, "cap_pixels_per_frame", None)
@@ -100,6 +148,6 @@ def _naming(items: Sequence[tuple[Media, Any]], processor: str) -> Iterator[None
     try:
         yield
     except ValueError as error:
-        names = ", ".join(media.origin or media.hash[:12] for media, _ in items)
+        names = ", ".join(media.name for media, _ in items)
         kind: MediaKind = items[0][0].kind
         raise MediaError(f"{names}: the {processor} processor refuses a {kind}: {error}.") from error
