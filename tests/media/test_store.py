@@ -1,5 +1,7 @@
 """The media store keeps each medium once, whole, and within its memory."""
 
+import hashlib
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
 from sensorium.vocabulary.content import Media
+from sensorium.vocabulary.decoding import VideoParameters
 from sensorium.vocabulary.errors import MediaError
 
 
@@ -50,7 +53,7 @@ def test_a_damaged_file_is_refused_and_mended_by_putting_again(tmp_path: Path) -
 
 def test_unknown_medium_names_its_origin(tmp_path: Path) -> None:
     for store in (MediaStore(), MediaStore(tmp_path)):
-        with pytest.raises(MediaError, match="row 3"):
+        with pytest.raises(MediaError, match=r"row 3"):
             store.bytes_of(Media("picture", "0" * 64, "row 3"))
 
 
@@ -77,8 +80,87 @@ def test_a_picture_is_decoded_once() -> None:
 
 def test_a_corrupt_picture_is_refused_by_its_origin_and_leaves_nothing_behind(tmp_path: Path) -> None:
     store = MediaStore(tmp_path)
-    with pytest.raises(MediaError, match="row 4"):
+    with pytest.raises(MediaError, match=r"row 4"):
         store.put_picture(b"\x89PNG broken", "row 4")
     assert list(tmp_path.iterdir()) == []
     data = encode_png(np.zeros((4, 4, 3), np.uint8))
     assert store.put_picture(data, "row 5") == store.put(data, "picture")
+
+
+def test_a_clip_given_as_a_file_is_linked_and_never_loaded(tmp_path: Path) -> None:
+    clip = tmp_path / "clip.mp4"
+    clip.write_bytes(b"frames" * 1000)
+    store = MediaStore(tmp_path / "media")
+    media = store.put_file(clip, "video", "row 1", VideoParameters(frames=8))
+    assert media == store.put(clip.read_bytes(), "video", parameters=VideoParameters(frames=8))
+    kept = tmp_path / "media" / media.hash
+    assert kept.stat().st_ino == clip.stat().st_ino
+    assert store.source_of(media) == kept
+    assert MediaStore(tmp_path / "media").bytes_of(media) == clip.read_bytes()
+
+
+def test_a_clip_is_hashed_once_while_it_does_not_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    real = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, name: (read.append(file.name), real(file, name))[1])
+    clip = tmp_path / "clip.mp4"
+    clip.write_bytes(b"one")
+    store = MediaStore(tmp_path / "media")
+    first = [store.put_file(clip, "video") for _ in range(3)]
+    assert (len(set(first)), len(read)) == (1, 1)
+    clip.unlink()
+    clip.write_bytes(b"other")
+    assert store.put_file(clip, "video") != first[0]
+    assert store.bytes_of(first[0]) == b"one"
+    assert len(read) == 2
+
+
+def test_a_linked_clip_that_was_changed_in_place_is_refused(tmp_path: Path) -> None:
+    clip = tmp_path / "clip.mp4"
+    clip.write_bytes(b"one")
+    store = MediaStore(tmp_path / "media")
+    media = store.put_file(clip, "video", "row 1")
+    os.utime(clip, (1, 1))
+    assert store.source_of(media)
+    clip.write_bytes(b"two")
+    with pytest.raises(MediaError, match=r"row 1.*changed or damaged"):
+        store.source_of(media)
+
+
+def test_a_clip_is_copied_where_it_cannot_be_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    (tmp_path / "clip.mp4").write_bytes(b"abc")
+    store = MediaStore(tmp_path / "media")
+    media = store.put_file(tmp_path / "clip.mp4", "video")
+    (tmp_path / "clip.mp4").unlink()
+    assert store.bytes_of(media) == b"abc"
+    assert [p.name for p in (tmp_path / "media").iterdir()] == [media.hash]
+
+
+def test_a_clip_reached_through_a_symbolic_link_is_kept_itself(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(b"abc")
+    (tmp_path / "clip.mp4").symlink_to(tmp_path / "blob")
+    store = MediaStore(tmp_path / "media")
+    media = store.put_file(tmp_path / "clip.mp4", "video")
+    assert not (tmp_path / "media" / media.hash).is_symlink()
+    assert store.bytes_of(media) == b"abc"
+
+
+def test_a_store_without_folder_refers_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "clip.mp4").write_bytes(b"abc")
+    store = MediaStore()
+    media = store.put_file(tmp_path / "clip.mp4", "sound", "row 1")
+    assert store.source_of(media) == tmp_path / "clip.mp4"
+    assert store.bytes_of(media) == b"abc"
+    (tmp_path / "clip.mp4").write_bytes(b"abd")
+    with pytest.raises(MediaError, match=r"row 1.*changed or damaged"):
+        store.source_of(media)
+
+
+def test_a_missing_clip_is_named(tmp_path: Path) -> None:
+    for place in ("gone.mp4", "\0"):
+        with pytest.raises(MediaError, match=r"row 1: cannot read the video"):
+            MediaStore(tmp_path / "media").put_file(tmp_path / place, "video", "row 1")

@@ -92,9 +92,7 @@ def stated_end(container: Any, stream: Any) -> float | None:
 def check_whole(container: Any, end: float | None, found: float, kind: str, name: str) -> None:
     """Refuse a track of which less is there (``found`` seconds) than its container states."""
     if end is not None and container.format.name in STATE_LENGTH and found < end - SLACK_S:
-        raise BadClip(
-            name, f"is truncated: its {kind} should last {end:.2f} s and ends at {found:.2f} s. Restore it."
-        )
+        raise BadClip(name, f"is truncated: its {kind} should last {end:.2f} s and ends at {found:.2f} s. Restore it.")
 
 
 def trimmed(parameters: Parameters, length: float, kind: str, name: str) -> tuple[float, float]:

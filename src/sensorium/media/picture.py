@@ -1,19 +1,14 @@
-"""Pictures: decoding bytes to RGB, encoding PNG, and reading the forms in which data sets carry a picture."""
+"""Pictures: reading the forms in which data sets carry them, decoding bytes to RGB, encoding PNG."""
 
-import base64
-import binascii
-from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote_to_bytes
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from sensorium.media.sources import located, read_bytes
 from sensorium.vocabulary.errors import MediaError
-
-FORMS = "a path, a data URI, base64 data, bytes, or {'bytes': …, 'path': …}"
 
 
 def decode_picture(data: bytes, origin: str) -> Image.Image:
@@ -61,50 +56,5 @@ def encode_png(picture: "Image.Image | np.ndarray[Any, Any]") -> bytes:
 
 def picture_bytes(source: Any, origin: str, folder: Path | None = None) -> bytes:
     """The encoded bytes of a picture given as a path (relative to ``folder``), bytes, a data URI or {"bytes", "path"}."""
-    if isinstance(source, bytes | bytearray | memoryview):
-        return bytes(source)
-    if isinstance(source, Mapping):
-        return _from_struct(source, origin, folder)
-    if isinstance(source, Path):
-        return _from_file(source, origin, folder)
-    if isinstance(source, str):
-        if source.startswith("data:"):
-            return _from_data_uri(source, origin)
-        if "://" in source[:16]:
-            raise MediaError(f"{origin}: '{source[:80]}' is remote and is not fetched. Download it and give its path.")
-        return _from_file(Path(source), origin, folder)
-    raise MediaError(f"{origin}: a picture cannot be read from {type(source).__name__}. Give {FORMS}.")
-
-
-def base64_bytes(text: str, origin: str) -> bytes:
-    """Strictly decoded base64; line breaks are allowed."""
-    try:
-        return base64.b64decode("".join(text.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise MediaError(f"{origin}: the picture's base64 data is broken: {error}.") from error
-
-
-def _from_struct(source: Mapping[str, Any], origin: str, folder: Path | None) -> bytes:
-    held, path = source.get("bytes"), source.get("path")
-    unknown = set(source) - {"bytes", "path"}
-    if unknown or (held is None and path is None):
-        raise MediaError(f"{origin}: a picture with keys {sorted(source)} cannot be read. Give {FORMS}.")
-    if held is not None:
-        return base64_bytes(held, origin) if isinstance(held, str) else picture_bytes(held, origin, folder)
-    return picture_bytes(path, origin, folder)
-
-
-def _from_file(path: Path, origin: str, folder: Path | None) -> bytes:
-    place = path if folder is None else folder / path
-    try:
-        return place.read_bytes()
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise MediaError(f"{origin}: cannot read the picture '{place}': {why}.") from error
-
-
-def _from_data_uri(uri: str, origin: str) -> bytes:
-    head, comma, body = uri.partition(",")
-    if not comma:
-        raise MediaError(f"{origin}: '{uri[:40]}' is not a data URI; its data must follow a comma.")
-    return base64_bytes(body, origin) if head.endswith(";base64") else unquote_to_bytes(body)
+    found = located(source, "picture", origin, folder)
+    return read_bytes(found, "picture", origin) if isinstance(found, Path) else found

@@ -2,25 +2,28 @@
 
 Invariants: a file ``folder/<hash>`` is complete or absent (written beside its place, then renamed). With a folder, memory
 holds only the most recently used media, within a bound, so it does not grow with steps; without one (tests) memory is all
-there is and nothing is forgotten. Safe to call from several threads.
+there is and nothing is forgotten. Videos and sounds given as files are never loaded whole: they are hashed as a stream,
+once while they do not change, and linked into the folder, or copied where no link can be made. Threads may share it.
 """
 
+import errno
 import hashlib
 import os
+import shutil
 import threading
-from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, TypeVar
 
 from PIL import Image
 
 from sensorium.media.picture import decode_picture
+from sensorium.media.recent import Recent
+from sensorium.media.sources import read_bytes, unreadable
 from sensorium.vocabulary.content import Media, MediaKind
+from sensorium.vocabulary.decoding import Parameters
 from sensorium.vocabulary.errors import MediaError
 
 MIB = 1024 * 1024
-Kept = TypeVar("Kept")
+HASHES_KEPT = 1 << 16
 
 
 class MediaStore:
@@ -29,62 +32,119 @@ class MediaStore:
     def __init__(self, folder: Path | None = None, memory_mib: int = 256) -> None:
         self.folder = folder
         bound = memory_mib * MIB if folder is not None else None
-        self._bytes: _Recent[bytes] = _Recent(bound, len)
-        self._pictures: _Recent[Image.Image] = _Recent(memory_mib * MIB, lambda image: image.width * image.height * 3)
+        self.pictures_decoded = 0
+        self._bytes: Recent[bytes] = Recent(bound, len)
+        self._pictures: Recent[Image.Image] = Recent(memory_mib * MIB, lambda image: image.width * image.height * 3)
+        self._files: dict[str, Path] = {}
+        self._digests: Recent[str] = Recent(HASHES_KEPT, lambda _: 1)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
 
-    def put(self, data: bytes, kind: MediaKind, origin: str = "") -> Media:
+    def put(self, data: bytes, kind: MediaKind, origin: str = "", parameters: Parameters | None = None) -> Media:
         """Keep bytes and return the reference to them; the same bytes are kept once."""
         digest = hashlib.sha256(data).hexdigest()
         if self._bytes.get(digest) is None:
             if self.folder is not None:
                 self._write(self.folder, digest, data)
             self._bytes.add(digest, data)
-        return Media(kind, digest, origin)
+        return Media(kind, digest, origin, parameters)
 
     def put_picture(self, data: bytes, origin: str) -> Media:
         """Keep a picture once it has been decoded: a corrupt one is refused by its origin and leaves nothing behind."""
         digest = hashlib.sha256(data).hexdigest()
         if self._pictures.get(digest) is None:
-            self._pictures.add(digest, decode_picture(data, origin))
+            self._pictures.add(digest, self._decoded(data, origin))
         return self.put(data, "picture", origin)
 
-    def put_file(self, path: Path, kind: MediaKind, origin: str = "") -> Media:
-        """Keep a file's bytes; a missing or unreadable file is an error that names it."""
+    def put_file(self, path: Path, kind: MediaKind, origin: str = "", parameters: Parameters | None = None) -> Media:
+        """Keep a file; a missing or unreadable one is an error that names it. Videos and sounds are linked, not loaded."""
+        if kind == "picture":
+            return self.put(read_bytes(path, kind, origin or str(path)), kind, origin or str(path))
         try:
-            data = path.read_bytes()
+            real = path.resolve(strict=True)
+            digest = self._digest(real)
+            if self.folder is None:
+                self._files[digest] = real
+            else:
+                self._link(self.folder, digest, real)
+        except (OSError, ValueError) as error:
+            raise unreadable(path, kind, origin or str(path), error) from error
+        return Media(kind, digest, origin or str(path), parameters)
+
+    def source_of(self, media: Media) -> bytes | Path:
+        """Where a decoder reads a medium: its file, or its bytes where there is none. Its content is checked by hash."""
+        path = self._path(media)
+        if path is None:
+            return self.bytes_of(media)
+        try:
+            digest = self._digest(path)
         except OSError as error:
-            raise MediaError(f"{origin or path}: cannot read {kind} '{path}': {error.strerror}.") from error
-        return self.put(data, kind, origin or str(path))
+            raise MediaError(f"{_who(media)} is not in the store '{path.parent}': {error.strerror}.") from error
+        return path if digest == media.hash else _refuse_changed(media, path)
 
     def bytes_of(self, media: Media) -> bytes:
         """The bytes of a medium; an unknown hash, or a file that no longer matches its hash, is an error."""
         data = self._bytes.get(media.hash)
         if data is None:
             data = self._read(media)
-            self._bytes.add(media.hash, data)
+            if self.folder is not None:  # without one the file it came from serves, and memory would never let go
+                self._bytes.add(media.hash, data)
         return data
 
     def picture(self, media: Media) -> Image.Image:
         """The decoded picture (RGB), decoded once while it is in use. Shared: do not draw on it."""
         image = self._pictures.get(media.hash)
         if image is None:
-            image = decode_picture(self.bytes_of(media), media.origin or media.hash[:12])
+            image = self._decoded(self.bytes_of(media), media.name)
             self._pictures.add(media.hash, image)
         return image
 
+    def _decoded(self, data: bytes, origin: str) -> Image.Image:
+        self.pictures_decoded += 1
+        return decode_picture(data, origin)
+
+    def _path(self, media: Media) -> Path | None:
+        return self._files.get(media.hash) if self.folder is None else self.folder / media.hash
+
     def _read(self, media: Media) -> bytes:
-        who = f"{media.kind} {media.hash[:12]} ({media.origin or 'unknown origin'})"
+        path = self._path(media)
+        if path is None:
+            raise MediaError(f"{_who(media)} is not in the store.")
         try:
-            data = (self.folder / media.hash).read_bytes() if self.folder is not None else None
+            data = path.read_bytes()
         except OSError as error:
-            raise MediaError(f"{who} is not in the store '{self.folder}': {error.strerror}.") from error
-        if data is None:
-            raise MediaError(f"{who} is not in the store.")
+            raise MediaError(f"{_who(media)} is not in the store '{path.parent}': {error.strerror}.") from error
         if hashlib.sha256(data).hexdigest() != media.hash:
-            raise MediaError(f"{who}: its file in '{self.folder}' was changed or damaged. Delete it and run again.")
+            _refuse_changed(media, path)
         return data
+
+    def _digest(self, path: Path) -> str:
+        """The hash of a file's content, remembered while size and time of the file stay as they are."""
+        for _ in range(3):
+            state = _state(path)
+            known = self._digests.get(state)
+            if known is not None:
+                return known
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if _state(path) == state:  # else it was written to meanwhile
+                self._digests.add(state, digest)
+                return digest
+        raise OSError(errno.EBUSY, "it is being written to")
+
+    def _link(self, folder: Path, digest: str, path: Path) -> None:
+        place = folder / digest
+        if place.exists() and place.stat().st_size == path.stat().st_size:
+            return
+        draft = _draft(folder, digest)
+        try:
+            try:
+                os.link(path, draft)
+            except OSError:  # another file system, or somebody else's file
+                shutil.copyfile(path, draft)
+            os.replace(draft, place)
+        finally:
+            draft.unlink(missing_ok=True)
 
     @staticmethod
     def _write(folder: Path, digest: str, data: bytes) -> None:
@@ -94,30 +154,23 @@ class MediaStore:
                 return
         except FileNotFoundError:
             pass
-        draft = folder / f".{digest}.{os.getpid()}.{threading.get_ident()}"
+        draft = _draft(folder, digest)
         draft.write_bytes(data)
         os.replace(draft, place)
 
 
-class _Recent(Generic[Kept]):
-    """The most recently used things by hash, within a bound on their bytes (None: no bound)."""
+def _draft(folder: Path, digest: str) -> Path:
+    return folder / f".{digest}.{os.getpid()}.{threading.get_ident()}"
 
-    def __init__(self, bound: int | None, size: Callable[[Kept], int]) -> None:
-        self._bound, self._size, self._used = bound, size, 0
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
-        self._lock = threading.Lock()
 
-    def get(self, digest: str) -> Kept | None:
-        with self._lock:
-            if digest in self._kept:
-                self._kept.move_to_end(digest)
-            return self._kept.get(digest)
+def _state(path: Path) -> str:
+    seen = path.stat()
+    return f"{path}:{seen.st_ino}:{seen.st_size}:{seen.st_mtime_ns}"
 
-    def add(self, digest: str, thing: Kept) -> None:
-        with self._lock:
-            if digest in self._kept:
-                return
-            self._kept[digest] = thing
-            self._used += self._size(thing)
-            while self._bound is not None and self._used > self._bound and self._kept:
-                self._used -= self._size(self._kept.popitem(last=False)[1])
+
+def _who(media: Media) -> str:
+    return f"{media.kind} {media.hash[:12]} ({media.origin or 'unknown origin'})"
+
+
+def _refuse_changed(media: Media, path: Path) -> Path:
+    raise MediaError(f"{_who(media)}: its file in '{path.parent}' was changed or damaged. Delete it and run again.")

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from sensorium.media.picture import base64_bytes, picture_bytes
+from sensorium.media.picture import picture_bytes
+from sensorium.media.sources import base64_bytes
 from sensorium.media.store import MediaStore
 from sensorium.vocabulary.content import Block, Media, Message, Role, Text
 from sensorium.vocabulary.errors import TaskError, nearest
@@ -101,7 +102,7 @@ def _picture(raw: Mapping[str, Any], item: str, place: Place) -> Media:
     if keys[0] == "image_url" and isinstance(source, Mapping):
         source = source.get("url")
     if keys[0] in ("data", "bytes") and isinstance(source, str) and not source.startswith("data:"):
-        source = base64_bytes(source, f"{place.where}, {item}")
+        source = base64_bytes(source, "picture", f"{place.where}, {item}")
     return place.picture(source, item)
 
 

@@ -1,0 +1,148 @@
+"""Decoding off the caller's thread: each medium once, however many ask for it at once, with memory and disk in front.
+
+Invariants: concurrent requests for one (content hash, parameters) share one decoding; what is kept in memory stays within a
+bound, whatever the number of steps; a medium that cannot be decoded fails alone, with an error that names whoever asked.
+"""
+
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from PIL import Image
+
+from sensorium.media.audio import decode_audio
+from sensorium.media.cache import Clip, DiskCache
+from sensorium.media.container import BadClip, Source
+from sensorium.media.recent import Recent
+from sensorium.media.store import MIB, MediaStore
+from sensorium.media.video import decode_video
+from sensorium.vocabulary.content import Media
+from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
+from sensorium.vocabulary.errors import MediaError
+
+Decoded = Image.Image | Clip
+
+
+@dataclass(frozen=True)
+class DecodeCounters:
+    """What a decoder did: decodings, requests answered from memory, from disk and by sharing; and what the caches hold."""
+
+    decoded: int
+    memory_hits: int
+    disk_hits: int
+    shared: int
+    evictions: int
+    memory_bytes: int
+    disk_bytes: int
+
+
+class Decoder:
+    """Decoded media of a store: pictures (PIL, RGB), videos and sounds. Close it to end its threads."""
+
+    def __init__(
+        self, store: MediaStore, cache: DiskCache | None = None, *, memory_mib: int = 256, threads: int = 2
+    ) -> None:
+        self.store, self.cache = store, cache
+        self._memory: Recent[Clip] = Recent(memory_mib * MIB, lambda clip: clip.nbytes)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+        self._lock = threading.Lock()
+        self._under_way: dict[str, Future[Clip]] = {}
+        self._decoded = self._memory_hits = self._shared = 0
+
+    def request(self, media: Media) -> "Future[Decoded]":
+        """Start decoding a medium and return at once; ``asyncio.wrap_future`` makes it something to await."""
+        if media.kind == "picture":  # the store keeps decoded pictures itself, since it checks them when they are put
+            return self._pool.submit(self.store.picture, media)
+        with self._lock:
+            known = self._memory.get(media.key)
+            if known is not None:
+                self._memory_hits += 1
+                return _done(known)
+            work = self._under_way.get(media.key)
+            if work is None:
+                work = self._under_way[media.key] = self._pool.submit(self._made, media)
+            else:
+                self._shared += 1
+        return _answer(work, media)
+
+    def get(self, media: Media) -> Decoded:
+        """A decoded medium; MediaError if it cannot be."""
+        return self.request(media).result()
+
+    def get_many(self, media: Iterable[Media]) -> "list[Decoded | MediaError]":
+        """Decoded media in order, decoded side by side; in the place of one that cannot be, its error."""
+        return [_settled(work) for work in [self.request(item) for item in media]]
+
+    @property
+    def counters(self) -> DecodeCounters:
+        """The counts so far."""
+        disk = self.cache
+        return DecodeCounters(
+            decoded=self._decoded + self.store.pictures_decoded,
+            memory_hits=self._memory_hits,
+            disk_hits=disk.counters.hits if disk else 0,
+            shared=self._shared,
+            evictions=self._memory.evicted + (disk.counters.evictions if disk else 0),
+            memory_bytes=self._memory.used,
+            disk_bytes=disk.bytes if disk else 0,
+        )
+
+    def close(self) -> None:
+        """End the threads; what has not begun is not begun."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _made(self, media: Media) -> Clip:
+        try:
+            clip = self.cache.get(media.key) if self.cache is not None else None
+            if clip is None:
+                clip = decode(self.store.source_of(media), media)
+                with self._lock:
+                    self._decoded += 1
+                if self.cache is not None:
+                    self.cache.put(media.key, clip)
+            self._memory.add(media.key, clip)
+            return clip
+        finally:
+            with self._lock:
+                del self._under_way[media.key]
+
+
+def decode(source: Source, media: Media) -> Clip:
+    """Decode a video or sound as its parameters ask."""
+    if isinstance(media.parameters, VideoParameters):
+        return decode_video(source, media.parameters, media.name)
+    assert isinstance(media.parameters, AudioParameters), "a picture has no parameters"
+    return decode_audio(source, media.parameters, media.name)
+
+
+def _done(clip: Clip) -> "Future[Decoded]":
+    answer: Future[Decoded] = Future()
+    answer.set_result(clip)
+    return answer
+
+
+def _answer(work: "Future[Clip]", media: Media) -> "Future[Decoded]":
+    """The answer of shared work to one who asked; an error calls the medium by that one's name."""
+    answer: Future[Decoded] = Future()
+
+    def pass_on(work: "Future[Clip]") -> None:
+        if work.cancelled():
+            answer.cancel()
+        if not answer.set_running_or_notify_cancel():
+            return
+        error = work.exception()
+        if error is None:
+            answer.set_result(work.result())
+        else:
+            answer.set_exception(BadClip(media.name, error.what) if isinstance(error, BadClip) else error)
+
+    work.add_done_callback(pass_on)
+    return answer
+
+
+def _settled(work: "Future[Decoded]") -> "Decoded | MediaError":
+    try:
+        return work.result()
+    except MediaError as error:
+        return error

@@ -1,0 +1,177 @@
+"""A decoder decodes each medium once, shares what is under way, and lets a bad one fail alone."""
+
+import asyncio
+import resource
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sensorium.media import decoder as decoding
+from sensorium.media.cache import Clip, DiskCache
+from sensorium.media.container import Source
+from sensorium.media.decoder import Decoder
+from sensorium.media.making import encode_clip, encode_wav
+from sensorium.media.picture import encode_png
+from sensorium.media.store import MediaStore
+from sensorium.media.video import DecodedVideo
+from sensorium.vocabulary.content import Media
+from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
+from sensorium.vocabulary.errors import MediaError
+from tests.media.clips import CLIP, numbered, numbers, tone
+
+TWO, THREE = VideoParameters(frames=2), VideoParameters(frames=3)
+
+
+def frames(clip: object) -> list[int]:
+    assert isinstance(clip, DecodedVideo)
+    return numbers(clip.frames)
+
+
+def test_each_file_and_parameters_is_decoded_once() -> None:
+    store = MediaStore()
+    decoder = Decoder(store)
+    two, three = (store.put(CLIP, "video", "row", asked) for asked in (TWO, THREE))
+    sound = store.put(CLIP, "sound", "row", AudioParameters(8000))
+    for _ in range(5):
+        found = decoder.get_many([two, three, sound, two])
+        assert (frames(found[0]), frames(found[1])) == ([6, 18], [4, 12, 20])
+        assert found[0] is found[3]
+    counters = decoder.counters
+    assert counters.decoded == 3
+    assert counters.memory_hits + counters.shared == 17
+    assert counters.memory_bytes == sum(clip.nbytes for clip in (found[0], found[1], found[2]))  # type: ignore[union-attr]
+
+
+def test_the_disk_serves_later_decoders_and_evictions_are_counted(tmp_path: Path) -> None:
+    store = MediaStore(tmp_path / "media")
+    media = [store.put(encode_clip(numbered(4 + i)), "video", f"row {i}", TWO) for i in range(4)]
+    first = Decoder(store, DiskCache(tmp_path / "decoded", 10**7))
+    made = first.get_many(media)
+    second = Decoder(store, DiskCache(tmp_path / "decoded", 10**7), memory_mib=0)
+    for _ in range(2):
+        found = second.get_many(media)
+        assert [frames(clip) for clip in found] == [frames(clip) for clip in made]
+    assert (first.counters.decoded, first.counters.disk_hits) == (4, 0)
+    assert (second.counters.decoded, second.counters.disk_hits, second.counters.evictions) == (0, 8, 8)
+    assert second.counters.disk_bytes == first.counters.disk_bytes > 0
+
+
+def test_requests_at_the_same_time_share_one_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    real = decoding.decode
+
+    def slow(source: Source, media: Media) -> Clip:
+        assert gate.wait(10)
+        return real(source, media)
+
+    monkeypatch.setattr(decoding, "decode", slow)
+    store = MediaStore()
+    decoder = Decoder(store, memory_mib=0)
+    requests = [decoder.request(store.put(CLIP, "video", f"row {i}", TWO)) for i in range(10)]
+    gate.set()
+    assert {id(request.result()) for request in requests} == {id(requests[0].result())}
+    assert (decoder.counters.decoded, decoder.counters.shared) == (1, 9)
+
+
+def test_a_bad_medium_fails_alone_and_by_the_name_of_who_asked() -> None:
+    store = MediaStore()
+    decoder = Decoder(store)
+    good = store.put(CLIP, "video", "row 0", TWO)
+    bad = [store.put(encode_wav(tone()), "video", f"row {i}", TWO) for i in (1, 2)]
+    gone = Media("sound", "0" * 64, "row 3")
+    found = decoder.get_many([good, *bad, gone])
+    assert frames(found[0]) == [6, 18]
+    for i, error in enumerate(found[1:], 1):
+        assert isinstance(error, MediaError)
+        assert f"row {i}" in str(error)
+    with pytest.raises(MediaError, match=r"row 2"):
+        decoder.get(bad[1])
+
+
+def test_pictures_come_the_same_way() -> None:
+    store = MediaStore()
+    decoder = Decoder(store)
+    picture = store.put(encode_png(np.zeros((4, 6, 3), np.uint8)), "picture", "row 0")
+    broken = store.put(b"\x89PNG broken", "picture", "row 1")
+    for _ in range(3):
+        found = decoder.get_many([picture, broken])
+        assert isinstance(found[0], Image.Image)
+        assert found[0].size == (6, 4)
+        assert isinstance(found[1], MediaError)
+    assert decoder.counters.decoded == 4, "the good one once, the broken one each time it was tried"
+
+
+def test_waiting_leaves_the_event_loop_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    real = decoding.decode
+
+    def slow(source: Source, media: Media) -> Clip:
+        assert gate.wait(10)
+        return real(source, media)
+
+    monkeypatch.setattr(decoding, "decode", slow)
+
+    async def both() -> list[int]:
+        store = MediaStore()
+        decoder = Decoder(store)
+        waiting = asyncio.wrap_future(decoder.request(store.put(CLIP, "video", "row", TWO)))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        gate.set()
+        return frames(await waiting)
+
+    assert asyncio.run(both()) == [6, 18]
+
+
+def test_a_damaged_cache_entry_is_decoded_anew(tmp_path: Path) -> None:
+    store = MediaStore()
+    media = store.put(CLIP, "video", "row", TWO)
+    Decoder(store, DiskCache(tmp_path, 10**7)).get(media)
+    (entry,) = tmp_path.iterdir()
+    body = bytearray(entry.read_bytes())
+    body[len(body) // 2] ^= 255
+    entry.write_bytes(body)
+    again = Decoder(store, DiskCache(tmp_path, 10**7))
+    assert frames(again.get(media)) == [6, 18]
+    assert (again.counters.decoded, again.counters.disk_hits) == (1, 0)
+    assert frames(Decoder(store, DiskCache(tmp_path, 10**7)).get(media)) == [6, 18]
+
+
+def test_memory_does_not_grow_with_steps(tmp_path: Path) -> None:
+    """Fifty clips, decoded anew or read from disk over and over: peak memory grows by less than 5 % once warm."""
+    store = MediaStore(tmp_path / "media", memory_mib=1)
+    media = [
+        store.put(encode_clip(numbered(8 + i % 5) + i, 8.0, tone(1.0)), kind, f"row {i}")  # type: ignore[arg-type]
+        for i in range(25)
+        for kind in ("video", "sound")
+    ]
+    fresh = Decoder(store, memory_mib=0)
+    cached = Decoder(store, DiskCache(tmp_path / "decoded", 300_000), memory_mib=1)
+
+    def step() -> None:
+        for decoder in (fresh, cached):
+            assert not [clip for clip in decoder.get_many(media) if isinstance(clip, MediaError)]
+
+    for _ in range(4):
+        step()
+    warm = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(12):
+        step()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 1.05 * warm
+    assert fresh.counters.decoded == 16 * 50
+    assert cached.counters.memory_bytes <= 2**20
+    assert cached.counters.disk_bytes <= 300_000
+
+
+def test_many_threads_may_ask(tmp_path: Path) -> None:
+    store = MediaStore()
+    decoder = Decoder(store, DiskCache(tmp_path, 10**6), memory_mib=1, threads=4)
+    media = [store.put(CLIP, "video", "row", VideoParameters(frames=1 + i)) for i in range(6)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda i: len(frames(decoder.get(media[i % 6]))), range(120)))
+    assert found == [1 + i % 6 for i in range(120)]
+    decoder.close()
