@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from sensorium.media.audio import DecodedAudio, decode_audio
+from sensorium.media.audio import DecodedAudio
+from sensorium.media.decoder import decode
 from sensorium.media.making import encode_clip, encode_wav
 from sensorium.media.store import MediaStore
-from sensorium.media.video import DecodedVideo, decode_video
+from sensorium.media.video import DecodedVideo
 from sensorium.models.policy import Policy
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.decoding import VideoParameters
@@ -33,7 +33,7 @@ def clip(store: MediaStore, seed: int, frames: int = 4, width: int = 56, height:
     small = rng.integers(0, 255, (frames, height // 14, width // 14, 3), dtype=np.uint8)
     shown = small.repeat(14, axis=1).repeat(14, axis=2)
     data = encode_clip(shown, fps=frames / seconds)
-    return replace(store.put(data, "video", f"clip-{seed}.mp4"), parameters=VideoParameters(frames=frames))
+    return store.put(data, "video", f"clip-{seed}.mp4", VideoParameters(frames=frames))
 
 
 def tone(store: MediaStore, seed: int, seconds: float = 0.5) -> Media:
@@ -46,12 +46,7 @@ def tone(store: MediaStore, seed: int, seconds: float = 0.5) -> Media:
 
 def decoded(store: MediaStore, media: Media) -> Any:
     """A medium as the media room decodes it."""
-    data = store.bytes_of(media)
-    if media.kind == "picture":
-        return Image.open(io.BytesIO(data)).convert("RGB")
-    if media.kind == "video":
-        return decode_video(data, media.parameters, media.name)  # type: ignore[arg-type]
-    return decode_audio(data, media.parameters, media.name)  # type: ignore[arg-type]
+    return store.picture(media) if media.kind == "picture" else decode(store.bytes_of(media), media)
 
 
 def shown(policy: Policy, media: Sequence[Media], kind: str) -> list[Any]:

@@ -50,10 +50,7 @@ def test_sounds_that_would_be_cut_or_vanish_are_refused(pairs: Pairs) -> None:
     policy = pairs("qwen2_5_omni").policy
 
     def put(seconds: float, parameters: AudioParameters | None = None) -> Media:
-        return replace(
-            policy.store.put(encode_wav(np.zeros(round(seconds * 16000))), "sound", "a.wav"),
-            parameters=parameters or AudioParameters(),
-        )
+        return policy.store.put(encode_wav(np.zeros(round(seconds * 16000))), "sound", "a.wav", parameters)
 
     with pytest.raises(MediaError, match=r"a\.wav: the sound lasts 30\.5 s.*no more than 30 s"):
         policy.encode([put(30.5)])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import sensorium.models.torchvision_fix  # noqa: F401  (before transformers imports torchvision)
+from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
 from sensorium.models.policy import Policy
 from sensorium.models.quiet import quiet
@@ -20,9 +21,18 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_policy(
-    path: str, *, store: MediaStore, dtype: str = "float32", device: str = "auto", family: str = "auto"
+    path: str,
+    *,
+    store: MediaStore,
+    dtype: str = "float32",
+    device: str = "auto",
+    family: str = "auto",
+    decoder: Decoder | None = None,
 ) -> Policy:
-    """Load a checkpoint. ``path``: a folder, a hub id, ``package:NAME`` (shipped) or ``tiny:FAMILY`` (random weights)."""
+    """Load a checkpoint. ``path``: a folder, a hub id, ``package:NAME`` (shipped) or ``tiny:FAMILY`` (random weights).
+
+    ``decoder``: of the store's media, where others share it (judges, the log); else the policy has its own.
+    """
     from transformers import AutoConfig, AutoTokenizer
 
     if dtype not in DTYPES:
@@ -42,7 +52,7 @@ def load_policy(
         missing = ", ".join(sorted(report["missing_keys"])[:4])
         raise ModelError(f"model.path '{path}': the checkpoint lacks {len(report['missing_keys'])} weights: {missing}, ….")
     model.to(find_device(device)).eval()
-    return Policy(family, adapter_class(model, processor), model, tokenizer, processor, store)
+    return Policy(family, adapter_class(model, processor), model, tokenizer, processor, store, decoder)
 
 
 def find_checkpoint(path: str) -> str:

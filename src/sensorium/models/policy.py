@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
 from sensorium.models.attention import Attention
 from sensorium.models.family import Family, Tower
@@ -46,7 +47,16 @@ class Counters:
 class Policy:
     """A model that is sampled from and trained. ``version`` counts the updates it has had."""
 
-    def __init__(self, family: str, adapter: Family, model: Any, tokenizer: Any, processor: Any, store: MediaStore) -> None:
+    def __init__(
+        self,
+        family: str,
+        adapter: Family,
+        model: Any,
+        tokenizer: Any,
+        processor: Any,
+        store: MediaStore,
+        decoder: Decoder | None = None,
+    ) -> None:
         self.family = family
         self.adapter = adapter
         self.model = model
@@ -64,7 +74,8 @@ class Policy:
         self.stop_ids = _stop_ids(model, tokenizer, self._renderer.close_id)
         special = {*self._table.special.values(), *self._table.unowned, *adapter.placeholders.values()}
         self.forbidden_ids = tuple(sorted(special - set(self.stop_ids)))
-        self._media = PreparedMedia(_StoreDecoder(store), adapter.preprocessors)
+        self.decoder = decoder or Decoder(store)
+        self._media = PreparedMedia(self.decoder, adapter.preprocessors)
         self._layouts: OrderedDict[str, Layout] = OrderedDict()
         self._laid_out = 0
         self._shapes: dict[tuple[Any, ...], Tensor] = {}
@@ -254,7 +265,7 @@ class Policy:
         """The same weights in memory of their own, never trained: a reference. Prepared media are shared."""
         model = deepcopy(self.model).requires_grad_(False)
         adapter = type(self.adapter)(model, self.processor)
-        copy = Policy(self.family, adapter, model, self.tokenizer, self.processor, self.store)
+        copy = Policy(self.family, adapter, model, self.tokenizer, self.processor, self.store, self.decoder)
         copy.version = self.version
         copy._media = self._media
         return copy
@@ -309,28 +320,3 @@ def _refuse_sliding_window(config: Any) -> None:
         raise ModelError(
             "this checkpoint uses sliding-window attention, which is not supported; use one with full attention."
         )
-
-
-class _StoreDecoder:
-    def __init__(self, store: MediaStore) -> None:
-        self.store = store
-
-    def get_many(self, media: Iterable[Media]) -> list[Any]:
-        from sensorium.media.audio import decode_audio
-        from sensorium.media.picture import decode_picture
-        from sensorium.media.video import decode_video
-        from sensorium.vocabulary.errors import MediaError
-
-        out = []
-        for m in media:
-            try:
-                b = self.store.bytes_of(m)
-                if m.kind == "picture":
-                    out.append(decode_picture(b, m.name))
-                elif m.kind == "video":
-                    out.append(decode_video(b, m.parameters, m.name))
-                else:
-                    out.append(decode_audio(b, m.parameters, m.name))
-            except MediaError as e:
-                out.append(e)
-        return out
