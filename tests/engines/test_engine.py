@@ -224,7 +224,7 @@ def test_features_that_do_not_fit_their_span_cost_one_episode(bench: Bench, monk
 
     failed, fine = asyncio.run(play())
     assert isinstance(failed, SpanMismatch)
-    assert "noise 11" in str(failed)
+    assert "noise-11.png" in str(failed)
     assert isinstance(fine, Response)
 
 

@@ -15,6 +15,7 @@ from sensorium.media.making import encode_clip, encode_wav
 from sensorium.media.store import MediaStore
 from sensorium.media.video import DecodedVideo
 from sensorium.models.policy import Policy
+from sensorium.models.qwen2_5_omni import frame_size
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.decoding import VideoParameters
 
@@ -75,8 +76,7 @@ def processor_inputs(policy: Policy, media: Sequence[Media]) -> dict[str, Any]:
         given["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": told}
         if "sound" in policy.modalities:
             # The omni processor has one rate for all videos, and sizes of its own unless told.
-            size = {key: policy.processor.video_processor.size[key] for key in ("shortest_edge", "longest_edge")}
-            given["videos_kwargs"] = {"fps": 1 / videos[0].seconds_per_frame, "size": size}
+            given["videos_kwargs"] = {"fps": 1 / videos[0].seconds_per_frame, "size": frame_size(policy.processor)}
     if sounds:
         given["audio"] = [sound.samples for sound in sounds]
     return given
@@ -90,3 +90,16 @@ def stock_inputs(policy: Policy, text: str, media: Sequence[Media]) -> dict[str,
         made["video_second_per_grid"] = torch.tensor([2 * video.seconds_per_frame for video in videos])
     made.pop("video_metadata", None)
     return made
+
+
+def row_inputs(policy: Policy, ids_T: Tensor, media: Sequence[Media]) -> dict[str, Tensor]:
+    """What the stock model needs for a row of expanded tokens that shows these media, in order."""
+    inputs: dict[str, Tensor] = {"input_ids": ids_T[None], "attention_mask": torch.ones_like(ids_T)[None]}
+    tokens = policy.adapter.placeholders
+    if media:
+        text = "".join(policy.tokenizer.convert_ids_to_tokens(tokens[item.kind]) for item in media)
+        made = stock_inputs(policy, text, media)
+        inputs |= {key: value for key, value in made.items() if not key.endswith("_ids") and key != "attention_mask"}
+    if tokens and "sound" not in policy.modalities:
+        inputs["mm_token_type_ids"] = ((ids_T == tokens["picture"]).int() + 2 * (ids_T == tokens["video"]).int())[None]
+    return inputs
