@@ -1,56 +1,33 @@
-"""GRPO advantages against a plain loop in float64."""
-
-import math
+"""GRPO where its numbers are known: published vectors, and the leave-one-out form that must not divide by nothing."""
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from sensorium.algorithms.grpo import advantages
-
-rewards = st.lists(st.floats(-10, 10, width=32).map(lambda x: round(x, 3)), min_size=1, max_size=12)
+from sensorium.algorithms import grpo
+from tests.algorithms.batches import of_rewards, per_episode
 
 
-def mean_and_std(values: list[float]) -> tuple[float, float | None]:
-    mean = math.fsum(values) / len(values)
-    if len(values) < 2:
-        return mean, None
-    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
+def grpo_of(*groups: list[float], **settings: bool) -> list[float]:
+    batch = of_rewards(*groups, tokens=3)
+    return per_episode(batch, grpo.estimate(batch.episodes(), **settings).advantages_P)
 
 
-def plain(group: list[float], std: bool, leave_one_out: bool) -> list[float]:
-    out = []
-    for i, reward in enumerate(group):
-        base = group[:i] + group[i + 1 :] if leave_one_out else group
-        if len(group) < 2 or len(set(group)) == 1:
-            out.append(0.0)
-            continue
-        mean, spread = mean_and_std(base)
-        divide = std and spread is not None and (not leave_one_out or len(set(base)) > 1)
-        out.append((reward - mean) / (spread + 1e-6) if divide else reward - mean)
-    return out
-
-
-@given(rewards, st.booleans(), st.booleans())
-def test_equals_a_plain_loop(group: list[float], std: bool, leave_one_out: bool) -> None:
-    got = advantages(torch.tensor(group, dtype=torch.float64), std=std, leave_one_out=leave_one_out)
-    assert got.tolist() == pytest.approx(plain(group, std, leave_one_out), rel=1e-6, abs=1e-9)
+def test_known_vectors() -> None:
+    assert grpo_of([0.55, 0.0, -0.5, -1.5]) == pytest.approx([1.0474, 0.4161, -0.1578, -1.3057], abs=1e-4)
+    got = grpo_of([0.55, 0.5, 0.5 + 0.1 / 3, 0.5 + 0.05 / 3])
+    assert got == pytest.approx([1.1618, -1.1618, 0.3873, -0.3873], abs=1e-4)
 
 
 def test_leave_one_out_does_not_divide_by_a_zero_spread() -> None:
-    got = advantages(torch.tensor([1.0] + [0.0] * 7), leave_one_out=True)
+    got = grpo_of([1.0] + [0.0] * 7, [0.5], [1.0, 0.0], leave_one_out=True)
     assert got[0] == 1.0
-    assert got[1:].tolist() == pytest.approx([-0.378] * 7, abs=1e-3)
+    assert got[1:8] == pytest.approx([-0.378] * 7, abs=1e-3)
+    assert got[8:] == [0.0, 1.0, -1.0]
 
 
-@given(st.floats(-1e6, 1e6), st.integers(1, 64), st.booleans(), st.booleans())
-def test_a_group_without_variance_gives_exactly_zero(value: float, size: int, std: bool, leave_one_out: bool) -> None:
-    for dtype in (torch.float32, torch.float64):
-        got = advantages(torch.full((size,), value, dtype=dtype), std=std, leave_one_out=leave_one_out)
-        assert got.tolist() == [0.0] * size
+def test_the_others_spread_by_summation_noise_only_is_zero() -> None:
+    got = grpo_of([1.0, 0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1], leave_one_out=True)
+    assert got[0] == pytest.approx(0.4, rel=1e-12)
 
 
-def test_rewards_that_differ_only_in_float64_have_variance() -> None:
-    got = advantages(torch.tensor([1.0, 1.0 + 1e-9], dtype=torch.float64), std=False)
-    assert got.tolist() == pytest.approx([-5e-10, 5e-10], rel=1e-3)
+def test_without_std_a_tiny_difference_stays_tiny() -> None:
+    assert grpo_of([1.0, 1.0 + 1e-9], std=False) == pytest.approx([-5e-10, 5e-10], rel=1e-3)

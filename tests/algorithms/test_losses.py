@@ -1,113 +1,149 @@
-"""Per-token losses, KL estimators and mismatch against plain loops in float64, values and gradients."""
+"""Losses over single tokens against plain loops in float64, values and derivatives."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.algorithms import clip, kl, likelihood
-from sensorium.algorithms.mismatch import mismatch
+from sensorium.algorithms import cispo, clip, dppo, likelihood, sapo
 from sensorium.algorithms.tokens import Tokens
-
-logprob = st.floats(-8, 0)
-triples = st.lists(st.tuples(logprob, logprob, st.floats(-3, 3)), min_size=1, max_size=16)
+from tests.algorithms.updates import Token, Update, differences, flat, ranges, ratio, slopes, updates, whole
 
 
-def tokens_of(rows: list[tuple[float, float, float]]) -> Tokens:
-    columns = torch.tensor(rows, dtype=torch.float64).T
-    return Tokens(columns[0].requires_grad_(), columns[1], columns[2], torch.zeros(len(rows), dtype=torch.long))
+def assert_equal(
+    out_of: Callable[[Tokens], object], update: Update, plain: Callable[[Token], tuple[float, float, bool]], edge: Callable
+) -> None:
+    """Value everywhere; derivative and clipping where no edge is near (there either side's derivative is right)."""
+    tokens = whole(update)
+    out = out_of(tokens)
+    found = zip(out.loss_N.tolist(), slopes(out, tokens).tolist(), out.clipped_N.tolist(), strict=True)
+    for token, (value, slope, clipped) in zip(flat(update), found, strict=True):
+        expected_value, expected_slope, expected_clipped = plain(token)
+        assert value == pytest.approx(expected_value, rel=1e-9, abs=1e-12)
+        if edge(token) > 1e-9:
+            assert slope == pytest.approx(expected_slope, rel=1e-9, abs=1e-12)
+            assert clipped == expected_clipped
 
 
-def plain_clip(logp: float, old: float, a: float, low: float, high: float, dual: float | None) -> tuple[float, float]:
-    """Loss and its derivative by the log-prob."""
-    ratio = math.exp(logp - old)
-    free, bound = -a * ratio, -a * min(max(ratio, 1 - low), 1 + high)
-    value, slope = (free, -a * ratio) if free >= bound else (bound, 0.0)
+def plain_clip(token: Token, low: float, high: float, dual: float | None = None) -> tuple[float, float, bool]:
+    """Loss, its derivative by the log-prob, and whether the clip took that away."""
+    a, r = token.advantage, ratio(token)
+    free, bound = -a * r, -a * min(max(r, 1 - low), 1 + high)
+    value, slope, clipped = (free, -a * r, False) if free >= bound else (bound, 0.0, True)
     if dual is not None and a < 0 and value > -dual * a:
-        value, slope = -dual * a, 0.0
-    return value, slope
+        value, slope, clipped = -dual * a, 0.0, True
+    return value, slope, clipped
 
 
-@given(triples, st.floats(0, 0.5), st.floats(0, 0.5), st.none() | st.floats(1.1, 5))
-def test_clip_equals_a_plain_loop(rows: list, low: float, high: float, dual: float | None) -> None:
-    tokens = tokens_of(rows)
-    out = clip.loss(tokens, clip_low=low, clip_high=high, dual_clip=dual)
-    out.loss_N.sum().backward()
-    expected = [plain_clip(*row, low, high, dual) for row in rows]
-    assert out.loss_N.tolist() == pytest.approx([v for v, _ in expected], rel=1e-9, abs=1e-12)
-    for got, clipped, (_, slope), (logp, old, a) in zip(
-        tokens.logprobs_N.grad.tolist(), out.clipped_N.tolist(), expected, rows, strict=True
-    ):
-        ratio = math.exp(logp - old)
-        if min(abs(ratio - 1 + low), abs(ratio - 1 - high), abs(ratio - (dual or 1e9))) < 1e-9 or abs(a) < 1e-300:
-            continue  # at an edge either side's derivative is right
-        assert got == pytest.approx(slope, rel=1e-9, abs=1e-12)
-        assert clipped == (slope == 0.0)
+@given(updates(), ranges, ranges, st.none() | st.floats(1.1, 5))
+def test_clip_equals_a_plain_loop(update: Update, low: float, high: float, dual: float | None) -> None:
+    assert_equal(
+        lambda tokens: clip.loss(tokens, clip_low=low, clip_high=high, dual_clip=dual),
+        update,
+        lambda token: plain_clip(token, low, high, dual),
+        lambda token: min(abs(ratio(token) - edge) for edge in (1 - low, 1 + high, dual or 1e9)),
+    )
 
 
-def test_a_first_update_is_not_clipped_and_has_the_policy_gradient() -> None:
-    logp = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
-    out = clip.loss(Tokens(logp, logp.detach(), torch.tensor([0.5, -2.0], dtype=torch.float64), torch.zeros(2)))
-    out.loss_N.sum().backward()
-    assert logp.grad.tolist() == [-0.5, 2.0]
-    assert not out.clipped_N.any()
+def plain_cispo(token: Token, low: float, high: float) -> tuple[float, float, bool]:
+    weight = min(max(ratio(token), 1 - low), 1 + high)
+    return -token.advantage * weight * token.logp, -token.advantage * weight, weight != ratio(token)
 
 
-@given(triples)
-def test_likelihood_is_minus_log_p_whatever_the_advantage(rows: list) -> None:
-    tokens = tokens_of(rows)
-    likelihood.loss(tokens).loss_N.sum().backward()
-    assert likelihood.loss(tokens).loss_N.tolist() == [-row[0] for row in rows]
-    assert tokens.logprobs_N.grad.tolist() == [-1.0] * len(rows)
+@given(updates(), ranges, ranges)
+def test_cispo_equals_a_plain_loop(update: Update, low: float, high: float) -> None:
+    assert_equal(
+        lambda tokens: cispo.loss(tokens, clip_low=low, clip_high=high),
+        update,
+        lambda token: plain_cispo(token, low, high),
+        lambda token: min(abs(ratio(token) - 1 + low), abs(ratio(token) - 1 - high)),
+    )
 
 
-def plain_kl(name: str, logp: float, ref: float) -> tuple[float, float]:
-    x = ref - logp
-    values = {
-        "k1": (-x, 1.0),
-        "abs": (abs(x), math.copysign(1.0, -x) if x else 0.0),
-        "k2": (0.5 * x * x, -x),
-        "k3": (math.exp(x) - x - 1, 1 - math.exp(x)) if math.exp(x) - x - 1 < 10 else (10.0, 0.0),
-    }
-    value, slope = values[name.removesuffix("_straight_through")]
-    return (value, -x) if name.endswith("_straight_through") else (value, slope)
+def plain_sapo(token: Token, positive: float, negative: float) -> tuple[float, float, bool]:
+    tau = positive if token.advantage > 0 else negative
+    gate = 1 / (1 + math.exp(-tau * (ratio(token) - 1)))
+    slope = -token.advantage * 4 * gate * (1 - gate) * ratio(token)
+    return -token.advantage * gate * 4 / tau, slope, False
 
 
-@given(
-    st.lists(st.tuples(logprob, logprob), min_size=1, max_size=16),
-    st.sampled_from(["abs", "k2", "k3", "k1_straight_through", "k3_straight_through"]),
-)
-def test_kl_estimators_equal_a_plain_loop(rows: list[tuple[float, float]], name: str) -> None:
-    logp, ref = torch.tensor(rows, dtype=torch.float64).T
-    logp.requires_grad_()
-    out = kl.penalty(logp, ref, name)
-    out.sum().backward()
-    expected = [plain_kl(name, *row) for row in rows]
-    assert out.tolist() == pytest.approx([v for v, _ in expected], rel=1e-9, abs=1e-9)
-    assert logp.grad.tolist() == pytest.approx([s for _, s in expected], rel=1e-9, abs=1e-9)
+@given(updates(), st.floats(0.5, 3), st.floats(0.5, 3))
+def test_sapo_equals_a_plain_loop(update: Update, positive: float, negative: float) -> None:
+    assert_equal(
+        lambda tokens: sapo.loss(tokens, tau_positive=positive, tau_negative=negative),
+        update,
+        lambda token: plain_sapo(token, positive, negative),
+        lambda token: 1.0,
+    )
 
 
-def test_k3_survives_a_log_ratio_of_thousands() -> None:
-    logp = torch.tensor([-5000.0, 0.0], requires_grad=True)
-    out = kl.penalty(logp, torch.tensor([0.0, -5000.0]), "k3")
-    out.sum().backward()
-    assert out.tolist() == [10.0, 10.0]
-    assert torch.isfinite(logp.grad).all()
+def plain_dppo(token: Token, low: float, high: float, cap: float) -> tuple[float, float, bool]:
+    moved = math.exp(token.logp) - math.exp(token.old)
+    if (token.advantage > 0 and moved > high) or (token.advantage < 0 and moved < -low):
+        return 0.0, 0.0, True
+    weight = min(ratio(token), cap)
+    return -token.advantage * weight * token.logp, -token.advantage * weight, False
 
 
-@pytest.mark.parametrize("name", ["k1", "k4", "k3_straight", "mse"])
-def test_estimators_that_make_no_loss_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=name):
-        kl.penalty(torch.zeros(1), torch.zeros(1), name)
+@given(updates(), ranges, ranges, st.floats(1, 20))
+def test_dppo_equals_a_plain_loop(update: Update, low: float, high: float, cap: float) -> None:
+    def edge(token: Token) -> float:
+        moved = math.exp(token.logp) - math.exp(token.old)
+        return min(abs(moved - high), abs(moved + low))
+
+    near = [[token for token in sequence if edge(token) > 1e-9] for sequence in update]
+    if any(near):
+        assert_equal(
+            lambda tokens: dppo.loss(tokens, clip_low=low, clip_high=high, ratio_cap=cap),
+            near,
+            lambda token: plain_dppo(token, low, high, cap),
+            lambda token: 1.0,
+        )
 
 
-@given(st.lists(st.tuples(logprob, logprob), min_size=1, max_size=16))
-def test_mismatch_equals_a_plain_loop(rows: list[tuple[float, float]]) -> None:
-    old, engine = torch.tensor(rows, dtype=torch.float64).T
-    got = mismatch(old, engine)
-    gaps = [abs(o - e) for o, e in rows]
-    assert got.prob_error == pytest.approx(sum(math.exp(g) for g in gaps) / len(rows), rel=1e-9)
-    assert got.kl == pytest.approx(sum(plain_kl("k3", e, o)[0] for o, e in rows) / len(rows), rel=1e-9, abs=1e-12)
-    assert got.maximum == pytest.approx(max(gaps), rel=1e-12)
+@given(updates())
+def test_likelihood_is_minus_log_p_whatever_the_advantage(update: Update) -> None:
+    assert_equal(likelihood.loss, update, lambda token: (-token.logp, -1.0, False), lambda token: 1.0)
+
+
+@pytest.mark.parametrize("name", ["clip", "sapo"])
+@given(updates(), ranges, ranges)
+def test_slopes_are_those_of_the_plain_value(name: str, update: Update, low: float, high: float) -> None:
+    """Finite differences of the plain loop, so that an error in the hand-made derivative cannot hide one in the loss."""
+
+    def plain(token: Token) -> float:
+        return plain_clip(token, low, high)[0] if name == "clip" else plain_sapo(token, 1 + low, 1 + high)[0]
+
+    tokens = whole(update)
+    settings = (
+        {"clip_low": low, "clip_high": high} if name == "clip" else {"tau_positive": 1 + low, "tau_negative": 1 + high}
+    )
+    out = {"clip": clip.loss, "sapo": sapo.loss}[name](tokens, **settings)
+    for token, slope in zip(flat(update), slopes(out, tokens).tolist(), strict=True):
+        if min(abs(ratio(token) - 1 + low), abs(ratio(token) - 1 - high)) < 1e-2:
+            continue
+        expected = differences(lambda at, t=token: plain(Token(at[0], t.old, t.advantage, t.uniform)), [token.logp])
+        assert [slope] == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("function", [clip.loss, sapo.loss])
+def test_gradcheck_on_smooth_stretches(function: Callable) -> None:
+    old_N = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5], dtype=torch.float64)
+    advantages_N = torch.tensor([1.0, -2.0, 0.5, -1.0, 3.0], dtype=torch.float64)
+    logprobs_N = (old_N + torch.tensor([0.1, -0.1, 0.9, 0.9, -0.9], dtype=torch.float64)).requires_grad_()
+    torch.autograd.gradcheck(
+        lambda x_N: function(Tokens(x_N, old_N, advantages_N, torch.zeros(5).long())).loss_N, logprobs_N
+    )
+
+
+@pytest.mark.parametrize("function", [clip.loss, cispo.loss, sapo.loss, dppo.loss])
+def test_a_log_ratio_of_thousands_stays_finite(function: Callable) -> None:
+    logprobs_N = torch.tensor([0.0, 0.0, 0.0, -5000.0, -5000.0, -5000.0], requires_grad=True)
+    old_N = torch.tensor([-5000.0, -5000.0, -5000.0, 0.0, 0.0, 0.0])
+    tokens = Tokens(logprobs_N, old_N, torch.tensor([1.0, 0.0, -1.0] * 2), torch.zeros(6).long())
+    out = function(tokens)
+    assert torch.isfinite(out.loss_N).all()
+    assert torch.isfinite(slopes(out, tokens)).all()

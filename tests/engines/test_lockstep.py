@@ -8,7 +8,7 @@ import pytest
 
 from sensorium.engines.native.engine import NativeEngine
 from sensorium.engines.native.randomness import response_key
-from sensorium.engines.protocol import Request, Sampling
+from sensorium.engines.protocol import Request, Response, Sampling
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import EngineError
@@ -137,6 +137,74 @@ def test_a_cancelled_wait_leaves_the_batch(bench: Bench) -> None:
         again = await alone.generate(ask("2", contexts[2], long, order=(2,), key=2))
         assert again.segment.tokens == last.segment.tokens
         assert (await engine.generate(ask("1", contexts[1], SAMPLING))).segment.tokens  # its thread is free again
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_between_ticks_is_when_every_live_episode_waits(bench: Bench, seed: int) -> None:
+    engine = NativeEngine(bench.policy)
+    whole, live, moments = engine.generate, set[str](), list[tuple[int, int]]()
+    asking: set[str] = set()
+
+    async def generate(request: Request) -> Response:
+        live.add(request.thread)
+        asking.add(request.thread)
+        try:
+            return await whole(request)
+        finally:
+            asking.discard(request.thread)
+
+    def look() -> bool:
+        assert asking == live, "nobody is on the way"
+        moments.append((engine.counters.decode_steps, len(asking)))
+        return False
+
+    def release(thread: str) -> None:
+        live.discard(thread)
+
+    engine.generate, engine.release, engine.between_ticks = generate, release, look  # type: ignore[method-assign]
+    asyncio.run(play(bench, engine, 5, 3, random.Random(seed)))
+    assert moments[0] == (0, 5)
+    steps = [step for step, _ in moments]
+    assert steps[1:] == sorted(set(steps[1:])), "once a tick at most"
+
+
+def test_what_is_cancelled_between_ticks_is_written_no_more_and_its_rows_are_free(bench: Bench) -> None:
+    """Room for two rows: a short and a long response are written, two wait. When the short one ends, two are cancelled."""
+    engine = NativeEngine(bench.policy, max_rows=2)
+    context = [bench.policy.render([user("what?")])]
+    lengths = {"short": 5, "written": 300, "waiting": 300, "last": 30, "again": 5}
+    tasks: dict[str, asyncio.Task[Response]] = {}
+
+    async def one(order: int, thread: str) -> Response:
+        engine.enter()
+        try:
+            sampling = Sampling(max_new_tokens=lengths[thread], stop_tokens=False)
+            return await engine.generate(ask(thread, context, sampling, order=(order,), key=order))
+        finally:
+            engine.release(thread)
+            engine.leave()
+
+    def cancel() -> bool:
+        if not tasks["short"].done() or tasks["written"].cancelled():
+            return False
+        return all([tasks["written"].cancel(), tasks["waiting"].cancel()])
+
+    async def run() -> None:
+        engine.between_ticks = cancel
+        tasks.update({thread: asyncio.create_task(one(i, thread)) for i, thread in enumerate(list(lengths)[:4])})
+        await asyncio.wait(tasks.values())
+        assert [thread for thread, task in tasks.items() if task.cancelled()] == ["written", "waiting"]
+        assert len(tasks["last"].result().segment.tokens) == 30
+        assert engine.counters.decoded_tokens == 5 + 5 + 30
+        engine.between_ticks = None
+        engine.refresh(bench.policy.version)  # no response is open
+        steps = engine.counters.decode_steps
+        pair = await asyncio.gather(one(0, "short"), one(1, "again"))
+        assert [len(response.segment.tokens) for response in pair] == [5, 5]
+        assert engine.counters.decode_steps - steps == 4, "both rows are free for the next"
+        assert engine.counters.decoded_tokens == 5 + 5 + 30 + 10
 
     asyncio.run(run())
 

@@ -128,17 +128,30 @@ def stock_rows(model: Any, policy: Policy, groups: Groups, row: Callable[[Sample
     scale = 0.0
     for sample in (sample for group in groups for sample in group):
         for turn in sample.episode.turns:
-            segments = sample.episode.threads[turn.thread].segments[: turn.segment + 1]
-            ids = torch.cat([policy.layout(segment).ids_T for segment in segments])[None]
-            media = [span.media for segment in segments for span in segment.media]
-            pictures = [Image.open(BytesIO(policy.store.bytes_of(item))) for item in media]
-            seen = policy.processor.image_processor(images=pictures, return_tensors="pt")
-            kinds = (ids == model.config.image_token_id).int()
-            logits = model(input_ids=ids, mm_token_type_ids=kinds, **seen).logits[0]
+            given = stock_inputs(model, policy, sample, turn.index)
+            logits = model(**given).logits[0]
             scale = max(scale, float(logits.detach().abs().max()))
             count = len(turn.response.tokens)
-            row(sample, turn.index, logits[-count - 1 : -1], ids[0, -count:])
+            row(sample, turn.index, logits[-count - 1 : -1], given["input_ids"][0, -count:])
     return scale
+
+
+def stock_hidden(model: Any, policy: Policy, sample: Sample, turn: int) -> Tensor:
+    """The hidden states [T, H] of a turn's home thread up to its response, by a plain forward."""
+    with torch.no_grad():
+        hidden: Tensor = model.model(**stock_inputs(model, policy, sample, turn)).last_hidden_state[0]
+    return hidden
+
+
+def stock_inputs(model: Any, policy: Policy, sample: Sample, turn: int) -> dict[str, Tensor]:
+    """What a plain forward over a turn's home thread takes."""
+    place = sample.episode.turns[turn]
+    segments = sample.episode.threads[place.thread].segments[: place.segment + 1]
+    ids = torch.cat([policy.layout(segment).ids_T for segment in segments])[None]
+    media = [span.media for segment in segments for span in segment.media]
+    pictures = [Image.open(BytesIO(policy.store.bytes_of(item))) for item in media]
+    seen = policy.processor.image_processor(images=pictures, return_tensors="pt")
+    return {"input_ids": ids, "mm_token_type_ids": (ids == model.config.image_token_id).int(), **seen}
 
 
 def distribution(policy: Policy, logits: Tensor, temperature: float) -> Tensor:

@@ -1,63 +1,168 @@
-"""Missing is not zero: who is dropped, by which policy, and what the rest is credited with."""
+"""Rewards to tokens: where scores are paid, who is credited, and what a critic is taught."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 
-from sensorium.recipe.schema import AdvantageSection
-from sensorium.trainer.credit import credit, select, zero_variance
+from sensorium.learner.learner import Assessment
+from sensorium.learner.positions import find_positions
+from sensorium.recipe.schema import AdvantageSection, AlgorithmSection, KLSection
+from sensorium.trainer.credit import credit
+from sensorium.trainer.placement import place
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn
 
+GRPO = AlgorithmSection()
+NO_STD = AlgorithmSection(advantage=AdvantageSection(std=False))
+LENGTHS = (3, 4, 2)
 
-def episode(index: int, *values: float | None, status: Status = Status.FINISHED) -> Episode:
-    response = Segment("model", (5, 6, 7), logprobs=(0.0,) * 3, name=f"e{index}")
-    prompt = Segment("environment", (1, 2))
-    scores = tuple(
-        Score(f"term{i}", v, weight=0.5, reason="" if v is not None else "timed out") for i, v in enumerate(values)
+
+def episode(index: int, *scores: Score, turns: int = 1, status: Status = Status.FINISHED) -> Episode:
+    """Turns of 3, 4 and 2 tokens, every token one byte long but the last of each turn, which is a stop token."""
+    segments, home, taken = [Segment("environment", (1, 2))], [False], []
+    for i in range(turns):
+        length = LENGTHS[i]
+        text = "abc"[: length - 1]
+        ends = (*range(1, len(text) + 1), *[len(text)] * (length - len(text)))
+        zeros = (0.0,) * length
+        response = Segment("model", (5,) * length, text=text, logprobs=zeros, byte_ends=ends, name=f"{index}.{i}")
+        segments += [response, Segment("environment", (7, 8, 9))]
+        home += [True, False]
+        taken.append(Turn(i, (), response, 0, 2 * i + 1))
+    thread = Thread(tuple(segments[:-1]), tuple(home[:-1]))
+    return Episode(f"e{index}", "t", "g", index, (thread,), tuple(taken), status, scores=scores)
+
+
+def paid(index: int, value: float, **given: object) -> Episode:
+    return episode(index, Score("term", value), **given)
+
+
+def group(*episodes: Episode, name: str = "g") -> Group:
+    return Group(name, Task("t"), episodes)
+
+
+def assess(*groups: Group) -> Assessment:
+    return Assessment(find_positions([e for g in groups for e in g.episodes], lambda segment: segment.tokens))
+
+
+def placed(*episodes: Episode) -> list[list[float]]:
+    """The reward of every token, by episode."""
+    members = group(*episodes)
+    rewards_P = place([members], assess(members), KLSection()).rewards_P
+    return [part.tolist() for part in rewards_P.split([e.sampled_tokens for e in episodes])]
+
+
+def test_an_episode_is_paid_at_its_last_token_and_a_turn_at_its_own() -> None:
+    scores = (
+        Score("whole", 2.0, weight=0.5),
+        Score("step", 3.0, weight=2.0, scope="turn", turn=0),
+        Score("step", -1.0, weight=2.0, scope="turn", turn=2),
+        Score("shown", 9.0, weight=0.0),
+        Score("unknown", None, weight=0.0, reason="not judged"),
     )
-    thread = Thread((prompt, response), (False, True))
-    return Episode(f"e{index}", "t", "g", index, (thread,), (Turn(0, (), response, 0, 1),), status, scores=scores)
+    assert placed(episode(0, *scores, turns=3)) == [[0, 0, 6.0, 0, 0, 0, 0, 0, 1.0 - 2.0]]
 
 
-def group(*episodes: Episode) -> Group:
-    return Group("g", Task("t"), episodes)
+def test_a_turn_without_a_token_is_paid_where_the_one_before_it_ends() -> None:
+    whole = episode(0, Score("step", 1.0, scope="turn", turn=1), turns=2)
+    empty = Segment("model", (), name="empty")
+    thread = whole.threads[0]
+    threads = (Thread((*thread.segments[:3], empty), (False, True, False, True)),)
+    turns = (whole.turns[0], replace(whole.turns[1], response=empty))
+    assert placed(replace(whole, threads=threads, turns=turns)) == [[0, 0, 1.0]]
 
 
-def test_an_episode_with_one_missing_term_has_no_total_and_leaves_its_group() -> None:
-    selection = select([group(episode(0, 1.0, 1.0), episode(1, 1.0, None), episode(2, 0.0, 0.0))], "drop_episode")
-    assert [e.id for e in selection.groups[0].episodes] == ["e0", "e2"]
-    assert selection.fates == {"e1": "dropped: no score for term1 (timed out)"}
+def test_a_kl_in_the_reward_is_paid_token_by_token_on_what_the_model_wrote() -> None:
+    members = group(paid(0, 1.0, turns=2), paid(1, 0.0, turns=2))
+    old_N, reference_N = torch.linspace(-2, 0, 14), torch.linspace(-1, -1.5, 14)
+    found = replace(assess(members), old_N=old_N, reference_N=reference_N, kl_coef=0.1)
+    section = KLSection(coef=0.1, estimator="k1", place="reward")
+    rewards_P = place([members], found, section).rewards_P
+    expected_P = -0.1 * (old_N - reference_N).double()
+    expected_P[6] += 1.0
+    assert torch.allclose(rewards_P, expected_P)
 
 
-def test_drop_group_takes_the_whole_group() -> None:
-    whole = group(episode(0, 1.0), episode(1, 0.0), episode(2, None))
-    fine = group(episode(3, 1.0), episode(4, 0.0))
-    selection = select([whole, fine], "drop_group")
-    assert [g.episodes[0].id for g in selection.groups] == ["e3"]
-    assert set(selection.fates) == {"e0", "e1", "e2"}
+def test_observations_are_positions_only_where_they_are_asked_for() -> None:
+    members = group(paid(0, 1.0, turns=2), paid(1, 0.0, turns=1))
+    found = find_positions(members.episodes, lambda segment: segment.tokens, observations=True)
+    assert found.written_P.int().tolist() == [1, 1, 1, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
+    assert found.turns_P.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2]
+    episodes = place([members], Assessment(found), KLSection())
+    assert episodes.rewards_P.nonzero().tolist() == [[9]]
 
 
-def test_a_group_left_with_one_member_is_not_trained_on() -> None:
-    selection = select([group(episode(0, 1.0), episode(1, None), episode(2, 1.0, status=Status.FAILED))], "drop_episode")
-    assert selection.groups == ()
-    assert set(selection.fates) == {"e0", "e1", "e2"}
+def test_a_score_of_a_span_moves_the_tokens_of_the_span_and_no_others() -> None:
+    def judged(index: int, value: float) -> Episode:
+        span = Score("thought", value, weight=2.0, scope="span", turn=1, span=(1, 2))
+        return episode(index, Score("term", 0.5), span, turns=2)
+
+    members = group(judged(0, 1.0), judged(1, 0.0), paid(2, 0.5, turns=2))
+    samples = credit([members], assess(members), NO_STD)
+    assert [a.tolist() for a in samples[0][0].advantages] == [[0, 0, 0], [0, 1.0, 0, 0]]
+    assert [a.tolist() for a in samples[0][1].advantages] == [[0, 0, 0], [0, -1.0, 0, 0]]
+    assert not any(a.any() for a in samples[0][2].advantages)
 
 
 def test_a_group_paid_alike_gets_exactly_zero() -> None:
-    alike = group(*(episode(i, 0.1 + 0.2) for i in range(7)))
-    samples = credit([alike], AdvantageSection(), mask_truncated=False)
+    alike = group(*(paid(i, 0.1 + 0.2) for i in range(7)))
+    samples = credit([alike], assess(alike), GRPO)
     assert all(torch.equal(a, torch.zeros(3)) for s in samples[0] for a in s.advantages)
-    assert zero_variance([alike]) == 1
+
+
+def test_totals_summed_in_another_order_are_the_same_total() -> None:
+    def turns(index: int, *values: float) -> Episode:
+        return episode(index, *(Score("s", v, scope="turn", turn=t) for t, v in enumerate(values)), turns=3)
+
+    alike = group(turns(0, 0.1, 0.2, 0.3), turns(1, 0.3, 0.2, 0.1), turns(2, 0.2, 0.1, 0.3))
+    samples = credit([alike], assess(alike), GRPO)
+    assert not any(a.any() for s in samples[0] for a in s.advantages)
 
 
 def test_better_episodes_get_larger_advantages_on_every_token() -> None:
-    samples = credit([group(episode(0, 1.0), episode(1, 0.0))], AdvantageSection(), mask_truncated=False)
+    members = group(paid(0, 1.0), paid(1, 0.0))
+    samples = credit([members], assess(members), GRPO)
     winner, loser = (s.advantages[0] for s in samples[0])
     assert (winner > 0).all()
     assert torch.allclose(winner, -loser)
     assert winner.shape == (3,)
 
 
+def test_groups_are_compared_among_themselves() -> None:
+    first, second = group(paid(0, 1.0), paid(1, 0.0)), group(paid(2, 10.0), paid(3, 9.0), name="h")
+    samples = credit([first, second], assess(first, second), NO_STD)
+    assert [[float(s.advantages[0][0]) for s in row] for row in samples] == [[0.5, -0.5], [0.5, -0.5]]
+
+
 def test_masked_truncated_episodes_count_in_the_baseline_but_are_not_trained() -> None:
-    members = group(episode(0, 1.0), episode(1, 0.0, status=Status.TRUNCATED), episode(2, 0.0))
-    samples = credit([members], AdvantageSection(std=False), mask_truncated=True)
+    members = group(paid(0, 1.0), paid(1, 0.0, status=Status.TRUNCATED), paid(2, 0.0))
+    samples = credit([members], assess(members), NO_STD, mask_truncated=True)
     assert [s.episode.id for s in samples[0]] == ["e0", "e2"]
-    assert torch.allclose(samples[0][0].advantages[0], torch.full((3,), 1 / 3))
+    assert torch.allclose(samples[0][0].advantages[0], torch.full((3,), 2 / 3))
+
+
+def test_remax_compares_with_the_greedy_attempt_at_the_same_task() -> None:
+    first, second = group(paid(0, 1.0)), group(paid(1, 1.0), name="h")
+    algorithm = AlgorithmSection(advantage=AdvantageSection(name="remax"))
+    samples = credit([first, second], assess(first, second), algorithm, greedy={"g": 0.25, "h": 1.0})
+    assert [float(row[0].advantages[0][0]) for row in samples] == [0.75, 0.0]
+
+
+def test_a_critic_is_taught_the_return_and_truncated_episodes_bootstrap() -> None:
+    members = group(paid(0, 1.0), paid(1, 0.0, status=Status.TRUNCATED))
+    values_P = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    found = replace(assess(members), values_P=values_P, after_S=torch.tensor([0.0, 0.7]))
+    algorithm = AlgorithmSection(advantage=AdvantageSection(name="masked_gae"))
+    finished, cut = credit([members], found, algorithm)[0]
+    assert finished.valued.targets_P.tolist() == pytest.approx([1.0] * 3)
+    assert cut.valued.targets_P.tolist() == pytest.approx([0.7] * 3)
+    assert torch.equal(torch.cat([finished.valued.values_P, cut.valued.values_P]), values_P)
+
+
+def test_the_threshold_never_pushes_a_good_memory_down() -> None:
+    good = [episode(i, Score("memory", value, correct=True)) for i, value in enumerate([0.55, 0.5, 0.53333, 0.51667])]
+    members = group(*good)
+    mended = AlgorithmSection(advantage=AdvantageSection(post="optimize_threshold"))
+    for algorithm, values in ((GRPO, [1.1618, -1.1618, 0.3873, -0.3873]), (mended, [1.1618, 0, 0.3873, 0])):
+        samples = credit([members], assess(members), algorithm)[0]
+        assert [float(s.advantages[0][0]) for s in samples] == pytest.approx(values, abs=1e-3)

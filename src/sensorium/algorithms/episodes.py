@@ -36,11 +36,11 @@ class SpanScores:
 class Episodes:
     """The episodes of a step. Axes: S episodes, ordered by group; P positions, ordered by episode and time.
 
-    Positions are the tokens the model wrote (``written_P`` all true); estimators that ask for observations also get those of
-    the environment's tokens between two responses. ``sequences_P`` and ``turns_P`` say whose a position is: turns are counted
-    through the whole step and an observation belongs to the turn it opens. ``rewards_P`` holds episode and turn scores at
-    their places, span scores not included. ``values_P`` is the critic's value of the prefix before a position, ``after_S``
-    that of the whole episode; a truncated one bootstraps from it. ``correct_S``: 1 right, -1 wrong, NaN unknown.
+    Positions are the tokens the model wrote (``written_P`` all true); estimators that ask for observations also get those
+    of the environment's tokens between two responses. ``sequences_P`` and ``turns_P`` say whose a position is: turns are
+    counted through the whole step and an observation belongs to the turn it opens. ``rewards_P`` holds episode and turn
+    scores at their places, span scores not included. ``values_P`` is the critic's value of the prefix before a position,
+    ``after_S`` that of the whole episode; truncated ones bootstrap from it. ``correct_S``: 1 right, -1 wrong, NaN unknown.
     """
 
     groups_S: Tensor

@@ -1,28 +1,30 @@
-"""GRPO: an episode's reward against the rest of its group."""
+"""GRPO: an episode's reward against the rest of its group, (R - mean) / (std + 1e-6), std unbiased."""
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
-EPSILON = 1e-6
+from sensorium.algorithms.channels import compared
+from sensorium.algorithms.episodes import Credit, Episodes
+from sensorium.algorithms.groups import grouped
+from sensorium.algorithms.variance import EPSILON, moments
 
 
-def advantages(rewards_G: Tensor, *, std: bool = True, leave_one_out: bool = False) -> Tensor:
-    """Advantages of a group, in float64: (R - mean) / (std + 1e-6), std unbiased; ``std=False`` does not divide (Dr.GRPO).
+def estimate(episodes: Episodes, *, std: bool = True, leave_one_out: bool = False) -> Credit:
+    """``std=False`` does not divide (Dr.GRPO); ``leave_one_out`` takes mean and std over the other members."""
+    return compared(episodes, partial(compare, std=std, leave_one_out=leave_one_out))
 
-    ``leave_one_out`` takes mean and std over the others, and does not divide where their std is zero or undefined.
-    A group without variance (or of one) gives exactly zero.
-    """
-    rewards_G = rewards_G.to(torch.float64)
-    size = rewards_G.numel()
-    if size < 2 or bool(rewards_G.min() == rewards_G.max()):
-        return torch.zeros_like(rewards_G)
-    if not leave_one_out:
-        centred_G = rewards_G - rewards_G.mean()
-        return centred_G / (rewards_G.std() + EPSILON) if std else centred_G
-    self_GG = torch.eye(size, dtype=torch.bool, device=rewards_G.device)
-    others_GO = rewards_G.expand(size, size)[~self_GG].view(size, size - 1)
-    centred_G = rewards_G - others_GO.mean(1)
-    if not std or size < 3:
-        return centred_G
-    varied_G = others_GO.amin(1) != others_GO.amax(1)
-    return torch.where(varied_G, centred_G / (others_GO.std(1) + EPSILON), centred_G)
+
+def compare(scores_S: Tensor, groups_S: Tensor, lengths_S: Tensor, *, std: bool, leave_one_out: bool) -> Tensor:
+    """A group without variance gives exactly 0; where the others' scores do not vary, they are not divided by."""
+    groups = grouped(groups_S)
+    scores_KG = groups.lay_out(scores_S)
+    own = base = groups.moments(scores_KG)
+    if leave_one_out:
+        itself_GG = torch.eye(scores_KG.shape[1], dtype=torch.bool, device=scores_KG.device)
+        base = moments(scores_KG.unsqueeze(1), groups.present_KG.unsqueeze(1) & ~itself_GG)
+    values_KG = scores_KG - base.mean
+    if std:
+        values_KG = torch.where(base.varied, values_KG / (base.std + EPSILON), values_KG)
+    return groups.back(torch.where(own.varied, values_KG, 0))

@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
-LOG_RATIO_LIMIT = 20.0
+from sensorium.algorithms.ratio import LOG_RATIO_LIMIT, log_ratio
+
 K3_LIMIT = 10.0
+STRAIGHT_THROUGH = "_straight_through"
 
 
 def penalty(logprobs_N: Tensor, reference_N: Tensor, estimator: str) -> Tensor:
@@ -13,14 +15,26 @@ def penalty(logprobs_N: Tensor, reference_N: Tensor, estimator: str) -> Tensor:
     ``abs``, ``k2`` and ``k3`` differentiate themselves; ``…_straight_through`` has the value of the named estimator and the
     gradient of k2. Plain k1 has no gradient in expectation and is refused.
     """
-    named, _, suffix = estimator.partition("_")
-    if named not in _ESTIMATORS or suffix not in ("", "straight_through") or estimator == "k1":
+    named = estimator.removesuffix(STRAIGHT_THROUGH)
+    if named not in _ESTIMATORS or estimator == "k1":
         raise ValueError(f"KL estimator '{estimator}' cannot be used in a loss; take abs, k2, k3 or k1_straight_through.")
     value_N = _ESTIMATORS[named](logprobs_N, reference_N)
-    if not suffix:
+    if named == estimator:
         return value_N
     gradient_N = k2(logprobs_N, reference_N)
     return value_N.detach() + (gradient_N - gradient_N.detach())
+
+
+def in_reward(logprobs_N: Tensor, reference_N: Tensor, estimator: str) -> Tensor:
+    """KL(current ‖ reference) per token, to be taken off the reward: without gradient, log-ratios clamped to ±20.
+
+    All estimators will do; ``…_straight_through`` forms have the value of the one they name.
+    """
+    named = estimator.removesuffix(STRAIGHT_THROUGH)
+    if named not in _ESTIMATORS:
+        raise ValueError(f"KL estimator '{estimator}' is unknown; take k1, abs, k2 or k3.")
+    near_N = logprobs_N.detach().clamp(reference_N - LOG_RATIO_LIMIT, reference_N + LOG_RATIO_LIMIT)
+    return _ESTIMATORS[named](near_N, reference_N)
 
 
 def k1(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
@@ -40,7 +54,7 @@ def k2(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
 
 def k3(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
     """e^x - x - 1, never negative; x is clamped to ±20 and the result to 10, for the exponential's sake."""
-    x_N = (reference_N - logprobs_N).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    x_N = log_ratio(reference_N, logprobs_N)
     return (torch.expm1(x_N) - x_N).clamp(-K3_LIMIT, K3_LIMIT)
 
 

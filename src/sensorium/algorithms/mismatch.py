@@ -6,21 +6,29 @@ import torch
 from torch import Tensor
 
 from sensorium.algorithms.kl import k3
+from sensorium.algorithms.sequences import sequence_means
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """``prob_error``: mean of exp|gap|, 1 is perfect; ``kl``: mean KL(engine ‖ old); ``maximum``: the largest |gap|."""
+    """``prob_error``: mean of exp|gap|, 1 is perfect; ``kl``: mean KL(engine ‖ old); ``maximum``: the largest |gap|.
+
+    ``sequence_max`` and ``sequence_min``: the extremes over sequences of old / engine, the geometric mean of a sequence's
+    tokens; 1 is perfect.
+    """
 
     prob_error: float
     kl: float
     maximum: float
+    sequence_max: float
+    sequence_min: float
 
 
-def mismatch(old_N: Tensor, engine_N: Tensor) -> Mismatch:
+def mismatch(old_N: Tensor, engine_N: Tensor, sequences_N: Tensor, counts_S: Tensor) -> Mismatch:
     """Measure the mismatch over all tokens of an update."""
     old_N, engine_N = old_N.to(torch.float64), engine_N.to(torch.float64)
-    gap_N = (old_N - engine_N).abs()
-    measured = torch.stack([gap_N.exp().mean(), k3(engine_N, old_N).mean(), gap_N.max()])
-    prob_error, kl, maximum = measured.tolist()
-    return Mismatch(prob_error, kl, maximum)
+    gap_N = old_N - engine_N
+    ratio_S = sequence_means(gap_N, sequences_N, counts_S)[counts_S > 0].exp()
+    size_N = gap_N.abs()
+    measured = [size_N.exp().mean(), k3(engine_N, old_N).mean(), size_N.max(), ratio_S.max(), ratio_S.min()]
+    return Mismatch(*torch.stack(measured).tolist())

@@ -9,8 +9,8 @@ from torch import Tensor
 class UpdateTokens:
     """Every sampled token of the update in canonical order (axis U), for losses that look beyond a micro-batch.
 
-    ``logprobs_U`` are current, without gradient. ``uniforms_U`` are random numbers in [0, 1) keyed by seed, step, update and
-    token, so that a random choice depends neither on packing nor on what ran before.
+    ``logprobs_U`` are current, without gradient. ``uniforms_U`` are random numbers in [0, 1) keyed by seed, step, update
+    and token, so that a random choice depends neither on packing nor on what ran before.
     """
 
     logprobs_U: Tensor
@@ -25,8 +25,8 @@ class UpdateTokens:
 class Tokens:
     """Tokens of a micro-batch. ``sequences_N`` is the index of each token's episode within the update.
 
-    ``logprobs_N`` are current and carry the gradient; ``old_N`` are the learner's before the step's updates. ``places_N`` says
-    where the tokens stand in ``update``, which is complete as far as the loss's trait ``over`` asks: its tokens' own
+    ``logprobs_N`` are current and carry the gradient; ``old_N`` are the learner's before the step's updates. ``places_N``
+    says where the tokens stand in ``update``, which is complete as far as the loss's trait ``over`` asks: its tokens' own
     sequences (``sequence``) or everything (``update``); None for losses over single tokens.
     """
 
@@ -40,7 +40,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Loss per token, before aggregation, and which tokens were clipped (True: the clip took the gradient away)."""
+    """Loss per token, before aggregation, and which tokens were clipped: their gradient is gone (cispo: it is bounded)."""
 
     loss_N: Tensor
     clipped_N: Tensor

@@ -3,6 +3,7 @@
 from rich.console import Console
 from rich.syntax import Syntax
 
+from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.load import dump_recipe
 from sensorium.recipe.plan import make_plan
 from sensorium.recipe.schema import Recipe
@@ -17,6 +18,8 @@ def show_dry_run(recipe: Recipe, console: Console) -> None:
     else:
         say(text, console)
     show_plan(recipe, console)
+    for caution in cautions(recipe):
+        console.print(caution, style="yellow", markup=False, highlight=False)
 
 
 def show_plan(recipe: Recipe, console: Console) -> None:

@@ -1,5 +1,6 @@
 """The engine protocol: tokens in, tokens out, with log-probs. Asynchronous; an engine declares its modalities."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -56,10 +57,14 @@ class Engine(Protocol):
 
     Lockstep: a rollout declares how many episodes are live with ``enter``/``leave``; a lockstep engine advances only when
     every live episode waits for it, so what is batched together is a function of the recipe, not of the clock.
+
+    ``between_ticks``, where it is set, is called whenever every live episode waits, before the engine goes on; by an engine
+    that is not in lockstep, whenever an episode leaves. It may cancel some of those that wait, and says so with True.
     """
 
     modalities: frozenset[str]
     deterministic: bool
+    between_ticks: Callable[[], bool] | None
 
     def enter(self) -> None: ...
 

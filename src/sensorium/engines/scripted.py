@@ -12,6 +12,7 @@ class ScriptedEngine:
     def __init__(self, policy: Policy, answers: Callable[[Request], str]) -> None:
         self.modalities = policy.modalities
         self.deterministic = True
+        self.between_ticks: Callable[[], bool] | None = None
         self._policy = policy
         self._answers = answers
 
@@ -19,7 +20,9 @@ class ScriptedEngine:
         """Nothing to count: every answer is at hand."""
 
     def leave(self) -> None:
-        """Nothing to count."""
+        """There are no ticks: between them is whenever an episode is over."""
+        if self.between_ticks is not None:
+            self.between_ticks()
 
     async def generate(self, request: Request) -> Response:
         """The scripted answer as a model segment that stops by itself."""

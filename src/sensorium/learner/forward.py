@@ -58,6 +58,12 @@ class UpdateFeatures:
         return leaf
 
 
+def hidden_states(policy: Policy, microbatch: MicroBatch, features: UpdateFeatures) -> Tensor:
+    """The language model over a micro-batch: hidden states [T, H]."""
+    placements = [slot.place(features[slot.media]) for slot in microbatch.slots]
+    return policy.language(microbatch.ids_T[None], microbatch.positions_3T[:, None], microbatch.attention, placements)[0]
+
+
 class Scorer:
     """Log-probs and entropies of a policy at a temperature."""
 
@@ -67,13 +73,9 @@ class Scorer:
         self._bias_V = torch.zeros(policy.vocab_size, device=policy.device)
         self._bias_V[list(policy.forbidden_ids)] = FORBIDDEN
 
-    def score(self, microbatch: MicroBatch, features: UpdateFeatures) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [M] of a micro-batch's predicted tokens, in float32."""
-        placements = [slot.place(features[slot.media]) for slot in microbatch.slots]
-        hidden_1TH = self.policy.language(
-            microbatch.ids_T[None], microbatch.positions_3T[:, None], microbatch.attention, placements
-        )
-        return self._head(hidden_1TH[0].index_select(0, microbatch.states_M), microbatch.targets_M)
+    def score(self, hidden_TH: Tensor, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [M] of a micro-batch's predicted tokens, in float32, from its hidden states."""
+        return self._head(hidden_TH.index_select(0, microbatch.states_M), microbatch.targets_M)
 
     @torch.no_grad()
     def logprobs(self, packing: Packing) -> Tensor:
@@ -81,7 +83,8 @@ class Scorer:
         features = UpdateFeatures(self.policy, packing.microbatches)
         logprobs_N = torch.zeros(packing.trained, device=self.policy.device)
         for microbatch in packing.microbatches:
-            logprobs_N[microbatch.places_M] = self.score(microbatch, features)[0]
+            hidden_TH = hidden_states(self.policy, microbatch, features)
+            logprobs_N[microbatch.places_M] = self.score(hidden_TH, microbatch)[0]
         return logprobs_N
 
     def _head(self, hidden_MH: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,26 +1,30 @@
-"""The learner: all updates of a step, on groups of samples."""
+"""The learner: what it thinks of episodes before a step, and all updates of the step, on groups of samples."""
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sensorium.algorithms import correction, kl
+from sensorium.algorithms.kl_control import AdaptiveKL
 from sensorium.algorithms.mismatch import mismatch
+from sensorium.learner.critic import Critic
 from sensorium.learner.forward import Scorer
+from sensorium.learner.objective import Objective
 from sensorium.learner.optimizer import Optimizer, rate_share
 from sensorium.learner.packing import Packing, pack
-from sensorium.learner.sample import Groups, Sample, sampled_tokens
-from sensorium.learner.update import LossFunction, Measured, Objective, UpdateBatch, update
+from sensorium.learner.positions import Positions, find_positions
+from sensorium.learner.sample import Groups, Sample, asked_values, sampled_tokens, uncredited
+from sensorium.learner.update import Measured, Shares, UpdateBatch, corrections, update
 from sensorium.models.policy import Policy
-from sensorium.recipe.names import resolve
 from sensorium.recipe.schema import AlgorithmSection, BatchSection, OptimizerSection
+from sensorium.recipe.traits import estimator_traits
+from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import ModelError, NonFiniteUpdate
 
-__all__ = ["Learner", "Sample"]
+__all__ = ["Assessment", "Learner", "Sample"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,23 @@ class Begun:
     old: tuple[Tensor | None, ...]
 
 
+@dataclass(frozen=True)
+class Assessment:
+    """What credit must know of episodes before they are trained on, in canonical order, on the CPU.
+
+    ``values_P`` and ``after_S`` are the critic's; ``old_N`` and ``reference_N`` log-probs for a KL in the reward.
+    """
+
+    positions: Positions
+    values_P: Tensor | None = None
+    after_S: Tensor | None = None
+    old_N: Tensor | None = None
+    reference_N: Tensor | None = None
+    kl_coef: float = 0.0
+
+
 class Learner:
-    """Trains a policy. ``reference`` is the frozen policy of the KL, where the recipe has a coefficient for it."""
+    """Trains a policy. ``reference`` is the frozen policy of a KL, ``critic`` gives values, where a recipe asks for one."""
 
     def __init__(
         self,
@@ -45,17 +64,45 @@ class Learner:
         total_steps: int,
         freeze: Sequence[str] = (),
         reference: Policy | None = None,
+        critic: Critic | None = None,
+        seed: int = 0,
     ) -> None:
         self.policy = policy
         self.reference = reference
+        self.critic = critic
         self.steps = 0
         self._begun: Begun | None = None
         self._forbidden = frozenset(policy.forbidden_ids)
         self._optimizer_section, self._algorithm, self._batch = optimizer, algorithm, batch
         self._total_steps = total_steps
         self._temperature = temperature
-        self._optimizer = Optimizer(policy, optimizer, freeze)
+        self._seed = seed
+        self._kl_in_reward: float | None = None
+        self._kl = AdaptiveKL(algorithm.kl.coef, algorithm.kl.target, algorithm.kl.horizon)
+        self._optimizer = Optimizer(policy.groups(), optimizer, freeze)
         self._scorer = Scorer(policy, temperature)
+
+    @property
+    def policy_learns(self) -> bool:
+        """False while only the critic warms up."""
+        return self.critic is None or self.steps >= self.critic.section.warmup_steps
+
+    def assess(self, groups: Sequence[Sequence[Episode]]) -> Assessment:
+        """Positions of the episodes, and what the models think of them, as far as credit needs it."""
+        episodes = [episode for group in groups for episode in group]
+        positions = self._positions(episodes)
+        in_reward = self._algorithm.kl.place == "reward" and self._kl.coef > 0
+        if not episodes or (self.critic is None and not in_reward):
+            return Assessment(positions)
+        packing = self._pack(uncredited(groups), positions if self.critic is not None else None)
+        values_P = after_S = old_N = reference_N = None
+        if self.critic is not None:
+            both = self.critic.values(packing, len(positions) + len(episodes)).cpu()
+            values_P, after_S = both[: len(positions)], both[len(positions) :]
+        if in_reward:
+            old_N, reference_N = self._scorer.logprobs(packing).cpu(), self._reference(packing).cpu()
+            self._kl_in_reward = float(kl.k3(old_N, reference_N).double().mean())
+        return Assessment(positions, values_P, after_S, old_N, reference_N, self._kl.coef)
 
     def step(self, groups: Groups, loss: str | None = None) -> dict[str, float]:
         """All updates of one step; returns its metrics. ``loss`` overrides the recipe's (``likelihood``: supervised)."""
@@ -66,23 +113,31 @@ class Learner:
         begun, self._begun = self._begun, None
         if begun is not None:
             batches = [replace(batch, old_N=old_N) for batch, old_N in zip(batches, begun.old, strict=True)]
-        elif count > 1 and not objective.supervised:
-            batches = [replace(batch, old_N=self._scorer.logprobs(batch.packing)) for batch in batches]
+        elif not objective.supervised:
+            batches = self._with_old(batches)
+        batches = [self._corrected(batch, objective) for batch in batches]
         share = rate_share(self._optimizer_section, self.steps, self._total_steps)
+        shares = Shares(share, self.critic.share(self.steps) if self.critic is not None else 0.0)
         measured = []
         for index in range(begun.updates if begun is not None else 0, count):
+            place = index % len(batches)
+            batch = replace(batches[place], key=(self._seed, self.steps, index))
+            if index == 0:  # the weights are those that sampled: old is current, and every ratio exactly 1
+                batch = replace(batch, old_N=None)
             try:
-                batch = batches[index % len(batches)]
-                measured.append(update(self._scorer, self._optimizer, batch, objective, share))
+                measured.append(update(self._scorer, self._optimizer, batch, objective, shares, self.critic))
             except NonFiniteUpdate as error:
                 self._begun = Begun(index, tuple(batch.old_N for batch in batches))
                 raise NonFiniteUpdate(f"update {index + 1} of {count}: {error}") from error
+            if index == 0 and batches[0].old_N is None:
+                batches[0] = replace(batches[0], old_N=measured[0].logprobs_N)
         self.steps += 1
         metrics = _mean([one.metrics() for one in measured])
         if not objective.supervised:
             metrics |= _mismatch(batches, measured)
+            metrics |= self._controlled(metrics, sum(len(group) for group in groups))
         return metrics | {
-            "policy/lr": self._optimizer_section.lr * share,
+            "policy/lr": self._optimizer_section.lr * share if objective.policy_learns else 0.0,
             "packing/trained_tokens": sum(batch.packing.trained for batch in batches),
             "packing/tokens": sum(batch.packing.tokens for batch in batches),
             "packing/splits": sum(batch.packing.splits for batch in batches),
@@ -98,12 +153,21 @@ class Learner:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the policy's weights that is needed to go on exactly."""
-        return {"steps": self.steps, "optimizer": self._optimizer.state_dict(), "begun": self._begun}
+        return {
+            "steps": self.steps,
+            "optimizer": self._optimizer.state_dict(),
+            "critic": None if self.critic is None else self.critic.state_dict(),
+            "kl": self._kl.state_dict(),
+            "begun": self._begun,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken; the policy's weights are loaded by the caller."""
         self.steps = state["steps"]
         self._optimizer.load_state_dict(state["optimizer"])
+        if self.critic is not None:
+            self.critic.load_state_dict(state["critic"])
+        self._kl.load_state_dict(state["kl"])
         begun: Begun | None = state["begun"]
         if begun is not None:
             moved = tuple(None if old_N is None else old_N.to(self.policy.device) for old_N in begun.old)
@@ -111,18 +175,62 @@ class Learner:
         self._begun = begun
 
     def _objective(self, name: str) -> Objective:
-        return Objective(_loss_function(name, self._algorithm), self._algorithm, supervised=name == "likelihood")
+        objective = Objective(name, self._algorithm, policy_learns=self.policy_learns)
+        in_loss = self._algorithm.kl.place == "loss" and not objective.supervised
+        return replace(objective, kl_coef=self._kl.coef if in_loss else 0.0)
+
+    def _positions(self, episodes: Sequence[Episode]) -> Positions:
+        observations = estimator_traits(self._algorithm.advantage.name).observations
+        return find_positions(episodes, self.policy.layout, observations=observations)
 
     def _prepare(self, groups: Groups, objective: Objective) -> UpdateBatch:
-        packing = self._pack(groups)
-        reference_N = None
-        if objective.kl_coef:
-            if self.reference is None:
-                raise ValueError("algorithm.kl.coef is not 0, but the learner was given no reference policy")
-            reference_N = Scorer(self.reference, self._temperature).logprobs(packing)
-        return UpdateBatch(sampled_tokens(groups, self.policy.device), packing, None, reference_N)
+        device = self.policy.device
+        asked = asked_values(groups, device) if self.critic is not None else None
+        positions = None if asked is None else self._positions([sample.episode for group in groups for sample in group])
+        packing = self._pack(groups, positions)
+        reference_N = self._reference(packing) if objective.kl_coef else None
+        return UpdateBatch(sampled_tokens(groups, device), packing, reference_N=reference_N, asked=asked)
 
-    def _pack(self, groups: Groups) -> Packing:
+    def _reference(self, packing: Packing) -> Tensor:
+        """Log-probs of the reference policy."""
+        if self.reference is None:
+            raise ValueError("algorithm.kl.coef is not 0, but the learner was given no reference policy")
+        return Scorer(self.reference, self._temperature).logprobs(packing)
+
+    def _with_old(self, batches: list[UpdateBatch]) -> list[UpdateBatch]:
+        """Old log-probs of all batches but the first, which meets the old weights themselves unless it is asked about."""
+        section = self._algorithm.correction
+        whole = section.weights in ("sequence", "geometric") or section.reject != "none"
+        return [
+            replace(batch, old_N=self._scorer.logprobs(batch.packing)) if i or whole else batch
+            for i, batch in enumerate(batches)
+        ]
+
+    def _corrected(self, batch: UpdateBatch, objective: Objective) -> UpdateBatch:
+        """Corrections of the mismatch that take whole sequences; those of single tokens are found on the way."""
+        section, tokens, old_N = self._algorithm.correction, batch.tokens, batch.old_N
+        if objective.supervised or old_N is None:
+            return batch
+        known = (old_N, tokens.engine_N, tokens.sequences_N, tokens.counts_S)
+        if section.weights in ("sequence", "geometric"):
+            batch = replace(batch, corrections_N=corrections(section, *known))
+        if section.reject != "none":
+            above, estimator = section.reject_above, section.estimator
+            rejected_S = correction.rejected(*known, by=section.reject, estimator=estimator, above=above)
+            batch = replace(batch, rejected_S=rejected_S)
+        return batch
+
+    def _controlled(self, metrics: dict[str, float], episodes: int) -> dict[str, float]:
+        """The KL that was seen and its coefficient, which an adaptive control then moves."""
+        coef, seen = self._kl.coef, metrics.get("policy/kl_ref", self._kl_in_reward)
+        self._kl_in_reward = None
+        if seen is None:
+            return {}
+        if self._algorithm.kl.control == "adaptive":
+            self._kl.update(seen, episodes)
+        return {"policy/kl_ref": seen, "policy/kl_coef": coef}
+
+    def _pack(self, groups: Groups, positions: Positions | None = None) -> Packing:
         for episode in (sample.episode for group in groups for sample in group):
             for turn in episode.turns:
                 if not self._forbidden.isdisjoint(turn.response.tokens):
@@ -130,14 +238,7 @@ class Learner:
                         f"episode {episode.id}, turn {turn.index}: the response holds a token that the model may not write "
                         "(a placeholder or special token); take it out of the demonstration."
                     )
-        return pack(groups, self.policy.layout, self._batch.tokens_per_microbatch, self.policy.device)
-
-
-def _loss_function(name: str, algorithm: AlgorithmSection) -> LossFunction:
-    """The named loss with those of the recipe's settings that it takes."""
-    function = resolve("loss", name, "algorithm.loss.name")
-    settings = algorithm.loss.model_dump()
-    return partial(function, **{key: settings[key] for key in inspect.signature(function).parameters if key in settings})
+        return pack(groups, self.policy.layout, self._batch.tokens_per_microbatch, self.policy.device, positions)
 
 
 def _partition(groups: Groups, updates: int) -> list[Groups]:
@@ -160,6 +261,14 @@ def _mean(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def _mismatch(batches: Sequence[UpdateBatch], measured: Sequence[Measured]) -> dict[str, float]:
     """Over all tokens of the step, once. A single update has found its own old log-probs."""
-    old = [batch.old_N if batch.old_N is not None else measured[0].old_N for batch in batches]
-    found = mismatch(torch.cat(old), torch.cat([batch.tokens.engine_N for batch in batches]))
-    return {"mismatch/prob_error": found.prob_error, "mismatch/kl": found.kl, "mismatch/max": found.maximum}
+    old_N = torch.cat([batch.old_N if batch.old_N is not None else measured[0].old_N for batch in batches])
+    counts_S = torch.cat([batch.tokens.counts_S for batch in batches])
+    sequences_N = torch.repeat_interleave(torch.arange(len(counts_S), device=counts_S.device), counts_S)
+    found = mismatch(old_N, torch.cat([batch.tokens.engine_N for batch in batches]), sequences_N, counts_S)
+    return {
+        "mismatch/prob_error": found.prob_error,
+        "mismatch/kl": found.kl,
+        "mismatch/max": found.maximum,
+        "mismatch/sequence_max": found.sequence_max,
+        "mismatch/sequence_min": found.sequence_min,
+    }

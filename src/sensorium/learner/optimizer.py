@@ -4,7 +4,7 @@ Float32 parameters are updated in place. Others have a float32 master and a floa
 after a step the parameter is the master, rounded. (At a learning rate of 1e-6 a bfloat16 weight would not move at all.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import cos, pi
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from sensorium.models.policy import Policy
 from sensorium.recipe.schema import OptimizerSection
 from sensorium.vocabulary.errors import CheckpointError, RecipeError, nearest
 
@@ -29,11 +28,16 @@ def rate_share(section: OptimizerSection, step: int, total: int) -> float:
 
 
 class Optimizer:
-    """The policy's trainable parameters and their moments. Parameters of ``freeze`` groups stop learning here."""
+    """Trainable parameters by group, and their moments. Parameters of ``freeze`` groups stop learning here."""
 
-    def __init__(self, policy: Policy, section: OptimizerSection, freeze: Sequence[str] = ()) -> None:
-        groups = policy.groups()
-        _check_names(freeze, list(groups), "model.freeze")
+    def __init__(
+        self,
+        groups: Mapping[str, Mapping[str, Parameter]],
+        section: OptimizerSection,
+        freeze: Sequence[str] = (),
+        where: str = "model",
+    ) -> None:
+        _check_names(freeze, list(groups), f"{where}.freeze")
         _check_names(section.group_lr, list(groups), "optimizer.group_lr")
         self._section = section
         self._parameters: dict[str, Parameter] = {}
@@ -51,7 +55,7 @@ class Optimizer:
             for decay, chosen in _by_decay(masters, section.weight_decay):
                 settings.append({"params": chosen, "lr": rate, "rate": rate, "weight_decay": decay})
         if not settings:
-            raise RecipeError(f"model.freeze {list(freeze)} leaves nothing to train; freeze fewer groups.")
+            raise RecipeError(f"{where}.freeze {list(freeze)} leaves nothing to train; freeze fewer groups.")
         self._adam = torch.optim.AdamW(settings, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
         self._rounded = [name for name, master in self._masters.items() if master is not self._parameters[name]]
 

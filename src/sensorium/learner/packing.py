@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from sensorium.learner.attention import Run, TreeAttention, arrange
+from sensorium.learner.positions import LayOut, Positions
 from sensorium.learner.sample import Groups, Sample
-from sensorium.learner.tree import LayOut, Node, Part, grow, split
+from sensorium.learner.tree import Node, Part, ask_values, grow, split
 from sensorium.models.layout import Slot
 from sensorium.vocabulary.content import Media
 
@@ -19,7 +20,7 @@ class MicroBatch:
     """One flat row of T tokens, of which M are predicted: token ``targets_M`` from the state at ``states_M``.
 
     ``places_M`` are the predicted tokens' places among the update's sampled tokens; ``slots`` take features. ``silent``:
-    no token in it has an advantage.
+    no token in it has an advantage. Where a critic is asked, its values ``value_places_Q`` are read at ``value_states_Q``.
     """
 
     ids_T: Tensor
@@ -30,6 +31,8 @@ class MicroBatch:
     targets_M: Tensor
     places_M: Tensor
     silent: bool
+    value_states_Q: Tensor
+    value_places_Q: Tensor
 
     def __len__(self) -> int:
         return len(self.ids_T)
@@ -49,21 +52,27 @@ class Packing:
         return sum(len(microbatch) for microbatch in self.microbatches)
 
 
-def pack(groups: Groups, lay_out: LayOut, limit: int, device: torch.device) -> Packing:
+def pack(groups: Groups, lay_out: LayOut, limit: int, device: torch.device, positions: Positions | None = None) -> Packing:
     """Pack groups in order into micro-batches of at most ``limit`` tokens; every sampled token is trained once.
 
-    Groups without any advantage go into micro-batches of their own, after the others: they may need no backward.
+    Groups without any advantage go into micro-batches of their own, after the others: they may need no backward. With
+    ``positions`` of the groups' episodes, values are read there too.
     """
     parts: dict[bool, list[Part]] = {False: [], True: []}
-    splits = first = 0
+    splits = first = sequence = value = 0
     for group in groups:
-        of_group = split(grow(group, first, lay_out), limit)
+        roots = grow(group, first, lay_out)
+        if positions is not None:
+            value = ask_values(roots, group, positions, sequence, value, lay_out)
+        of_group = split(roots, limit)
         splits += max(0, len(of_group) - 1)
         parts[_silent(group)] += of_group
         first += sum(sample.episode.sampled_tokens for sample in group)
+        sequence += len(group)
     microbatches = tuple(
         _lay_out(several, device, silent) for silent, of_kind in parts.items() for several in _fill(of_kind, limit)
     )
+    assert positions is None or value == len(positions), f"{value} of {len(positions)} values are read"
     packing = Packing(microbatches, sum(len(microbatch.places_M) for microbatch in microbatches), splits)
     places = np.concatenate([microbatch.places_M.cpu().numpy() for microbatch in microbatches])
     assert packing.trained == first == len(np.unique(places)), f"{first} tokens sampled, {packing.trained} trained"
@@ -113,8 +122,7 @@ def _lay_out(parts: Sequence[Part], device: torch.device, silent: bool) -> Micro
     ids_T = np.empty(total, dtype=np.int64)
     positions_3T = np.empty((3, total), dtype=np.int64)
     slots: list[Slot] = []
-    states: list[np.ndarray] = []
-    trained: list[Node] = []
+    read = _Read([], [], [], [], [])
     for (i, node), place in laid.items():
         start = place.run.start + place.offset
         ids_T[start : start + place.count] = node.ids_T[: place.count]
@@ -123,20 +131,49 @@ def _lay_out(parts: Sequence[Part], device: torch.device, silent: bool) -> Micro
         if node in parts[i].trained:
             assert place.before is not None, "what the model wrote follows something"
             before = laid[i, place.before]
-            last = before.run.start + before.offset + before.count - 1
-            states += [np.array([last]), np.arange(start, start + len(node.ids_T) - 1)]
-            trained.append(node)
-    places = [np.arange(node.first, node.first + len(node.ids_T)) for node in trained]
+            read.note(node, before.run.start + before.offset + before.count - 1, start)
     return MicroBatch(
         ids_T=torch.from_numpy(ids_T).to(device),
         positions_3T=torch.from_numpy(positions_3T).to(device),
         attention=TreeAttention(batches, device),
         slots=tuple(slots),
-        states_M=torch.from_numpy(np.concatenate(states)).to(device),
-        targets_M=torch.from_numpy(np.concatenate([node.ids_T for node in trained])).to(device),
-        places_M=torch.from_numpy(np.concatenate(places)).to(device),
+        states_M=_joined(read.states, device),
+        targets_M=_joined(read.targets, device),
+        places_M=_joined(read.places, device),
         silent=silent,
+        value_states_Q=_joined(read.value_states, device),
+        value_places_Q=_joined(read.value_places, device),
     )
+
+
+@dataclass
+class _Read:
+    """What is read of a micro-batch: predicted tokens and values, and the states they are read from."""
+
+    states: list[np.ndarray]
+    targets: list[np.ndarray]
+    places: list[np.ndarray]
+    value_states: list[np.ndarray]
+    value_places: list[np.ndarray]
+
+    def note(self, node: Node, last: int, start: int) -> None:
+        """Read a node that starts at ``start``; the token before it stands at ``last``."""
+        length = len(node.ids_T)
+        states = np.concatenate([[last], np.arange(start, start + length - 1)])
+        if node.first >= 0:
+            self.states.append(states)
+            self.targets.append(node.ids_T)
+            self.places.append(np.arange(node.first, node.first + length))
+        if node.value >= 0:
+            self.value_states.append(states)
+            self.value_places.append(np.arange(node.value, node.value + length))
+        if node.after >= 0:
+            self.value_states.append(np.array([start + length - 1]))
+            self.value_places.append(np.array([node.after]))
+
+
+def _joined(parts: list[np.ndarray], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *parts])).to(device)
 
 
 def _runs(part: Part, index: int, laid: dict[tuple[int, Node], _Laid]) -> list[Run]:
@@ -153,7 +190,7 @@ def _runs(part: Part, index: int, laid: dict[tuple[int, Node], _Laid]) -> list[R
         else:
             run = Run(0, None if above is None else above.run)
             runs.append(run)
-        count = len(node.ids_T) - (0 if heirs[node] else 1)
+        count = len(node.ids_T) - (0 if heirs[node] else node.unread)
         before = node.parent if above is None or above.count else above.before
         laid[index, node] = _Laid(run, run.length, count, before)
         run.length += count

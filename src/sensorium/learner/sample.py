@@ -1,4 +1,4 @@
-"""What the learner is given: an episode and the advantage of every token the model wrote in it."""
+"""What the learner is given: an episode, the advantage of every token the model wrote, and what a critic is taught."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +11,20 @@ from sensorium.vocabulary.episode import Episode
 
 
 @dataclass(frozen=True)
+class Valued:
+    """At an episode's positions: what the critic said before the step, and what it should have said (NaN: not asked)."""
+
+    values_P: Tensor
+    targets_P: Tensor
+
+
+@dataclass(frozen=True)
 class Sample:
     """An episode with one tensor of advantages per turn, as long as the turn's response."""
 
     episode: Episode
     advantages: tuple[Tensor, ...]
+    valued: Valued | None = None
 
     def __post_init__(self) -> None:
         assert len(self.advantages) == len(self.episode.turns), f"{self.episode.id}: advantages for every turn"
@@ -24,6 +33,11 @@ class Sample:
 
 
 Groups = Sequence[Sequence[Sample]]
+
+
+def uncredited(groups: Sequence[Sequence[Episode]]) -> list[list[Sample]]:
+    """Episodes before anything is known of their worth."""
+    return [[Sample(e, tuple(torch.zeros(len(t.response.tokens)) for t in e.turns)) for e in group] for group in groups]
 
 
 @dataclass(frozen=True)
@@ -54,3 +68,31 @@ def sampled_tokens(groups: Groups, device: torch.device) -> SampledTokens:
         torch.repeat_interleave(torch.arange(len(samples)), counts_S).to(device),
         counts_S.to(device),
     )
+
+
+@dataclass(frozen=True)
+class AskedValues:
+    """What a critic is taught in an update, in canonical order of positions; ``weights_P`` sum to one over those asked."""
+
+    old_P: Tensor
+    targets_P: Tensor
+    weights_P: Tensor
+
+    @property
+    def asked_P(self) -> Tensor:
+        """True where the critic is taught."""
+        return self.weights_P > 0
+
+
+def asked_values(groups: Groups, device: torch.device) -> AskedValues | None:
+    """Gather what the critic is taught; None where the samples carry nothing for it."""
+    valued = [sample.valued for group in groups for sample in group]
+    known = [one for one in valued if one is not None]
+    if not known:
+        return None
+    assert len(known) == len(valued), "either every sample is valued or none"
+    targets_P = torch.cat([one.targets_P for one in known]).to(device, torch.float32)
+    asked_P = ~targets_P.isnan()
+    weights_P = asked_P / asked_P.sum().clamp(min=1)
+    old_P = torch.cat([one.values_P for one in known]).to(device, torch.float32)
+    return AskedValues(old_P, targets_P.nan_to_num(), weights_P)

@@ -1,40 +1,53 @@
 """The threads of a group as a tree of segments: what is shared stands once.
 
 Invariants: a node is a segment in one context (its path from the root); a sampled segment is trained in exactly one node,
-at the place where it was generated; nodes that no trained token needs are left out.
+at the place where it was generated; a value is read in exactly one node; nodes that none of these needs are left out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from sensorium.learner.positions import LayOut, Positions
 from sensorium.learner.sample import Sample
-from sensorium.models.layout import Layout, Slot
+from sensorium.models.layout import Slot
 from sensorium.vocabulary.episode import Segment
-
-LayOut = Callable[[Segment], Layout]
 
 
 @dataclass(eq=False)
 class Node:
     """A segment, expanded, after its ancestors. ``positions`` [3, T] or [T] continue from theirs, up to ``end``.
 
-    ``first`` is the place of its first token among the update's sampled tokens, or -1 where it is context.
+    ``first`` is the place of its first token among the update's sampled tokens, or -1 where it is context. ``value`` is the
+    place of the value before its first token among the update's values, ``after`` of the one after its last token, or -1.
     """
 
+    key: str
     ids_T: np.ndarray
     positions: np.ndarray
     end: int
     slots: tuple[Slot, ...]
     parent: "Node | None"
     first: int = -1
+    value: int = -1
+    after: int = -1
     children: dict[str, "Node"] = field(default_factory=dict)
+
+    @property
+    def asked(self) -> bool:
+        """True if something is read here: log-probs of its tokens, or values."""
+        return self.first >= 0 or self.value >= 0
+
+    @property
+    def unread(self) -> int:
+        """How many tokens at its end nobody reads, if nothing follows it."""
+        return 0 if self.after >= 0 else 1
 
 
 @dataclass(frozen=True)
 class Part:
-    """Nodes of a tree that are computed together, depth first, and which of them are trained here.
+    """Nodes of a tree that are computed together, depth first, and which of them are trained (or valued) here.
 
     ``tokens``: how many are computed; nobody reads what follows a leaf's last token, so that one is not.
     """
@@ -63,6 +76,26 @@ def grow(samples: Sequence[Sample], first: int, lay_out: LayOut) -> list[Node]:
     return list(roots.values())
 
 
+def ask_values(
+    roots: Sequence[Node], samples: Sequence[Sample], positions: Positions, sequence: int, place: int, lay_out: LayOut
+) -> int:
+    """Mark where a group's values are read, from episode ``sequence`` and value ``place`` on; returns the next place."""
+    known = {node.key: node for node in roots}
+    for s, sample in enumerate(samples, start=sequence):
+        episode = sample.episode
+        last = None
+        for stretch in positions.stretches[s]:
+            if stretch.length:
+                node = _walk(known, episode.threads[stretch.thread].segments[: stretch.segment + 1], lay_out)
+                assert node.value < 0, f"{episode.id}: turn {stretch.turn} is valued twice"
+                node.value = place
+                place += stretch.length
+                last = node
+        if positions.truncated[s] and last is not None:
+            last.after = len(positions) + s
+    return place
+
+
 def _walk(roots: dict[str, Node], segments: Sequence[Segment], lay_out: LayOut) -> Node:
     parent: Node | None = None
     children = roots
@@ -80,10 +113,10 @@ def _node(segment: Segment, parent: Node | None, lay_out: LayOut) -> Node:
     if segment.author == "model":  # text, one position a token: no need to lay it out
         assert not segment.media, "a model writes no media"
         end = start + len(segment.tokens)
-        return Node(np.array(segment.tokens, dtype=np.int64), np.arange(start, end), end, (), parent)
+        return Node(segment.key, np.array(segment.tokens, dtype=np.int64), np.arange(start, end), end, (), parent)
     layout = lay_out(segment)
     positions_3T = layout.positions_3T.numpy() + start
-    return Node(layout.ids_T.numpy(), positions_3T, start + layout.advance, layout.slots, parent)
+    return Node(segment.key, layout.ids_T.numpy(), positions_3T, start + layout.advance, layout.slots, parent)
 
 
 def split(roots: Sequence[Node], limit: int) -> list[Part]:
@@ -96,10 +129,10 @@ def split(roots: Sequence[Node], limit: int) -> list[Part]:
     current: dict[Node, None] = {}
     size = 0
     for path in _branches(roots):
-        added = sum(len(node.ids_T) for node in path if node not in current) - 1
+        added = sum(len(node.ids_T) for node in path if node not in current) - path[-1].unread
         if current and size + added > limit:
             parts.append(_close(current, done, size))
-            current, size, added = {}, 0, sum(len(node.ids_T) for node in path) - 1
+            current, size, added = {}, 0, sum(len(node.ids_T) for node in path) - path[-1].unread
         current.update(dict.fromkeys(path))
         size += added
     if current:
@@ -108,7 +141,7 @@ def split(roots: Sequence[Node], limit: int) -> list[Part]:
 
 
 def _close(nodes: dict[Node, None], done: set[Node], size: int) -> Part:
-    trained = frozenset(node for node in nodes if node.first >= 0 and node not in done)
+    trained = frozenset(node for node in nodes if node.asked and node not in done)
     done |= trained
     return Part(tuple(nodes), trained, size)
 

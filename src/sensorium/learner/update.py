@@ -1,10 +1,11 @@
-"""One update: every micro-batch forward and backward, one tower backward, one optimizer step.
+"""One update: every micro-batch forward and backward, one tower backward, one step of each optimizer.
 
 The loss is a sum over tokens with weights from whole-update counts; what is measured is measured over whole-update vectors
-in canonical order. So neither depends on how the update was packed.
+in canonical order. So neither depends on how the update was packed. All gradients, the critic's too, are found and checked
+before anything moves.
 """
 
-from collections.abc import Callable
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
@@ -12,58 +13,43 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from sensorium.algorithms import kl
+from sensorium.algorithms import correction, kl
 from sensorium.algorithms.aggregation import sequence_weights
-from sensorium.algorithms.tokens import TokenLoss, Tokens
-from sensorium.learner.forward import Scorer, UpdateFeatures
+from sensorium.algorithms.tokens import Tokens, UpdateTokens
+from sensorium.learner.critic import Critic, ValuePass
+from sensorium.learner.forward import Scorer, UpdateFeatures, hidden_states
+from sensorium.learner.objective import Objective
 from sensorium.learner.optimizer import Optimizer
 from sensorium.learner.packing import MicroBatch, Packing
-from sensorium.learner.sample import SampledTokens
-from sensorium.recipe.schema import AlgorithmSection
+from sensorium.learner.sample import AskedValues, SampledTokens
+from sensorium.recipe.schema import CorrectionSection
 from sensorium.vocabulary.errors import NonFiniteUpdate
-
-LossFunction = Callable[[Tokens], TokenLoss]
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What is minimised. ``supervised``: nothing was sampled by an engine, so there is no KL, no clip and no mismatch."""
-
-    loss: LossFunction
-    algorithm: AlgorithmSection
-    supervised: bool = False
-
-    def idles(self, microbatch: MicroBatch) -> bool:
-        """True if a micro-batch has no gradient: none of its tokens has an advantage, and nothing else pulls at them."""
-        return microbatch.silent and self._vanishes and not self.kl_coef and not self.entropy_coef
-
-    @cached_property
-    def _vanishes(self) -> bool:
-        """Whether a token without advantage has no gradient, asked of the loss itself."""
-        logprobs_N = torch.linspace(-4, 0, 17, requires_grad=True)
-        zeros_N = torch.zeros(17)
-        loss_N = self.loss(Tokens(logprobs_N, logprobs_N.detach().flip(0), zeros_N, zeros_N.long())).loss_N
-        return not torch.autograd.grad(loss_N.sum(), logprobs_N)[0].any()
-
-    @property
-    def kl_coef(self) -> float:
-        """Weight of the KL to the reference."""
-        return 0.0 if self.supervised else self.algorithm.kl.coef
-
-    @property
-    def entropy_coef(self) -> float:
-        """Weight of the entropy bonus."""
-        return 0.0 if self.supervised else self.algorithm.loss.entropy_coef
 
 
 @dataclass(frozen=True)
 class UpdateBatch:
-    """The data of an update: sampled tokens in canonical order, their packing, and log-probs known beforehand."""
+    """The data of an update: sampled tokens in canonical order, their packing, and what is known of them beforehand.
+
+    ``old_N`` None: the weights have not moved since sampling, so old is current. ``corrections_N`` are weights against the
+    mismatch where they take whole sequences; ``rejected_S`` marks those left out for it. ``key`` decides random choices.
+    """
 
     tokens: SampledTokens
     packing: Packing
-    old_N: Tensor | None
-    reference_N: Tensor | None
+    key: tuple[int, ...] = ()
+    old_N: Tensor | None = None
+    reference_N: Tensor | None = None
+    corrections_N: Tensor | None = None
+    rejected_S: Tensor | None = None
+    asked: AskedValues | None = None
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The shares of their learning rates at which policy and critic move."""
+
+    policy: float
+    critic: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +63,9 @@ class Measured:
     entropies_N: Tensor
     clipped_N: Tensor
     reference_N: Tensor | None
+    corrections_N: Tensor | None
+    rejected_S: Tensor | None
+    value: dict[str, float]
 
     def metrics(self) -> dict[str, float]:
         """Token means."""
@@ -87,84 +76,185 @@ class Measured:
         }
         if self.reference_N is not None:
             named["policy/kl_ref"] = kl.k3(self.logprobs_N, self.reference_N)
-        means = torch.stack([values_N.double().mean() for values_N in named.values()]).tolist()
-        return {"policy/loss": self.loss, "policy/grad_norm": self.grad_norm, **dict(zip(named, means, strict=True))}
+        if self.corrections_N is not None:
+            named["correction/weight"] = self.corrections_N
+            named["correction/zeroed"] = self.corrections_N == 0
+        if self.rejected_S is not None:
+            named["correction/rejected"] = self.rejected_S
+        means = torch.stack([values.double().mean() for values in named.values()]).tolist()
+        row = {"policy/loss": self.loss, "policy/grad_norm": self.grad_norm, **dict(zip(named, means, strict=True))}
+        return row | self.value
 
 
-def update(scorer: Scorer, optimizer: Optimizer, batch: UpdateBatch, objective: Objective, share: float) -> Measured:
-    """Run one update; raises NonFiniteUpdate with the weights as they were."""
-    pass_ = _Pass(scorer, batch, objective)
+def update(
+    scorer: Scorer, optimizer: Optimizer, batch: UpdateBatch, objective: Objective, shares: Shares, critic: Critic | None
+) -> Measured:
+    """Run one update; raises NonFiniteUpdate with all weights as they were."""
+    learners = [optimizer] if critic is None else [optimizer, critic.optimizer]
     try:
-        microbatches = batch.packing.microbatches
-        learning = [microbatch for microbatch in microbatches if not objective.idles(microbatch)]
-        idle = [microbatch for microbatch in microbatches if objective.idles(microbatch)]
-        features = UpdateFeatures(scorer.policy, learning, idle)
-        for microbatch in learning:
-            pass_.run(microbatch, features).backward()
-            optimizer.gather()
-        with torch.no_grad():
-            for microbatch in idle:
-                pass_.run(microbatch, features)
-        features.backward()
-        optimizer.gather()
-        norm = optimizer.grad_norm()
-        measured = pass_.measured(norm)
-        if not (isfinite(measured.loss) and isfinite(measured.grad_norm)):
-            raise NonFiniteUpdate(_complaint(measured, optimizer))
+        value = None if critic is None or batch.asked is None else ValuePass(critic, batch.asked)
+        if value is not None and not value.critic.shared:
+            value.gather(batch.packing)
+        pass_ = _Pass(scorer, batch, objective, value)
+        pass_.run(learners)
+        norms = [one.grad_norm() for one in learners]
+        measured = pass_.measured(norms)
+        if not (isfinite(measured.loss) and all(bool(norm.isfinite()) for norm in norms)):
+            raise NonFiniteUpdate(_complaint(measured, learners))
     except BaseException:
-        optimizer.forget()
+        for one in learners:
+            one.forget()
         raise
-    optimizer.step(share, norm)
-    scorer.policy.version += 1
+    if objective.policy_learns:
+        optimizer.step(shares.policy, norms[0])
+        scorer.policy.version += 1
+    else:
+        optimizer.forget()
+    if critic is not None:
+        critic.optimizer.step(shares.critic, norms[1])
     return measured
 
 
-class _Pass:
-    """Forward over micro-batches, filling whole-update vectors."""
+def corrections(
+    section: CorrectionSection, old_N: Tensor, engine_N: Tensor, sequences_N: Tensor, counts_S: Tensor
+) -> Tensor:
+    """Weights against the mismatch as the recipe has them."""
+    mode, low, high = section.mode, section.low, section.high
+    return correction.weights(
+        old_N, engine_N, sequences_N, counts_S, weights=section.weights, mode=mode, low=low, high=high
+    )
 
-    def __init__(self, scorer: Scorer, batch: UpdateBatch, objective: Objective) -> None:
-        self.scorer, self.batch, self.objective = scorer, batch, objective
-        section = objective.algorithm.loss
-        weights_S = sequence_weights(section.aggregation, batch.tokens.counts_S, constant=section.aggregation_constant)
+
+class _Pass:
+    """Forward and backward over micro-batches, filling whole-update vectors."""
+
+    def __init__(self, scorer: Scorer, batch: UpdateBatch, objective: Objective, value: ValuePass | None) -> None:
+        self.scorer, self.batch, self.objective, self.value = scorer, batch, objective, value
+        counts_S = batch.tokens.counts_S
+        if batch.rejected_S is not None:
+            counts_S = torch.where(batch.rejected_S, 0, counts_S)
+        constant = objective.algorithm.loss.aggregation_constant
+        weights_S = sequence_weights(objective.aggregation, counts_S, constant=constant)
         self.weights_N = weights_S[batch.tokens.sequences_N]
         self.logprobs_N, self.entropies_N, self.losses_N = torch.zeros(
             3, len(batch.tokens), device=self.weights_N.device
         ).unbind()
         self.clipped_N = torch.zeros_like(self.losses_N, dtype=torch.bool)
+        correcting = not objective.supervised and objective.algorithm.correction.weights != "none"
+        self.corrections_N = torch.ones_like(self.losses_N) if correcting else None
+        self.whole_N = scorer.logprobs(batch.packing) if self._looks_ahead() else None
 
-    def run(self, microbatch: MicroBatch, features: UpdateFeatures) -> Tensor:
-        """One micro-batch forward; returns its share of the loss."""
+    def _looks_ahead(self) -> bool:
+        """Whether the loss must know log-probs that other micro-batches will find; then they are found beforehand."""
+        over, microbatches = self.objective.over, self.batch.packing.microbatches
+        if over == "token" or len(microbatches) == 1:
+            return False
+        if over == "update":
+            return True
+        present = [self.batch.tokens.sequences_N[microbatch.places_M].unique() for microbatch in microbatches]
+        cut = sum(len(sequences) for sequences in present) > int((self.batch.tokens.counts_S > 0).sum())
+        return cut and self.batch.old_N is not None  # with old as current every ratio is 1
+
+    def run(self, optimizers: list[Optimizer]) -> None:
+        """All micro-batches: those that teach the policy with a graph, the others without; then the towers, once."""
+        microbatches = self.batch.packing.microbatches
+        learning = [microbatch for microbatch in microbatches if not self._idles(microbatch)]
+        idle = [microbatch for microbatch in microbatches if self._idles(microbatch)]
+        features = UpdateFeatures(self.scorer.policy, learning, idle)
+        for microbatch in (*learning, *idle):
+            with torch.set_grad_enabled(not self._idles(microbatch)):
+                hidden_TH = hidden_states(self.scorer.policy, microbatch, features)
+                loss = self._policy_loss(hidden_TH, microbatch)
+            if self.value is not None and self.value.critic.shared:
+                loss = loss + self.value.loss(hidden_TH, microbatch)
+            if loss.requires_grad:
+                loss.backward()
+            for one in optimizers:
+                one.gather()
+        features.backward()
+        for one in optimizers:
+            one.gather()
+
+    def _idles(self, microbatch: MicroBatch) -> bool:
+        """True if nothing of a micro-batch pulls at the policy's weights."""
+        value = self.value
+        pulled = value is not None and value.critic.shared and value.critic.section.trunk_coef > 0
+        return self.objective.idles(microbatch) and not (pulled and self.objective.policy_learns)
+
+    def _policy_loss(self, hidden_TH: Tensor, microbatch: MicroBatch) -> Tensor:
+        """A micro-batch's share of the policy loss."""
         batch, objective, places_M = self.batch, self.objective, microbatch.places_M
-        logprobs_M, entropies_M = self.scorer.score(microbatch, features)
-        known = Tokens(
-            logprobs_M,
-            logprobs_M.detach() if batch.old_N is None else batch.old_N[places_M],
-            batch.tokens.advantages_N[places_M],
-            batch.tokens.sequences_N[places_M],
+        logprobs_M, entropies_M = self.scorer.score(hidden_TH, microbatch)
+        still_M = logprobs_M.detach()
+        self.logprobs_N[places_M] = still_M
+        self.entropies_N[places_M] = entropies_M.detach()
+        old_M = still_M if batch.old_N is None else batch.old_N[places_M]
+        tokens = batch.tokens
+        out = objective.loss(
+            Tokens(logprobs_M, old_M, tokens.advantages_N[places_M], tokens.sequences_N[places_M], places_M, self._update())
         )
-        out = objective.loss(known)
         loss_M = out.loss_N
+        if self.corrections_N is not None:
+            corrections_M = self._corrections(old_M, places_M)
+            self.corrections_N[places_M] = corrections_M
+            loss_M = loss_M * corrections_M
         if objective.kl_coef and batch.reference_N is not None:
             estimator = objective.algorithm.kl.estimator
             loss_M = loss_M + objective.kl_coef * kl.penalty(logprobs_M, batch.reference_N[places_M], estimator)
         if objective.entropy_coef:
             loss_M = loss_M - objective.entropy_coef * entropies_M
-        self.logprobs_N[places_M] = logprobs_M.detach()
-        self.entropies_N[places_M] = entropies_M.detach()
         self.losses_N[places_M] = loss_M.detach()
         self.clipped_N[places_M] = out.clipped_N
         return (loss_M * self.weights_N[places_M]).sum()
 
-    def measured(self, norm: Tensor) -> Measured:
+    def _update(self) -> UpdateTokens | None:
+        """The whole update as far as the loss asks; log-probs that it does not need yet stand at their old values."""
+        if self.objective.over == "token":
+            return None
+        batch = self.batch
+        current_N = self.logprobs_N if self.whole_N is None else self.whole_N
+        old_N = current_N if batch.old_N is None else batch.old_N
+        tokens = batch.tokens
+        return UpdateTokens(current_N, old_N, tokens.advantages_N, tokens.sequences_N, tokens.counts_S, self._uniforms_N)
+
+    @cached_property
+    def _uniforms_N(self) -> Tensor:
+        """Random numbers that depend on nothing but the update's key and the token's place."""
+        seed = int.from_bytes(hashlib.blake2b(repr(self.batch.key).encode(), digest_size=7).digest())
+        generator = torch.Generator().manual_seed(seed)
+        return torch.rand(len(self.weights_N), generator=generator, dtype=torch.float64).to(self.weights_N.device)
+
+    def _corrections(self, old_M: Tensor, places_M: Tensor) -> Tensor:
+        """Weights against the mismatch: of the tokens here, or of their whole sequences as found beforehand."""
+        if self.batch.corrections_N is not None:
+            return self.batch.corrections_N[places_M]
+        section, tokens = self.objective.algorithm.correction, self.batch.tokens
+        return corrections(section, old_M, tokens.engine_N[places_M], tokens.sequences_N[places_M], tokens.counts_S)
+
+    def measured(self, norms: list[Tensor]) -> Measured:
         """What was seen, once all micro-batches have run."""
-        loss, grad_norm = torch.stack([(self.losses_N.double() * self.weights_N).sum(), norm.double()]).tolist()
-        old_N = self.logprobs_N if self.batch.old_N is None else self.batch.old_N
-        return Measured(loss, grad_norm, self.logprobs_N, old_N, self.entropies_N, self.clipped_N, self.batch.reference_N)
+        loss, grad_norm = torch.stack([(self.losses_N.double() * self.weights_N).sum(), norms[0].double()]).tolist()
+        batch = self.batch
+        value = {}
+        if self.value is not None:
+            value = self.value.metrics() | {"value/grad_norm": float(norms[1])}
+        return Measured(
+            loss,
+            grad_norm,
+            self.logprobs_N,
+            self.logprobs_N if batch.old_N is None else batch.old_N,
+            self.entropies_N,
+            self.clipped_N,
+            batch.reference_N,
+            self.corrections_N,
+            batch.rejected_S,
+            value,
+        )
 
 
-def _complaint(measured: Measured, optimizer: Optimizer) -> str:
+def _complaint(measured: Measured, learners: list[Optimizer]) -> str:
     tokens = int((~measured.logprobs_N.isfinite()).sum())
-    parameters = optimizer.not_finite()
+    parameters = [name for one in learners for name in one.not_finite()]
     return (
         f"the update is not finite: loss {measured.loss}, gradient norm {measured.grad_norm}, {tokens} of "
         f"{len(measured.logprobs_N)} tokens without a finite log-prob, {len(parameters)} parameters with a bad gradient"

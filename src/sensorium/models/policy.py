@@ -262,8 +262,14 @@ class Policy:
         self._recompute = on
 
     def frozen_copy(self) -> "Policy":
-        """The same weights in memory of their own, never trained: a reference. Prepared media are shared."""
-        model = deepcopy(self.model).requires_grad_(False)
+        """A copy that is never trained: a reference."""
+        copy = self.copy()
+        copy.model.requires_grad_(False)
+        return copy
+
+    def copy(self) -> "Policy":
+        """The same weights in memory of their own; prepared media are shared."""
+        model = deepcopy(self.model)
         adapter = type(self.adapter)(model, self.processor)
         copy = Policy(self.family, adapter, model, self.tokenizer, self.processor, self.store, self.decoder)
         copy.version = self.version

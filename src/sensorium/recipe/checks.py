@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from sensorium.recipe.algorithm_checks import algorithm_problems
 from sensorium.recipe.names import PARAMETER_GROUPS, wrong_name, wrong_options
-from sensorium.recipe.schema import OptimizerSection, Recipe, SourceSection
+from sensorium.recipe.schema import OptimizerSection, Recipe, SelectionSection, SourceSection
+from sensorium.recipe.traits import estimator_traits
 from sensorium.vocabulary.errors import RecipeError, nearest
 
 Problem = tuple[str, str]
@@ -23,8 +25,10 @@ def problems(recipe: Recipe) -> list[Problem]:
     return list(_names(recipe)) or [
         *_options(recipe),
         *_batch(recipe),
+        *_selection(recipe),
         *_rollout(recipe),
         *_training(recipe),
+        *algorithm_problems(recipe),
         *_pay(recipe),
     ]
 
@@ -105,8 +109,26 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
     if prompts % updates:
         why = "every update takes the same number of whole groups"
         yield "batch.updates_per_epoch", f"updates_per_epoch {updates} does not divide prompts_per_step {prompts}; {why}."
-    if recipe.algorithm.advantage.name == "grpo" and recipe.steps and recipe.batch.group_size < 2:
-        yield "batch.group_size", "grpo compares the episodes of a group, so group_size must be at least 2."
+    name = recipe.algorithm.advantage.name
+    if estimator_traits(name).compares and recipe.steps and recipe.batch.group_size < 2:
+        yield "batch.group_size", f"{name} compares the episodes of a group, so group_size must be at least 2."
+
+
+def _selection(recipe: Recipe) -> Iterator[Problem]:
+    section, default = recipe.selection, SelectionSection()
+    if section.max_rounds != default.max_rounds and not section.dynamic:
+        nothing = f"max_rounds {section.max_rounds} does nothing: only dynamic sampling draws in rounds"
+        yield "selection.max_rounds", f"{nothing}. Set selection.dynamic: true, or leave it out."
+    if section.dynamic and section.variance_share < 1:
+        both = "dynamic fills a step with groups that have signal, and variance_share drops some of them again"
+        yield "selection.variance_share", f"{both}. Keep one of the two."
+    if recipe.batch.group_size > 1:
+        return
+    if section.variance_share < 1:
+        yield "selection.variance_share", "the rewards of a group of one never vary; set batch.group_size to 2 or more."
+    if section.dynamic and not estimator_traits(recipe.algorithm.advantage.name).greedy:
+        way_out = "set batch.group_size to 2 or more"
+        yield "selection.dynamic", f"a group of one is always paid the same, so none would ever have signal; {way_out}."
 
 
 def _rollout(recipe: Recipe) -> Iterator[Problem]:
@@ -127,13 +149,6 @@ def _training(recipe: Recipe) -> Iterator[Problem]:
     for place, optimizer in _optimizers(recipe):
         if not all(0 <= beta < 1 for beta in optimizer.betas):
             yield f"{place}.betas", f"both betas must lie in [0, 1), not {list(optimizer.betas)}."
-    loss = recipe.algorithm.loss
-    if loss.aggregation != "constant" and loss.aggregation_constant != 1.0:
-        unused = f"only aggregation 'constant' uses it, and aggregation is '{loss.aggregation}'"
-        yield (
-            "algorithm.loss.aggregation_constant",
-            f"aggregation_constant {loss.aggregation_constant} does nothing: {unused}.",
-        )
 
 
 def _pay(recipe: Recipe) -> Iterator[Problem]:

@@ -33,6 +33,7 @@ NAMES: dict[str, dict[str, str]] = {
         "numeric": "sensorium.rewards.match:Numeric",
         "math": "sensorium.rewards.mathematics:Mathematics",
         "environment": "sensorium.rewards.environment:EnvironmentReward",
+        "overlong": "sensorium.rewards.overlong:Overlong",
     },
     "engine": {
         "native": "sensorium.engines.native.engine:NativeEngine",

@@ -7,13 +7,19 @@ from dataclasses import dataclass
 
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape, read_shape
+from sensorium.recipe.traits import estimator_traits
 
 BYTES = {"float32": 4, "bfloat16": 2}
+REPEATS = "rollout.schedule=lockstep repeats bit for bit on CPU"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The resolved numbers of a run. ``memory`` is in bytes by use, empty where the model is not on this disk."""
+    """The resolved numbers of a run. ``memory`` is in bytes by use, empty where the model is not on this disk.
+
+    ``prompts_at_most`` is how many a step may play, all rounds together; ``selection`` says what is done with them where
+    that is more than to train on each.
+    """
 
     warm_start_updates: int
     steps: int
@@ -22,6 +28,8 @@ class Plan:
     updates_per_step: int
     total_updates: int
     total_episodes: int
+    prompts_at_most: int
+    selection: str
     sampled_tokens_per_step: int
     evaluations: int
     model: ModelShape | None
@@ -40,16 +48,20 @@ def make_plan(recipe: Recipe) -> Plan:
     written = rollout.max_new_tokens * rollout.max_turns
     if rollout.max_episode_tokens:
         written = min(written, rollout.max_episode_tokens)
+    prompts = recipe.selection.rounds * recipe.selection.played(batch.prompts_per_step)
+    plays = batch.group_size + estimator_traits(recipe.algorithm.advantage.name).greedy
     deterministic, why = _determinism(recipe)
     return Plan(
         warm_start_updates=recipe.warm_start.steps,
         steps=recipe.steps,
         episodes_per_step=episodes,
-        groups_per_update=batch.prompts_per_step // batch.updates_per_epoch,
+        groups_per_update=-(-recipe.selection.kept(batch.prompts_per_step) // batch.updates_per_epoch),
         updates_per_step=updates,
         total_updates=recipe.steps * updates + recipe.warm_start.steps,
         total_episodes=recipe.steps * episodes,
-        sampled_tokens_per_step=episodes * written,
+        prompts_at_most=prompts,
+        selection=_selection(recipe, prompts, plays),
+        sampled_tokens_per_step=prompts * plays * written,
         evaluations=_evaluations(recipe),
         model=shape,
         trainable=shape.trainable(recipe.model.freeze) if shape else 0,
@@ -69,16 +81,27 @@ def estimate_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
         "optimizer moments": trainable * 8,
         "fp32 masters": trainable * 4 if size < 4 else 0,
         "reference model": shape.total * size if recipe.algorithm.kl.coef else 0,
+        "critic": _critic_bytes(recipe, shape),
         "keys and values": _cached_tokens(recipe) * 2 * shape.layers * shape.key_values * size,
         "activations": _microbatch_tokens(recipe) * _activations_per_token(recipe, shape) * size,
     }
     return {use: amount for use, amount in uses.items() if amount}
 
 
+def _critic_bytes(recipe: Recipe, shape: ModelShape) -> int:
+    """A critic with a trunk of its own: weights, gradients, moments and masters again. A head alone is next to nothing."""
+    section = recipe.algorithm.critic
+    if not estimator_traits(recipe.algorithm.advantage.name).critic or section.trunk == "shared":
+        return 0
+    size = BYTES[recipe.model.dtype]
+    trainable = shape.trainable(section.freeze)
+    return shape.total * size + trainable * (size + 8 if size == 4 else size + 16)
+
+
 def _cached_tokens(recipe: Recipe) -> int:
     """Tokens in the engine's cache at most: a single-turn prompt is cached once for its group."""
     batch, rollout = recipe.batch, recipe.rollout
-    in_flight = min(rollout.concurrency or 10**9, batch.prompts_per_step * batch.group_size)
+    in_flight = min(rollout.concurrency or 10**9, recipe.selection.played(batch.prompts_per_step) * batch.group_size)
     if rollout.max_turns > 1:
         return in_flight * rollout.max_context_tokens
     groups = -(-in_flight // batch.group_size)
@@ -110,9 +133,25 @@ def _evaluations(recipe: Recipe) -> int:
     return during + section.at_start
 
 
+def _selection(recipe: Recipe, prompts: int, plays: int) -> str:
+    """What a step plays beside the groups it trains on, in a sentence; ``plays`` of each of at most ``prompts``."""
+    section, wanted = recipe.selection, recipe.batch.prompts_per_step
+    parts = []
+    if section.dynamic:
+        parts.append(f"draws until {wanted} groups have signal, in {section.rounds} rounds at most")
+    if section.oversample > 1:
+        parts.append(f"plays {section.played(wanted)} prompts for {wanted} groups and cancels the last")
+    if section.variance_share < 1:
+        parts.append(f"trains on the {section.kept(wanted)} groups whose rewards vary most")
+    if plays > recipe.batch.group_size:
+        parts.append("plays each prompt once more greedily")
+    return f"{'; '.join(parts)}; at most {prompts:,} prompts, {prompts * plays:,} episodes a step" if parts else ""
+
+
 def _determinism(recipe: Recipe) -> tuple[bool, str]:
     if recipe.rollout.schedule == "eager":
-        return False, "no: the eager schedule batches by the clock; rollout.schedule=lockstep repeats bit for bit on CPU"
+        chosen = "" if recipe.selection.oversample == 1 else " and trains on the groups that it sees complete first"
+        return False, f"no: the eager schedule batches by the clock{chosen}; {REPEATS}"
     if recipe.model.device.startswith("cuda"):
         return False, "in order of work, not in last bits: GPU kernels do not promise them; on CPU it repeats bit for bit"
     return True, "yes: on CPU the run, and a resumed run, repeats bit for bit"

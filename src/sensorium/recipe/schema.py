@@ -4,6 +4,8 @@ Sections are frozen; unknown keys are refused. Names (families, sources, worlds,
 against ``recipe.names`` before anything is built.
 """
 
+from fractions import Fraction
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -168,8 +170,8 @@ class KLSection(Section):
 class CorrectionSection(Section):
     """What is done about ρ = old / engine. ``truncate`` caps weights at ``high``; ``band`` drops those outside [low, high].
 
-    ``weights`` are of each token, of the whole sequence (the product) or its geometric mean. ``reject`` leaves out sequences
-    whose mean or largest ``estimator`` of the mismatch is above ``reject_above``.
+    ``weights`` are of each token, of the whole sequence (the product) or its geometric mean. ``reject`` leaves out
+    sequences whose mean or largest ``estimator`` of the mismatch is above ``reject_above``.
     """
 
     weights: Literal["none", "token", "sequence", "geometric"] = "none"
@@ -184,8 +186,8 @@ class CorrectionSection(Section):
 class CriticSection(Section):
     """The value model: a trunk of its own, or a head on the policy's trunk. For the first steps only it learns.
 
-    ``trunk_coef``: how much of the value loss a shared trunk sees; 0: none. ``path``: where an own trunk starts; empty: as the
-    policy does when RL begins.
+    ``trunk_coef``: how much of the value loss a shared trunk sees; 0: none. ``path``: where an own trunk starts;
+    empty: as the policy does when RL begins.
     """
 
     trunk: Literal["own", "shared"] = "own"
@@ -219,6 +221,24 @@ class SelectionSection(Section):
     max_rounds: int = Field(default=4, ge=1)
     variance_share: float = Field(default=1.0, gt=0, le=1)
     oversample: float = Field(default=1.0, ge=1)
+
+    @property
+    def rounds(self) -> int:
+        """How many times a step may draw tasks."""
+        return self.max_rounds if self.dynamic else 1
+
+    def played(self, wanted: int) -> int:
+        """How many tasks are played for so many groups."""
+        return _rounded_up(self.oversample, wanted)
+
+    def kept(self, groups: int) -> int:
+        """How many of so many groups the share of variance keeps."""
+        return _rounded_up(self.variance_share, groups)
+
+
+def _rounded_up(factor: float, count: int) -> int:
+    """The product rounded up, the factor taken as the decimal it was written as: 0.55 of 20 are 11, not 12."""
+    return ceil(Fraction(factor).limit_denominator(10**6) * count)
 
 
 class WarmStartSection(Section):

@@ -22,6 +22,8 @@ def plan_table(plan: Plan) -> RenderableType:
     updates = "one update" if plan.updates_per_step == 1 else f"{plan.updates_per_step} updates"
     step = f"{plan.episodes_per_step:,} episodes, {updates} of {plan.groups_per_update} groups"
     rows.add_row("a step", f"{step}; at most {plan.sampled_tokens_per_step:,} tokens written")
+    if plan.selection:
+        rows.add_row("selection", plan.selection)
     warm = f", of them {plan.warm_start_updates:,} supervised" if plan.warm_start_updates else ""
     run = f"{plan.steps:,} steps, {plan.total_updates:,} updates{warm}; {plan.total_episodes:,} episodes"
     rows.add_row("the run", run)

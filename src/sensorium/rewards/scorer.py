@@ -81,7 +81,7 @@ class Scorer:
 
     def _instant(self, term: RewardTerm, task: Task, episode: Episode) -> tuple[Score, ...]:
         try:
-            return _checked(term, term.score(task, episode))
+            return _checked(term, episode, term.score(task, episode))
         except Exception as error:
             return (Score(term.name, None, reason=_reason(error)),)
 
@@ -100,7 +100,7 @@ class Scorer:
         """Ask until it answers or the retries are spent; a task that is at fault is not asked again."""
         for attempt in range(1, self.retries + 2):
             try:
-                return _checked(term, await self._in_thread(term.name, lambda: term.score(task, episode)))
+                return _checked(term, episode, await self._in_thread(term.name, lambda: term.score(task, episode)))
             except Exception as error:
                 reason = _reason(error) + (f" (tried {attempt} times)" if attempt > 1 else "")
                 if isinstance(error, TaskError):
@@ -151,16 +151,36 @@ class Scorer:
         return self._gate[1]
 
 
-def _checked(term: RewardTerm, scores: Any) -> tuple[Score, ...]:
-    """What a term may return: at least one score; a value that is not finite is missing."""
+def _checked(term: RewardTerm, episode: Episode, scores: Any) -> tuple[Score, ...]:
+    """What a term may return: at least one score, of things that are there; a value that is not finite is missing."""
     if not isinstance(scores, tuple) or not scores or not all(isinstance(score, Score) for score in scores):
         raise RewardFailure(f"reward term '{term.name}' must return a tuple of scores, not {scores!r:.80}")
+    for score in scores:
+        problem = _misplaced(score, episode)
+        if problem:
+            raise RewardFailure(f"reward term '{term.name}' {problem}")
     return tuple(
         replace(score, value=None, correct=None, reason=f"the value {score.value} is not finite")
         if score.value is not None and not isfinite(score.value)
         else score
         for score in scores
     )
+
+
+def _misplaced(score: Score, episode: Episode) -> str:
+    """What is wrong with the turn or span that a score speaks of; empty if it is there."""
+    turns = len(episode.turns)
+    if score.scope == "episode":
+        return ""
+    if score.turn is None and (score.scope == "turn" or turns != 1):
+        return f"judged a {score.scope} without saying of which of the {turns} turns"
+    if score.turn is not None and not 0 <= score.turn < turns:
+        return f"judged turn {score.turn} of an episode with {turns} turns"
+    if score.scope == "span":
+        size = len(episode.turns[score.turn or 0].response.text.encode())
+        if score.span is None or not 0 <= score.span[0] <= score.span[1] <= size:
+            return f"judged the bytes {score.span} of a response of {size} bytes"
+    return ""
 
 
 def _reason(error: Exception) -> str:

@@ -2,13 +2,14 @@
 
 Invariants: a bad episode is data, not a crash: what an environment, a medium or the engine does wrong ends that episode
 with a status and a reason. Every wait on an environment has a deadline and names whom it waited for. In lockstep what is
-batched together depends on the recipe alone; deadlines that fired are handed to ``Deadlines`` so that a resumed run
-repeats them.
+batched together depends on the recipe alone, and so does what an early stop cancels; deadlines that fired are handed to
+``Deadlines`` so that a resumed run repeats them.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from sensorium.engines.protocol import Engine, Request, Response, Sampling
 from sensorium.envs.protocol import Environment, StepResult
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import RolloutSection
+from sensorium.rollout.early_stop import CANCELLED, EarlyStop
 from sensorium.rollout.threads import Renderer, ThreadBuilder
 from sensorium.vocabulary.content import Message
 from sensorium.vocabulary.episode import Episode, Group, Segment, Status, Turn
@@ -81,33 +83,70 @@ class Rollout:
         sampling: Sampling,
         deadlines: Deadlines | None = None,
         progress: Callable[[int], None] | None = None,
+        *,
+        before: Sequence[Task] = (),
+        stop: EarlyStop | None = None,
     ) -> list[Group]:
-        """Play each task ``size`` times; groups come back in the tasks' order. ``progress`` hears how many are done."""
+        """Play each task ``size`` times; groups come back in the tasks' order. ``progress`` hears how many are done.
+
+        ``before`` are the tasks this attempt has played already: ids and random numbers count on from them. ``stop`` may
+        cancel episodes; their groups come back with what there is of them.
+        """
         deadlines = deadlines or Deadlines()
         done = 0
         self.prepare(tasks)
-        gate = asyncio.Semaphore(self.section.concurrency or max(1, len(tasks) * size))
+        plays = list(self._plays(tasks, size, attempt, sampling, deadlines, before))
+        gate = asyncio.Semaphore(self.section.concurrency or max(1, len(plays)))
 
-        async def one(order: int, task: Task, index: int) -> Episode:
+        async def one(play: _Play) -> Episode:
             nonlocal done
             async with gate:
                 self.engine.enter()
                 try:
-                    return await self.episode(task, index, order, attempt, sampling, deadlines)
+                    episode = await play.episode()
+                    if stop is not None:
+                        stop.ended(episode)
+                    return episode
                 finally:
                     self.engine.leave()
                     done += 1
                     if progress is not None:
                         progress(done)
 
-        async with asyncio.TaskGroup() as crowd:
-            runs = [crowd.create_task(one(order, task, index)) for order, task in enumerate(tasks) for index in range(size)]
-        episodes = [run.result() for run in runs]
+        self.engine.between_ticks = stop.between_ticks if stop is not None else None
+        try:
+            async with asyncio.TaskGroup() as crowd:
+                runs = [crowd.create_task(one(play)) for play in plays]
+                if stop is not None:
+                    stop.begin({(play.group_id, play.id): run for play, run in zip(plays, runs, strict=True)})
+        finally:
+            self.engine.between_ticks = None
+        episodes = [
+            play.so_far(Status.ABORTED, CANCELLED) if run.cancelled() else run.result()
+            for play, run in zip(plays, runs, strict=True)
+        ]
         groups = []
         for order, task in enumerate(tasks):
             members = tuple(episodes[order * size : (order + 1) * size])
             groups.append(Group(id=members[0].group_id, task=task, episodes=members))
         return groups
+
+    def _plays(
+        self,
+        tasks: Sequence[Task],
+        size: int,
+        attempt: Attempt,
+        sampling: Sampling,
+        deadlines: Deadlines,
+        before: Sequence[Task],
+    ) -> Iterator["_Play"]:
+        """The episodes to be played. A task that comes again counts its episodes on, so that they draw other numbers."""
+        times = Counter(task.id for task in before)
+        for order, task in enumerate(tasks, start=len(before)):
+            first = times[task.id] * size
+            times[task.id] += 1
+            for index in range(size):
+                yield _Play(self, task, (order, index), first + index, attempt, sampling, deadlines)
 
     def close(self) -> None:
         """Give the threads back; one that hangs in a world is not waited for."""
@@ -138,47 +177,52 @@ class Rollout:
             "Raise it, or set tasks.on_long_prompt: skip; media are never cut to make a prompt fit."
         )
 
-    async def episode(
-        self, task: Task, index: int, order: int, attempt: Attempt, sampling: Sampling, deadlines: Deadlines
-    ) -> Episode:
-        """Play one episode to its end; failures become its status."""
-        group_id = f"{attempt.prefix}/{attempt.step}/{order}/{task.id}"
-        play = _Play(self, task, f"{group_id}/{index}", (order, index), attempt, sampling, deadlines)
-        try:
-            status, failure = await play.run()
-        except (EnvironmentFailure, SpanMismatch, MediaError, ModelError) as error:
-            status, failure = Status.FAILED, f"task {task.id}, turn {len(play.turns)}: {error}"
-        except PromptTooLong as error:
-            status, failure = Status.ABORTED, str(error)
-            play.info["prompt_too_long"] = True
-        except EngineError as error:
-            status, failure = Status.ABORTED, f"task {task.id}, turn {len(play.turns)}: {error}"
-        finally:
-            play.close()
-        threads = play.builder.threads() if play.builder else ()
-        return Episode(play.id, task.id, group_id, index, threads, tuple(play.turns), status, failure, info=dict(play.info))
-
 
 class _Play:
-    """One episode being played."""
+    """One episode being played. ``number`` counts the episodes of its task in this attempt, for the random numbers."""
 
     def __init__(
         self,
         rollout: Rollout,
         task: Task,
-        id: str,
         order: tuple[int, int],
+        number: int,
         attempt: Attempt,
         sampling: Sampling,
         deadlines: Deadlines,
     ) -> None:
-        self.rollout, self.task, self.id, self.order = rollout, task, id, order
+        self.rollout, self.task, self.order, self.number = rollout, task, order, number
         self.attempt, self.sampling, self.deadlines = attempt, sampling, deadlines
+        self.group_id = f"{attempt.prefix}/{attempt.step}/{order[0]}/{task.id}"
+        self.id = f"{self.group_id}/{order[1]}"
         self.turns: list[Turn] = []
         self.info: dict[str, Any] = {}
         self.builder: ThreadBuilder | None = None
         self.environment: Environment | None = None
+        self.working: Future[Any] | None = None
         self.opened: set[str] = set()
+
+    async def episode(self) -> Episode:
+        """Play to the end; failures become the episode's status."""
+        at = f"task {self.task.id}, turn"
+        try:
+            status, failure = await self.run()
+        except (EnvironmentFailure, SpanMismatch, MediaError, ModelError) as error:
+            status, failure = Status.FAILED, f"{at} {len(self.turns)}: {error}"
+        except PromptTooLong as error:
+            status, failure = Status.ABORTED, str(error)
+            self.info["prompt_too_long"] = True
+        except EngineError as error:
+            status, failure = Status.ABORTED, f"{at} {len(self.turns)}: {error}"
+        finally:
+            self.close()
+        return self.so_far(status, failure)
+
+    def so_far(self, status: Status, failure: str) -> Episode:
+        """The episode with the turns that were played."""
+        threads = self.builder.threads() if self.builder else ()
+        turns, info = tuple(self.turns), dict(self.info)
+        return Episode(self.id, self.task.id, self.group_id, self.order[1], threads, turns, status, failure, info=info)
 
     async def run(self) -> tuple[Status, str]:
         """The loop: observe, respond, step."""
@@ -229,7 +273,7 @@ class _Play:
         if budget < sampling.max_new_tokens:
             sampling = Sampling(**{**vars(sampling), "max_new_tokens": budget})
         attempt = self.attempt
-        key = response_key(attempt.seed, attempt.step, f"{attempt.prefix}:{self.task.id}", self.order[1], turn)
+        key = response_key(attempt.seed, attempt.step, f"{attempt.prefix}:{self.task.id}", self.number, turn)
         request = Request(thread, context, sampling, (*self.order, turn), key, f"{self.id}/{turn}")
         return await self.rollout.engine.generate(request)
 
@@ -261,9 +305,11 @@ class _Play:
             if self.environment.instant:
                 return method(argument)
             seconds = self.rollout.section.environment_deadline_s
-            future = asyncio.get_running_loop().run_in_executor(self.rollout.pool, method, argument)
-            return await asyncio.wait_for(future, seconds)
+            self.working = self.rollout.pool.submit(method, argument)
+            async with asyncio.timeout(seconds):
+                return await asyncio.wrap_future(self.working)
         except TimeoutError:
+            self.working = None  # what hangs is closed all the same: that may be what ends it
             reason = f"environment '{type(self.environment).__name__}' did not answer {what} within {seconds:g} s"
             self.deadlines.fired[(self.id, turn)] = reason
             raise EnvironmentFailure(reason) from None
@@ -280,8 +326,15 @@ class _Play:
         self.opened.clear()
 
     def close(self) -> None:
-        """Release threads and close the world; a world that fails to close is noted, not fatal."""
+        """Release threads and close the world; one that still works on a cancelled call, when it is done with it."""
         self.release()
+        if self.working is not None and not self.working.done():
+            self.working.add_done_callback(lambda _: self.close_world())
+        else:
+            self.close_world()
+
+    def close_world(self) -> None:
+        """A world that fails to close is noted, not fatal."""
         if self.environment is not None:
             try:
                 self.environment.close()

@@ -1,72 +1,63 @@
-"""From scored groups to what is trained: who is dropped and why, and the advantage of every sampled token."""
+"""From scored groups to samples: the advantage of every sampled token, and what a critic is taught."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import inspect
+from collections.abc import Mapping, Sequence
 
-import torch
-
-from sensorium.learner.learner import Sample
+from sensorium.algorithms.episodes import Credit, Episodes
+from sensorium.algorithms.threshold import optimize_threshold
+from sensorium.learner.learner import Assessment, Sample
+from sensorium.learner.sample import Valued
 from sensorium.recipe.names import resolve
-from sensorium.recipe.schema import AdvantageSection
-from sensorium.vocabulary.episode import Episode, Group, Status
+from sensorium.recipe.schema import AdvantageSection, AlgorithmSection
+from sensorium.trainer.placement import place
+from sensorium.vocabulary.episode import Group, Status
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Groups left to train on, and what became of everybody else (episode id → reason)."""
-
-    groups: tuple[Group, ...]
-    fates: dict[str, str] = field(default_factory=dict)
-
-
-def select(groups: Sequence[Group], on_missing: str) -> Selection:
-    """Drop episodes that failed or have no total, by policy; groups left with fewer than two members are not trained."""
-    kept, fates = [], {}
-    for group in groups:
-        bad = {e.id: _why_unfit(e) for e in group.episodes}
-        fit = tuple(e for e in group.episodes if not bad[e.id])
-        fates.update({id: why for id, why in bad.items() if why})
-        if on_missing == "drop_group" and len(fit) < len(group.episodes):
-            fates.update({e.id: "dropped: another member of its group has no score" for e in fit})
-        elif len(fit) < 2:
-            fates.update({e.id: "dropped: the only member left in its group" for e in fit})
-        else:
-            kept.append(Group(group.id, group.task, fit))
-    return Selection(tuple(kept), fates)
+def credit(
+    groups: Sequence[Group],
+    assessment: Assessment,
+    algorithm: AlgorithmSection,
+    *,
+    mask_truncated: bool = False,
+    greedy: Mapping[str, float] | None = None,
+) -> list[list[Sample]]:
+    """Samples by the recipe's estimator. Masked truncated episodes still count in baselines, but are not trained on."""
+    if not groups:
+        return []
+    found = estimate(place(groups, assessment, algorithm.kl, greedy), algorithm.advantage)
+    samples = iter(_samples(groups, assessment, found))
+    kept = [
+        [s for s in (next(samples) for _ in group.episodes) if not (mask_truncated and _truncated(s))] for group in groups
+    ]
+    return [members for members in kept if members]
 
 
-def _why_unfit(episode: Episode) -> str:
-    if episode.status in (Status.FAILED, Status.ABORTED):
-        return f"{episode.status}: {episode.failure}"
-    if not episode.turns:
-        return "dropped: nothing was written"
-    if episode.reward is None:
-        missing = [f"{s.name} ({s.reason})" for s in episode.scores if s.missing and s.weight != 0]
-        return f"dropped: no score for {', '.join(missing) or 'anything'}"
-    return ""
+def estimate(episodes: Episodes, section: AdvantageSection) -> Credit:
+    """The named estimator with those of the recipe's settings that it takes, and the post-step."""
+    function = resolve("advantage", section.name, "algorithm.advantage.name")
+    settings = section.model_dump()
+    taken = {key: settings[key] for key in inspect.signature(function).parameters if key in settings}
+    found: Credit = function(episodes, **taken)
+    return optimize_threshold(episodes, found) if section.post == "optimize_threshold" else found
 
 
-def credit(groups: Sequence[Group], section: AdvantageSection, *, mask_truncated: bool) -> list[list[Sample]]:
-    """The advantage of every sampled token, by the recipe's estimator. Masked episodes still count in the baseline."""
-    estimator = resolve("advantage", section.name)
-    samples = []
-    for group in groups:
-        rewards_G = torch.tensor([e.reward for e in group.episodes], dtype=torch.float64)
-        advantages_G = estimator(rewards_G, std=section.std, leave_one_out=section.leave_one_out)
-        members = [
-            Sample(episode, _broadcast(episode, float(advantage)))
-            for episode, advantage in zip(group.episodes, advantages_G, strict=True)
-            if not (mask_truncated and episode.status == Status.TRUNCATED)
-        ]
-        if members:
-            samples.append(members)
+def _samples(groups: Sequence[Group], assessment: Assessment, found: Credit) -> list[Sample]:
+    """Cut the step's vectors back into episodes and turns."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    positions, values_P, targets_P = assessment.positions, assessment.values_P, found.targets_P
+    lengths = [sum(stretch.length for stretch in several) for several in positions.stretches]
+    samples, start = [], 0
+    for episode, length, stretches in zip(episodes, lengths, positions.stretches, strict=True):
+        advantages_P = found.advantages_P[start : start + length].float()
+        parts = advantages_P.split([stretch.length for stretch in stretches])
+        written = tuple(part for part, stretch in zip(parts, stretches, strict=True) if stretch.written)
+        valued = None
+        if values_P is not None and targets_P is not None:
+            valued = Valued(values_P[start : start + length].float(), targets_P[start : start + length].float())
+        samples.append(Sample(episode, written, valued))
+        start += length
     return samples
 
 
-def _broadcast(episode: Episode, advantage: float) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.full((len(turn.response.tokens),), advantage) for turn in episode.turns)
-
-
-def zero_variance(groups: Sequence[Group]) -> int:
-    """How many groups give no signal: all members were paid the same."""
-    return sum(len({e.reward for e in group.episodes}) == 1 for group in groups)
+def _truncated(sample: Sample) -> bool:
+    return sample.episode.status == Status.TRUNCATED

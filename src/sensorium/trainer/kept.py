@@ -43,9 +43,9 @@ def keep_batch(
         span.media for group in groups for e in group.episodes for t in e.threads for s in t.segments for span in s.media
     }:
         store.put(policy.store.bytes_of(media), media.kind, media.origin)
-    advantages = [[{"id": s.episode.id, "advantages": [a.tolist() for a in s.advantages]} for s in row] for row in samples]
-    batch = {"step": step, "loss": loss, "policy_version": policy.version, "advantages": advantages}
-    (folder / "batch.json").write_text(json.dumps(batch))
+    credited = [[(s.episode.id, s.advantages, s.valued) for s in row] for row in samples]
+    torch.save(credited, folder / "credit.pt")
+    (folder / "batch.json").write_text(json.dumps({"step": step, "loss": loss, "policy_version": policy.version}))
     return NonFiniteUpdate(
         f"step {step}: {error} Nothing was updated. The batch and the weights are kept in '{folder}'; run "
         f"'sensorium replay {folder}' to reproduce it."
@@ -66,8 +66,6 @@ def replay(folder: Path) -> dict[str, float]:
     learner = make_learner(recipe, policy, reference, warming=warming)
     learner.load_state_dict(torch.load(folder / "learner.pt", map_location="cpu", weights_only=False))
     episodes = {e.id: e for group in read_groups(folder / "episodes.jsonl") for e in group.episodes}
-    samples = [
-        [Sample(episodes[s["id"]], tuple(torch.tensor(a) for a in s["advantages"])) for s in row]
-        for row in batch["advantages"]
-    ]
+    credited = torch.load(folder / "credit.pt", map_location="cpu", weights_only=False)
+    samples = [[Sample(episodes[id], advantages, valued) for id, advantages, valued in row] for row in credited]
     return learner.step(samples, batch["loss"])

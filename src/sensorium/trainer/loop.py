@@ -13,28 +13,28 @@ from typing import Any
 
 import torch
 
-from sensorium.evaluation.evaluate import Evaluation, evaluate, score_groups
+from sensorium.evaluation.evaluate import Evaluation, evaluate
 from sensorium.learner.learner import Learner, Sample
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import Recipe
 from sensorium.report.episodes import write_episodes
 from sensorium.report.run_directory import RunDirectory
 from sensorium.report.watcher import RunStart, Watcher
-from sensorium.rollout.play import Attempt, Deadlines
-from sensorium.tasks.mixture import Draw, Skipped, TaskStream
+from sensorium.rollout.play import Attempt
+from sensorium.tasks.mixture import TaskStream
 from sensorium.trainer.checkpoint import Best, Checkpoints
-from sensorium.trainer.credit import Selection, credit, select
+from sensorium.trainer.collect import Collected, Collector
+from sensorium.trainer.credit import credit
 from sensorium.trainer.determinism import random_state, restore_random_state, surroundings, warn_if_changed
+from sensorium.trainer.drawing import Drawing, skip_metrics
 from sensorium.trainer.kept import keep_batch
 from sensorium.trainer.ledger import Ledger
 from sensorium.trainer.metrics import episode_metrics, evaluation_metrics
 from sensorium.trainer.reference import begin_reference, resume_reference
 from sensorium.trainer.session import Session, make_learner, sampling_of
 from sensorium.vocabulary.episode import Group
-from sensorium.vocabulary.errors import MediaError, NonFiniteUpdate, PromptTooLong, TaskError
+from sensorium.vocabulary.errors import NonFiniteUpdate
 from sensorium.vocabulary.task import Task
-
-SKIPPED_IN_A_STEP = 10_000
 
 
 class Trainer:
@@ -50,8 +50,10 @@ class Trainer:
         ledger: Ledger,
         watcher: Watcher,
     ) -> None:
-        self.recipe, self.session, self.stream, self.held_out = recipe, session, stream, held_out
+        self.recipe, self.session, self.held_out = recipe, session, held_out
         self.directory, self.ledger, self.watcher = directory, ledger, watcher
+        self.drawing = Drawing(recipe.tasks, stream, session.rollout)
+        self.collector = Collector(recipe, session, self.drawing, ledger, watcher)
         self.reference: Policy | None = None
         self.checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
         self.step = 0
@@ -96,7 +98,9 @@ class Trainer:
         """One whole step: of the warm start, or of RL."""
         if self.step == self.recipe.warm_start.steps:
             self.reference = begin_reference(self.recipe, self.session.policy, self.directory)
-            self.learner = self._learner()
+            if self.recipe.warm_start.steps:
+                self.learner = self._learner()
+            self.learner.reference = self.reference
         row = await (self._supervised_step() if self.warming else self._step())
         await self._close_step(row)
 
@@ -104,46 +108,37 @@ class Trainer:
         """One step of RL; returns its row of metrics."""
         clock = _Clock(self)
         recipe, step = self.recipe, self.step + 1
-        with clock("draw"):
-            drawn = self._draw(recipe.batch.prompts_per_step)
-        with clock("rollout", len(drawn.tasks) * recipe.batch.group_size):
-            deadlines = Deadlines(known=self.ledger.deadlines())
-            groups = await self.session.rollout.groups(
-                drawn.tasks,
-                recipe.batch.group_size,
-                Attempt(recipe.seed, step),
-                sampling_of(recipe.rollout),
-                deadlines,
-                self.watcher.progress,
-            )
-        self.ledger.keep_deadlines(deadlines.fired)
-        self.ledger.advance(step, "rolled_out")
-        groups, long = self._without_long_prompts(groups)
-        with clock("score"):
-            groups = await score_groups(self.session.scorer, groups)
-        self.ledger.advance(step, "scored")
+        collected = await self.collector.collect(step, self.position, clock)
+        groups, selection = collected.groups, collected.selection
         with clock("credit"):
-            selection = select(groups, recipe.rewards.on_missing)
-            samples = credit(selection.groups, recipe.algorithm.advantage, mask_truncated=recipe.rollout.mask_truncated)
+            assessment = self.learner.assess([group.episodes for group in selection.groups])
+            samples = credit(
+                selection.groups,
+                assessment,
+                recipe.algorithm,
+                mask_truncated=recipe.rollout.mask_truncated,
+                greedy=collected.greedy if self.collector.traits.greedy else None,
+            )
         with clock("update"):
             learned = self._update(samples, recipe.algorithm.loss.name, groups)
         with clock("record"):
-            self._record(step, groups, selection)
-        self.position = drawn.position
+            self._record(step, collected)
+        self.position = collected.position
         row = episode_metrics(groups, selection) | learned
-        return row | _skipped(drawn, long) | clock.metrics(groups)
+        return row | collected.metrics | clock.metrics(collected.played)
 
     async def _supervised_step(self) -> dict[str, float]:
         """One step of the warm start: play demonstrations, raise their likelihood."""
         clock = _Clock(self)
         recipe, step = self.recipe, self.step + 1
         with clock("draw"):
-            drawn = self._draw(recipe.warm_start.prompts_per_step)
+            drawn = self.drawing.draw(self.position, recipe.warm_start.prompts_per_step)
+            self.ledger.plan(step, self.position, drawn.position)
         attempt = Attempt(recipe.seed, step, "warm", demonstrate=True)
         with clock("rollout"):
             groups = await self.session.rollout.groups(drawn.tasks, 1, attempt, sampling_of(recipe.rollout))
         self.ledger.advance(step, "rolled_out")
-        groups, long = self._without_long_prompts(groups)
+        groups, long = self.drawing.without_long_prompts(groups)
         played = [e for group in groups for e in group.episodes if e.turns]
         samples = [[Sample(e, tuple(torch.ones(len(turn.response.tokens)) for turn in e.turns))] for e in played]
         with clock("update"):
@@ -151,40 +146,7 @@ class Trainer:
         self.ledger.advance(step, "trained")
         self.position = drawn.position
         failed = len(groups) - len(played)
-        return learned | {"episodes/failed": failed} | _skipped(drawn, long) | clock.metrics(groups)
-
-    def _draw(self, count: int) -> Draw:
-        """The next tasks of the stream, by the recipe's policy for bad rows and over-long prompts."""
-        section, position = self.recipe.tasks, self.position
-        tasks: list[Task] = []
-        skipped: list[Skipped] = []
-        while len(tasks) < count:
-            drawn = self.stream.draw(position, count - len(tasks), on_bad_row=section.on_bad_row)
-            position = drawn.position
-            skipped += drawn.skipped
-            fitting, unfit = self._fitting(drawn.tasks)
-            tasks += fitting
-            skipped += unfit
-            if len(skipped) > SKIPPED_IN_A_STEP:
-                raise TaskError(f"{len(skipped)} tasks were skipped in one step; the last because: {skipped[-1].reason}")
-        self.ledger.plan(self.step + 1, self.position, position)
-        return Draw(tuple(tasks), position, tuple(skipped))
-
-    def _fitting(self, tasks: Sequence[Task]) -> tuple[list[Task], list[Skipped]]:
-        """Tasks whose media are sound and whose prompt leaves room for a response; media are preprocessed together."""
-        section = self.recipe.tasks
-        self.session.rollout.prepare(tasks)
-        fitting, unfit = [], []
-        for task in tasks:
-            try:
-                self.session.rollout.check_prompt(task)
-                fitting.append(task)
-            except (PromptTooLong, MediaError) as error:
-                long = isinstance(error, PromptTooLong)
-                if (section.on_long_prompt if long else section.on_bad_row) == "refuse":
-                    raise
-                unfit.append(Skipped(0, 0, str(error), long_prompt=long))
-        return fitting, unfit
+        return learned | {"episodes/failed": failed} | skip_metrics(drawn.skipped, long) | clock.metrics(groups)
 
     def _update(self, samples: list[list[Sample]], loss: str, groups: Sequence[Group]) -> dict[str, float]:
         """Update on what was credited; a non-finite update stops here with the batch kept on disk."""
@@ -198,22 +160,11 @@ class Trainer:
         self.session.engine.refresh(self.session.policy.version)
         return learned
 
-    def _record(self, step: int, groups: Sequence[Group], selection: Selection) -> None:
+    def _record(self, step: int, collected: Collected) -> None:
         """Write the step's episodes and their fates."""
-        write_episodes(self.directory.episodes_of(step), step, groups, self.recipe.logging.episodes)
-        self.ledger.record(step, groups, selection.fates)
+        write_episodes(self.directory.episodes_of(step), step, collected.played, self.recipe.logging.episodes)
+        self.ledger.record(step, collected.played, collected.fates)
         self.ledger.advance(step, "trained")
-
-    def _without_long_prompts(self, groups: Sequence[Group]) -> tuple[list[Group], int]:
-        """Refuse, or leave out and count, groups whose prompt did not fit."""
-        fit = []
-        for group in groups:
-            too_long = [e for e in group.episodes if e.info.get("prompt_too_long")]
-            if too_long and self.recipe.tasks.on_long_prompt == "refuse":
-                raise TaskError(too_long[0].failure)
-            if not too_long:
-                fit.append(group)
-        return fit, len(groups) - len(fit)
 
     async def _close_step(self, row: dict[str, float]) -> None:
         """Evaluate and checkpoint where due, and write the row."""
@@ -306,12 +257,6 @@ class Trainer:
         self.watcher.phase(self.step + 1, phase, total)
 
 
-def _skipped(drawn: Draw, long: int) -> dict[str, float]:
-    """How many tasks were left out by policy."""
-    too_long = sum(skip.long_prompt for skip in drawn.skipped)
-    return {"tasks/skipped_bad": len(drawn.skipped) - too_long, "tasks/skipped_long": too_long + long}
-
-
 class _Clock:
     """Times a step's phases and tells the watcher which one runs."""
 
@@ -330,7 +275,7 @@ class _Clock:
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.seconds[phase] = time.perf_counter() - started
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """Seconds by phase, throughput and peak memory."""

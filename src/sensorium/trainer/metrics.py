@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from sensorium.trainer.credit import Selection, zero_variance
+from sensorium.trainer.selection import Selection, zero_variance
 from sensorium.vocabulary.episode import Episode, Group, Status
 
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 
+from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.load import dump_recipe
 from sensorium.recipe.names import build
 from sensorium.recipe.schema import Recipe
@@ -51,6 +52,8 @@ def open_trainer(
     watcher = Watchers([MetricsFile(directory.metrics), *loggers, *watchers])
     if skipped:
         watcher.noted(f"{len(skipped)} held-out rows were skipped; the first because: {skipped[0].reason}")
+    for caution in cautions(recipe):
+        watcher.noted(caution)
     trainer = Trainer(recipe, session, stream, held_out, directory, ledger, watcher)
     if last is not None:
         trainer.restore(checkpoints.load(last))

@@ -6,12 +6,14 @@ from pathlib import Path
 
 from sensorium.engines.protocol import Engine, Sampling
 from sensorium.envs.protocol import Environment
+from sensorium.learner.critic import Critic
 from sensorium.learner.learner import Learner
 from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.recipe.names import build, resolve
 from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection, SourceSection
+from sensorium.recipe.traits import estimator_traits
 from sensorium.rewards.scorer import JudgementCache, Scorer
 from sensorium.rollout.play import Rollout
 from sensorium.tasks.mixture import TaskStream
@@ -82,7 +84,7 @@ def make_stream(recipe: Recipe, store: MediaStore) -> TaskStream:
 
 
 def make_learner(recipe: Recipe, policy: Policy, reference: Policy | None, *, warming: bool) -> Learner:
-    """The learner of a stage: the supervised warm start's, or RL's."""
+    """The learner of a stage: the supervised warm start's, or RL's with its critic where the estimator needs one."""
     return Learner(
         policy,
         optimizer=recipe.warm_start.optimizer if warming else recipe.optimizer,
@@ -92,7 +94,27 @@ def make_learner(recipe: Recipe, policy: Policy, reference: Policy | None, *, wa
         total_steps=recipe.warm_start.steps if warming else recipe.steps,
         freeze=recipe.model.freeze,
         reference=reference,
+        critic=None if warming else make_critic(recipe, policy),
+        seed=recipe.seed,
     )
+
+
+def make_critic(recipe: Recipe, policy: Policy) -> Critic | None:
+    """The critic as RL begins: on the policy's trunk, on a copy of it, or on another checkpoint of the family."""
+    if not estimator_traits(recipe.algorithm.advantage.name).critic:
+        return None
+    section, model = recipe.algorithm.critic, recipe.model
+    trunk = policy
+    if section.trunk == "own":
+        settings = {"dtype": model.dtype, "device": model.device, "family": model.family}
+        trunk = load_policy(section.path, store=policy.store, **settings) if section.path else policy.copy()
+        if trunk.family != policy.family:
+            raise RecipeError(
+                f"algorithm.critic.path '{section.path}' is of family {trunk.family} and the policy of {policy.family}: a "
+                "critic reads the policy's own tokens. Use a checkpoint of the same family, or leave path empty."
+            )
+        trunk.checkpoint_gradients(model.gradient_checkpointing)
+    return Critic(trunk, section, total_steps=recipe.steps)
 
 
 class EnvironmentMaker:

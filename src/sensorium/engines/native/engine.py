@@ -6,6 +6,7 @@ clock. A request that fails fails alone; one whose wait is cancelled leaves the 
 """
 
 import asyncio
+from collections.abc import Callable
 
 from sensorium.engines.native.rows import Job
 from sensorium.engines.native.writer import Writer, WriterCounters
@@ -39,6 +40,7 @@ class NativeEngine:
     ) -> None:
         self.modalities = policy.modalities
         self.deterministic = lockstep
+        self.between_ticks: Callable[[], bool] | None = None
         self._writer = Writer(policy, max_rows=max_rows, max_context=max_context, keep_bytes=keep_bytes, record=record)
         self._patience_s = patience_s
         self._live = 0
@@ -62,6 +64,8 @@ class NativeEngine:
         """One episode less."""
         self._live -= 1
         self._happened()
+        if not self.deterministic and self.between_ticks is not None:
+            self.between_ticks()
 
     async def generate(self, request: Request) -> Response:
         """Write one response. Cancelling the wait withdraws the request."""
@@ -106,6 +110,8 @@ class NativeEngine:
             while self._open:
                 if self.deterministic and seen != self._events:
                     await self._all_wait()
+                    if self._open and self.between_ticks is not None and self.between_ticks():
+                        continue  # those that were cancelled leave before the others go on
                     seen = self._events
                 if self._open:
                     self._tick()

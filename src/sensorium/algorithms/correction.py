@@ -1,0 +1,72 @@
+"""What is done about the gap between the engine's log-probs and the learner's own: importance weights, and rejection.
+
+ρ = old / engine. Everything here is without gradient and over whole sequences, so it is computed once a step.
+"""
+
+import torch
+from torch import Tensor
+
+from sensorium.algorithms.ratio import LOG_RATIO_LIMIT, log_ratio
+from sensorium.algorithms.sequences import sequence_means, sequence_sums
+
+
+def weights(
+    old_N: Tensor,
+    engine_N: Tensor,
+    sequences_N: Tensor,
+    counts_S: Tensor,
+    *,
+    weights: str,
+    mode: str,
+    low: float,
+    high: float,
+) -> Tensor:
+    """The weight of every token: ``truncate`` min(ρ, high); ``band`` ρ inside [low, high] and 0 outside.
+
+    ρ is the token's own, or one for all tokens of a sequence: the product of theirs (``sequence``) or their ``geometric``
+    mean. Logs of ρ are clamped to ±20.
+    """
+    gap_N = old_N.detach().double() - engine_N.double()
+    if weights == "token":
+        log_N = gap_N
+    elif weights == "sequence":
+        log_N = sequence_sums(gap_N, sequences_N, counts_S)[sequences_N]
+    elif weights == "geometric":
+        log_N = sequence_means(gap_N, sequences_N, counts_S)[sequences_N]
+    else:
+        raise ValueError(f"unknown correction weights '{weights}'; take token, sequence or geometric.")
+    ratio_N = log_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    if mode == "truncate":
+        ratio_N = ratio_N.clamp(max=high)
+    elif mode == "band":
+        ratio_N = ratio_N.masked_fill((ratio_N < low) | (ratio_N > high), 0)
+    else:
+        raise ValueError(f"unknown correction mode '{mode}'; take truncate or band.")
+    return ratio_N.to(old_N.dtype)
+
+
+def rejected(
+    old_N: Tensor, engine_N: Tensor, sequences_N: Tensor, counts_S: Tensor, *, by: str, estimator: str, above: float
+) -> Tensor:
+    """Which sequences have a mean or largest token estimate of KL(engine ‖ old) above a bound; never one without tokens.
+
+    With x = log ρ clamped to ±20: k2 ½x², k3 e^x - x - 1. k1 = -x has a sign and drifts either way, so its size counts:
+    |mean x| (the geometric mean of ρ outside [e^-above, e^above]), or the largest |x|.
+    """
+    x_N = log_ratio(old_N.detach().double(), engine_N.double())
+    if estimator == "k1":
+        estimate_N = -x_N
+    elif estimator == "k2":
+        estimate_N = 0.5 * x_N.square()
+    elif estimator == "k3":
+        estimate_N = torch.expm1(x_N) - x_N
+    else:
+        raise ValueError(f"unknown estimator '{estimator}' for rejection; take k1, k2 or k3.")
+    if by == "mean":
+        found_S = sequence_means(estimate_N, sequences_N, counts_S).abs()
+    elif by == "max":
+        zeros_S = torch.zeros(len(counts_S), dtype=x_N.dtype, device=x_N.device)
+        found_S = zeros_S.scatter_reduce(0, sequences_N, estimate_N.abs(), "amax")
+    else:
+        raise ValueError(f"sequences cannot be rejected by '{by}'; take mean or max.")
+    return (found_S > above) & (counts_S > 0)

@@ -1,0 +1,71 @@
+"""What an update minimises: the policy loss with its settings, KL, entropy, correction, and who learns."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+
+from sensorium.algorithms.tokens import TokenLoss, Tokens, UpdateTokens
+from sensorium.learner.packing import MicroBatch
+from sensorium.recipe.names import resolve
+from sensorium.recipe.schema import AlgorithmSection
+from sensorium.recipe.traits import loss_traits
+
+LossFunction = Callable[[Tokens], TokenLoss]
+SUPERVISED = "likelihood"
+
+
+@dataclass(frozen=True)
+class Objective:
+    """``kl_coef`` is the present weight of the KL in the loss. ``policy_learns``: False while only the critic warms up."""
+
+    name: str
+    algorithm: AlgorithmSection
+    kl_coef: float = 0.0
+    policy_learns: bool = True
+
+    @property
+    def supervised(self) -> bool:
+        """Nothing was sampled by an engine, so there is no KL, no clip and no mismatch."""
+        return self.name == SUPERVISED
+
+    @property
+    def over(self) -> str:
+        """What the loss must know whole: its tokens, their sequences, or the update."""
+        return loss_traits(self.name).over
+
+    @property
+    def aggregation(self) -> str:
+        """How token losses are weighted."""
+        named = self.algorithm.loss.aggregation
+        return loss_traits(self.name).aggregation if named == "auto" or self.supervised else named
+
+    @property
+    def entropy_coef(self) -> float:
+        """Weight of the entropy bonus."""
+        return 0.0 if self.supervised else self.algorithm.loss.entropy_coef
+
+    @cached_property
+    def loss(self) -> LossFunction:
+        """The named loss with those of the recipe's settings that it takes."""
+        function = resolve("loss", self.name, "algorithm.loss.name")
+        settings = self.algorithm.loss.model_dump()
+        taken = {key: settings[key] for key in inspect.signature(function).parameters if key in settings}
+        return partial(function, **taken)
+
+    def idles(self, microbatch: MicroBatch) -> bool:
+        """True if a micro-batch gives the policy no gradient: no token of it has an advantage, and nothing else pulls."""
+        if not self.policy_learns:
+            return True
+        return microbatch.silent and self._vanishes and not self.kl_coef and not self.entropy_coef
+
+    @cached_property
+    def _vanishes(self) -> bool:
+        """Whether a token without advantage has no gradient, asked of the loss itself."""
+        logprobs_N = torch.linspace(-4, 0, 17, requires_grad=True)
+        still_N, old_N, zeros_N = logprobs_N.detach(), logprobs_N.detach().flip(0), torch.zeros(17)
+        update = UpdateTokens(still_N, old_N, zeros_N, zeros_N.long(), torch.tensor([17]), zeros_N)
+        loss_N = self.loss(Tokens(logprobs_N, old_N, zeros_N, zeros_N.long(), torch.arange(17), update)).loss_N
+        return not torch.autograd.grad(loss_N.sum(), logprobs_N)[0].any()

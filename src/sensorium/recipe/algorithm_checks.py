@@ -1,0 +1,151 @@
+"""Which algorithm settings contradict each other, and which are legal but amount to something simpler.
+
+A setting that the named estimator or loss does not take is refused when it differs from its default: it would do nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from sensorium.recipe.names import PARAMETER_GROUPS
+from sensorium.recipe.schema import CriticSection, Recipe, Section
+from sensorium.recipe.traits import ESTIMATORS, LOSSES, estimator_traits, loss_traits
+from sensorium.vocabulary.errors import nearest
+
+Problem = tuple[str, str]
+SHARED_BY_LOSSES = ("name", "aggregation", "aggregation_constant", "entropy_coef")
+
+
+def algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Everything in ``algorithm`` that cannot be meant."""
+    yield from _estimator(recipe)
+    yield from _loss(recipe)
+    yield from _kl(recipe)
+    yield from _correction(recipe)
+    yield from _critic(recipe)
+
+
+def cautions(recipe: Recipe) -> list[str]:
+    """Settings that run, but equal something simpler: one sentence each, for the start of the run."""
+    section, found = recipe.algorithm.advantage, []
+    name, one_turn = section.name, recipe.rollout.max_turns == 1
+    unit = section.gamma == section.lam == section.turn_gamma == section.turn_lam == 1.0
+    if name == "bi_level_gae" and unit:
+        found.append(
+            "algorithm.advantage: bi_level_gae with gamma, lam, turn_gamma and turn_lam all 1 equals masked_gae with gamma "
+            "and lam 1, as long as rewards are paid at turn ends. To weigh turns differently set turn_gamma below 1."
+        )
+    elif name == "bi_level_gae" and one_turn:
+        found.append(
+            "algorithm.advantage: with rollout.max_turns 1 there is one turn, so bi_level_gae has no use for turn_gamma "
+            "and turn_lam."
+        )
+    if name == "turn_wise_gae" and one_turn:
+        found.append(
+            "algorithm.advantage: with rollout.max_turns 1 turn_wise_gae is the episode's reward minus one value, the same "
+            "for all its tokens."
+        )
+    if name == "gdpo" and len(recipe.rewards.terms) == 1:
+        found.append("algorithm.advantage: gdpo with a single reward term is grpo, whitened over the batch.")
+    if recipe.algorithm.correction.weights != "none" and recipe.rollout.engine == "native":
+        found.append(
+            "algorithm.correction: the native engine samples with the learner's own weights, so the weights are about 1 "
+            "unless top_p or top_k cut the distribution."
+        )
+    return found
+
+
+def _estimator(recipe: Recipe) -> Iterator[Problem]:
+    section, at = recipe.algorithm.advantage, "algorithm.advantage"
+    traits = estimator_traits(section.name)
+    if section.name in ESTIMATORS:
+        yield from _unused(section, traits.settings, ("name", "post"), at, f"the estimator '{section.name}'")
+    if section.post != "none" and not traits.compares:
+        yield f"{at}.post", f"{section.post} mends advantages within a group, and {section.name} does not compare groups."
+    rollout = recipe.rollout
+    if traits.observations and rollout.window and rollout.window < rollout.max_turns:
+        yield (
+            f"{at}.name",
+            f"{section.name} runs over one growing thread, observations included, and rollout.window {rollout.window} cuts "
+            "an episode into several; use masked_gae, or window 0.",
+        )
+
+
+def _loss(recipe: Recipe) -> Iterator[Problem]:
+    section, at = recipe.algorithm.loss, "algorithm.loss"
+    traits = loss_traits(section.name)
+    if section.name == "likelihood" and recipe.steps:
+        yield f"{at}.name", "likelihood ignores advantages; it is the warm start's loss (warm_start.steps), not one of RL."
+    if section.name in LOSSES:
+        yield from _unused(section, traits.settings, SHARED_BY_LOSSES, at, f"the loss '{section.name}'")
+    if traits.aggregations and section.aggregation not in ("auto", *traits.aggregations):
+        yield (
+            f"{at}.aggregation",
+            f"{section.name} is defined over whole sequences, so '{section.aggregation}' would weigh its tokens wrongly; "
+            f"use {' or '.join(traits.aggregations)} (or leave it out).",
+        )
+    if section.aggregation != "constant" and section.aggregation_constant != 1.0:
+        unused = f"only aggregation 'constant' uses it, and aggregation is '{section.aggregation}'"
+        yield f"{at}.aggregation_constant", f"aggregation_constant {section.aggregation_constant} does nothing: {unused}."
+    if section.cov_low >= section.cov_high:
+        yield f"{at}.cov_low", f"the band from cov_low {section.cov_low} to cov_high {section.cov_high} is empty."
+
+
+def _kl(recipe: Recipe) -> Iterator[Problem]:
+    section, at = recipe.algorithm.kl, "algorithm.kl"
+    if section.place == "loss" and section.estimator == "k1":
+        yield (
+            f"{at}.estimator",
+            "k1 in the loss has no gradient in expectation, so it would hold nothing back; use k2, k3 or "
+            "k1_straight_through, or place: reward.",
+        )
+    if section.place == "reward" and section.estimator.endswith("_straight_through"):
+        plain = section.estimator.removesuffix("_straight_through")
+        yield f"{at}.estimator", f"a reward has no gradient to pass straight through; use {plain}."
+    if section.place == "reward" and section.coef and estimator_traits(recipe.algorithm.advantage.name).per_term:
+        yield f"{at}.place", "gdpo normalises named reward terms, and a KL in the reward is none of them; use place: loss."
+    if not section.coef:
+        yield from _unused(section, (), ("coef", "estimator"), at, "a coefficient of 0")
+    elif section.control == "fixed":
+        yield from _unused(section, (), ("coef", "estimator", "place", "control"), at, "a fixed coefficient")
+
+
+def _correction(recipe: Recipe) -> Iterator[Problem]:
+    section, at = recipe.algorithm.correction, "algorithm.correction"
+    takes = ["weights", "reject"]
+    if section.weights != "none":
+        takes += ["mode", "high"] if section.mode == "truncate" else ["mode", "low", "high"]
+    if section.reject != "none":
+        takes += ["estimator", "reject_above"]
+    yield from _unused(section, (), takes, at, f"weights '{section.weights}' ({section.mode}), reject '{section.reject}'")
+    if section.mode == "band" and section.low >= section.high:
+        yield f"{at}.low", f"the band from low {section.low} to high {section.high} is empty."
+
+
+def _critic(recipe: Recipe) -> Iterator[Problem]:
+    section, at = recipe.algorithm.critic, "algorithm.critic"
+    name = recipe.algorithm.advantage.name
+    if not estimator_traits(name).critic:
+        if section != CriticSection():
+            with_critic = ", ".join(known for known, traits in ESTIMATORS.items() if traits.critic)
+            yield at, f"the estimator '{name}' needs no critic, so these settings do nothing; those that do: {with_critic}."
+        return
+    if section.trunk == "shared" and (section.path or section.freeze):
+        yield at, "a head on the policy's trunk has no trunk of its own: path and freeze belong to trunk: own."
+    if section.trunk == "own" and section.trunk_coef:
+        yield f"{at}.trunk_coef", "an own trunk sees the whole value loss; trunk_coef belongs to trunk: shared."
+    if recipe.steps and section.warmup_steps >= recipe.steps:
+        yield (
+            f"{at}.warmup_steps",
+            f"the policy does not learn in the first {section.warmup_steps} of {recipe.steps} steps, so never.",
+        )
+    for i, group in enumerate(section.freeze):
+        if group not in PARAMETER_GROUPS:
+            yield f"{at}.freeze.{i}", f"unknown parameter group '{group}'{nearest(group, list(PARAMETER_GROUPS))}"
+
+
+def _unused(section: Section, taken: Sequence[str], shared: Sequence[str], at: str, who: str) -> Iterator[Problem]:
+    """Settings that differ from their default and that nobody will look at."""
+    for key, field in type(section).model_fields.items():
+        value = getattr(section, key)
+        if key not in (*taken, *shared) and value != field.default:
+            known = f"takes {', '.join(taken)}" if taken else "has no use for it"
+            yield f"{at}.{key}", f"'{key}: {value}' does nothing: {who} {known}. Leave it out."

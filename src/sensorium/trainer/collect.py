@@ -1,0 +1,201 @@
+"""What a step trains on: draw tasks, play them, score them, select; in rounds where sampling is dynamic.
+
+Invariants: what is collected is a function of recipe, seed, step, weights and the position in the stream (in lockstep; an
+eager schedule with early stop follows the clock). Every episode that was begun is in ``Collected.played``, and has a fate
+unless it is trained on. A round draws as many tasks as groups are still missing, times ``oversample``: what was played and
+has signal is then seldom thrown away, and a step plays at most ``max_rounds`` times what one round does.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from sensorium.evaluation.evaluate import score_groups
+from sensorium.recipe.schema import Recipe
+from sensorium.recipe.traits import estimator_traits
+from sensorium.report.watcher import Watcher
+from sensorium.rollout.early_stop import CANCELLED, EarlyStop
+from sensorium.rollout.play import Attempt, Deadlines
+from sensorium.tasks.mixture import Skipped
+from sensorium.trainer.drawing import Drawing, skip_metrics
+from sensorium.trainer.ledger import Ledger
+from sensorium.trainer.selection import NO_SIGNAL, Selection, first, has_signal, most_varied, select, why_unfit
+from sensorium.trainer.session import Session, sampling_of
+from sensorium.vocabulary.episode import Group
+from sensorium.vocabulary.task import Task
+
+Clock = Callable[..., AbstractContextManager[None]]
+"""Times a phase, named with how many items it has."""
+
+BASELINE = "greedy: what its group is compared with"
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a step plays. ``groups`` were played to their end and are scored; ``selection`` is what is trained of them.
+
+    ``aside`` are cancelled groups and greedy episodes. ``fates`` are of everybody who is not trained on. ``greedy`` is what
+    each selected group's task earned when played greedily, by group id, for estimators that ask for it.
+    """
+
+    selection: Selection
+    groups: tuple[Group, ...]
+    aside: tuple[Group, ...]
+    fates: dict[str, str]
+    greedy: dict[str, float]
+    position: int
+    metrics: dict[str, float]
+
+    @property
+    def played(self) -> tuple[Group, ...]:
+        """Everything that was begun."""
+        return self.groups + self.aside
+
+
+@dataclass
+class _Found:
+    """What the rounds of a step have brought so far. ``ranks``: by group id, the round and the moment it was complete."""
+
+    position: int
+    deadlines: Deadlines
+    rounds: int = 0
+    tasks: list[Task] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    long: int = 0
+    groups: list[Group] = field(default_factory=list)
+    cancelled: list[Group] = field(default_factory=list)
+    ranks: dict[str, tuple[int, int]] = field(default_factory=dict)
+    selection: Selection = field(default_factory=Selection)
+    without_signal: int = 0
+    baselines: list[Group] = field(default_factory=list)
+    greedy: dict[str, float] = field(default_factory=dict)
+
+
+class Collector:
+    """Collects what the steps of a run train on."""
+
+    def __init__(self, recipe: Recipe, session: Session, drawing: Drawing, ledger: Ledger, watcher: Watcher) -> None:
+        self.recipe, self.session, self.drawing = recipe, session, drawing
+        self.ledger, self.watcher = ledger, watcher
+        self.traits = estimator_traits(recipe.algorithm.advantage.name)
+
+    async def collect(self, step: int, position: int, clock: Clock) -> Collected:
+        """Play rounds until there are enough groups to train on, or as many rounds as the recipe allows."""
+        found = _Found(position, Deadlines(known=self.ledger.deadlines()))
+        wanted = self.recipe.batch.prompts_per_step
+        while found.rounds < self.recipe.selection.rounds and len(found.selection.groups) < wanted:
+            missing = wanted - len(found.selection.groups)
+            found.rounds += 1
+            complete = await self._play(step, position, missing, found, clock)
+            await self._judge(step, complete, found, clock)
+        return self._settle(found)
+
+    async def _play(self, step: int, position: int, missing: int, found: _Found, clock: Clock) -> list[Group]:
+        """Draw and play a round; the groups that were played to their end."""
+        recipe, size = self.recipe, self.recipe.batch.group_size
+        with clock("draw"):
+            drawn = self.drawing.draw(found.position, recipe.selection.played(missing))
+            self.ledger.plan(step, position, drawn.position)
+        stop = EarlyStop(missing) if len(drawn.tasks) > missing else None
+        with clock("rollout", len(drawn.tasks) * size):
+            groups = await self.session.rollout.groups(
+                drawn.tasks,
+                size,
+                Attempt(recipe.seed, step),
+                sampling_of(recipe.rollout),
+                found.deadlines,
+                self.watcher.progress,
+                before=found.tasks,
+                stop=stop,
+            )
+        self.ledger.keep_deadlines(found.deadlines.fired)
+        self.ledger.advance(step, "rolled_out")
+        groups, long = self.drawing.without_long_prompts(groups)
+        found.position, found.long = drawn.position, found.long + long
+        found.tasks += drawn.tasks
+        found.skipped += drawn.skipped
+        moments = stop.complete if stop is not None else {group.id: 0 for group in groups}
+        found.ranks |= {id: (found.rounds, moment) for id, moment in moments.items()}
+        found.cancelled += [group for group in groups if group.id not in moments]
+        return [group for group in groups if group.id in moments]
+
+    async def _judge(self, step: int, complete: Sequence[Group], found: _Found, clock: Clock) -> None:
+        """Score a round's groups and leave out those that cannot be trained on."""
+        recipe = self.recipe
+        with clock("score"):
+            groups = await score_groups(self.session.scorer, complete)
+        self.ledger.advance(step, "scored")
+        found.groups += groups
+        chosen = select(groups, recipe.rewards.on_missing, smallest=2 if self.traits.compares else 1)
+        if self.traits.greedy:
+            chosen = await self._compared(step, chosen, found, clock)
+        if recipe.selection.dynamic:
+            alike = [group.id for group in chosen.groups if not self._has_signal(group, found)]
+            chosen = chosen.without(dict.fromkeys(alike, NO_SIGNAL))
+            found.without_signal += len(alike)
+        found.selection = found.selection.joined(chosen)
+
+    async def _compared(self, step: int, chosen: Selection, found: _Found, clock: Clock) -> Selection:
+        """Play each group's task once greedily; a group without a greedy score has nothing to be compared with."""
+        recipe, tasks = self.recipe, [group.task for group in chosen.groups]
+        with clock("rollout", len(tasks)):
+            played = await self.session.rollout.groups(
+                tasks,
+                1,
+                Attempt(recipe.seed, step, "greedy"),
+                sampling_of(recipe.rollout, 0.0),
+                found.deadlines,
+                self.watcher.progress,
+                before=[group.task for group in found.baselines],
+            )
+        self.ledger.keep_deadlines(found.deadlines.fired)
+        with clock("score"):
+            baselines = await score_groups(self.session.scorer, played)
+        found.baselines += baselines
+        reasons = {}
+        for group, baseline in zip(chosen.groups, baselines, strict=True):
+            (episode,) = baseline.episodes
+            why = why_unfit(episode)
+            if why or episode.reward is None:
+                reasons[group.id] = f"dropped: no greedy episode to compare it with ({why})"
+            else:
+                found.greedy[group.id] = episode.reward
+        return chosen.without(reasons)
+
+    def _has_signal(self, group: Group, found: _Found) -> bool:
+        return has_signal(group, per_term=self.traits.per_term, greedy=found.greedy.get(group.id))
+
+    def _settle(self, found: _Found) -> Collected:
+        """Take no more groups than the step has room for, the first complete first, then those that vary most."""
+        section, wanted = self.recipe.selection, self.recipe.batch.prompts_per_step
+        taken = first(found.selection, wanted, found.ranks)
+        kept = most_varied(taken, section.kept(len(taken.groups))) if section.variance_share < 1 else taken
+        fates = kept.fates | {e.id: CANCELLED for group in found.cancelled for e in group.episodes}
+        fates |= {e.id: BASELINE for group in found.baselines for e in group.episodes}
+        return Collected(
+            selection=kept,
+            groups=tuple(found.groups),
+            aside=(*found.cancelled, *found.baselines),
+            fates=fates,
+            greedy={group.id: found.greedy[group.id] for group in kept.groups if group.id in found.greedy},
+            position=found.position,
+            metrics=self._metrics(found, taken, kept),
+        )
+
+    def _metrics(self, found: _Found, taken: Selection, kept: Selection) -> dict[str, float]:
+        """What the recipe's selection did, as far as it asks for any."""
+        section, wanted = self.recipe.selection, self.recipe.batch.prompts_per_step
+        row = skip_metrics(found.skipped, found.long)
+        if section.dynamic:
+            row["groups/rounds"] = found.rounds
+            row["groups/without_signal"] = found.without_signal
+            row["groups/short"] = wanted - len(taken.groups)
+        if section.oversample > 1:
+            row["groups/cancelled"] = len(found.cancelled)
+            row["groups/unused"] = len(found.selection.groups) - len(taken.groups)
+        if section.variance_share < 1:
+            row["groups/too_alike"] = len(taken.groups) - len(kept.groups)
+        rewards = [e.reward for group in found.baselines for e in group.episodes if e.reward is not None]
+        if rewards:
+            row["reward/greedy"] = sum(rewards) / len(rewards)
+        return row

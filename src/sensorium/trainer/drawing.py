@@ -1,0 +1,66 @@
+"""Drawing tasks from the stream; bad rows and over-long prompts are refused, or skipped and counted, as the recipe says."""
+
+from collections.abc import Sequence
+
+from sensorium.recipe.schema import TasksSection
+from sensorium.rollout.play import Rollout
+from sensorium.tasks.mixture import Draw, Skipped, TaskStream
+from sensorium.vocabulary.episode import Group
+from sensorium.vocabulary.errors import MediaError, PromptTooLong, TaskError
+from sensorium.vocabulary.task import Task
+
+SKIPPED_AT_ONCE = 10_000
+
+
+class Drawing:
+    """Draws what can be played: media are sound, and the prompt leaves room for a response."""
+
+    def __init__(self, section: TasksSection, stream: TaskStream, rollout: Rollout) -> None:
+        self.section, self.stream, self.rollout = section, stream, rollout
+
+    def draw(self, position: int, count: int) -> Draw:
+        """The next ``count`` tasks from a position of the stream."""
+        tasks: list[Task] = []
+        skipped: list[Skipped] = []
+        while len(tasks) < count:
+            drawn = self.stream.draw(position, count - len(tasks), on_bad_row=self.section.on_bad_row)
+            position = drawn.position
+            skipped += drawn.skipped
+            fitting, unfit = self._fitting(drawn.tasks)
+            tasks += fitting
+            skipped += unfit
+            if len(skipped) > SKIPPED_AT_ONCE:
+                raise TaskError(f"{len(skipped)} tasks were skipped at once; the last because: {skipped[-1].reason}")
+        return Draw(tuple(tasks), position, tuple(skipped))
+
+    def _fitting(self, tasks: Sequence[Task]) -> tuple[list[Task], list[Skipped]]:
+        """Tasks whose media are sound and whose prompt leaves room for a response; media are preprocessed together."""
+        self.rollout.prepare(tasks)
+        fitting, unfit = [], []
+        for task in tasks:
+            try:
+                self.rollout.check_prompt(task)
+                fitting.append(task)
+            except (PromptTooLong, MediaError) as error:
+                long = isinstance(error, PromptTooLong)
+                if (self.section.on_long_prompt if long else self.section.on_bad_row) == "refuse":
+                    raise
+                unfit.append(Skipped(0, 0, str(error), long_prompt=long))
+        return fitting, unfit
+
+    def without_long_prompts(self, groups: Sequence[Group]) -> tuple[list[Group], int]:
+        """Groups whose prompt did fit (a world shows its own only when played), and how many did not."""
+        fit = []
+        for group in groups:
+            too_long = [e for e in group.episodes if e.info.get("prompt_too_long")]
+            if too_long and self.section.on_long_prompt == "refuse":
+                raise TaskError(too_long[0].failure)
+            if not too_long:
+                fit.append(group)
+        return fit, len(groups) - len(fit)
+
+
+def skip_metrics(skipped: Sequence[Skipped], long: int) -> dict[str, float]:
+    """How many tasks were left out by policy; ``long`` more for a prompt that a world showed when played."""
+    too_long = sum(skip.long_prompt for skip in skipped)
+    return {"tasks/skipped_bad": len(skipped) - too_long, "tasks/skipped_long": too_long + long}

@@ -1,0 +1,96 @@
+"""Which groups are trained on, and what became of everybody else. Missing is not zero: who has no score is left out."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import pvariance
+
+from sensorium.vocabulary.episode import Episode, Group, Status
+
+NO_SIGNAL = "dropped: all members of its group were paid the same"
+UNUSED = "unused: enough other groups were complete before"
+TOO_ALIKE = "dropped: the members of other groups were paid more differently (selection.variance_share)"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Groups left to train on, and what became of everybody else (episode id → reason)."""
+
+    groups: tuple[Group, ...] = ()
+    fates: dict[str, str] = field(default_factory=dict)
+
+    def without(self, reasons: Mapping[str, str]) -> "Selection":
+        """Leave out groups, by id, each for its reason."""
+        kept = tuple(group for group in self.groups if group.id not in reasons)
+        fates = {e.id: reasons[group.id] for group in self.groups if group.id in reasons for e in group.episodes}
+        return Selection(kept, self.fates | fates)
+
+    def joined(self, other: "Selection") -> "Selection":
+        """Both together, this one's groups first."""
+        return Selection(self.groups + other.groups, self.fates | other.fates)
+
+
+def select(groups: Sequence[Group], on_missing: str, *, smallest: int) -> Selection:
+    """Drop episodes that failed or have no total, by policy; groups left with fewer than ``smallest`` are not trained."""
+    kept, fates = [], {}
+    for group in groups:
+        bad = {e.id: why_unfit(e) for e in group.episodes}
+        fit = tuple(e for e in group.episodes if not bad[e.id])
+        fates.update({id: why for id, why in bad.items() if why})
+        if on_missing == "drop_group" and len(fit) < len(group.episodes):
+            fates.update({e.id: "dropped: another member of its group has no score" for e in fit})
+        elif len(fit) < smallest:
+            fates.update({e.id: f"dropped: its group has {len(fit)} members left, {smallest} are needed" for e in fit})
+        else:
+            kept.append(Group(group.id, group.task, fit))
+    return Selection(tuple(kept), fates)
+
+
+def why_unfit(episode: Episode) -> str:
+    """Why an episode cannot be trained on or compared with; empty if it can."""
+    if episode.status in (Status.FAILED, Status.ABORTED):
+        return f"{episode.status}: {episode.failure}"
+    if not episode.turns:
+        return "dropped: nothing was written"
+    if episode.reward is None:
+        missing = [f"{s.name} ({s.reason})" for s in episode.scores if s.missing and s.weight != 0]
+        return f"dropped: no score for {', '.join(missing) or 'anything'}"
+    return ""
+
+
+def has_signal(group: Group, *, per_term: bool = False, greedy: float | None = None) -> bool:
+    """True unless all members were paid the same, and the same as the greedy episode where there is one.
+
+    Where equal totals can still be told apart (terms credited apart, scores of a part of the response), so can members.
+    """
+    paid = {(e.reward, _parts(e, per_term)) for e in group.episodes}
+    return len(paid) > 1 or (greedy is not None and any(reward != greedy for reward, _ in paid))
+
+
+def _parts(episode: Episode, per_term: bool) -> tuple[tuple[str, float], ...]:
+    """What each term paid that is credited apart from the total."""
+    parts: dict[str, float] = {}
+    for score in episode.scores:
+        if score.weight and score.value is not None and (per_term or score.scope == "span"):
+            parts[score.name] = parts.get(score.name, 0.0) + score.value
+    return tuple(sorted(parts.items()))
+
+
+def first(selection: Selection, wanted: int, ranks: Mapping[str, tuple[int, int]]) -> Selection:
+    """At most ``wanted`` groups: those of the lowest rank, by their order among equals."""
+    by_rank = sorted(selection.groups, key=lambda group: ranks[group.id])
+    return selection.without({group.id: UNUSED for group in by_rank[wanted:]})
+
+
+def most_varied(selection: Selection, wanted: int) -> Selection:
+    """At most ``wanted`` groups, and one at least: those whose rewards vary most, by their order among equals."""
+    by_variance = sorted(selection.groups, key=lambda group: -_variance(group))
+    return selection.without({group.id: TOO_ALIKE for group in by_variance[max(1, wanted) :]})
+
+
+def _variance(group: Group) -> float:
+    return pvariance([e.reward for e in group.episodes if e.reward is not None])
+
+
+def zero_variance(groups: Sequence[Group]) -> int:
+    """How many groups give no signal: all members were paid the same."""
+    return sum(len({e.reward for e in group.episodes}) == 1 for group in groups)
