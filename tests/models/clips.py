@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -97,9 +98,16 @@ def row_inputs(policy: Policy, ids_T: Tensor, media: Sequence[Media]) -> dict[st
     inputs: dict[str, Tensor] = {"input_ids": ids_T[None], "attention_mask": torch.ones_like(ids_T)[None]}
     tokens = policy.adapter.placeholders
     if media:
-        text = "".join(policy.tokenizer.convert_ids_to_tokens(tokens[item.kind]) for item in media)
-        made = stock_inputs(policy, text, media)
-        inputs |= {key: value for key, value in made.items() if not key.endswith("_ids") and key != "attention_mask"}
+        inputs |= media_inputs(policy, tuple(media))
     if tokens and "sound" not in policy.modalities:
         inputs["mm_token_type_ids"] = ((ids_T == tokens["picture"]).int() + 2 * (ids_T == tokens["video"]).int())[None]
     return inputs
+
+
+@lru_cache(maxsize=64)  # the answers of a group are about the same media
+def media_inputs(policy: Policy, media: tuple[Media, ...]) -> dict[str, Tensor]:
+    """What the stock model needs for media, whatever text they stand in."""
+    tokens = policy.adapter.placeholders
+    text = "".join(policy.tokenizer.convert_ids_to_tokens(tokens[item.kind]) for item in media)
+    made = stock_inputs(policy, text, media)
+    return {key: value for key, value in made.items() if not key.endswith("_ids") and key != "attention_mask"}
