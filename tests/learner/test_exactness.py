@@ -181,3 +181,17 @@ def test_frozen_groups_do_not_move_and_a_frozen_tower_has_no_graph(checkpoints: 
         assert (name in frozen) == torch.equal(parameter, before[name]), name
     features = policy.encode([span.media for span in groups[0][0].episode.threads[0].segments[0].media])
     assert not any(f.embeds_NH.requires_grad for f in features.values())
+
+
+def test_a_frozen_tower_looks_once_in_all_steps_and_for_the_reference_too(checkpoints: dict[str, Path]) -> None:
+    """The reference is a copy: it knows what the policy's tower said, as long as that tower is frozen."""
+    policy = open_policy(checkpoints["qwen2_5_omni"])
+    player = Player(policy)
+    groups = [player.single_turn(more=[player.sound(), player.film()]), player.conversation(late=player.sound)]
+    reference = policy.frozen_copy()
+    learner = make_learner(policy, algorithm=ALGORITHM, reference=reference, freeze=("vision", "audio", "projector"))
+    items = 3 + 1 + 3
+    assert learner.step(groups)["packing/tower_items"] + reference.counters.tower_items == items
+    assert learner.step(groups)["packing/tower_items"] == 0
+    learning = make_learner(policy, algorithm=ALGORITHM, reference=reference, freeze=("vision",))
+    assert learning.step(groups)["packing/tower_items"] == items, "the projector learns, and belongs to both towers"

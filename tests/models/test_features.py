@@ -13,6 +13,7 @@ from sensorium.media.store import MediaStore
 from sensorium.models.attention import MaskedAttention
 from sensorium.models.features import Extent, Prepared, PreparedMedia
 from sensorium.models.layout import Features, Placement, placements
+from sensorium.models.tower import VisionTower
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.episode import MediaSpan
 from sensorium.vocabulary.errors import MediaError, ModelError, SpanMismatch
@@ -149,15 +150,12 @@ def test_features_that_do_not_fill_their_slot_are_named(pairs: Pairs) -> None:
 
 def test_a_tower_that_disagrees_with_the_expansion_is_caught(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = pairs("qwen2_5_vl").policy
-    whole = policy.adapter.towers["picture"]
+    whole = VisionTower.__call__
 
-    class Short:
-        module = whole.module
+    def short(self: VisionTower, prepared: Sequence[Prepared]) -> list[Features]:
+        return [Features(features.embeds_NH[1:]) for features in whole(self, prepared)]
 
-        def __call__(self, prepared: Sequence[Prepared]) -> list[Features]:
-            return [Features(features.embeds_NH[1:]) for features in whole(prepared)]
-
-    monkeypatch.setattr(policy.adapter, "towers", {"picture": Short()})
+    monkeypatch.setattr(VisionTower, "__call__", short)
     with pytest.raises(SpanMismatch, match=r"noise-1\.png.*features of the tower"):
         policy.encode([noise(policy.store, 1)])
 

@@ -78,7 +78,7 @@ class PreparedMedia:
         wanted = list(media)
         found = {item: self._known[item] for item in wanted if item in self._known}
         missing = [item for item in dict.fromkeys(wanted) if item not in found]
-        self._refuse_strange(missing)
+        self.refuse_strange(missing)
         decoded = dict(zip(missing, self._decoder.get_many(missing), strict=True)) if missing else {}
         errors = [failure for failure in decoded.values() if isinstance(failure, MediaError)]
         for kind, preprocess in self._preprocessors.items():
@@ -99,7 +99,8 @@ class PreparedMedia:
                 self._known.move_to_end(item)
         return [found[item] for item in wanted]
 
-    def _refuse_strange(self, media: Sequence[Media]) -> None:
+    def refuse_strange(self, media: Sequence[Media]) -> None:
+        """Refuse media of a kind that the model does not take."""
         for item in media:
             if item.kind not in self._preprocessors:
                 able = " and ".join(["text", *self._preprocessors])

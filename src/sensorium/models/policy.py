@@ -5,10 +5,8 @@ library, so that attention, deepstack features and recomputation are the caller'
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
 from sensorium.models.attention import Attention
-from sensorium.models.family import Family, Tower
-from sensorium.models.features import Extent, Prepared, PreparedMedia
+from sensorium.models.encoding import Counters, Encoder
+from sensorium.models.family import Family
+from sensorium.models.features import Extent, PreparedMedia
 from sensorium.models.layout import Features, Layout, Placement, Slot, mismatch
 from sensorium.models.quiet import quiet
 from sensorium.models.rendering import ChatRenderer
@@ -32,16 +31,6 @@ from sensorium.vocabulary.errors import ModelError, SpanMismatch
 # Expanded tokens whose layouts are remembered: 128 MiB of ids and positions.
 LAYOUT_TOKENS_KEPT = 1 << 22
 SHAPES_KEPT = 4096
-
-
-@dataclass
-class Counters:
-    """What the towers did: passes, items looked at, their patches, media preprocessed."""
-
-    tower_passes: int = 0
-    tower_items: int = 0
-    patches: int = 0
-    preprocessed: int = 0
 
 
 class Policy:
@@ -64,7 +53,6 @@ class Policy:
         self.processor = processor
         self.store = store
         self.version = 0
-        self.counters = Counters()
         self.modalities = frozenset(["text", *adapter.placeholders])
         self.vocab_size: int = adapter.head.weight.shape[0]
         self._table = TokenTable(tokenizer, self.vocab_size)
@@ -76,12 +64,19 @@ class Policy:
         self.forbidden_ids = tuple(sorted(special - set(self.stop_ids)))
         self.decoder = decoder or Decoder(store)
         self._media = PreparedMedia(self.decoder, adapter.preprocessors)
+        self._encoder = Encoder(adapter, self._media, self.device)
         self._layouts: OrderedDict[str, Layout] = OrderedDict()
         self._laid_out = 0
         self._shapes: dict[tuple[Any, ...], Tensor] = {}
         self._recompute = False
         self.groups()  # refuses a parameter that belongs to none
         _refuse_sliding_window(adapter.language_model.config)
+
+    @property
+    def counters(self) -> Counters:
+        """What the towers did so far."""
+        self._encoder.counters.preprocessed = self._media.preprocessed
+        return self._encoder.counters
 
     @property
     def device(self) -> torch.device:
@@ -158,7 +153,7 @@ class Policy:
         ids: list[int] = []
         ends: list[int] = []
         slots: list[Slot] = []
-        extents = [self._extent(span.media) for span in segment.media]
+        extents = [self._media.extent(span.media) for span in segment.media]
         shown = {span.index: (span.media, extent) for span, extent in zip(segment.media, extents, strict=True)}
         for i, token in enumerate(segment.tokens):
             if i in shown:
@@ -186,7 +181,6 @@ class Policy:
     def prepare(self, media: Iterable[Media]) -> None:
         """Preprocess media together, ahead of their layouts: many times cheaper than one by one."""
         self._media.get(media)
-        self.counters.preprocessed = self._media.preprocessed
 
     def _check_spans(self, segment: Segment) -> None:
         placeholders = self.adapter.placeholders
@@ -198,36 +192,11 @@ class Policy:
         if stray:
             raise SpanMismatch(f"token {stray[0]} of a segment by the {segment.author} is a placeholder without a medium.")
 
-    def _extent(self, media: Media) -> Extent:
-        extent = self._media.extent(media)
-        self.counters.preprocessed = self._media.preprocessed
-        return extent
-
     # Parts.
 
     def encode(self, media: Iterable[Media]) -> dict[Media, Features]:
         """Features of the distinct media, one pass of each tower. Keeps the graph in grad mode unless a tower is frozen."""
-        distinct = list(dict.fromkeys(media))
-        prepared = dict(zip(distinct, self._media.get(distinct), strict=True))
-        self.counters.preprocessed = self._media.preprocessed
-        features: dict[Media, Features] = {}
-        for tower in dict.fromkeys(self.adapter.towers[item.kind] for item in distinct):
-            items = [item for item in distinct if self.adapter.towers[item.kind] is tower]
-            features |= self._look(tower, {item: prepared[item] for item in items})
-        return {item: features[item] for item in distinct}
-
-    def _look(self, tower: Tower, prepared: Mapping[Media, Prepared]) -> dict[Media, Features]:
-        """One pass of a tower."""
-        self.counters.tower_passes += 1
-        self.counters.tower_items += len(prepared)
-        self.counters.patches += sum(len(ready.patches_PC) for ready in prepared.values())
-        with nullcontext() if any(p.requires_grad for p in tower.module.parameters()) else torch.no_grad():
-            features = tower(list(prepared.values()))
-        for (item, ready), made in zip(prepared.items(), features, strict=True):
-            expected, given = self.adapter.expand(ready.extent).count, made.embeds_NH.shape[0]
-            if expected != given:
-                raise mismatch(item, f"{expected} placeholder tokens for {given} features of the tower")
-        return dict(zip(prepared, features, strict=True))
+        return self._encoder(media)
 
     def language(
         self, ids_BT: Tensor, positions_3BT: Tensor, attention: Attention, placements: Sequence[Placement] = ()
@@ -268,12 +237,13 @@ class Policy:
         return copy
 
     def copy(self) -> "Policy":
-        """The same weights in memory of their own; prepared media are shared."""
+        """The same weights in memory of their own; prepared media and what frozen towers said of them are shared."""
         model = deepcopy(self.model)
         adapter = type(self.adapter)(model, self.processor)
         copy = Policy(self.family, adapter, model, self.tokenizer, self.processor, self.store, self.decoder)
         copy.version = self.version
         copy._media = self._media
+        copy._encoder = self._encoder.copied(adapter)
         return copy
 
     def groups(self) -> dict[str, dict[str, nn.Parameter]]:
