@@ -6,6 +6,7 @@ library, so that attention, deepstack features and recomputation are the caller'
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from sensorium.models.features import Extent, PreparedMedia
 from sensorium.models.layout import Features, Layout, Placement, Slot, mismatch
 from sensorium.models.quiet import quiet
 from sensorium.models.rendering import ChatRenderer
+from sensorium.models.routing import routers_of, watched
 from sensorium.models.tokens import TokenTable
 from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Segment
@@ -221,6 +223,16 @@ class Policy:
             if i < len(levels):
                 hidden_BTH = hidden_BTH.flatten(0, 1).index_add(0, places_N, levels[i]).view_as(hidden_BTH)
         return model.norm(hidden_BTH)
+
+    @property
+    def experts_per_token(self) -> int:
+        """How many experts a token is sent to; 0 for a model without experts."""
+        config = self.adapter.language_model.config
+        return config.num_experts_per_tok if routers_of(self.adapter.language_model) else 0
+
+    def watch_routers(self) -> AbstractContextManager[list[Tensor]]:
+        """Collects the router logits [B·T, experts] of the ``language`` pass inside, one tensor per layer with experts."""
+        return watched(routers_of(self.adapter.language_model))
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Float32 logits of chosen positions."""

@@ -5,8 +5,9 @@ patch, each after the time it was taken at; so positions need no seconds.
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from itertools import groupby
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,13 +31,19 @@ class Qwen3VL(Qwen25VL):
         "projector": ("model.visual.merger.", "model.visual.deepstack_merger_list."),
     }
 
+    def __init__(self, model: Any, processor: Any) -> None:
+        super().__init__(model, processor)
+        self._told = lru_cache(maxsize=4096)(self._tell)
+
     def expand(self, extent: Extent) -> Expansion:
         """A video is its temporal patches' times and merged patches in turn, as the checkpoint's processor writes it."""
-        if extent.kind != "video":
-            return super().expand(extent)
+        return self._told(extent) if extent.kind == "video" else super().expand(extent)
+
+    def _tell(self, extent: Extent) -> Expansion:
         # The processor divides frame numbers by a rate: at a rate of 1 they are the seconds themselves.
-        told = VideoMetadata(total_num_frames=len(extent.times_s), fps=1.0, frames_indices=list(extent.times_s))
-        inputs = {"video_grid_thw": torch.tensor([extent.grid]), "video_metadata": [told]}
+        seconds: list[Any] = list(extent.times_s)
+        metadata = VideoMetadata(total_num_frames=len(seconds), fps=1.0, frames_indices=seconds)
+        inputs = {"video_grid_thw": torch.tensor([extent.grid]), "video_metadata": [metadata]}
         text, pad = self.processor.replace_video_token(inputs, 0), self.placeholders["video"]
         ids = tuple(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
         shown = (list(places) for token, places in groupby(range(len(ids)), ids.__getitem__) if token == pad)

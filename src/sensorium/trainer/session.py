@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sensorium.engines.protocol import Engine, Sampling
 from sensorium.envs.protocol import Environment
@@ -106,8 +107,9 @@ def make_critic(recipe: Recipe, policy: Policy) -> Critic | None:
     section, model = recipe.algorithm.critic, recipe.model
     trunk = policy
     if section.trunk == "own":
-        settings = {"dtype": model.dtype, "device": model.device, "family": model.family}
-        trunk = load_policy(section.path, store=policy.store, **settings) if section.path else policy.copy()
+        settings: dict[str, Any] = {"dtype": model.dtype, "device": model.device, "family": model.family}
+        settings |= {"store": policy.store, "decoder": policy.decoder}
+        trunk = load_policy(section.path, **settings) if section.path else policy.copy()
         if trunk.family != policy.family:
             raise RecipeError(
                 f"algorithm.critic.path '{section.path}' is of family {trunk.family} and the policy of {policy.family}: a "
