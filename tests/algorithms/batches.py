@@ -73,7 +73,8 @@ class Batch:
             correct_S=float64(p.correct for p in self.played),
             terms=tuple(TermScores(str(k), weight, float64(scores)) for k, (weight, scores) in enumerate(self.terms)),
             spans=tuple(
-                SpanScores(str(k), float64(span.scores), torch.tensor(span.covers)) for k, span in enumerate(self.spans)
+                SpanScores(str(k), 1.0, float64(span.scores), torch.tensor(span.covers))
+                for k, span in enumerate(self.spans)
             ),
         )
 

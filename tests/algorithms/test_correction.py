@@ -29,14 +29,10 @@ def plain_weight(sequence: list[tuple[float, float]], token: tuple[float, float]
     return math.exp(min(max(log, -20), 20))
 
 
-@given(
-    sequences,
-    st.sampled_from(["token", "sequence", "geometric"]),
-    st.sampled_from(["truncate", "band"]),
-    st.floats(0, 0.9),
-    st.floats(1.1, 5),
-)
-def test_weights_equal_a_plain_loop(rows: Sequences, level: str, mode: str, low: float, high: float) -> None:
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("mode", ["truncate", "band"])
+@given(sequences, st.floats(0.1, 0.9), st.floats(1.1, 5))
+def test_weights_equal_a_plain_loop(level: str, mode: str, rows: Sequences, low: float, high: float) -> None:
     plain = [plain_weight(sequence, token, level) for sequence in rows for token in sequence]
     assume(all(min(abs(w - low), abs(w - high)) > 1e-9 for w in plain))
     if mode == "truncate":
@@ -79,8 +75,10 @@ def plain_rejected(sequence: list[tuple[float, float]], by: str, estimator: str)
     return max(abs(e) for e in estimates)
 
 
-@given(sequences, st.sampled_from(["mean", "max"]), st.sampled_from(["k1", "k2", "k3"]), st.floats(0.01, 10))
-def test_rejection_equals_a_plain_loop(rows: Sequences, by: str, estimator: str, above: float) -> None:
+@pytest.mark.parametrize("by", ["mean", "max"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@given(sequences, st.floats(0.01, 10))
+def test_rejection_equals_a_plain_loop(by: str, estimator: str, rows: Sequences, above: float) -> None:
     found = [plain_rejected(sequence, by, estimator) if sequence else None for sequence in rows]
     assume(all(value is None or abs(value - above) > 1e-9 for value in found))
     got_S = rejected(*tensors(rows), by=by, estimator=estimator, above=above)

@@ -136,6 +136,14 @@ def test_gdpo_leaves_out_who_a_term_did_not_judge() -> None:
     assert got[0] > 1
 
 
+def test_gdpo_takes_no_signal_from_a_term_that_is_only_watched() -> None:
+    batch = of_rewards([1.0, 0.0, 0.2], [0.5, 0.5])
+    watched = replace(batch, terms=(*batch.terms, (0.0, (0.0, 1.0, 3.0, 0.0, 1.0))))
+    one, other = (gdpo.estimate(b.episodes(), leave_one_out=True).advantages_P for b in (batch, watched))
+    assert torch.equal(one, other)
+    assert other[3:].tolist() == [0.0, 0.0]
+
+
 @given(batches())
 def test_remax(batch: Batch) -> None:
     main = plain.everywhere(batch, [p.reward - p.greedy for p in batch.played])

@@ -104,6 +104,16 @@ def test_dppo_equals_a_plain_loop(update: Update, low: float, high: float, cap: 
         )
 
 
+def test_dppo_looks_at_how_far_the_probability_moved_and_not_the_ratio() -> None:
+    logprobs_N = torch.tensor([0.3, 0.7, 0.001, 0.5, 0.9], dtype=torch.float64).log().requires_grad_()
+    old_N = torch.tensor([0.2, 0.4, 0.00001, 0.7, 0.4], dtype=torch.float64).log()
+    advantages_N = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+    tokens = Tokens(logprobs_N, old_N, advantages_N, torch.zeros(5).long())
+    out = dppo.loss(tokens, clip_low=0.1, clip_high=0.25, ratio_cap=20.0)
+    assert slopes(out, tokens).tolist() == pytest.approx([-1.5, 0.0, -20.0, 0.0, 2.25])
+    assert out.clipped_N.tolist() == [False, True, False, True, False]
+
+
 @given(updates())
 def test_likelihood_is_minus_log_p_whatever_the_advantage(update: Update) -> None:
     assert_equal(likelihood.loss, update, lambda token: (-token.logp, -1.0, False), lambda token: 1.0)

@@ -61,3 +61,15 @@ def test_a_span_that_everybody_was_paid_alike_for_moves_nothing(name: str) -> No
     batch = replace(plain, spans=(Span((0.1 + 0.2, 0.3, 0.3, NAN), (True,) * 8), Span((NAN,) * 4, (True,) * 8)))
     one, other = (estimate(name, b.episodes()).advantages_P for b in (plain, batch))
     assert torch.equal(one, other)
+
+
+@every_estimator
+def test_a_span_moves_its_tokens_by_its_weight(name: str) -> None:
+    plain = of_rewards([0.0, 1.0, 0.5], [2.0, 2.5], tokens=3)
+    span = Span((1.0, 0.0, NAN, 0.3, 0.6), (False, True, False) * 5)
+    episodes = replace(plain, spans=(span,)).episodes()
+    without = estimate(name, plain.episodes()).advantages_P
+    halved = replace(episodes, spans=tuple(replace(one, weight=0.5) for one in episodes.spans))
+    whole, half = (estimate(name, one).advantages_P - without for one in (episodes, halved))
+    assert whole.any()
+    assert torch.allclose(half, whole / 2)

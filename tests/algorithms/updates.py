@@ -38,8 +38,9 @@ def updates(*, shared: bool = False) -> st.SearchStrategy[Update]:
     """Sequences of 0 to 6 tokens, near and far from their old log-probs; ``shared``: one advantage a sequence."""
     gaps = st.just(0.0) | st.floats(-0.7, 0.7) | st.floats(-6, 6)
     advantages = st.just(0.0) | st.floats(-3, 3).map(lambda a: round(a, 3))
+    logprobs = st.floats(-1, 0) | st.floats(-8, 0)
     token = st.builds(
-        lambda logp, gap, a, u: Token(logp, logp - gap, a, u), st.floats(-8, 0), gaps, advantages, st.floats(0, 0.999)
+        lambda logp, gap, a, u: Token(logp, logp - gap, a, u), logprobs, gaps, advantages, st.floats(0, 0.999)
     )
     sequence = st.lists(token, max_size=6)
     if shared:

@@ -39,6 +39,58 @@ def test_the_export_is_the_model_and_nothing_of_ours(tmp_path: Path, capsys: pyt
     assert torch.equal(before(ids).logits, after(ids).logits)
 
 
+def adapted(run: Path) -> Path:
+    """A checkpoint of a tiny text model with adapters, as a trainer leaves it."""
+    import torch
+
+    from sensorium.media.store import MediaStore
+    from sensorium.models.load import load_policy
+    from sensorium.recipe.schema import LoraSection
+
+    policy = load_policy("tiny:qwen2", store=MediaStore(), device="cpu", lora=LoraSection(rank=2))
+    assert policy.adapters is not None
+    with torch.no_grad():
+        for parameter in policy.adapters.parameters.values():
+            parameter.fill_(0.1)
+    folder = run / "checkpoints" / "step_000001"
+    policy.save(folder)
+    (folder / "COMPLETE").write_text(json.dumps({"step": 1, "files": {}}))
+    return folder
+
+
+def test_adapters_are_exported_added_in_or_alone(tmp_path: Path) -> None:
+    import torch
+
+    source = adapted(tmp_path / "run")
+    from peft import PeftConfig, PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from sensorium.models.load import find_checkpoint
+
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "model")]) == 0
+    assert main(["export", str(source), str(tmp_path / "alone"), "--adapter"]) == 0
+    assert not (tmp_path / "model" / "adapter").exists()
+    assert sorted(path.name for path in (tmp_path / "alone").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert PeftConfig.from_pretrained(tmp_path / "alone").base_model_name_or_path == "tiny:qwen2"
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    base = AutoModelForCausalLM.from_pretrained(find_checkpoint("tiny:qwen2"))
+    ids = torch.arange(9)[None]
+    plain = base(ids).logits
+    unmerged = PeftModel.from_pretrained(base, tmp_path / "alone")(ids).logits
+    torch.testing.assert_close(merged(ids).logits, unmerged, rtol=0, atol=2e-5)
+    assert float((unmerged - plain).detach().abs().max()) > 0.1
+
+
+def test_a_run_without_adapters_has_none_to_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint(tmp_path / "run", 1)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--adapter"]) == 2
+    assert "has no adapter" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_best_last_and_named_steps_are_found_and_half_ones_never(tmp_path: Path) -> None:
     run = tmp_path / "run"
     first, last = checkpoint(run, 1), checkpoint(run, 2)

@@ -72,6 +72,11 @@ def test_a_dry_run_prints_recipe_and_plan_and_loads_no_torch(recipe: str, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["trial.yaml"]
 
 
+def test_a_dry_run_says_how_many_prompts_a_step_may_play(recipe: str) -> None:
+    done = sensorium("train", recipe, "--dry-run", "selection={dynamic: true, oversample: 1.5}")
+    assert "at most 24 prompts, 96 episodes a step" in " ".join(done.stdout.split())
+
+
 def test_the_resolved_recipe_of_a_dry_run_is_a_recipe(recipe: str, tmp_path: Path) -> None:
     from sensorium.recipe import load_recipe, parse_recipe
 

@@ -10,6 +10,7 @@ from sensorium.algorithms import clip
 from sensorium.algorithms.tokens import TokenLoss, Tokens
 from sensorium.learner.update import corrections
 from sensorium.models.policy import Policy
+from sensorium.models.reference import FrozenCopy
 from sensorium.recipe.schema import (
     AlgorithmSection,
     BatchSection,
@@ -46,7 +47,7 @@ def run(
         batch=BatchSection(tokens_per_microbatch=limit, epochs_per_step=2, updates_per_epoch=2),
         optimizer=OptimizerSection(lr=2e-4),
         temperature=0.9,
-        reference=open_policy(folder, store=policy.store),
+        reference=FrozenCopy(open_policy(folder, store=policy.store)),
         seed=3,
     )
     before = {name: p.clone() for name, p in policy.model.state_dict().items()}

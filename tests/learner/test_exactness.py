@@ -10,6 +10,7 @@ from torch import Tensor
 from sensorium.learner import forward
 from sensorium.learner.learner import Learner, Sample
 from sensorium.models.policy import Policy
+from sensorium.models.reference import FrozenCopy
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.schema import AlgorithmSection, BatchSection, KLSection, LossSection, OptimizerSection
 
@@ -144,7 +145,7 @@ def test_gradients_equal_the_stock_model_row_by_row_for_any_microbatch(family: s
             algorithm=ALGORITHM,
             temperature=TEMPERATURE,
             batch=BatchSection(tokens_per_microbatch=limit),
-            reference=open_policy(other, store=policy.store),
+            reference=FrozenCopy(open_policy(other, store=policy.store)),
         )
         expected = expected or stock_gradients(folder, other, learner, groups)
         assert_same(gradients_of(learner, groups), expected)
@@ -189,9 +190,10 @@ def test_a_frozen_tower_looks_once_in_all_steps_and_for_the_reference_too(checkp
     player = Player(policy)
     groups = [player.single_turn(more=[player.sound(), player.film()]), player.conversation(late=player.sound)]
     reference = policy.frozen_copy()
-    learner = make_learner(policy, algorithm=ALGORITHM, reference=reference, freeze=("vision", "audio", "projector"))
+    frozen = ("vision", "audio", "projector")
+    learner = make_learner(policy, algorithm=ALGORITHM, reference=FrozenCopy(reference), freeze=frozen)
     items = 3 + 1 + 3
     assert learner.step(groups)["packing/tower_items"] + reference.counters.tower_items == items
     assert learner.step(groups)["packing/tower_items"] == 0
-    learning = make_learner(policy, algorithm=ALGORITHM, reference=reference, freeze=("vision",))
+    learning = make_learner(policy, algorithm=ALGORITHM, reference=FrozenCopy(reference), freeze=("vision",))
     assert learning.step(groups)["packing/tower_items"] == items, "the projector learns, and belongs to both towers"

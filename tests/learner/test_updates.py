@@ -10,6 +10,7 @@ from torch import Tensor
 from sensorium.learner.learner import Sample
 from sensorium.learner.update import Objective
 from sensorium.models.policy import Policy
+from sensorium.models.reference import FrozenCopy
 from sensorium.recipe.schema import AlgorithmSection, BatchSection, KLSection, LossSection, OptimizerSection
 from sensorium.vocabulary.errors import ModelError, NonFiniteUpdate
 
@@ -36,7 +37,7 @@ def run(checkpoints: dict[str, Path], limit: int, threads: int = 1, steps: int =
     torch.set_num_threads(threads)
     policy = open_policy(checkpoints["qwen3_vl"])
     batch = BatchSection(tokens_per_microbatch=limit, epochs_per_step=2, updates_per_epoch=2)
-    reference = open_policy(checkpoints["qwen3_vl"], store=policy.store)
+    reference = FrozenCopy(open_policy(checkpoints["qwen3_vl"], store=policy.store))
     learner = make_learner(policy, algorithm=FULL, batch=batch, temperature=0.9, reference=reference)
     groups = play(policy)
     rows = [learner.step(groups) for _ in range(steps)]

@@ -128,6 +128,38 @@ def test_sliding_windows_are_refused_rather_than_ignored(tmp_path: Path) -> None
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "says"),
+    [
+        ("qwen2", {"attention_dropout": 0.1}, r"attention_dropout \(config\.json\) has dropout 0\.1.*set it to 0"),
+        ("qwen3_vl", {"text_config": {"attention_dropout": 0.05}}, r"attention_dropout \(config\.json, text_config\)"),
+        ("qwen2_5_vl", {"vision_config": {"hidden_dropout": 0.5}}, r"hidden_dropout \(config\.json, vision_config\)"),
+    ],
+)
+def test_dropout_in_a_config_is_refused(family: str, changes: dict, says: str, tmp_path: Path) -> None:
+    make_tiny(family, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key, value in changes.items():
+        config[key] = config[key] | value if isinstance(value, dict) else value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=says):
+        load(tmp_path)
+
+
+def test_dropout_in_a_module_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import Qwen2ForCausalLM
+
+    build = Qwen2ForCausalLM.__init__
+
+    def with_dropout(self: Qwen2ForCausalLM, config: object) -> None:
+        build(self, config)  # type: ignore[arg-type]
+        self.model.late = torch.nn.Dropout(0.2)
+
+    monkeypatch.setattr(Qwen2ForCausalLM, "__init__", with_dropout)
+    with pytest.raises(ModelError, match=r"module model\.late has dropout 0\.2"):
+        load(folder)
+
+
 def test_unknown_dtypes_and_devices_are_refused(folder: Path) -> None:
     with pytest.raises(ModelError, match="did you mean 'bfloat16'"):
         load(folder, dtype="bfloat")

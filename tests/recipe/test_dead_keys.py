@@ -2,7 +2,7 @@
 
 The type checker finds the reads: it checks the package against a schema without its leaf keys, and each complaint that a
 section has no such attribute is a read of that key. Reads by the recipe room itself (checks, plan) do not count. The keys
-of a loss count as read where a loss has a parameter of that name: they are handed over by name.
+of an estimator or a loss count as read where one has a parameter of that name: they are handed over by name.
 """
 
 import ast
@@ -75,9 +75,13 @@ def dead_keys(source: str, folder: Path) -> set[Key]:
 
 
 def passed_by_name() -> set[Key]:
-    """Keys that the learner hands to a loss by the names of its parameters."""
-    losses = [resolve("loss", name) for name in table("loss")]
-    return {("LossSection", parameter) for loss in losses for parameter in inspect.signature(loss).parameters}
+    """Keys that are handed to an estimator or a loss by the names of its parameters."""
+    return {
+        (section, parameter)
+        for kind, section in (("advantage", "AdvantageSection"), ("loss", "LossSection"))
+        for name in table(kind)
+        for parameter in inspect.signature(resolve(kind, name)).parameters
+    }
 
 
 def test_every_key_is_read_and_a_planted_one_is_found(tmp_path: Path) -> None:

@@ -198,6 +198,11 @@ def test_unknown_names_are_refused_with_the_nearest(override: str, said: str) ->
     ("overrides", "said"),
     [
         (["batch.group_size=1"], "group_size must be at least 2"),
+        (["batch.group_size=1", "algorithm.advantage.name=rloo"], "rloo compares the episodes of a group"),
+        (["selection.max_rounds=3"], "max_rounds 3 does nothing: only dynamic sampling draws in rounds"),
+        (["selection={dynamic: true, variance_share: 0.5}"], "variance_share drops some of them again. Keep one"),
+        (["selection.dynamic=true", "batch.group_size=1", "algorithm.advantage.name=gae"], "none would ever have signal"),
+        (["selection.variance_share=0.5", "batch.group_size=1", "algorithm.advantage.name=gae"], "never vary"),
         (["batch.updates_per_epoch=3"], "updates_per_epoch 3 does not divide prompts_per_step 4"),
         (["rollout.window=3", "rollout.max_turns=2"], "window 3 is wider than max_turns 2"),
         (["rollout.max_new_tokens=4096"], "leaves no room for a prompt"),
@@ -214,6 +219,20 @@ def test_unknown_names_are_refused_with_the_nearest(override: str, said: str) ->
 )
 def test_keys_that_contradict_each_other_are_refused(overrides: list[str], said: str) -> None:
     assert said in refused(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["batch.group_size=1", "algorithm.advantage.name=remax", "selection.dynamic=true"],
+        ["batch.group_size=1", "algorithm.advantage.name=reinforce_plus_plus", "selection.oversample=1.5"],
+        ["selection={dynamic: true, max_rounds: 9, oversample: 2}"],
+        ["selection={variance_share: 0.5, oversample: 2}"],
+    ],
+)
+def test_selections_that_make_sense_stand(overrides: list[str]) -> None:
+    recipe = parse_recipe(GOOD, "trial.yaml", overrides)
+    assert parse_recipe(dump_recipe(recipe), "dumped") == recipe
 
 
 def test_several_problems_make_one_paragraph() -> None:

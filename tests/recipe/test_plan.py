@@ -111,6 +111,31 @@ def test_a_schedule_that_gives_up_repetition_says_so() -> None:
     assert "rollout.schedule=lockstep" in plan.determinism
 
 
+def test_the_plan_says_how_many_prompts_a_step_may_play() -> None:
+    batch = {"prompts_per_step": 5, "group_size": 4}
+    plain = make_plan(recipe(batch=batch))
+    assert (plain.prompts_at_most, plain.selection) == (5, "")
+    greedy = {"advantage": {"name": "remax"}}
+    selection = {"dynamic": True, "max_rounds": 3, "oversample": 1.5}
+    plan = make_plan(recipe(batch=batch, selection=selection, algorithm=greedy, rollout={"max_new_tokens": 10}))
+    assert plan.prompts_at_most == 3 * 8
+    assert plan.sampled_tokens_per_step == 24 * (4 + 1) * 10
+    assert "draws until 5 groups have signal, in 3 rounds at most" in plan.selection
+    assert "plays 8 prompts for 5 groups and cancels the last" in plan.selection
+    assert "once more greedily" in plan.selection
+    assert plan.selection.endswith("at most 24 prompts, 120 episodes a step")
+    assert plan.deterministic
+    share = make_plan(recipe(batch=batch | {"prompts_per_step": 8}, selection={"variance_share": 0.5}))
+    assert (share.prompts_at_most, share.groups_per_update) == (8, 4)
+    assert "trains on the 4 groups whose rewards vary most" in share.selection
+
+
+def test_early_stop_by_the_clock_is_told() -> None:
+    plan = make_plan(recipe(rollout={"schedule": "eager"}, selection={"oversample": 2}))
+    assert not plan.deterministic
+    assert "trains on the groups that it sees complete first" in plan.determinism
+
+
 def test_a_model_that_is_not_on_disk_leaves_memory_open() -> None:
     plan = make_plan(recipe("Nobody/NoSuchModel"))
     assert plan.model is None

@@ -137,7 +137,7 @@ def test_what_was_not_judged_is_a_dash_not_a_zero() -> None:
 
 
 def test_the_plan_is_printed_with_its_numbers() -> None:
-    plan = Plan(20, 120, 256, 32, 1, 140, 30720, 4096, 7, None, 0, {}, False, "no: eager")
+    plan = Plan(20, 120, 256, 32, 1, 140, 30720, 32, "", 4096, 7, None, 0, {}, False, "no: eager")
     text = shown(plan_table(plan))
     assert "256 episodes, one update of 32 groups; at most 4,096 tokens written" in text
     assert "120 steps, 140 updates, of them 20 supervised; 30,720 episodes" in text

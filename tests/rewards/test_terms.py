@@ -1,6 +1,7 @@
 """Reward terms judge what the model wrote, and only that."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from sensorium.rewards.environment import EnvironmentReward
 from sensorium.rewards.format import Format
 from sensorium.rewards.match import Choice, Exact, Numeric, alphanumeric, choice_letter, number
 from sensorium.rewards.mathematics import mathematical_answer
+from sensorium.rewards.overlong import Overlong
 from sensorium.rewards.protocol import RewardTerm
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RecipeError, RewardFailure, TaskError
@@ -220,3 +222,43 @@ def test_an_episode_without_a_response_is_not_judged(term: RewardTerm, episode_o
 def test_mathematical_answer(text: str, found: str | None) -> None:
     assert mathematical_answer(text) == found
     assert mathematical_answer("2", fallback=True) == "2"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "paid"), [(1, 0.0), (60, 0.0), (61, -0.025), (80, -0.5), (99, -0.975), (100, -1.0), (101, -1.0), (900, -1.0)]
+)
+def test_overlong_costs_nothing_then_more_and_more_then_all_of_it(
+    tokens: int, paid: float, episode_of: MakeEpisode
+) -> None:
+    half = written(episode_of, tokens // 2, tokens - tokens // 2)
+    assert value(Overlong(100, 40), None, half) == pytest.approx(paid)
+    assert value(Overlong(100, 40, penalty=0.5), None, half) == pytest.approx(paid / 2)
+
+
+@given(st.integers(1, 300), st.integers(0, 300), st.integers(1, 400))
+def test_overlong_never_pays_and_never_falls_with_a_shorter_response(maximum: int, buffer: int, tokens: int) -> None:
+    term = Overlong(maximum, min(buffer, maximum))
+    assert 0 <= term.share(tokens) <= term.share(tokens + 1) <= 1
+    assert term.share(maximum) == 1
+    if buffer < maximum:
+        assert term.share(maximum - max(buffer, 1)) == 0
+
+
+def written(episode_of: MakeEpisode, *lengths: int) -> Episode:
+    """An episode with so many tokens a turn."""
+    whole = episode_of(*("x" for _ in lengths))
+    turns = [
+        replace(turn, response=replace(turn.response, tokens=(1,) * count))
+        for turn, count in zip(whole.turns, lengths, strict=True)
+    ]
+    return replace(whole, turns=tuple(turns))
+
+
+def test_overlong_refuses_what_has_no_meaning(episode_of: MakeEpisode) -> None:
+    for options in ({"max_tokens": 10, "buffer_tokens": 11}, {"max_tokens": 0, "buffer_tokens": 0}):
+        with pytest.raises(RecipeError, match="buffer_tokens"):
+            Overlong(**options)
+    with pytest.raises(RecipeError, match="penalty"):
+        Overlong(10, 5, penalty=-1.0)
+    with pytest.raises(RewardFailure, match="no response"):
+        Overlong(10, 5).score(Task("t"), episode_of())

@@ -1,7 +1,9 @@
 """Threads hold exactly what the model saw: one growing thread, or a fresh one per turn past the window."""
 
+import numpy as np
 import pytest
 
+from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
@@ -69,3 +71,13 @@ def test_group_members_share_their_prompt_by_key(policy: Policy) -> None:
     first, _ = play(policy, turns=1, window=0)
     second, _ = play(policy, turns=1, window=0)
     assert first.threads()[0].segments[0].key == second.threads()[0].segments[0].key
+
+
+def test_a_picture_seen_before_is_named_by_its_own_origin(policy: Policy) -> None:
+    pixels = encode_png(np.full((56, 56, 3), 90, np.uint8))
+    renderer = Renderer(policy)
+    here, there = (policy.store.put(pixels, "picture", origin) for origin in ("here", "there"))
+    first, second, again = (renderer.start((user(media, "?"),)) for media in (here, there, here))
+    assert [segment.media[0].media.origin for segment in (first, second, again)] == ["here", "there", "here"]
+    assert first is again
+    assert first.key == second.key, "the engine computes it once all the same"

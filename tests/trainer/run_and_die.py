@@ -1,4 +1,7 @@
-"""Run a recipe; with a third argument, kill this process as the given step enters the given phase: ``4:update``."""
+"""Run a recipe; with a third argument, kill this process as the given step enters the given phase: ``4:update``.
+
+``4:rollout:2`` is the second time that step 4 enters it.
+"""
 
 import os
 import signal
@@ -14,11 +17,12 @@ class Assassin(Watcher):
     """Kills the process at a moment of the run."""
 
     def __init__(self, moment: str) -> None:
-        step, self.name = moment.split(":")
-        self.step = int(step)
+        step, self.name, *nth = moment.split(":")
+        self.step, self.left = int(step), int(nth[0]) if nth else 1
 
     def phase(self, step: int, name: str, total: int = 0) -> None:
-        if (step, name) == (self.step, self.name):
+        self.left -= (step, name) == (self.step, self.name)
+        if not self.left:
             os.kill(os.getpid(), signal.SIGKILL)
 
 

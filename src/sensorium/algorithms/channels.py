@@ -34,7 +34,7 @@ def spans(episodes: Episodes, compare: Compare | None = None) -> Tensor:
         lengths_S = torch.zeros_like(span.scores_S, dtype=torch.float64)
         lengths_S = lengths_S.index_add(0, episodes.sequences_P, covered_P.double())
         values_S = among_members(span.scores_S, episodes.groups_S, lengths_S, compare or _over_the_step)
-        added_P = added_P + torch.where(covered_P, values_S[episodes.sequences_P], 0)
+        added_P = added_P + span.weight * torch.where(covered_P, values_S[episodes.sequences_P], 0)
     return added_P
 
 

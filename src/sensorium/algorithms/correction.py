@@ -48,7 +48,7 @@ def weights(
 def rejected(
     old_N: Tensor, engine_N: Tensor, sequences_N: Tensor, counts_S: Tensor, *, by: str, estimator: str, above: float
 ) -> Tensor:
-    """Which sequences have a mean or largest token estimate of KL(engine ‖ old) above a bound; never one without tokens.
+    """Which sequences have a mean or largest estimate of KL(engine ‖ old) above a bound > 0; never one without tokens.
 
     With x = log ρ clamped to ±20: k2 ½x², k3 e^x - x - 1. k1 = -x has a sign and drifts either way, so its size counts:
     |mean x| (the geometric mean of ρ outside [e^-above, e^above]), or the largest |x|.
@@ -69,4 +69,4 @@ def rejected(
         found_S = zeros_S.scatter_reduce(0, sequences_N, estimate_N.abs(), "amax")
     else:
         raise ValueError(f"sequences cannot be rejected by '{by}'; take mean or max.")
-    return (found_S > above) & (counts_S > 0)
+    return found_S > above

@@ -22,12 +22,14 @@ class TermScores:
 
 @dataclass(frozen=True)
 class SpanScores:
-    """What one term paid for a part of the response only, weight included: NaN where an episode has no such part.
+    """What one term paid for a part of the response only, before its weight: NaN where an episode has no such part.
 
-    ``covers_P`` marks the part's positions; the score moves these and no others.
+    ``covers_P`` marks the part's positions; the score moves these and no others. The weight is that of the advantage that
+    comes of it: an estimator that divides by a spread would divide a weight of the scores away.
     """
 
     name: str
+    weight: float
     scores_S: Tensor
     covers_P: Tensor
 

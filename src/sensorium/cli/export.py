@@ -1,4 +1,4 @@
-"""Copy a checkpoint out of a run as a plain Hugging Face model, ready for from_pretrained."""
+"""Copy a checkpoint out of a run as a plain Hugging Face model, ready for from_pretrained, or its LoRA adapter alone."""
 
 import os
 import shutil
@@ -8,7 +8,8 @@ from pathlib import Path
 from sensorium.report.run_directory import RunDirectory
 from sensorium.vocabulary.errors import CheckpointError
 
-OURS = ("trainer", "COMPLETE")
+ADAPTER = "adapter"
+NOT_THE_MODEL = ("trainer", "COMPLETE", ADAPTER)
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -17,23 +18,32 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("target", type=Path, help="the folder to make; it must not exist")
     parser.add_argument("--step", type=int, help="take the checkpoint of this step; default: the best one, else the last")
     parser.add_argument("--last", action="store_true", help="take the last checkpoint, not the best")
+    parser.add_argument(
+        "--adapter", action="store_true", help="export only the LoRA adapter, for peft; default: the model with it added in"
+    )
 
 
 def run(arguments: Namespace) -> int:
     """Export."""
     source = find_checkpoint(arguments.source, step=arguments.step, last=arguments.last)
-    export(source, arguments.target)
+    export(source, arguments.target, adapter=arguments.adapter)
     print(f"{source} → {arguments.target}")
     return 0
 
 
-def export(checkpoint: Path, target: Path) -> None:
-    """Copy the model of a complete checkpoint, without the trainer's state; the target is complete or absent."""
+def export(checkpoint: Path, target: Path, *, adapter: bool = False) -> None:
+    """Copy the model of a complete checkpoint, or its adapter, and nothing of the trainer's; complete or absent."""
     if target.exists():
         raise CheckpointError(f"'{target}' exists; choose another folder or remove it.")
+    source = checkpoint / ADAPTER if adapter else checkpoint
+    if not source.is_dir():
+        raise CheckpointError(
+            f"'{checkpoint}' has no adapter: its run trained the weights themselves (model.lora.rank is 0). Export it "
+            "without --adapter."
+        )
     draft = target.with_name(f".{target.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    shutil.copytree(checkpoint, draft, ignore=shutil.ignore_patterns(*OURS))
+    shutil.copytree(source, draft, ignore=shutil.ignore_patterns(*NOT_THE_MODEL))
     os.replace(draft, target)
 
 

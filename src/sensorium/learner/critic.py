@@ -74,10 +74,8 @@ class Critic:
 
 def _trunk_groups(trunk: Policy) -> dict[str, dict[str, nn.Parameter]]:
     """What an own trunk learns: everything but the head that writes tokens, which stays as it is and is not used."""
-    groups = trunk.groups()
-    for parameter in groups.pop("head", {}).values():
-        parameter.requires_grad_(False)
-    return groups
+    trunk.model.requires_grad_(False)
+    return {group: named for group, named in trunk.trainable().items() if group != "head"}
 
 
 class ValuePass:

@@ -19,6 +19,7 @@ from sensorium.learner.positions import Positions, find_positions
 from sensorium.learner.sample import Groups, Sample, asked_values, sampled_tokens, uncredited
 from sensorium.learner.update import Measured, Shares, UpdateBatch, corrections, update
 from sensorium.models.policy import Policy
+from sensorium.models.reference import Reference
 from sensorium.recipe.schema import AlgorithmSection, BatchSection, OptimizerSection
 from sensorium.recipe.traits import estimator_traits
 from sensorium.vocabulary.episode import Episode
@@ -63,7 +64,7 @@ class Learner:
         temperature: float,
         total_steps: int,
         freeze: Sequence[str] = (),
-        reference: Policy | None = None,
+        reference: Reference | None = None,
         critic: Critic | None = None,
         seed: int = 0,
     ) -> None:
@@ -79,7 +80,9 @@ class Learner:
         self._seed = seed
         self._kl_in_reward: float | None = None
         self._kl = AdaptiveKL(algorithm.kl.coef, algorithm.kl.target, algorithm.kl.horizon)
-        self._optimizer = Optimizer(policy.groups(), optimizer, freeze)
+        policy.model.requires_grad_(False)
+        adapted = policy.adapters is not None
+        self._optimizer = Optimizer(policy.trainable(), optimizer, freeze, adapted=adapted)
         self._scorer = Scorer(policy, temperature)
 
     @property
@@ -195,7 +198,8 @@ class Learner:
         """Log-probs of the reference policy."""
         if self.reference is None:
             raise ValueError("algorithm.kl.coef is not 0, but the learner was given no reference policy")
-        return Scorer(self.reference, self._temperature).logprobs(packing)
+        with self.reference.active() as reference:
+            return Scorer(reference, self._temperature).logprobs(packing)
 
     def _with_old(self, batches: list[UpdateBatch]) -> list[UpdateBatch]:
         """Old log-probs of all batches but the first, which meets the old weights themselves unless it is asked about."""

@@ -28,26 +28,33 @@ def rate_share(section: OptimizerSection, step: int, total: int) -> float:
 
 
 class Optimizer:
-    """Trainable parameters by group, and their moments. Parameters of ``freeze`` groups stop learning here."""
+    """Trainable parameters by group, and their moments; those of ``freeze`` groups do not learn.
+
+    ``adapted``: the parameters are adapters; their groups cannot be frozen, and no other has a rate.
+    """
 
     def __init__(
         self,
         groups: Mapping[str, Mapping[str, Parameter]],
         section: OptimizerSection,
         freeze: Sequence[str] = (),
+        *,
         where: str = "model",
+        adapted: bool = False,
     ) -> None:
         _check_names(freeze, list(groups), f"{where}.freeze")
         _check_names(section.group_lr, list(groups), "optimizer.group_lr")
+        if adapted:
+            _check_adapted(groups, freeze, section)
         self._section = section
         self._parameters: dict[str, Parameter] = {}
         self._masters: dict[str, Tensor] = {}
         settings = []
         for group, named in groups.items():
-            for parameter in named.values():
-                parameter.requires_grad_(group not in freeze)
             if group in freeze or not named:
                 continue
+            for parameter in named.values():
+                parameter.requires_grad_()
             masters = {name: _master(parameter) for name, parameter in named.items()}
             self._parameters |= named
             self._masters |= masters
@@ -140,3 +147,15 @@ def _check_names(names: Any, known: list[str], where: str) -> None:
     for name in names:
         if name not in known:
             raise RecipeError(f"{where}: the model has no parameter group '{name}'{nearest(name, known)}")
+
+
+def _check_adapted(groups: Mapping[str, Any], freeze: Sequence[str], section: OptimizerSection) -> None:
+    adapted = [group for group, named in groups.items() if named]
+    for group in freeze:
+        if group in adapted:
+            raise RecipeError(f"model.freeze: '{group}' is adapted by model.lora.groups; drop one of the two.")
+    for group in section.group_lr:
+        if group not in adapted:
+            raise RecipeError(
+                f"optimizer.group_lr: '{group}' has no adapters, so it does not learn; adapted are: {', '.join(adapted)}."
+            )

@@ -50,3 +50,9 @@ class Family(Protocol):
     def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions."""
         ...
+
+
+def group_of(name: str, groups: Mapping[str, tuple[str, ...]]) -> str | None:
+    """The group of a parameter: the one with the longest prefix that fits."""
+    fitting = [(len(prefix), group) for group, several in groups.items() for prefix in several if name.startswith(prefix)]
+    return max(fitting)[1] if fitting else None

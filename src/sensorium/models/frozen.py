@@ -73,8 +73,10 @@ class Weights:
         return self._name
 
     def _written(self) -> tuple[int, ...]:
-        """Which tensors they are, and how often each was written to in place, by torch's own count."""
-        return tuple(part for p in self._module.parameters() for part in (id(p), p._version))
+        """Which tensors they are, where, how often written to in place by torch's own count, and adapters switched off."""
+        tensors = [part for p in self._module.parameters() for part in (id(p), p.data_ptr(), p._version)]
+        off = [id(part) for part in self._module.modules() if getattr(part, "disable_adapters", False)]
+        return (*tensors, *off)
 
 
 def spare_bytes(device: torch.device) -> int:

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 
 import sensorium.models.torchvision_fix  # noqa: F401  (before transformers imports torchvision)
 from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
+from sensorium.models.lora import add_adapters
 from sensorium.models.policy import Policy
 from sensorium.models.quiet import quiet
 from sensorium.recipe.names import resolve, table
+from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary.errors import ModelError, nearest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -27,11 +30,14 @@ def load_policy(
     dtype: str = "float32",
     device: str = "auto",
     family: str = "auto",
+    lora: LoraSection | None = None,
+    seed: int = 0,
     decoder: Decoder | None = None,
 ) -> Policy:
     """Load a checkpoint. ``path``: a folder, a hub id, ``package:NAME`` (shipped) or ``tiny:FAMILY`` (random weights).
 
-    ``decoder``: of the store's media, where others share it (judges, the log); else the policy has its own.
+    ``lora`` with a rank puts fresh adapters into it, drawn by ``seed``. ``decoder``: of the store's media, where others
+    share it (judges, the log); else the policy has its own.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -51,8 +57,12 @@ def load_policy(
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:4])
         raise ModelError(f"model.path '{path}': the checkpoint lacks {len(report['missing_keys'])} weights: {missing}, ….")
+    _refuse_dropout(path, model)
     model.to(find_device(device)).eval()
-    return Policy(family, adapter_class(model, processor), model, tokenizer, processor, store, decoder)
+    adapters = None
+    if lora is not None and lora.rank:
+        adapters = add_adapters(model, adapter_class.groups, lora, seed, _base_name(path, place))
+    return Policy(family, adapter_class(model, processor), model, tokenizer, processor, store, adapters, decoder)
 
 
 def find_checkpoint(path: str) -> str:
@@ -122,6 +132,36 @@ def _processor(place: str, config: Any) -> Any:
     from transformers import AutoProcessor
 
     return AutoProcessor.from_pretrained(place)
+
+
+def _base_name(path: str, place: str) -> str:
+    """What an adapter calls the model it was made for: a hub id, or a folder; one made on the spot has only its name."""
+    if path.startswith("tiny:"):
+        return path
+    return str(Path(place).resolve()) if Path(place).is_dir() else place
+
+
+def _refuse_dropout(path: str, model: Any) -> None:
+    """A policy is one distribution: what was sampled must be what is trained, so nothing may be left out by chance."""
+    modules = [(name, part.p) for name, part in model.named_modules() if isinstance(part, _DropoutNd)]
+    found = [*_dropouts(model.config, "config.json"), *((f"module {name}", share) for name, share in modules)]
+    for name, share in found:
+        if share > 0:
+            raise ModelError(
+                f"model.path '{path}': {name} has dropout {share:g}, which would make training see another policy than the "
+                "one that was sampled; set it to 0 in the checkpoint's config.json."
+            )
+
+
+def _dropouts(config: Any, place: str) -> Iterator[tuple[str, float]]:
+    """Every share of a config, and of the configs inside it, that is left out by chance."""
+    from transformers import PreTrainedConfig
+
+    for key, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            yield from _dropouts(value, f"{place}, {key}")
+        elif any(word in key for word in ("dropout", "layerdrop", "drop_path")) and isinstance(value, int | float):
+            yield f"{key} ({place})", float(value)
 
 
 @contextmanager

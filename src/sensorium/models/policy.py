@@ -19,9 +19,10 @@ from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
 from sensorium.models.attention import Attention
 from sensorium.models.encoding import Counters, Encoder
-from sensorium.models.family import Family
+from sensorium.models.family import Family, group_of
 from sensorium.models.features import Extent, PreparedMedia
 from sensorium.models.layout import Features, Layout, Placement, Slot, mismatch
+from sensorium.models.lora import FOLDER, Adapters
 from sensorium.models.quiet import quiet
 from sensorium.models.rendering import ChatRenderer
 from sensorium.models.routing import routers_of, watched
@@ -36,7 +37,10 @@ SHAPES_KEPT = 4096
 
 
 class Policy:
-    """A model that is sampled from and trained. ``version`` counts the updates it has had."""
+    """A model that is sampled from and trained. ``version`` counts the updates it has had.
+
+    ``adapters`` are low-rank ones inside the model; where there are any, nothing else is trained.
+    """
 
     def __init__(
         self,
@@ -46,6 +50,7 @@ class Policy:
         tokenizer: Any,
         processor: Any,
         store: MediaStore,
+        adapters: Adapters | None = None,
         decoder: Decoder | None = None,
     ) -> None:
         self.family = family
@@ -54,6 +59,7 @@ class Policy:
         self.tokenizer = tokenizer
         self.processor = processor
         self.store = store
+        self.adapters = adapters
         self.version = 0
         self.modalities = frozenset(["text", *adapter.placeholders])
         self.vocab_size: int = adapter.head.weight.shape[0]
@@ -79,6 +85,10 @@ class Policy:
         """What the towers did so far."""
         self._encoder.counters.preprocessed = self._media.preprocessed
         return self._encoder.counters
+
+    @counters.setter
+    def counters(self, counters: Counters) -> None:
+        self._encoder.counters = counters
 
     @property
     def device(self) -> torch.device:
@@ -252,19 +262,21 @@ class Policy:
         """The same weights in memory of their own; prepared media and what frozen towers said of them are shared."""
         model = deepcopy(self.model)
         adapter = type(self.adapter)(model, self.processor)
-        copy = Policy(self.family, adapter, model, self.tokenizer, self.processor, self.store, self.decoder)
+        adapters = None if self.adapters is None else self.adapters.of(model)
+        copy = Policy(self.family, adapter, model, self.tokenizer, self.processor, self.store, adapters, self.decoder)
         copy.version = self.version
         copy._media = self._media
         copy._encoder = self._encoder.copied(adapter)
         return copy
 
     def groups(self) -> dict[str, dict[str, nn.Parameter]]:
-        """Named parameters by group: vision, audio, projector, language, head. A tied head is in language only."""
-        prefixes = [(prefix, group) for group, several in self.adapter.groups.items() for prefix in several]
-        prefixes.sort(key=lambda pair: len(pair[0]), reverse=True)
+        """Named parameters by group: vision, audio, projector, language, head. A tied head is in language only.
+
+        An adapter's parameters belong to the group of the layer they adapt.
+        """
         groups: dict[str, dict[str, nn.Parameter]] = {group: {} for group in self.adapter.groups}
         for name, parameter in self.model.named_parameters():
-            group = next((group for prefix, group in prefixes if name.startswith(prefix)), None)
+            group = group_of(name, self.adapter.groups)
             if group is None:
                 raise ModelError(
                     f"parameter '{name}' of family {self.family} belongs to no group; the adapter must name it."
@@ -272,11 +284,26 @@ class Policy:
             groups[group][name] = parameter
         return groups
 
+    def trainable(self) -> dict[str, dict[str, nn.Parameter]]:
+        """Named parameters that may learn, by group: all of them, or the adapters alone."""
+        if self.adapters is None:
+            return self.groups()
+        learning = self.adapters.parameters
+        return {
+            group: {name: parameter for name, parameter in named.items() if name in learning}
+            for group, named in self.groups().items()
+        }
+
     def save(self, folder: Path) -> None:
-        """A complete Hugging Face checkpoint: weights, configs, tokenizer, processor, chat template."""
+        """A complete Hugging Face checkpoint: weights, configs, tokenizer, processor, chat template.
+
+        Adapters are added into its weights, and stand beside them in a folder of their own.
+        """
         with quiet():
-            self.model.save_pretrained(folder)
+            self.model.save_pretrained(folder, state_dict=self.adapters.merged() if self.adapters is not None else None)
             (self.processor if self.processor is not None else self.tokenizer).save_pretrained(folder)
+        if self.adapters is not None:
+            self.adapters.save(folder / FOLDER)
 
 
 def _gather(placements: Sequence[Placement], hidden_BTH: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:

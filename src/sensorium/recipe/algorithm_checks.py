@@ -102,6 +102,13 @@ def _kl(recipe: Recipe) -> Iterator[Problem]:
         yield f"{at}.estimator", f"a reward has no gradient to pass straight through; use {plain}."
     if section.place == "reward" and section.coef and estimator_traits(recipe.algorithm.advantage.name).per_term:
         yield f"{at}.place", "gdpo normalises named reward terms, and a KL in the reward is none of them; use place: loss."
+    episodes = recipe.batch.prompts_per_step * recipe.batch.group_size
+    if section.control == "adaptive" and section.coef and 0.2 * episodes >= section.horizon:
+        yield (
+            f"{at}.horizon",
+            f"a step of {episodes} episodes could move the coefficient past 0 within a horizon of {section.horizon:g}; use "
+            f"at least {episodes}.",
+        )
     if not section.coef:
         yield from _unused(section, (), ("coef", "estimator"), at, "a coefficient of 0")
     elif section.control == "fixed":

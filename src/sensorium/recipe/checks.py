@@ -9,7 +9,7 @@ from typing import Any
 
 from sensorium.recipe.algorithm_checks import algorithm_problems
 from sensorium.recipe.names import PARAMETER_GROUPS, wrong_name, wrong_options
-from sensorium.recipe.schema import OptimizerSection, Recipe, SelectionSection, SourceSection
+from sensorium.recipe.schema import LoraSection, OptimizerSection, Recipe, SelectionSection, SourceSection
 from sensorium.recipe.traits import estimator_traits
 from sensorium.vocabulary.errors import RecipeError, nearest
 
@@ -29,6 +29,7 @@ def problems(recipe: Recipe) -> list[Problem]:
         *_rollout(recipe),
         *_training(recipe),
         *algorithm_problems(recipe),
+        *_lora(recipe),
         *_pay(recipe),
     ]
 
@@ -149,6 +150,27 @@ def _training(recipe: Recipe) -> Iterator[Problem]:
     for place, optimizer in _optimizers(recipe):
         if not all(0 <= beta < 1 for beta in optimizer.betas):
             yield f"{place}.betas", f"both betas must lie in [0, 1), not {list(optimizer.betas)}."
+
+
+def _lora(recipe: Recipe) -> Iterator[Problem]:
+    """What can be seen of adapters before the model is: which groups have some, and who learns."""
+    lora, none = recipe.model.lora, LoraSection()
+    if lora.rank == 0:
+        for key in LoraSection.model_fields:
+            if getattr(lora, key) != getattr(none, key):
+                yield f"model.lora.{key}", f"{key} does nothing at rank 0; give model.lora.rank, or leave {key} out."
+        return
+    if not lora.groups:
+        yield "model.lora.groups", "groups names no part of the model to adapt; name one, or set rank to 0."
+    for i, group in enumerate(lora.groups):
+        yield from _group(group, f"model.lora.groups.{i}")
+        if group in recipe.model.freeze:
+            yield f"model.lora.groups.{i}", f"'{group}' is adapted here and frozen by model.freeze; drop one of the two."
+    for place, optimizer in (("optimizer", recipe.optimizer), ("warm_start.optimizer", recipe.warm_start.optimizer)):
+        for group in optimizer.group_lr:
+            if group in PARAMETER_GROUPS and group not in lora.groups:
+                only = f"under model.lora only those of {', '.join(lora.groups)} learn"
+                yield f"{place}.group_lr.{group}", f"'{group}' has a learning rate here, but no adapters; {only}."
 
 
 def _pay(recipe: Recipe) -> Iterator[Problem]:

@@ -64,23 +64,31 @@ def make_plan(recipe: Recipe) -> Plan:
         sampled_tokens_per_step=prompts * plays * written,
         evaluations=_evaluations(recipe),
         model=shape,
-        trainable=shape.trainable(recipe.model.freeze) if shape else 0,
+        trainable=trained_parameters(recipe, shape) if shape else 0,
         memory=estimate_memory(recipe, shape) if shape else {},
         deterministic=deterministic,
         determinism=why,
     )
 
 
+def trained_parameters(recipe: Recipe, shape: ModelShape) -> int:
+    """How many parameters learn: those of the adapters, or all that are not frozen."""
+    lora = recipe.model.lora
+    return shape.adapters(lora) if lora.rank else shape.trainable(recipe.model.freeze)
+
+
 def estimate_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
     """Bytes by use, each as high as the recipe's budgets allow. Below float32 gradients are summed in float32 as well."""
     size = BYTES[recipe.model.dtype]
-    trainable = shape.trainable(recipe.model.freeze)
+    trainable = trained_parameters(recipe, shape)
+    adapters = trainable if recipe.model.lora.rank else 0
     uses = {
-        "weights": shape.total * size,
+        "weights": (shape.total + adapters) * size,
         "gradients": trainable * (size if size == 4 else size + 4),
         "optimizer moments": trainable * 8,
         "fp32 masters": trainable * 4 if size < 4 else 0,
-        "reference model": shape.total * size if recipe.algorithm.kl.coef else 0,
+        "reference model": shape.total * size if recipe.algorithm.kl.coef and not adapters else 0,
+        "former adapters": adapters * size if recipe.algorithm.kl.coef and recipe.warm_start.steps else 0,
         "critic": _critic_bytes(recipe, shape),
         "keys and values": _cached_tokens(recipe) * 2 * shape.layers * shape.key_values * size,
         "activations": _microbatch_tokens(recipe) * _activations_per_token(recipe, shape) * size,

@@ -7,14 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sensorium.recipe.linears import Linear, ends_in, linears_in, linears_of
 from sensorium.recipe.names import PARAMETER_GROUPS
+from sensorium.recipe.schema import LoraSection
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model. ``parameters`` counts them by group; ``exact`` says whether the weights themselves were counted."""
+    """Sizes of a model. ``parameters`` counts them by group; ``exact`` says whether the weights themselves were counted.
+
+    ``linears`` are the layers that low-rank adapters can sit on.
+    """
 
     family: str
     layers: int
@@ -24,6 +29,7 @@ class ModelShape:
     vocabulary: int
     parameters: dict[str, int]
     exact: bool
+    linears: tuple[Linear, ...] = ()
 
     @property
     def total(self) -> int:
@@ -33,6 +39,11 @@ class ModelShape:
     def trainable(self, freeze: tuple[str, ...]) -> int:
         """Parameters that are not frozen."""
         return sum(count for group, count in self.parameters.items() if group not in freeze)
+
+    def adapters(self, lora: LoraSection) -> int:
+        """Parameters of the adapters on the linear layers that are chosen."""
+        chosen = [layer for layer in self.linears if layer.group in lora.groups and ends_in(layer.name, lora.modules)]
+        return lora.rank * sum(layer.inputs + layer.outputs for layer in chosen)
 
 
 def read_shape(path: str) -> ModelShape | None:
@@ -45,7 +56,8 @@ def read_shape(path: str) -> ModelShape | None:
     heads = text["num_attention_heads"]
     head_dim = text.get("head_dim") or text["hidden_size"] // heads
     experts = text.get("num_experts_per_tok", 0)
-    counted = _count_weights(folder)
+    shapes = _weight_shapes(folder)
+    counted = _count_weights(shapes)
     return ModelShape(
         family=config.get("model_type", ""),
         layers=text["num_hidden_layers"],
@@ -55,6 +67,7 @@ def read_shape(path: str) -> ModelShape | None:
         vocabulary=text["vocab_size"],
         parameters=counted or count_parameters(config),
         exact=bool(counted),
+        linears=linears_in(shapes, _group_of) if shapes else linears_of(config),
     )
 
 
@@ -77,7 +90,7 @@ def _language(text: dict[str, Any], family: str) -> int:
     queries, pairs = heads * head_dim, 2 * text.get("num_key_value_heads", heads) * head_dim
     attention = hidden * (2 * queries + pairs)
     attention += 2 * head_dim if family.startswith("qwen3") else queries + pairs
-    if experts := text.get("num_experts", 0):
+    if experts := text.get("num_experts") or text.get("num_local_experts", 0):
         mlp = experts * 3 * hidden * text["moe_intermediate_size"] + hidden * experts
     else:
         mlp = 3 * hidden * text["intermediate_size"]
@@ -108,22 +121,28 @@ def _merger(vision: dict[str, Any]) -> int:
     return merged * merged + merged + merged * vision["out_hidden_size"] + vision["out_hidden_size"]
 
 
-def _count_weights(folder: Path) -> dict[str, int]:
-    """Parameters by group from the headers of the weight files; empty if there are none, or some are missing."""
+def _weight_shapes(folder: Path) -> dict[str, list[int]]:
+    """Tensors by name, from the headers of the weight files; empty if there are none, or some are missing."""
     files = sorted(folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    if not files or not all(file.is_file() for file in files):
+    if not all(file.is_file() for file in files):
         return {}
-    counts = dict.fromkeys(PARAMETER_GROUPS, 0)
+    shapes: dict[str, list[int]] = {}
     for file in files:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
             header = json.loads(opened.read(length))
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                counts[_group_of(name)] += _product(tensor["shape"])
+        shapes |= {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
+    return shapes
+
+
+def _count_weights(shapes: dict[str, list[int]]) -> dict[str, int]:
+    """Parameters by group; empty if there are no weights."""
+    counts = dict.fromkeys(PARAMETER_GROUPS, 0) if shapes else {}
+    for name, shape in shapes.items():
+        counts[_group_of(name)] += _product(shape)
     return counts
 
 

@@ -10,6 +10,9 @@ from sensorium.models.policy import Policy
 from sensorium.vocabulary.content import Message
 from sensorium.vocabulary.episode import Segment, Thread
 
+Key = tuple[str, tuple[Message, ...], bool, tuple[str, ...]]
+"""What a rendering depends on: its kind, the messages, whether a stop token stands before it, the media's origins."""
+
 
 class ThreadBuilder:
     """Grows the threads of one episode. ``window`` turns of history, the current one included; 0 keeps them all."""
@@ -73,12 +76,16 @@ class ThreadBuilder:
 
 
 class Renderer:
-    """A policy's rendering with a bounded memory, so that the members of a group render their prompt once."""
+    """A policy's rendering with a bounded memory, so that the members of a group render their prompt once.
+
+    Equal media of another origin are rendered anew: what an episode's record and its errors name must be its own, and not
+    that of whoever showed the same picture first.
+    """
 
     def __init__(self, policy: Policy, capacity: int = 4096) -> None:
         self.policy = policy
         self.capacity = capacity
-        self._known: dict[tuple[str, tuple[Message, ...], bool], Segment] = {}
+        self._known: dict[Key, Segment] = {}
 
     def start(self, messages: tuple[Message, ...]) -> Segment:
         """The first turn of a thread."""
@@ -95,13 +102,13 @@ class Renderer:
     def extend(self, messages: tuple[Message, ...], after: Segment) -> Segment:
         """An observation after a response."""
         stopped = bool(after.tokens) and after.tokens[-1] in self.policy.stop_ids
-        key = ("extend", messages, stopped)
+        key = ("extend", messages, stopped, _origins(messages))
         if key not in self._known:
             self._remember(key, self.policy.extend(messages, after=after))
         return self._known[key]
 
     def _once(self, kind: str, messages: tuple[Message, ...]) -> Segment:
-        key = (kind, messages, False)
+        key = (kind, messages, False, _origins(messages))
         if key not in self._known:
             if kind == "after_head":
                 segment = self.policy.render_after_head(messages)
@@ -110,7 +117,11 @@ class Renderer:
             self._remember(key, segment)
         return self._known[key]
 
-    def _remember(self, key: tuple[str, tuple[Message, ...], bool], segment: Segment) -> None:
+    def _remember(self, key: Key, segment: Segment) -> None:
         if len(self._known) >= self.capacity:
             self._known.pop(next(iter(self._known)))
         self._known[key] = segment
+
+
+def _origins(messages: tuple[Message, ...]) -> tuple[str, ...]:
+    return tuple(media.origin for message in messages for media in message.media)

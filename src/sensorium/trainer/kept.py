@@ -10,11 +10,11 @@ import torch
 
 from sensorium.learner.learner import Learner, Sample
 from sensorium.media.store import MediaStore
-from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.recipe.load import load_recipe
 from sensorium.report.episodes import read_groups, write_episodes
 from sensorium.report.run_directory import RunDirectory, step_name
+from sensorium.trainer.models import load_trained
 from sensorium.trainer.reference import resume_reference
 from sensorium.trainer.session import make_learner
 from sensorium.vocabulary.episode import Group
@@ -59,7 +59,7 @@ def replay(folder: Path) -> dict[str, float]:
     recipe = load_recipe(folder / "recipe.yaml", [])
     batch: dict[str, Any] = json.loads((folder / "batch.json").read_text())
     store = MediaStore(folder / "media")
-    policy = load_policy(str(folder / "model"), store=store, dtype=recipe.model.dtype, device=recipe.model.device)
+    policy = load_trained(recipe, store, folder / "model")
     policy.version = batch["policy_version"]
     warming = batch["loss"] == "likelihood"
     reference = resume_reference(recipe, policy, RunDirectory(folder.parents[1]))

@@ -15,7 +15,7 @@ import torch
 
 from sensorium.evaluation.evaluate import Evaluation, evaluate
 from sensorium.learner.learner import Learner, Sample
-from sensorium.models.policy import Policy
+from sensorium.models.reference import Reference
 from sensorium.recipe.schema import Recipe
 from sensorium.report.episodes import write_episodes
 from sensorium.report.run_directory import RunDirectory
@@ -54,7 +54,7 @@ class Trainer:
         self.directory, self.ledger, self.watcher = directory, ledger, watcher
         self.drawing = Drawing(recipe.tasks, stream, session.rollout)
         self.collector = Collector(recipe, session, self.drawing, ledger, watcher)
-        self.reference: Policy | None = None
+        self.reference: Reference | None = None
         self.checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
         self.step = 0
         self.position = 0

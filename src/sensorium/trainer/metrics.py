@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from sensorium.trainer.selection import Selection, zero_variance
+from sensorium.trainer.selection import SET_ASIDE, Selection, zero_variance
 from sensorium.vocabulary.episode import Episode, Group, Status
 
 
@@ -26,14 +26,15 @@ def episode_metrics(groups: Sequence[Group], selection: Selection) -> dict[str, 
     _put_mean(row, "accuracy", [float(e.correct) for e in episodes if e.correct is not None])
     row["groups/zero_variance"] = zero_variance(selection.groups)
     row["groups/trained"] = len(selection.groups)
-    row["groups/dropped"] = len(groups) - len(selection.groups)
+    aside = sum(any(selection.fates.get(e.id) in SET_ASIDE for e in group.episodes) for group in groups)
+    row["groups/dropped"] = len(groups) - len(selection.groups) - aside
     lengths = [e.sampled_tokens for e in episodes]
     _put_mean(row, "episodes/length_mean", lengths)
     row["episodes/length_max"] = max(lengths, default=0)
     _put_mean(row, "episodes/turns_mean", [len(e.turns) for e in episodes])
     row["episodes/truncated"] = _count(episodes, Status.TRUNCATED)
     row["episodes/failed"] = _count(episodes, Status.FAILED) + _count(episodes, Status.ABORTED)
-    row["episodes/dropped"] = len(selection.fates)
+    row["episodes/dropped"] = sum(fate not in SET_ASIDE for fate in selection.fates.values())
     return row
 
 

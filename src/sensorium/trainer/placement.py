@@ -106,6 +106,7 @@ def _spans(episodes: Sequence[Episode], ends: _Ends) -> tuple[SpanScores, ...]:
     """One channel for each place a term judges: a turn's first span, its second, and so on."""
     scores: dict[tuple[str, int | None, int], list[float]] = {}
     covers: dict[tuple[str, int | None, int], Tensor] = {}
+    weights: dict[tuple[str, int | None, int], float] = {}
     for s, episode in enumerate(episodes):
         seen: dict[tuple[str, int | None], int] = {}
         for score, value in _paid(episode):
@@ -113,10 +114,11 @@ def _spans(episodes: Sequence[Episode], ends: _Ends) -> tuple[SpanScores, ...]:
                 continue
             nth = seen[score.name, score.turn] = seen.get((score.name, score.turn), -1) + 1
             key = (score.name, score.turn, nth)
-            scores.setdefault(key, [UNKNOWN] * len(episodes))[s] = score.weight * value
+            weights[key] = score.weight
+            scores.setdefault(key, [UNKNOWN] * len(episodes))[s] = value
             covered = ends.span(episode, s, score)
             covers.setdefault(key, torch.zeros(ends.size, dtype=torch.bool))[covered.start : covered.stop] = True
-    return tuple(SpanScores(key[0], _doubles(values), covers[key]) for key, values in scores.items())
+    return tuple(SpanScores(key[0], weights[key], _doubles(values), covers[key]) for key, values in scores.items())
 
 
 def _doubles(values: Sequence[float]) -> Tensor:

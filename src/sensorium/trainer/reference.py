@@ -1,31 +1,39 @@
-"""The reference policy of the KL term: the model as it was when RL began, frozen."""
+"""The reference of the KL term: the model as it was when RL began, frozen."""
 
 import os
 import shutil
 
-from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
+from sensorium.models.reference import FormerSelf, FrozenCopy, Reference
 from sensorium.recipe.schema import Recipe
 from sensorium.report.run_directory import RunDirectory
+from sensorium.trainer.models import load_model
 
 
-def begin_reference(recipe: Recipe, policy: Policy, directory: RunDirectory) -> Policy | None:
-    """Copy the policy as RL begins. After a warm start the copy is written to disk, since no other file holds it."""
+def begin_reference(recipe: Recipe, policy: Policy, directory: RunDirectory) -> Reference | None:
+    """The policy as RL begins. After a warm start it is written to disk, since no other file holds it.
+
+    Without LoRA it is a copy of the model; with it, at most a copy of the adapters.
+    """
     if recipe.algorithm.kl.coef == 0:
         return None
-    if recipe.warm_start.steps:
+    warm = recipe.warm_start.steps > 0
+    if warm:
         draft = directory.path / ".reference"
         shutil.rmtree(draft, ignore_errors=True)
-        policy.save(draft)
+        (policy if policy.adapters is None else policy.adapters).save(draft)
         shutil.rmtree(directory.reference, ignore_errors=True)
         os.replace(draft, directory.reference)
-    return policy.frozen_copy()
+    if policy.adapters is not None:
+        return FormerSelf(policy, policy.adapters.snapshot() if warm else None)
+    return FrozenCopy(policy.frozen_copy())
 
 
-def resume_reference(recipe: Recipe, policy: Policy, directory: RunDirectory) -> Policy | None:
-    """Load the reference of a run that had begun RL."""
+def resume_reference(recipe: Recipe, policy: Policy, directory: RunDirectory) -> Reference | None:
+    """The reference of a run that had begun RL, from disk."""
     if recipe.algorithm.kl.coef == 0:
         return None
-    path = str(directory.reference) if recipe.warm_start.steps else recipe.model.path
-    model = recipe.model
-    return load_policy(path, store=policy.store, dtype=model.dtype, device=model.device, family=model.family)
+    warm = recipe.warm_start.steps > 0
+    if policy.adapters is not None:
+        return FormerSelf(policy, policy.adapters.read(directory.reference) if warm else None)
+    return FrozenCopy(load_model(recipe, str(directory.reference) if warm else recipe.model.path, policy.store))

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 
+from sensorium.media.store import MediaStore
 from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.load import dump_recipe
 from sensorium.recipe.names import build
@@ -17,6 +18,7 @@ from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.determinism import settle
 from sensorium.trainer.ledger import Ledger
 from sensorium.trainer.loop import Trainer
+from sensorium.trainer.models import load_trained
 from sensorium.trainer.session import make_sources, make_stream, open_session
 from sensorium.vocabulary.errors import CheckpointError, RecipeError
 
@@ -42,8 +44,8 @@ def open_trainer(
     ledger = Ledger(directory.ledger)
     checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
     last = checkpoints.complete()[-1] if resume and checkpoints.complete() else None
-    model_path = recipe.model.path if last is None else str(checkpoints.path(last))
-    session = open_session(recipe, model_path, directory.media, ledger)
+    saved = None if last is None else checkpoints.path(last)
+    session = open_session(recipe, load_trained(recipe, MediaStore(directory.media), saved), ledger)
     stream = make_stream(recipe, session.store)
     sources = make_sources(recipe.tasks.evaluate, session.store, "tasks.evaluate")
     held_out, skipped = each_once(sources, limit=recipe.evaluation.limit, on_bad_row=recipe.tasks.on_bad_row)

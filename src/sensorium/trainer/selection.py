@@ -9,6 +9,8 @@ from sensorium.vocabulary.episode import Episode, Group, Status
 NO_SIGNAL = "dropped: all members of its group were paid the same"
 UNUSED = "unused: enough other groups were complete before"
 TOO_ALIKE = "dropped: the members of other groups were paid more differently (selection.variance_share)"
+SET_ASIDE = frozenset({NO_SIGNAL, UNUSED, TOO_ALIKE})
+"""Fates of what could have been trained on, but was not wanted."""
 
 
 @dataclass(frozen=True)

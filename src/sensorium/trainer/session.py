@@ -2,16 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from sensorium.engines.protocol import Engine, Sampling
 from sensorium.envs.protocol import Environment
 from sensorium.learner.critic import Critic
 from sensorium.learner.learner import Learner
 from sensorium.media.store import MediaStore
-from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
+from sensorium.models.reference import Reference
 from sensorium.recipe.names import build, resolve
 from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection, SourceSection
 from sensorium.recipe.traits import estimator_traits
@@ -19,6 +17,7 @@ from sensorium.rewards.scorer import JudgementCache, Scorer
 from sensorium.rollout.play import Rollout
 from sensorium.tasks.mixture import TaskStream
 from sensorium.tasks.source import TaskSource
+from sensorium.trainer.models import load_model
 from sensorium.vocabulary.errors import RecipeError
 from sensorium.vocabulary.task import Task
 
@@ -39,19 +38,15 @@ class Session:
         self.rollout.close()
 
 
-def open_session(recipe: Recipe, model_path: str, media_folder: Path | None, judgements: JudgementCache | None) -> Session:
-    """Load the model at ``model_path`` and everything around it."""
-    store = MediaStore(media_folder)
-    policy = load_policy(
-        model_path, store=store, dtype=recipe.model.dtype, device=recipe.model.device, family=recipe.model.family
-    )
+def open_session(recipe: Recipe, policy: Policy, judgements: JudgementCache | None) -> Session:
+    """Everything around a loaded policy."""
     if recipe.model.gradient_checkpointing:
         policy.checkpoint_gradients()
     engine = build(
         "engine", recipe.rollout.engine, {}, "rollout.engine", policy=policy, lockstep=recipe.rollout.schedule == "lockstep"
     )
-    rollout = Rollout(policy, engine, recipe.rollout, EnvironmentMaker(store))
-    return Session(store, policy, engine, rollout, make_scorer(recipe.rewards, judgements))
+    rollout = Rollout(policy, engine, recipe.rollout, EnvironmentMaker(policy.store))
+    return Session(policy.store, policy, engine, rollout, make_scorer(recipe.rewards, judgements))
 
 
 def make_scorer(section: RewardsSection, judgements: JudgementCache | None) -> Scorer:
@@ -84,7 +79,7 @@ def make_stream(recipe: Recipe, store: MediaStore) -> TaskStream:
     return TaskStream(sources, [s.weight for s in sections], seed=recipe.seed, shuffle=recipe.tasks.shuffle)
 
 
-def make_learner(recipe: Recipe, policy: Policy, reference: Policy | None, *, warming: bool) -> Learner:
+def make_learner(recipe: Recipe, policy: Policy, reference: Reference | None, *, warming: bool) -> Learner:
     """The learner of a stage: the supervised warm start's, or RL's with its critic where the estimator needs one."""
     return Learner(
         policy,
@@ -107,9 +102,7 @@ def make_critic(recipe: Recipe, policy: Policy) -> Critic | None:
     section, model = recipe.algorithm.critic, recipe.model
     trunk = policy
     if section.trunk == "own":
-        settings: dict[str, Any] = {"dtype": model.dtype, "device": model.device, "family": model.family}
-        settings |= {"store": policy.store, "decoder": policy.decoder}
-        trunk = load_policy(section.path, **settings) if section.path else policy.copy()
+        trunk = load_model(recipe, section.path, policy.store) if section.path else policy.copy()
         if trunk.family != policy.family:
             raise RecipeError(
                 f"algorithm.critic.path '{section.path}' is of family {trunk.family} and the policy of {policy.family}: a "

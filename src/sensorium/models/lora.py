@@ -1,0 +1,221 @@
+"""Low-rank adapters (peft's) on the linear layers of named groups of a model. The rest of the model is frozen.
+
+The adapters stay apart from the weights they add to: the model computes W·x + α/r·B·A·x, sampled or trained, and only a
+checkpoint holds the sum. Embeddings, the patch projection of a tower and a head tied to the embeddings are no linear
+layers of their own and are never adapted. Neither are the experts and routers of a mixture (Qwen3-VL-MoE), which are bare
+tensors: in its language model the adapters sit on attention only.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from sensorium.models.family import group_of
+from sensorium.recipe.linears import ends_in
+from sensorium.recipe.schema import LoraSection
+from sensorium.vocabulary.errors import CheckpointError, RecipeError, nearest
+
+FOLDER = "adapter"
+WEIGHTS = "adapter_model.safetensors"
+NAME = "default"  # peft's name of a model's only adapter
+Prefixes = Mapping[str, tuple[str, ...]]
+"""The prefixes of parameter names by group, as a family gives them."""
+
+
+def add_adapters(model: Any, groups: Prefixes, section: LoraSection, seed: int, base: str) -> "Adapters":
+    """Put fresh adapters into ``model`` and freeze the rest; what the model computes is unchanged, for B is zero.
+
+    The A matrices are a function of the seed and the layer's name alone. ``base`` names the model they are made for.
+    """
+    import peft
+
+    chosen = choose_layers(model, groups, section)
+    with torch.random.fork_rng(devices=[]):  # peft draws its own A, on the CPU
+        peft.inject_adapter_in_model(_config(section, chosen, base), model)
+    adapters = Adapters(model.eval(), section, base)
+    with torch.no_grad():
+        for name, layer in adapters.layers.items():
+            matrix_RI = layer.lora_A[NAME].weight
+            matrix_RI.copy_(_drawn(matrix_RI.shape, seed, name))
+    return adapters
+
+
+def choose_layers(model: Any, groups: Prefixes, section: LoraSection) -> list[str]:
+    """The linear layers of the section's groups whose name ends in one of its modules, by full name."""
+    by_group = linear_layers(model, groups)
+    if not section.groups:
+        raise RecipeError("model.lora.groups names no group; name one, or set model.lora.rank to 0.")
+    chosen: list[str] = []
+    for group in section.groups:
+        if group not in groups:
+            known = nearest(group, list(groups))
+            raise RecipeError(f"model.lora.groups: the model has no parameter group '{group}'{known}")
+        if not by_group[group]:
+            with_some = ", ".join(name for name, layers in by_group.items() if layers)
+            tied = " (its head shares the weights of the embeddings)" if group == "head" else ""
+            raise RecipeError(
+                f"model.lora.groups: '{group}' has no linear layers to adapt{tied}; this model has some in: {with_some}."
+            )
+        fitting = [layer for layer in by_group[group] if ends_in(layer, section.modules)]
+        if not fitting:
+            raise RecipeError(
+                f"model.lora.modules: no layer of '{group}' ends in {', '.join(section.modules)}; its layers end in: "
+                f"{_endings(by_group[group])}."
+            )
+        chosen += fitting
+    for module in section.modules:
+        if not any(ends_in(layer, [module]) for layer in chosen):
+            raise RecipeError(f"model.lora.modules: no layer ends in '{module}'; the adapted end in: {_endings(chosen)}.")
+    return chosen
+
+
+def linear_layers(model: Any, groups: Prefixes) -> dict[str, list[str]]:
+    """The linear layers of each group, without a head that shares the embeddings' weights."""
+    embeddings = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
+    found: dict[str, list[str]] = {group: [] for group in groups}
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Linear) and id(part.weight) not in embeddings:
+            group = group_of(f"{name}.weight", groups)
+            if group is not None:
+                found[group].append(name)
+    return found
+
+
+class Adapters:
+    """The adapters of a model: ``layers`` by name, ``parameters`` by their name in the model."""
+
+    def __init__(self, model: Any, section: LoraSection, base: str) -> None:
+        from peft.tuners.lora import LoraLayer
+
+        self._model, self._section, self._base = model, section, base
+        self.layers: dict[str, Any] = {name: part for name, part in model.named_modules() if isinstance(part, LoraLayer)}
+        self.parameters: dict[str, nn.Parameter] = {
+            f"{name}.{part}.{NAME}.weight": getattr(layer, part)[NAME].weight
+            for name, layer in self.layers.items()
+            for part in ("lora_A", "lora_B")
+        }
+
+    def of(self, model: Any) -> "Adapters":
+        """The same of a copy of the model."""
+        return Adapters(model, self._section, self._base)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """A copy of all adapters as they are."""
+        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The model without its adapters."""
+        learning = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        try:
+            for layer in self.layers.values():
+                layer.enable_adapters(False)
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer.enable_adapters(True)
+            for parameter in self.parameters.values():  # peft's switch decides who learns, which is not its business
+                parameter.requires_grad_(False)
+            for parameter in learning:
+                parameter.requires_grad_()
+
+    @contextmanager
+    def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """The model with the adapters of a snapshot. Nothing is copied: parameters point elsewhere for a while."""
+        assert tensors.keys() == self.parameters.keys(), "a snapshot of other adapters"
+        own = {name: parameter.data for name, parameter in self.parameters.items()}
+        try:
+            for name, parameter in self.parameters.items():
+                parameter.data = tensors[name]
+            yield
+        finally:
+            for name, parameter in self.parameters.items():
+                parameter.data = own[name]
+
+    @torch.no_grad()
+    def merged(self) -> dict[str, Tensor]:
+        """The state of the model with its adapters added in, under the names of the model without them.
+
+        Summed in float32 and rounded once; the model itself is not touched. Sums are on the CPU, the rest is not copied.
+        """
+        state: dict[str, Tensor] = {}
+        for name, tensor in self._model.state_dict().items():
+            owner, _, leaf = name.rpartition(".")
+            layer = owner.removesuffix(".base_layer")
+            if name not in self.parameters:
+                state[f"{layer}.{leaf}" if layer in self.layers else name] = tensor
+        for name, layer in self.layers.items():
+            weight_OI = layer.base_layer.weight
+            added_OI = layer.lora_B[NAME].weight.float() @ layer.lora_A[NAME].weight.float()
+            state[f"{name}.weight"] = weight_OI.float().add(added_OI, alpha=layer.scaling[NAME]).to(weight_OI.dtype).cpu()
+        return state
+
+    def save(self, folder: Path) -> None:
+        """Write the adapters as a standard peft folder, for ``PeftModel.from_pretrained(base, folder)``."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {_key(name): parameter.detach().contiguous() for name, parameter in self.parameters.items()}
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        config = _config(self._section, sorted(self.layers), self._base)
+        config.target_modules = sorted(self.layers)  # peft makes a set of it, written in another order every time
+        config.inference_mode = True
+        config.save_pretrained(str(folder))
+
+    def load(self, folder: Path) -> None:
+        """Become the adapters of a folder, bit for bit."""
+        tensors = self.read(folder)
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(tensors[name])
+
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """The adapters of a folder as a snapshot, which must be of the same layers and rank."""
+        path = folder / WEIGHTS
+        if not path.is_file():
+            raise CheckpointError(f"'{folder}' holds no adapters ({WEIGHTS}); it was not written by a run with model.lora.")
+        found = load_file(path)
+        wanted = {_key(name): parameter.shape for name, parameter in self.parameters.items()}
+        if {key: tensor.shape for key, tensor in found.items()} != wanted:
+            strange = sorted(found.keys() ^ wanted.keys())[:1] or ["their rank"]
+            raise CheckpointError(
+                f"the adapters in '{folder}' are of other layers or another rank ({strange[0]} differs); use the "
+                "model.path and model.lora that they were trained with."
+            )
+        return {name: found[_key(name)].to(parameter) for name, parameter in self.parameters.items()}
+
+
+def _endings(layers: list[str]) -> str:
+    """The different last words of layer names; a number takes the word before it along."""
+    words = [layer.split(".") for layer in layers]
+    return ", ".join(sorted({".".join(w[-2:]) if w[-1].isdigit() else w[-1] for w in words}))
+
+
+def _config(section: LoraSection, layers: list[str], base: str) -> Any:
+    from peft import LoraConfig
+
+    alpha = int(section.alpha) if section.alpha.is_integer() else section.alpha  # whole, where other readers want it so
+    return LoraConfig(
+        r=section.rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]
+        target_modules=list(layers),
+        lora_dropout=0.0,
+        bias="none",
+        base_model_name_or_path=base,
+    )
+
+
+def _drawn(shape: torch.Size, seed: int, layer: str) -> Tensor:
+    """A fresh A matrix: uniform within 1/√inputs, as a linear layer starts; the same on every device."""
+    key = blake2b(f"{seed}/{layer}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key, "big"))
+    return (2 * torch.rand(shape, generator=generator) - 1) / shape[1] ** 0.5
+
+
+def _key(name: str) -> str:
+    """The name of a parameter in peft's files."""
+    return "base_model.model." + name.removesuffix(f".{NAME}.weight") + ".weight"

@@ -1,0 +1,97 @@
+"""Five kinds of algorithm on the shipped tasks, before and after, on held-out tasks by which nothing was chosen.
+
+    python studies/algorithms.py [grpo+clip rloo+clip …]
+
+Each starts from the shipped warm start with the same batch and rate as the others of its task, and is run once more with
+the sign of its advantages flipped: what it gains it must then lose. Writes studies/results/algorithms/NAME.json.
+"""
+
+import inspect
+import json
+import platform
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sensorium.algorithms.episodes import Credit, Episodes
+from sensorium.recipe.load import load_recipe
+from sensorium.recipe.names import register, resolve
+from sensorium.recipe.traits import ESTIMATORS
+from sensorium.trainer.study import SAMPLED_AND_GREEDY, study
+
+RESULTS = Path(__file__).parent / "results" / "algorithms"
+SHAPES = ["steps=80", "batch.prompts_per_step=48", "optimizer.lr=3e-4", "tasks.evaluate.0.options.seed=7"]
+LAKE = ["steps=40", "batch.prompts_per_step=32", "batch.group_size=6", "tasks.evaluate.0.options.seed=7"]
+LAKE += ["tasks.evaluate.0.options.distinct=true"]
+CRITIC = ["algorithm.critic.optimizer.lr=3e-4", "algorithm.advantage.lam=0.95"]
+TURNS = ["rewards.terms.0.options.per_turn=true", "algorithm.advantage.turn_gamma=0.95"]
+QUIET = ["evaluation.every=0", "evaluation.at_start=false", "checkpoint.every=0", "logging.episodes=1"]
+
+ALGORITHMS = {
+    "grpo+clip": ("shapes", "grpo", SHAPES),
+    "rloo+clip": ("shapes", "rloo", SHAPES),
+    "grpo+gspo": ("shapes", "grpo", [*SHAPES, "algorithm.loss.name=gspo", "batch.updates_per_epoch=2"]),
+    "ppo+masked_gae": ("frozen_lake", "masked_gae", [*LAKE, *CRITIC]),
+    "ppo+bi_level_gae": ("frozen_lake", "bi_level_gae", [*LAKE, *CRITIC, *TURNS]),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """``flipped_NAME``: the named estimator with the wrong sign; a critic is still taught the truth."""
+    if not name.startswith("flipped_"):
+        raise AttributeError(name)
+    right = resolve("advantage", name.removeprefix("flipped_"))
+
+    def flipped(episodes: Episodes, **settings: Any) -> Credit:
+        found = right(episodes, **settings)
+        return Credit(-found.advantages_P, found.targets_P)
+
+    flipped.__signature__ = inspect.signature(right)  # type: ignore[attr-defined]
+    return flipped
+
+
+def measure(name: str, *, flip: bool) -> dict[str, Any]:
+    """Train by one algorithm, right or flipped, and measure before and after."""
+    task, estimator, changes = ALGORITHMS[name]
+    if flip:
+        ESTIMATORS[f"flipped_{estimator}"] = ESTIMATORS[estimator]
+        register("advantage", f"flipped_{estimator}", f"{__name__}:flipped_{estimator}")
+        estimator, changes = f"flipped_{estimator}", [*changes, "steps=15"]
+    run = f"study_{name.replace('+', '_')}{'_flipped' if flip else ''}"
+    recipe = load_recipe(task, [f"name={run}", f"algorithm.advantage.name={estimator}", *changes, *QUIET])
+    shutil.rmtree(recipe.directory, ignore_errors=True)
+    started = time.perf_counter()
+    found = study(recipe, SAMPLED_AND_GREEDY)
+    return {
+        "task": task,
+        "steps": recipe.steps,
+        "overrides": [f"algorithm.advantage.name={estimator}", *changes],
+        "minutes": round((time.perf_counter() - started) / 60, 1),
+        "before": {summary["name"]: summary for summary in found.before},
+        "after": {summary["name"]: summary for summary in found.after},
+    }
+
+
+def run(name: str) -> None:
+    """Run one algorithm both ways and write its result."""
+    found = {
+        "command": f"python studies/algorithms.py {name}",
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+        "right": measure(name, flip=False),
+        "flipped": measure(name, flip=True),
+    }
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    for sign in ("right", "flipped"):
+        for kind in ("sampled", "greedy"):
+            was, now = (found[sign][when][kind]["accuracy"] for when in ("before", "after"))
+            print(f"{name:>18} {sign:>8} {kind:>8} {was:.3f} → {now:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:] or ALGORITHMS:
+        run(each)

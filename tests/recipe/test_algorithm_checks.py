@@ -1,0 +1,160 @@
+"""Algorithms that cannot be meant are refused with the reason; degenerate ones are named for what they equal."""
+
+from typing import Any
+
+import pytest
+
+from sensorium.recipe.algorithm_checks import algorithm_problems, cautions
+from sensorium.recipe.schema import CriticSection, Recipe
+from sensorium.recipe.traits import ESTIMATORS, LOSSES
+
+TERMS = [{"name": "exact"}, {"name": "format", "weight": 0.2}]
+
+
+def recipe(algorithm: dict[str, Any], **given: Any) -> Recipe:
+    body: dict[str, Any] = {
+        "name": "x",
+        "steps": 10,
+        "model": {"path": "package:shapes"},
+        "tasks": {"train": [{"source": "shapes"}]},
+        "rewards": {"terms": TERMS},
+        "algorithm": algorithm,
+    }
+    return Recipe.model_validate(body | given)
+
+
+REFUSED = {
+    "a critic for an estimator that needs none": ({"critic": {"warmup_steps": 3}}, "algorithm.critic", "needs no critic"),
+    "gspo with token mean": (
+        {"loss": {"name": "gspo", "aggregation": "token_mean"}},
+        "algorithm.loss.aggregation",
+        "whole sequences",
+    ),
+    "sapo with token sum": (
+        {"loss": {"name": "sapo", "aggregation": "sequence_mean_token_sum"}},
+        "algorithm.loss.aggregation",
+        "sequence_mean_token_mean",
+    ),
+    "a setting the estimator does not take": (
+        {"advantage": {"name": "rloo", "std": False}},
+        "algorithm.advantage.std",
+        "does nothing",
+    ),
+    "a discount without a use": ({"advantage": {"gamma": 0.9}}, "algorithm.advantage.gamma", "takes std, leave_one_out"),
+    "a setting the loss does not take": (
+        {"loss": {"name": "cispo", "dual_clip": 3.0}},
+        "algorithm.loss.dual_clip",
+        "takes clip_low, clip_high",
+    ),
+    "supervised learning as RL": ({"loss": {"name": "likelihood"}}, "algorithm.loss.name", "ignores advantages"),
+    "an empty band of covariances": (
+        {"loss": {"name": "clip_cov", "cov_low": 6.0}},
+        "algorithm.loss.cov_low",
+        "empty",
+    ),
+    "k1 in the loss": ({"kl": {"coef": 0.1, "estimator": "k1"}}, "algorithm.kl.estimator", "no gradient in expectation"),
+    "straight through a reward": (
+        {"kl": {"coef": 0.1, "estimator": "k3_straight_through", "place": "reward"}},
+        "algorithm.kl.estimator",
+        "use k3",
+    ),
+    "a KL among the terms of gdpo": (
+        {"advantage": {"name": "gdpo"}, "kl": {"coef": 0.1, "place": "reward"}},
+        "algorithm.kl.place",
+        "none of them",
+    ),
+    "control of a KL that is not there": ({"kl": {"control": "adaptive"}}, "algorithm.kl.control", "coefficient of 0"),
+    "a target for a fixed KL": ({"kl": {"coef": 0.1, "target": 0.2}}, "algorithm.kl.target", "fixed"),
+    "a horizon shorter than a step": (
+        {"kl": {"coef": 0.1, "control": "adaptive", "horizon": 10}},
+        "algorithm.kl.horizon",
+        "at least 64",
+    ),
+    "a band without weights": ({"correction": {"mode": "band"}}, "algorithm.correction.mode", "does nothing"),
+    "a lower bound of a truncation": (
+        {"correction": {"weights": "token", "low": 0.1}},
+        "algorithm.correction.low",
+        "does nothing",
+    ),
+    "an empty band of ratios": (
+        {"correction": {"weights": "token", "mode": "band", "low": 3.0}},
+        "algorithm.correction.low",
+        "empty",
+    ),
+    "a bound of no rejection": ({"correction": {"reject_above": 2.0}}, "algorithm.correction.reject_above", "does nothing"),
+    "a path of a shared trunk": (
+        {"advantage": {"name": "gae"}, "critic": {"trunk": "shared", "path": "somewhere"}},
+        "algorithm.critic",
+        "no trunk of its own",
+    ),
+    "a coefficient of an own trunk": (
+        {"advantage": {"name": "gae"}, "critic": {"trunk_coef": 0.1}},
+        "algorithm.critic.trunk_coef",
+        "whole value loss",
+    ),
+    "a warm-up to the end": (
+        {"advantage": {"name": "gae"}, "critic": {"warmup_steps": 10}},
+        "algorithm.critic.warmup_steps",
+        "never",
+    ),
+    "an unknown group of a critic": (
+        {"advantage": {"name": "gae"}, "critic": {"freeze": ["visoin"]}},
+        "algorithm.critic.freeze.0",
+        "vision",
+    ),
+    "a threshold without groups": (
+        {"advantage": {"name": "masked_gae", "post": "optimize_threshold"}},
+        "algorithm.advantage.post",
+        "does not compare",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_meant_is_refused_with_the_reason(case: str) -> None:
+    algorithm, place, reason = REFUSED[case]
+    found = dict(algorithm_problems(recipe(algorithm)))
+    assert place in found, found
+    assert reason in found[place]
+
+
+def test_gae_over_observations_is_refused_for_a_window() -> None:
+    algorithm = {"advantage": {"name": "gae"}}
+    windowed = recipe(algorithm, rollout={"max_turns": 5, "window": 2})
+    assert "masked_gae" in dict(algorithm_problems(windowed))["algorithm.advantage.name"]
+    assert not list(algorithm_problems(recipe(algorithm, rollout={"max_turns": 5})))
+
+
+@pytest.mark.parametrize("loss", [name for name in LOSSES if name != "likelihood"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_every_estimator_goes_with_every_loss(estimator: str, loss: str) -> None:
+    assert not list(algorithm_problems(recipe({"advantage": {"name": estimator}, "loss": {"name": loss}})))
+
+
+def test_a_dumped_recipe_with_every_key_written_out_is_not_refused() -> None:
+    plain = recipe({})
+    again = Recipe.model_validate(plain.model_dump())
+    assert again.algorithm.critic == CriticSection()
+    assert not list(algorithm_problems(again))
+
+
+CAUTIONS = {
+    "equals masked_gae": ({"advantage": {"name": "bi_level_gae"}}, {"rollout": {"max_turns": 5}}),
+    "no use for turn_gamma": ({"advantage": {"name": "bi_level_gae", "turn_gamma": 0.9}}, {}),
+    "minus one value": ({"advantage": {"name": "turn_wise_gae"}}, {}),
+    "is grpo, whitened": ({"advantage": {"name": "gdpo"}}, {"rewards": {"terms": TERMS[:1]}}),
+    "about 1": ({"correction": {"weights": "token"}}, {}),
+}
+
+
+@pytest.mark.parametrize("says", CAUTIONS)
+def test_a_degenerate_setting_is_named_for_what_it_equals(says: str) -> None:
+    algorithm, given = CAUTIONS[says]
+    (caution,) = cautions(recipe(algorithm, **given))
+    assert says in caution
+
+
+def test_an_ordinary_setting_is_not_warned_of() -> None:
+    turns = {"rollout": {"max_turns": 5}}
+    assert not cautions(recipe({}))
+    assert not cautions(recipe({"advantage": {"name": "bi_level_gae", "turn_gamma": 0.95}}, **turns))
