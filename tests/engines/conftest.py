@@ -1,16 +1,13 @@
 """Tiny real models, pictures, and a plain transformers forward to hold the engine against."""
 
 import asyncio
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
 from sensorium.engines.native.engine import NativeEngine
@@ -18,9 +15,11 @@ from sensorium.engines.protocol import Request, Response, Sampling
 from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
-from sensorium.models.tiny import make_tiny
+from sensorium.models.tiny import KINDS, make_tiny
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.episode import Segment
+
+from ..models.clips import clip, noise, row_inputs, tone
 
 
 @dataclass
@@ -32,22 +31,20 @@ class Bench:
 
     def picture(self, seed: int, size: tuple[int, int] = (56, 56)) -> Media:
         """A picture of noise in the policy's store."""
-        pixels = np.random.default_rng(seed).integers(0, 255, (*size, 3), dtype=np.uint8)
-        data = io.BytesIO()
-        Image.fromarray(pixels).save(data, "PNG")
-        return self.policy.store.put(data.getvalue(), "picture", f"noise {seed}")
+        return noise(self.policy.store, seed, width=size[1], height=size[0])
+
+    def clip(self, seed: int, frames: int = 4, seconds: float = 4.0) -> Media:
+        """A video of noise in the policy's store."""
+        return clip(self.policy.store, seed, frames, seconds=seconds)
+
+    def tone(self, seed: int, seconds: float = 0.5) -> Media:
+        """A sound in the policy's store."""
+        return tone(self.policy.store, seed, seconds)
 
     def logits(self, segments: Sequence[Segment]) -> list[Tensor]:
         """Logits [n, V] before each token of every model segment, by one stock forward over the whole thread."""
         ids_T = torch.cat([self.policy.layout(segment).ids_T for segment in segments])
-        inputs: dict[str, Any] = {"input_ids": ids_T[None], "attention_mask": torch.ones_like(ids_T)[None]}
-        media = [span.media for segment in segments for span in segment.media]
-        if "picture" in self.policy.modalities:
-            token = self.stock.config.image_token_id
-            inputs["mm_token_type_ids"] = (ids_T == token).int()[None]
-        if media:
-            pictures = [Image.open(io.BytesIO(self.policy.store.bytes_of(item))).convert("RGB") for item in media]
-            inputs |= dict(self.policy.processor.image_processor(pictures, return_tensors="pt"))
+        inputs = row_inputs(self.policy, ids_T, [span.media for segment in segments for span in segment.media])
         with torch.no_grad():
             logits_TV = self.stock(**inputs, use_cache=False).logits[0].float()
         found, start = [], 0
@@ -76,7 +73,7 @@ def make_bench(family: str, folder: Path, device: str = "cpu", dtype: str = "flo
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     make_tiny(family, folder, seed=1, initializer_range=0.15)
-    loader = AutoModelForImageTextToText if family.endswith("vl") else AutoModelForCausalLM
+    loader = AutoModelForImageTextToText if KINDS[family].vision else AutoModelForCausalLM
     policy = load_policy(str(folder), store=MediaStore(), device=device, dtype=dtype)
     return Bench(policy, loader.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval())
 
@@ -104,6 +101,18 @@ def benches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bench]:
 def vision(request: pytest.FixtureRequest, benches: Callable[[str], Bench]) -> Bench:
     """Both vision families in turn."""
     return benches(request.param)
+
+
+@pytest.fixture(params=["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni"])
+def watching(request: pytest.FixtureRequest, benches: Callable[[str], Bench]) -> Bench:
+    """Every family that takes video."""
+    return benches(request.param)
+
+
+@pytest.fixture
+def omni(benches: Callable[[str], Bench]) -> Bench:
+    """The family that also hears."""
+    return benches("qwen2_5_omni")
 
 
 @pytest.fixture

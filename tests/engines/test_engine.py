@@ -224,7 +224,7 @@ def test_features_that_do_not_fit_their_span_cost_one_episode(bench: Bench, monk
 
     failed, fine = asyncio.run(play())
     assert isinstance(failed, SpanMismatch)
-    assert "noise 11" in str(failed)
+    assert "noise-11.png" in str(failed)
     assert isinstance(fine, Response)
 
 
@@ -310,3 +310,19 @@ def test_threads_beyond_the_memory_limit_are_computed_again(text: Bench) -> None
     answer = generate(engine, ask("a", [first], FIXED))[0].segment
     generate(engine, ask("a", [first, answer, policy.extend([user("why?")], after=answer)], FIXED, key=2))
     assert (engine.counters.prefills, engine.counters.extensions) == (2, 0)
+
+
+def test_a_frozen_tower_is_not_asked_again_after_an_update(bench: Bench) -> None:
+    """The keys and values of a prompt go with the weights; what a tower said of its picture stays if the tower does."""
+    policy = bench.policy.copy()
+    for named in (policy.groups()["vision"], policy.groups()["projector"]):
+        for parameter in named.values():
+            parameter.requires_grad_(False)
+    engine = NativeEngine(policy)
+    request = group(bench, 31, 1)[0]
+    generate(engine, request)
+    policy.version += 1
+    engine.refresh(policy.version)
+    generate(engine, request)
+    assert engine.counters.prefills == 2
+    assert (policy.counters.tower_items, policy.counters.tower_hits) == (1, 1)

@@ -53,6 +53,40 @@ def test_a_picture_in_turn_three_extends_the_cache(vision: Bench) -> None:
     assert engine.counters.prefill_tokens + engine.counters.extension_tokens == new + 3  # and each turn's last drawn token
 
 
+def test_videos(watching: Bench) -> None:
+    engine = NativeEngine(watching.policy)
+    first, second = watching.clip(1, seconds=8.0), watching.clip(2, frames=5, seconds=3.0)
+    turns = [[user(first, "then", second, "which?")], [user("and now?")], [user(watching.clip(3, frames=2), "or now?")]]
+    assert_exact(watching, talk(watching, engine, turns))
+    assert (engine.counters.prefills, engine.counters.extensions, engine.counters.features) == (1, 2, 3)
+
+
+def test_sounds(omni: Bench) -> None:
+    engine = NativeEngine(omni.policy)
+    turns = [[user("what?")], [user("Listen", omni.tone(1, 1.3), "now?")], [user(omni.tone(2, 0.1), omni.tone(3, 2.2))]]
+    assert_exact(omni, talk(omni, engine, turns))
+    assert (engine.counters.prefills, engine.counters.extensions, engine.counters.features) == (1, 2, 3)
+
+
+def test_sound_video_and_pictures_in_any_order(omni: Bench) -> None:
+    engine = NativeEngine(omni.policy)
+    first = user(omni.tone(1, 0.7), omni.clip(1), omni.picture(1), "which?")
+    turns = [[first], [user(omni.clip(2, frames=6, seconds=2.5), "and", omni.tone(2, 2.9), "now?")], [user("sure?")]]
+    assert_exact(omni, talk(omni, engine, turns))
+
+
+def test_a_crowd_of_sights_and_sounds(omni: Bench) -> None:
+    """Contexts with different media, prefilled together, are each exact; each medium went through its tower once."""
+    media = [[omni.tone(1)], [omni.clip(1)], [omni.picture(1)], [omni.clip(2, 2), omni.tone(2, 1.7)], [], [omni.tone(1)]]
+    contexts = [[omni.policy.render([user(*shown, "what?" * (i + 1))])] for i, shown in enumerate(media)]
+    requests = [ask(f"t{i}", context, SAMPLING, order=(i, 0, 0), key=i) for i, context in enumerate(contexts)]
+    engine, before = NativeEngine(omni.policy), omni.policy.counters.tower_passes
+    for context, response in zip(contexts, generate(engine, *requests), strict=True):
+        assert_exact(omni, [*context, response.segment])
+    assert engine.counters.features == 5
+    assert omni.policy.counters.tower_passes == before + 2
+
+
 def test_windowed_threads(vision: Bench) -> None:
     """Windows of two turns after a head: each is a thread of its own, its first segments another thread's responses."""
     policy, engine = vision.policy, NativeEngine(vision.policy)

@@ -1,13 +1,11 @@
 """Episodes played by hand on tiny policies, and the same threads through the stock transformers model, row by row."""
 
-from collections.abc import Callable
-from io import BytesIO
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from sensorium.learner.learner import Learner, Sample
@@ -16,6 +14,8 @@ from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import AlgorithmSection, BatchSection, OptimizerSection
 from sensorium.vocabulary import Episode, Media, Segment, Status, Thread, Turn, system, user
+
+from ..models.clips import clip, noise, row_inputs, tone
 
 Groups = list[list[Sample]]
 
@@ -45,9 +45,14 @@ class Player:
         self.count = self.episodes = 0
 
     def picture(self, width: int = 56, height: int = 56) -> Media:
-        data = BytesIO()
-        Image.fromarray(self.rng.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(data, "PNG")
-        return self.policy.store.put(data.getvalue(), "picture")
+        return noise(self.policy.store, int(self.rng.integers(1 << 30)), width, height)
+
+    def film(self) -> Media:
+        frames, seconds = int(self.rng.integers(2, 6)), float(self.rng.uniform(1, 12))
+        return clip(self.policy.store, int(self.rng.integers(1 << 30)), frames, 56, 28, seconds)
+
+    def sound(self) -> Media:
+        return tone(self.policy.store, int(self.rng.integers(1 << 30)), float(self.rng.uniform(0.05, 2.5)))
 
     def write(self, longest: int = 9) -> Segment:
         self.count += 1
@@ -65,16 +70,19 @@ class Player:
         advantages = tuple(torch.from_numpy(self.rng.normal(size=len(turn.response.tokens))).float() for turn in turns)
         return Sample(episode, advantages)
 
-    def single_turn(self, size: int = 3, pictures: int = 1, longest: int = 9, side: int = 84) -> list[Sample]:
-        """A question with pictures of sides up to ``side``, answered ``size`` times."""
+    def single_turn(
+        self, size: int = 3, pictures: int = 1, longest: int = 9, side: int = 84, more: Sequence[Media] = ()
+    ) -> list[Sample]:
+        """A question with pictures of sides up to ``side`` and with ``more``, answered ``size`` times."""
         sides = self.rng.integers(1, side // 28 + 1, (pictures, 2)) * 28
-        shown = [self.picture(int(width), int(height)) for width, height in sides]
+        shown = [*more, *(self.picture(int(width), int(height)) for width, height in sides)]
         prompt = self.policy.render([user(*shown, "What colour?" + " is it?" * int(self.rng.integers(3)))])
         threads = [Thread((prompt, self.write(longest)), (False, True)) for _ in range(size)]
         return [self.sample([thread], [(0, 1)]) for thread in threads]
 
-    def conversation(self, size: int = 3, turns: int = 3) -> list[Sample]:
-        """One thread an episode; a picture in the first question and one of its own in every third turn."""
+    def conversation(self, size: int = 3, turns: int = 3, late: Callable[[], Media] | None = None) -> list[Sample]:
+        """One thread an episode; a picture in the first question, and in every third turn one of its own (or ``late``)."""
+        late = late or (lambda: self.picture(56, 28))
         prompt = self.policy.render([user(self.picture(), "Where?")])
         samples = []
         for _ in range(size):
@@ -85,7 +93,7 @@ class Player:
                 home.append(True)
                 places.append((0, len(segments) - 1))
                 if turn < turns - 1:
-                    shown = [self.picture(56, 28)] if turn == 1 else []
+                    shown = [late()] if turn == 1 else []
                     segments.append(self.policy.extend([user(*shown, "and now?")], after=answer))
                     home.append(False)
             samples.append(self.sample([Thread(tuple(segments), tuple(home))], places))
@@ -128,7 +136,7 @@ def stock_rows(model: Any, policy: Policy, groups: Groups, row: Callable[[Sample
     scale = 0.0
     for sample in (sample for group in groups for sample in group):
         for turn in sample.episode.turns:
-            given = stock_inputs(model, policy, sample, turn.index)
+            given = stock_inputs(policy, sample, turn.index)
             logits = model(**given).logits[0]
             scale = max(scale, float(logits.detach().abs().max()))
             count = len(turn.response.tokens)
@@ -139,19 +147,16 @@ def stock_rows(model: Any, policy: Policy, groups: Groups, row: Callable[[Sample
 def stock_hidden(model: Any, policy: Policy, sample: Sample, turn: int) -> Tensor:
     """The hidden states [T, H] of a turn's home thread up to its response, by a plain forward."""
     with torch.no_grad():
-        hidden: Tensor = model.model(**stock_inputs(model, policy, sample, turn)).last_hidden_state[0]
+        hidden: Tensor = model.model(**stock_inputs(policy, sample, turn)).last_hidden_state[0]
     return hidden
 
 
-def stock_inputs(model: Any, policy: Policy, sample: Sample, turn: int) -> dict[str, Tensor]:
+def stock_inputs(policy: Policy, sample: Sample, turn: int) -> dict[str, Tensor]:
     """What a plain forward over a turn's home thread takes."""
     place = sample.episode.turns[turn]
     segments = sample.episode.threads[place.thread].segments[: place.segment + 1]
-    ids = torch.cat([policy.layout(segment).ids_T for segment in segments])[None]
-    media = [span.media for segment in segments for span in segment.media]
-    pictures = [Image.open(BytesIO(policy.store.bytes_of(item))) for item in media]
-    seen = policy.processor.image_processor(images=pictures, return_tensors="pt")
-    return {"input_ids": ids, "mm_token_type_ids": (ids == model.config.image_token_id).int(), **seen}
+    ids_T = torch.cat([policy.layout(segment).ids_T for segment in segments])
+    return row_inputs(policy, ids_T, [span.media for segment in segments for span in segment.media])
 
 
 def distribution(policy: Policy, logits: Tensor, temperature: float) -> Tensor:

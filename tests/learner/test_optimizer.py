@@ -34,6 +34,16 @@ def test_groups_have_their_own_rate(checkpoints: dict[str, Path]) -> None:
     assert max(moved[name] for name in groups["language"]) == pytest.approx(1e-3, rel=0.05)
 
 
+def test_a_step_shows_in_torch_s_count_of_writes(checkpoints: dict[str, Path]) -> None:
+    """By that count caches see that weights moved; the fused kernel does not keep it."""
+    policy = open_policy(checkpoints["qwen2_5_vl"])
+    learner = make_learner(policy, freeze=("vision",))
+    before = {name: p._version for name, p in policy.model.named_parameters()}
+    learner.step([Player(policy).single_turn()])
+    frozen = policy.groups()["vision"]
+    assert all((p._version == before[name]) == (name in frozen) for name, p in policy.model.named_parameters())
+
+
 def test_equals_adamw_of_torch_with_decay_on_matrices_and_clipping(checkpoints: dict[str, Path]) -> None:
     policy = open_policy(checkpoints["qwen2_5_vl"])
     section = OptimizerSection(lr=1e-2, weight_decay=0.1, clip_norm=0.5, betas=(0.8, 0.95), warmup_steps=1)

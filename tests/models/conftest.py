@@ -9,9 +9,15 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
-from sensorium.models.tiny import make_tiny
+from sensorium.models.tiny import KINDS, make_tiny
 
 from .stock_pair import Pair
+
+
+def parts_of(family: str) -> list[str]:
+    """The prefixes of a tiny model's parts in its overrides."""
+    kind = KINDS[family]
+    return [prefix for prefix, part in (("", kind.vision), ("vision_", kind.vision), ("audio_", kind.audio)) if part]
 
 
 @pytest.fixture(scope="session")
@@ -23,9 +29,9 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
         key = (family, dtype, *sorted((name, str(value)) for name, value in overrides.items()))
         if key not in made:
             # Weights large enough that a wrong position or a lost feature shows in the logits.
-            sizes = {"initializer_range": 0.15, "vision_initializer_range": 0.15} if family.endswith("vl") else {}
+            sizes = {f"{part}initializer_range": 0.15 for part in parts_of(family)}
             folder = make_tiny(family, tmp_path_factory.mktemp(family), seed=1, **sizes, **overrides)
-            loader = AutoModelForImageTextToText if family.endswith("vl") else AutoModelForCausalLM
+            loader = AutoModelForImageTextToText if KINDS[family].vision else AutoModelForCausalLM
             stock = loader.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
             made[key] = Pair(load_policy(str(folder), store=MediaStore(), dtype=dtype, device="cpu"), stock, folder)
         return made[key]

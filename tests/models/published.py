@@ -7,7 +7,7 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from .templates import QWEN2_5_VL, QWEN3_VL
+from .templates import QWEN2_5_OMNI, QWEN2_5_VL, QWEN3_VL
 
 FIRST_SPECIAL = 151643
 NAMES = (
@@ -16,6 +16,17 @@ NAMES = (
 )
 SPECIALS = [f"<|{name}|>" for name in NAMES]
 IDS = {name: FIRST_SPECIAL + i for i, name in enumerate(SPECIALS)}
+# Qwen2.5-Omni renames some of them.
+OMNI_NAMES = {
+    "object_ref_start": "AUDIO", "object_ref_end": "audio_bos", "box_start": "audio_eos", "vision_start": "vision_bos",
+    "vision_end": "vision_eos", "image_pad": "IMAGE", "video_pad": "VIDEO",
+}  # fmt: skip
+OMNI_SPECIALS = [f"<|{OMNI_NAMES.get(name, name)}|>" for name in NAMES]
+OMNI_ATTRIBUTES = {
+    "audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>",
+    "vision_bos_token": "<|vision_bos|>", "vision_eos_token": "<|vision_eos|>", "image_token": "<|IMAGE|>",
+    "video_token": "<|VIDEO|>",
+}  # fmt: skip
 
 
 def qwen2_5_text(**sizes: Any) -> dict[str, Any]:
@@ -44,6 +55,13 @@ def qwen3_vision(out: int, large: bool = False) -> dict[str, Any]:
     return sizes | {"num_heads": 16, "patch_size": 16, "num_position_embeddings": 2304, "out_hidden_size": out}
 
 
+def whisper(out: int) -> dict[str, Any]:
+    return {
+        "d_model": 1280, "encoder_layers": 32, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120, "num_mel_bins": 128,
+        "n_window": 100, "output_dim": out,
+    }  # fmt: skip
+
+
 # name: (class prefix, family, text, vision, tied, billions of parameters as published)
 SHAPES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], bool, float]] = {
     "Qwen2.5-VL-3B": (
@@ -57,6 +75,12 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], bool, float]] 
         qwen2_5_text(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
                      num_key_value_heads=4, vocab_size=152064),
         qwen2_5_vision(3584), False, 8.29,
+    ),
+    "Qwen2.5-Omni-7B": (
+        "Qwen2_5OmniThinker", "qwen2_5_omni",
+        qwen2_5_text(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+                     num_key_value_heads=4, vocab_size=152064),
+        {key: value for key, value in qwen2_5_vision(3584).items() if key != "tokens_per_second"}, False, 8.93,
     ),
     "Qwen3-VL-2B": (
         "Qwen3VL", "qwen3_vl",
@@ -81,12 +105,14 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], bool, float]] 
 
 def meta_model(name: str) -> Any:
     """The published shape without memory."""
-    prefix, _, text, vision, tied, _ = SHAPES[name]
+    prefix, family, text, vision, tied, _ = SHAPES[name]
+    more: dict[str, Any] = {"image_token_id": IDS["<|image_pad|>"], "video_token_id": IDS["<|video_pad|>"]}
+    if family == "qwen2_5_omni":  # whose config has Qwen's ids by default
+        more = {"audio_config": whisper(text["hidden_size"])}
     config = getattr(transformers, f"{prefix}Config")(
         text_config=text | {"eos_token_id": IDS["<|im_end|>"], "pad_token_id": None, "bos_token_id": None},
         vision_config=vision,
-        image_token_id=IDS["<|image_pad|>"],
-        video_token_id=IDS["<|video_pad|>"],
+        **more,
         vision_start_token_id=IDS["<|vision_start|>"],
         vision_end_token_id=IDS["<|vision_end|>"],
         tie_word_embeddings=tied,
@@ -99,11 +125,26 @@ def meta_model(name: str) -> Any:
 
 def published_processor(name: str) -> Any:
     """The published image sizes; a tokenizer of single bytes that has Qwen's special tokens where Qwen has them."""
+    omni = "Omni" in name
     core = Tokenizer(models.BPE(_vocabulary(), []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    specials = OMNI_SPECIALS if omni else SPECIALS
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=OMNI_ATTRIBUTES if omni else [],
+    )
+    if omni:
+        return transformers.Qwen2_5OmniProcessor(
+            image_processor=transformers.Qwen2VLImageProcessor(size={"shortest_edge": 3136, "longest_edge": 12845056}),
+            video_processor=transformers.Qwen2VLVideoProcessor(size={"shortest_edge": 3136, "longest_edge": 12845056}),
+            feature_extractor=transformers.WhisperFeatureExtractor(feature_size=128, chunk_length=300),
+            tokenizer=tokenizer,
+            chat_template=QWEN2_5_OMNI,
+        )
     if name.startswith("Qwen2.5"):
         image = transformers.Qwen2VLImageProcessor(size={"shortest_edge": 3136, "longest_edge": 12845056})
         video, template, processor = transformers.Qwen2VLVideoProcessor(), QWEN2_5_VL, transformers.Qwen2_5_VLProcessor

@@ -1,22 +1,21 @@
 """A tiny checkpoint loaded twice: as a policy in parts, and by transformers alone, which is the oracle."""
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
-from sensorium.media.store import MediaStore
 from sensorium.models.attention import MaskedAttention
 from sensorium.models.layout import Placement, placements
 from sensorium.models.policy import Policy
+from sensorium.models.rendering import TEMPLATE_KINDS
 from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Segment
+
+from .clips import clip, decoded, noise, stock_inputs, tone
 
 
 @dataclass
@@ -30,6 +29,14 @@ class Pair:
     def picture(self, seed: int, width: int = 64, height: int = 64) -> Media:
         """A picture of noise in the policy's store."""
         return noise(self.policy.store, seed, width, height)
+
+    def clip(self, seed: int, frames: int = 4, width: int = 56, height: int = 56, seconds: float = 4.0) -> Media:
+        """A video of noise in the policy's store."""
+        return clip(self.policy.store, seed, frames, width, height, seconds)
+
+    def tone(self, seed: int, seconds: float = 0.5) -> Media:
+        """A sound in the policy's store."""
+        return tone(self.policy.store, seed, seconds)
 
     def inputs(self, messages: Sequence[Message]) -> dict[str, Tensor]:
         """What the checkpoint's own processor makes of a conversation that asks for an answer."""
@@ -46,21 +53,15 @@ class Pair:
         return self.policy.logits(hidden_1TH[0])
 
 
-def noise(store: MediaStore, seed: int, width: int = 64, height: int = 64) -> Media:
-    """A picture of noise, kept in a store."""
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    data = io.BytesIO()
-    Image.fromarray(pixels).save(data, "PNG")
-    return store.put(data.getvalue(), "picture", f"noise-{seed}.png")
-
-
 def plain(policy: Policy, messages: Sequence[Message]) -> list[dict[str, Any]]:
     """A conversation as transformers takes it."""
 
     def block(item: Any) -> dict[str, Any]:
-        if isinstance(item, Media):
-            return {"type": "image", "image": Image.open(io.BytesIO(policy.store.bytes_of(item)))}
-        return {"type": "text", "text": item.text}
+        if not isinstance(item, Media):
+            return {"type": "text", "text": item.text}
+        if item.kind == "picture":
+            return {"type": "image", "image": decoded(policy.store, item)}
+        return {"type": TEMPLATE_KINDS[item.kind]}
 
     if policy.processor is None:
         return [{"role": message.role, "content": message.text} for message in messages]
@@ -68,10 +69,15 @@ def plain(policy: Policy, messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def processed(policy: Policy, messages: Sequence[Message], generate: bool = True) -> dict[str, Tensor]:
-    """The checkpoint's own ``apply_chat_template`` with tokens and pixels."""
+    """The checkpoint's own ``apply_chat_template`` with tokens and pixels; video and sound go through the processor."""
     owner = policy.processor if policy.processor is not None else policy.tokenizer
+    conversation = plain(policy, messages)
+    media = [item for message in messages for item in message.media]
+    if any(item.kind != "picture" for item in media):
+        text = owner.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generate)
+        return stock_inputs(policy, text, media)
     made = owner.apply_chat_template(
-        plain(policy, messages), tokenize=True, return_dict=True, add_generation_prompt=generate, return_tensors="pt"
+        conversation, tokenize=True, return_dict=True, add_generation_prompt=generate, return_tensors="pt"
     )
     return dict(made)
 

@@ -1,8 +1,8 @@
 """Chat templates that behave as the published ones do, written for these tests.
 
-Qwen2.5-VL: a default system prompt, media markers, strings or blocks. Qwen3-VL: no default prompt, tool answers in a user
-turn. Qwen3 (text): thoughts of assistant turns before the last question are dropped, and the generation prompt of the
-thinking models opens a thought.
+Qwen2.5-VL and Omni: a default system prompt, media markers, strings or blocks. Qwen3-VL: no default prompt, tool answers in
+a user turn. Qwen3 (text): thoughts of assistant turns before the last question are dropped, and the generation prompt of
+the thinking models opens a thought.
 """
 
 MEDIA = (
@@ -19,6 +19,18 @@ QWEN2_5_VL = (
     "{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{%- endif -%}"
     "{{ '<|im_start|>' + message.role + '\\n' + show(message.content) + '<|im_end|>\\n' }}"
     "{%- endfor -%}" + PROMPT
+)
+
+QWEN2_5_OMNI = (
+    QWEN2_5_VL.replace("vision_start", "vision_bos")
+    .replace("vision_end", "vision_eos")
+    .replace("image_pad", "IMAGE")
+    .replace("video_pad", "VIDEO")
+    .replace(
+        "{%- elif 'text' in part -%}",
+        "{%- elif part.type == 'audio' or 'audio' in part -%}<|audio_bos|><|AUDIO|><|audio_eos|>"
+        "{%- elif 'text' in part -%}",
+    )
 )
 
 QWEN3_VL = (

@@ -1,8 +1,9 @@
 """Media are prepared once, spans and features are held against each other, and errors name the item."""
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,15 +11,20 @@ from PIL import Image
 
 from sensorium.media.store import MediaStore
 from sensorium.models.attention import MaskedAttention
-from sensorium.models.features import Prepared, PreparedMedia
+from sensorium.models.features import Extent, Prepared, PreparedMedia
 from sensorium.models.layout import Features, Placement, placements
+from sensorium.models.tower import VisionTower
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.episode import MediaSpan
-from sensorium.vocabulary.errors import MediaError, SpanMismatch
+from sensorium.vocabulary.errors import MediaError, ModelError, SpanMismatch
 
-from .stock_pair import Pair, noise
+from .clips import noise
+from .stock_pair import Pair
 
 Pairs = Callable[..., Pair]
+
+
+EXTENT = Extent("picture", (1, 1, 1))
 
 
 class Counting:
@@ -29,34 +35,63 @@ class Counting:
 
     def __call__(self, items: Sequence[tuple[Media, bytes]]) -> list[Prepared]:
         self.asked.append([data.decode() for _, data in items])
-        return [Prepared(torch.zeros(1, 25), (1, 1, 1)) for _ in items]
+        return [Prepared(torch.zeros(1, 25), EXTENT) for _ in items]
+
+
+class Bytes:
+    """A decoder whose decoded media are their bytes; one that says so is broken."""
+
+    def __init__(self, store: MediaStore) -> None:
+        self.store = store
+
+    def get_many(self, media: Iterable[Media]) -> list[Any]:
+        found = [self.store.bytes_of(item) for item in media]
+        return [MediaError(f"{data.decode()}: broken") if data == b"bad" else data for data in found]
+
+
+def prepared_media(store: MediaStore, preprocess: Counting, **how: Any) -> PreparedMedia:
+    return PreparedMedia(Bytes(store), {"picture": preprocess, "video": preprocess}, **how)
 
 
 def test_each_medium_is_prepared_once_and_those_missing_together() -> None:
     store, preprocess = MediaStore(), Counting()
     a, b, c = (store.put(name, "picture") for name in (b"a", b"b", b"c"))
-    media = PreparedMedia(store, preprocess)
+    media = prepared_media(store, preprocess)
     media.get([a])
     media.get([b, a, b, c])
-    assert media.grid(c) == (1, 1, 1)
+    assert media.extent(c) == EXTENT
     assert preprocess.asked == [["a"], ["b", "c"]]
     assert media.preprocessed == 3
 
 
-def test_the_cache_is_bounded_and_grids_outlive_it() -> None:
+def test_the_cache_is_bounded_and_extents_outlive_it() -> None:
     store, preprocess = MediaStore(), Counting()
     a, b, c = (store.put(name, "picture") for name in (b"a", b"b", b"c"))
-    media = PreparedMedia(store, preprocess, capacity=200)
+    media = prepared_media(store, preprocess, capacity=200)
     media.get([a])
     media.get([b])
     media.get([a])
     media.get([c])  # b was used longest ago
     media.get([a])
     assert preprocess.asked == [["a"], ["b"], ["c"]]
-    assert media.grid(b) == (1, 1, 1)
+    assert media.extent(b) == EXTENT
     assert len(media.get([b])) == 1
     assert preprocess.asked[-1] == ["b"]
-    assert len(PreparedMedia(store, preprocess, capacity=50).get([a, b, c])) == 3
+    assert len(prepared_media(store, preprocess, capacity=50).get([a, b, c])) == 3
+
+
+def test_a_broken_medium_does_not_cost_the_others_and_kinds_are_prepared_apart() -> None:
+    store, preprocess = MediaStore(), Counting()
+    a, b, bad = (store.put(name, "picture") for name in (b"a", b"b", b"bad"))
+    video = store.put(b"v", "video")
+    media = prepared_media(store, preprocess)
+    with pytest.raises(MediaError, match="bad: broken"):
+        media.get([a, bad, video, b])
+    assert preprocess.asked == [["a", "b"], ["v"]]
+    assert len(media.get([video, a, b])) == 3
+    assert media.preprocessed == 3
+    with pytest.raises(ModelError, match=r"takes text and picture and video; it cannot take sound s\.wav"):
+        media.get([a, store.put(b"s", "sound", "s.wav")])
 
 
 def test_a_prompt_shared_by_a_group_is_laid_out_once(pairs: Pairs) -> None:
@@ -108,15 +143,19 @@ def test_features_that_do_not_fill_their_slot_are_named(pairs: Pairs) -> None:
     short = Features(torch.zeros(layout.slots[0].count - 1, 128))
     with pytest.raises(SpanMismatch, match=r"noise-1\.png.*4 placeholder tokens for 3 features"):
         placements(layout, {picture: short})
-    beyond = [Placement(0, len(layout) - 1, policy.encode([picture])[picture])]
+    beyond = [Placement(0, ((len(layout) - 1, 4),), policy.encode([picture])[picture])]
     with pytest.raises(SpanMismatch, match="do not fit"):
         policy.language(layout.ids_T[None], layout.positions_3T[:, None], MaskedAttention(), beyond)
 
 
 def test_a_tower_that_disagrees_with_the_expansion_is_caught(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = pairs("qwen2_5_vl").policy
-    whole = policy.adapter.tower
-    monkeypatch.setattr(policy.adapter, "tower", lambda prepared: [Features(f.embeds_NH[1:]) for f in whole(prepared)])
+    whole = VisionTower.__call__
+
+    def short(self: VisionTower, prepared: Sequence[Prepared]) -> list[Features]:
+        return [Features(features.embeds_NH[1:]) for features in whole(self, prepared)]
+
+    monkeypatch.setattr(VisionTower, "__call__", short)
     with pytest.raises(SpanMismatch, match=r"noise-1\.png.*features of the tower"):
         policy.encode([noise(policy.store, 1)])
 

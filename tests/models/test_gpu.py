@@ -10,7 +10,8 @@ from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
 from sensorium.vocabulary.content import user
 
-from .stock_pair import Pair, noise, processed, row
+from .clips import noise
+from .stock_pair import Pair, processed, row
 
 # Relative to the largest logit. In bfloat16 eight bits remain: the bound is a few roundings of the residual stream.
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.03}

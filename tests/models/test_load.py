@@ -1,15 +1,18 @@
 """A model path becomes a policy, or one clear sentence."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Qwen2_5OmniConfig, Qwen2_5OmniThinkerForConditionalGeneration
 
 from sensorium.media.store import MediaStore
+from sensorium.models.attention import IMPLEMENTATION
 from sensorium.models.load import family_of, find_checkpoint, find_device, load_policy
-from sensorium.models.tiny import make_tiny
+from sensorium.models.tiny import KINDS, make_tiny
 from sensorium.recipe.names import register, table
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import ModelError
@@ -24,15 +27,40 @@ def load(path: str | Path, **options: str) -> object:
     return load_policy(str(path), store=MediaStore(), device="cpu", **options)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", KINDS)
 def test_a_tiny_model_of_each_family_is_made_and_its_family_found(family: str) -> None:
     policy = load_policy(f"tiny:{family}", store=MediaStore(), device="cpu")
     assert policy.family == family
-    assert policy.modalities == ({"text", "picture"} if family.endswith("vl") else {"text"})
+    kind = KINDS[family]
+    seen = {"picture", "video"} if kind.vision else set()
+    assert policy.modalities == {"text"} | seen | ({"sound"} if kind.audio else set())
     assert policy.dtype == torch.float32
     assert policy.device == torch.device("cpu")
     assert policy.version == 0
     assert policy.render([user("Hello")]).tokens
+
+
+def test_the_thinker_is_taken_out_of_a_whole_omni_checkpoint(tmp_path: Path) -> None:
+    thinker = make_tiny("qwen2_5_omni", tmp_path / "thinker", tie_word_embeddings=False)
+    whole = tmp_path / "whole"
+    shutil.copytree(thinker, whole)
+    config = json.loads((thinker / "config.json").read_text())
+    Qwen2_5OmniConfig(thinker_config=config).save_pretrained(whole)
+    weights = load_file(thinker / "model.safetensors")
+    named = {f"thinker.{name}": tensor for name, tensor in weights.items()}
+    save_file(named | {"talker.codec_head.weight": torch.zeros(2, 2)}, whole / "model.safetensors", {"format": "pt"})
+    policy = load_policy(str(whole), store=MediaStore(), device="cpu")
+    assert policy.family == "qwen2_5_omni"
+    assert type(policy.model) is Qwen2_5OmniThinkerForConditionalGeneration
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in policy.model.state_dict().items())
+    assert (
+        policy.model.config._attn_implementation != policy.model.config.text_config._attn_implementation == IMPLEMENTATION
+    )
+
+    policy.save(tmp_path / "saved")
+    again = Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(tmp_path / "saved")
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in again.state_dict().items())
+    assert load_policy(str(tmp_path / "saved"), store=MediaStore(), device="cpu").modalities == policy.modalities
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,18 @@
 """Expansion and positions of the published shapes equal the processor's and the model's, on whole conversations."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from sensorium.media.store import MediaStore
 from sensorium.models.policy import Policy
 from sensorium.recipe.names import resolve
-from sensorium.vocabulary.content import assistant, user
+from sensorium.vocabulary.content import Message, assistant, user
 
+from .clips import clip, noise, tone
 from .published import IDS, SHAPES, meta_model, published_processor
-from .stock_pair import noise, processed
+from .stock_pair import processed
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -29,25 +32,62 @@ def test_expansion_and_positions_are_those_of_the_whole_conversation(policy: Pol
         assistant("red"),
         user(noise(store, 3, 90, 40), "again", first),
     ]
+    ids_T = assert_whole(policy, messages)
+    assert int((ids_T == policy.adapter.placeholders["picture"]).sum()) > 300
+
+
+def test_videos_and_sounds_expand_as_the_processor_says(policy: Policy) -> None:
+    store = policy.store
+    heard = [tone(store, 1, 2.2)] if "sound" in policy.modalities else []
+    messages = [
+        user(clip(store, 1, 5, 112, 168, 10.0), *heard, "which?"),
+        assistant("red"),
+        user(noise(store, 3, 90, 40), clip(store, 2, 4, 168, 112, 8.0), *heard, "again"),
+    ]
+    ids_T = assert_whole(policy, messages)
+    assert int((ids_T == policy.adapter.placeholders["video"]).sum()) > 100
+
+
+def assert_whole(policy: Policy, messages: list[Message]) -> torch.Tensor:
+    """A conversation of three messages, turn by turn, has the tokens and positions of the whole; returns the tokens."""
     answer = policy.respond("red", "a")
     segments = [policy.render(messages[:1]), answer, policy.extend(messages[2:], after=answer)]
     layouts = [policy.layout(segment) for segment in segments]
-
     inputs = processed(policy, messages)
     ids_T = torch.cat([layout.ids_T for layout in layouts])
     assert ids_T.tolist() == inputs["input_ids"][0].tolist()
-    assert int((ids_T == IDS["<|image_pad|>"]).sum()) > 300
-
-    want_31T, _ = policy.model.model.get_rope_index(
-        inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=inputs["image_grid_thw"]
-    )
     start, got = 0, []
     for layout in layouts:
         got.append(layout.positions_3T + start)
         start += layout.advance
-    assert torch.equal(torch.cat(got, dim=1), want_31T[:, 0])
+    assert torch.equal(torch.cat(got, dim=1), whole_positions(policy, inputs))
     for layout, segment in zip(layouts, segments, strict=True):
-        assert layout.ids_T[layout.ends_S].tolist() == list(segment.tokens)
+        shown = {span.index for span in segment.media}
+        pairs = zip(layout.ids_T[layout.ends_S].tolist(), segment.tokens, strict=True)
+        assert all(expanded == stored for i, (expanded, stored) in enumerate(pairs) if i not in shown)
+    return ids_T
+
+
+def whole_positions(policy: Policy, inputs: dict[str, Any]) -> torch.Tensor:
+    """The model's own positions [3, T] of the whole conversation."""
+    grids = {key: inputs.get(key) for key in ("image_grid_thw", "video_grid_thw")}
+    if "sound" in policy.modalities:
+        mask = inputs.get("feature_attention_mask")
+        found, _ = policy.model.get_rope_index(
+            inputs["input_ids"],
+            **grids,
+            attention_mask=inputs["attention_mask"],
+            audio_seqlens=None if mask is None else mask.sum(-1),
+            second_per_grids=inputs.get("video_second_per_grid"),
+        )
+    else:
+        found, _ = policy.model.model.get_rope_index(
+            inputs["input_ids"],
+            inputs["mm_token_type_ids"],
+            **grids,
+            second_per_grid_ts=inputs.get("second_per_grid_ts"),
+        )
+    return found[:, 0]
 
 
 def test_qwens_own_ids_stop_and_are_forbidden(policy: Policy) -> None:

@@ -14,7 +14,8 @@ from sensorium.models.tokens import TokenTable
 from sensorium.vocabulary.content import Media, Message, Text, assistant, system, user
 from sensorium.vocabulary.errors import ModelError
 
-from .stock_pair import Pair, noise, plain, processed
+from .clips import noise
+from .stock_pair import Pair, plain, processed
 from .templates import QWEN2_5_VL, QWEN3, QWEN3_VL, THINKING
 
 Pairs = Callable[..., Pair]
@@ -192,9 +193,9 @@ def test_nothing_that_stands_for_media_or_structure_can_be_sampled(pairs: Pairs)
 
 
 def test_media_that_a_model_cannot_take_are_refused(pairs: Pairs) -> None:
-    video = MediaStore().put(b"...", "video", "clip.mp4")
-    with pytest.raises(ModelError, match=r"clip\.mp4"):
-        pairs("qwen2_5_vl").policy.render([user(video)])
+    sound = MediaStore().put(b"...", "sound", "clip.wav")
+    with pytest.raises(ModelError, match=r"sound clip\.wav"):
+        pairs("qwen2_5_vl").policy.render([user(sound)])
     with pytest.raises(ModelError, match="picture"):
         pairs("qwen3").policy.render([user(noise(MediaStore(), 1))])
 

@@ -9,15 +9,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 import sensorium.models.torchvision_fix  # noqa: F401
-from sensorium.models.tiny import SIZES, SPECIAL_TOKENS, TAGS, make_tiny
+from sensorium.models.tiny import KINDS, make_tiny
+from sensorium.models.tiny_tokenizer import TAGS, special_tokens
 from sensorium.vocabulary.errors import ModelError
 
-VISION = ("qwen2_5_vl", "qwen3_vl")
+VISION = [family for family, kind in KINDS.items() if kind.vision]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: make_tiny(family, tmp_path_factory.mktemp(family)) for family in SIZES}
+    return {family: make_tiny(family, tmp_path_factory.mktemp(family)) for family in KINDS}
 
 
 @pytest.mark.parametrize("family", VISION)
@@ -26,7 +27,7 @@ def test_a_picture_and_a_question_go_through_the_stock_classes(folders: dict[str
 
     processor = AutoProcessor.from_pretrained(folders[family])
     model = AutoModelForImageTextToText.from_pretrained(folders[family])
-    assert model.config.model_type == family
+    assert model.config.model_type.removesuffix("_thinker") == family
     picture = {"type": "image", "image": Image.new("RGB", (84, 84), "red")}
     messages = [{"role": "user", "content": [picture, {"type": "text", "text": "What colour is it?"}]}]
     inputs = processor.apply_chat_template(
@@ -49,16 +50,17 @@ def test_vision_models_have_half_a_million_parameters_and_heads_wide_enough_for_
     assert getattr(text, "head_dim", text.hidden_size // text.num_attention_heads) >= 32
 
 
-@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("family", KINDS)
 def test_an_answer_is_three_tokens_and_any_text_survives(folders: dict[str, Path], family: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folders[family])
     for answer in ("red", "triangle", "top", "3"):
         assert len(tokenizer(f"<answer>{answer}</answer>").input_ids) == 3
     for text in ("What colour is the circle?", "naïve 漢字\n\n  x<y", "<answer>upper left</answer>"):
         assert tokenizer.decode(tokenizer(text).input_ids) == text
-    for token in (*SPECIAL_TOKENS, *TAGS):
+    specials = special_tokens(family)
+    for token in (*specials, *TAGS):
         assert len(tokenizer(token).input_ids) == 1
-    assert set(SPECIAL_TOKENS) <= set(tokenizer.all_special_tokens)
+    assert set(specials) <= set(tokenizer.all_special_tokens)
     assert not set(TAGS) & set(tokenizer.all_special_tokens)
 
 

@@ -17,7 +17,7 @@ from sensorium.models.tiny import make_tiny
 from sensorium.recipe.schema import RolloutSection
 from sensorium.rollout.play import Attempt, Deadlines, Rollout
 from sensorium.vocabulary import Episode, Message, Status, Task, system, user
-from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
+from sensorium.vocabulary.errors import EnvironmentFailure, ModelError, RecipeError
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +146,15 @@ def test_a_template_that_rewrites_history_is_refused_for_growing_threads(tmp_pat
         play(thinking, lambda task: Counting(3), max_turns=3)
     episode = play(thinking, lambda task: Counting(3), max_turns=3, window=1)
     assert (episode.status, len(episode.threads)) == (Status.FINISHED, 3)
+
+
+def test_media_that_the_family_or_the_engine_lacks_are_refused_by_task_and_name(policy: Policy) -> None:
+    engine = ScriptedEngine(policy, lambda request: "one")
+    rollout = Rollout(policy, engine, RolloutSection(), Question)
+    sound = Task("listen-7", (user(policy.store.put(b"...", "sound", "clip.wav"), "what?"),))
+    with pytest.raises(ModelError, match=r"task listen-7: family qwen2_5_vl takes .* not sound, which clip\.wav is"):
+        rollout.prepare([Task("read-1", (user("what?"),)), sound])
+    engine.modalities = frozenset(["text", "picture"])
+    video = Task("watch-3", (user(policy.store.put(b"...", "video", "clip.mp4"), "what?"),))
+    with pytest.raises(ModelError, match=r"task watch-3: the engine takes picture, text and not video, which clip\.mp4 is"):
+        asyncio.run(rollout.groups([video], 1, Attempt(0, 1), Sampling()))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sensorium.learner.packing import MicroBatch, Packing, media_of
-from sensorium.models.layout import Features, Placement
+from sensorium.models.layout import Features
 from sensorium.models.policy import Policy
 from sensorium.vocabulary.content import Media
 
@@ -60,7 +60,7 @@ class UpdateFeatures:
 
 def hidden_states(policy: Policy, microbatch: MicroBatch, features: UpdateFeatures) -> Tensor:
     """The language model over a micro-batch: hidden states [T, H]."""
-    placements = [Placement(0, slot.start, features[slot.media]) for slot in microbatch.slots]
+    placements = [slot.place(features[slot.media]) for slot in microbatch.slots]
     return policy.language(microbatch.ids_T[None], microbatch.positions_3T[:, None], microbatch.attention, placements)[0]
 
 

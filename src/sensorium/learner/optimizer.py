@@ -92,6 +92,8 @@ class Optimizer:
         for group in self._adam.param_groups:
             group["lr"] = group["rate"] * share
         self._adam.step()
+        # The fused kernel writes without telling torch's count, by which caches see that weights moved.
+        torch.autograd.graph.increment_version(list(self._masters.values()))
         with torch.no_grad():
             for name in self._rounded:
                 self._parameters[name].copy_(self._masters[name])

@@ -127,7 +127,7 @@ def _lay_out(parts: Sequence[Part], device: torch.device, silent: bool) -> Micro
         start = place.run.start + place.offset
         ids_T[start : start + place.count] = node.ids_T[: place.count]
         positions_3T[:, start : start + place.count] = node.positions[..., : place.count]
-        slots += [Slot(start + slot.start, slot.count, slot.media) for slot in node.slots]
+        slots += [slot.moved(start) for slot in node.slots]
         if node in parts[i].trained:
             assert place.before is not None, "what the model wrote follows something"
             before = laid[i, place.before]

@@ -1,13 +1,23 @@
-"""What a model family answers: its parts, its placeholders, how media expand, where tokens stand, what its tower says."""
+"""What a model family answers: its parts, its placeholders, how media expand, where tokens stand, what its towers say."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from sensorium.models.features import Grid, Prepared, Preprocessor
-from sensorium.models.layout import Features
+from sensorium.models.features import Extent, Prepared, Preprocessor
+from sensorium.models.layout import Expansion, Features
 from sensorium.vocabulary.content import MediaKind
+
+
+class Tower(Protocol):
+    """A part of the model that looks at media, or listens to them. All its parameters are those of ``module``."""
+
+    module: nn.Module
+
+    def __call__(self, prepared: Sequence[Prepared]) -> list[Features]:
+        """One pass over media, split per item."""
+        ...
 
 
 class Family(Protocol):
@@ -15,7 +25,8 @@ class Family(Protocol):
 
     ``language_model`` has ``embed_tokens``, ``layers``, ``norm`` and ``rotary_emb``. ``attention`` is the argument of
     transformers' ``attn_implementation`` that hands the language model's attention to the caller. ``groups`` gives the
-    parameter-name prefixes of each group; a name goes to the group with the longest prefix that fits.
+    parameter-name prefixes of each group; a name goes to the group with the longest prefix that fits. ``placeholders``,
+    ``preprocessors`` and ``towers`` have an entry for each kind of medium that the family takes.
     """
 
     attention: Any
@@ -23,24 +34,21 @@ class Family(Protocol):
     language_model: Any
     head: Any
     placeholders: Mapping[MediaKind, int]
-    preprocess: Preprocessor
+    preprocessors: Mapping[MediaKind, Preprocessor]
+    towers: Mapping[MediaKind, Tower]
 
     def __init__(self, model: Any, processor: Any) -> None: ...
 
-    def count(self, grid: Grid) -> int:
-        """How many tokens a medium of this grid expands to."""
+    def expand(self, extent: Extent) -> Expansion:
+        """What stands in a context for a medium of this extent."""
         ...
 
-    def positions(self, ids_T: Tensor, grids: Sequence[Grid]) -> Tensor:
+    def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> Tensor:
         """Positions [3, T] of a segment that holds media and starts at 0, by the model's own function."""
         ...
 
     def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions."""
-        ...
-
-    def tower(self, prepared: Sequence[Prepared]) -> list[Features]:
-        """One pass of the tower over media, split per item."""
         ...
 
 

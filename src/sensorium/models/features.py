@@ -1,94 +1,117 @@
-"""Media made ready for a tower: decoded and preprocessed once, by content hash, in a bounded cache."""
+"""Media made ready for a tower: decoded and preprocessed once, by content and parameters, in a bounded cache."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from sensorium.media.store import MediaStore
-from sensorium.vocabulary.content import Media
-from sensorium.vocabulary.errors import MediaError
+from sensorium.vocabulary.content import Media, MediaKind
+from sensorium.vocabulary.errors import MediaError, ModelError
 
 Grid = tuple[int, int, int]
+EXTENTS_KEPT = 1 << 16
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How large a medium is to its tower, and when its frames were: all that its expansion and positions depend on.
+
+    ``grid`` is (time, height, width) in patches; of a sound, (mel frames, 1, 1). A video's frames were sampled at
+    ``times_s``, each standing for ``seconds_per_frame``.
+    """
+
+    kind: MediaKind
+    grid: Grid
+    times_s: tuple[float, ...] = ()
+    seconds_per_frame: float = 0.0
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A medium as a tower takes it: flat patches [P, C], and the grid (time, height, width) they fill."""
+    """A medium as a tower takes it: flat patches of a picture or video, or mel frames of a sound, as [P, C]."""
 
     patches_PC: Tensor
-    grid: Grid
+    extent: Extent
+
+
+class Decoder(Protocol):
+    """Decodes media, each once: pictures, videos and sounds in order, or in the place of one the error that it is."""
+
+    def get_many(self, media: Iterable[Media]) -> "list[Any | MediaError]": ...
 
 
 class Preprocessor(Protocol):
-    """Turns the bytes of several media into tower inputs, in order."""
+    """Turns several decoded media of one kind into tower inputs, in order."""
 
-    def __call__(self, items: Sequence[tuple[Media, bytes]]) -> list[Prepared]: ...
+    def __call__(self, items: Sequence[tuple[Media, Any]]) -> list[Prepared]: ...
 
 
 class PreparedMedia:
-    """The cache of prepared media. Patches are kept up to ``capacity`` bytes, oldest out first; grids always."""
+    """The cache of prepared media. Patches are kept up to ``capacity`` bytes, least recently used out first.
 
-    def __init__(self, store: MediaStore, preprocess: Preprocessor, capacity: int = 1 << 29) -> None:
-        self._store = store
-        self._preprocess = preprocess
+    Extents are small and outlive them: a prompt can be laid out without decoding its media again.
+    """
+
+    def __init__(self, decoder: Decoder, preprocessors: Mapping[MediaKind, Preprocessor], capacity: int = 1 << 29) -> None:
+        self._decoder = decoder
+        self._preprocessors = preprocessors
         self._capacity = capacity
         self._held = 0
         self._known: OrderedDict[Media, Prepared] = OrderedDict()
-        self._grids: dict[Media, Grid] = {}
+        self._extents: OrderedDict[Media, Extent] = OrderedDict()
         self.preprocessed = 0
 
-    def grid(self, media: Media) -> Grid:
-        """The patch grid of a medium."""
-        if media not in self._grids:
+    def extent(self, media: Media) -> Extent:
+        """How large a medium is to its tower."""
+        if media not in self._extents:
             self.get([media])
-        return self._grids[media]
+        return self._extents[media]
 
     def get(self, media: Iterable[Media]) -> list[Prepared]:
-        """Tower inputs of media, in order; those not yet known are preprocessed together."""
+        """Tower inputs of media, in order; those not yet known are preprocessed together.
+
+        Where one cannot be decoded, the others are prepared all the same before its error is raised.
+        """
         wanted = list(media)
         found = {item: self._known[item] for item in wanted if item in self._known}
         missing = [item for item in dict.fromkeys(wanted) if item not in found]
-        if missing:
-            with torch.inference_mode(False):  # what is remembered must also serve training
-                fresh = self._preprocess([(item, self._store.bytes_of(item)) for item in missing])
-            self.preprocessed += len(missing)
-            for item, prepared in zip(missing, fresh, strict=True):
-                found[item] = prepared
-                self._keep(item, prepared)
+        self.refuse_strange(missing)
+        decoded = dict(zip(missing, self._decoder.get_many(missing), strict=True)) if missing else {}
+        errors = [failure for failure in decoded.values() if isinstance(failure, MediaError)]
+        for kind, preprocess in self._preprocessors.items():
+            items = [
+                (item, made) for item, made in decoded.items() if item.kind == kind and not isinstance(made, MediaError)
+            ]
+            if items:
+                with torch.inference_mode(False):  # what is remembered must also serve training
+                    ready = preprocess(items)
+                for (item, _), prepared in zip(items, ready, strict=True):
+                    found[item] = prepared
+                    self._keep(item, prepared)
+                self.preprocessed += len(items)
+        if errors:
+            raise errors[0]
         for item in found:
             if item in self._known:
                 self._known.move_to_end(item)
         return [found[item] for item in wanted]
 
+    def refuse_strange(self, media: Sequence[Media]) -> None:
+        """Refuse media of a kind that the model does not take."""
+        for item in media:
+            if item.kind not in self._preprocessors:
+                able = " and ".join(["text", *self._preprocessors])
+                raise ModelError(f"this model takes {able}; it cannot take {item.kind} {item.name}. Use a family that can.")
+
     def _keep(self, media: Media, prepared: Prepared) -> None:
-        self._grids[media] = prepared.grid
+        self._extents[media] = prepared.extent
+        if len(self._extents) > EXTENTS_KEPT:
+            self._extents.popitem(last=False)
         self._known[media] = prepared
         self._held += prepared.patches_PC.nbytes
         while self._held > self._capacity:
             _, oldest = self._known.popitem(last=False)
             self._held -= oldest.patches_PC.nbytes
-
-
-class PicturePreprocessor:
-    """The checkpoint's own image processor over pictures decoded from bytes."""
-
-    def __init__(self, image_processor: Any) -> None:
-        self._image_processor = image_processor
-
-    def __call__(self, items: Sequence[tuple[Media, bytes]]) -> list[Prepared]:
-        from sensorium.media.picture import decode_picture
-
-        pictures = [decode_picture(data, media.origin or media.hash[:12]) for media, data in items]
-        try:
-            made = self._image_processor(images=pictures, return_tensors="pt")
-        except ValueError as error:  # an absurd aspect ratio, for one
-            names = ", ".join(media.origin or media.hash[:12] for media, _ in items)
-            raise MediaError(f"{names}: the image processor refuses a picture: {error}.") from error
-        grids: list[Grid] = [(t, h, w) for t, h, w in made["image_grid_thw"].tolist()]
-        patches = torch.split(made["pixel_values"], [t * h * w for t, h, w in grids])
-        # A copy of each: a view would keep the whole batch alive in the cache.
-        return [Prepared(part.clone(), grid) for part, grid in zip(patches, grids, strict=True)]

@@ -8,14 +8,50 @@ from torch import Tensor
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import SpanMismatch
 
+Runs = tuple[tuple[int, int], ...]
+"""Where features go, in order: (first token, how many) of each unbroken run. A video with timestamps has several."""
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """What the placeholder of a medium becomes: token ids, and the runs of them that take its features."""
+
+    ids: tuple[int, ...]
+    runs: Runs
+
+    @property
+    def count(self) -> int:
+        """How many features it takes."""
+        return _total(self.runs)
+
 
 @dataclass(frozen=True)
 class Slot:
-    """Expanded tokens ``start … start+count`` of a segment take the features of a medium, in order."""
+    """The expanded tokens of a segment that take the features of a medium."""
 
-    start: int
-    count: int
     media: Media
+    runs: Runs
+
+    @property
+    def start(self) -> int:
+        """The first of these tokens."""
+        return self.runs[0][0]
+
+    @property
+    def count(self) -> int:
+        """How many features it takes."""
+        return _total(self.runs)
+
+    def moved(self, by: int) -> "Slot":
+        """The same slot where its segment begins ``by`` tokens later."""
+        return Slot(self.media, tuple((start + by, count) for start, count in self.runs))
+
+    def place(self, features: "Features", row: int = 0) -> "Placement":
+        """The medium's features in this slot of a row; a wrong count is refused."""
+        given = features.embeds_NH.shape[0]
+        if given != self.count:
+            raise mismatch(self.media, f"{self.count} placeholder tokens for {given} features")
+        return Placement(row, self.runs, features)
 
 
 @dataclass(frozen=True)
@@ -42,27 +78,30 @@ class Features:
     embeds_NH: Tensor
     deepstack_NH: tuple[Tensor, ...] = ()
 
+    @property
+    def nbytes(self) -> int:
+        """Memory they take."""
+        return sum(tensor.nbytes for tensor in (self.embeds_NH, *self.deepstack_NH))
+
 
 @dataclass(frozen=True)
 class Placement:
-    """Features that take the places ``start …`` of a row of a batch."""
+    """Features that take the places ``runs`` of a row of a batch."""
 
     row: int
-    start: int
+    runs: Runs
     features: Features
 
 
 def placements(layout: Layout, features: Mapping[Media, Features], row: int = 0, offset: int = 0) -> list[Placement]:
     """Where the features of a segment go when its first token stands at ``offset`` of a row; a wrong count is refused."""
-    placed = []
-    for slot in layout.slots:
-        given = features[slot.media]
-        if given.embeds_NH.shape[0] != slot.count:
-            raise mismatch(slot.media, f"{slot.count} placeholder tokens for {given.embeds_NH.shape[0]} features")
-        placed.append(Placement(row, offset + slot.start, given))
-    return placed
+    return [slot.moved(offset).place(features[slot.media], row) for slot in layout.slots]
 
 
 def mismatch(media: Media, what: str) -> SpanMismatch:
     """The error that names the item whose placeholders and features disagree."""
     return SpanMismatch(f"{media.kind} {media.hash[:12]} ({media.origin or 'unknown origin'}): {what}.")
+
+
+def _total(runs: Runs) -> int:
+    return sum(count for _, count in runs)

@@ -11,6 +11,7 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd
 
 import sensorium.models.torchvision_fix  # noqa: F401  (before transformers imports torchvision)
+from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
 from sensorium.models.lora import add_adapters
 from sensorium.models.policy import Policy
@@ -31,10 +32,12 @@ def load_policy(
     family: str = "auto",
     lora: LoraSection | None = None,
     seed: int = 0,
+    decoder: Decoder | None = None,
 ) -> Policy:
     """Load a checkpoint. ``path``: a folder, a hub id, ``package:NAME`` (shipped) or ``tiny:FAMILY`` (random weights).
 
-    ``lora`` with a rank puts fresh adapters into it, drawn by ``seed``.
+    ``lora`` with a rank puts fresh adapters into it, drawn by ``seed``. ``decoder``: of the store's media, where others
+    share it (judges, the log); else the policy has its own.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -59,7 +62,7 @@ def load_policy(
     adapters = None
     if lora is not None and lora.rank:
         adapters = add_adapters(model, adapter_class.groups, lora, seed, _base_name(path, place))
-    return Policy(family, adapter_class(model, processor), model, tokenizer, processor, store, adapters)
+    return Policy(family, adapter_class(model, processor), model, tokenizer, processor, store, adapters, decoder)
 
 
 def find_checkpoint(path: str) -> str:
@@ -86,6 +89,7 @@ def family_of(model_type: str, wanted: str = "auto") -> str:
     """The family of a checkpoint by its ``model_type``; an unknown one is refused with the nearest name."""
     if wanted != "auto":
         return wanted
+    model_type = model_type.removesuffix("_thinker")  # Qwen2.5-Omni's, saved without the parts that speak
     if model_type not in table("family"):
         raise ModelError(f"no adapter for model type '{model_type}'{nearest(model_type, list(table('family')))}")
     return model_type
@@ -111,13 +115,19 @@ def _shipped(name: str) -> str:
 
 
 def _model_class(config: Any) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    import transformers
 
-    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    if hasattr(config, "thinker_config"):  # a whole Qwen2.5-Omni: what speaks is left aside
+        return transformers.Qwen2_5OmniThinkerForConditionalGeneration
+    return transformers.AutoModelForImageTextToText if _has_towers(config) else transformers.AutoModelForCausalLM
+
+
+def _has_towers(config: Any) -> bool:
+    return hasattr(config, "vision_config") or hasattr(config, "thinker_config")
 
 
 def _processor(place: str, config: Any) -> Any:
-    if not hasattr(config, "vision_config"):
+    if not _has_towers(config):
         return None
     from transformers import AutoProcessor
 

@@ -6,9 +6,8 @@ library, so that attention, deepstack features and recomputation are the caller'
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
 from sensorium.models.attention import Attention
+from sensorium.models.encoding import Counters, Encoder
 from sensorium.models.family import Family, group_of
-from sensorium.models.features import PreparedMedia
+from sensorium.models.features import Extent, PreparedMedia
 from sensorium.models.layout import Features, Layout, Placement, Slot, mismatch
 from sensorium.models.lora import FOLDER, Adapters
 from sensorium.models.quiet import quiet
 from sensorium.models.rendering import ChatRenderer
+from sensorium.models.routing import routers_of, watched
 from sensorium.models.tokens import TokenTable
 from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Segment
@@ -32,16 +34,6 @@ from sensorium.vocabulary.errors import ModelError, SpanMismatch
 # Expanded tokens whose layouts are remembered: 128 MiB of ids and positions.
 LAYOUT_TOKENS_KEPT = 1 << 22
 SHAPES_KEPT = 4096
-
-
-@dataclass
-class Counters:
-    """What the towers did: passes, items looked at, their patches, media preprocessed."""
-
-    tower_passes: int = 0
-    tower_items: int = 0
-    patches: int = 0
-    preprocessed: int = 0
 
 
 class Policy:
@@ -59,6 +51,7 @@ class Policy:
         processor: Any,
         store: MediaStore,
         adapters: Adapters | None = None,
+        decoder: Decoder | None = None,
     ) -> None:
         self.family = family
         self.adapter = adapter
@@ -68,7 +61,6 @@ class Policy:
         self.store = store
         self.adapters = adapters
         self.version = 0
-        self.counters = Counters()
         self.modalities = frozenset(["text", *adapter.placeholders])
         self.vocab_size: int = adapter.head.weight.shape[0]
         self._table = TokenTable(tokenizer, self.vocab_size)
@@ -78,14 +70,25 @@ class Policy:
         self.stop_ids = _stop_ids(model, tokenizer, self._renderer.close_id)
         special = {*self._table.special.values(), *self._table.unowned, *adapter.placeholders.values()}
         self.forbidden_ids = tuple(sorted(special - set(self.stop_ids)))
-        self._media = PreparedMedia(store, adapter.preprocess)
+        self.decoder = decoder or Decoder(store)
+        self._media = PreparedMedia(self.decoder, adapter.preprocessors)
+        self._encoder = Encoder(adapter, self._media, self.device)
         self._layouts: OrderedDict[str, Layout] = OrderedDict()
         self._laid_out = 0
         self._shapes: dict[tuple[Any, ...], Tensor] = {}
         self._recompute = False
-        groups = self.groups()
-        self._tower = [p for group in ("vision", "projector") for p in groups.get(group, {}).values()]
+        self.groups()  # refuses a parameter that belongs to none
         _refuse_sliding_window(adapter.language_model.config)
+
+    @property
+    def counters(self) -> Counters:
+        """What the towers did so far."""
+        self._encoder.counters.preprocessed = self._media.preprocessed
+        return self._encoder.counters
+
+    @counters.setter
+    def counters(self, counters: Counters) -> None:
+        self._encoder.counters = counters
 
     @property
     def device(self) -> torch.device:
@@ -162,31 +165,34 @@ class Policy:
         ids: list[int] = []
         ends: list[int] = []
         slots: list[Slot] = []
-        grids = [self._grid(span.media) for span in segment.media]
-        counts = {span.index: self.adapter.count(grid) for span, grid in zip(segment.media, grids, strict=True)}
-        media = {span.index: span.media for span in segment.media}
+        extents = [self._media.extent(span.media) for span in segment.media]
+        shown = {span.index: (span.media, extent) for span, extent in zip(segment.media, extents, strict=True)}
         for i, token in enumerate(segment.tokens):
-            if i in media:
-                slots.append(Slot(len(ids), counts[i], media[i]))
-            ids += [token] * counts.get(i, 1)
+            if i in shown:
+                media, extent = shown[i]
+                expansion = self.adapter.expand(extent)
+                slots.append(Slot(media, expansion.runs).moved(len(ids)))
+                ids += expansion.ids
+            else:
+                ids.append(token)
             ends.append(len(ids) - 1)
         ids_T = torch.tensor(ids, dtype=torch.long)
-        positions_3T = self._positions(ids_T, slots, grids)
-        return Layout(ids_T, positions_3T, int(positions_3T[:, -1].max()) + 1, torch.tensor(ends), tuple(slots))
+        positions_3T = self._positions(ids_T, slots, extents)
+        # From the last token, which is text, and not from the largest: a video may reach beyond what follows it.
+        return Layout(ids_T, positions_3T, int(positions_3T[0, -1]) + 1, torch.tensor(ends), tuple(slots))
 
-    def _positions(self, ids_T: Tensor, slots: Sequence[Slot], grids: Sequence[tuple[int, int, int]]) -> Tensor:
+    def _positions(self, ids_T: Tensor, slots: Sequence[Slot], extents: Sequence[Extent]) -> Tensor:
         """Positions depend only on where media stand and how large they are; prompts built alike share them."""
-        shape = (len(ids_T), tuple(slot.start for slot in slots), tuple(grids))
+        shape = (len(ids_T), tuple(slot.runs for slot in slots), tuple(extents))
         if shape not in self._shapes:
             if len(self._shapes) >= SHAPES_KEPT:
                 self._shapes.clear()
-            self._shapes[shape] = self.adapter.positions(ids_T, grids)
+            self._shapes[shape] = self.adapter.positions(ids_T, extents)
         return self._shapes[shape]
 
     def prepare(self, media: Iterable[Media]) -> None:
         """Preprocess media together, ahead of their layouts: many times cheaper than one by one."""
         self._media.get(media)
-        self.counters.preprocessed = self._media.preprocessed
 
     def _check_spans(self, segment: Segment) -> None:
         placeholders = self.adapter.placeholders
@@ -198,30 +204,11 @@ class Policy:
         if stray:
             raise SpanMismatch(f"token {stray[0]} of a segment by the {segment.author} is a placeholder without a medium.")
 
-    def _grid(self, media: Media) -> tuple[int, int, int]:
-        grid = self._media.grid(media)
-        self.counters.preprocessed = self._media.preprocessed
-        return grid
-
     # Parts.
 
     def encode(self, media: Iterable[Media]) -> dict[Media, Features]:
-        """Features of the distinct media in one tower pass. Keeps the graph under grad mode unless the tower is frozen."""
-        distinct = list(dict.fromkeys(media))
-        if not distinct:
-            return {}
-        prepared = self._media.get(distinct)
-        self.counters.preprocessed = self._media.preprocessed
-        self.counters.tower_passes += 1
-        self.counters.tower_items += len(distinct)
-        self.counters.patches += sum(len(ready.patches_PC) for ready in prepared)
-        with nullcontext() if any(p.requires_grad for p in self._tower) else torch.no_grad():
-            features = self.adapter.tower(prepared)
-        for item, ready, made in zip(distinct, prepared, features, strict=True):
-            expected, given = self.adapter.count(ready.grid), made.embeds_NH.shape[0]
-            if expected != given:
-                raise mismatch(item, f"{expected} placeholder tokens for {given} features of the tower")
-        return dict(zip(distinct, features, strict=True))
+        """Features of the distinct media, one pass of each tower. Keeps the graph in grad mode unless a tower is frozen."""
+        return self._encoder(media)
 
     def language(
         self, ids_BT: Tensor, positions_3BT: Tensor, attention: Attention, placements: Sequence[Placement] = ()
@@ -247,6 +234,16 @@ class Policy:
                 hidden_BTH = hidden_BTH.flatten(0, 1).index_add(0, places_N, levels[i]).view_as(hidden_BTH)
         return model.norm(hidden_BTH)
 
+    @property
+    def experts_per_token(self) -> int:
+        """How many experts a token is sent to; 0 for a model without experts."""
+        config = self.adapter.language_model.config
+        return config.num_experts_per_tok if routers_of(self.adapter.language_model) else 0
+
+    def watch_routers(self) -> AbstractContextManager[list[Tensor]]:
+        """Collects the router logits [B·T, experts] of the ``language`` pass inside, one tensor per layer with experts."""
+        return watched(routers_of(self.adapter.language_model))
+
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Float32 logits of chosen positions."""
         return self.adapter.head(hidden_NH).float()
@@ -262,17 +259,18 @@ class Policy:
         return copy
 
     def copy(self) -> "Policy":
-        """The same weights in memory of their own; prepared media are shared."""
+        """The same weights in memory of their own; prepared media and what frozen towers said of them are shared."""
         model = deepcopy(self.model)
         adapter = type(self.adapter)(model, self.processor)
         adapters = None if self.adapters is None else self.adapters.of(model)
-        copy = Policy(self.family, adapter, model, self.tokenizer, self.processor, self.store, adapters)
+        copy = Policy(self.family, adapter, model, self.tokenizer, self.processor, self.store, adapters, self.decoder)
         copy.version = self.version
         copy._media = self._media
+        copy._encoder = self._encoder.copied(adapter)
         return copy
 
     def groups(self) -> dict[str, dict[str, nn.Parameter]]:
-        """Named parameters by group: vision, projector, language, head. A tied head is in language only.
+        """Named parameters by group: vision, audio, projector, language, head. A tied head is in language only.
 
         An adapter's parameters belong to the group of the layer they adapt.
         """
@@ -314,11 +312,10 @@ def _gather(placements: Sequence[Placement], hidden_BTH: Tensor) -> tuple[Tensor
     parts = [item.features for item in placements]
     places: list[int] = []
     for item in placements:
-        count = item.features.embeds_NH.shape[0]
-        if item.start < 0 or item.start + count > length:
-            raise SpanMismatch(f"features of {count} tokens at {item.start} do not fit a row of {length}.")
-        first = item.row * length + item.start
-        places += range(first, first + count)
+        for start, count in item.runs:
+            if start < 0 or start + count > length:
+                raise SpanMismatch(f"features of {count} tokens at {start} do not fit a row of {length}.")
+            places += range(item.row * length + start, item.row * length + start + count)
     embeds_NH = torch.cat([part.embeds_NH for part in parts]).to(hidden_BTH)
     levels = [torch.cat(several).to(hidden_BTH) for several in zip(*(part.deepstack_NH for part in parts), strict=True)]
     return torch.tensor(places, device=hidden_BTH.device), embeds_NH, levels

@@ -1,6 +1,6 @@
-"""Qwen2.5-VL: a tower with window attention, three-axis rotary positions."""
+"""Qwen2.5-VL: a tower with window attention, three-axis rotary positions, videos whose frames stand at their seconds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -8,10 +8,13 @@ from torch import Tensor
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from sensorium.models.attention import IMPLEMENTATION
-from sensorium.models.features import Grid, PicturePreprocessor, Prepared
-from sensorium.models.layout import Features
-from sensorium.models.tower import Tables, quicken
+from sensorium.models.features import Extent, Preprocessor
+from sensorium.models.layout import Expansion
+from sensorium.models.preprocessing import PicturePreprocessor, VideoPreprocessor, video_settings
+from sensorium.models.tower import VisionTower
 from sensorium.vocabulary.content import MediaKind
+
+MakeTables = Callable[[Tensor], dict[str, Tensor]]
 
 
 class Qwen25VL:
@@ -29,46 +32,80 @@ class Qwen25VL:
         self.core = model.model
         self.language_model = model.model.language_model
         self.head = model.lm_head
-        self.placeholders: dict[MediaKind, int] = {"picture": model.config.image_token_id}
-        self.preprocess = PicturePreprocessor(processor.image_processor)
+        self.processor = processor
         self.vision = model.config.vision_config
-        quicken(self.core.visual)
-        self._tables = Tables(self.tables)
+        self.placeholders: dict[MediaKind, int] = {
+            "picture": model.config.image_token_id,
+            "video": model.config.video_token_id,
+        }
+        self.preprocessors: dict[MediaKind, Preprocessor] = {
+            "picture": PicturePreprocessor(processor.image_processor),
+            "video": VideoPreprocessor(processor.video_processor, video_settings(processor.video_processor)),
+        }
+        self.towers = dict.fromkeys(self.placeholders, VisionTower(self.core.visual, self.tables()))
 
-    def count(self, grid: Grid) -> int:
+    def tables(self) -> MakeTables:
+        """The function from grids to the tower's index tables."""
+        return window_tables(self.vision)
+
+    def expand(self, extent: Extent) -> Expansion:
         """One token per merged patch."""
-        time, height, width = grid
-        merge = self.vision.spatial_merge_size
-        return time * (height // merge) * (width // merge)
+        return repeated(self.placeholders[extent.kind], merged_patches(extent, self.vision))
 
-    def positions(self, ids_T: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """By ``get_rope_index``, on the CPU: it reads every grid with ``item()``."""
-        kinds_T = (ids_T == self.placeholders["picture"]).int()
-        positions_31T, _ = self.core.get_rope_index(ids_T[None], kinds_T[None], image_grid_thw=torch.tensor(grids))
+    def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> Tensor:
+        """By ``get_rope_index``, on the CPU: it reads every grid with ``item()``. (Qwen3-VL's ignores the seconds.)"""
+        kinds_T = (ids_T == self.placeholders["picture"]).int() + 2 * (ids_T == self.placeholders["video"]).int()
+        positions_31T, _ = self.core.get_rope_index(
+            ids_T[None],
+            kinds_T[None],
+            image_grid_thw=grids_of("picture", extents),
+            video_grid_thw=grids_of("video", extents),
+            second_per_grid_ts=seconds_per_grid(extents, self.vision),
+        )
         return positions_31T[:, 0]
 
     def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
         """All three axes."""
         return self.language_model.rotary_emb(hidden_BTH, positions_3BT)
 
-    def tower(self, prepared: Sequence[Prepared]) -> list[Features]:
-        """Embeddings only."""
-        return [Features(embeds_NH) for embeds_NH in self._look(prepared).pooler_output]
 
-    def tables(self, grids_M3: Tensor) -> dict[str, Tensor]:
-        """The index tables that the tower would work out for these grids."""
+def repeated(token: int, count: int) -> Expansion:
+    """A placeholder that becomes so many of itself, each of which takes a feature."""
+    return Expansion((token,) * count, ((0, count),))
+
+
+def merged_patches(extent: Extent, vision: Any) -> int:
+    """How many features a vision tower makes of a medium."""
+    time, height, width = extent.grid
+    return time * (height // vision.spatial_merge_size) * (width // vision.spatial_merge_size)
+
+
+def grids_of(kind: MediaKind, extents: Sequence[Extent]) -> Tensor | None:
+    """The grids [M, 3] of the media of a kind, in order; None if there are none."""
+    grids = [extent.grid for extent in extents if extent.kind == kind]
+    return torch.tensor(grids) if grids else None
+
+
+def seconds_per_grid(extents: Sequence[Extent], vision: Any) -> Tensor | None:
+    """How many seconds each video's temporal patches stand for; None if there is no video."""
+    videos = [extent for extent in extents if extent.kind == "video"]
+    # Rounded, because the library cuts off fractions: 0.9999999 s must not become 0.
+    seconds = [round(vision.temporal_patch_size * extent.seconds_per_frame, 6) for extent in videos]
+    return torch.tensor(seconds, dtype=torch.float64) if seconds else None
+
+
+def window_tables(vision: Any) -> MakeTables:
+    """The index tables of a tower with window attention."""
+
+    def make(grids_M3: Tensor) -> dict[str, Tensor]:
         window_index, cu_window_seqlens = get_vision_window_index(
-            grids_M3, self.vision.spatial_merge_size, self.vision.window_size, self.vision.patch_size
+            grids_M3, vision.spatial_merge_size, vision.window_size, vision.patch_size
         )
         return {
-            "position_ids": get_vision_position_ids(grids_M3, self.vision.spatial_merge_size),
+            "position_ids": get_vision_position_ids(grids_M3, vision.spatial_merge_size),
             "cu_seqlens": get_vision_cu_seqlens(grids_M3),
             "window_index": window_index,
             "cu_window_seqlens": cu_window_seqlens,
         }
 
-    def _look(self, prepared: Sequence[Prepared]) -> Any:
-        device = self.core.visual.patch_embed.proj.weight.device
-        patches = torch.cat([item.patches_PC for item in prepared]).to(device)
-        grids = [item.grid for item in prepared]
-        return self.core.get_image_features(patches, torch.tensor(grids, device=device), **self._tables(grids, device))
+    return make

@@ -1,49 +1,71 @@
-"""Qwen3-VL: as Qwen2.5-VL, and its tower also speaks to the first layers of the language model (deepstack)."""
+"""Qwen3-VL, dense or with experts.
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+Its tower also speaks to the first layers of the language model (deepstack). A video is told temporal patch by temporal
+patch, each after the time it was taken at; so positions need no seconds.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import groupby
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from transformers.video_utils import VideoMetadata
 from transformers.vision_utils import (
     get_vision_cu_seqlens,
     get_vision_interpolation_indices_and_weights,
     get_vision_position_ids,
 )
 
-from sensorium.models.features import Prepared
-from sensorium.models.layout import Features
-from sensorium.models.qwen2_5_vl import Qwen25VL
+from sensorium.models.features import Extent
+from sensorium.models.layout import Expansion
+from sensorium.models.qwen2_5_vl import MakeTables, Qwen25VL
 
 
 class Qwen3VL(Qwen25VL):
-    """The adapter of ``Qwen3VLForConditionalGeneration``."""
+    """The adapter of ``Qwen3VLForConditionalGeneration`` and ``Qwen3VLMoeForConditionalGeneration``."""
 
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **Qwen25VL.groups,
         "projector": ("model.visual.merger.", "model.visual.deepstack_merger_list."),
     }
 
-    def tower(self, prepared: Sequence[Prepared]) -> list[Features]:
-        """Embeddings and deepstack levels; the levels come whole and are split like the embeddings."""
-        seen = self._look(prepared)
-        sizes = [embeds_NH.shape[0] for embeds_NH in seen.pooler_output]
-        levels = [torch.split(level, sizes) for level in seen.deepstack_features]
-        return [Features(embeds_NH, tuple(level[i] for level in levels)) for i, embeds_NH in enumerate(seen.pooler_output)]
+    def __init__(self, model: Any, processor: Any) -> None:
+        super().__init__(model, processor)
+        self._told = lru_cache(maxsize=4096)(self._tell)
 
-    def tables(self, grids_M3: Tensor) -> dict[str, Tensor]:
-        """The index tables that the tower would work out for these grids."""
-        visual = self.core.visual
-        indices, weights = get_vision_interpolation_indices_and_weights(
-            grids_M3,
-            num_grid_per_side=visual.num_grid_per_side,
-            mode=visual.interpolation_mode,
-            align_corners=visual.interpolation_align_corners,
-            spatial_merge_size=self.vision.spatial_merge_size,
-        )
-        return {
-            "interp_indices": indices,
-            "interp_weights": weights,
-            "position_ids": get_vision_position_ids(grids_M3, self.vision.spatial_merge_size),
-            "cu_seqlens": get_vision_cu_seqlens(grids_M3),
-        }
+    def expand(self, extent: Extent) -> Expansion:
+        """A video is its temporal patches' times and merged patches in turn, as the checkpoint's processor writes it."""
+        return self._told(extent) if extent.kind == "video" else super().expand(extent)
+
+    def _tell(self, extent: Extent) -> Expansion:
+        # The processor divides frame numbers by a rate: at a rate of 1 they are the seconds themselves.
+        seconds: list[Any] = list(extent.times_s)
+        metadata = VideoMetadata(total_num_frames=len(seconds), fps=1.0, frames_indices=seconds)
+        inputs = {"video_grid_thw": torch.tensor([extent.grid]), "video_metadata": [metadata]}
+        text, pad = self.processor.replace_video_token(inputs, 0), self.placeholders["video"]
+        ids = tuple(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+        shown = (list(places) for token, places in groupby(range(len(ids)), ids.__getitem__) if token == pad)
+        return Expansion(ids, tuple((places[0], len(places)) for places in shown))
+
+    def tables(self) -> MakeTables:
+        """The index tables of a tower with learned, interpolated positions."""
+        visual, merge = self.core.visual, self.vision.spatial_merge_size
+
+        def make(grids_M3: Tensor) -> dict[str, Tensor]:
+            indices, weights = get_vision_interpolation_indices_and_weights(
+                grids_M3,
+                num_grid_per_side=visual.num_grid_per_side,
+                mode=visual.interpolation_mode,
+                align_corners=visual.interpolation_align_corners,
+                spatial_merge_size=merge,
+            )
+            return {
+                "interp_indices": indices,
+                "interp_weights": weights,
+                "position_ids": get_vision_position_ids(grids_M3, merge),
+                "cu_seqlens": get_vision_cu_seqlens(grids_M3),
+            }
+
+        return make

@@ -83,9 +83,7 @@ class ChatRenderer:
     def _content(self, message: Message) -> Any:
         for item in message.media:
             if item.kind not in self._kind_of.values():
-                raise ModelError(
-                    f"this model cannot take {item.kind} {item.origin or item.hash[:12]}; use a family that can."
-                )
+                raise ModelError(f"this model cannot take {item.kind} {item.name}; use a family that can.")
         if not self._kind_of:
             return message.text
         return [
@@ -182,4 +180,4 @@ def _say(role: Any, text: str) -> Message:
 
 
 def _names(media: Sequence[Media]) -> str:
-    return ", ".join(f"{item.kind} {item.origin or item.hash[:12]}" for item in media) or "none"
+    return ", ".join(f"{item.kind} {item.name}" for item in media) or "none"

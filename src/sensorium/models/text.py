@@ -6,10 +6,9 @@ from typing import Any, ClassVar, NoReturn
 from torch import Tensor
 
 from sensorium.models.attention import IMPLEMENTATION
-from sensorium.models.features import Grid, Prepared
-from sensorium.models.layout import Features
-from sensorium.vocabulary.content import Media, MediaKind
-from sensorium.vocabulary.errors import ModelError
+from sensorium.models.features import Extent, Preprocessor
+from sensorium.models.tower import VisionTower
+from sensorium.vocabulary.content import MediaKind
 
 
 class TextModel:
@@ -22,23 +21,17 @@ class TextModel:
         self.language_model = model.model
         self.head = model.lm_head
         self.placeholders: dict[MediaKind, int] = {}
+        self.preprocessors: dict[MediaKind, Preprocessor] = {}
+        self.towers: dict[MediaKind, VisionTower] = {}
 
     def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
         """One axis: the three are equal for text."""
         return self.language_model.rotary_emb(hidden_BTH, positions_3BT[0])
 
-    def preprocess(self, items: Sequence[tuple[Media, bytes]]) -> NoReturn:
-        """Text models have no media."""
-        raise ModelError(f"a text-only model cannot look at {items[0][0].kind} {items[0][0].origin}; use a vision family.")
-
-    def count(self, grid: Grid) -> NoReturn:
+    def expand(self, extent: Extent) -> NoReturn:
         """Text models have no media."""
         raise AssertionError("a text-only model expands nothing")
 
-    def positions(self, ids_T: Tensor, grids: Sequence[Grid]) -> NoReturn:
+    def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> NoReturn:
         """Text models have no media."""
         raise AssertionError("a text-only model expands nothing")
-
-    def tower(self, prepared: Sequence[Prepared]) -> list[Features]:
-        """Text models have no tower."""
-        raise AssertionError("a text-only model has no tower")

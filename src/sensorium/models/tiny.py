@@ -4,209 +4,170 @@ For tests and the demo: the same files, classes and code paths as the published 
 """
 
 import inspect
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from sensorium.models.tiny_tokenizer import TEMPLATES, tiny_tokenizer
 from sensorium.vocabulary.errors import ModelError, nearest
 
-SPECIAL_TOKENS = (
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>",
-    "<|video_pad|>",
-)  # fmt: skip
-
-# Answers stand alone, words of a question follow a space: each becomes one token.
-ANSWERS = (
-    "red green blue yellow purple orange white black circle square triangle cross ring star diamond none "
-    "left right up down top bottom middle yes no system user assistant Answer What Which How Where"
-)
-QUESTIONS = (
-    "briefly what where which how many is are the in of to a colour shape shapes picture map move "
-    "red green blue yellow circle square triangle cross none left right up down top bottom goal hole"
-)
-# Added tokens, as <think> is one of Qwen3's: `<answer>red</answer>` is three tokens.
-TAGS = ("<answer>", "</answer>", "<think>", "</think>", "<action>", "</action>")
-# Qwen's own way of cutting text into pieces.
-PIECES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SYSTEM_PROMPT = "Answer briefly."
-
-TURN = (
-    "<|im_start|>{{ message.role }}\n"
-    "{% if message.content is string %}{{ message.content }}{% else %}{% for block in message.content %}"
-    "{% if block.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif block.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
-    "{% elif block.type == 'text' %}{{ block.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
-)
-# Qwen3's own way: thoughts of assistant turns before the last question are not shown again.
-THOUGHTLESS_TURN = (
-    "{% set roles = messages | map(attribute='role') | list %}"
-    "{% set last = roles[::-1].index('user') if 'user' in roles else 0 %}"
-    "{% for message in messages %}{% set content = message.content if message.content is string else "
-    "message.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join %}"
-    "{% if message.role == 'assistant' and loop.revindex0 > last and '</think>' in content %}"
-    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-    "<|im_start|>{{ message.role }}\n{{ content }}<|im_end|>\n{% endfor %}"
-)
-DEFAULT_SYSTEM = (
-    "{% if messages[0].role != 'system' %}<|im_start|>system\n" + SYSTEM_PROMPT + "<|im_end|>\n{% endif %}"
-)  # fmt: skip
-GENERATION = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-EACH_TURN = "{% for message in messages %}" + TURN + "{% endfor %}"
-TEMPLATES = {
-    "qwen2_5_vl": DEFAULT_SYSTEM + EACH_TURN + GENERATION,
-    "qwen3_vl": EACH_TURN + GENERATION,
-    "qwen2": DEFAULT_SYSTEM + EACH_TURN + GENERATION,
-    "qwen3": THOUGHTLESS_TURN + GENERATION,
-}
+Sizes = dict[str, Any]
 
 # head_dim 32 is the smallest that vLLM's attention takes.
-TEXT: dict[str, Any] = {
+TEXT: Sizes = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 4096, "initializer_range": 0.05,
 }  # fmt: skip
-VISION: dict[str, Any] = {
-    "depth": 2,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_heads": 2,
+VISION: Sizes = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "initializer_range": 0.05}
+WINDOWED = VISION | {"patch_size": 14, "window_size": 112, "fullatt_block_indexes": [1]}
+DEEPSTACKED = VISION | {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+AUDIO: Sizes = {
+    "d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 128, "num_mel_bins": 64,
     "initializer_range": 0.05,
-}
-SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "qwen2_5_vl": (
-        TEXT | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}},
-        VISION | {"patch_size": 14, "window_size": 112, "fullatt_block_indexes": [1]},
-    ),
-    "qwen3_vl": (
-        TEXT
-        | {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5],
-                                               "mrope_interleaved": True}},
-        VISION | {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
-    ),
-    "qwen2": (TEXT, {}),
-    "qwen3": (TEXT | {"head_dim": 32}, {}),
 }  # fmt: skip
-MIN_PIXELS, MAX_PIXELS = 28 * 28, 1024 * 28 * 28
+ROPE: Sizes = {"rope_type": "default", "rope_theta": 1e4}
+THREE_AXES = TEXT | {"rope_parameters": ROPE | {"mrope_section": [4, 6, 6]}}
+INTERLEAVED = TEXT | {
+    "head_dim": 32,
+    "rope_parameters": ROPE | {"mrope_section": [6, 5, 5], "mrope_interleaved": True},
+}
+EXPERTS: Sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
-def tiny_tokenizer(family: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with Qwen's special tokens, trained on the words of the shipped tasks."""
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    core.normalizer = normalizers.NFC()
-    core.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=512 - len(TAGS),
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    core.train_from_iterator(_corpus(), trainer)
-    core.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=[token for token in SPECIAL_TOKENS if token not in ("<|im_end|>", "<|endoftext|>")],
-        chat_template=TEMPLATES[family],
-        clean_up_tokenization_spaces=False,
-        model_max_length=TEXT["max_position_embeddings"],
-    )
+@dataclass(frozen=True)
+class Kind:
+    """How a tiny model of a family is built: transformers' class prefix, and the sizes of its parts."""
+
+    prefix: str
+    text: Sizes
+    vision: Sizes = field(default_factory=dict)
+    audio: Sizes = field(default_factory=dict)
+
+
+KINDS = {
+    "qwen2_5_vl": Kind("Qwen2_5_VL", THREE_AXES, WINDOWED),
+    "qwen3_vl": Kind("Qwen3VL", INTERLEAVED, DEEPSTACKED),
+    "qwen3_vl_moe": Kind("Qwen3VLMoe", INTERLEAVED | EXPERTS, DEEPSTACKED),
+    "qwen2_5_omni": Kind("Qwen2_5OmniThinker", THREE_AXES, WINDOWED, AUDIO),
+    "qwen2": Kind("Qwen2", TEXT),
+    "qwen3": Kind("Qwen3", TEXT | {"head_dim": 32}),
+}
+# The least and the most pixels of a picture, and of a frame.
+MIN_PIXELS, MAX_PIXELS, MAX_FRAME_PIXELS = 28 * 28, 1024 * 28 * 28, 256 * 28 * 28
 
 
 def make_tiny(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Path:
     """Write a random checkpoint of ``family`` into ``folder`` and return it.
 
-    Overrides name keys of the text config (``hidden_size=64``), of the vision config with ``vision_`` before them
-    (``vision_depth=1``), or ``tie_word_embeddings`` (default True).
+    Overrides name keys of the text config (``hidden_size=64``), of the vision or audio config with ``vision_`` or
+    ``audio_`` before them (``vision_depth=1``), or ``tie_word_embeddings`` (default True).
     """
-    if family not in SIZES:
-        raise ModelError(f"there is no tiny model of family '{family}'{nearest(family, list(SIZES))}")
-    tokenizer = tiny_tokenizer(family)
-    model = _model(family, tokenizer, seed, overrides)
+    if family not in KINDS:
+        raise ModelError(f"there is no tiny model of family '{family}'{nearest(family, list(KINDS))}")
+    tokenizer = tiny_tokenizer(family, TEXT["max_position_embeddings"])
+    model = _model(family, tokenizer, seed, dict(overrides))
     folder = Path(folder)
     model.save_pretrained(folder)
-    if SIZES[family][1]:
-        _processor(family, tokenizer, model.config.vision_config.patch_size).save_pretrained(folder)
-    else:
-        tokenizer.save_pretrained(folder)
+    owner = _processor(family, tokenizer, model.config) if KINDS[family].vision else tokenizer
+    owner.save_pretrained(folder)
     return folder
 
 
-def _corpus() -> list[str]:
-    """Every word often enough to become one token."""
-    return [*ANSWERS.split() * 8, *(f" {word}" for word in QUESTIONS.split() * 8)]
-
-
 def _model(family: str, tokenizer: PreTrainedTokenizerFast, seed: int, overrides: dict[str, Any]) -> Any:
-    import transformers
-
-    text, vision = (dict(part) for part in SIZES[family])
+    library: Any = import_module("transformers")
+    kind = KINDS[family]
     tie = overrides.pop("tie_word_embeddings", True)
-    names = ("endoftext", "im_end", "image_pad", "video_pad", "vision_start", "vision_end")
-    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in names}
-    text["vocab_size"] = -(-len(tokenizer) // 64) * 64
-    ends = {"eos_token_id": ids["im_end"], "pad_token_id": ids["endoftext"], "bos_token_id": None}
-    if vision:
-        name = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[family]
-        config_class = getattr(transformers, f"{name}Config")
-        parts = config_class.sub_configs
-        _override(family, text, parts["text_config"], {k: v for k, v in overrides.items() if not k.startswith("vision_")})
-        _override(family, vision, parts["vision_config"],
-                  {k.removeprefix("vision_"): v for k, v in overrides.items() if k.startswith("vision_")})  # fmt: skip
-        vision["out_hidden_size"] = text["hidden_size"]
-        config = config_class(
-            text_config=text | ends,
-            vision_config=vision,
-            image_token_id=ids["image_pad"],
-            video_token_id=ids["video_pad"],
-            vision_start_token_id=ids["vision_start"],
-            vision_end_token_id=ids["vision_end"],
-            tie_word_embeddings=tie,
-        )
-        model_class = getattr(transformers, f"{name}ForConditionalGeneration")
+    ends = {"eos_token_id": _id(tokenizer, "<|im_end|>"), "pad_token_id": _id(tokenizer, "<|endoftext|>"),
+            "bos_token_id": None}  # fmt: skip
+    text = kind.text | {"vocab_size": -(-len(tokenizer) // 64) * 64}
+    config_class = getattr(library, f"{kind.prefix}Config")
+    if kind.vision:
+        config = _config(family, config_class, kind, text | ends, overrides, tokenizer, tie)
+        model_class = getattr(library, f"{kind.prefix}ForConditionalGeneration")
     else:
-        name = family.capitalize()
-        config_class = getattr(transformers, f"{name}Config")
-        _override(family, text, config_class, overrides)
-        config = config_class(**text, **ends, tie_word_embeddings=tie)
-        model_class = getattr(transformers, f"{name}ForCausalLM")
+        config = config_class(**_given(family, text, config_class, overrides), **ends, tie_word_embeddings=tie)
+        model_class = getattr(library, f"{kind.prefix}ForCausalLM")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config)
-    model.generation_config.eos_token_id = [ids["im_end"], ids["endoftext"]]
-    model.generation_config.pad_token_id = ids["endoftext"]
+    model.generation_config.eos_token_id = [ends["eos_token_id"], ends["pad_token_id"]]
+    model.generation_config.pad_token_id = ends["pad_token_id"]
     return model
 
 
-def _override(family: str, sizes: dict[str, Any], config_class: Any, overrides: dict[str, Any]) -> None:
-    known = list(inspect.signature(config_class).parameters)
+def _config(
+    family: str, config_class: Any, kind: Kind, text: Sizes, overrides: Sizes, tokenizer: PreTrainedTokenizerFast, tie: bool
+) -> Any:
+    """The config of a model with towers; overrides go to the part that their prefix names."""
+    parts = {"vision": dict(kind.vision), "audio": dict(kind.audio), "text": text}
+    of_part: dict[str, Sizes] = {part: {} for part in parts}
     for key, value in overrides.items():
+        part, _, name = key.partition("_")
+        mine = part in ("vision", "audio") and bool(parts[part])
+        of_part[part if mine else "text"][name if mine else key] = value
+    classes = config_class.sub_configs
+    made = {
+        f"{part}_config": _given(family, sizes, classes[f"{part}_config"], of_part[part])
+        for part, sizes in parts.items() if sizes
+    }  # fmt: skip
+    made["vision_config"]["out_hidden_size"] = made["text_config"]["hidden_size"]
+    if kind.audio:
+        made["audio_config"]["output_dim"] = made["text_config"]["hidden_size"]
+    return config_class(**made, **_token_ids(family, tokenizer), tie_word_embeddings=tie)
+
+
+def _given(family: str, sizes: Sizes, config_class: Any, overrides: Sizes) -> Sizes:
+    known = list(inspect.signature(config_class).parameters)
+    for key in overrides:
         if key not in known:
             raise ModelError(f"{config_class.__name__} of a tiny {family} has no key '{key}'{nearest(key, known)}")
-        sizes[key] = value
+    return sizes | overrides
 
 
-def _processor(family: str, tokenizer: PreTrainedTokenizerFast, patch_size: int) -> Any:
+def _token_ids(family: str, tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    names = {"image_token_id": "image_pad", "video_token_id": "video_pad"}
+    edges = {"vision_start_token_id": "vision_start", "vision_end_token_id": "vision_end"}
+    if family == "qwen2_5_omni":
+        names = {"image_token_index": "IMAGE", "video_token_index": "VIDEO", "audio_token_index": "AUDIO"}
+        edges = {
+            "vision_start_token_id": "vision_bos", "vision_end_token_id": "vision_eos",
+            "audio_start_token_id": "audio_bos", "audio_end_token_id": "audio_eos",
+        }  # fmt: skip
+    return {key: _id(tokenizer, f"<|{name}|>") for key, name in (names | edges).items()}
+
+
+def _id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+    found = tokenizer.convert_tokens_to_ids(token)
+    assert isinstance(found, int)
+    return found
+
+
+def _processor(family: str, tokenizer: PreTrainedTokenizerFast, config: Any) -> Any:
     import sensorium.models.torchvision_fix  # noqa: F401  (before the image processors import torchvision)
 
     library: Any = import_module("transformers")
-    video_name, processor_name, normalise = {
-        "qwen2_5_vl": ("Qwen2VLVideoProcessor", "Qwen2_5_VLProcessor", {}),
-        "qwen3_vl": ("Qwen3VLVideoProcessor", "Qwen3VLProcessor", {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}),
-    }[family]
-    pixels = {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}
-    return getattr(library, processor_name)(
-        image_processor=library.Qwen2VLImageProcessor(patch_size=patch_size, size=pixels, **normalise),
-        video_processor=getattr(library, video_name)(patch_size=patch_size),
-        tokenizer=tokenizer,
-        chat_template=TEMPLATES[family],
-    )
+    new = family.startswith("qwen3")
+    look: Sizes = {"patch_size": config.vision_config.patch_size}
+    if new:
+        look |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    # Qwen3-VL's video processor counts the pixels of the whole clip, the others those of a frame.
+    frames = 16 if new else 1
+    clip = {"shortest_edge": MIN_PIXELS, "longest_edge": frames * MAX_FRAME_PIXELS}
+    video_class = library.Qwen3VLVideoProcessor if new else library.Qwen2VLVideoProcessor
+    parts: dict[str, Any] = {
+        "image_processor": library.Qwen2VLImageProcessor(
+            size={"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}, **look
+        ),
+        "video_processor": video_class(size=clip, cap_pixels_per_frame=False, **look),
+        "tokenizer": tokenizer,
+        "chat_template": TEMPLATES[family],
+    }
+    if family == "qwen2_5_omni":
+        mels = config.audio_config.num_mel_bins
+        parts["feature_extractor"] = library.WhisperFeatureExtractor(feature_size=mels, return_attention_mask=True)
+        return library.Qwen2_5OmniProcessor(**parts)
+    return (library.Qwen3VLProcessor if new else library.Qwen2_5_VLProcessor)(**parts)

@@ -1,9 +1,9 @@
-"""What makes the stock vision towers fast over many small pictures, with the same numbers.
+"""The stock vision towers, made fast over many small pictures, with the same numbers.
 
-A tower runs once over a whole batch of pictures, laid end to end, and attends within segments (a picture, or a window of
-it). The library loops over the segments, works out its index tables per picture, and embeds patches with a convolution
-whose kernel covers the whole patch. Here segments of one length attend as one batch, tables are remembered by the batch's
-grids, and the convolution is the matrix product that it is.
+A tower runs once over a whole batch of pictures and videos, laid end to end, and attends within segments (a picture, a
+temporal patch of a video, or a window of either). The library loops over the segments, works out its index tables per
+picture, and embeds patches with a convolution whose kernel covers the whole patch. Here segments of one length attend as
+one batch, tables are remembered by the batch's grids, and the convolution is the matrix product that it is.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from sensorium.models.features import Grid
+from sensorium.models.features import Grid, Prepared
+from sensorium.models.layout import Features
 
 # The towers hand over the whole batch with the ends of its segments to any implementation with "flash" in its name.
 SEGMENTS = "sensorium_flash_segments"
@@ -39,11 +40,31 @@ class PatchProjection(nn.Module):
         return linear(patches.flatten(1), self.weight.flatten(1), self.bias)
 
 
-def quicken(visual: Any) -> None:
-    """Give a stock Qwen vision tower the patch projection and the segment attention of this module."""
-    if isinstance(visual.patch_embed.proj, nn.Conv3d):
-        visual.patch_embed.proj = PatchProjection(visual.patch_embed.proj)
-    visual.config._attn_implementation = SEGMENTS
+class VisionTower:
+    """A stock Qwen vision tower over pictures and videos alike, with the shortcuts of this module.
+
+    ``tables`` gives the index tables that the tower would work out for a batch of grids [M, 3].
+    """
+
+    def __init__(self, visual: Any, tables: Callable[[Tensor], dict[str, Tensor]]) -> None:
+        if isinstance(visual.patch_embed.proj, nn.Conv3d):
+            visual.patch_embed.proj = PatchProjection(visual.patch_embed.proj)
+        visual.config._attn_implementation = SEGMENTS
+        self.module = visual
+        self._tables = Tables(tables)
+
+    def __call__(self, prepared: Sequence[Prepared]) -> list[Features]:
+        """Embeddings, and deepstack levels where the tower has them; both come whole and are split per item."""
+        weight = self.module.patch_embed.proj.weight
+        patches_PC = torch.cat([item.patches_PC for item in prepared]).to(weight.device, weight.dtype)
+        grids = [item.extent.grid for item in prepared]
+        grids_M3 = torch.tensor(grids, device=weight.device)
+        seen = self.module(patches_PC, grid_thw=grids_M3, **self._tables(grids, weight.device))
+        merged = self.module.spatial_merge_size**2
+        sizes = [time * height * width // merged for time, height, width in grids]
+        levels = [torch.split(level, sizes) for level in getattr(seen, "deepstack_features", None) or ()]
+        embeds = torch.split(seen.pooler_output, sizes)
+        return [Features(embeds_NH, tuple(level[i] for level in levels)) for i, embeds_NH in enumerate(embeds)]
 
 
 class Tables:

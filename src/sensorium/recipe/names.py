@@ -9,6 +9,7 @@ from sensorium.vocabulary.errors import RecipeError, nearest
 
 NAMES: dict[str, dict[str, str]] = {
     "family": {
+        "qwen2_5_omni": "sensorium.models.qwen2_5_omni:Qwen25Omni",
         "qwen2_5_vl": "sensorium.models.qwen2_5_vl:Qwen25VL",
         "qwen3_vl": "sensorium.models.qwen3_vl:Qwen3VL",
         "qwen3_vl_moe": "sensorium.models.qwen3_vl:Qwen3VL",
@@ -83,7 +84,7 @@ NAMES: dict[str, dict[str, str]] = {
 GIVEN = {"source": ("store",), "environment": ("store",)}
 """What the trainer gives beside the options of a recipe, by kind."""
 
-PARAMETER_GROUPS = ("vision", "projector", "language", "head")
+PARAMETER_GROUPS = ("vision", "audio", "projector", "language", "head")
 """The named parts of a model that can be frozen or given a learning rate of their own."""
 
 

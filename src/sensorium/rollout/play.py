@@ -20,6 +20,7 @@ from sensorium.envs.protocol import Environment, StepResult
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import RolloutSection
 from sensorium.rollout.early_stop import CANCELLED, EarlyStop
+from sensorium.rollout.modalities import refuse_strange_media
 from sensorium.rollout.threads import Renderer, ThreadBuilder
 from sensorium.vocabulary.content import Message
 from sensorium.vocabulary.episode import Episode, Group, Segment, Status, Turn
@@ -153,7 +154,11 @@ class Rollout:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
     def prepare(self, tasks: Sequence[Task]) -> None:
-        """Preprocess the questions' media together; one that cannot be is left to fail its own episode."""
+        """Preprocess the questions' media together; one that cannot be is left to fail its own episode.
+
+        Media of a kind that the model or the engine lacks are refused.
+        """
+        refuse_strange_media(tasks, self.policy, self.engine)
         media = [item for task in tasks for message in task.messages for item in message.media]
         with suppress(MediaError):
             self.policy.prepare(media)

@@ -50,7 +50,7 @@ class Fill:
 
     def placements(self, row: int, features: Mapping[Media, Features]) -> list[Placement]:
         """Where the features go when the new tokens start at 0 of a row of the forward."""
-        return [Placement(row, slot.start, features[slot.media]) for slot in self.slots]
+        return [slot.place(features[slot.media], row) for slot in self.slots]
 
 
 def context_key(context: Sequence[Segment]) -> tuple[tuple[str, int], ...]:
@@ -76,7 +76,7 @@ def plan(policy: Policy, context: Sequence[Segment], known: Sequence[Known] = ()
         layout = policy.layout(segment)
         ids.append(layout.ids_T)
         positions.append(layout.positions_3T + position)
-        slots += [Slot(length - begin.length + slot.start, slot.count, slot.media) for slot in layout.slots]
+        slots += [slot.moved(length - begin.length) for slot in layout.slots]
         length += len(layout)
         position += layout.advance
         after.append(Known(segment.key, len(segment.tokens), length, position))
@@ -85,7 +85,7 @@ def plan(policy: Policy, context: Sequence[Segment], known: Sequence[Known] = ()
         cut, held = 0, begin.length  # never enter a segment in the middle of its media
     if length == held:
         raise EngineError("a context without tokens: there is nothing to continue.")
-    slots = [Slot(slot.start - cut, slot.count, slot.media) for slot in slots]
+    slots = [slot.moved(-cut) for slot in slots]
     return Fill(tuple(after), held, torch.cat(ids)[cut:], torch.cat(positions, 1)[:, cut:], tuple(slots))
 
 

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from sensorium.engines.native.contexts import Fill
-from sensorium.models.layout import Features, mismatch
+from sensorium.models.layout import Features
 from sensorium.models.policy import Policy
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import SensoriumError
@@ -27,11 +27,11 @@ class FeatureCache:
         features = made | {item: self._items[item] for item in media if item not in made and item in self._items}
         for item, given in made.items():
             self._items[item] = given
-            self._held += _bytes(given)
+            self._held += given.nbytes
         for item in features:
             self._items.move_to_end(item)
         while self._held > self._limit and self._items:
-            self._held -= _bytes(self._items.popitem(last=False)[1])
+            self._held -= self._items.popitem(last=False)[1].nbytes
         return features, errors
 
     def _encode(self, media: list[Media]) -> tuple[dict[Media, Features], dict[Media, SensoriumError]]:
@@ -64,10 +64,4 @@ def check_features(fill: Fill | None, features: Mapping[Media, Features], errors
     for slot in fill.slots if fill is not None else ():
         if slot.media in errors:
             raise errors[slot.media]
-        given = features[slot.media].embeds_NH.shape[0]
-        if given != slot.count:
-            raise mismatch(slot.media, f"{slot.count} placeholder tokens for {given} features")
-
-
-def _bytes(features: Features) -> int:
-    return sum(tensor.nbytes for tensor in (features.embeds_NH, *features.deepstack_NH))
+        slot.place(features[slot.media])

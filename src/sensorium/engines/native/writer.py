@@ -19,6 +19,7 @@ from sensorium.engines.native.prefill import Entry, prefill
 from sensorium.engines.native.rows import Batch, Job, Row
 from sensorium.engines.native.steps import Steps
 from sensorium.engines.protocol import FinishReason, Response
+from sensorium.models.frozen import spare_bytes
 from sensorium.models.layout import Features
 from sensorium.models.policy import Policy
 from sensorium.vocabulary.content import Media
@@ -58,9 +59,7 @@ class Writer:
         self, policy: Policy, *, max_rows: int, max_context: int | None, keep_bytes: int | None, record: bool
     ) -> None:
         config = policy.model.config.get_text_config()
-        if keep_bytes is None:
-            on_gpu = policy.device.type == "cuda"
-            keep_bytes = torch.cuda.get_device_properties(policy.device).total_memory // 16 if on_gpu else 1 << 30
+        keep_bytes = spare_bytes(policy.device) if keep_bytes is None else keep_bytes
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.counters = WriterCounters()
         self._policy = policy

@@ -1,0 +1,104 @@
+"""From media to features: one pass of each tower over what is new to it, with counts of what it cost."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sensorium.models.family import Family, Tower
+from sensorium.models.features import PreparedMedia
+from sensorium.models.frozen import FrozenFeatures, Weights, spare_bytes
+from sensorium.models.layout import Features, mismatch
+from sensorium.vocabulary.content import Media
+
+
+@dataclass
+class Counters:
+    """What the towers did: passes, items looked at, their patches, media preprocessed.
+
+    A hit is an item whose features a frozen tower had left from before; an eviction one that there was no room to keep.
+    """
+
+    tower_passes: int = 0
+    tower_items: int = 0
+    tower_hits: int = 0
+    tower_evictions: int = 0
+    patches: int = 0
+    preprocessed: int = 0
+
+
+class Encoder:
+    """The towers of a model. A frozen one looks at each medium once, as long as there is room to keep what it said."""
+
+    def __init__(self, adapter: Family, media: PreparedMedia, device: torch.device) -> None:
+        self.counters = Counters()
+        self._adapter, self._media, self._device = adapter, media, device
+        self._frozen = FrozenFeatures(spare_bytes(device))
+        self._weights = {tower: Weights(tower.module) for tower in dict.fromkeys(adapter.towers.values())}
+        self._kept_as: dict[Tower, object] = {}
+
+    def __call__(self, media: Iterable[Media]) -> dict[Media, Features]:
+        """Features of the distinct media; those of a tower that learns keep their graph in grad mode."""
+        distinct = list(dict.fromkeys(media))
+        self._media.refuse_strange(distinct)
+        features: dict[Media, Features] = {}
+        for tower in self._weights:
+            items = [item for item in distinct if self._adapter.towers[item.kind] is tower]
+            if items:
+                name = self._name(tower)
+                features |= self._look(tower, items) if name is None else self._recall(tower, name, items)
+        return {item: features[item] for item in distinct}
+
+    def copied(self, adapter: Family) -> "Encoder":
+        """The towers of a copied model, whose weights are these until they move; what was kept is shared."""
+        copy = Encoder(adapter, self._media, self._device)
+        copy._frozen = self._frozen
+        pairs = zip(copy._weights, self._weights.values(), strict=True)
+        with torch.no_grad():
+            copy._weights = {tower: Weights(tower.module, born_as=weights.name) for tower, weights in pairs}
+        return copy
+
+    def _name(self, tower: Tower) -> object | None:
+        """The name of a frozen tower's weights, None for one that learns. What other weights said before is dropped."""
+        weights = self._weights[tower]
+        name, learning = weights.name, weights.learning
+        before = self._kept_as.pop(tower, None)
+        if before is not None and (learning or before is not name):
+            self._frozen.forget(before)
+        if not learning:
+            self._kept_as[tower] = name
+        return None if learning else name
+
+    def _recall(self, tower: Tower, weights: object, media: Sequence[Media]) -> dict[Media, Features]:
+        """What a frozen tower says, computed where it is not known."""
+        known = {item: self._frozen.get(weights, item) for item in media}
+        features = {item: found for item, found in known.items() if found is not None}
+        self.counters.tower_hits += len(features)
+        before = self._frozen.evictions
+        missing = [item for item in media if item not in features]
+        # On a CPU one at a time: in company the last bits may differ, so that what is kept would depend on the past, and a
+        # resumed run would not repeat the uninterrupted one.
+        passes = [[item] for item in missing] if self._device.type == "cpu" else [missing]
+        self._media.get(missing)
+        with torch.inference_mode(False), torch.no_grad():  # what is remembered must also serve training
+            for several in passes:
+                for item, made in self._look(tower, several).items():
+                    features[item] = made
+                    self._frozen.add(weights, item, made)
+        self.counters.tower_evictions += self._frozen.evictions - before
+        return features
+
+    def _look(self, tower: Tower, media: Sequence[Media]) -> dict[Media, Features]:
+        """One pass of a tower."""
+        if not media:
+            return {}
+        prepared = self._media.get(media)
+        self.counters.tower_passes += 1
+        self.counters.tower_items += len(media)
+        self.counters.patches += sum(len(ready.patches_PC) for ready in prepared)
+        features = tower(prepared)
+        for item, ready, made in zip(media, prepared, features, strict=True):
+            expected, given = self._adapter.expand(ready.extent).count, made.embeds_NH.shape[0]
+            if expected != given:
+                raise mismatch(item, f"{expected} placeholder tokens for {given} features of the tower")
+        return dict(zip(media, features, strict=True))

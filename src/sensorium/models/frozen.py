@@ -1,0 +1,87 @@
+"""What towers that do not learn said of media: kept across passes, updates and steps, within a bound on bytes.
+
+Features are kept under the name of the weights that made them. A name changes as soon as a weight is written to, so what
+is kept can be dropped, never be wrong. A copy of a model has the same weights under the same name until one of them moves.
+"""
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import nn
+
+from sensorium.models.layout import Features
+from sensorium.vocabulary.content import Media
+
+
+class FrozenFeatures:
+    """Features by weights and medium; the least recently used leave when the bound is reached. Copies share it."""
+
+    def __init__(self, capacity: int) -> None:
+        self.hits = self.evictions = self.held = 0
+        self._capacity = capacity
+        self._kept: OrderedDict[tuple[object, Media], Features] = OrderedDict()
+
+    def get(self, weights: object, media: Media) -> Features | None:
+        """What these weights said of a medium, if it is still known."""
+        found = self._kept.get((weights, media))
+        if found is not None:
+            self._kept.move_to_end((weights, media))
+            self.hits += 1
+        return found
+
+    def add(self, weights: object, media: Media, features: Features) -> None:
+        """Keep what these weights said of a medium."""
+        self._drop((weights, media))
+        # A copy of each: a view would keep the features of a whole batch alive.
+        features = Features(features.embeds_NH.clone(), tuple(level.clone() for level in features.deepstack_NH))
+        self._kept[weights, media] = features
+        self.held += features.nbytes
+        while self.held > self._capacity:
+            self._drop(next(iter(self._kept)))
+            self.evictions += 1
+
+    def forget(self, weights: object) -> None:
+        """Drop what weights said that are no more."""
+        for key in [key for key in self._kept if key[0] is weights]:
+            self._drop(key)
+
+    def _drop(self, key: tuple[object, Media]) -> None:
+        dropped = self._kept.pop(key, None)
+        self.held -= dropped.nbytes if dropped is not None else 0
+
+
+class Weights:
+    """Names a tower's weights: the same object as long as they are the same."""
+
+    def __init__(self, module: nn.Module, born_as: object = None) -> None:
+        self._module = module
+        self._state = self._written()
+        self._name = born_as if born_as is not None else object()
+
+    @property
+    def learning(self) -> bool:
+        """Whether any may move. Asked anew each time: freezing and adapters come later than the model."""
+        return any(parameter.requires_grad for parameter in self._module.parameters())
+
+    @property
+    def name(self) -> object:
+        """Their name as they are now. Weights asked for gradients are as good as moved already."""
+        state = self._written()
+        if state != self._state or (torch.is_grad_enabled() and self.learning):
+            self._state, self._name = state, object()
+        return self._name
+
+    def _written(self) -> tuple[int, ...]:
+        """Which tensors they are, where, how often written to in place by torch's own count, and adapters switched off."""
+        tensors = [part for p in self._module.parameters() for part in (id(p), p.data_ptr(), p._version)]
+        off = [id(part) for part in self._module.modules() if getattr(part, "disable_adapters", False)]
+        return (*tensors, *off)
+
+
+def spare_bytes(device: torch.device) -> int:
+    """What may be kept on a device for later: a sixteenth of a GPU, or 1 GiB of memory."""
+    if device.type == "cuda":
+        properties: Any = torch.cuda.get_device_properties(device)
+        return int(properties.total_memory) // 16
+    return 1 << 30

@@ -1,0 +1,153 @@
+"""The checkpoint's own processors over media that were decoded and sampled already."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sensorium.models.features import Extent, Grid, Prepared
+from sensorium.vocabulary.content import Media, MediaKind
+from sensorium.vocabulary.errors import MediaError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from sensorium.media.audio import DecodedAudio
+    from sensorium.media.video import DecodedVideo
+
+# Frames processed at once: in float32 and cut into patches they take four times as much, several times over.
+CLIP_BYTES = 1 << 26
+
+
+class PicturePreprocessor:
+    """The checkpoint's image processor over pictures."""
+
+    def __init__(self, image_processor: Any) -> None:
+        self._image_processor = image_processor
+
+    def __call__(self, items: "Sequence[tuple[Media, Image.Image]]") -> list[Prepared]:
+        """Patches of each picture."""
+        with _naming(items, "image"):
+            made = self._image_processor(images=[picture for _, picture in items], return_tensors="pt")
+        extents = [Extent("picture", grid) for grid in _grids(made["image_grid_thw"])]
+        return _split(made["pixel_values"], extents)
+
+
+class VideoPreprocessor:
+    """The checkpoint's video processor over sampled frames; it samples nothing itself.
+
+    ``settings`` are given with every call. A clip of one frame is shown for two, as the last frame of an odd number is.
+    """
+
+    def __init__(self, video_processor: Any, settings: Mapping[str, Any]) -> None:
+        self._video_processor = video_processor
+        self._settings = {"do_sample_frames": False, "return_tensors": "pt", **settings}
+
+    def __call__(self, items: "Sequence[tuple[Media, DecodedVideo]]") -> list[Prepared]:
+        """Patches of each clip."""
+        prepared: list[Prepared] = []
+        for several in _by_size(items):
+            with _naming(several, "video"):
+                made = self._video_processor(videos=[_two_or_more(clip.frames) for _, clip in several], **self._settings)
+            extents = [
+                Extent("video", grid, tuple(clip.times_s.tolist()), clip.seconds_per_frame)
+                for grid, (_, clip) in zip(_grids(made["video_grid_thw"]), several, strict=True)
+            ]
+            prepared += _split(made["pixel_values_videos"], extents)
+        return prepared
+
+
+class SoundPreprocessor:
+    """The checkpoint's mel spectrogram of sounds, with the numbers it has when padded to the extractor's full length.
+
+    Each sound is computed by itself, so that what is kept of it does not depend on what it was asked for with. None is cut:
+    one that the extractor would cut, or that is too short for a single token, is refused.
+    """
+
+    def __init__(self, extractor: Any) -> None:
+        self._extractor = extractor
+
+    def __call__(self, items: "Sequence[tuple[Media, DecodedAudio]]") -> list[Prepared]:
+        """Mel frames of each sound."""
+        return [self._spectrogram(media, sound) for media, sound in items]
+
+    def _spectrogram(self, media: Media, sound: "DecodedAudio") -> Prepared:
+        extractor, length = self._extractor, len(sound.samples)
+        rate, hop = extractor.sampling_rate, extractor.hop_length
+        if sound.sample_rate != rate:
+            raise MediaError(
+                f"{media.name}: decoded at {sound.sample_rate} Hz; this model listens at {rate}. Ask for that rate."
+            )
+        if length > extractor.n_samples:
+            raise MediaError(
+                f"{media.name}: the sound lasts {length / rate:.1f} s, and this checkpoint hears no more than "
+                f"{extractor.n_samples / rate:g} s. Trim it (start, end): it is never cut."
+            )
+        frames = -(-length // hop)
+        if sound_tokens(frames) < 1:
+            raise MediaError(f"{media.name}: {length / rate * 1000:.0f} ms are too short to be heard; give 21 ms at least.")
+        # Silence as far as the last window that touches a sample reaches: the same numbers as after minutes of it.
+        padded = -(-(length + extractor.n_fft) // hop) * hop
+        made = extractor(
+            [sound.samples],
+            sampling_rate=rate,
+            padding="max_length",
+            max_length=padded,
+            truncation=False,
+            return_tensors="pt",
+        )
+        return Prepared(made["input_features"][0, :, :frames].T.contiguous(), Extent("sound", (frames, 1, 1)))
+
+
+def sound_tokens(frames: int) -> int:
+    """How many features so many mel frames become: one for four, by two strides of two."""
+    return ((frames - 1) // 2 - 1) // 2 + 1
+
+
+def video_settings(video_processor: Any) -> dict[str, Any]:
+    """The settings of a checkpoint's video processor that have to be said, or the library warns of its future."""
+    capped = getattr(video_processor, "cap_pixels_per_frame", None)
+    return {"cap_pixels_per_frame": bool(capped)}
+
+
+def _by_size(items: "Sequence[tuple[Media, DecodedVideo]]") -> "Iterator[list[tuple[Media, DecodedVideo]]]":
+    """Clips in order, as many at once as their frames allow."""
+    several: list[tuple[Media, DecodedVideo]] = []
+    held = 0
+    for media, clip in items:
+        if several and held + clip.frames.nbytes > CLIP_BYTES:
+            yield several
+            several, held = [], 0
+        several.append((media, clip))
+        held += clip.frames.nbytes
+    if several:
+        yield several
+
+
+def _two_or_more(frames_THW3: np.ndarray) -> Tensor:
+    return torch.tensor(frames_THW3[[0, 0]] if len(frames_THW3) == 1 else frames_THW3)
+
+
+def _grids(grids_M3: Tensor) -> list[Grid]:
+    return [(time, height, width) for time, height, width in grids_M3.tolist()]
+
+
+def _split(patches_PC: Tensor, extents: Sequence[Extent]) -> list[Prepared]:
+    sizes = [time * height * width for time, height, width in (extent.grid for extent in extents)]
+    # A copy of each: a view would keep the whole batch alive in the cache.
+    parts = [part.clone() for part in torch.split(patches_PC, sizes)]
+    return [Prepared(part, extent) for part, extent in zip(parts, extents, strict=True)]
+
+
+@contextmanager
+def _naming(items: Sequence[tuple[Media, Any]], processor: str) -> Iterator[None]:
+    """A processor's refusal (an absurd aspect ratio, for one) names the items."""
+    try:
+        yield
+    except ValueError as error:
+        names = ", ".join(media.name for media, _ in items)
+        kind: MediaKind = items[0][0].kind
+        raise MediaError(f"{names}: the {processor} processor refuses a {kind}: {error}.") from error

@@ -1,0 +1,97 @@
+"""Qwen2.5-Omni's thinker: pictures, videos and sounds in any order and number, on a common clock of 25 positions a second.
+
+Sound and video are blocks of their own; interleaving the sound of a video with its frames is not done here.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sensorium.models.attention import IMPLEMENTATION
+from sensorium.models.family import Tower
+from sensorium.models.features import Extent, Preprocessor
+from sensorium.models.layout import Expansion
+from sensorium.models.preprocessing import (
+    PicturePreprocessor,
+    SoundPreprocessor,
+    VideoPreprocessor,
+    sound_tokens,
+    video_settings,
+)
+from sensorium.models.qwen2_5_vl import grids_of, merged_patches, repeated, seconds_per_grid, window_tables
+from sensorium.models.sound_tower import SoundTower
+from sensorium.models.tower import VisionTower
+from sensorium.vocabulary.content import MediaKind
+
+
+class Qwen25Omni:
+    """The adapter of ``Qwen2_5OmniThinkerForConditionalGeneration``."""
+
+    attention: ClassVar[Any] = {"text_config": IMPLEMENTATION}
+    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "vision": ("visual.",),
+        "audio": ("audio_tower.",),
+        "projector": ("visual.merger.", "audio_tower.ln_post.", "audio_tower.proj."),
+        "language": ("model.",),
+        "head": ("lm_head.",),
+    }
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        self.core = model
+        self.language_model = model.model
+        self.head = model.lm_head
+        self.vision = model.config.vision_config
+        self.placeholders: dict[MediaKind, int] = {
+            "picture": model.config.image_token_id,
+            "video": model.config.video_token_id,
+            "sound": model.config.audio_token_id,
+        }
+        settings = video_settings(processor.video_processor) | {"size": frame_size(processor)}
+        self.preprocessors: dict[MediaKind, Preprocessor] = {
+            "picture": PicturePreprocessor(processor.image_processor),
+            "video": VideoPreprocessor(processor.video_processor, settings),
+            "sound": SoundPreprocessor(processor.feature_extractor),
+        }
+        sight = VisionTower(model.visual, window_tables(self.vision))
+        self.towers: dict[MediaKind, Tower] = {
+            "picture": sight,
+            "video": sight,
+            "sound": SoundTower(model.audio_tower),
+        }
+
+    def expand(self, extent: Extent) -> Expansion:
+        """One token per merged patch of what is seen, one for 40 ms of what is heard."""
+        count = sound_tokens(extent.grid[0]) if extent.kind == "sound" else merged_patches(extent, self.vision)
+        return repeated(self.placeholders[extent.kind], count)
+
+    def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> Tensor:
+        """By ``get_rope_index``, on the CPU: it reads every grid with ``item()``."""
+        heard = [extent.grid[0] for extent in extents if extent.kind == "sound"]
+        positions_31T, _ = self.core.get_rope_index(
+            ids_T[None],
+            image_grid_thw=grids_of("picture", extents),
+            video_grid_thw=grids_of("video", extents),
+            attention_mask=torch.ones_like(ids_T)[None],
+            audio_seqlens=torch.tensor(heard) if heard else None,
+            second_per_grids=seconds_per_grid(extents, self.vision),
+        )
+        return positions_31T[:, 0]
+
+    def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
+        """All three axes."""
+        return self.language_model.rotary_emb(hidden_BTH, positions_3BT)
+
+
+def frame_size(processor: Any) -> dict[str, int]:
+    """The least and most pixels of a frame.
+
+    The library's processor has sizes of its own (128 to 768 tokens a frame) that outdo those of a checkpoint's video
+    processor, and the published model is used with them. A checkpoint that allows less than that is taken at its word.
+    """
+    usual: dict[str, int] = processor.valid_processor_kwargs._defaults["videos_kwargs"]["size"]
+    stated = processor.video_processor.size
+    tighter = stated["longest_edge"] < usual["longest_edge"]
+    chosen = stated if tighter else usual
+    return {"shortest_edge": chosen["shortest_edge"], "longest_edge": chosen["longest_edge"]}

@@ -1,0 +1,119 @@
+"""The tokenizers and chat templates of the tiny checkpoints: byte-level BPE with each family's own special tokens."""
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>",
+    "<|video_pad|>",
+)  # fmt: skip
+# Qwen2.5-Omni's own, by the names under which its processor asks the tokenizer for them.
+OMNI_TOKENS = {
+    "vision_bos_token": "<|vision_bos|>", "vision_eos_token": "<|vision_eos|>", "image_token": "<|IMAGE|>",
+    "video_token": "<|VIDEO|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>",
+    "audio_token": "<|AUDIO|>",
+}  # fmt: skip
+
+# Answers stand alone, words of a question follow a space: each becomes one token.
+ANSWERS = (
+    "red green blue yellow purple orange white black circle square triangle cross ring star diamond none "
+    "left right up down top bottom middle yes no system user assistant Answer What Which How Where"
+)
+QUESTIONS = (
+    "briefly what where which how many is are the in of to a colour shape shapes picture map move "
+    "red green blue yellow circle square triangle cross none left right up down top bottom goal hole"
+)
+# What a family is told besides: the times of a video's frames, the words for sounds.
+MORE_QUESTIONS = {
+    "qwen2_5_omni": "video sound hear see tone high low loud soft",
+    "qwen3_vl": "seconds",
+    "qwen3_vl_moe": "seconds",
+}
+# Added tokens, as <think> is one of Qwen3's: `<answer>red</answer>` is three tokens.
+TAGS = ("<answer>", "</answer>", "<think>", "</think>", "<action>", "</action>")
+# Qwen's own way of cutting text into pieces.
+PIECES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SYSTEM_PROMPT = "Answer briefly."
+
+TURN = (
+    "<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for block in message.content %}"
+    "{% if block.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif block.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% elif block.type == 'text' %}{{ block.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+)
+OMNI_TURN = (
+    "<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for block in message.content %}"
+    "{% if block.type == 'image' %}<|vision_bos|><|IMAGE|><|vision_eos|>"
+    "{% elif block.type == 'video' %}<|vision_bos|><|VIDEO|><|vision_eos|>"
+    "{% elif block.type == 'audio' %}<|audio_bos|><|AUDIO|><|audio_eos|>"
+    "{% elif block.type == 'text' %}{{ block.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+)
+# Qwen3's own way: thoughts of assistant turns before the last question are not shown again.
+THOUGHTLESS_TURN = (
+    "{% set roles = messages | map(attribute='role') | list %}"
+    "{% set last = roles[::-1].index('user') if 'user' in roles else 0 %}"
+    "{% for message in messages %}{% set content = message.content if message.content is string else "
+    "message.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join %}"
+    "{% if message.role == 'assistant' and loop.revindex0 > last and '</think>' in content %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "<|im_start|>{{ message.role }}\n{{ content }}<|im_end|>\n{% endfor %}"
+)
+DEFAULT_SYSTEM = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\n" + SYSTEM_PROMPT + "<|im_end|>\n{% endif %}"
+)  # fmt: skip
+GENERATION = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+EACH_TURN = "{% for message in messages %}" + TURN + "{% endfor %}"
+TEMPLATES = {
+    "qwen2_5_omni": DEFAULT_SYSTEM + "{% for message in messages %}" + OMNI_TURN + "{% endfor %}" + GENERATION,
+    "qwen2_5_vl": DEFAULT_SYSTEM + EACH_TURN + GENERATION,
+    "qwen3_vl": EACH_TURN + GENERATION,
+    "qwen3_vl_moe": EACH_TURN + GENERATION,
+    "qwen2": DEFAULT_SYSTEM + EACH_TURN + GENERATION,
+    "qwen3": THOUGHTLESS_TURN + GENERATION,
+}
+
+
+def tiny_tokenizer(family: str, longest: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with the family's special tokens, trained on the words of the shipped tasks."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    core.normalizer = normalizers.NFC()
+    core.decoder = decoders.ByteLevel()
+    specials = special_tokens(family)
+    trainer = trainers.BpeTrainer(
+        vocab_size=512 - len(TAGS),
+        special_tokens=list(specials),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    core.train_from_iterator(_corpus(family), trainer)
+    core.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
+    others = [token for token in specials if token not in ("<|im_end|>", "<|endoftext|>")]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=others,
+        **({"model_specific_special_tokens": dict(OMNI_TOKENS)} if family == "qwen2_5_omni" else {}),
+        chat_template=TEMPLATES[family],
+        clean_up_tokenization_spaces=False,
+        model_max_length=longest,
+    )
+
+
+def special_tokens(family: str) -> tuple[str, ...]:
+    """The special tokens of a family, in the order of their ids."""
+    return (*SPECIAL_TOKENS[:3], *OMNI_TOKENS.values()) if family == "qwen2_5_omni" else SPECIAL_TOKENS
+
+
+def _corpus(family: str) -> list[str]:
+    """Every word often enough to become one token."""
+    questions = f"{QUESTIONS} {MORE_QUESTIONS.get(family, '')}"
+    return [*ANSWERS.split() * 8, *(f" {word}" for word in questions.split() * 8)]

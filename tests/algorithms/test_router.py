@@ -1,0 +1,67 @@
+"""The router's loss is the library's on one row, and does not depend on how an update is cut into micro-batches."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
+
+from sensorium.algorithms.router import balance_loss, load_metrics, router_load
+
+LAYERS, EXPERTS = 3, 5
+
+
+def logits(tokens: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(tokens, EXPERTS, generator=generator) * 2 for _ in range(LAYERS)]
+
+
+@given(tokens=st.integers(1, 40), top_k=st.integers(1, EXPERTS), seed=st.integers(0, 99))
+def test_it_is_the_library_s_loss_on_one_row(tokens: int, top_k: int, seed: int) -> None:
+    mine, theirs = ([layer.clone().requires_grad_() for layer in logits(tokens, seed)] for _ in range(2))
+    whole = router_load(mine, top_k)
+    loss, want = balance_loss(whole, whole.detach()), load_balancing_loss_func(tuple(theirs), EXPERTS, top_k)
+    torch.testing.assert_close(loss, want, rtol=1e-5, atol=0)
+    for ours, other in zip(torch.autograd.grad(loss, mine), torch.autograd.grad(want, theirs), strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-7)
+
+
+@given(tokens=st.integers(2, 40), seed=st.integers(0, 99))
+def test_tokens_that_do_not_count_are_the_library_s_padding(tokens: int, seed: int) -> None:
+    mask_T = torch.randint(0, 2, (tokens,), generator=torch.Generator().manual_seed(seed))
+    mask_T[0] = 1
+    layers = logits(tokens, seed)
+    whole = router_load(layers, 2, weights_T=mask_T)
+    want = load_balancing_loss_func(tuple(layers), EXPERTS, 2, mask_T[None])
+    torch.testing.assert_close(balance_loss(whole, whole), want, rtol=1e-5, atol=0)
+
+
+@given(sizes=st.lists(st.integers(1, 12), min_size=1, max_size=6), seed=st.integers(0, 99))
+def test_micro_batches_add_up_to_the_whole_update(sizes: list[int], seed: int) -> None:
+    layers = [layer.requires_grad_() for layer in logits(sum(sizes), seed)]
+    weights_T = torch.rand(sum(sizes), generator=torch.Generator().manual_seed(seed)) + 0.1
+    whole = router_load(layers, 2, weights_T)
+    loss = balance_loss(whole, whole.detach())
+    want = torch.autograd.grad(loss, layers)
+    parts = zip(zip(*(layer.split(sizes) for layer in layers), strict=True), weights_T.split(sizes), strict=True)
+    loads = [router_load(part, 2, weights) for part, weights in parts]
+    known = loads[0].detach()
+    for load in loads[1:]:
+        known = known + load.detach()
+    shares = [balance_loss(load, known) for load in loads]
+    torch.testing.assert_close(torch.stack(shares).sum(), loss, rtol=1e-5, atol=0)
+    for ours, other in zip(torch.autograd.grad(torch.stack(shares).sum(), layers), want, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-8)
+    assert load_metrics(known) == pytest.approx(load_metrics(whole), rel=1e-5)
+
+
+def test_metrics_say_which_experts_are_overworked_and_which_idle() -> None:
+    even = torch.eye(4).repeat(3, 1) * 9
+    assert load_metrics(router_load([even, even], 1)) == pytest.approx(
+        {"router/busiest_expert": 1, "router/idlest_expert": 1, "router/unused_experts": 0, "router/balance_loss": 1},
+        rel=1e-3,
+    )
+    one = torch.tensor([[9.0, 0, 0, 0]]).repeat(12, 1)
+    found = load_metrics(router_load([even, one], 1))
+    assert (found["router/busiest_expert"], found["router/idlest_expert"]) == (4, 0)
+    assert found["router/unused_experts"] == 3 / 8

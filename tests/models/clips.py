@@ -1,0 +1,113 @@
+"""Small real media for tests, and what the checkpoint's own processors make of them."""
+
+import io
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from sensorium.media.audio import DecodedAudio
+from sensorium.media.decoder import decode
+from sensorium.media.making import encode_clip, encode_wav
+from sensorium.media.store import MediaStore
+from sensorium.media.video import DecodedVideo
+from sensorium.models.policy import Policy
+from sensorium.models.qwen2_5_omni import frame_size
+from sensorium.vocabulary.content import Media
+from sensorium.vocabulary.decoding import VideoParameters
+
+
+def noise(store: MediaStore, seed: int, width: int = 64, height: int = 64) -> Media:
+    """A picture of noise, kept in a store."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    data = io.BytesIO()
+    Image.fromarray(pixels).save(data, "PNG")
+    return store.put(data.getvalue(), "picture", f"noise-{seed}.png")
+
+
+def clip(store: MediaStore, seed: int, frames: int = 4, width: int = 56, height: int = 56, seconds: float = 4.0) -> Media:
+    """A video of so many seconds, each sampled frame another noise in large blocks (which survive the codec)."""
+    rng = np.random.default_rng(seed)
+    small = rng.integers(0, 255, (frames, height // 14, width // 14, 3), dtype=np.uint8)
+    shown = small.repeat(14, axis=1).repeat(14, axis=2)
+    data = encode_clip(shown, fps=frames / seconds)
+    return store.put(data, "video", f"clip-{seed}.mp4", VideoParameters(frames=frames))
+
+
+def tone(store: MediaStore, seed: int, seconds: float = 0.5) -> Media:
+    """A sound of a few sines."""
+    rng = np.random.default_rng(seed)
+    times = np.arange(round(seconds * 16000)) / 16000
+    waves = sum(np.sin(2 * np.pi * pitch * times + 1) for pitch in rng.uniform(100, 4000, 3))
+    return store.put(encode_wav((waves * rng.uniform(0.1, 0.3)).astype(np.float32)), "sound", f"tone-{seed}.wav")
+
+
+def decoded(store: MediaStore, media: Media) -> Any:
+    """A medium as the media room decodes it."""
+    return store.picture(media) if media.kind == "picture" else decode(store.bytes_of(media), media)
+
+
+def shown(policy: Policy, media: Sequence[Media], kind: str) -> list[Any]:
+    """The decoded media of one kind, in order."""
+    return [decoded(policy.store, item) for item in media if item.kind == kind]
+
+
+def processor_inputs(policy: Policy, media: Sequence[Media]) -> dict[str, Any]:
+    """The arguments that hand media to the checkpoint's own processor as frames and samples, with their times."""
+    pictures = shown(policy, media, "picture")
+    videos: list[DecodedVideo] = shown(policy, media, "video")
+    sounds: list[DecodedAudio] = shown(policy, media, "sound")
+    given: dict[str, Any] = {}
+    if pictures:
+        given["images"] = pictures
+    if videos:
+        given["videos"] = [torch.tensor(video.frames) for video in videos]
+        told = [
+            {
+                "total_num_frames": len(video.frames),
+                "fps": 1 / video.seconds_per_frame,
+                "frames_indices": [time / video.seconds_per_frame for time in video.times_s.tolist()],
+            }
+            for video in videos
+        ]
+        given["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": told}
+        if "sound" in policy.modalities:
+            # The omni processor has one rate for all videos, and sizes of its own unless told.
+            given["videos_kwargs"] = {"fps": 1 / videos[0].seconds_per_frame, "size": frame_size(policy.processor)}
+    if sounds:
+        given["audio"] = [sound.samples for sound in sounds]
+    return given
+
+
+def stock_inputs(policy: Policy, text: str, media: Sequence[Media]) -> dict[str, Tensor]:
+    """Tokens and media of a rendered conversation, as the checkpoint's own processor makes them."""
+    made = dict(policy.processor(text=[text], **processor_inputs(policy, media), return_tensors="pt"))
+    videos: list[DecodedVideo] = shown(policy, media, "video")
+    if "sound" in policy.modalities and videos:
+        made["video_second_per_grid"] = torch.tensor([2 * video.seconds_per_frame for video in videos])
+    made.pop("video_metadata", None)
+    return made
+
+
+def row_inputs(policy: Policy, ids_T: Tensor, media: Sequence[Media]) -> dict[str, Tensor]:
+    """What the stock model needs for a row of expanded tokens that shows these media, in order."""
+    inputs: dict[str, Tensor] = {"input_ids": ids_T[None], "attention_mask": torch.ones_like(ids_T)[None]}
+    tokens = policy.adapter.placeholders
+    if media:
+        inputs |= media_inputs(policy, tuple(media))
+    if tokens and "sound" not in policy.modalities:
+        inputs["mm_token_type_ids"] = ((ids_T == tokens["picture"]).int() + 2 * (ids_T == tokens["video"]).int())[None]
+    return inputs
+
+
+@lru_cache(maxsize=64)  # the answers of a group are about the same media
+def media_inputs(policy: Policy, media: tuple[Media, ...]) -> dict[str, Tensor]:
+    """What the stock model needs for media, whatever text they stand in."""
+    tokens = policy.adapter.placeholders
+    text = "".join(policy.tokenizer.convert_ids_to_tokens(tokens[item.kind]) for item in media)
+    made = stock_inputs(policy, text, media)
+    return {key: value for key, value in made.items() if not key.endswith("_ids") and key != "attention_mask"}
