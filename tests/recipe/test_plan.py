@@ -67,7 +67,7 @@ def test_parameters_are_counted_from_disk_and_from_the_config_alike(tmp_path: Pa
     from sensorium.recipe.names import resolve
 
     groups = resolve("family", family).groups
-    counted = {group: 0 for group in shape.parameters}
+    counted = dict.fromkeys(shape.parameters, 0)
     for name, parameter in model.named_parameters():
         counted[group_of(name, groups) or "none"] += parameter.numel()
     assert shape.parameters == counted
