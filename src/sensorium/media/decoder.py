@@ -130,9 +130,7 @@ class Decoder:
                 del self._under_way[media.key]
 
 
-def open_decoder(
-    store: MediaStore, folder: Path | None, *, cache_gib: float, memory_gib: float, threads: int
-) -> Decoder:
+def open_decoder(store: MediaStore, folder: Path | None, *, cache_gib: float, memory_gib: float, threads: int) -> Decoder:
     """A decoder of a store's media with a bounded folder in front: ``folder``, or ``decoded/`` beside the store's own.
 
     Without either, or at ``cache_gib`` 0, memory is all there is.

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
 from sensorium.models.attention import Attention
+from sensorium.models.counts import MediaCounts, count_media
 from sensorium.models.encoding import Counters, Encoder
 from sensorium.models.family import Family, group_of
 from sensorium.models.features import Extent, PreparedMedia
@@ -29,7 +30,7 @@ from sensorium.models.routing import routers_of, watched
 from sensorium.models.tokens import TokenTable
 from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Segment
-from sensorium.vocabulary.errors import ModelError, SpanMismatch
+from sensorium.vocabulary.errors import MediaError, ModelError, SpanMismatch
 
 # Expanded tokens whose layouts are remembered: 128 MiB of ids and positions.
 LAYOUT_TOKENS_KEPT = 1 << 22
@@ -39,7 +40,8 @@ SHAPES_KEPT = 4096
 class Policy:
     """A model that is sampled from and trained. ``version`` counts the updates it has had.
 
-    ``adapters`` are low-rank ones inside the model; where there are any, nothing else is trained.
+    ``adapters`` are low-rank ones inside the model; where there are any, nothing else is trained. ``media_bytes`` bounds
+    the preprocessed media that are kept.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Policy:
         store: MediaStore,
         adapters: Adapters | None = None,
         decoder: Decoder | None = None,
+        media_bytes: int = 1 << 29,
     ) -> None:
         self.family = family
         self.adapter = adapter
@@ -71,7 +74,7 @@ class Policy:
         special = {*self._table.special.values(), *self._table.unowned, *adapter.placeholders.values()}
         self.forbidden_ids = tuple(sorted(special - set(self.stop_ids)))
         self.decoder = decoder or Decoder(store)
-        self._media = PreparedMedia(self.decoder, adapter.preprocessors)
+        self._media = PreparedMedia(self.decoder, adapter.preprocessors, media_bytes)
         self._encoder = Encoder(adapter, self._media, self.device)
         self._layouts: OrderedDict[str, Layout] = OrderedDict()
         self._laid_out = 0
@@ -89,6 +92,11 @@ class Policy:
     @counters.setter
     def counters(self, counters: Counters) -> None:
         self._encoder.counters = counters
+
+    @property
+    def media_counts(self) -> MediaCounts:
+        """What media cost so far, of this policy and those that share its media."""
+        return count_media(self.decoder.counters, self._media, self._encoder)
 
     @property
     def device(self) -> torch.device:
@@ -190,9 +198,23 @@ class Policy:
             self._shapes[shape] = self.adapter.positions(ids_T, extents)
         return self._shapes[shape]
 
-    def prepare(self, media: Iterable[Media]) -> None:
-        """Preprocess media together, ahead of their layouts: many times cheaper than one by one."""
-        self._media.get(media)
+    def unprepared(self, media: Iterable[Media]) -> list[Media]:
+        """The distinct media that no layout can be made of yet; refuses those of a kind that the model does not take."""
+        return self._media.unknown(media)
+
+    def prepare(self, media: Iterable[Media]) -> dict[Media, MediaError]:
+        """Preprocess media together, ahead of their layouts: many times cheaper than one by one. Any thread may do so.
+
+        Returns the errors of those that cannot be.
+        """
+        return self._media.prepare(media)
+
+    def share_media(self, other: "Policy") -> None:
+        """Use another policy's prepared media, if its checkpoint prepares them alike: then nothing is prepared twice."""
+        assert self.decoder is other.decoder, "policies that share media share their decoder"
+        if _processing(self.processor) == _processing(other.processor):
+            self._media = other._media
+            self._encoder.reading(other._media)
 
     def _check_spans(self, segment: Segment) -> None:
         placeholders = self.adapter.placeholders
@@ -304,6 +326,12 @@ class Policy:
             (self.processor if self.processor is not None else self.tokenizer).save_pretrained(folder)
         if self.adapters is not None:
             self.adapters.save(folder / FOLDER)
+
+
+def _processing(processor: Any) -> list[Any]:
+    """All settings by which a checkpoint's processors make tower inputs of media."""
+    parts = ("image_processor", "video_processor", "feature_extractor")
+    return [part.to_dict() for name in parts if (part := getattr(processor, name, None)) is not None]
 
 
 def _gather(placements: Sequence[Placement], hidden_BTH: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
