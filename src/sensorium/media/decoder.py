@@ -82,7 +82,7 @@ class Decoder:
         return [_settled(work) for work in [self.request(item) for item in media]]
 
     def each(self, media: Iterable[Media]) -> "Iterator[tuple[Media, Decoded | MediaError]]":
-        """Media in order, each with what was decoded or its error. A few are decoded ahead, and no more are held at once."""
+        """Media in order, each with what was decoded or its error. A few are decoded ahead; no more are held at once."""
         waiting: deque[tuple[Media, Future[Decoded]]] = deque()
         for item in media:
             waiting.append((item, self.request(item)))

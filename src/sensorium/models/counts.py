@@ -13,8 +13,9 @@ GIB = 1 << 30
 class MediaCounts:
     """Counts since a policy was loaded, those of the copies that share its media included.
 
-    ``decoded`` pictures, videos and sounds; ``hits`` found decoded on disk; ``memory_hits`` answered from memory, decoded or
-    preprocessed. ``tower_items`` went through a tower; ``tower_hits`` did not have to, because it is frozen.
+    ``decoded`` pictures, videos and sounds; ``hits`` found decoded on disk, ``damaged`` there and
+    decoded anew; ``memory_hits`` answered from memory, decoded or preprocessed. ``tower_items`` went through a tower,
+    ``tower_hits`` did not have to, because it is frozen.
     """
 
     decoded: int
@@ -30,14 +31,17 @@ class MediaCounts:
     cache_bytes: int
     memory_bytes: int
 
-    def since(self, before: "MediaCounts", name: str = "media") -> dict[str, float]:
-        """Metrics of what happened since: counts as differences, sizes as they are now."""
-        row = {
-            f"{name}/{field.name}": getattr(self, field.name) - getattr(before, field.name)
-            for field in fields(self)
-            if not field.name.endswith("_bytes")
-        }
-        return row | {f"{name}/cache_gib": self.cache_bytes / GIB, f"{name}/memory_gib": self.memory_bytes / GIB}
+    def since(self, before: "MediaCounts") -> dict[str, float]:
+        """What happened since, by name."""
+        return {name: getattr(self, name) - getattr(before, name) for name in COUNTS}
+
+    @property
+    def sizes(self) -> dict[str, float]:
+        """What is kept now: decoded on disk, and in memory."""
+        return {"cache_gib": self.cache_bytes / GIB, "memory_gib": self.memory_bytes / GIB}
+
+
+COUNTS = tuple(field.name for field in fields(MediaCounts) if not field.name.endswith("_bytes"))
 
 
 def count_media(decoding: DecodeCounters, media: PreparedMedia, encoder: Encoder) -> MediaCounts:

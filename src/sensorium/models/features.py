@@ -84,9 +84,14 @@ class PreparedMedia:
         self.refuse_strange(new)
         return new
 
+    def missing(self, media: Iterable[Media]) -> list[Media]:
+        """The distinct media whose patches are not kept."""
+        return [item for item in dict.fromkeys(media) if item not in self._known]
+
     def prepare(self, media: Iterable[Media]) -> dict[Media, MediaError]:
         """Prepare media ahead of their use, as many at a time as are cheap to hold; returns the errors of bad ones."""
-        missing = self._missing(media)
+        missing = self.missing(media)
+        self.refuse_strange(missing)
         with self._making:
             made = self._make(item for item in missing if item not in self._known)
             return {item: one for item, one in made if isinstance(one, MediaError)}
@@ -98,7 +103,8 @@ class PreparedMedia:
         """
         wanted = list(media)
         found = self._recall(wanted)
-        missing = self._missing(item for item in wanted if item not in found)
+        missing = [item for item in dict.fromkeys(wanted) if item not in found]
+        self.refuse_strange(missing)
         if missing:
             with self._making:
                 found |= self._recall(missing)  # another thread may have made them meanwhile
@@ -118,11 +124,6 @@ class PreparedMedia:
             if item.kind not in self._preprocessors:
                 able = " and ".join(["text", *self._preprocessors])
                 raise ModelError(f"this model takes {able}; it cannot take {item.kind} {item.name}. Use a family that can.")
-
-    def _missing(self, media: Iterable[Media]) -> list[Media]:
-        missing = [item for item in dict.fromkeys(media) if item not in self._known]
-        self.refuse_strange(missing)
-        return missing
 
     def _recall(self, media: Sequence[Media]) -> dict[Media, Prepared]:
         """What is kept of some media, which makes it the latest."""

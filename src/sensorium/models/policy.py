@@ -202,6 +202,11 @@ class Policy:
         """The distinct media that no layout can be made of yet; refuses those of a kind that the model does not take."""
         return self._media.unknown(media)
 
+    def request(self, media: Iterable[Media]) -> None:
+        """Begin to decode media that will be prepared later, and return at once."""
+        for item in self._media.missing(media):
+            self.decoder.request(item)
+
     def prepare(self, media: Iterable[Media]) -> dict[Media, MediaError]:
         """Preprocess media together, ahead of their layouts: many times cheaper than one by one. Any thread may do so.
 
