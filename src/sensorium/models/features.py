@@ -166,8 +166,8 @@ class PreparedMedia:
             if len(items) == 1:
                 yield items[0][0], error
             else:
-                for item in items:
-                    yield from self._together(kind, [item])
+                for one in items:
+                    yield from self._together(kind, [one])
             return
         for (item, _), prepared in zip(items, ready, strict=True):
             self._keep(item, prepared)
