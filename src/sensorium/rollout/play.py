@@ -164,7 +164,7 @@ class Rollout:
             self.policy.prepare(media)
 
     async def ready(self, messages: Sequence[Message]) -> None:
-        """Decode an observation's videos and sounds in a thread, while others play on; pictures are quick enough in place."""
+        """Decode an observation's videos and sounds in a thread, while others play on; pictures are quick in place."""
         heavy = [item for message in messages for item in message.media if item.kind != "picture"]
         fresh = self.policy.unprepared(heavy)
         if fresh:
