@@ -48,7 +48,7 @@ def test_batch_numbers_are_resolved() -> None:
     assert plan.evaluations == 4
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "qwen2", "qwen3"])
 def test_parameters_are_counted_from_disk_and_from_the_config_alike(tmp_path: Path, family: str) -> None:
     folder = checkpoint(tmp_path, family)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -62,6 +62,8 @@ def test_parameters_are_counted_from_disk_and_from_the_config_alike(tmp_path: Pa
     model = auto.from_config(AutoConfig.from_pretrained(folder))
     assert shape.total == sum(parameter.numel() for parameter in model.parameters())
     assert (shape.parameters["vision"] > 0) == ("vision_config" in config)
+    assert (shape.parameters["audio"] > 0) == ("audio_config" in config)
+    assert shape.family == family
 
 
 def test_a_config_without_weights_is_estimated_and_says_so(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Media made ready for a tower: decoded and preprocessed once, by content and parameters, in a bounded cache."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class Preprocessor(Protocol):
 class PreparedMedia:
     """The cache of prepared media. Patches are kept up to ``capacity`` bytes, least recently used out first.
 
-    Extents are small and outlive them: a prompt can be laid out without decoding its media again.
+    Extents are small and outlive them: a prompt can be laid out without decoding its media again. Threads may share it.
     """
 
     def __init__(self, decoder: Decoder, preprocessors: Mapping[MediaKind, Preprocessor], capacity: int = 1 << 29) -> None:
@@ -62,20 +63,30 @@ class PreparedMedia:
         self._held = 0
         self._known: OrderedDict[Media, Prepared] = OrderedDict()
         self._extents: OrderedDict[Media, Extent] = OrderedDict()
+        self._lock = threading.RLock()
         self.preprocessed = 0
 
     def extent(self, media: Media) -> Extent:
         """How large a medium is to its tower."""
-        if media not in self._extents:
-            self.get([media])
-        return self._extents[media]
+        with self._lock:
+            if media not in self._extents:
+                self._get([media])
+            return self._extents[media]
+
+    def missing(self, media: Iterable[Media]) -> list[Media]:
+        """Those whose extent is not known yet: they would have to be decoded."""
+        with self._lock:
+            return [item for item in media if item not in self._extents]
 
     def get(self, media: Iterable[Media]) -> list[Prepared]:
         """Tower inputs of media, in order; those not yet known are preprocessed together.
 
         Where one cannot be decoded, the others are prepared all the same before its error is raised.
         """
-        wanted = list(media)
+        with self._lock:
+            return self._get(list(media))
+
+    def _get(self, wanted: list[Media]) -> list[Prepared]:
         found = {item: self._known[item] for item in wanted if item in self._known}
         missing = [item for item in dict.fromkeys(wanted) if item not in found]
         self.refuse_strange(missing)

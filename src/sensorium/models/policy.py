@@ -191,8 +191,12 @@ class Policy:
         return self._shapes[shape]
 
     def prepare(self, media: Iterable[Media]) -> None:
-        """Preprocess media together, ahead of their layouts: many times cheaper than one by one."""
+        """Preprocess media together, ahead of their layouts: many times cheaper than one by one. In any thread."""
         self._media.get(media)
+
+    def unprepared(self, media: Iterable[Media]) -> list[Media]:
+        """Those that have not been decoded and preprocessed yet."""
+        return self._media.missing(media)
 
     def _check_spans(self, segment: Segment) -> None:
         placeholders = self.adapter.placeholders

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # Two-dimensional weights that are no linear layers: tables, and the routers and experts of a mixture.
-NOT_LINEAR = ("embed_tokens", "pos_embed", "mlp.gate")
+NOT_LINEAR = ("embed_tokens", "pos_embed", "audio_bos_eos_token", "mlp.gate")
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,16 @@ def linears_in(shapes: Mapping[str, Sequence[int]], group_of: Callable[[str], st
 
 def linears_of(config: dict[str, Any]) -> tuple[Linear, ...]:
     """Those of a config alone, for the families we know."""
+    config = config.get("thinker_config", config)
     text = config.get("text_config", config)
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     found = list(_language(text))
     if not tied:
         found.append(Linear("lm_head", "head", text["hidden_size"], text["vocab_size"]))
     if vision := config.get("vision_config"):
-        found += _tower(vision, plain=config["model_type"].startswith("qwen3"))
+        found += _tower(vision, plain=config["model_type"].startswith("qwen3"), fused="audio_config" not in config)
+    if audio := config.get("audio_config"):
+        found += _audio_tower(audio)
     return tuple(found)
 
 
@@ -59,13 +62,17 @@ def _language(text: dict[str, Any]) -> Iterator[Linear]:
             yield from _gated(at, "language", hidden, text["intermediate_size"])
 
 
-def _tower(vision: dict[str, Any], *, plain: bool) -> Iterator[Linear]:
-    """A vision tower: blocks with a plain MLP and deepstack mergers (Qwen3-VL), or a gated one (Qwen2.5-VL)."""
+def _tower(vision: dict[str, Any], *, plain: bool, fused: bool) -> Iterator[Linear]:
+    """A vision tower: blocks with a plain MLP and deepstack mergers (Qwen3-VL), or a gated one (Qwen2.5-VL).
+
+    ``fused``: queries, keys and values are one layer (not in Qwen2.5-Omni).
+    """
     hidden, wide, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
     merged = hidden * vision.get("spatial_merge_size", 2) ** 2
     for i in range(vision["depth"]):
         at = f"visual.blocks.{i}"
-        yield Linear(f"{at}.attn.qkv", "vision", hidden, 3 * hidden)
+        for name, parts in (("qkv", 3),) if fused else (("q", 1), ("k", 1), ("v", 1)):
+            yield Linear(f"{at}.attn.{name}", "vision", hidden, parts * hidden)
         yield Linear(f"{at}.attn.proj", "vision", hidden, hidden)
         if plain:
             yield Linear(f"{at}.mlp.linear_fc1", "vision", hidden, wide)
@@ -77,6 +84,17 @@ def _tower(vision: dict[str, Any], *, plain: bool) -> Iterator[Linear]:
     for merger in ["merger", *deep]:
         yield Linear(f"visual.{merger}.{first}", "projector", merged, merged)
         yield Linear(f"visual.{merger}.{second}", "projector", merged, out)
+
+
+def _audio_tower(audio: dict[str, Any]) -> Iterator[Linear]:
+    hidden, wide = audio["d_model"], audio["encoder_ffn_dim"]
+    for i in range(audio["encoder_layers"]):
+        at = f"audio_tower.layers.{i}"
+        for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
+            yield Linear(f"{at}.self_attn.{name}", "audio", hidden, hidden)
+        yield Linear(f"{at}.fc1", "audio", hidden, wide)
+        yield Linear(f"{at}.fc2", "audio", wide, hidden)
+    yield Linear("audio_tower.proj", "projector", hidden, audio["output_dim"])
 
 
 def _gated(at: str, group: str, hidden: int, wide: int) -> Iterator[Linear]:

@@ -52,6 +52,7 @@ def read_shape(path: str) -> ModelShape | None:
     if folder is None or not (folder / "config.json").is_file():
         return None
     config = json.loads((folder / "config.json").read_text())
+    config = config.get("thinker_config", config)
     text = config.get("text_config", config)
     heads = text["num_attention_heads"]
     head_dim = text.get("head_dim") or text["hidden_size"] // heads
@@ -59,7 +60,7 @@ def read_shape(path: str) -> ModelShape | None:
     shapes = _weight_shapes(folder)
     counted = _count_weights(shapes)
     return ModelShape(
-        family=config.get("model_type", ""),
+        family=config.get("model_type", "").removesuffix("_thinker"),
         layers=text["num_hidden_layers"],
         hidden=text["hidden_size"],
         key_values=text.get("num_key_value_heads", heads) * head_dim,
@@ -81,6 +82,9 @@ def count_parameters(config: dict[str, Any]) -> dict[str, int]:
     if vision:
         tower = _tower_qwen3 if config["model_type"].startswith("qwen3") else _tower_qwen25
         counts["vision"], counts["projector"] = tower(vision)
+    if audio := config.get("audio_config"):
+        counts["audio"], projector = _tower_audio(audio)
+        counts["projector"] += projector
     return {group: counts.get(group, 0) for group in PARAMETER_GROUPS}
 
 
@@ -116,6 +120,13 @@ def _tower_qwen3(vision: dict[str, Any]) -> tuple[int, int]:
     return patch + places + vision["depth"] * block, 2 * hidden + _merger(vision) + deepstack
 
 
+def _tower_audio(audio: dict[str, Any]) -> tuple[int, int]:
+    hidden, wide, out = audio["d_model"], audio["encoder_ffn_dim"], audio["output_dim"]
+    convolutions = 3 * hidden * (audio["num_mel_bins"] + hidden) + 2 * hidden
+    block = 4 * hidden**2 + 3 * hidden + 4 * hidden + 2 * hidden * wide + wide + hidden
+    return convolutions + audio["encoder_layers"] * block + 2 * out, 2 * hidden + hidden * out + out
+
+
 def _merger(vision: dict[str, Any]) -> int:
     merged = vision["hidden_size"] * vision.get("spatial_merge_size", 2) ** 2
     return merged * merged + merged + merged * vision["out_hidden_size"] + vision["out_hidden_size"]
@@ -135,7 +146,10 @@ def _weight_shapes(folder: Path) -> dict[str, list[int]]:
             (length,) = struct.unpack("<Q", opened.read(8))
             header = json.loads(opened.read(length))
         shapes |= {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
-    return shapes
+    # A whole Qwen2.5-Omni: the parts that speak are not loaded.
+    return {
+        name.removeprefix("thinker."): s for name, s in shapes.items() if not name.startswith(("talker.", "token2wav."))
+    }
 
 
 def _count_weights(shapes: dict[str, list[int]]) -> dict[str, int]:
@@ -149,6 +163,8 @@ def _count_weights(shapes: dict[str, list[int]]) -> dict[str, int]:
 def _group_of(name: str) -> str:
     if "visual." in name:
         return "projector" if "merger" in name else "vision"
+    if name.startswith("audio_tower."):
+        return "projector" if name.startswith(("audio_tower.proj.", "audio_tower.ln_post.")) else "audio"
     return "head" if name.startswith("lm_head") else "language"
 
 

@@ -95,7 +95,7 @@ class Rollout:
         """
         deadlines = deadlines or Deadlines()
         done = 0
-        self.prepare(tasks)
+        await asyncio.get_running_loop().run_in_executor(self.pool, self.prepare, tasks)
         plays = list(self._plays(tasks, size, attempt, sampling, deadlines, before))
         gate = asyncio.Semaphore(self.section.concurrency or max(1, len(plays)))
 
@@ -162,6 +162,13 @@ class Rollout:
         media = [item for task in tasks for message in task.messages for item in message.media]
         with suppress(MediaError):
             self.policy.prepare(media)
+
+    async def ready(self, messages: Sequence[Message]) -> None:
+        """Decode an observation's videos and sounds in a thread, while others play on; pictures are quick in place."""
+        heavy = [item for message in messages for item in message.media if item.kind != "picture"]
+        fresh = self.policy.unprepared(heavy)
+        if fresh:
+            await asyncio.get_running_loop().run_in_executor(self.pool, self.policy.prepare, fresh)
 
     def check_prompt(self, task: Task) -> None:
         """Raise PromptTooLong if a question's prompt leaves no room for a response (worlds show theirs when played)."""
@@ -238,6 +245,7 @@ class _Play:
         self.builder = ThreadBuilder(self.rollout.renderer, head, section.window)
         written = 0
         while True:
+            await self.rollout.ready(observation.messages)
             context = self.builder.observe(observation.messages)
             budget = self.budget(context, written)
             if budget <= 0:
