@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.lora import FOLDER
@@ -9,11 +10,23 @@ from sensorium.models.policy import Policy
 from sensorium.recipe.schema import LoraSection, Recipe
 
 
-def load_model(recipe: Recipe, path: str, store: MediaStore, lora: LoraSection | None = None) -> Policy:
-    """The model at ``path``, in the recipe's family, precision and place; without adapters unless some are asked for."""
+def load_model(
+    recipe: Recipe, path: str, store: MediaStore, lora: LoraSection | None = None, decoder: Decoder | None = None
+) -> Policy:
+    """The model at ``path``, in the recipe's family, precision and place; without adapters unless some are asked for.
+
+    Models of one run share a ``decoder``, so that a clip is decoded once for all of them.
+    """
     model = recipe.model
     return load_policy(
-        path, store=store, dtype=model.dtype, device=model.device, family=model.family, lora=lora, seed=recipe.seed
+        path,
+        store=store,
+        dtype=model.dtype,
+        device=model.device,
+        family=model.family,
+        lora=lora,
+        seed=recipe.seed,
+        decoder=decoder,
     )
 
 

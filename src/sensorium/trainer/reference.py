@@ -36,4 +36,5 @@ def resume_reference(recipe: Recipe, policy: Policy, directory: RunDirectory) ->
     warm = recipe.warm_start.steps > 0
     if policy.adapters is not None:
         return FormerSelf(policy, policy.adapters.read(directory.reference) if warm else None)
-    return FrozenCopy(load_model(recipe, str(directory.reference) if warm else recipe.model.path, policy.store))
+    path = str(directory.reference) if warm else recipe.model.path
+    return FrozenCopy(load_model(recipe, path, policy.store, decoder=policy.decoder))

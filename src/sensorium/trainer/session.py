@@ -102,7 +102,8 @@ def make_critic(recipe: Recipe, policy: Policy) -> Critic | None:
     section, model = recipe.algorithm.critic, recipe.model
     trunk = policy
     if section.trunk == "own":
-        trunk = load_model(recipe, section.path, policy.store) if section.path else policy.copy()
+        path, store = section.path, policy.store
+        trunk = load_model(recipe, path, store, decoder=policy.decoder) if path else policy.copy()
         if trunk.family != policy.family:
             raise RecipeError(
                 f"algorithm.critic.path '{section.path}' is of family {trunk.family} and the policy of {policy.family}: a "
