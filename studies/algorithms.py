@@ -28,6 +28,7 @@ SHAPES = ["steps=80", "batch.prompts_per_step=48", "optimizer.lr=3e-4", "tasks.e
 LAKE = ["steps=40", "batch.prompts_per_step=32", "batch.group_size=6", "tasks.evaluate.0.options.seed=7"]
 LAKE += ["tasks.evaluate.0.options.distinct=true"]
 CRITIC = ["algorithm.critic.optimizer.lr=3e-4", "algorithm.advantage.lam=0.95"]
+DISCOUNT = ["algorithm.advantage.gamma=0.98"]
 TURNS = ["rewards.terms.0.options.per_turn=true", "algorithm.advantage.turn_gamma=0.95"]
 QUIET = ["evaluation.every=0", "evaluation.at_start=false", "checkpoint.every=0", "logging.episodes=1"]
 
@@ -35,7 +36,7 @@ ALGORITHMS = {
     "grpo+clip": ("shapes", "grpo", SHAPES),
     "rloo+clip": ("shapes", "rloo", SHAPES),
     "grpo+gspo": ("shapes", "grpo", [*SHAPES, "algorithm.loss.name=gspo", "batch.updates_per_epoch=2"]),
-    "ppo+masked_gae": ("frozen_lake", "masked_gae", [*LAKE, *CRITIC]),
+    "ppo+masked_gae": ("frozen_lake", "masked_gae", [*LAKE, *CRITIC, *DISCOUNT]),
     "ppo+bi_level_gae": ("frozen_lake", "bi_level_gae", [*LAKE, *CRITIC, *TURNS]),
 }
 
@@ -85,7 +86,7 @@ def run(name: str) -> None:
         "flipped": measure(name, flip=True),
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    (RESULTS / f"{name.replace('+', '_')}.json").write_text(json.dumps(found, indent=1) + "\n")
     for sign in ("right", "flipped"):
         for kind in ("sampled", "greedy"):
             was, now = (found[sign][when][kind]["accuracy"] for when in ("before", "after"))

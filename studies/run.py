@@ -1,6 +1,6 @@
 """The learning claims: each shipped recipe before and after on held-out tasks, with what should matter taken away.
 
-    python studies/run.py [shapes|frozen_lake …]
+    python studies/run.py [shapes|frozen_lake|sight_and_sound …]
 
 Writes studies/results/NAME.json: commit, command, machine, figures and intervals. README and docs quote these files.
 """
@@ -41,6 +41,9 @@ CLAIMS = {
             Variant("blank", 1.0, {"options": {"max_turns": 10, "cell": 32, "view": "blank"}}),
             Variant("blank, greedy", 0.0, {"options": {"max_turns": 10, "cell": 32, "view": "blank"}}),
         ),
+    ),
+    "sight_and_sound": Claim(
+        "sight_and_sound", (Variant("mute", 1.0, {"mute": True}), Variant("blank", 1.0, {"blank": True}))
     ),
 }
 

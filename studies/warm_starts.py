@@ -1,6 +1,6 @@
 """Make the warm-started models that ship inside the package, from nothing but their recipes.
 
-    python studies/warm_starts.py [shapes|frozen_lake …]
+    python studies/warm_starts.py [shapes|frozen_lake|sight_and_sound …]
 
 Weights are kept in bfloat16 (half the size; they are read back as float32). Existing runs of these names are replaced.
 """
@@ -19,7 +19,11 @@ from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.run import train
 
 ASSETS = Path(__file__).parents[1] / "src" / "sensorium" / "assets"
-STAGES = {"shapes": ("shapes_warm", "shapes_guess"), "frozen_lake": ("frozen_lake_warm",)}
+STAGES = {
+    "shapes": ("shapes_warm", "shapes_guess"),
+    "frozen_lake": ("frozen_lake_warm",),
+    "sight_and_sound": ("sight_and_sound_warm",),
+}
 
 
 def last_checkpoint(recipe_name: str) -> Path:

@@ -9,6 +9,8 @@ from sensorium.models.frozen import FrozenFeatures, Weights
 from sensorium.models.layout import Features
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
+from sensorium.models.reference import FormerSelf
+from sensorium.recipe.schema import LoraSection
 
 from .clips import clip, noise, tone
 
@@ -134,3 +136,37 @@ def test_the_name_of_weights_is_that_of_what_is_in_them() -> None:
     name = weights.name
     module.register_parameter("adapter", nn.Parameter(torch.zeros(2), requires_grad=False))
     assert weights.name is not name
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_tower_with_adapters_is_another_without_them_or_with_others(frozen: bool) -> None:
+    section = LoraSection(rank=2, groups=("vision",))
+    policy = load_policy("tiny:qwen3_vl", store=MediaStore(), device="cpu", lora=section)
+    picture, own = noise(policy.store, 1), policy.adapters
+    assert own is not None
+    plain = policy.encode([picture])[picture].embeds_NH.detach()
+    former = own.snapshot()
+    with torch.no_grad():
+        for name, parameter in own.parameters.items():
+            parameter.requires_grad_(not frozen)
+            if "lora_B" in name:
+                parameter.add_(0.1)
+    adapted = policy.encode([picture])[picture].embeds_NH.detach()
+    assert not torch.allclose(adapted, plain)
+    for _ in range(2):
+        with own.off():
+            assert torch.equal(policy.encode([picture])[picture].embeds_NH, plain)
+        with own.holding(former), torch.no_grad():
+            torch.testing.assert_close(policy.encode([picture])[picture].embeds_NH, plain)
+        torch.testing.assert_close(policy.encode([picture])[picture].embeds_NH.detach(), adapted)
+
+
+def test_a_tower_without_adapters_is_the_same_when_those_of_the_language_model_are_off() -> None:
+    policy = load_policy("tiny:qwen3_vl", store=MediaStore(), device="cpu", lora=LoraSection(rank=2, groups=("language",)))
+    picture = noise(policy.store, 1)
+    policy.encode([picture])
+    with FormerSelf(policy, None).active() as former:
+        former.encode([picture])
+        assert looks(former) == (0, 1)
+    policy.encode([picture])
+    assert looks(policy) == (1, 1)

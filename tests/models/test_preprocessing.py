@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from sensorium.media.audio import DecodedAudio
 from sensorium.media.making import encode_wav
+from sensorium.models.features import Extent
 from sensorium.models.preprocessing import SoundPreprocessor, sound_tokens
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
@@ -99,3 +101,27 @@ def test_the_omni_processor_s_own_frame_sizes_hold_unless_the_checkpoint_allows_
     assert usual == {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
     assert int(made["video_grid_thw"].prod()) == 2 * 2 * 144, "enlarged to 128 tokens at least"
     assert int(stock_inputs(policy, text, [media])["video_grid_thw"].prod()) == 16
+
+
+@given(
+    parts=st.integers(1, 40), whole=st.integers(1, 40), frames=st.integers(2, 12), family=st.sampled_from(["vl", "omni"])
+)
+def test_frames_stand_at_the_seconds_they_were_taken_at(
+    pairs: Pairs, parts: int, whole: int, frames: int, family: str
+) -> None:
+    """Whatever the rate, cut off as the library cuts: exact fractions are not moved by a rounding of ours."""
+    policy = pairs(f"qwen2_5_{family}").policy
+    seconds = whole / parts
+    extent = Extent("video", (-(-frames // 2), 4, 4), tuple((i + 0.5) * seconds for i in range(frames)), seconds)
+    pads = policy.adapter.expand(extent).ids
+    start = policy.model.config.vision_start_token_id
+    ids_T = torch.tensor([1, start, *pads, policy.model.config.vision_end_token_id, 1])
+    times = policy.adapter.positions(ids_T, [extent])[0, 2 : 2 + len(pads) : 4] - 2
+    exact = Fraction(2 * whole, parts)
+    if family == "vl":
+        a_second = policy.model.config.vision_config.tokens_per_second
+        assert times.tolist() == [a_second * int(exact) * i for i in range(extent.grid[0])]
+    else:
+        want = [float(exact * 25 * i) for i in range(extent.grid[0])]
+        assert all(w - 1 - 1e-3 < t <= w + 1e-3 for t, w in zip(times.tolist(), want, strict=True))
+        assert times.tolist() == [int(np.float32(float(exact)) * np.float32(i) * np.float32(25)) for i in range(len(want))]

@@ -1,6 +1,7 @@
 """The conversation: budgets end it, statuses tell why, deadlines that fired are repeated and not waited for."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from sensorium.recipe.schema import RolloutSection
 from sensorium.rollout.play import Attempt, Deadlines, Rollout
 from sensorium.vocabulary import Episode, Message, Status, Task, system, user
 from sensorium.vocabulary.errors import EnvironmentFailure, ModelError, RecipeError
+
+from ..models.clips import clip
 
 
 @pytest.fixture(scope="module")
@@ -158,3 +161,34 @@ def test_media_that_the_family_or_the_engine_lacks_are_refused_by_task_and_name(
     video = Task("watch-3", (user(policy.store.put(b"...", "video", "clip.mp4"), "what?"),))
     with pytest.raises(ModelError, match=r"task watch-3: the engine takes picture, text and not video, which clip\.mp4 is"):
         asyncio.run(rollout.groups([video], 1, Attempt(0, 1), Sampling()))
+
+
+def test_clips_are_decoded_off_the_event_loop_once_and_a_broken_one_fails_its_episode(policy: Policy) -> None:
+    good = clip(policy.store, 1)
+    bad = policy.store.put(b"no video", "video", "broken.mp4")
+    threads: list[str] = []
+    prepare = policy.prepare
+
+    def noting(media: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return prepare(media)
+
+    class Showing(Counting):
+        def step(self, response: str) -> StepResult:
+            result = super().step(response)
+            shown = None if result.done else Observation((user(good if len(self.heard) == 1 else bad, "what?"),))
+            return StepResult(shown, reward=1.0, done=result.done)
+
+    before = policy.decoder.counters.decoded
+    policy.prepare = noting  # type: ignore[method-assign]
+    try:
+        episode = play(policy, lambda task: Showing(5), max_turns=5)
+        again = play(policy, lambda task: Showing(2), max_turns=5)
+    finally:
+        del policy.prepare
+    assert (episode.status, len(episode.turns)) == (Status.FAILED, 2)
+    assert "turn 2: broken.mp4" in episode.failure
+    assert again.status == Status.FINISHED
+    assert policy.decoder.counters.decoded == before + 1
+    assert threads
+    assert threading.main_thread().name not in threads

@@ -18,13 +18,14 @@ SMALL = ["evaluation.every=0", "evaluation.at_start=false", "evaluation.limit=12
 SHAPES = ["batch.prompts_per_step=32", "optimizer.lr=4e-4", "optimizer.warmup_steps=1"]
 LAKE = ["batch.prompts_per_step=32", "batch.group_size=4", "optimizer.lr=2e-4", "optimizer.warmup_steps=1"]
 CRITIC = ["algorithm.critic.optimizer.lr=3e-4"]
+DISCOUNT = ["algorithm.advantage.lam=0.95", "algorithm.advantage.gamma=0.98"]
 TURNS = ["rewards.terms.0.options.per_turn=true", "algorithm.advantage.turn_gamma=0.95"]
 
 ALGORITHMS = {
     "grpo+clip": ("shapes", "grpo", SHAPES),
     "rloo+clip": ("shapes", "rloo", SHAPES),
     "grpo+gspo": ("shapes", "grpo", [*SHAPES, "algorithm.loss.name=gspo", "batch.updates_per_epoch=2"]),
-    "ppo+masked_gae": ("frozen_lake", "masked_gae", [*LAKE, *CRITIC, "algorithm.advantage.lam=0.95"]),
+    "ppo+masked_gae": ("frozen_lake", "masked_gae", [*LAKE, *CRITIC, *DISCOUNT]),
     "ppo+bi_level_gae": ("frozen_lake", "bi_level_gae", [*LAKE, *CRITIC, *TURNS]),
 }
 

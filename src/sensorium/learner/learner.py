@@ -23,7 +23,7 @@ from sensorium.models.reference import Reference
 from sensorium.recipe.schema import AlgorithmSection, BatchSection, OptimizerSection
 from sensorium.recipe.traits import estimator_traits
 from sensorium.vocabulary.episode import Episode
-from sensorium.vocabulary.errors import ModelError, NonFiniteUpdate
+from sensorium.vocabulary.errors import ModelError, NonFiniteUpdate, RecipeError
 
 __all__ = ["Assessment", "Learner", "Sample"]
 
@@ -84,6 +84,11 @@ class Learner:
         adapted = policy.adapters is not None
         self._optimizer = Optimizer(policy.trainable(), optimizer, freeze, adapted=adapted)
         self._scorer = Scorer(policy, temperature)
+        if algorithm.router_coef and not policy.experts_per_token:
+            raise RecipeError(
+                f"algorithm.router_coef {algorithm.router_coef} balances a mixture of experts, and this {policy.family} "
+                "model has none; leave it out."
+            )
 
     @property
     def policy_learns(self) -> bool:

@@ -59,7 +59,8 @@ class Objective:
         """True if a micro-batch gives the policy no gradient: no token of it has an advantage, and nothing else pulls."""
         if not self.policy_learns:
             return True
-        return microbatch.silent and self._vanishes and not self.kl_coef and not self.entropy_coef
+        pulled = self.kl_coef or self.entropy_coef or self.algorithm.router_coef
+        return microbatch.silent and self._vanishes and not pulled
 
     @cached_property
     def _vanishes(self) -> bool:

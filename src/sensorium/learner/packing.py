@@ -20,7 +20,8 @@ class MicroBatch:
     """One flat row of T tokens, of which M are predicted: token ``targets_M`` from the state at ``states_M``.
 
     ``places_M`` are the predicted tokens' places among the update's sampled tokens; ``slots`` take features. ``silent``:
-    no token in it has an advantage. Where a critic is asked, its values ``value_places_Q`` are read at ``value_states_Q``.
+    no token in it has an advantage. ``fresh_T``: tokens that no earlier micro-batch computes. Where a critic is asked, its
+    values ``value_places_Q`` are read at ``value_states_Q``.
     """
 
     ids_T: Tensor
@@ -31,6 +32,7 @@ class MicroBatch:
     targets_M: Tensor
     places_M: Tensor
     silent: bool
+    fresh_T: Tensor
     value_states_Q: Tensor
     value_places_Q: Tensor
 
@@ -121,12 +123,14 @@ def _lay_out(parts: Sequence[Part], device: torch.device, silent: bool) -> Micro
     total = sum(run.length for run in runs)
     ids_T = np.empty(total, dtype=np.int64)
     positions_3T = np.empty((3, total), dtype=np.int64)
+    fresh_T = np.zeros(total, dtype=bool)
     slots: list[Slot] = []
     read = _Read([], [], [], [], [])
     for (i, node), place in laid.items():
         start = place.run.start + place.offset
         ids_T[start : start + place.count] = node.ids_T[: place.count]
         positions_3T[:, start : start + place.count] = node.positions[..., : place.count]
+        fresh_T[start : start + place.count] = node in parts[i].fresh
         slots += [slot.moved(start) for slot in node.slots]
         if node in parts[i].trained:
             assert place.before is not None, "what the model wrote follows something"
@@ -141,6 +145,7 @@ def _lay_out(parts: Sequence[Part], device: torch.device, silent: bool) -> Micro
         targets_M=_joined(read.targets, device),
         places_M=_joined(read.places, device),
         silent=silent,
+        fresh_T=torch.from_numpy(fresh_T).to(device),
         value_states_Q=_joined(read.value_states, device),
         value_places_Q=_joined(read.value_places, device),
     )

@@ -49,11 +49,13 @@ class Node:
 class Part:
     """Nodes of a tree that are computed together, depth first, and which of them are trained (or valued) here.
 
-    ``tokens``: how many are computed; nobody reads what follows a leaf's last token, so that one is not.
+    ``fresh``: those that no earlier part computes. ``tokens``: how many are computed; nobody reads what follows a leaf's
+    last token, so that one is not.
     """
 
     nodes: tuple[Node, ...]
     trained: frozenset[Node]
+    fresh: frozenset[Node]
     tokens: int
 
 
@@ -126,24 +128,27 @@ def split(roots: Sequence[Node], limit: int) -> list[Part]:
     """
     parts: list[Part] = []
     done: set[Node] = set()
+    seen: set[Node] = set()
     current: dict[Node, None] = {}
     size = 0
     for path in _branches(roots):
         added = sum(len(node.ids_T) for node in path if node not in current) - path[-1].unread
         if current and size + added > limit:
-            parts.append(_close(current, done, size))
+            parts.append(_close(current, done, seen, size))
             current, size, added = {}, 0, sum(len(node.ids_T) for node in path) - path[-1].unread
         current.update(dict.fromkeys(path))
         size += added
     if current:
-        parts.append(_close(current, done, size))
+        parts.append(_close(current, done, seen, size))
     return parts
 
 
-def _close(nodes: dict[Node, None], done: set[Node], size: int) -> Part:
+def _close(nodes: dict[Node, None], done: set[Node], seen: set[Node], size: int) -> Part:
     trained = frozenset(node for node in nodes if node.asked and node not in done)
+    fresh = frozenset(node for node in nodes if node not in seen)
     done |= trained
-    return Part(tuple(nodes), trained, size)
+    seen |= fresh
+    return Part(tuple(nodes), trained, fresh, size)
 
 
 def _branches(roots: Sequence[Node]) -> list[list[Node]]:

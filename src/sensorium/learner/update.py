@@ -21,6 +21,7 @@ from sensorium.learner.forward import Scorer, UpdateFeatures, hidden_states
 from sensorium.learner.objective import Objective
 from sensorium.learner.optimizer import Optimizer
 from sensorium.learner.packing import MicroBatch, Packing
+from sensorium.learner.routers import Routers
 from sensorium.learner.sample import AskedValues, SampledTokens
 from sensorium.recipe.schema import CorrectionSection
 from sensorium.vocabulary.errors import NonFiniteUpdate
@@ -54,7 +55,10 @@ class Shares:
 
 @dataclass(frozen=True)
 class Measured:
-    """What an update saw, per sampled token in canonical order; ``loss`` and ``grad_norm`` of the whole."""
+    """What an update saw, per sampled token in canonical order; ``loss`` and ``grad_norm`` of the whole.
+
+    ``others`` are the metrics of critic and routers, which are not per sampled token.
+    """
 
     loss: float
     grad_norm: float
@@ -65,7 +69,7 @@ class Measured:
     reference_N: Tensor | None
     corrections_N: Tensor | None
     rejected_S: Tensor | None
-    value: dict[str, float]
+    others: dict[str, float]
 
     def metrics(self) -> dict[str, float]:
         """Token means."""
@@ -83,7 +87,7 @@ class Measured:
             named["correction/rejected"] = self.rejected_S
         means = torch.stack([values.double().mean() for values in named.values()]).tolist()
         row = {"policy/loss": self.loss, "policy/grad_norm": self.grad_norm, **dict(zip(named, means, strict=True))}
-        return row | self.value
+        return row | self.others
 
 
 def update(
@@ -142,18 +146,35 @@ class _Pass:
         self.clipped_N = torch.zeros_like(self.losses_N, dtype=torch.bool)
         correcting = not objective.supervised and objective.algorithm.correction.weights != "none"
         self.corrections_N = torch.ones_like(self.losses_N) if correcting else None
-        self.whole_N = scorer.logprobs(batch.packing) if self._looks_ahead() else None
+        self.routers = Routers(scorer.policy, objective)
+        self.whole_N = self._look_ahead() if self._looks_ahead() else None
 
     def _looks_ahead(self) -> bool:
         """Whether the loss must know log-probs that other micro-batches will find; then they are found beforehand."""
         over, microbatches = self.objective.over, self.batch.packing.microbatches
-        if over == "token" or len(microbatches) == 1:
+        if len(microbatches) == 1:
+            return False
+        if self.routers.pull:
+            return True
+        if over == "token":
             return False
         if over == "update":
             return True
         present = [self.batch.tokens.sequences_N[microbatch.places_M].unique() for microbatch in microbatches]
         cut = sum(len(sequences) for sequences in present) > int((self.batch.tokens.counts_S > 0).sum())
         return cut and self.batch.old_N is not None  # with old as current every ratio is 1
+
+    @torch.no_grad()
+    def _look_ahead(self) -> Tensor:
+        """Log-probs of the whole update, and where its experts' tokens go."""
+        policy, packing = self.scorer.policy, self.batch.packing
+        features = UpdateFeatures(policy, packing.microbatches)
+        logprobs_N = torch.zeros_like(self.logprobs_N)
+        for microbatch in packing.microbatches:
+            with self.routers.watch(microbatch, ahead=True):
+                hidden_TH = hidden_states(policy, microbatch, features)
+            logprobs_N[microbatch.places_M] = self.scorer.score(hidden_TH, microbatch)[0]
+        return logprobs_N
 
     def run(self, optimizers: list[Optimizer]) -> None:
         """All micro-batches: those that teach the policy with a graph, the others without; then the towers, once."""
@@ -163,8 +184,9 @@ class _Pass:
         features = UpdateFeatures(self.scorer.policy, learning, idle)
         for microbatch in (*learning, *idle):
             with torch.set_grad_enabled(not self._idles(microbatch)):
-                hidden_TH = hidden_states(self.scorer.policy, microbatch, features)
-                loss = self._policy_loss(hidden_TH, microbatch)
+                with self.routers.watch(microbatch):
+                    hidden_TH = hidden_states(self.scorer.policy, microbatch, features)
+                loss = self._policy_loss(hidden_TH, microbatch) + self.routers.loss()
             if self.value is not None and self.value.critic.shared:
                 loss = loss + self.value.loss(hidden_TH, microbatch)
             if loss.requires_grad:
@@ -235,9 +257,9 @@ class _Pass:
         """What was seen, once all micro-batches have run."""
         loss, grad_norm = torch.stack([(self.losses_N.double() * self.weights_N).sum(), norms[0].double()]).tolist()
         batch = self.batch
-        value = {}
+        others = self.routers.metrics()
         if self.value is not None:
-            value = self.value.metrics() | {"value/grad_norm": float(norms[1])}
+            others |= self.value.metrics() | {"value/grad_norm": float(norms[1])}
         return Measured(
             loss,
             grad_norm,
@@ -248,7 +270,7 @@ class _Pass:
             batch.reference_N,
             self.corrections_N,
             batch.rejected_S,
-            value,
+            others,
         )
 
 

@@ -10,10 +10,9 @@ from io import BytesIO
 from math import inf
 from typing import Any
 
-import av
 import numpy as np
 
-from sensorium.media.container import BadClip, Source, check_whole, opened, stated_end, track, trimmed, zero
+from sensorium.media.container import BadClip, Source, check_whole, library, opened, stated_end, track, trimmed, zero
 from sensorium.vocabulary.decoding import AudioParameters
 
 RATES = (1000, 1_000_000)
@@ -81,7 +80,7 @@ def decode_audio(source: Source, parameters: AudioParameters, name: str) -> Deco
 def _resampled(container: Any, stream: Any, rate: int, name: str) -> Iterator[np.ndarray]:
     """Chunks of one channel, the mean of all, at ``rate`` from the file's start on."""
     # Mixing channels there would add them up, beyond 1; and frames of separate channels cannot be read beyond eight.
-    resampler = av.AudioResampler(format="flt", rate=rate)
+    resampler = library().AudioResampler(format="flt", rate=rate)
     skip = 0
     for number, frame in enumerate(container.decode(stream)):
         if number == 0 and frame.time is not None:

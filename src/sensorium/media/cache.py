@@ -16,10 +16,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 
 from sensorium.media.audio import DecodedAudio
+from sensorium.media.container import library
 from sensorium.media.video import DecodedVideo
 
 Clip = DecodedVideo | DecodedAudio
@@ -154,4 +154,4 @@ def unpacked(data: bytes) -> Clip | None:
 
 def _decoder_version() -> str:
     """Another version of the decoders may give other pixels, so it does not use these entries."""
-    return av.__version__
+    return str(library().__version__)

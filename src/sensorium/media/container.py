@@ -1,15 +1,14 @@
-"""Opening a file that may hold video and sound, choosing a track, and saying what is wrong with it in our words."""
+"""Opening a file that may hold video and sound, choosing a track, and saying what is wrong with it in our words.
+
+PyAV is imported where a clip is opened: a run without clips needs none.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
-
-import av
-import av.error
-import av.logging
-from av.stream import Disposition
 
 from sensorium.vocabulary.decoding import Parameters
 from sensorium.vocabulary.errors import MediaError
@@ -26,8 +25,6 @@ STATE_LENGTH = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "wav", "w64", "flac"
 SLACK_S = 0.5
 """How far a stated length or a trim may exceed what is there: tables are rounded, and tracks seldom end together."""
 
-av.logging.set_level(None)
-
 
 class BadClip(MediaError):
     """A video or sound that cannot be decoded as asked. ``what`` is the reason without the item's name."""
@@ -37,11 +34,27 @@ class BadClip(MediaError):
         self.what = what
 
 
+@cache
+def library() -> Any:
+    """PyAV, and quiet."""
+    try:
+        import av
+        import av.error
+        import av.logging
+        import av.stream
+        import av.video.reformatter
+    except ImportError as error:
+        raise MediaError(f"videos and sounds are decoded by PyAV, which is not here ({error}): pip install av.") from error
+    av.logging.set_level(None)
+    return av
+
+
 @contextmanager
 def opened(source: Source, name: str, kind: str) -> Iterator[Any]:
     """An open container; whatever goes wrong with it inside the block becomes a BadClip that names it."""
     if isinstance(source, bytes) and not source:
         raise BadClip(name, f"the {kind} is empty (0 bytes). Restore the file or drop the row.")
+    av = library()
     try:
         # A file object, not a path: a name such as 'concat:…' must not be taken for a protocol.
         with (
@@ -62,7 +75,8 @@ def opened(source: Source, name: str, kind: str) -> Iterator[Any]:
 def track(container: Any, kind: str, name: str) -> Any:
     """The first video or sound track, with a codec that can be decoded; cover pictures are no video."""
     streams = container.streams.video if kind == "video" else container.streams.audio
-    kept = [stream for stream in streams if not stream.disposition & Disposition.attached_pic]
+    cover = library().stream.Disposition.attached_pic
+    kept = [stream for stream in streams if not stream.disposition & cover]
     if not kept:
         held = sorted({stream.type for stream in container.streams}) or ["nothing"]
         raise BadClip(name, f"has no {kind} track, only {', '.join(held)}. Drop the block, or give a file that has one.")
@@ -74,7 +88,7 @@ def track(container: Any, kind: str, name: str) -> Any:
 
 def zero(container: Any) -> float:
     """The moment, in the container's clock, that all times of a clip count from."""
-    return container.start_time / av.time_base if container.start_time is not None else 0.0
+    return container.start_time / library().time_base if container.start_time is not None else 0.0
 
 
 def stated_end(container: Any, stream: Any) -> float | None:

@@ -9,7 +9,7 @@ from typing import Any
 import av
 import numpy as np
 
-from sensorium.media.video import EXACT
+from sensorium.media.video import exactly
 
 CLOCK = 90000
 """Ticks a second in which the times of frames are given."""
@@ -82,7 +82,7 @@ def _frames(
 ) -> Iterator[Any]:
     for number, picture in enumerate(frames):
         frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")
-        frame = frame.reformat(format=stream.pix_fmt, interpolation=EXACT, threads=1)
+        frame = frame.reformat(format=stream.pix_fmt, interpolation=exactly(), threads=1)
         if times_s is None:
             frame.pts, frame.time_base = number, 1 / Fraction(fps).limit_denominator(1000)
         else:

@@ -8,14 +8,15 @@ Times count from the start of the file, whatever was trimmed off. Few frames of 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache, reduce
 from math import floor, sqrt
+from operator import or_
 from typing import Any
 
 import numpy as np
-from av.video.reformatter import Interpolation
 from PIL import Image
 
-from sensorium.media.container import BadClip, Source, check_whole, opened, stated_end, track, trimmed, zero
+from sensorium.media.container import BadClip, Source, check_whole, library, opened, stated_end, track, trimmed, zero
 from sensorium.vocabulary.decoding import VideoParameters
 
 SEEK_S = 4.0
@@ -24,7 +25,7 @@ SEEK_S = 4.0
 MOST_PIXELS = 1 << 27
 """Frames beyond this (16K video) are taken for damage, not decoded into memory."""
 
-EXACT = Interpolation.BICUBIC | Interpolation.FULL_CHR_H_INT | Interpolation.ACCURATE_RND | Interpolation.BITEXACT
+EXACT = ("BICUBIC", "FULL_CHR_H_INT", "ACCURATE_RND", "BITEXACT")
 """Colours converted alike on every machine; without the full chroma step exact rounding darkens them by two levels."""
 
 
@@ -180,7 +181,7 @@ class _Clip:
         return size[::-1] if _quarters(frame) % 2 else size
 
     def _upright(self, frame: Any, target: tuple[int, int]) -> np.ndarray:
-        picture = frame.reformat(format="rgb24", interpolation=EXACT, threads=1).to_ndarray()
+        picture = frame.reformat(format="rgb24", interpolation=exactly(), threads=1).to_ndarray()
         picture = np.ascontiguousarray(np.rot90(picture, _quarters(frame)))
         if picture.shape[1::-1] == target:
             return picture
@@ -190,3 +191,10 @@ class _Clip:
 def _quarters(frame: Any) -> int:
     """Quarter turns to the left that set a frame upright."""
     return round(frame.rotation / 90) % 4
+
+
+@cache
+def exactly() -> Any:
+    """The way colours are converted."""
+    ways = library().video.reformatter.Interpolation
+    return reduce(or_, (ways[name] for name in EXACT))

@@ -4,7 +4,6 @@ The parts are stock transformers modules. The loop over the decoder layers is wr
 library, so that attention, deepstack features and recomputation are the caller's, without hooks or masks on the side.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
@@ -21,8 +20,9 @@ from sensorium.models.attention import Attention
 from sensorium.models.counts import MediaCounts, count_media
 from sensorium.models.encoding import Counters, Encoder
 from sensorium.models.family import Family, group_of
-from sensorium.models.features import Extent, PreparedMedia
-from sensorium.models.layout import Features, Layout, Placement, Slot, mismatch
+from sensorium.models.features import PreparedMedia
+from sensorium.models.laying_out import Layouts
+from sensorium.models.layout import Features, Layout, Placement
 from sensorium.models.lora import FOLDER, Adapters
 from sensorium.models.quiet import quiet
 from sensorium.models.rendering import ChatRenderer
@@ -31,10 +31,6 @@ from sensorium.models.tokens import TokenTable
 from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import MediaError, ModelError, SpanMismatch
-
-# Expanded tokens whose layouts are remembered: 128 MiB of ids and positions.
-LAYOUT_TOKENS_KEPT = 1 << 22
-SHAPES_KEPT = 4096
 
 
 class Policy:
@@ -76,9 +72,7 @@ class Policy:
         self.decoder = decoder or Decoder(store)
         self._media = PreparedMedia(self.decoder, adapter.preprocessors, media_bytes)
         self._encoder = Encoder(adapter, self._media, self.device)
-        self._layouts: OrderedDict[str, Layout] = OrderedDict()
-        self._laid_out = 0
-        self._shapes: dict[tuple[Any, ...], Tensor] = {}
+        self._layouts = Layouts(adapter, self._media)
         self._recompute = False
         self.groups()  # refuses a parameter that belongs to none
         _refuse_sliding_window(adapter.language_model.config)
@@ -153,50 +147,7 @@ class Policy:
 
     def layout(self, segment: Segment) -> Layout:
         """The segment as the language model sees it, on the CPU; environment segments are remembered by content."""
-        if segment.author == "model":
-            return self._lay_out(segment)
-        layout = self._layouts.get(segment.key)
-        if layout is None:
-            layout = self._layouts[segment.key] = self._lay_out(segment)
-            self._laid_out += len(layout)
-            while self._laid_out > LAYOUT_TOKENS_KEPT:
-                self._laid_out -= len(self._layouts.popitem(last=False)[1])
-        return layout
-
-    @torch.inference_mode(False)  # what is remembered must also serve training
-    def _lay_out(self, segment: Segment) -> Layout:
-        self._check_spans(segment)
-        if not segment.media:
-            length = len(segment.tokens)
-            steps_T = torch.arange(length)
-            return Layout(torch.tensor(segment.tokens, dtype=torch.long), steps_T.expand(3, -1), length, steps_T, ())
-        ids: list[int] = []
-        ends: list[int] = []
-        slots: list[Slot] = []
-        extents = [self._media.extent(span.media) for span in segment.media]
-        shown = {span.index: (span.media, extent) for span, extent in zip(segment.media, extents, strict=True)}
-        for i, token in enumerate(segment.tokens):
-            if i in shown:
-                media, extent = shown[i]
-                expansion = self.adapter.expand(extent)
-                slots.append(Slot(media, expansion.runs).moved(len(ids)))
-                ids += expansion.ids
-            else:
-                ids.append(token)
-            ends.append(len(ids) - 1)
-        ids_T = torch.tensor(ids, dtype=torch.long)
-        positions_3T = self._positions(ids_T, slots, extents)
-        # From the last token, which is text, and not from the largest: a video may reach beyond what follows it.
-        return Layout(ids_T, positions_3T, int(positions_3T[0, -1]) + 1, torch.tensor(ends), tuple(slots))
-
-    def _positions(self, ids_T: Tensor, slots: Sequence[Slot], extents: Sequence[Extent]) -> Tensor:
-        """Positions depend only on where media stand and how large they are; prompts built alike share them."""
-        shape = (len(ids_T), tuple(slot.runs for slot in slots), tuple(extents))
-        if shape not in self._shapes:
-            if len(self._shapes) >= SHAPES_KEPT:
-                self._shapes.clear()
-            self._shapes[shape] = self.adapter.positions(ids_T, extents)
-        return self._shapes[shape]
+        return self._layouts(segment)
 
     def unprepared(self, media: Iterable[Media]) -> list[Media]:
         """The distinct media that no layout can be made of yet; refuses those of a kind that the model does not take."""
@@ -208,7 +159,7 @@ class Policy:
             self.decoder.request(item)
 
     def prepare(self, media: Iterable[Media]) -> dict[Media, MediaError]:
-        """Preprocess media together, ahead of their layouts: many times cheaper than one by one. Any thread may do so.
+        """Preprocess media together, ahead of their layouts: many times cheaper than one by one. In any thread.
 
         Returns the errors of those that cannot be.
         """
@@ -220,16 +171,7 @@ class Policy:
         if _processing(self.processor) == _processing(other.processor):
             self._media = other._media
             self._encoder.reading(other._media)
-
-    def _check_spans(self, segment: Segment) -> None:
-        placeholders = self.adapter.placeholders
-        spans = {span.index: span.media for span in segment.media}
-        for i, item in spans.items():
-            if not 0 <= i < len(segment.tokens) or segment.tokens[i] != placeholders.get(item.kind):
-                raise mismatch(item, f"its span points at token {i}, which is no placeholder of a {item.kind}")
-        stray = [i for i, token in enumerate(segment.tokens) if token in placeholders.values() and i not in spans]
-        if stray:
-            raise SpanMismatch(f"token {stray[0]} of a segment by the {segment.author} is a placeholder without a medium.")
+            self._layouts = Layouts(self.adapter, other._media)
 
     # Parts.
 
@@ -293,6 +235,7 @@ class Policy:
         copy = Policy(self.family, adapter, model, self.tokenizer, self.processor, self.store, adapters, self.decoder)
         copy.version = self.version
         copy._media = self._media
+        copy._layouts = self._layouts
         copy._encoder = self._encoder.copied(adapter)
         return copy
 

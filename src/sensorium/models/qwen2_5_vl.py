@@ -89,8 +89,8 @@ def grids_of(kind: MediaKind, extents: Sequence[Extent]) -> Tensor | None:
 def seconds_per_grid(extents: Sequence[Extent], vision: Any) -> Tensor | None:
     """How many seconds each video's temporal patches stand for; None if there is no video."""
     videos = [extent for extent in extents if extent.kind == "video"]
-    # Rounded, because the library cuts off fractions: 0.9999999 s must not become 0.
-    seconds = [round(vision.temporal_patch_size * extent.seconds_per_frame, 6) for extent in videos]
+    # Rounded, because the library cuts off fractions: 0.9999999999 s must not become 0.
+    seconds = [round(vision.temporal_patch_size * extent.seconds_per_frame, 9) for extent in videos]
     return torch.tensor(seconds, dtype=torch.float64) if seconds else None
 
 

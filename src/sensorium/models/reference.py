@@ -18,9 +18,12 @@ class Reference(Protocol):
 
 @dataclass(frozen=True)
 class FrozenCopy:
-    """A policy of its own, never trained."""
+    """A policy of its own, never trained: copied or loaded, its towers are frozen, and what they say is kept."""
 
     policy: Policy
+
+    def __post_init__(self) -> None:
+        self.policy.model.requires_grad_(False)
 
     @contextmanager
     def active(self) -> Iterator[Policy]:

@@ -35,14 +35,14 @@ def linears_in(shapes: Mapping[str, Sequence[int]], group_of: Callable[[str], st
 
 def linears_of(config: dict[str, Any]) -> tuple[Linear, ...]:
     """Those of a config alone, for the families we know."""
+    config = config.get("thinker_config", config)
     text = config.get("text_config", config)
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     found = list(_language(text))
     if not tied:
         found.append(Linear("lm_head", "head", text["hidden_size"], text["vocab_size"]))
     if vision := config.get("vision_config"):
-        plain = config["model_type"].startswith("qwen3")
-        found += _tower(vision, plain=plain, apart="audio_config" in config)
+        found += _tower(vision, plain=config["model_type"].startswith("qwen3"), fused="audio_config" not in config)
     if audio := config.get("audio_config"):
         found += _audio_tower(audio)
     return tuple(found)
@@ -62,19 +62,17 @@ def _language(text: dict[str, Any]) -> Iterator[Linear]:
             yield from _gated(at, "language", hidden, text["intermediate_size"])
 
 
-def _tower(vision: dict[str, Any], *, plain: bool, apart: bool) -> Iterator[Linear]:
+def _tower(vision: dict[str, Any], *, plain: bool, fused: bool) -> Iterator[Linear]:
     """A vision tower: blocks with a plain MLP and deepstack mergers (Qwen3-VL), or a gated one (Qwen2.5-VL).
 
-    ``apart``: queries, keys and values are three layers (Qwen2.5-Omni).
+    ``fused``: queries, keys and values are one layer (not in Qwen2.5-Omni).
     """
     hidden, wide, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
     merged = hidden * vision.get("spatial_merge_size", 2) ** 2
     for i in range(vision["depth"]):
         at = f"visual.blocks.{i}"
-        if apart:
-            yield from (Linear(f"{at}.attn.{part}", "vision", hidden, hidden) for part in "qkv")
-        else:
-            yield Linear(f"{at}.attn.qkv", "vision", hidden, 3 * hidden)
+        for name, parts in (("qkv", 3),) if fused else (("q", 1), ("k", 1), ("v", 1)):
+            yield Linear(f"{at}.attn.{name}", "vision", hidden, parts * hidden)
         yield Linear(f"{at}.attn.proj", "vision", hidden, hidden)
         if plain:
             yield Linear(f"{at}.mlp.linear_fc1", "vision", hidden, wide)
@@ -92,8 +90,8 @@ def _audio_tower(audio: dict[str, Any]) -> Iterator[Linear]:
     hidden, wide = audio["d_model"], audio["encoder_ffn_dim"]
     for i in range(audio["encoder_layers"]):
         at = f"audio_tower.layers.{i}"
-        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            yield Linear(f"{at}.self_attn.{part}", "audio", hidden, hidden)
+        for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
+            yield Linear(f"{at}.self_attn.{name}", "audio", hidden, hidden)
         yield Linear(f"{at}.fc1", "audio", hidden, wide)
         yield Linear(f"{at}.fc2", "audio", wide, hidden)
     yield Linear("audio_tower.proj", "projector", hidden, audio["output_dim"])

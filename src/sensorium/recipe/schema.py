@@ -218,6 +218,7 @@ class AlgorithmSection(Section):
     loss: LossSection = LossSection()
     kl: KLSection = KLSection()
     correction: CorrectionSection = CorrectionSection()
+    router_coef: float = Field(default=0.0, ge=0, description="weight of the load-balancing loss of a mixture of experts")
     critic: CriticSection = CriticSection()
 
 

@@ -12,8 +12,6 @@ from sensorium.recipe.names import PARAMETER_GROUPS
 from sensorium.recipe.schema import LoraSection
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
-LEFT_ASIDE = ("__metadata__", "talker.", "token2wav.")
-"""What a file of weights holds beside what is trained: a header of its own, and the parts of a model that speak."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,8 @@ def read_shape(path: str) -> ModelShape | None:
     folder = _folder(path)
     if folder is None or not (folder / "config.json").is_file():
         return None
-    config = trained_part(json.loads((folder / "config.json").read_text()))
+    config = json.loads((folder / "config.json").read_text())
+    config = config.get("thinker_config", config)
     text = config.get("text_config", config)
     heads = text["num_attention_heads"]
     head_dim = text.get("head_dim") or text["hidden_size"] // heads
@@ -61,7 +60,7 @@ def read_shape(path: str) -> ModelShape | None:
     shapes = _weight_shapes(folder)
     counted = _count_weights(shapes)
     return ModelShape(
-        family=config.get("model_type", ""),
+        family=config.get("model_type", "").removesuffix("_thinker"),
         layers=text["num_hidden_layers"],
         hidden=text["hidden_size"],
         key_values=text.get("num_key_value_heads", heads) * head_dim,
@@ -73,25 +72,19 @@ def read_shape(path: str) -> ModelShape | None:
     )
 
 
-def trained_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of what is trained: of a whole Qwen2.5-Omni the thinker, without the parts that speak."""
-    part: dict[str, Any] = config.get("thinker_config", config)
-    return part
-
-
 def count_parameters(config: dict[str, Any]) -> dict[str, int]:
     """Parameters by group from a config alone, for the families we know."""
     text = config.get("text_config", config)
-    vision, audio = config.get("vision_config"), config.get("audio_config")
+    vision = config.get("vision_config")
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     table = text["vocab_size"] * text["hidden_size"]
     counts = {"language": table + _language(text, config["model_type"]), "head": 0 if tied else table}
     if vision:
         tower = _tower_qwen3 if config["model_type"].startswith("qwen3") else _tower_qwen25
         counts["vision"], counts["projector"] = tower(vision)
-    if audio:
-        counts["audio"], projected = _audio_tower(audio)
-        counts["projector"] = counts.get("projector", 0) + projected
+    if audio := config.get("audio_config"):
+        counts["audio"], projector = _tower_audio(audio)
+        counts["projector"] += projector
     return {group: counts.get(group, 0) for group in PARAMETER_GROUPS}
 
 
@@ -127,11 +120,11 @@ def _tower_qwen3(vision: dict[str, Any]) -> tuple[int, int]:
     return patch + places + vision["depth"] * block, 2 * hidden + _merger(vision) + deepstack
 
 
-def _audio_tower(audio: dict[str, Any]) -> tuple[int, int]:
+def _tower_audio(audio: dict[str, Any]) -> tuple[int, int]:
     hidden, wide, out = audio["d_model"], audio["encoder_ffn_dim"], audio["output_dim"]
     convolutions = 3 * hidden * (audio["num_mel_bins"] + hidden) + 2 * hidden
-    block = 4 * hidden**2 + 3 * hidden + 2 * hidden * wide + wide + hidden + 4 * hidden
-    return convolutions + 2 * out + audio["encoder_layers"] * block, 2 * hidden + hidden * out + out
+    block = 4 * hidden**2 + 3 * hidden + 4 * hidden + 2 * hidden * wide + wide + hidden
+    return convolutions + audio["encoder_layers"] * block + 2 * out, 2 * hidden + hidden * out + out
 
 
 def _merger(vision: dict[str, Any]) -> int:
@@ -152,8 +145,11 @@ def _weight_shapes(folder: Path) -> dict[str, list[int]]:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
             header = json.loads(opened.read(length))
-        shapes |= {name: tensor["shape"] for name, tensor in header.items() if not name.startswith(LEFT_ASIDE)}
-    return shapes
+        shapes |= {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
+    # A whole Qwen2.5-Omni: the parts that speak are not loaded.
+    return {
+        name.removeprefix("thinker."): s for name, s in shapes.items() if not name.startswith(("talker.", "token2wav."))
+    }
 
 
 def _count_weights(shapes: dict[str, list[int]]) -> dict[str, int]:
@@ -165,11 +161,10 @@ def _count_weights(shapes: dict[str, list[int]]) -> dict[str, int]:
 
 
 def _group_of(name: str) -> str:
-    name = name.removeprefix("thinker.")
     if "visual." in name:
         return "projector" if "merger" in name else "vision"
     if name.startswith("audio_tower."):
-        return "projector" if name.startswith(("audio_tower.ln_post.", "audio_tower.proj.")) else "audio"
+        return "projector" if name.startswith(("audio_tower.proj.", "audio_tower.ln_post.")) else "audio"
     return "head" if name.startswith("lm_head") else "language"
 
 

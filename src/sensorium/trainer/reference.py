@@ -36,6 +36,4 @@ def resume_reference(recipe: Recipe, policy: Policy, directory: RunDirectory) ->
     warm = recipe.warm_start.steps > 0
     if policy.adapters is not None:
         return FormerSelf(policy, policy.adapters.read(directory.reference) if warm else None)
-    former = load_beside(recipe, str(directory.reference) if warm else recipe.model.path, policy)
-    former.model.requires_grad_(False)  # as a copy is: frozen towers look at media one by one, and so to the same last bit
-    return FrozenCopy(former)
+    return FrozenCopy(load_beside(recipe, str(directory.reference) if warm else recipe.model.path, policy))

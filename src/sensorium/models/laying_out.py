@@ -1,0 +1,87 @@
+"""From stored segments to layouts: each placeholder becomes what the family says, and every token gets its positions."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sensorium.models.family import Family
+from sensorium.models.features import Extent, PreparedMedia
+from sensorium.models.layout import Layout, Slot, mismatch
+from sensorium.vocabulary.episode import Segment
+from sensorium.vocabulary.errors import SpanMismatch
+
+# Expanded tokens whose layouts are remembered: 128 MiB of ids and positions.
+TOKENS_KEPT = 1 << 22
+SHAPES_KEPT = 4096
+
+
+class Layouts:
+    """Layouts of segments, on the CPU. Those of environment segments are remembered by content: a group shares them."""
+
+    def __init__(self, adapter: Family, media: PreparedMedia) -> None:
+        self._adapter, self._media = adapter, media
+        self._known: OrderedDict[str, Layout] = OrderedDict()
+        self._held = 0
+        self._shapes: dict[tuple[Any, ...], Tensor] = {}
+
+    def __call__(self, segment: Segment) -> Layout:
+        """The segment as the language model sees it."""
+        if segment.author == "model":
+            return self._lay_out(segment)
+        layout = self._known.get(segment.key)
+        if layout is None:
+            layout = self._known[segment.key] = self._lay_out(segment)
+            self._held += len(layout)
+            while self._held > TOKENS_KEPT:
+                self._held -= len(self._known.popitem(last=False)[1])
+        return layout
+
+    @torch.inference_mode(False)  # what is remembered must also serve training
+    def _lay_out(self, segment: Segment) -> Layout:
+        check_spans(segment, self._adapter)
+        if not segment.media:
+            length = len(segment.tokens)
+            steps_T = torch.arange(length)
+            return Layout(torch.tensor(segment.tokens, dtype=torch.long), steps_T.expand(3, -1), length, steps_T, ())
+        ids: list[int] = []
+        ends: list[int] = []
+        slots: list[Slot] = []
+        extents: list[Extent] = []
+        shown = {span.index: span.media for span in segment.media}
+        for i, token in enumerate(segment.tokens):
+            if i in shown:
+                extents.append(self._media.extent(shown[i]))
+                expansion = self._adapter.expand(extents[-1])
+                slots.append(Slot(shown[i], expansion.runs).moved(len(ids)))
+                ids += expansion.ids
+            else:
+                ids.append(token)
+            ends.append(len(ids) - 1)
+        ids_T = torch.tensor(ids, dtype=torch.long)
+        positions_3T = self._positions(ids_T, slots, extents)
+        # From the last token, which is text, and not from the largest: a video may reach beyond what follows it.
+        return Layout(ids_T, positions_3T, int(positions_3T[0, -1]) + 1, torch.tensor(ends), tuple(slots))
+
+    def _positions(self, ids_T: Tensor, slots: Sequence[Slot], extents: Sequence[Extent]) -> Tensor:
+        """Positions depend only on where media stand and how large they are; prompts built alike share them."""
+        shape = (len(ids_T), tuple(slot.runs for slot in slots), tuple(extents))
+        if shape not in self._shapes:
+            if len(self._shapes) >= SHAPES_KEPT:
+                self._shapes.clear()
+            self._shapes[shape] = self._adapter.positions(ids_T, extents)
+        return self._shapes[shape]
+
+
+def check_spans(segment: Segment, adapter: Family) -> None:
+    """Refuse a span that misses its placeholder, and a placeholder without a medium."""
+    placeholders = adapter.placeholders
+    spans = {span.index: span.media for span in segment.media}
+    for i, item in spans.items():
+        if not 0 <= i < len(segment.tokens) or segment.tokens[i] != placeholders.get(item.kind):
+            raise mismatch(item, f"its span points at token {i}, which is no placeholder of a {item.kind}")
+    stray = [i for i, token in enumerate(segment.tokens) if token in placeholders.values() and i not in spans]
+    if stray:
+        raise SpanMismatch(f"token {stray[0]} of a segment by the {segment.author} is a placeholder without a medium.")
