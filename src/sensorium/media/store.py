@@ -33,6 +33,7 @@ class MediaStore:
         self.folder = folder
         bound = memory_mib * MIB if folder is not None else None
         self.pictures_decoded = 0
+        self._counting = threading.Lock()
         self._bytes: Recent[bytes] = Recent(bound, len)
         self._pictures: Recent[Image.Image] = Recent(memory_mib * MIB, lambda image: image.width * image.height * 3)
         self._files: dict[str, Path] = {}
@@ -131,7 +132,8 @@ class MediaStore:
         return image
 
     def _decoded(self, data: bytes, origin: str) -> Image.Image:
-        self.pictures_decoded += 1
+        with self._counting:
+            self.pictures_decoded += 1
         return decode_picture(data, origin)
 
     def _path(self, media: Media) -> Path | None:

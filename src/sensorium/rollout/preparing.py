@@ -50,6 +50,5 @@ class Preparation:
         except Exception as error:
             for answer in self._waiting.values():
                 answer.set_exception(error)
-            raise
         finally:
             self._waiting.clear()
