@@ -9,7 +9,9 @@ import yaml
 
 from sensorium.media.making import encode_clip, encode_wav
 from sensorium.media.store import MediaStore
+from sensorium.models.counts import COUNTS
 from sensorium.recipe.names import wrong_options
+from sensorium.recipe.schema import MediaSection
 from sensorium.tasks.layout import layout_of
 from sensorium.tasks.rows import JsonlRows
 from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
@@ -18,8 +20,9 @@ from tests.media.clips import numbered, tone
 PAGE = (Path(__file__).parents[2] / "docs" / "media.md").read_text()
 
 
-def block(language: str) -> str:
-    (found,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+def block(language: str, holding: str = "") -> str:
+    """The block of a language on the page that holds some text."""
+    (found,) = [text for text in re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL) if holding in text]
     assert isinstance(found, str)
     return found
 
@@ -44,9 +47,18 @@ def test_the_row_is_read(tmp_path: Path) -> None:
 
 
 def test_the_options_are_known() -> None:
-    section = yaml.safe_load(block("yaml"))
+    section = yaml.safe_load(block("yaml", "source:"))
     assert wrong_options("source", section["source"], section["options"]) == ("", "")
     assert layout_of(section["options"]["columns"], media_first=section["options"]["media_first"])
+
+
+def test_the_settings_and_metrics_of_a_run_are_told_as_they_are() -> None:
+    said = yaml.safe_load(block("yaml", "cache:"))["media"]
+    usual = MediaSection()
+    assert said | {"cache": None} == usual.model_dump()
+    assert MediaSection.model_validate(said)
+    metrics = re.findall(r"`media/(\w+)`", PAGE)
+    assert set(metrics) >= {*COUNTS, "cache_gib", "memory_gib"} - {"tower_hits", "tower_evictions"}
 
 
 def test_the_defaults_are_told_as_they_are() -> None:
