@@ -16,7 +16,7 @@ from sensorium.trainer.study import SAMPLED_AND_GREEDY, measure
 RESULTS = Path(__file__).parent / "results"
 FRESH = {
     "shapes": ["tasks.evaluate.0.options.seed=7"],
-    "sight_and_sound": ["tasks.evaluate.0.options.seed=7"],
+    "sight_and_sound": ["tasks.evaluate.0.options.seed=7", "tasks.evaluate.0.options.size=700"],
     "frozen_lake": ["tasks.evaluate.0.options.seed=7", "tasks.evaluate.0.options.distinct=true"],
 }
 
