@@ -10,7 +10,6 @@ from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -143,10 +142,16 @@ def test_a_killed_writer_leaves_no_half_entry(tmp_path: Path) -> None:
     assert list(tmp_path.glob(".*")) == []
 
 
-def test_a_folder_that_cannot_be_written_to_is_no_reason_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = DiskCache(tmp_path, 10**6)
-    (tmp_path / "gone").mkdir()
-    cache.folder = tmp_path / "gone"
-    (tmp_path / "gone").rmdir()
+def test_a_folder_that_cannot_be_written_to_is_no_reason_to_stop(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    cache = DiskCache(tmp_path / "file" / "decoded", 10**6)
     cache.put("a", video())
     assert cache.get("a") is None
+
+
+def test_the_folder_comes_with_its_first_entry(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path / "deep" / "decoded", 10**6)
+    assert cache.get("a") is None
+    assert list(tmp_path.iterdir()) == []
+    cache.put("a", video(3))
+    assert same(cache.get("a"), video(3))

@@ -164,3 +164,23 @@ def test_a_missing_clip_is_named(tmp_path: Path) -> None:
     for place in ("gone.mp4", "\0"):
         with pytest.raises(MediaError, match=r"row 1: cannot read the video"):
             MediaStore(tmp_path / "media").put_file(tmp_path / place, "video", "row 1")
+
+
+def test_a_medium_is_taken_from_another_store_without_loading_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "clip.mp4").write_bytes(b"frames" * 1000)
+    first = MediaStore(tmp_path / "first")
+    clip = first.put_file(tmp_path / "clip.mp4", "video", "row 1", VideoParameters(frames=8))
+    monkeypatch.setattr(MediaStore, "bytes_of", lambda *_: pytest.fail("it was loaded"))
+    second, without_folder = MediaStore(tmp_path / "second"), MediaStore()
+    for store in (second, without_folder):
+        store.take(clip, first)
+        assert store.size_of(clip) == 6000
+    assert (tmp_path / "second" / clip.hash).samefile(tmp_path / "clip.mp4")
+    monkeypatch.undo()
+    small = MediaStore().put(b"abc", "sound")
+    with pytest.raises(MediaError, match="not in the store"):
+        second.size_of(small)
+    memory = MediaStore()
+    memory.put(b"abc", "sound")
+    second.take(small, memory)
+    assert (memory.size_of(small), second.size_of(small), second.bytes_of(small)) == (3, 3, b"abc")

@@ -1,8 +1,11 @@
 """Media are prepared once, spans and features are held against each other, and errors name the item."""
 
 import io
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,15 +13,18 @@ import torch
 from PIL import Image
 
 from sensorium.media.store import MediaStore
+from sensorium.models import features
 from sensorium.models.attention import MaskedAttention
 from sensorium.models.features import Extent, Prepared, PreparedMedia
 from sensorium.models.layout import Features, Placement, placements
+from sensorium.models.load import load_policy
+from sensorium.models.tiny import make_tiny
 from sensorium.models.tower import VisionTower
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.episode import MediaSpan
 from sensorium.vocabulary.errors import MediaError, ModelError, SpanMismatch
 
-from .clips import noise
+from .clips import clip, noise, tone
 from .stock_pair import Pair
 
 Pairs = Callable[..., Pair]
@@ -44,9 +50,10 @@ class Bytes:
     def __init__(self, store: MediaStore) -> None:
         self.store = store
 
-    def get_many(self, media: Iterable[Media]) -> list[Any]:
-        found = [self.store.bytes_of(item) for item in media]
-        return [MediaError(f"{data.decode()}: broken") if data == b"bad" else data for data in found]
+    def each(self, media: Iterable[Media]) -> Iterator[tuple[Media, Any]]:
+        for item in media:
+            data = self.store.bytes_of(item)
+            yield item, MediaError(f"{data.decode()}: broken") if data == b"bad" else data
 
 
 def prepared_media(store: MediaStore, preprocess: Counting, **how: Any) -> PreparedMedia:
@@ -92,6 +99,100 @@ def test_a_broken_medium_does_not_cost_the_others_and_kinds_are_prepared_apart()
     assert media.preprocessed == 3
     with pytest.raises(ModelError, match=r"takes text and picture and video; it cannot take sound s\.wav"):
         media.get([a, store.put(b"s", "sound", "s.wav")])
+
+
+class Choosy(Counting):
+    """Refuses a whole batch for one item that it does not like."""
+
+    def __call__(self, items: Sequence[tuple[Media, bytes]]) -> list[Prepared]:
+        made = super().__call__(items)
+        if any(data == b"thin" for _, data in items):
+            raise MediaError(f"{', '.join(media.name for media, _ in items)}: too thin")
+        return made
+
+
+def test_one_that_the_processor_refuses_is_found_and_fails_alone() -> None:
+    store, preprocess = MediaStore(), Choosy()
+    good, thin, fine = (store.put(name, "picture", name.decode()) for name in (b"good", b"thin", b"fine"))
+    media = prepared_media(store, preprocess)
+    errors = media.prepare([good, thin, fine])
+    assert {item: str(error) for item, error in errors.items()} == {thin: "thin: too thin"}
+    assert media.unknown([good, thin, fine]) == [thin]
+    assert len(media.get([good, fine])) == 2
+    assert (media.preprocessed, media.hits) == (2, 2)
+
+
+def test_preparing_ahead_holds_no_more_than_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features, "BATCH_BYTES", 0)  # each by itself
+    store, preprocess = MediaStore(), Counting()
+    items = [store.put(bytes([65 + i]), "picture") for i in range(20)]
+    media = prepared_media(store, preprocess, capacity=300)
+    assert media.prepare(items) == {}
+    assert preprocess.asked == [[chr(65 + i)] for i in range(20)]
+    assert (media.held, media.evictions) == (300, 17)
+    assert media.unknown(items) == [], "extents outlive patches"
+    media.get(items[-3:])
+    assert (media.hits, media.preprocessed) == (3, 20)
+
+
+def test_however_many_threads_ask_each_medium_is_preprocessed_once() -> None:
+    store, preprocess = MediaStore(), Counting()
+    items = [store.put(bytes([65 + i]), "picture") for i in range(8)]
+    media = prepared_media(store, preprocess)
+
+    def ask(i: int) -> int:
+        return len(media.get(items[i % 3 :])) if i % 2 else len(media.prepare(items[i % 5 :]))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(64)))
+    assert sorted(name for asked in preprocess.asked for name in asked) == [chr(65 + i) for i in range(8)]
+    assert (media.preprocessed, media.held, media.evictions) == (8, 800, 0)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_omni", "qwen3_vl"])
+def test_what_a_medium_becomes_does_not_depend_on_its_company(pairs: Pairs, family: str) -> None:
+    policy = pairs(family).policy
+    sizes = [(64, 64)] * 3 + [(100, 80)] * 2 + [(300, 111)]
+    items = [noise(policy.store, i, *size) for i, size in enumerate(sizes)]
+    items += [clip(policy.store, i, 2 + i % 2) for i in range(3)]
+    items += [tone(policy.store, i) for i in range(2)] if "sound" in policy.modalities else []
+    together, alone = (PreparedMedia(policy.decoder, policy.adapter.preprocessors) for _ in range(2))
+    for one, other in zip(together.get(items), [alone.get([item])[0] for item in items], strict=True):
+        assert torch.equal(one.patches_PC, other.patches_PC)
+        assert one.extent == other.extent
+
+
+def test_policies_that_prepare_alike_share_and_others_do_not(tmp_path: Path) -> None:
+    store = MediaStore()
+    folder = make_tiny("qwen2_5_vl", tmp_path / "one")
+    policy = load_policy(str(folder), store=store, device="cpu")
+    like = load_policy(str(folder), store=store, device="cpu", decoder=policy.decoder)
+    settings = json.loads((folder / "processor_config.json").read_text())
+    settings["image_processor"]["size"]["longest_edge"] = 28 * 28 * 4
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    other = load_policy(str(folder), store=store, device="cpu", decoder=policy.decoder)
+    picture = noise(store, 1, 112, 112)
+    for one in (like, other):
+        one.share_media(policy)
+    assert policy.prepare([picture]) == {}
+    assert like.unprepared([picture]) == []
+    like.encode([picture])
+    assert like.counters.preprocessed == policy.counters.preprocessed == 1
+    assert other.unprepared([picture]) == [picture]
+    assert len(other.encode([picture])[picture].embeds_NH) < len(like.encode([picture])[picture].embeds_NH)
+
+
+def test_media_counts_tell_what_was_decoded_kept_and_let_go(pairs: Pairs) -> None:
+    policy = pairs("qwen2_5_omni").policy
+    before = policy.media_counts
+    sound, video = tone(policy.store, 41), clip(policy.store, 41)
+    policy.prepare([sound, video])
+    policy.encode([sound, video])
+    now = policy.media_counts
+    row = now.since(before)
+    counted = {name: row[name] for name in ("decoded", "preprocessed", "memory_hits", "hits", "evictions", "tower_items")}
+    assert counted == {"decoded": 2, "preprocessed": 2, "memory_hits": 2, "hits": 0, "evictions": 0, "tower_items": 2}
+    assert now.sizes["memory_gib"] > 0
 
 
 def test_a_prompt_shared_by_a_group_is_laid_out_once(pairs: Pairs) -> None:

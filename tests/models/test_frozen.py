@@ -24,7 +24,7 @@ def loaded() -> Policy:
 def policy(loaded: Policy) -> Policy:
     """A copy with its towers frozen, and a cache of its own."""
     copy = loaded.copy()
-    copy._encoder._frozen = FrozenFeatures(1 << 30)
+    copy._encoder.kept = FrozenFeatures(1 << 30)
     for group in ("vision", "audio", "projector"):
         for parameter in copy.groups()[group].values():
             parameter.requires_grad_(False)
@@ -63,7 +63,7 @@ def test_a_tower_that_learns_is_asked_each_time_and_one_that_learned_again_says_
     learns = policy.groups()["audio"]["audio_tower.layers.0.fc1.weight"].requires_grad_(True)
     assert policy.encode([sound])[sound].embeds_NH.requires_grad
     assert looks(policy) == (3, 0)
-    assert policy._encoder._frozen.held == old[picture].nbytes, "what the audio tower said before is dropped"
+    assert policy._encoder.kept.held == old[picture].nbytes, "what the audio tower said before is dropped"
     with torch.no_grad():
         learns.add_(0.1)
     learns.requires_grad_(False)
@@ -100,12 +100,12 @@ def test_a_copy_knows_what_its_original_saw_until_either_moves(policy: Policy) -
 def test_the_cache_is_bounded_and_counts_what_leaves(policy: Policy) -> None:
     pictures = [noise(policy.store, seed) for seed in range(4)]
     size = policy.encode(pictures[:1])[pictures[0]].nbytes
-    policy._encoder._frozen = FrozenFeatures(2 * size)
+    policy._encoder.kept = FrozenFeatures(2 * size)
     policy.encode(pictures[:2])
     policy.encode([pictures[0]])  # pictures[1] was used longest ago
     policy.encode([pictures[2]])
     assert policy.counters.tower_evictions == 1
-    assert policy._encoder._frozen.held == 2 * size
+    assert policy._encoder.kept.held == 2 * size
     before = looks(policy)
     policy.encode([pictures[0], pictures[2], pictures[1]])
     assert looks(policy) == (before[0] + 1, before[1] + 2)

@@ -209,6 +209,12 @@ def test_unknown_names_are_refused_with_the_nearest(override: str, said: str) ->
         (["evaluation.every=2", "tasks.evaluate=[]"], "tasks.evaluate names no source"),
         (["evaluation={temperature: 0, samples: 4}"], "at temperature 0 every sample is the same"),
         (["model.freeze=[vision, projector, language]"], "every part of the model is frozen"),
+        (["model.path=tiny:qwen2", "model.freeze=[language]"], "every part of the model is frozen"),
+        (
+            ["model.path=tiny:qwen2_5_omni", "model.freeze=[vision, audio, projector, language]"],
+            "every part of the model is frozen",
+        ),
+        (["model.path=package:shapes", "model.freeze=[vision, projector, language]"], "every part of the model is frozen"),
         (["model.freeze=[vision]", "optimizer.group_lr.vision=1e-4"], "has a learning rate here and is frozen"),
         (["optimizer.group_lr.vision=0"], "must be above 0"),
         (["optimizer.betas=[0.9, 1.0]"], "both betas must lie in [0, 1)"),
@@ -233,6 +239,12 @@ def test_keys_that_contradict_each_other_are_refused(overrides: list[str], said:
 def test_selections_that_make_sense_stand(overrides: list[str]) -> None:
     recipe = parse_recipe(GOOD, "trial.yaml", overrides)
     assert parse_recipe(dump_recipe(recipe), "dumped") == recipe
+
+
+def test_freezing_all_but_the_ear_leaves_something_to_train() -> None:
+    frozen = "model.freeze=[vision, projector, language]"
+    for model in (["model.path=tiny:qwen2_5_omni"], ["model.path=Some/Omni"]):
+        parse_recipe(GOOD, "trial.yaml", [*model, frozen])
 
 
 def test_several_problems_make_one_paragraph() -> None:

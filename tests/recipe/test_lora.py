@@ -41,7 +41,9 @@ def test_sound_adapters_pass() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen2_5_omni", "qwen2", "qwen3"])
-@pytest.mark.parametrize("modules", [(), ("q_proj", "down_proj", "qkv", "mlp.2", "linear_fc2")])
+@pytest.mark.parametrize(
+    "modules", [(), ("q_proj", "down_proj", "qkv", "mlp.2", "linear_fc2", "attn.v", "fc1", "audio_tower.proj")]
+)
 def test_adapters_are_counted_from_files_and_config_as_they_are_made(
     family: str, modules: tuple[str, ...], tmp_path: Path
 ) -> None:

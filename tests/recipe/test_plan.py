@@ -64,6 +64,32 @@ def test_parameters_are_counted_from_disk_and_from_the_config_alike(tmp_path: Pa
     assert (shape.parameters["vision"] > 0) == ("vision_config" in config)
     assert (shape.parameters["audio"] > 0) == ("audio_config" in config)
     assert shape.family == family
+    from sensorium.models.family import group_of
+    from sensorium.recipe.names import resolve
+
+    groups = resolve("family", family).groups
+    counted = dict.fromkeys(shape.parameters, 0)
+    for name, parameter in model.named_parameters():
+        counted[group_of(name, groups) or "none"] += parameter.numel()
+    assert shape.parameters == counted
+
+
+def test_of_a_whole_omni_model_the_thinker_is_counted(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, "qwen2_5_omni")
+    from safetensors.torch import load_file, save_file
+
+    alone = read_shape(str(folder))
+    assert alone is not None
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2_5_omni", "thinker_config": config}))
+    weights = load_file(folder / "model.safetensors")
+    speaking = {"talker.model.norm.weight": weights["model.norm.weight"], "token2wav.dit.x": weights["model.norm.weight"]}
+    named = {f"thinker.{name}": weight.clone() for name, weight in weights.items()}
+    save_file(named | {name: weight.clone() for name, weight in speaking.items()}, folder / "model.safetensors")
+    whole = read_shape(str(folder))
+    assert whole is not None
+    assert whole.parameters == alone.parameters
+    assert whole.linears == alone.linears
 
 
 def test_a_config_without_weights_is_estimated_and_says_so(tmp_path: Path) -> None:

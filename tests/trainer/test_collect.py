@@ -100,7 +100,7 @@ def collect(folder: Path, **changes: Any) -> tuple[Collected, list[Task]]:
     trainer = open_trainer(recipe_of(folder, changes), directory)
     try:
         collected = asyncio.run(trainer.collector.collect(1, 0, lambda *phase: nullcontext()))
-        return collected, list(trainer.drawing.draw(0, 64).tasks)
+        return collected, list(asyncio.run(trainer.drawing.draw(0, 64)).tasks)
     finally:
         trainer.close()
 

@@ -107,6 +107,23 @@ RECIPES = {
         warm_start: {steps: 2, prompts_per_step: 4, optimizer: {lr: 1.0e-3}}
         checkpoint: {every: 3, keep: 2}
         """,
+    "video and sound, of which little is kept": """
+        name: clips
+        steps: 6
+        threads: 2
+        model: {path: "tiny:qwen2_5_omni", freeze: [audio]}
+        tasks:
+          train: [{source: sight_and_sound, options: {size: 24}}]
+          evaluate: [{source: sight_and_sound, options: {split: test, size: 4}}]
+        media: {cache_gib: 0.0005, memory_gib: 0.001}
+        batch: {prompts_per_step: 4, group_size: 2, updates_per_epoch: 2}
+        rollout: {max_new_tokens: 4}
+        rewards: {terms: [{name: "cinema:ByIndex"}]}
+        algorithm: {kl: {coef: 0.01}}
+        optimizer: {lr: 1.0e-3}
+        evaluation: {every: 2}
+        checkpoint: {every: 3, keep: 2}
+        """,
 }
 MOMENTS = {"rounds and early stop": "5:rollout:2"}
 

@@ -11,6 +11,7 @@ import threading
 import time
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,9 @@ class DiskCache:
         self.counters = CacheCounters()
         self._lock = threading.Lock()
         self._since_count = 0
-        folder.mkdir(parents=True, exist_ok=True)
         self.bytes = 0
-        self._trim()
+        if folder.is_dir():  # else it is made with its first entry: most runs have only pictures, which are not kept here
+            self._trim()
 
     def get(self, key: str) -> Clip | None:
         """The clip of a key, marked as just used; None if it is not there or not whole."""
@@ -76,11 +77,13 @@ class DiskCache:
             return
         draft = self.folder / f".{key}.{os.getpid()}.{threading.get_ident()}"
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             with draft.open("wb") as file:
                 file.writelines(body)
             os.replace(draft, self._place(key))
         except OSError:  # a cache that cannot be written to is no cache, and no reason to stop
-            draft.unlink(missing_ok=True)
+            with suppress(OSError):
+                draft.unlink()
             return
         with self._lock:
             self.bytes += size

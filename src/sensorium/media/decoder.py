@@ -5,9 +5,11 @@ bound, whatever the number of steps; a medium that cannot be decoded fails alone
 """
 
 import threading
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from PIL import Image
 
@@ -22,17 +24,23 @@ from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
 from sensorium.vocabulary.errors import MediaError
 
 Decoded = Image.Image | Clip
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class DecodeCounters:
-    """What a decoder did: decodings, requests answered from memory, from disk and by sharing; and what the caches hold."""
+    """What a decoder did: decodings, requests answered from memory, from disk and by sharing; and what the caches hold.
+
+    ``disk_damaged`` entries were found broken and decoded anew.
+    """
 
     decoded: int
     memory_hits: int
     disk_hits: int
     shared: int
-    evictions: int
+    memory_evictions: int
+    disk_evictions: int
+    disk_damaged: int
     memory_bytes: int
     disk_bytes: int
 
@@ -41,11 +49,12 @@ class Decoder:
     """Decoded media of a store: pictures (PIL, RGB), videos and sounds. Close it to end its threads."""
 
     def __init__(
-        self, store: MediaStore, cache: DiskCache | None = None, *, memory_mib: int = 256, threads: int = 2
+        self, store: MediaStore, cache: DiskCache | None = None, *, memory_mib: float = 256, threads: int = 2
     ) -> None:
         self.store, self.cache = store, cache
-        self._memory: Recent[Clip] = Recent(memory_mib * MIB, lambda clip: clip.nbytes)
+        self._memory: Recent[Clip] = Recent(round(memory_mib * MIB), lambda clip: clip.nbytes)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+        self._ahead = 2 * threads
         self._lock = threading.Lock()
         self._under_way: dict[str, Future[Decoded]] = {}
         self._decoded = self._memory_hits = self._shared = 0
@@ -72,6 +81,17 @@ class Decoder:
         """Decoded media in order, decoded side by side; in the place of one that cannot be, its error."""
         return [_settled(work) for work in [self.request(item) for item in media]]
 
+    def each(self, media: Iterable[Media]) -> "Iterator[tuple[Media, Decoded | MediaError]]":
+        """Media in order, each with what was decoded or its error. A few are decoded ahead; no more are held at once."""
+        waiting: deque[tuple[Media, Future[Decoded]]] = deque()
+        for item in media:
+            waiting.append((item, self.request(item)))
+            if len(waiting) > self._ahead:
+                first, work = waiting.popleft()
+                yield first, _settled(work)
+        for item, work in waiting:
+            yield item, _settled(work)
+
     @property
     def counters(self) -> DecodeCounters:
         """The counts so far."""
@@ -81,7 +101,9 @@ class Decoder:
             memory_hits=self._memory_hits,
             disk_hits=disk.counters.hits if disk else 0,
             shared=self._shared,
-            evictions=self._memory.evicted + (disk.counters.evictions if disk else 0),
+            memory_evictions=self._memory.evicted,
+            disk_evictions=disk.counters.evictions if disk else 0,
+            disk_damaged=disk.counters.damaged if disk else 0,
             memory_bytes=self._memory.used,
             disk_bytes=disk.bytes if disk else 0,
         )
@@ -106,6 +128,17 @@ class Decoder:
         finally:
             with self._lock:
                 del self._under_way[media.key]
+
+
+def open_decoder(store: MediaStore, folder: Path | None, *, cache_gib: float, memory_gib: float, threads: int) -> Decoder:
+    """A decoder of a store's media with a bounded folder in front: ``folder``, or ``decoded/`` beside the store's own.
+
+    Without either, or at ``cache_gib`` 0, memory is all there is.
+    """
+    if folder is None and store.folder is not None:
+        folder = store.folder.parent / "decoded"
+    cache = DiskCache(folder, round(cache_gib * GIB)) if folder is not None and cache_gib > 0 else None
+    return Decoder(store, cache, memory_mib=memory_gib * 1024, threads=threads)
 
 
 def decode(source: Source, media: Media) -> Clip:

@@ -71,6 +71,26 @@ class MediaStore:
             raise unreadable(path, kind, origin or str(path), error) from error
         return Media(kind, digest, origin or str(path), parameters)
 
+    def take(self, media: Media, other: "MediaStore") -> None:
+        """Keep a medium of another store too; where it is a file there, it is linked and not loaded."""
+        source = other.source_of(media)
+        if isinstance(source, bytes):
+            self.put(source, media.kind)
+        elif self.folder is not None:
+            self._link(self.folder, media.hash, source)
+        else:
+            self._files[media.hash] = source
+
+    def size_of(self, media: Media) -> int:
+        """How many bytes a medium has, without reading them."""
+        path = self._path(media)
+        if path is None:
+            return len(self.bytes_of(media))
+        try:
+            return path.stat().st_size
+        except OSError as error:
+            raise MediaError(f"{_who(media)} is not in the store '{path.parent}': {error.strerror}.") from error
+
     def source_of(self, media: Media) -> bytes | Path:
         """Where a decoder reads a medium: its file, or its bytes where there is none. Its content is checked by hash."""
         path = self._path(media)

@@ -28,12 +28,12 @@ class Counters:
 
 
 class Encoder:
-    """The towers of a model. A frozen one looks at each medium once, as long as there is room to keep what it said."""
+    """The towers of a model. A frozen one looks at each medium once, as long as ``kept`` has room for what it said."""
 
     def __init__(self, adapter: Family, media: PreparedMedia, device: torch.device) -> None:
         self.counters = Counters()
         self._adapter, self._media, self._device = adapter, media, device
-        self._frozen = FrozenFeatures(spare_bytes(device))
+        self.kept = FrozenFeatures(spare_bytes(device))
         self._weights = {tower: Weights(tower.module) for tower in dict.fromkeys(adapter.towers.values())}
         self._kept_as: dict[Tower, object] = {}
 
@@ -49,10 +49,14 @@ class Encoder:
                 features |= self._look(tower, items) if name is None else self._recall(tower, name, items)
         return {item: features[item] for item in distinct}
 
+    def reading(self, media: PreparedMedia) -> None:
+        """Take prepared media from elsewhere, where they are prepared alike."""
+        self._media = media
+
     def copied(self, adapter: Family) -> "Encoder":
         """The towers of a copied model, whose weights are these until they move; what was kept is shared."""
         copy = Encoder(adapter, self._media, self._device)
-        copy._frozen = self._frozen
+        copy.kept = self.kept
         pairs = zip(copy._weights, self._weights.values(), strict=True)
         with torch.no_grad():
             copy._weights = {tower: Weights(tower.module, born_as=weights.name) for tower, weights in pairs}
@@ -64,17 +68,17 @@ class Encoder:
         name, learning = weights.name, weights.learning
         before = self._kept_as.pop(tower, None)
         if before is not None and (learning or before is not name):
-            self._frozen.forget(before)
+            self.kept.forget(before)
         if not learning:
             self._kept_as[tower] = name
         return None if learning else name
 
     def _recall(self, tower: Tower, weights: object, media: Sequence[Media]) -> dict[Media, Features]:
         """What a frozen tower says, computed where it is not known."""
-        known = {item: self._frozen.get(weights, item) for item in media}
+        known = {item: self.kept.get(weights, item) for item in media}
         features = {item: found for item, found in known.items() if found is not None}
         self.counters.tower_hits += len(features)
-        before = self._frozen.evictions
+        before = self.kept.evictions
         missing = [item for item in media if item not in features]
         # On a CPU one at a time: in company the last bits may differ, so that what is kept would depend on the past, and a
         # resumed run would not repeat the uninterrupted one.
@@ -84,8 +88,8 @@ class Encoder:
             for several in passes:
                 for item, made in self._look(tower, several).items():
                     features[item] = made
-                    self._frozen.add(weights, item, made)
-        self.counters.tower_evictions += self._frozen.evictions - before
+                    self.kept.add(weights, item, made)
+        self.counters.tower_evictions += self.kept.evictions - before
         return features
 
     def _look(self, tower: Tower, media: Sequence[Media]) -> dict[Media, Features]:

@@ -1,12 +1,17 @@
-"""Media made ready for a tower: decoded and preprocessed once, by content and parameters, in a bounded cache."""
+"""Media made ready for a tower: decoded and preprocessed once, by content and parameters, in a bounded cache.
+
+Invariants: however many threads ask, each medium is preprocessed once while it is kept; what a medium becomes does not
+depend on the company it is preprocessed in; one that cannot be prepared fails alone.
+"""
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from sensorium.vocabulary.content import Media, MediaKind
@@ -14,6 +19,8 @@ from sensorium.vocabulary.errors import MediaError, ModelError
 
 Grid = tuple[int, int, int]
 EXTENTS_KEPT = 1 << 16
+# Decoded media preprocessed at once: enough to share the processor's cost, and little beside what they become.
+BATCH_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -39,9 +46,9 @@ class Prepared:
 
 
 class Decoder(Protocol):
-    """Decodes media, each once: pictures, videos and sounds in order, or in the place of one the error that it is."""
+    """Decodes media, each once: each medium in order with what it is decoded to, or with the error that it is."""
 
-    def get_many(self, media: Iterable[Media]) -> "list[Any | MediaError]": ...
+    def each(self, media: Iterable[Media]) -> "Iterator[tuple[Media, Any | MediaError]]": ...
 
 
 class Preprocessor(Protocol):
@@ -53,61 +60,62 @@ class Preprocessor(Protocol):
 class PreparedMedia:
     """The cache of prepared media. Patches are kept up to ``capacity`` bytes, least recently used out first.
 
-    Extents are small and outlive them: a prompt can be laid out without decoding its media again. Threads may share it.
+    Extents are small and outlive them: a prompt can be laid out without decoding its media again. A hit is a request that
+    was answered from here, an eviction a medium that there was no room to keep.
     """
 
     def __init__(self, decoder: Decoder, preprocessors: Mapping[MediaKind, Preprocessor], capacity: int = 1 << 29) -> None:
         self._decoder = decoder
         self._preprocessors = preprocessors
         self._capacity = capacity
-        self._held = 0
         self._known: OrderedDict[Media, Prepared] = OrderedDict()
         self._extents: OrderedDict[Media, Extent] = OrderedDict()
-        self._lock = threading.RLock()
-        self.preprocessed = 0
+        self._making = threading.Lock()
+        self._lock = threading.Lock()
+        self.held = self.preprocessed = self.hits = self.evictions = 0
 
     def extent(self, media: Media) -> Extent:
         """How large a medium is to its tower."""
-        with self._lock:
-            if media not in self._extents:
-                self._get([media])
-            return self._extents[media]
+        return self._extents.get(media) or self.get([media])[0].extent
+
+    def unknown(self, media: Iterable[Media]) -> list[Media]:
+        """The distinct media whose extent is not known yet; those of a kind that the model does not take are refused."""
+        new = [item for item in dict.fromkeys(media) if item not in self._extents]
+        self.refuse_strange(new)
+        return new
 
     def missing(self, media: Iterable[Media]) -> list[Media]:
-        """Those whose extent is not known yet: they would have to be decoded."""
-        with self._lock:
-            return [item for item in media if item not in self._extents]
+        """The distinct media whose patches are not kept."""
+        return [item for item in dict.fromkeys(media) if item not in self._known]
+
+    def prepare(self, media: Iterable[Media]) -> dict[Media, MediaError]:
+        """Prepare media ahead of their use, as many at a time as are cheap to hold; returns the errors of bad ones."""
+        missing = self.missing(media)
+        self.refuse_strange(missing)
+        with self._making:
+            made = self._make(item for item in missing if item not in self._known)
+            return {item: one for item, one in made if isinstance(one, MediaError)}
 
     def get(self, media: Iterable[Media]) -> list[Prepared]:
         """Tower inputs of media, in order; those not yet known are preprocessed together.
 
-        Where one cannot be decoded, the others are prepared all the same before its error is raised.
+        Where one cannot be prepared, the others are all the same before its error is raised.
         """
-        with self._lock:
-            return self._get(list(media))
-
-    def _get(self, wanted: list[Media]) -> list[Prepared]:
-        found = {item: self._known[item] for item in wanted if item in self._known}
+        wanted = list(media)
+        found = self._recall(wanted)
         missing = [item for item in dict.fromkeys(wanted) if item not in found]
         self.refuse_strange(missing)
-        decoded = dict(zip(missing, self._decoder.get_many(missing), strict=True)) if missing else {}
-        errors = [failure for failure in decoded.values() if isinstance(failure, MediaError)]
-        for kind, preprocess in self._preprocessors.items():
-            items = [
-                (item, made) for item, made in decoded.items() if item.kind == kind and not isinstance(made, MediaError)
-            ]
-            if items:
-                with torch.inference_mode(False):  # what is remembered must also serve training
-                    ready = preprocess(items)
-                for (item, _), prepared in zip(items, ready, strict=True):
-                    found[item] = prepared
-                    self._keep(item, prepared)
-                self.preprocessed += len(items)
-        if errors:
-            raise errors[0]
-        for item in found:
-            if item in self._known:
-                self._known.move_to_end(item)
+        if missing:
+            with self._making:
+                found |= self._recall(missing)  # another thread may have made them meanwhile
+                errors = []
+                for item, one in self._make([item for item in missing if item not in found]):
+                    if isinstance(one, MediaError):
+                        errors.append(one)
+                    else:
+                        found[item] = one
+            if errors:
+                raise errors[0]
         return [found[item] for item in wanted]
 
     def refuse_strange(self, media: Sequence[Media]) -> None:
@@ -117,12 +125,70 @@ class PreparedMedia:
                 able = " and ".join(["text", *self._preprocessors])
                 raise ModelError(f"this model takes {able}; it cannot take {item.kind} {item.name}. Use a family that can.")
 
+    def _recall(self, media: Sequence[Media]) -> dict[Media, Prepared]:
+        """What is kept of some media, which makes it the latest."""
+        with self._lock:
+            found = {item: self._known[item] for item in dict.fromkeys(media) if item in self._known}
+            for item in found:
+                self._known.move_to_end(item)
+            self.hits += sum(item in found for item in media)
+        return found
+
+    def _make(self, media: Iterable[Media]) -> Iterator[tuple[Media, Prepared | MediaError]]:
+        """Decode and preprocess media, a batch at a time."""
+        batch: list[tuple[Media, Any]] = []
+        size = 0
+        for item, decoded in self._decoder.each(media):
+            if isinstance(decoded, MediaError):
+                yield item, decoded
+                continue
+            batch.append((item, decoded))
+            size += _size(decoded)
+            if size >= BATCH_BYTES:
+                yield from self._preprocess(batch)
+                batch, size = [], 0
+        yield from self._preprocess(batch)
+
+    def _preprocess(self, batch: Sequence[tuple[Media, Any]]) -> Iterator[tuple[Media, Prepared | MediaError]]:
+        for kind in self._preprocessors:
+            items = [(item, decoded) for item, decoded in batch if item.kind == kind]
+            if items:
+                yield from self._together(kind, items)
+
+    def _together(
+        self, kind: MediaKind, items: Sequence[tuple[Media, Any]]
+    ) -> Iterator[tuple[Media, Prepared | MediaError]]:
+        """Media of one kind preprocessed and kept; if they are refused, one by one, to find out which it was."""
+        try:
+            with torch.inference_mode(False):  # what is remembered must also serve training
+                ready = self._preprocessors[kind](items)
+        except MediaError as error:
+            if len(items) == 1:
+                yield items[0][0], error
+            else:
+                for one in items:
+                    yield from self._together(kind, [one])
+            return
+        for (item, _), prepared in zip(items, ready, strict=True):
+            self._keep(item, prepared)
+            yield item, prepared
+
     def _keep(self, media: Media, prepared: Prepared) -> None:
-        self._extents[media] = prepared.extent
-        if len(self._extents) > EXTENTS_KEPT:
-            self._extents.popitem(last=False)
-        self._known[media] = prepared
-        self._held += prepared.patches_PC.nbytes
-        while self._held > self._capacity:
-            _, oldest = self._known.popitem(last=False)
-            self._held -= oldest.patches_PC.nbytes
+        with self._lock:
+            self.preprocessed += 1
+            self._extents[media] = prepared.extent
+            if len(self._extents) > EXTENTS_KEPT:
+                self._extents.popitem(last=False)
+            self._known[media] = prepared
+            self.held += prepared.patches_PC.nbytes
+            while self.held > self._capacity:
+                _, oldest = self._known.popitem(last=False)
+                self.held -= oldest.patches_PC.nbytes
+                self.evictions += 1
+
+
+def _size(decoded: Any) -> int:
+    """What a decoded medium takes in memory."""
+    if isinstance(decoded, Image.Image):
+        return decoded.width * decoded.height * 3
+    return int(getattr(decoded, "nbytes", 0))

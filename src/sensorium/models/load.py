@@ -33,11 +33,12 @@ def load_policy(
     lora: LoraSection | None = None,
     seed: int = 0,
     decoder: Decoder | None = None,
+    media_bytes: int = 1 << 29,
 ) -> Policy:
     """Load a checkpoint. ``path``: a folder, a hub id, ``package:NAME`` (shipped) or ``tiny:FAMILY`` (random weights).
 
     ``lora`` with a rank puts fresh adapters into it, drawn by ``seed``. ``decoder``: of the store's media, where others
-    share it (judges, the log); else the policy has its own.
+    share it (judges, the log); else the policy has its own. ``media_bytes`` of preprocessed media are kept in memory.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -62,7 +63,8 @@ def load_policy(
     adapters = None
     if lora is not None and lora.rank:
         adapters = add_adapters(model, adapter_class.groups, lora, seed, _base_name(path, place))
-    return Policy(family, adapter_class(model, processor), model, tokenizer, processor, store, adapters, decoder)
+    adapter = adapter_class(model, processor)
+    return Policy(family, adapter, model, tokenizer, processor, store, adapters, decoder, media_bytes)
 
 
 def find_checkpoint(path: str) -> str:

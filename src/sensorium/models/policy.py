@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
 from sensorium.models.attention import Attention
+from sensorium.models.counts import MediaCounts, count_media
 from sensorium.models.encoding import Counters, Encoder
 from sensorium.models.family import Family, group_of
 from sensorium.models.features import PreparedMedia
@@ -29,13 +30,14 @@ from sensorium.models.routing import routers_of, watched
 from sensorium.models.tokens import TokenTable
 from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Segment
-from sensorium.vocabulary.errors import ModelError, SpanMismatch
+from sensorium.vocabulary.errors import MediaError, ModelError, SpanMismatch
 
 
 class Policy:
     """A model that is sampled from and trained. ``version`` counts the updates it has had.
 
-    ``adapters`` are low-rank ones inside the model; where there are any, nothing else is trained.
+    ``adapters`` are low-rank ones inside the model; where there are any, nothing else is trained. ``media_bytes`` bounds
+    the preprocessed media that are kept.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Policy:
         store: MediaStore,
         adapters: Adapters | None = None,
         decoder: Decoder | None = None,
+        media_bytes: int = 1 << 29,
     ) -> None:
         self.family = family
         self.adapter = adapter
@@ -67,7 +70,7 @@ class Policy:
         special = {*self._table.special.values(), *self._table.unowned, *adapter.placeholders.values()}
         self.forbidden_ids = tuple(sorted(special - set(self.stop_ids)))
         self.decoder = decoder or Decoder(store)
-        self._media = PreparedMedia(self.decoder, adapter.preprocessors)
+        self._media = PreparedMedia(self.decoder, adapter.preprocessors, media_bytes)
         self._encoder = Encoder(adapter, self._media, self.device)
         self._layouts = Layouts(adapter, self._media)
         self._recompute = False
@@ -83,6 +86,11 @@ class Policy:
     @counters.setter
     def counters(self, counters: Counters) -> None:
         self._encoder.counters = counters
+
+    @property
+    def media_counts(self) -> MediaCounts:
+        """What media cost so far, of this policy and those that share its media."""
+        return count_media(self.decoder.counters, self._media, self._encoder)
 
     @property
     def device(self) -> torch.device:
@@ -141,13 +149,29 @@ class Policy:
         """The segment as the language model sees it, on the CPU; environment segments are remembered by content."""
         return self._layouts(segment)
 
-    def prepare(self, media: Iterable[Media]) -> None:
-        """Preprocess media together, ahead of their layouts: many times cheaper than one by one. In any thread."""
-        self._media.get(media)
-
     def unprepared(self, media: Iterable[Media]) -> list[Media]:
-        """Those that have not been decoded and preprocessed yet."""
-        return self._media.missing(media)
+        """The distinct media that no layout can be made of yet; refuses those of a kind that the model does not take."""
+        return self._media.unknown(media)
+
+    def request(self, media: Iterable[Media]) -> None:
+        """Begin to decode media that will be prepared later, and return at once."""
+        for item in self._media.missing(media):
+            self.decoder.request(item)
+
+    def prepare(self, media: Iterable[Media]) -> dict[Media, MediaError]:
+        """Preprocess media together, ahead of their layouts: many times cheaper than one by one. In any thread.
+
+        Returns the errors of those that cannot be.
+        """
+        return self._media.prepare(media)
+
+    def share_media(self, other: "Policy") -> None:
+        """Use another policy's prepared media, if its checkpoint prepares them alike: then nothing is prepared twice."""
+        assert self.decoder is other.decoder, "policies that share media share their decoder"
+        if _processing(self.processor) == _processing(other.processor):
+            self._media = other._media
+            self._encoder.reading(other._media)
+            self._layouts = Layouts(self.adapter, other._media)
 
     # Parts.
 
@@ -250,6 +274,12 @@ class Policy:
             (self.processor if self.processor is not None else self.tokenizer).save_pretrained(folder)
         if self.adapters is not None:
             self.adapters.save(folder / FOLDER)
+
+
+def _processing(processor: Any) -> list[Any]:
+    """All settings by which a checkpoint's processors make tower inputs of media."""
+    parts = ("image_processor", "video_processor", "feature_extractor")
+    return [part.to_dict() for name in parts if (part := getattr(processor, name, None)) is not None]
 
 
 def _gather(placements: Sequence[Placement], hidden_BTH: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:

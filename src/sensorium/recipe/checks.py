@@ -9,7 +9,8 @@ from typing import Any
 
 from sensorium.recipe.algorithm_checks import algorithm_problems
 from sensorium.recipe.names import PARAMETER_GROUPS, wrong_name, wrong_options
-from sensorium.recipe.schema import LoraSection, OptimizerSection, Recipe, SelectionSection, SourceSection
+from sensorium.recipe.schema import LoraSection, ModelSection, OptimizerSection, Recipe, SelectionSection, SourceSection
+from sensorium.recipe.shape import read_shape
 from sensorium.recipe.traits import estimator_traits
 from sensorium.vocabulary.errors import RecipeError, nearest
 
@@ -67,7 +68,7 @@ def _model(recipe: Recipe) -> Iterator[Problem]:
         yield "model.device", f"unknown device '{model.device}'{nearest(model.device, list(DEVICES))}"
     for i, group in enumerate(model.freeze):
         yield from _group(group, f"model.freeze.{i}")
-    if set(model.freeze) >= {"vision", "projector", "language"}:
+    if model.freeze and _parts(model) <= set(model.freeze):
         yield "model.freeze", "every part of the model is frozen; leave at least one out, so that something is trained."
     for place, optimizer in _optimizers(recipe):
         for group, rate in optimizer.group_lr.items():
@@ -77,6 +78,18 @@ def _model(recipe: Recipe) -> Iterator[Problem]:
                 yield at, f"'{group}' has a learning rate here and is frozen by model.freeze; drop one of the two."
             if rate <= 0:
                 yield at, f"the learning rate of '{group}' must be above 0; to keep it still, put it in model.freeze."
+
+
+def _parts(model: ModelSection) -> set[str]:
+    """The groups of a model that have parameters: counted where it is on this disk, else by its family."""
+    if shape := read_shape(model.path):
+        return {group for group, count in shape.parameters.items() if count}
+    scheme, _, name = model.path.partition(":")
+    family = name if scheme == "tiny" else model.family
+    parts = {"language"}
+    if family == "auto" or "_vl" in family or "omni" in family:
+        parts |= {"vision", "projector"}
+    return parts | {"audio"} if family == "auto" or "omni" in family else parts
 
 
 def _group(name: str, place: str) -> Iterator[Problem]:

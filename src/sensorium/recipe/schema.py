@@ -57,6 +57,18 @@ class TasksSection(Section):
     shuffle: bool = True
 
 
+class MediaSection(Section):
+    """How media are decoded, off the event loop, and kept: decoded videos and sounds on disk, and in memory what is in use.
+
+    Runs may share a ``cache``. ``memory_gib`` bounds decoded and preprocessed media together: a quarter, and the rest.
+    """
+
+    cache: Path | None = Field(default=None, description="folder of decoded clips; default: decoded/ in the run directory")
+    cache_gib: float = Field(default=8.0, ge=0, description="0: no clips are kept on disk")
+    memory_gib: float = Field(default=1.0, ge=0)
+    threads: int = Field(default=2, ge=1, description="media decoded at once")
+
+
 class BatchSection(Section):
     """The batch words, and no others."""
 
@@ -286,6 +298,7 @@ class Recipe(Section):
     threads: int = Field(default=0, ge=0, description="CPU threads; 0: as the machine has")
     model: ModelSection
     tasks: TasksSection
+    media: MediaSection = MediaSection()
     batch: BatchSection = BatchSection()
     selection: SelectionSection = SelectionSection()
     rollout: RolloutSection = RolloutSection()

@@ -24,6 +24,7 @@ PHASES = ("draw", "rollout", "score", "credit", "update", "record")
 TROUBLES = {
     "episodes/failed": "failed",
     "episodes/dropped": "dropped",
+    "episodes/out_of_context": "out of context",
     "tasks/skipped_bad": "bad rows skipped",
     "tasks/skipped_long": "long prompts skipped",
     "policy/skipped": "updates skipped",

@@ -10,10 +10,10 @@ from sensorium.report.watcher import Metrics, Watcher
 
 FAMILIES = (
     "reward", "accuracy", "missing", "tasks", "groups", "episodes", "policy", "value", "mismatch", "packing", "eval",
-    "time", "throughput", "memory",
+    "media", "time", "throughput", "memory",
 )  # fmt: skip
-UNREPEATABLE = ("time/", "throughput/", "memory/")
-"""Metrics that differ between equal runs."""
+UNREPEATABLE = ("media/", "time/", "throughput/", "memory/")
+"""Metrics that differ between equal runs; a resumed one finds its caches filled."""
 
 
 def ordered(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +19,10 @@ from sensorium.envs.protocol import Environment, StepResult
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import RolloutSection
 from sensorium.rollout.early_stop import CANCELLED, EarlyStop
-from sensorium.rollout.modalities import refuse_strange_media
+from sensorium.rollout.modalities import media_of, refuse_strange_media
+from sensorium.rollout.preparing import Preparation
 from sensorium.rollout.threads import Renderer, ThreadBuilder
-from sensorium.vocabulary.content import Message
+from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Episode, Group, Segment, Status, Turn
 from sensorium.vocabulary.errors import (
     EngineError,
@@ -74,6 +74,7 @@ class Rollout:
         self.section = section
         self.make_environment = make_environment
         self.renderer = Renderer(policy)
+        self.ready = Preparation(policy)
         self.pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="environment")
 
     async def groups(
@@ -95,7 +96,7 @@ class Rollout:
         """
         deadlines = deadlines or Deadlines()
         done = 0
-        await asyncio.get_running_loop().run_in_executor(self.pool, self.prepare, tasks)
+        self.refuse_strange(tasks)
         plays = list(self._plays(tasks, size, attempt, sampling, deadlines, before))
         gate = asyncio.Semaphore(self.section.concurrency or max(1, len(plays)))
 
@@ -153,22 +154,18 @@ class Rollout:
         """Give the threads back; one that hangs in a world is not waited for."""
         self.pool.shutdown(wait=False, cancel_futures=True)
 
-    def prepare(self, tasks: Sequence[Task]) -> None:
-        """Preprocess the questions' media together; one that cannot be is left to fail its own episode.
+    def refuse_strange(self, tasks: Sequence[Task]) -> None:
+        """Refuse tasks whose questions show media of a kind that the model or the engine lacks."""
+        for task in tasks:
+            refuse_strange_media(task, task.messages, self.policy, self.engine)
+
+    def prepare(self, tasks: Sequence[Task]) -> dict[Media, MediaError]:
+        """Preprocess the questions' media together, from any thread; returns the errors of those that cannot be.
 
         Media of a kind that the model or the engine lacks are refused.
         """
-        refuse_strange_media(tasks, self.policy, self.engine)
-        media = [item for task in tasks for message in task.messages for item in message.media]
-        with suppress(MediaError):
-            self.policy.prepare(media)
-
-    async def ready(self, messages: Sequence[Message]) -> None:
-        """Decode an observation's videos and sounds in a thread, while others play on; pictures are quick in place."""
-        heavy = [item for message in messages for item in message.media if item.kind != "picture"]
-        fresh = self.policy.unprepared(heavy)
-        if fresh:
-            await asyncio.get_running_loop().run_in_executor(self.pool, self.policy.prepare, fresh)
+        self.refuse_strange(tasks)
+        return self.policy.prepare(media_of(message for task in tasks for message in task.messages))
 
     def check_prompt(self, task: Task) -> None:
         """Raise PromptTooLong if a question's prompt leaves no room for a response (worlds show theirs when played)."""
@@ -245,11 +242,12 @@ class _Play:
         self.builder = ThreadBuilder(self.rollout.renderer, head, section.window)
         written = 0
         while True:
-            await self.rollout.ready(observation.messages)
+            refuse_strange_media(self.task, observation.messages, self.rollout.policy, self.rollout.engine)
             context = self.builder.observe(observation.messages)
+            await self.rollout.ready(span.media for segment in context for span in segment.media)
             budget = self.budget(context, written)
             if budget <= 0:
-                return Status.TRUNCATED, ""
+                return Status.TRUNCATED, self.without_room(context)
             response = await self.generate(context, budget)
             thread, place = self.builder.respond(response.segment)
             written += len(response.segment.tokens)
@@ -271,6 +269,18 @@ class _Play:
             raise self.rollout.too_long(self.task, room)
         left = section.max_episode_tokens - written if section.max_episode_tokens else room
         return min(self.sampling.max_new_tokens, room, left)
+
+    def without_room(self, context: tuple[Segment, ...]) -> str:
+        """Why a further turn cannot be answered, where what the world shows is too much for the context."""
+        room = self.rollout.room(context)
+        if room > 0:
+            return ""
+        self.info["out_of_context"] = True
+        limit = self.rollout.section.max_context_tokens
+        return (
+            f"task {self.task.id}, turn {len(self.turns)}: with what the world shows now the context takes {limit - room} "
+            f"tokens and rollout.max_context_tokens is {limit}. Raise it, or set rollout.window; media are never cut."
+        )
 
     async def generate(self, context: tuple[Segment, ...], budget: int) -> Response:
         """Ask the engine for the next response, or the task or world for a demonstration."""

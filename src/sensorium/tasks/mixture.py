@@ -7,6 +7,7 @@ epoch). Among the first p positions every source has its weight's share, give or
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
@@ -142,6 +143,17 @@ def each_once(
                 raise
             skipped.append(Skipped(i, row, str(error)))
     return tasks, skipped
+
+
+def a_few(sources: Sequence[TaskSource], each: int = 8) -> list[Task]:
+    """Up to ``each`` tasks of every source, evenly spread over its rows; bad rows are passed over."""
+    tasks: list[Task] = []
+    for source in sources:
+        count = min(each, len(source))
+        for i in range(count):
+            with suppress(TaskError, MediaError):
+                tasks.append(source[i * (len(source) - 1) // max(1, count - 1)])
+    return tasks
 
 
 def permuted(index: int, length: int, key: str) -> int:

@@ -94,7 +94,7 @@ class Collector:
         """Draw and play a round; the groups that were played to their end."""
         recipe, size = self.recipe, self.recipe.batch.group_size
         with clock("draw"):
-            drawn = self.drawing.draw(found.position, recipe.selection.played(missing))
+            drawn = await self.drawing.draw(found.position, recipe.selection.played(missing))
             self.ledger.plan(step, position, drawn.position)
         stop = EarlyStop(missing) if len(drawn.tasks) > missing else None
         with clock("rollout", len(drawn.tasks) * size):

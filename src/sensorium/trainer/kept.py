@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sensorium.learner.learner import Learner, Sample
+from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
 from sensorium.models.policy import Policy
 from sensorium.recipe.load import load_recipe
@@ -42,7 +43,7 @@ def keep_batch(
     for media in {
         span.media for group in groups for e in group.episodes for t in e.threads for s in t.segments for span in s.media
     }:
-        store.put(policy.store.bytes_of(media), media.kind, media.origin)
+        store.take(media, policy.store)
     credited = [[(s.episode.id, s.advantages, s.valued) for s in row] for row in samples]
     torch.save(credited, folder / "credit.pt")
     (folder / "batch.json").write_text(json.dumps({"step": step, "loss": loss, "policy_version": policy.version}))
@@ -59,7 +60,8 @@ def replay(folder: Path) -> dict[str, float]:
     recipe = load_recipe(folder / "recipe.yaml", [])
     batch: dict[str, Any] = json.loads((folder / "batch.json").read_text())
     store = MediaStore(folder / "media")
-    policy = load_trained(recipe, store, folder / "model")
+    # A decoder of its own: what was kept stays as it is, and nothing is decoded into it.
+    policy = load_trained(recipe, store, folder / "model", Decoder(store))
     policy.version = batch["policy_version"]
     warming = batch["loss"] == "likelihood"
     reference = resume_reference(recipe, policy, RunDirectory(folder.parents[1]))
@@ -68,4 +70,7 @@ def replay(folder: Path) -> dict[str, float]:
     episodes = {e.id: e for group in read_groups(folder / "episodes.jsonl") for e in group.episodes}
     credited = torch.load(folder / "credit.pt", map_location="cpu", weights_only=False)
     samples = [[Sample(episodes[id], advantages, valued) for id, advantages, valued in row] for row in credited]
-    return learner.step(samples, batch["loss"])
+    try:
+        return learner.step(samples, batch["loss"])
+    finally:
+        policy.decoder.close()

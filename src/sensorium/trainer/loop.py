@@ -7,8 +7,7 @@ checkpoint, so that a resumed run repeats the uninterrupted one.
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,13 +22,14 @@ from sensorium.report.watcher import RunStart, Watcher
 from sensorium.rollout.play import Attempt
 from sensorium.tasks.mixture import TaskStream
 from sensorium.trainer.checkpoint import Best, Checkpoints
+from sensorium.trainer.clock import Clock
 from sensorium.trainer.collect import Collected, Collector
 from sensorium.trainer.credit import credit
 from sensorium.trainer.determinism import random_state, restore_random_state, surroundings, warn_if_changed
 from sensorium.trainer.drawing import Drawing, skip_metrics
 from sensorium.trainer.kept import keep_batch
 from sensorium.trainer.ledger import Ledger
-from sensorium.trainer.metrics import episode_metrics, evaluation_metrics
+from sensorium.trainer.metrics import MediaMeter, episode_metrics, evaluation_metrics
 from sensorium.trainer.reference import begin_reference, resume_reference
 from sensorium.trainer.session import Session, make_learner, sampling_of
 from sensorium.vocabulary.episode import Group
@@ -53,6 +53,7 @@ class Trainer:
         self.recipe, self.session, self.held_out = recipe, session, held_out
         self.directory, self.ledger, self.watcher = directory, ledger, watcher
         self.drawing = Drawing(recipe.tasks, stream, session.rollout)
+        self.meter = MediaMeter(session.policy)
         self.collector = Collector(recipe, session, self.drawing, ledger, watcher)
         self.reference: Reference | None = None
         self.checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
@@ -61,6 +62,7 @@ class Trainer:
         self.best: Best | None = None
         self.saved_at = -1
         self.last_saving_s = 0.0
+        self.held_out_checked = False
         self.learner = self._learner()
 
     @property
@@ -106,9 +108,10 @@ class Trainer:
 
     async def _step(self) -> dict[str, float]:
         """One step of RL; returns its row of metrics."""
-        clock = _Clock(self)
+        clock = Clock(self.session.policy, self._announce)
         recipe, step = self.recipe, self.step + 1
         collected = await self.collector.collect(step, self.position, clock)
+        self._look_ahead(collected.position)
         groups, selection = collected.groups, collected.selection
         with clock("credit"):
             assessment = self.learner.assess([group.episodes for group in selection.groups])
@@ -129,15 +132,16 @@ class Trainer:
 
     async def _supervised_step(self) -> dict[str, float]:
         """One step of the warm start: play demonstrations, raise their likelihood."""
-        clock = _Clock(self)
+        clock = Clock(self.session.policy, self._announce)
         recipe, step = self.recipe, self.step + 1
         with clock("draw"):
-            drawn = self.drawing.draw(self.position, recipe.warm_start.prompts_per_step)
+            drawn = await self.drawing.draw(self.position, recipe.warm_start.prompts_per_step)
             self.ledger.plan(step, self.position, drawn.position)
         attempt = Attempt(recipe.seed, step, "warm", demonstrate=True)
         with clock("rollout"):
             groups = await self.session.rollout.groups(drawn.tasks, 1, attempt, sampling_of(recipe.rollout))
         self.ledger.advance(step, "rolled_out")
+        self._look_ahead(drawn.position)
         groups, long = self.drawing.without_long_prompts(groups)
         played = [e for group in groups for e in group.episodes if e.turns]
         samples = [[Sample(e, tuple(torch.ones(len(turn.response.tokens)) for turn in e.turns))] for e in played]
@@ -147,6 +151,13 @@ class Trainer:
         self.position = drawn.position
         failed = len(groups) - len(played)
         return learned | {"episodes/failed": failed} | skip_metrics(drawn.skipped, long) | clock.metrics(groups)
+
+    def _look_ahead(self, position: int) -> None:
+        """Begin to read the tasks of the step after this one, and to decode their media."""
+        following, section = self.step + 1, self.recipe.warm_start
+        if following < self.total_steps:
+            wanted = self.recipe.selection.played(self.recipe.batch.prompts_per_step)
+            self.drawing.look_ahead(position, section.prompts_per_step if following < section.steps else wanted)
 
     def _update(self, samples: list[list[Sample]], loss: str, groups: Sequence[Group]) -> dict[str, float]:
         """Update on what was credited; a non-finite update stops here with the batch kept on disk."""
@@ -175,6 +186,7 @@ class Trainer:
             evaluation = await self._evaluate()
             row |= evaluation_metrics(evaluation.summary)
         row["time/checkpoint_s"] = self.last_saving_s
+        row |= self.meter.row()
         self.watcher.stepped(self.step, row)
         improved = self._improved(row)
         every = self.recipe.checkpoint.every
@@ -194,6 +206,8 @@ class Trainer:
         """Evaluate on the held-out tasks and write what was found."""
         self._announce("evaluate")
         recipe = self.recipe
+        self.meter.lap()
+        await self._check_held_out()
         evaluation = await evaluate(
             self.session.rollout,
             self.session.scorer,
@@ -203,10 +217,19 @@ class Trainer:
             seed=recipe.seed,
             name="eval",
         )
+        self.meter.lap("media/eval")
         self.directory.write_summary(self.step, evaluation.summary)
         write_episodes(self.directory.eval_episodes_of(self.step), self.step, evaluation.groups, recipe.logging.episodes)
         self.watcher.evaluated(self.step, evaluation.summary)
         return evaluation
+
+    async def _check_held_out(self) -> None:
+        """Before the first evaluation: held-out tasks that cannot be played are refused, or left out, as in training."""
+        if not self.held_out_checked:
+            fitting, unfit = await self.drawing.fitting(self.held_out)
+            if unfit:
+                self.watcher.noted(f"{len(unfit)} held-out tasks were skipped; the first because: {unfit[0].reason}")
+            self.held_out, self.held_out_checked = fitting, True
 
     def _save(self) -> None:
         """Write a checkpoint with everything needed to go on exactly."""
@@ -245,6 +268,7 @@ class Trainer:
     def close(self) -> None:
         """Let the watchers go, give the terms and worlds' threads back, and close the ledger."""
         self.watcher.finished()
+        self.drawing.close()
         self.session.close()
         self.ledger.close()
 
@@ -255,45 +279,3 @@ class Trainer:
 
     def _announce(self, phase: str, total: int = 0) -> None:
         self.watcher.phase(self.step + 1, phase, total)
-
-
-class _Clock:
-    """Times a step's phases and tells the watcher which one runs."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.started = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-        self.patches = trainer.session.policy.counters.patches
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-
-    @contextmanager
-    def __call__(self, phase: str, total: int = 0) -> Iterator[None]:
-        self.trainer._announce(phase, total)
-        started = time.perf_counter()
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
-
-    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Seconds by phase, throughput and peak memory."""
-        whole = time.perf_counter() - self.started
-        episodes = [e for group in groups for e in group.episodes]
-        row = {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
-        row["time/step_s"] = whole
-        row["throughput/episodes_per_s"] = len(episodes) / whole
-        row["throughput/tokens_per_s"] = sum(e.sampled_tokens for e in episodes) / whole
-        row["throughput/patches_per_s"] = (self.trainer.session.policy.counters.patches - self.patches) / whole
-        row["memory/peak_gib"] = peak_memory_gib()
-        return row
-
-
-def peak_memory_gib() -> float:
-    """Peak memory: the GPU's of this step, else the process's so far."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from sensorium.models.policy import Policy
 from sensorium.trainer.selection import SET_ASIDE, Selection, zero_variance
 from sensorium.vocabulary.episode import Episode, Group, Status
 
@@ -33,6 +34,7 @@ def episode_metrics(groups: Sequence[Group], selection: Selection) -> dict[str, 
     row["episodes/length_max"] = max(lengths, default=0)
     _put_mean(row, "episodes/turns_mean", [len(e.turns) for e in episodes])
     row["episodes/truncated"] = _count(episodes, Status.TRUNCATED)
+    row["episodes/out_of_context"] = sum(bool(e.info.get("out_of_context")) for e in episodes)
     row["episodes/failed"] = _count(episodes, Status.FAILED) + _count(episodes, Status.ABORTED)
     row["episodes/dropped"] = sum(fate not in SET_ASIDE for fate in selection.fates.values())
     return row
@@ -45,6 +47,28 @@ def evaluation_metrics(summary: dict[str, Any]) -> dict[str, float]:
     row |= {f"eval/{name}": part["value"] for name, part in summary.items() if "@" in name}
     row |= {f"eval/accuracy/{name}": part["accuracy"] for name, part in summary["categories"].items()}
     return {key: float(value) for key, value in row.items() if value is not None}
+
+
+class MediaMeter:
+    """What media cost, from row to row of a run; of a policy that only reads there is nothing to tell."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self._before = policy, policy.media_counts
+        self._row: dict[str, float] = {}
+
+    def lap(self, name: str = "media") -> None:
+        """Put what was counted since the last lap under a name, on top of what stands there in this row already."""
+        now = self._policy.media_counts
+        for key, count in now.since(self._before).items():
+            self._row[f"{name}/{key}"] = self._row.get(f"{name}/{key}", 0) + count
+        self._before = now
+
+    def row(self) -> dict[str, float]:
+        """The metrics since the last row, and what is kept now."""
+        self.lap()
+        row, self._row = self._row, {}
+        sizes = {f"media/{key}": size for key, size in self._before.sizes.items()}
+        return row | sizes if len(self._policy.modalities) > 1 else {}
 
 
 def _put_mean(row: dict[str, float], name: str, values: Sequence[float]) -> None:

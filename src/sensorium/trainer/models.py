@@ -2,12 +2,16 @@
 
 from pathlib import Path
 
-from sensorium.media.decoder import Decoder
+from sensorium.media.decoder import Decoder, open_decoder
 from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.lora import FOLDER
 from sensorium.models.policy import Policy
-from sensorium.recipe.schema import LoraSection, Recipe
+from sensorium.recipe.schema import LoraSection, MediaSection, Recipe
+
+GIB = 1 << 30
+DECODED_SHARE = 0.25
+"""What decoded media have of the memory for media: most is for what is used again and again, preprocessed ones."""
 
 
 def load_model(
@@ -15,9 +19,9 @@ def load_model(
 ) -> Policy:
     """The model at ``path``, in the recipe's family, precision and place; without adapters unless some are asked for.
 
-    Models of one run share a ``decoder``, so that a clip is decoded once for all of them.
+    Its media are decoded by ``decoder``, or by one of its own as the recipe's media section says.
     """
-    model = recipe.model
+    model, media = recipe.model, recipe.media
     return load_policy(
         path,
         store=store,
@@ -26,19 +30,41 @@ def load_model(
         family=model.family,
         lora=lora,
         seed=recipe.seed,
-        decoder=decoder,
+        decoder=decoder or make_decoder(media, store),
+        media_bytes=round((1 - DECODED_SHARE) * media.memory_gib * GIB),
     )
 
 
-def load_trained(recipe: Recipe, store: MediaStore, checkpoint: Path | None = None) -> Policy:
+def load_beside(recipe: Recipe, path: str, policy: Policy) -> Policy:
+    """Another model of a run: what the policy has decoded, or prepared alike, is not done again."""
+    other = load_model(recipe, path, policy.store, decoder=policy.decoder)
+    other.share_media(policy)
+    return other
+
+
+def make_decoder(section: MediaSection, store: MediaStore) -> Decoder:
+    """The decoder of a run's media, with the recipe's folder and bounds."""
+    return open_decoder(
+        store,
+        section.cache.expanduser() if section.cache is not None else None,
+        cache_gib=section.cache_gib,
+        memory_gib=DECODED_SHARE * section.memory_gib,
+        threads=section.threads,
+    )
+
+
+def load_trained(
+    recipe: Recipe, store: MediaStore, checkpoint: Path | None = None, decoder: Decoder | None = None
+) -> Policy:
     """The policy to be trained: as the recipe starts it, or exactly as it was when ``checkpoint`` was saved.
 
     Under LoRA that is the base of model.path with the checkpoint's adapters, not the rounded sum of both.
     """
     lora = recipe.model.lora
     if lora.rank == 0:
-        return load_model(recipe, recipe.model.path if checkpoint is None else str(checkpoint), store)
-    policy = load_model(recipe, recipe.model.path, store, lora)
+        path = recipe.model.path if checkpoint is None else str(checkpoint)
+        return load_model(recipe, path, store, decoder=decoder)
+    policy = load_model(recipe, recipe.model.path, store, lora, decoder)
     if checkpoint is not None:
         assert policy.adapters is not None
         policy.adapters.load(checkpoint / FOLDER)

@@ -7,7 +7,7 @@ from sensorium.models.policy import Policy
 from sensorium.models.reference import FormerSelf, FrozenCopy, Reference
 from sensorium.recipe.schema import Recipe
 from sensorium.report.run_directory import RunDirectory
-from sensorium.trainer.models import load_model
+from sensorium.trainer.models import load_beside
 
 
 def begin_reference(recipe: Recipe, policy: Policy, directory: RunDirectory) -> Reference | None:
@@ -36,5 +36,4 @@ def resume_reference(recipe: Recipe, policy: Policy, directory: RunDirectory) ->
     warm = recipe.warm_start.steps > 0
     if policy.adapters is not None:
         return FormerSelf(policy, policy.adapters.read(directory.reference) if warm else None)
-    path = str(directory.reference) if warm else recipe.model.path
-    return FrozenCopy(load_model(recipe, path, policy.store, decoder=policy.decoder))
+    return FrozenCopy(load_beside(recipe, str(directory.reference) if warm else recipe.model.path, policy))

@@ -13,13 +13,13 @@ from sensorium.report.html import write_report
 from sensorium.report.metrics import MetricsFile
 from sensorium.report.run_directory import RunDirectory, write_whole
 from sensorium.report.watcher import Watcher, Watchers
-from sensorium.tasks.mixture import each_once
+from sensorium.tasks.mixture import a_few, each_once
 from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.determinism import settle
 from sensorium.trainer.ledger import Ledger
 from sensorium.trainer.loop import Trainer
 from sensorium.trainer.models import load_trained
-from sensorium.trainer.session import make_sources, make_stream, open_session
+from sensorium.trainer.session import make_sources, make_stream, open_session, refuse_strange_tasks
 from sensorium.vocabulary.errors import CheckpointError, RecipeError
 
 
@@ -49,6 +49,7 @@ def open_trainer(
     stream = make_stream(recipe, session.store)
     sources = make_sources(recipe.tasks.evaluate, session.store, "tasks.evaluate")
     held_out, skipped = each_once(sources, limit=recipe.evaluation.limit, on_bad_row=recipe.tasks.on_bad_row)
+    refuse_strange_tasks(session, [*held_out, *a_few(stream.sources)])
     given = {"run_dir": directory.path, "logging": recipe.logging}
     loggers = [build("logger", name, {}, "logging.loggers", **given) for name in recipe.logging.loggers]
     watcher = Watchers([MetricsFile(directory.metrics), *loggers, *watchers])

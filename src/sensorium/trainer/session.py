@@ -14,10 +14,11 @@ from sensorium.recipe.names import build, resolve
 from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection, SourceSection
 from sensorium.recipe.traits import estimator_traits
 from sensorium.rewards.scorer import JudgementCache, Scorer
+from sensorium.rollout.modalities import refuse_strange_worlds
 from sensorium.rollout.play import Rollout
 from sensorium.tasks.mixture import TaskStream
 from sensorium.tasks.source import TaskSource
-from sensorium.trainer.models import load_model
+from sensorium.trainer.models import load_beside
 from sensorium.vocabulary.errors import RecipeError
 from sensorium.vocabulary.task import Task
 
@@ -33,9 +34,10 @@ class Session:
     scorer: Scorer
 
     def close(self) -> None:
-        """Give back what terms and worlds hold."""
+        """Give back what terms, worlds and the decoder of media hold."""
         self.scorer.close()
         self.rollout.close()
+        self.policy.decoder.close()
 
 
 def open_session(recipe: Recipe, policy: Policy, judgements: JudgementCache | None) -> Session:
@@ -47,6 +49,13 @@ def open_session(recipe: Recipe, policy: Policy, judgements: JudgementCache | No
     )
     rollout = Rollout(policy, engine, recipe.rollout, EnvironmentMaker(policy.store))
     return Session(policy.store, policy, engine, rollout, make_scorer(recipe.rewards, judgements))
+
+
+def refuse_strange_tasks(session: Session, tasks: Sequence[Task]) -> None:
+    """Before anything is played: refuse tasks and worlds that show what the model family or the engine cannot take."""
+    rollout, deadline_s = session.rollout, session.rollout.section.environment_deadline_s
+    rollout.refuse_strange(tasks)
+    refuse_strange_worlds(tasks, rollout.make_environment, session.policy, session.engine, deadline_s)
 
 
 def make_scorer(section: RewardsSection, judgements: JudgementCache | None) -> Scorer:
@@ -102,8 +111,7 @@ def make_critic(recipe: Recipe, policy: Policy) -> Critic | None:
     section, model = recipe.algorithm.critic, recipe.model
     trunk = policy
     if section.trunk == "own":
-        path, store = section.path, policy.store
-        trunk = load_model(recipe, path, store, decoder=policy.decoder) if path else policy.copy()
+        trunk = load_beside(recipe, section.path, policy) if section.path else policy.copy()
         if trunk.family != policy.family:
             raise RecipeError(
                 f"algorithm.critic.path '{section.path}' is of family {trunk.family} and the policy of {policy.family}: a "
