@@ -52,7 +52,8 @@ def evaluate_into(
         tasks, skipped = each_once(sources, limit=section.limit, on_bad_row=recipe.tasks.on_bad_row)
         if not tasks:
             raise TaskError("tasks.evaluate: its sources have no tasks, so there is nothing to evaluate on.")
-        refuse_strange_media(tasks, session.policy, session.engine)
+        for task in tasks:
+            refuse_strange_media(task, task.messages, session.policy, session.engine)
         claim |= {
             "model": model,
             "weights": identity(session.policy),
