@@ -18,7 +18,6 @@ from sensorium.recipe.schema import Recipe
 from sensorium.report.episodes import task_to_json
 from sensorium.report.evaluations import markdown, summary_grid
 from sensorium.rewards.scorer import Scorer
-from sensorium.rollout.modalities import refuse_strange_media
 from sensorium.tasks.mixture import each_once
 from sensorium.tasks.source import table_columns
 from sensorium.trainer.determinism import settle, surroundings, warn_if_changed
@@ -52,8 +51,7 @@ def evaluate_into(
         tasks, skipped = each_once(sources, limit=section.limit, on_bad_row=recipe.tasks.on_bad_row)
         if not tasks:
             raise TaskError("tasks.evaluate: its sources have no tasks, so there is nothing to evaluate on.")
-        for task in tasks:
-            refuse_strange_media(task, task.messages, session.policy, session.engine)
+        session.rollout.refuse_strange(tasks)
         claim |= {
             "model": model,
             "weights": identity(session.policy),
