@@ -19,7 +19,7 @@ from sensorium.vocabulary import Episode, Group, Media, Score, Segment, Status, 
 
 from .synthetic_run import attempt, make_run, make_walks
 
-VOID = {"meta", "link", "img", "br", "input", "hr"}
+VOID = {"meta", "link", "img", "br", "input", "hr", "source"}
 
 
 class Page(HTMLParser):

@@ -91,6 +91,17 @@ class MediaStore:
         except OSError as error:
             raise MediaError(f"{_who(media)} is not in the store '{path.parent}': {error.strerror}.") from error
 
+    def head_of(self, media: Media, count: int) -> bytes:
+        """The first bytes of a medium, without reading the others."""
+        path = self._path(media)
+        if path is None:
+            return self.bytes_of(media)[:count]
+        try:
+            with path.open("rb") as file:
+                return file.read(count)
+        except OSError as error:
+            raise MediaError(f"{_who(media)} is not in the store '{path.parent}': {error.strerror}.") from error
+
     def source_of(self, media: Media) -> bytes | Path:
         """Where a decoder reads a medium: its file, or its bytes where there is none. Its content is checked by hash."""
         path = self._path(media)

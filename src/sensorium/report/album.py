@@ -1,26 +1,47 @@
-"""The album of a page: media embedded once each as data URIs, pictures scaled down where large, within a bound."""
+"""The album of a page: pictures embedded once each as data URIs, scaled down where large; clips by their players.
 
-import base64
+What is embedded stays within a bound; what a page has no room for is shown from its file, or only named.
+"""
+
 from html import escape
 from io import BytesIO
 
 from PIL import Image
 
+from sensorium.media.audio import DecodedAudio
+from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
+from sensorium.media.video import DecodedVideo
+from sensorium.report.clips import (
+    CLIP_BYTES,
+    caption,
+    data_uri,
+    embedded_size,
+    player,
+    strip_figure,
+    strip_of,
+    strip_uri,
+    wave_figure,
+)
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import MediaError
 
 PIXELS = 512
 PLAIN_BYTES = 96 * 1024
 TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "GIF": "image/gif", "WEBP": "image/webp"}
+NO_ROOM = "left out to keep this page small"
 
 
 class Album:
-    """Media of one page. A medium that is shown twice is embedded once; past ``bound`` bytes media are only named."""
+    """Media of one page. A picture that is shown twice is embedded once; past ``bound`` bytes media are only named.
 
-    def __init__(self, store: MediaStore, bound: int) -> None:
-        self.store, self.left = store, bound
+    ``decoder`` gives the frames and samples of clips as the model was given them.
+    """
+
+    def __init__(self, store: MediaStore, bound: int, decoder: Decoder) -> None:
+        self.store, self.left, self.decoder = store, bound, decoder
         self._pictures: dict[str, tuple[str, int, int]] = {}
+        self._given: dict[Media, str] = {}
 
     def show(self, media: Media) -> str:
         """The element that shows a medium, or says why it is not shown."""
@@ -32,47 +53,70 @@ class Album:
     def definitions(self) -> str:
         """The pictures themselves, to stand once at the head of the page."""
         images = "".join(
-            f'<image id="m{digest[:16]}"{_small(width, height)} width="{width}" height="{height}" href="{uri}"/>'
-            for digest, (uri, width, height) in self._pictures.items()
+            f'<image id="{id}"{_small(width, height)} width="{width}" height="{height}" href="{uri}"/>'
+            for id, (uri, width, height) in self._pictures.items()
         )
         return f'<svg width="0" height="0" class="album" aria-hidden="true"><defs>{images}</defs></svg>'
 
     def _picture(self, media: Media) -> str:
-        if media.hash not in self._pictures:
-            embedded = _embed(self.store.bytes_of(media), self.store.picture(media))
-            if len(embedded[0]) > self.left:
-                return _absent(media, "left out to keep this page small")
-            self.left -= len(embedded[0])
-            self._pictures[media.hash] = embedded
-        _, width, height = self._pictures[media.hash]
+        id = f"m{media.hash[:16]}"
+        if id not in self._pictures and not self._defined(
+            id, *_embed(self.store.bytes_of(media), self.store.picture(media))
+        ):
+            return _absent(media, NO_ROOM)
+        _, width, height = self._pictures[id]
         return (
             f'<svg class="picture" viewBox="0 0 {width} {height}" role="img" '
-            f'aria-label="picture {media.hash[:8]}, {width} by {height} pixels"><use href="#m{media.hash[:16]}"/></svg>'
+            f'aria-label="picture {media.hash[:8]}, {width} by {height} pixels"><use href="#{id}"/></svg>'
         )
 
     def _clip(self, media: Media) -> str:
-        data = self.store.bytes_of(media)
-        if len(data) * 4 // 3 > self.left:
-            return _absent(media, "left out to keep this page small")
-        self.left -= len(data) * 4 // 3
-        element = "video" if media.kind == "video" else "audio"
-        return f'<{element} controls src="{_uri("video/mp4" if element == "video" else "audio/wav", data)}"></{element}>'
+        size = embedded_size(self.store, media)
+        embed = size <= min(self.left, CLIP_BYTES)
+        if embed:
+            self.left -= size
+        if embed or self.store.folder is not None:
+            shown = player(self.store, media, embed)
+        else:
+            shown = _absent(media, NO_ROOM)
+        if media not in self._given:
+            self._given[media] = self._as_given(media)
+        return f'<figure class="clip {media.kind}">{shown}{self._given[media]}</figure>'
+
+    def _as_given(self, media: Media) -> str:
+        """What the model was given of a clip."""
+        try:
+            clip = self.decoder.get(media)
+        except MediaError as error:
+            return _absent(media, str(error))
+        if isinstance(clip, DecodedAudio):
+            return wave_figure(clip) + caption(media, clip, 0)
+        assert isinstance(clip, DecodedVideo), "pictures are shown as they are"
+        strip, shown = strip_of(clip)
+        id = f"s{media.key}"
+        if not self._defined(id, strip_uri(strip), *strip.size):
+            return caption(media, clip, 0)
+        return strip_figure(id, strip.size, shown, clip) + caption(media, clip, len(shown))
+
+    def _defined(self, id: str, uri: str, width: int, height: int) -> bool:
+        """Embed a picture, if there is room for it."""
+        if len(uri) > self.left:
+            return False
+        self.left -= len(uri)
+        self._pictures[id] = (uri, width, height)
+        return True
 
 
 def _embed(data: bytes, picture: Image.Image) -> tuple[str, int, int]:
     """A picture's data URI and its size: its own bytes where they are few, else a smaller copy."""
     format = Image.open(BytesIO(data)).format or ""
     if len(data) <= PLAIN_BYTES and max(picture.size) <= PIXELS and format in TYPES:
-        return _uri(TYPES[format], data), picture.width, picture.height
+        return data_uri(TYPES[format], data), picture.width, picture.height
     copy = picture.copy()
     copy.thumbnail((PIXELS, PIXELS))
     buffer = BytesIO()
     copy.save(buffer, format="JPEG", quality=85)
-    return _uri("image/jpeg", buffer.getvalue()), copy.width, copy.height
-
-
-def _uri(kind: str, data: bytes) -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+    return data_uri("image/jpeg", buffer.getvalue()), copy.width, copy.height
 
 
 def _small(width: int, height: int) -> str:

@@ -1,6 +1,7 @@
 """report.html: a run on one self-contained page. Curves, what was paid for, before and after, and episodes as they were.
 
-Nothing is loaded from elsewhere, no script is needed to read it, and its size is bounded.
+Nothing is loaded from elsewhere but clips too large for it, from ``media/`` beside it. No script is needed to read it, and
+its size is bounded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from sensorium import __version__
+from sensorium.media.decoder import Decoder, open_decoder
 from sensorium.media.store import MediaStore
+from sensorium.recipe.schema import MediaSection
 from sensorium.recipe.yaml import read_yaml
 from sensorium.report.album import Album
 from sensorium.report.cards import comparison_card, group_card
@@ -49,7 +52,8 @@ def render_report(directory: RunDirectory, *, media_bytes: int = MEDIA_BYTES, co
     recipe = recipe if isinstance(recipe, dict) else {}
     rows = read_metrics(directory.metrics)
     summaries = directory.summaries()
-    album = Album(MediaStore(directory.media if directory.media.is_dir() else None), media_bytes)
+    decoder = _decoder(directory, recipe)
+    album = Album(decoder.store, media_bytes, decoder)
     name = str(recipe.get("name", directory.path.name))
     sections = [
         _section("Learning", "curves", _learning(rows, summaries)),
@@ -59,7 +63,18 @@ def render_report(directory: RunDirectory, *, media_bytes: int = MEDIA_BYTES, co
         _section("In detail", "details", _details(rows)),
         _section("Recipe", "recipe", f"<pre>{escape(recipe_text)}</pre>" if recipe_text else ""),
     ]
+    decoder.close()
     return _page(name, _head(name, recipe, rows, summaries), "".join(sections), album)
+
+
+def _decoder(directory: RunDirectory, recipe: Mapping[str, Any]) -> Decoder:
+    """Of the run's media; what the run decoded is found again where it kept it."""
+    store = MediaStore(directory.media if directory.media.is_dir() else None)
+    said = recipe.get("media") or {}
+    section = MediaSection.model_validate({key: said[key] for key in MediaSection.model_fields if key in said})
+    folder = section.cache.expanduser() if section.cache is not None else directory.decoded
+    kept = section.cache_gib if folder.is_dir() else 0.0
+    return open_decoder(store, folder, cache_gib=kept, memory_gib=0.0, threads=section.threads)
 
 
 def _page(name: str, head: str, body: str, album: Album) -> str:

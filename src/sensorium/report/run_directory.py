@@ -27,6 +27,7 @@ class RunDirectory:
         self.report = self.path / "report.html"
         self.episodes = self.path / "episodes"
         self.media = self.path / "media"
+        self.decoded = self.path / "decoded"
         self.eval = self.path / "eval"
         self.checkpoints = self.path / "checkpoints"
         self.kept = self.path / "kept"
