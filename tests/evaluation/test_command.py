@@ -161,3 +161,37 @@ def test_an_evaluation_goes_into_the_run_of_its_checkpoint_or_a_folder_of_its_ow
     (run / "recipe.yaml").write_text("name: run\n")
     greedy = load_recipe(recipe, ["evaluation.temperature=0", "evaluation.samples=1"])
     assert default_folder(greedy, str(checkpoint)) == run / "evaluations" / "step_000012_greedy"
+
+
+TRAINED = """
+name: trained
+steps: 1
+threads: 1
+model: {path: "tiny:qwen3_vl"}
+tasks:
+  train: [{source: shapes, options: {size: 8, picture_size: 56}}]
+  evaluate: [{source: shapes, options: {split: test, size: 6, picture_size: 56}}]
+batch: {prompts_per_step: 2, group_size: 4}
+rollout: {max_new_tokens: 3}
+rewards: {terms: [{name: "tests.evaluation.lottery:Lottery"}]}
+evaluation: {every: 1, samples: 2}
+"""
+
+
+def test_a_run_is_evaluated_by_its_checkpoint_and_compared_with_where_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("trained.yaml").write_text(TRAINED)
+    assert main(["train", "trained.yaml"]) == 0
+    row = json.loads(Path("runs/trained/metrics.jsonl").read_text())
+    assert {"eval/accuracy", "eval/mean@2", "eval/best@2", "eval/majority@2"} <= row.keys()
+    assert main(["eval", "runs/trained", "--greedy"]) == 0
+    assert main(["eval", "trained.yaml", "--greedy", "--model", "runs/trained"]) == 0, "the same, told otherwise"
+    after = "runs/trained/evaluations/step_000001_greedy"
+    assert [path.name for path in Path("runs/trained/evaluations").iterdir()] == ["step_000001_greedy"]
+    assert main(["eval", "trained.yaml", "--greedy"]) == 0
+    assert main(["compare", "runs/eval_trained_tiny_qwen3_vl_greedy", after]) == 0
+    assert "are the same model" not in capsys.readouterr().out
+    assert main(["train", "runs/trained", "--resume"]) == 0, "evaluations are not in the way of a run that goes on"
+    assert Path(after, "summary.json").exists()
