@@ -22,7 +22,7 @@ ASSETS = Path(__file__).parents[1] / "src" / "sensorium" / "assets"
 STAGES = {
     "shapes": ("shapes_warm", "shapes_guess"),
     "frozen_lake": ("frozen_lake_warm",),
-    "sight_and_sound": ("sight_and_sound_warm",),
+    "sight_and_sound": ("sight_and_sound_warm", "sight_and_sound_guess"),
 }
 
 

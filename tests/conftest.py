@@ -2,6 +2,8 @@
 
 from importlib.util import find_spec
 
+import sensorium.models  # noqa: F401  (mends torchvision before a test imports transformers by itself)
+
 if find_spec("hypothesis") is not None:
     from hypothesis import settings
 

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "engines": {*DATA, "models"},
     "rollout": {*DATA, "engines", "envs", "models"},
     "learner": {*DATA, "models", "algorithms"},
-    "evaluation": {*DATA, "rollout", "engines", "models", "rewards", "tasks"},
+    "evaluation": {*DATA, "rollout", "engines", "models", "rewards", "tasks", "report"},
     "report": DATA,
     "trainer": {*BELOW_TRAINER},
     "cli": {*BELOW_TRAINER, "trainer"},

@@ -1,37 +1,17 @@
-"""Evaluation says how sure it is, keeps accuracy apart from reward, and counts what was not judged."""
+"""Evaluation keeps accuracy apart from reward, says how sure it is, and counts what was not judged."""
+
+import asyncio
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.evaluation.evaluate import summarize
-from sensorium.evaluation.intervals import mean_interval, wilson
-from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn
-
-
-def episode(id: str, *scores: Score, status: Status = Status.FINISHED, tokens: int = 3) -> Episode:
-    response = Segment("model", tuple(range(tokens)), name=id)
-    thread = Thread((Segment("environment", (1,)), response), (False, True))
-    return Episode(id, "t", "g", 0, (thread,), (Turn(0, (), response, 0, 1),), status, scores=scores)
-
-
-def group(category: str, *episodes: Episode) -> Group:
-    return Group("g", Task("t", metadata={"category": category}), episodes)
-
-
-def test_wilson_is_the_textbook_interval() -> None:
-    assert wilson(8, 10) == pytest.approx((0.4901625, 0.9433178), abs=1e-6)
-    assert wilson(0, 20)[0] == 0.0
-    assert wilson(20, 20)[1] == pytest.approx(1.0)
-    with pytest.raises(ValueError, match="at least one"):
-        wilson(0, 0)
-
-
-@given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=60))
-def test_an_interval_holds_the_mean(values: list[float]) -> None:
-    low, high = mean_interval(values)
-    assert 0.0 <= low <= sum(values) / len(values) + 1e-9
-    assert sum(values) / len(values) - 1e-9 <= high <= 1.0
+from sensorium.evaluation.evaluate import score_groups, summarize
+from sensorium.evaluation.sample import row_of, sample_from, sample_of
+from sensorium.recipe.names import build
+from sensorium.rewards.scorer import Scorer
+from sensorium.vocabulary import Episode, Group, Score, Status, Task
+from tests.evaluation.made import episode, group
 
 
 def test_accuracy_is_not_reward_and_categories_are_apart() -> None:
@@ -47,14 +27,78 @@ def test_accuracy_is_not_reward_and_categories_are_apart() -> None:
     assert found["accuracy"] == pytest.approx(0.25), "tasks count alike, however many samples they have"
     assert found["reward"] == pytest.approx((0.7 + 0.2 + 0.2) / 3)
     assert found["terms"] == {"exact": pytest.approx(1 / 3), "format": 1.0}
-    assert found["categories"]["colour"] == {"accuracy": 0.5, "tasks": 1}
-    assert found["categories"]["shape"] == {"accuracy": 0.0, "tasks": 1}
+    colour, shape = found["categories"]["colour"], found["categories"]["shape"]
+    assert (colour["accuracy"], colour["tasks"], colour["reward"]) == (0.5, 1, pytest.approx(0.45))
+    assert (shape["accuracy"], shape["tasks"], shape["terms"]) == (0.0, 1, {"exact": 0.0, "format": 1.0})
+    assert colour["interval"][0] < 0.5 < colour["interval"][1]
 
 
 def test_what_was_not_judged_is_counted_and_not_wrong() -> None:
     right = Score("exact", 1.0, correct=True)
     missing = Score("exact", None, reason="timed out")
     failed = episode("c", missing, status=Status.FAILED)
-    found = summarize([group("x", e) for e in (episode("a", right), episode("b", missing), failed)], "sampled")
+    cut = episode("d", right, status=Status.TRUNCATED, tokens=9)
+    found = summarize([group("x", e) for e in (episode("a", right), episode("b", missing), failed, cut)], "sampled")
     assert found["accuracy"] == 1.0
-    assert (found["missing"], found["failed"], found["episodes"]) == (2, 1, 3)
+    assert (found["missing"], found["failed"], found["episodes"]) == (2, 1, 4)
+    assert (found["truncated"], found["truncated_share"], found["length_mean"]) == (1, 0.25, 4.5)
+    assert (found["tasks"], found["judged"]) == (4, 2)
+    nothing = summarize([group("x", episode("b", missing))], "sampled")
+    assert nothing["accuracy"] is nothing["interval"] is nothing["reward"] is None
+    assert nothing["categories"]["x"]["tasks"] == 0
+
+
+SCORES = st.builds(
+    Score,
+    name=st.sampled_from(["exact", "format", "judge"]),
+    value=st.none() | st.floats(-2, 2),
+    scope=st.sampled_from(["episode", "turn"]),
+)
+WEIGHTS = {"exact": 0.8, "format": 0.2, "judge": 0.5}
+
+
+@given(st.lists(st.lists(SCORES, min_size=1, max_size=5), min_size=1, max_size=8))
+def test_weighted_terms_sum_up_to_the_reward_in_every_sample_and_in_the_summary(drawn: list[list[Score]]) -> None:
+    whole = [(*scores, *(Score(name, 0.0) for name in WEIGHTS if name not in {s.name for s in scores})) for scores in drawn]
+    scored = [tuple(Score(s.name, s.value, WEIGHTS[s.name], s.scope, turn=0) for s in scores) for scores in whole]
+    groups = [group("x", episode(str(i), *scores)) for i, scores in enumerate(scored)]
+    for one in groups:
+        row = row_of(sample_of(one.task, 0, one.episodes[0], None, False), one.task, one.episodes[0], 0)
+        parts = {name: row[f"reward/{name}"] for name in WEIGHTS}
+        if None in parts.values():
+            assert row["reward"] is None
+        else:
+            assert row["reward"] == pytest.approx(sum(row["weights"][name] * value for name, value in parts.items()))
+    found = summarize(groups, "x")
+    if found["reward"] is not None:
+        total = sum(found["weights"][name] * value for name, value in found["terms"].items())
+        assert found["reward"] == pytest.approx(total)
+    else:
+        assert found["terms"] == {}
+
+
+def test_a_line_tells_everything_that_is_counted() -> None:
+    scores = (Score("exact", None, 0.5, reason="timed out"), Score("format", 1.0, 0.5))
+    task = Task("t", answer=["B", 2], metadata={"category": "x"})
+    for votes in (True, False):
+        made = sample_of(task, 3, episode("e", *scores, text="<b>"), "b" if votes else None, votes)
+        row = row_of(made, task, episode("e", *scores, text="<b>"), 7)
+        assert sample_from(row) == made
+        assert (row["seed"], row["response"], row["missing"]) == (7, "<b>", {"exact": "timed out"})
+
+
+def test_the_scorers_terms_fill_the_samples() -> None:
+    terms = [(build("reward", name, {}), weight) for name, weight in (("format", 0.2), ("exact_alnum", 0.8))]
+    scorer = Scorer(terms)
+    task = Task("t", answer="B", metadata={"category": "x"})
+    said = ("<answer>B</answer>", "<answer>A</answer>", "<answer>b.</answer>", "B")
+    played = Group("g", task, tuple(_numbered(episode(str(i), text=text), i) for i, text in enumerate(said)))
+    groups = asyncio.run(score_groups(scorer, [played]))
+    found = summarize(groups, "sampled", scorer.extract)
+    assert found["mean@4"]["value"] == found["accuracy"] == 0.5
+    assert found["best@4"]["value"] == found["majority@4"]["value"] == 1.0
+    assert "majority@4" not in summarize(groups, "sampled"), "nobody could say what the answers are"
+
+
+def _numbered(one: Episode, index: int) -> Episode:
+    return Episode(one.id, one.task_id, one.group_id, index, one.threads, one.turns, one.status)

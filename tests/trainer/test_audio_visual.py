@@ -1,4 +1,4 @@
-"""The audio-visual recipe as published, on look-alike data with real clips: it trains, evaluates by category, and counts."""
+"""The audio-visual recipe as published, on look-alike data with real clips: it trains, and evaluates by category."""
 
 from pathlib import Path
 

@@ -12,7 +12,7 @@ from sensorium.recipe.names import register, table
 from sensorium.recipe.traits import ESTIMATORS
 from sensorium.report.metrics import read_metrics
 from sensorium.trainer.run import train
-from sensorium.trainer.study import SAMPLED_AND_GREEDY, measure
+from sensorium.trainer.study import SAMPLED_AND_GREEDY, Variant, measure
 
 SMALL = ["evaluation.every=0", "evaluation.at_start=false", "evaluation.limit=128", "checkpoint.every=0"]
 SHAPES = ["batch.prompts_per_step=32", "optimizer.lr=4e-4", "optimizer.warmup_steps=1"]
@@ -103,6 +103,18 @@ def test_shapes_are_learned_on_held_out_pictures_too(tmp_path: Path) -> None:
 def test_walking_over_the_lake_is_learned(tmp_path: Path) -> None:
     paid = rewards("frozen_lake", tmp_path / "run", "steps=14", "batch.prompts_per_step=16", "optimizer.lr=2e-4")
     assert mean(paid[-4:]) > mean(paid[:2]) + 0.10
+
+
+@pytest.mark.learning
+def test_sight_and_sound_is_learned_from_both(tmp_path: Path) -> None:
+    paid = rewards("sight_and_sound", tmp_path / "run", "steps=32", "batch.prompts_per_step=48")
+    assert mean(paid[-4:]) > mean(paid[:4]) + 0.20
+    recipe = load_recipe("sight_and_sound", SMALL)
+    taken_away = [Variant("mute", 1.0, {"mute": True}), Variant("blank", 1.0, {"blank": True})]
+    checkpoint = str(tmp_path / "run/checkpoints/step_000032")
+    whole, *less = measure(recipe, checkpoint, [*SAMPLED_AND_GREEDY[:1], *taken_away])
+    for summary in less:
+        assert summary["accuracy"] < whole["accuracy"] - 0.15, summary["name"]
 
 
 def test_flipping_is_flipping() -> None:

@@ -1,56 +1,124 @@
-"""Evaluate a checkpoint on a recipe's held-out tasks, sampled or greedy, with intervals and by category."""
+"""Evaluate a model on a recipe's held-out tasks, sampled or greedy, with intervals and by category.
+
+Samples, summary and table go to a folder. A killed evaluation goes on when its command is run again.
+"""
 
 import json
+import re
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sensorium.cli.show import say, show_dry_run
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
-from sensorium.report.run_directory import write_whole
-from sensorium.report.tables import summary_table
+from sensorium.report.evaluations import print_grid, summary_grid
+from sensorium.report.run_directory import RunDirectory, write_whole
 from sensorium.vocabulary.errors import RecipeError
 
 
 def configure(parser: ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("recipe", help="a YAML file, a shipped recipe (shapes), or a run directory")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change the recipe: evaluation.limit=100")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change the recipe: rollout.max_new_tokens=1024")
     parser.add_argument(
-        "--checkpoint", help="a checkpoint folder; default: the run's best or last one, else the recipe's model"
+        "--model",
+        "--checkpoint",
+        dest="model",
+        metavar="PATH|RUN",
+        help="a checkpoint, a hub id, or a run (its best or last checkpoint); default: the run's, else the recipe's model",
     )
     parser.add_argument("--greedy", action="store_true", help="take the likeliest token instead of sampling")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the summary as JSON")
+    parser.add_argument("--temperature", type=float, metavar="T", help="sample at T; default: evaluation.temperature")
+    parser.add_argument("--samples", type=int, metavar="K", help="samples a task; default: evaluation.samples")
+    parser.add_argument("--limit", type=int, metavar="N", help="tasks at most, 0 for all; default: evaluation.limit")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="the folder; default: in the run, else runs/eval_…")
+    parser.add_argument("--fresh", action="store_true", help="forget what the folder holds of an earlier evaluation")
+    parser.add_argument("--chunk", type=int, default=128, metavar="N", help="tasks played at once, at most (128)")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the summary there as well")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe, spend nothing")
 
 
 def run(arguments: Namespace) -> int:
     """Evaluate."""
     console = Console()
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    recipe = load_recipe(arguments.recipe, [*arguments.overrides, *_settings(arguments)])
     if not recipe.tasks.evaluate:
         raise RecipeError(f"{arguments.recipe}: tasks.evaluate names no source, so there is nothing to evaluate on.")
+    if arguments.chunk < 1:
+        raise RecipeError(f"--chunk is {arguments.chunk}; at least one task must be played at once.")
     if arguments.dry_run:
         show_dry_run(recipe, console)
         return 0
-    from sensorium.trainer.study import Variant, measure
+    from sensorium.trainer.held_out import evaluate_into
 
-    checkpoint = arguments.checkpoint or _checkpoint_of(recipe, Path(arguments.recipe))
-    variant = Variant("greedy", 0.0) if arguments.greedy else Variant("sampled", recipe.evaluation.temperature)
-    say(f"evaluating {checkpoint}", console)
-    [summary] = measure(recipe, checkpoint, [variant])
-    console.print(summary_table(summary))
+    model = _model(arguments.model, recipe, Path(arguments.recipe))
+    folder = arguments.out or default_folder(recipe, model)
+    say(f"evaluating {model} into {folder}", console)
+    with _Bar(console) as bar:
+        summary = evaluate_into(folder, recipe, model, chunk=arguments.chunk, fresh=arguments.fresh, progress=bar.tell)
+    print_grid(summary_grid(summary), console)
     if arguments.save:
-        write_whole(arguments.save, json.dumps({"checkpoint": checkpoint, **summary}, indent=1) + "\n")
+        write_whole(arguments.save, json.dumps({"checkpoint": model, **summary}, indent=1) + "\n")
+    say(f"written to {folder}: summary.json, table.md, samples.jsonl", console)
     return 0
 
 
-def _checkpoint_of(recipe: Recipe, given: Path) -> str:
-    """The best or last checkpoint if a run directory was given, else the recipe's own model."""
-    if not given.is_dir():
-        return recipe.model.path
-    from sensorium.cli.export import find_checkpoint
+def default_folder(recipe: Recipe, model: str) -> Path:
+    """Where an evaluation goes if nothing else is said: into the run a checkpoint belongs to, else runs/eval_…"""
+    section, path = recipe.evaluation, Path(model)
+    drawn = "greedy" if section.temperature == 0 else f"t{section.temperature:g}"
+    many = f"_x{section.samples}" if section.samples > 1 else ""
+    limit = f"_first{section.limit}" if section.limit else ""
+    name = f"{re.sub(r'[^A-Za-z0-9._-]+', '_', path.name)}_{drawn}{many}{limit}"
+    run = RunDirectory(path.parent.parent)
+    if path.parent.name == run.checkpoints.name and run.exists():
+        return run.path / "evaluations" / name
+    return Path("runs") / f"eval_{recipe.name}_{name}"
 
-    return str(find_checkpoint(given))
+
+def _settings(arguments: Namespace) -> list[str]:
+    """The options that are keys of the recipe, as overrides of it."""
+    if arguments.greedy and arguments.temperature:
+        raise RecipeError(f"--greedy and --temperature {arguments.temperature:g} contradict each other; drop one of them.")
+    given = {"temperature": arguments.temperature, "samples": arguments.samples, "limit": arguments.limit}
+    if arguments.greedy:
+        given |= {"temperature": 0.0, "samples": arguments.samples or 1}
+    return [f"evaluation.{key}={value}" for key, value in given.items() if value is not None]
+
+
+def _model(given: str | None, recipe: Recipe, source: Path) -> str:
+    """The model that is meant: of a run its best or last checkpoint, else the path as it is."""
+    place = Path(given) if given is not None else source
+    if place.is_dir() and not (place / "config.json").exists():
+        from sensorium.cli.export import find_checkpoint
+
+        return str(find_checkpoint(place))
+    return given if given is not None else recipe.model.path
+
+
+class _Bar:
+    """How far an evaluation is: a bar on a terminal; elsewhere a line where it goes on from an earlier one."""
+
+    def __init__(self, console: Console) -> None:
+        parts = (TextColumn("tasks"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self.console = console
+        self.progress = Progress(*parts, console=console, transient=True, disable=not console.is_terminal)
+        self.bar = self.progress.add_task("tasks", total=None)
+        self.heard = False
+
+    def __enter__(self) -> "_Bar":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+    def tell(self, done: int, of: int) -> None:
+        """So many tasks are done."""
+        if not self.heard and done:
+            say(f"{done:,} of {of:,} tasks were done before", self.console)
+        self.heard = True
+        self.progress.update(self.bar, completed=done, total=of)

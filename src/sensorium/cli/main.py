@@ -17,6 +17,7 @@ COMMANDS = {
     "demo": "watch a small model learn to see, on this machine, in minutes",
     "train": "train a model by a recipe",
     "eval": "evaluate a checkpoint on a recipe's held-out tasks",
+    "compare": "set two evaluations of the same tasks side by side",
     "export": "copy a checkpoint out of a run as a plain Hugging Face model",
     "replay": "run a batch again that was kept because its update was not finite",
 }

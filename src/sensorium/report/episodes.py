@@ -74,7 +74,7 @@ def task_to_json(task: Task) -> Json:
     world = task.environment
     answer = {} if task.answer is None else {"answer": task.answer}
     return {"id": task.id, **answer} | _sparse(
-        messages=_messages_to_json(task.messages),
+        messages=messages_to_json(task.messages),
         environment=world and {"name": world.name, "options": dict(world.options), "seed": world.seed},
         demonstration=list(task.demonstration),
         metadata=dict(task.metadata),
@@ -109,7 +109,7 @@ def episode_to_json(episode: Episode) -> Json:
     turns = [
         _sparse(
             index=turn.index,
-            observation=_messages_to_json(turn.observation),
+            observation=messages_to_json(turn.observation),
             response=place(turn.response),
             thread=turn.thread,
             segment=turn.segment,
@@ -218,7 +218,8 @@ def _segment_from_json(data: Json) -> Segment:
     )
 
 
-def _messages_to_json(messages: Sequence[Message]) -> list[Json]:
+def messages_to_json(messages: Sequence[Message]) -> list[Json]:
+    """Messages; a medium is a reference: kind, hash, where it came from, and what is unusual in how it is decoded."""
     return [{"role": message.role, "content": [_block_to_json(block) for block in message.content]} for message in messages]
 
 

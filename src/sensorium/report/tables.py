@@ -1,4 +1,4 @@
-"""Tables for the terminal: the plan of a run, one evaluation, and before against after."""
+"""Tables for the terminal: the plan of a run, and before against after."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -47,18 +47,9 @@ def _parameters(plan: Plan) -> str:
     return f"{count_text(plan.model.total)}{counted} ({parts}); {count_text(plan.trainable)} are trained"
 
 
-def summary_table(summary: Summary) -> Table:
-    """One evaluation."""
-    table = _table(str(summary["name"]), "accuracy", "95 % interval", "n")
-    table.add_row("all", share(summary.get("accuracy")), interval_text(summary), str(_count(summary)))
-    for name, category in summary.get("categories", {}).items():
-        table.add_row(Text(f"  {name}"), share(category.get("accuracy")), "", str(_count(category)), style="dim")
-    return table
-
-
 def comparison_table(before: Sequence[Summary], after: Sequence[Summary], title: str = "before and after") -> Table:
     """Evaluations before and after training side by side, matched by name; categories below the first of them."""
-    table = _table(title, "before", "", "after", "", "change", "n")
+    table = house_table(title, "before", "", "after", "", "change", "n")
     earlier = {summary["name"]: summary for summary in before}
     for i, summary in enumerate(after):
         was: Mapping[str, Any] = earlier.get(summary["name"], {})
@@ -125,12 +116,12 @@ def _count(part: Mapping[str, Any]) -> int:
     return int(part.get("tasks", part.get("episodes", 0)))
 
 
-def _table(title: str, *columns: str) -> Table:
+def house_table(title: str, *columns: str) -> Table:
     """House style: a bold title, hairlines only, numbers to the right."""
     table = Table(
-        box=SIMPLE_HEAD, title=title, title_style="bold", title_justify="left", header_style="dim", pad_edge=False
+        box=SIMPLE_HEAD, title=Text(title, style="bold"), title_justify="left", header_style="dim", pad_edge=False
     )
     table.add_column("")
     for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(Text(column), justify="right", no_wrap=True)
     return table

@@ -9,8 +9,9 @@ from typing import Any
 
 Metrics = Mapping[str, float]
 Summary = Mapping[str, Any]
-"""An evaluation's summary: name, episodes, accuracy, interval [low, high], reward, terms {name: mean}, categories
-{name: {accuracy, episodes}}, length_mean, failed, missing. ``accuracy`` and ``reward`` are None where none was judged."""
+"""An evaluation's summary: name, tasks, episodes, accuracy, interval [low, high], reward, terms {name: mean}, categories
+{name: {accuracy, interval, tasks, reward, terms}}, length_mean, failed, missing, and of k > 1 samples mean@k, best@k and
+majority@k {value, interval}. ``accuracy`` and ``reward`` are None where none was judged."""
 
 
 @dataclass(frozen=True)

@@ -39,12 +39,20 @@ class _BoxTerm:
     def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
         """One score."""
         known = known_boxes(task)
-        text = given_answer(episode, fallback=self.fallback)
-        given = last_box(text) if text is not None else None
+        given = self._box(episode)
         if given is None:
             return (Score(self.name, self._worst, correct=False),)
         value = max(self._measure(box, given) for box in known)
         return (Score(self.name, value, correct=max(iou(box, given) for box in known) >= self.threshold),)
+
+    def extract(self, task: Task, episode: Episode) -> str | None:
+        """The box; only boxes that are equal count as one answer."""
+        box = self._box(episode)
+        return None if box is None else repr(list(box))
+
+    def _box(self, episode: Episode) -> Box | None:
+        text = given_answer(episode, fallback=self.fallback)
+        return last_box(text) if text is not None else None
 
 
 class BoxIoU(_BoxTerm):

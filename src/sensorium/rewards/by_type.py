@@ -50,6 +50,12 @@ class AccuracyByType:
             raise TaskError(f"task {task.id}: the answer {task.answer!r:.80} is {error}, as type '{told}' asks.") from error
         return (Score(self.name, value, correct=correct),)
 
+    def extract(self, task: Task, episode: Episode) -> str | None:
+        """The answer as its type reads it."""
+        compare = COMPARE.get(plain(str(task.metadata.get("type", self.default))))
+        given = given_answer(episode, fallback=self.fallback)
+        return None if compare is None or given is None else READ[compare](given) or None
+
 
 def plain(told: str) -> str:
     """A type's name without case and punctuation."""
@@ -129,6 +135,20 @@ COMPARE: dict[str, Callable[[Sequence[str], str], Verdict]] = {
     "judge": yes_or_no,
     "yes/no": yes_or_no,
 }
+
+READ: dict[Callable[[Sequence[str], str], Verdict], Callable[[str], str | None]] = {
+    multiple_choice: lambda given: choice_letter(given) or alphanumeric(given),
+    numerical: lambda given: _shown(number(given), 2),
+    regression: lambda given: _shown(number(given), None),
+    ocr: lambda given: " ".join(given.split()),
+    multi_label: lambda given: ",".join(sorted(set(_labels(given)))),
+    yes_or_no: lambda given: {True: "yes", False: "no", None: None}[YES_OR_NO.get(alphanumeric(given))],
+}
+"""An answer in the form in which a comparison sees it."""
+
+
+def _shown(value: float | None, decimals: int | None) -> str | None:
+    return None if value is None else repr(value if decimals is None else round(value, decimals))
 
 
 def _numbers(known: Sequence[str]) -> list[float]:

@@ -58,8 +58,12 @@ class Exact:
         expected = {alphanumeric(answer) for answer in expected_answers(task)}
         if "" in expected:
             raise TaskError(f"task {task.id}: the answer {task.answer!r:.80} has no letter or digit to compare.")
+        return (_verdict(self.name, self.extract(task, episode) in expected),)
+
+    def extract(self, task: Task, episode: Episode) -> str | None:
+        """The answer's letters and digits."""
         given = given_answer(episode, fallback=self.fallback)
-        return (_verdict(self.name, given is not None and alphanumeric(given) in expected),)
+        return (alphanumeric(given) or None) if given is not None else None
 
 
 def exact_alnum(name: str = "exact_alnum") -> Exact:
@@ -86,8 +90,12 @@ class Choice:
         expected = {choice_letter(answer) for answer in expected_answers(task)}
         if None in expected:
             raise TaskError(f"task {task.id}: the answer {task.answer!r:.80} is not the letter of a choice.")
+        return (_verdict(self.name, self.extract(task, episode) in expected),)
+
+    def extract(self, task: Task, episode: Episode) -> str | None:
+        """The letter."""
         given = given_answer(episode, fallback=self.fallback)
-        return (_verdict(self.name, given is not None and choice_letter(given) in expected),)
+        return choice_letter(given) if given is not None else None
 
 
 class Numeric:
@@ -105,14 +113,22 @@ class Numeric:
     def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
         """Right or wrong."""
         expected = [number(answer) for answer in expected_answers(task)]
-        given = given_answer(episode, fallback=self.fallback)
-        value = number(given) if given is not None else None
+        value = self._value(episode)
         right = False
         for known in expected:
             if known is None:
                 raise TaskError(f"task {task.id}: the answer {task.answer!r:.80} is not a number.")
             right |= value is not None and abs(value - known) <= max(self.absolute, self.relative * abs(known))
         return (_verdict(self.name, right),)
+
+    def extract(self, task: Task, episode: Episode) -> str | None:
+        """The number."""
+        value = self._value(episode)
+        return None if value is None else repr(value)
+
+    def _value(self, episode: Episode) -> float | None:
+        given = given_answer(episode, fallback=self.fallback)
+        return number(given) if given is not None else None
 
 
 def _verdict(name: str, right: bool) -> Score:

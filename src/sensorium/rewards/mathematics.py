@@ -41,9 +41,13 @@ class Mathematics:
     def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
         """Right or wrong; only what the model wrote in its last turn counts."""
         known = expected_answers(task)
-        given = mathematical_answer(last_response(episode), fallback=self.fallback)
+        given = self.extract(task, episode)
         right = given is not None and any(self._equal(task, answer, given) for answer in known)
         return (Score(self.name, float(right), correct=right),)
+
+    def extract(self, task: Task, episode: Episode) -> str | None:
+        """The answer as it is written; only what is written alike counts as one answer."""
+        return mathematical_answer(last_response(episode), fallback=self.fallback)
 
     def close(self) -> None:
         """End the processes."""

@@ -1,6 +1,6 @@
 """The reward-term protocol: a named function of a task and an episode."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.score import Score
@@ -19,3 +19,14 @@ class RewardTerm(Protocol):
     instant: bool
 
     def score(self, task: Task, episode: Episode) -> tuple[Score, ...]: ...
+
+
+@runtime_checkable
+class ComparingTerm(RewardTerm, Protocol):
+    """A term that compares an answer with the known one, and can say what it takes for the answer.
+
+    ``extract`` gives the answer in the form in which it is compared: equal answers are equal texts, so that attempts at one
+    task can vote. None where the episode gives no answer.
+    """
+
+    def extract(self, task: Task, episode: Episode) -> str | None: ...

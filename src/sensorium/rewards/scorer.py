@@ -15,7 +15,7 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any, Protocol
 
-from sensorium.rewards.protocol import RewardTerm
+from sensorium.rewards.protocol import ComparingTerm, RewardTerm
 from sensorium.vocabulary.episode import Episode, Status
 from sensorium.vocabulary.errors import RewardFailure, TaskError
 from sensorium.vocabulary.score import Score
@@ -64,6 +64,18 @@ class Scorer:
             self.missing[term.name] += sum(score.missing for score in found)
             scores += [replace(score, weight=weight) for score in found]
         return episode.with_scores(tuple(scores))
+
+    @property
+    def comparing(self) -> ComparingTerm | None:
+        """The first term that compares answers: its word counts for what the answer is."""
+        return next((term for term, _ in self.terms if isinstance(term, ComparingTerm)), None)
+
+    def extract(self, task: Task, episode: Episode) -> str | None:
+        """The answer of a scored episode, as the comparing term sees it; None where it gave none or could not be judged."""
+        term = self.comparing
+        if term is None or not episode.turns or any(s.missing for s in episode.scores if s.name == term.name):
+            return None
+        return term.extract(task, episode)
 
     def drain(self) -> tuple[dict[str, int], dict[str, int]]:
         """Missing and retried judgements by term since the last call (terms that had none are left out)."""

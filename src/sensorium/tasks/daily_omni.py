@@ -34,6 +34,8 @@ class DailyOmni:
     ``instruction`` replaces the request to think and answer in tags.
     """
 
+    table_columns = COLUMNS
+
     def __init__(
         self,
         path: str,

@@ -271,6 +271,7 @@ class Trainer:
         self.drawing.close()
         self.session.close()
         self.ledger.close()
+        gc.unfreeze()  # what the run held may go: a process may train more than once
 
     def _learner(self, warming: bool | None = None) -> Learner:
         """The learner of the stage that the next step belongs to."""

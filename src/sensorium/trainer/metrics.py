@@ -44,6 +44,7 @@ def evaluation_metrics(summary: dict[str, Any]) -> dict[str, float]:
     """An evaluation summary as ``eval/…`` metrics."""
     row = {f"eval/{key}": summary[key] for key in ("accuracy", "reward", "length_mean", "turns_mean", "failed", "missing")}
     row |= {f"eval/reward/{term}": value for term, value in summary["terms"].items()}
+    row |= {f"eval/{name}": part["value"] for name, part in summary.items() if "@" in name}
     row |= {f"eval/accuracy/{name}": part["accuracy"] for name, part in summary["categories"].items()}
     return {key: float(value) for key, value in row.items() if value is not None}
 

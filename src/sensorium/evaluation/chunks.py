@@ -1,0 +1,48 @@
+"""Evaluation in chunks: a bound on what is decoded at once, and on what a kill costs.
+
+Invariant: where chunks are cut depends on the list of tasks alone, and nothing that an earlier chunk left in the engine
+reaches a later one. So a chunk gives the same samples whichever were played before it in this process.
+"""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from sensorium.engines.protocol import Sampling
+from sensorium.rollout.play import Attempt, Rollout
+from sensorium.vocabulary.episode import Group
+from sensorium.vocabulary.task import Task
+
+CLIPS = 64  # distinct videos and sounds that a chunk may hold: all of them are decoded and kept while it is played
+
+
+def cut(tasks: Sequence[Task], most: int = 0) -> list[range]:
+    """Positions of the tasks of each chunk: ``most`` tasks (0: any number), and not more clips than may be held at once."""
+    chunks: list[range] = []
+    start, held = 0, set[str]()
+    for position, task in enumerate(tasks):
+        clips = {item.key for message in task.messages for item in message.media if item.kind != "picture"}
+        full = bool(most) and position - start >= most
+        if position > start and (full or len(held | clips) > CLIPS):
+            chunks.append(range(start, position))
+            start, held = position, set()
+        held |= clips
+    return [*chunks, range(start, len(tasks))] if tasks else []
+
+
+async def play_chunks(
+    rollout: Rollout,
+    tasks: Sequence[Task],
+    chunks: Sequence[range],
+    samples: int,
+    attempt: Attempt,
+    sampling: Sampling,
+    progress: Callable[[int], None] | None = None,
+) -> AsyncIterator[list[Group]]:
+    """Play some chunks of a list of tasks; ids and random numbers are those of the whole list played at once.
+
+    ``progress`` hears how many episodes of a chunk are done.
+    """
+    for i, chunk in enumerate(chunks):
+        if i:
+            rollout.engine.refresh(rollout.policy.version)
+        before, these = tasks[: chunk.start], tasks[chunk.start : chunk.stop]
+        yield await rollout.groups(these, samples, attempt, sampling, progress=progress, before=before)

@@ -1,0 +1,189 @@
+"""The folder of one evaluation: whose it is, its samples so far, and what was found.
+
+Invariants: ``evaluation.json`` is written first and never changes; a folder of another model, recipe or setting is refused.
+The samples of a chunk are appended at once and flushed to the disk. A kill leaves a part of a chunk at most, which is taken
+away and played again whole. ``summary.json`` is there only when every sample is.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sensorium.evaluation.sample import Row, Sample, sample_from
+from sensorium.report.run_directory import read_rows, to_line, write_whole
+from sensorium.vocabulary.errors import CheckpointError
+
+Claim = Mapping[str, Any]
+"""What an evaluation is of: model, weights, settings, recipe, tasks, surroundings."""
+
+Key = tuple[str, int, int]
+"""Which sample a line holds: task, position, sample."""
+
+MAY_DIFFER = ("model", "surroundings")  # the same weights may lie elsewhere, and another machine is worth a warning only
+
+
+class EvaluationFolder:
+    """Paths and files of an evaluation."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self.claim = self.path / "evaluation.json"
+        self.samples = self.path / "samples.jsonl"
+        self.summary = self.path / "summary.json"
+        self.table = self.path / "table.md"
+
+    def clear(self) -> None:
+        """Forget an earlier evaluation; anything else in the folder stays."""
+        if self.samples.exists():
+            with self.journal():
+                self.samples.unlink()
+        self.reopen()
+        self.claim.unlink(missing_ok=True)
+
+    def reopen(self) -> None:
+        """Samples are missing: what was found is no longer so."""
+        for file in (self.summary, self.table):
+            file.unlink(missing_ok=True)
+
+    def refuse_other(self, claim: Claim) -> None:
+        """Refuse to go on with an evaluation of something else; a claim may name only some of its parts."""
+        known = self.known()
+        if known is None:
+            if self.samples.exists():
+                raise CheckpointError(
+                    f"'{self.samples}' is there, but not what it was made of ({self.claim.name}). {_way_out()}"
+                )
+            return
+        found = [
+            text for key, part in claim.items() if key not in MAY_DIFFER for text in _differ(known.get(key), part, key)
+        ]
+        if found:
+            more = f", and {len(found) - 3} more" if len(found) > 3 else ""
+            raise CheckpointError(
+                f"'{self.path}' holds another evaluation: {'; '.join(found[:3])}{more}. {_way_out()}"
+            )  # fmt: skip
+
+    def take(self, claim: Claim) -> dict[str, Any]:
+        """Make the folder this evaluation's, or go on with it; returns the claim as it was first made."""
+        self.refuse_other(claim)
+        known = self.known()
+        if known is None:
+            write_whole(self.claim, json.dumps(claim, indent=1) + "\n")
+            return dict(claim)
+        return known
+
+    def known(self) -> dict[str, Any] | None:
+        """What the evaluation here is of; None if there is none."""
+        if not self.claim.exists():
+            return None
+        known: dict[str, Any] = json.loads(self.claim.read_text())
+        return known
+
+    @contextmanager
+    def journal(self) -> Iterator["Journal"]:
+        """The samples file, open for this process alone."""
+        descriptor = os.open(self.samples, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise CheckpointError(
+                    f"another process is evaluating into '{self.path}'. Wait for it, or choose another folder (--out)."
+                ) from error
+            _flush(self.path)  # the file's name, too, must outlive a crash
+            yield Journal(self.samples, descriptor)
+        finally:
+            os.close(descriptor)
+
+    def read(self) -> list[Sample]:
+        """All samples of a finished evaluation."""
+        if not self.claim.exists():
+            raise CheckpointError(f"'{self.path}' holds no evaluation; 'sensorium eval' makes one (it says where).")
+        if not self.summary.exists():
+            raise CheckpointError(f"the evaluation in '{self.path}' is not finished. Run its command again; it goes on.")
+        return self.read_so_far()
+
+    def read_so_far(self) -> list[Sample]:
+        """The samples that are there."""
+        return [sample_from(row) for row in read_rows(self.samples)]
+
+    def finish(self, summary: Mapping[str, Any], table: str) -> None:
+        """Write what was found."""
+        write_whole(self.table, table)
+        write_whole(self.summary, json.dumps(summary, indent=1) + "\n")
+
+
+class Journal:
+    """The samples so far. ``recover`` first, then ``append`` chunk by chunk."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path, self._descriptor = path, descriptor
+
+    def recover(self, chunks: Sequence[Sequence[Key]]) -> int:
+        """How many chunks are there as a whole, given the keys of their lines; what stands behind them is taken away."""
+        ends = self._ends(chunks)
+        os.ftruncate(self._descriptor, ends[-1] if ends else 0)
+        os.fsync(self._descriptor)
+        return len(ends)
+
+    def append(self, rows: Sequence[Row]) -> None:
+        """Add the lines of a chunk; they are on the disk when this returns."""
+        data = memoryview("".join(to_line(row) for row in rows).encode())
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+        os.fsync(self._descriptor)
+
+    def _ends(self, chunks: Sequence[Sequence[Key]]) -> list[int]:
+        """Where each whole chunk ends, in bytes. The first line that is not what should stand there ends what is known."""
+        ends: list[int] = []
+        place = 0
+        with self._path.open("rb") as file:
+            for chunk in chunks:
+                for key in chunk:
+                    line = file.readline()
+                    if _key(line) != key:
+                        return ends
+                    place += len(line)
+                ends.append(place)
+        return ends
+
+
+def _flush(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _key(line: bytes) -> Key | None:
+    """Which sample a line holds; None if it is torn or damaged."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        row = json.loads(line)
+        return row["task"], row["position"], row["sample"]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _differ(there: Any, here: Any, name: str) -> Iterator[str]:
+    """What differs, by dotted names."""
+    if isinstance(there, Mapping) and isinstance(here, Mapping):
+        for key in dict.fromkeys([*there, *here]):
+            yield from _differ(there.get(key), here.get(key), f"{name}.{key}")
+    elif there != here:
+        yield f"{name} is {_short(there)} there and {_short(here)} here"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def _way_out() -> str:
+    return "Choose another folder (--out), or start anew in this one (--fresh), which forgets what it holds."

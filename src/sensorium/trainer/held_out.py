@@ -1,0 +1,159 @@
+"""Evaluating a checkpoint into a folder: chunk by chunk, so that a killed evaluation goes on where it was."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sensorium.evaluation.chunks import cut, play_chunks
+from sensorium.evaluation.evaluate import attempt_of, score_groups
+from sensorium.evaluation.folder import EvaluationFolder, Journal
+from sensorium.evaluation.sample import Row, row_of, sample_of
+from sensorium.evaluation.summary import summarize_samples
+from sensorium.media.store import MediaStore
+from sensorium.models.identity import identity
+from sensorium.recipe.schema import Recipe
+from sensorium.report.episodes import task_to_json
+from sensorium.report.evaluations import markdown, summary_grid
+from sensorium.rewards.scorer import Scorer
+from sensorium.tasks.mixture import each_once
+from sensorium.tasks.source import table_columns
+from sensorium.trainer.determinism import settle, surroundings, warn_if_changed
+from sensorium.trainer.models import load_model
+from sensorium.trainer.session import Session, make_sources, open_session, sampling_of
+from sensorium.vocabulary.episode import Group
+from sensorium.vocabulary.errors import PromptTooLong, TaskError
+from sensorium.vocabulary.task import Task
+
+TRAINING_ONLY = {"temperature", "top_p", "top_k", "mask_truncated"}
+Progress = Callable[[int, int], None]
+"""Hears how many tasks are done, of how many."""
+
+
+def evaluate_into(
+    path: Path, recipe: Recipe, model: str, *, chunk: int = 128, fresh: bool = False, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Evaluate a model on the recipe's held-out tasks as ``evaluation`` says; returns the summary that is written.
+
+    An evaluation that was begun in the folder goes on; one of something else is refused. ``fresh`` forgets it.
+    """
+    folder = EvaluationFolder(path)
+    section = recipe.evaluation
+    claim = _claim(recipe, chunk)
+    if not fresh:
+        folder.refuse_other(claim)  # before a model is loaded for nothing
+    settle(recipe)
+    session = open_session(recipe, load_model(recipe, model, MediaStore()), None)
+    try:
+        sources = make_sources(recipe.tasks.evaluate, session.store, "tasks.evaluate")
+        tasks, skipped = each_once(sources, limit=section.limit, on_bad_row=recipe.tasks.on_bad_row)
+        if not tasks:
+            raise TaskError("tasks.evaluate: its sources have no tasks, so there is nothing to evaluate on.")
+        session.rollout.refuse_strange(tasks)
+        claim |= {
+            "model": model,
+            "weights": identity(session.policy),
+            "tasks": {"count": len(tasks), "digest": _digest(tasks), "skipped": len(skipped)},
+            "surroundings": surroundings(),
+        }
+        if fresh:
+            folder.clear()
+        warn_if_changed(folder.take(claim)["surroundings"])
+        with folder.journal() as journal:
+            asyncio.run(_play(folder, journal, session, recipe, tasks, chunk, progress or _silent))
+            summary = summarize_samples(folder.read_so_far(), _name(recipe), table_columns(sources))
+            summary |= {"skipped": len(skipped), "model": model, "temperature": section.temperature, "seed": recipe.seed}
+            folder.finish(summary, markdown(summary_grid(summary)))
+    finally:
+        session.close()
+    return summary
+
+
+async def _play(
+    folder: EvaluationFolder,
+    journal: Journal,
+    session: Session,
+    recipe: Recipe,
+    tasks: Sequence[Task],
+    chunk: int,
+    progress: Progress,
+) -> None:
+    """Play the chunks that are not there yet, and keep each as soon as it is judged."""
+    samples, chunks = recipe.evaluation.samples, cut(tasks, chunk)
+    keys = [[(tasks[place].id, place, index) for place in places for index in range(samples)] for places in chunks]
+    left = chunks[journal.recover(keys) :]
+    if left:
+        folder.reopen()
+    done = left[0].start if left else len(tasks)
+    progress(done, len(tasks))
+    playing = play_chunks(
+        session.rollout,
+        tasks,
+        left,
+        samples,
+        attempt_of(recipe.seed, _name(recipe)),
+        sampling_of(recipe.rollout, recipe.evaluation.temperature),
+        lambda episodes: progress(done + episodes // samples, len(tasks)),
+    )
+    for places in left:
+        played = await anext(playing)
+        if recipe.tasks.on_long_prompt == "refuse":
+            _refuse_long(played)
+        groups = await score_groups(session.scorer, played)
+        journal.append(_rows(groups, places, session.scorer, recipe.seed))
+        done = places.stop
+
+
+def _rows(groups: Sequence[Group], places: range, scorer: Scorer, seed: int) -> list[Row]:
+    rows = []
+    votes = scorer.comparing is not None
+    for group, place in zip(groups, places, strict=True):
+        for episode in group.episodes:
+            sample = sample_of(group.task, place, episode, scorer.extract(group.task, episode), votes)
+            rows.append(row_of(sample, group.task, episode, seed))
+    return rows
+
+
+def _refuse_long(groups: Sequence[Group]) -> None:
+    """How long a prompt is shows only when its media are decoded, so it is refused when its turn comes."""
+    for episode in (episode for group in groups for episode in group.episodes):
+        if episode.info.get("prompt_too_long"):
+            raise PromptTooLong(episode.failure)
+
+
+def _silent(done: int, of: int) -> None:
+    """Tells nobody."""
+
+
+def _name(recipe: Recipe) -> str:
+    """What an evaluation is called; random numbers are keyed by it, so that a study and the command draw the same."""
+    return "greedy" if recipe.evaluation.temperature == 0 else "sampled"
+
+
+def _claim(recipe: Recipe, chunk: int) -> dict[str, Any]:
+    """What of recipe and settings decides the samples."""
+    section = recipe.evaluation
+    data = recipe.model_dump(mode="json")
+    return {
+        "settings": {
+            "temperature": section.temperature,
+            "samples": section.samples,
+            "limit": section.limit,
+            "seed": recipe.seed,
+            "chunk": chunk,
+        },
+        "recipe": {
+            "family": recipe.model.family,
+            "dtype": recipe.model.dtype,
+            "tasks": {key: data["tasks"][key] for key in ("evaluate", "on_bad_row")},
+            "rollout": {key: value for key, value in data["rollout"].items() if key not in TRAINING_ONLY},
+            "rewards": data["rewards"],
+        },
+    }
+
+
+def _digest(tasks: Sequence[Task]) -> str:
+    body = "\n".join(json.dumps(task_to_json(task), sort_keys=True, default=str) for task in tasks)
+    return hashlib.blake2b(body.encode(), digest_size=16).hexdigest()
