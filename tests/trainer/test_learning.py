@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sensorium.algorithms import bi_level_gae, grpo, masked_gae, rloo
+from sensorium.algorithms import grpo, rloo
 from sensorium.algorithms.episodes import Credit, Episodes
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.names import register, table
@@ -43,19 +43,11 @@ def flipped_rloo(episodes: Episodes) -> Credit:
     return flipped(rloo.estimate(episodes))
 
 
-def flipped_masked_gae(episodes: Episodes, *, gamma: float, lam: float) -> Credit:
-    return flipped(masked_gae.estimate(episodes, gamma=gamma, lam=lam))
-
-
-def flipped_bi_level_gae(episodes: Episodes, *, gamma: float, lam: float, turn_gamma: float, turn_lam: float) -> Credit:
-    return flipped(bi_level_gae.estimate(episodes, gamma=gamma, lam=lam, turn_gamma=turn_gamma, turn_lam=turn_lam))
-
-
 @pytest.fixture
 def wrong_signs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The estimators with the wrong sign, by name, with the traits of the right ones."""
     monkeypatch.setitem(table("advantage"), "nothing", "")  # so that the table is put back
-    for name in {estimator for _, estimator, _ in ALGORITHMS.values()}:
+    for name in ("grpo", "rloo"):
         monkeypatch.setitem(ESTIMATORS, f"flipped_{name}", ESTIMATORS[name])
         register("advantage", f"flipped_{name}", f"tests.trainer.test_learning:flipped_{name}")
 
@@ -80,11 +72,11 @@ def test_every_kind_of_algorithm_learns_beyond_the_warm_start(algorithm: str, tm
 
 
 @pytest.mark.learning
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", [name for name, (task, _, _) in ALGORITHMS.items() if task == "shapes"])
 def test_with_the_sign_flipped_it_unlearns(algorithm: str, tmp_path: Path, wrong_signs: None) -> None:
+    """The slower ones are flipped in studies/algorithms.py."""
     recipe, estimator, overrides = ALGORITHMS[algorithm]
-    steps = 14 if recipe == "shapes" else 8
-    paid = rewards(recipe, tmp_path / "run", f"algorithm.advantage.name=flipped_{estimator}", f"steps={steps}", *overrides)
+    paid = rewards(recipe, tmp_path / "run", f"algorithm.advantage.name=flipped_{estimator}", "steps=14", *overrides)
     assert mean(paid[-3:]) < mean(paid[:2]) - 0.08
 
 
