@@ -1,79 +1,23 @@
-"""A long run does not grow: a thousand steps over fifty clips, of which no cache can keep more than a few."""
+"""A long run does not grow."""
 
-import asyncio
-import gc
+import json
 import os
-from contextlib import nullcontext
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
-from sensorium.engines.scripted import ScriptedEngine
-from sensorium.models.policy import Policy
-from sensorium.report.run_directory import RunDirectory
-from sensorium.trainer.loop import Trainer
-from sensorium.trainer.run import open_trainer
-
-from .cinema import recipe_of, rows_of, sound_bytes, video_bytes
-
-HERE = "tests.trainer.test_memory"
-STEPS, WARM, UPDATE_EVERY = 1000, 100, 25
-
-
-def scripted(policy: Policy, lockstep: bool) -> ScriptedEngine:
-    """An engine whose answers differ within a group, so that there is something to learn."""
-    return ScriptedEngine(policy, lambda request: f"<answer>{'AB'[request.order[1] % 2]}</answer>")
-
-
-def resident_bytes() -> int:
-    """The memory of this process that is really there."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-async def step(trainer: Trainer, number: int) -> None:
-    """Draw, play, score and record; now and then a whole step, with towers and an update."""
-    if number % UPDATE_EVERY == 0:
-        await trainer.advance()
-        return
-    collected = await trainer.collector.collect(number, trainer.position, lambda *phase: nullcontext())
-    trainer._look_ahead(collected.position)
-    trainer._record(number, collected)
-    trainer.position, trainer.step = collected.position, number
-    trainer.watcher.stepped(number, collected.metrics | trainer.meter.row())
+ROOT = Path(__file__).parents[2]
 
 
 def test_memory_is_flat_over_a_thousand_steps_and_fifty_clips(tmp_path: Path) -> None:
-    rows: list[list[dict[str, Any]]] = []
-    for i in range(25):
-        (tmp_path / f"{i}.mp4").write_bytes(video_bytes(i))
-        (tmp_path / f"{i}.wav").write_bytes(sound_bytes(i))
-        rows.append([{"type": "video", "path": f"{i}.mp4", "frames": 2}, {"type": "audio", "path": f"{i}.wav"}])
-    recipe = recipe_of(
-        tmp_path / "run",
-        steps=STEPS,
-        tasks=rows_of(tmp_path, rows),
-        batch={"prompts_per_step": 1, "group_size": 2},
-        rollout={"engine": f"{HERE}:scripted"},
-        media={"cache_gib": 1e-4, "memory_gib": 1e-4},
-    )
-    trainer = open_trainer(recipe, RunDirectory(tmp_path / "run").create())
-    resident: list[int] = []
-    objects: list[int] = []
-
-    async def all_steps() -> None:
-        for number in range(1, STEPS + 1):
-            await step(trainer, number)
-            if number % WARM == 0:
-                gc.collect()
-                resident.append(resident_bytes())
-                objects.append(len(gc.get_objects()))
-
-    try:
-        asyncio.run(all_steps())
-        counts = trainer.session.policy.media_counts
-    finally:
-        trainer.close()
-    assert max(resident) <= 1.05 * resident[0]
-    assert max(objects) <= 1.05 * objects[0]
-    assert trainer.step == STEPS
-    assert counts.decoded > 500, "with so little room clips are decoded again and again"
-    assert counts.evictions > 500
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "tests.trainer.thousand_steps", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["steps"] == 1000
+    assert max(found["resident"]) <= 1.05 * found["resident"][0]
+    assert max(found["objects"]) <= 1.05 * found["objects"][0]
+    assert found["decoded"] > 500, "with so little room clips are decoded again and again"
+    assert found["evictions"] > 500
