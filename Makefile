@@ -20,6 +20,7 @@ types: .venv/dev
 studies: .venv/installed
 	$(BIN)/python studies/run.py
 	$(BIN)/python studies/fresh.py
+	$(BIN)/python studies/algorithms.py
 
 bench: .venv/bench
 	$(BIN)/python bench/w0.py
