@@ -1,4 +1,4 @@
-"""Five kinds of algorithm on the shipped tasks, before and after, on held-out tasks by which nothing was chosen.
+"""Five kinds of algorithm on the shipped tasks, before and after, on held-out tasks.
 
     python studies/algorithms.py [grpo+clip rloo+clip …]
 

@@ -37,9 +37,11 @@ def refuse_strange_worlds(
     """
     kinds = {repr((spec.name, spec.options)): task for task in tasks if (spec := task.environment) is not None}
     pool = ThreadPoolExecutor(1, thread_name_prefix="first look")
-    for task in kinds.values():
-        refuse_strange_media(task, _first_shown(task, make_environment(task), pool, seconds), policy, engine)
-    pool.shutdown(wait=False, cancel_futures=True)
+    try:
+        for task in kinds.values():
+            refuse_strange_media(task, _first_shown(task, make_environment(task), pool, seconds), policy, engine)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _first_shown(task: Task, world: Environment, pool: ThreadPoolExecutor, seconds: float) -> tuple[Message, ...]:
@@ -47,7 +49,7 @@ def _first_shown(task: Task, world: Environment, pool: ThreadPoolExecutor, secon
     try:
         head, observation = pool.submit(world.reset, task.environment.seed).result(seconds)
         return (*head, *observation.messages)
-    except Exception:
+    except Exception:  # not hidden: in play the same world fails its episodes, with the reason, and they are counted
         return ()
     finally:
         with suppress(Exception):
