@@ -20,8 +20,8 @@ import torch
 from workload import W1, recipe_for
 
 from sensorium.models.tiny import make_tiny
+from sensorium.record.run_directory import RunDirectory
 from sensorium.report.metrics import read_metrics
-from sensorium.report.run_directory import RunDirectory
 from sensorium.trainer.run import open_trainer
 
 QWEN2_5_VL_3B = {

@@ -9,8 +9,8 @@ import torch
 
 from sensorium.media.store import MediaStore
 from sensorium.recipe.load import load_recipe
+from sensorium.record.run_directory import RunDirectory
 from sensorium.report.metrics import read_metrics
-from sensorium.report.run_directory import RunDirectory
 from sensorium.trainer.run import open_trainer
 from sensorium.vocabulary import Group
 

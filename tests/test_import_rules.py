@@ -8,7 +8,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "sensorium"
 DATA = {"vocabulary", "recipe", "media"}
 BELOW_TRAINER = {
-    *DATA, "tasks", "envs", "rewards", "algorithms", "models", "engines", "rollout", "learner", "evaluation", "report",
+    *DATA, "tasks", "envs", "rewards", "algorithms", "models", "engines", "rollout", "learner", "evaluation", "record",
+    "report",
 }  # fmt: skip
 MAY_IMPORT = {
     "vocabulary": set(),
@@ -22,12 +23,13 @@ MAY_IMPORT = {
     "engines": {*DATA, "models"},
     "rollout": {*DATA, "engines", "envs", "models"},
     "learner": {*DATA, "models", "algorithms"},
-    "evaluation": {*DATA, "rollout", "engines", "models", "rewards", "tasks", "report"},
-    "report": DATA,
+    "evaluation": {*DATA, "rollout", "engines", "models", "rewards", "tasks", "record", "report"},
+    "record": {"vocabulary"},
+    "report": {*DATA, "record"},
     "trainer": {*BELOW_TRAINER},
     "cli": {*BELOW_TRAINER, "trainer"},
 }
-TORCH_FREE = {"vocabulary", "recipe", "media", "tasks", "envs", "rewards", "report"}
+TORCH_FREE = {"vocabulary", "recipe", "media", "tasks", "envs", "rewards", "record", "report"}
 
 
 def imports_of(path: Path) -> set[str]:

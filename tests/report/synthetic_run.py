@@ -5,9 +5,10 @@ from pathlib import Path
 from random import Random
 
 from sensorium.media.store import MediaStore
+from sensorium.record.durable import write_whole
+from sensorium.record.run_directory import RunDirectory
 from sensorium.report.episodes import write_episodes
 from sensorium.report.metrics import MetricsFile
-from sensorium.report.run_directory import RunDirectory, write_whole
 from sensorium.tasks.shapes import ANSWERS, Shapes
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn
 

@@ -9,9 +9,9 @@ import pytest
 from sensorium.media.decoder import open_decoder
 from sensorium.media.making import encode_clip, encode_wav
 from sensorium.media.store import MediaStore
+from sensorium.record.run_directory import RunDirectory
 from sensorium.report.episodes import write_episodes
 from sensorium.report.html import render_report
-from sensorium.report.run_directory import RunDirectory
 from sensorium.vocabulary import Episode, Group, Media, Segment, Status, Task, Thread, Turn, user
 from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
 from tests.media.clips import numbered, tone

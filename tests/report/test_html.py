@@ -9,10 +9,11 @@ import pytest
 from PIL import Image
 
 from sensorium.media.store import MediaStore
+from sensorium.record.durable import write_whole
+from sensorium.record.run_directory import RunDirectory
 from sensorium.report.episodes import write_episodes
 from sensorium.report.examples import Comparison, choose, compare_evaluations, training_groups
 from sensorium.report.html import render_report, write_report
-from sensorium.report.run_directory import RunDirectory, write_whole
 from sensorium.report.svg import Series, line_chart, ticks
 from sensorium.tasks.shapes import Shapes
 from sensorium.vocabulary import Episode, Group, Media, Score, Segment, Status, Task, Thread, Turn, user

@@ -11,9 +11,9 @@ import pytest
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.media.store import MediaStore
 from sensorium.recipe.load import parse_recipe
+from sensorium.record.run_directory import RunDirectory
 from sensorium.report.episodes import read_episodes
 from sensorium.report.metrics import read_metrics
-from sensorium.report.run_directory import RunDirectory
 from sensorium.rollout.early_stop import CANCELLED
 from sensorium.trainer.collect import BASELINE, Collected
 from sensorium.trainer.ledger import Ledger

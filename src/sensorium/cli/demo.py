@@ -9,8 +9,8 @@ from sensorium.cli.show import say, show_dry_run, show_plan
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.yaml import read_yaml
+from sensorium.record.run_directory import RunDirectory
 from sensorium.report.html import write_report
-from sensorium.report.run_directory import RunDirectory
 from sensorium.report.tables import comparison_table
 
 INTRO = (

@@ -14,8 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sensorium.cli.show import say, show_dry_run
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
+from sensorium.record.durable import write_whole
+from sensorium.record.run_directory import RunDirectory
 from sensorium.report.evaluations import print_grid, summary_grid
-from sensorium.report.run_directory import RunDirectory, write_whole
 from sensorium.vocabulary.errors import RecipeError
 
 

@@ -5,7 +5,7 @@ import shutil
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from sensorium.report.run_directory import RunDirectory
+from sensorium.record.run_directory import RunDirectory
 from sensorium.vocabulary.errors import CheckpointError
 
 ADAPTER = "adapter"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sensorium.evaluation.sample import Row, Sample, sample_from
-from sensorium.report.run_directory import read_rows, to_line, write_whole
+from sensorium.record.durable import read_rows, to_line, write_whole
 from sensorium.vocabulary.errors import CheckpointError
 
 Claim = Mapping[str, Any]

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from sensorium.report.run_directory import read_rows, write_rows
+from sensorium.record.durable import read_rows, write_rows
 from sensorium.vocabulary.content import USUAL, Block, Media, Message, Text
 from sensorium.vocabulary.decoding import parameters_from, parameters_to_data
 from sensorium.vocabulary.episode import Episode, Group, MediaSpan, Segment, Status, Thread, Turn

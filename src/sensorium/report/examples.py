@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, TypeVar
 
+from sensorium.record.durable import read_rows
+from sensorium.record.run_directory import RunDirectory, step_of
 from sensorium.report.episodes import read_groups_of
-from sensorium.report.run_directory import RunDirectory, read_rows, step_of
 from sensorium.vocabulary.episode import Episode, Group
 from sensorium.vocabulary.task import Task
 

@@ -14,12 +14,13 @@ from sensorium.media.decoder import Decoder, open_decoder
 from sensorium.media.store import MediaStore
 from sensorium.recipe.schema import MediaSection
 from sensorium.recipe.yaml import read_yaml
+from sensorium.record.durable import write_whole
+from sensorium.record.run_directory import RunDirectory
 from sensorium.report.album import Album
 from sensorium.report.cards import comparison_card, group_card
 from sensorium.report.console import duration
 from sensorium.report.examples import Comparisons, Kind, compare_evaluations, training_groups
 from sensorium.report.metrics import read_metrics
-from sensorium.report.run_directory import RunDirectory, write_whole
 from sensorium.report.svg import Series, line_chart
 from sensorium.report.tables import interval_text, share
 

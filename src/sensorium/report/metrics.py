@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sensorium.report.run_directory import append_row, read_rows
+from sensorium.record.durable import append_row, read_rows
 from sensorium.report.watcher import Metrics, Watcher
 
 FAMILIES = (

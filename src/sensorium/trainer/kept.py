@@ -13,8 +13,8 @@ from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
 from sensorium.models.policy import Policy
 from sensorium.recipe.load import load_recipe
+from sensorium.record.run_directory import RunDirectory, step_name
 from sensorium.report.episodes import read_groups, write_episodes
-from sensorium.report.run_directory import RunDirectory, step_name
 from sensorium.trainer.models import load_trained
 from sensorium.trainer.reference import resume_reference
 from sensorium.trainer.session import make_learner

@@ -16,8 +16,8 @@ from sensorium.evaluation.evaluate import Evaluation, evaluate
 from sensorium.learner.learner import Learner, Sample
 from sensorium.models.reference import Reference
 from sensorium.recipe.schema import Recipe
+from sensorium.record.run_directory import RunDirectory
 from sensorium.report.episodes import write_episodes
-from sensorium.report.run_directory import RunDirectory
 from sensorium.report.watcher import RunStart, Watcher
 from sensorium.rollout.play import Attempt
 from sensorium.tasks.mixture import TaskStream

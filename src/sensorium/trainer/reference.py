@@ -6,7 +6,7 @@ import shutil
 from sensorium.models.policy import Policy
 from sensorium.models.reference import FormerSelf, FrozenCopy, Reference
 from sensorium.recipe.schema import Recipe
-from sensorium.report.run_directory import RunDirectory
+from sensorium.record.run_directory import RunDirectory
 from sensorium.trainer.models import load_beside
 
 

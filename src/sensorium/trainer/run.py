@@ -9,9 +9,10 @@ from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.load import dump_recipe
 from sensorium.recipe.names import build
 from sensorium.recipe.schema import Recipe
+from sensorium.record.durable import write_whole
+from sensorium.record.run_directory import RunDirectory
 from sensorium.report.html import write_report
 from sensorium.report.metrics import MetricsFile
-from sensorium.report.run_directory import RunDirectory, write_whole
 from sensorium.report.watcher import Watcher, Watchers
 from sensorium.tasks.mixture import a_few, each_once
 from sensorium.trainer.checkpoint import Checkpoints

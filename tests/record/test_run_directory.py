@@ -5,8 +5,9 @@ import math
 
 import pytest
 
+from sensorium.record.durable import append_row, read_rows, write_whole
+from sensorium.record.run_directory import RunDirectory
 from sensorium.report.metrics import MetricsFile, ordered, read_metrics, repeatable
-from sensorium.report.run_directory import RunDirectory, append_row, read_rows, write_whole
 from sensorium.vocabulary.errors import SensoriumError
 
 
