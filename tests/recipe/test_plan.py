@@ -45,7 +45,7 @@ def test_batch_numbers_are_resolved() -> None:
     assert plan.total_updates == 10 * 8 + 3
     assert plan.total_episodes == 320
     assert plan.sampled_tokens_per_step == 32 * 60
-    assert plan.evaluations == 4
+    assert plan.evaluations == 6  # after steps 0, 3 (the warm start), 4, 8, 12 and 13
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "qwen2", "qwen3"])

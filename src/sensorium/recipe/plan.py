@@ -134,11 +134,10 @@ def _activations_per_token(recipe: Recipe, shape: ModelShape) -> int:
 
 
 def _evaluations(recipe: Recipe) -> int:
-    section = recipe.evaluation
+    """How many times the held-out tasks are played."""
     if not recipe.tasks.evaluate:
         return 0
-    during = -(-recipe.steps // section.every) if section.every else 0
-    return during + section.at_start
+    return sum(recipe.evaluates_after(step) for step in range(recipe.total_steps + 1))
 
 
 def _selection(recipe: Recipe, prompts: int, plays: int) -> str:

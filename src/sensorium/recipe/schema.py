@@ -311,6 +311,24 @@ class Recipe(Section):
     logging: LoggingSection = LoggingSection()
 
     @property
+    def total_steps(self) -> int:
+        """Steps of the whole run, the warm start included."""
+        return self.warm_start.steps + self.steps
+
+    def evaluates_after(self, step: int) -> bool:
+        """True if the held-out tasks are played after this step: at the start (0), at the end of the warm start, in RL.
+
+        The end of the warm start is measured wherever anything is, since there RL begins.
+        """
+        section, warm = self.evaluation, self.warm_start.steps
+        if step == 0:
+            return section.at_start
+        if step == warm:
+            return bool(section.every) or section.at_start
+        due = bool(section.every) and (step % section.every == 0 or step == self.total_steps)
+        return due and step > warm
+
+    @property
     def directory(self) -> Path:
         """Where the run is kept."""
         return self.run_dir if self.run_dir is not None else Path("runs") / self.name

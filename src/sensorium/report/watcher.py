@@ -16,11 +16,15 @@ majority@k {value, interval}. ``accuracy`` and ``reward`` are None where none wa
 
 @dataclass(frozen=True)
 class RunStart:
-    """What is known when a run starts. ``first`` is the number of steps already behind it (a resumed run's are not 0)."""
+    """What is known when a run starts. ``first`` is the number of steps already behind it (a resumed run's are not 0).
+
+    The first ``warm_start`` steps are supervised.
+    """
 
     name: str
     steps: int
     first: int = 0
+    warm_start: int = 0
     episodes_per_step: int = 0
     facts: tuple[str, ...] = ()
     recipe: Mapping[str, Any] = field(default_factory=dict)

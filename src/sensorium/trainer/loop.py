@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from sensorium.evaluation.evaluate import Evaluation, evaluate
 from sensorium.learner.learner import Learner, Sample
 from sensorium.models.reference import Reference
 from sensorium.recipe.schema import Recipe
@@ -31,6 +30,7 @@ from sensorium.trainer.kept import keep_batch
 from sensorium.trainer.ledger import Ledger
 from sensorium.trainer.metrics import MediaMeter, episode_metrics, evaluation_metrics
 from sensorium.trainer.reference import begin_reference, resume_reference
+from sensorium.trainer.run_evaluation import RunEvaluator
 from sensorium.trainer.session import Session, make_learner, sampling_of
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import NonFiniteUpdate
@@ -50,11 +50,12 @@ class Trainer:
         ledger: Ledger,
         watcher: Watcher,
     ) -> None:
-        self.recipe, self.session, self.held_out = recipe, session, held_out
+        self.recipe, self.session = recipe, session
         self.directory, self.ledger, self.watcher = directory, ledger, watcher
         self.drawing = Drawing(recipe.tasks, stream, session.rollout)
         self.meter = MediaMeter(session.policy)
         self.collector = Collector(recipe, session, self.drawing, ledger, watcher)
+        self.evaluator = RunEvaluator(recipe, session, held_out, self.drawing, directory, watcher, self.meter)
         self.reference: Reference | None = None
         self.checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
         self.step = 0
@@ -62,13 +63,12 @@ class Trainer:
         self.best: Best | None = None
         self.saved_at = -1
         self.last_saving_s = 0.0
-        self.held_out_checked = False
         self.learner = self._learner()
 
     @property
     def total_steps(self) -> int:
         """Steps of the whole run, the warm start included."""
-        return self.recipe.warm_start.steps + self.recipe.steps
+        return self.recipe.total_steps
 
     @property
     def warming(self) -> bool:
@@ -85,11 +85,12 @@ class Trainer:
                 name=self.recipe.name,
                 steps=self.total_steps,
                 first=self.step,
+                warm_start=self.recipe.warm_start.steps,
                 episodes_per_step=batch.prompts_per_step * batch.group_size,
                 recipe=self.recipe.model_dump(mode="json"),
             )
         )
-        if self.step == 0 and self.recipe.evaluation.at_start and self.held_out:
+        if self.step == 0 and self.evaluator.due(0):
             await self._evaluate()
         while self.step < self.total_steps:
             await self.advance()
@@ -180,11 +181,8 @@ class Trainer:
     async def _close_step(self, row: dict[str, float]) -> None:
         """Evaluate and checkpoint where due, and write the row."""
         self.step += 1
-        section = self.recipe.evaluation
-        due = section.every and self.held_out and not self.recipe.warm_start.steps > self.step
-        if due and (self.step % section.every == 0 or self.step == self.total_steps):
-            evaluation = await self._evaluate()
-            row |= evaluation_metrics(evaluation.summary)
+        if self.evaluator.due(self.step):
+            row |= await self._evaluate()
         row["time/checkpoint_s"] = self.last_saving_s
         row |= self.meter.row()
         self.watcher.stepped(self.step, row)
@@ -202,34 +200,11 @@ class Trainer:
         self.best = Best(self.step, value)
         return True
 
-    async def _evaluate(self) -> Evaluation:
-        """Evaluate on the held-out tasks and write what was found."""
+    async def _evaluate(self) -> dict[str, float]:
+        """Measure the model as it is now; returns the metrics of it."""
         self._announce("evaluate")
-        recipe = self.recipe
-        self.meter.lap()
-        await self._check_held_out()
-        evaluation = await evaluate(
-            self.session.rollout,
-            self.session.scorer,
-            self.held_out,
-            sampling_of(recipe.rollout, recipe.evaluation.temperature),
-            samples=recipe.evaluation.samples,
-            seed=recipe.seed,
-            name="eval",
-        )
-        self.meter.lap("media/eval")
-        self.directory.write_summary(self.step, evaluation.summary)
-        write_episodes(self.directory.eval_episodes_of(self.step), self.step, evaluation.groups, recipe.logging.episodes)
-        self.watcher.evaluated(self.step, evaluation.summary)
-        return evaluation
-
-    async def _check_held_out(self) -> None:
-        """Before the first evaluation: held-out tasks that cannot be played are refused, or left out, as in training."""
-        if not self.held_out_checked:
-            fitting, unfit = await self.drawing.fitting(self.held_out)
-            if unfit:
-                self.watcher.noted(f"{len(unfit)} held-out tasks were skipped; the first because: {unfit[0].reason}")
-            self.held_out, self.held_out_checked = fitting, True
+        evaluation = await self.evaluator.evaluate(self.step)
+        return evaluation_metrics(evaluation.summary)
 
     def _save(self) -> None:
         """Write a checkpoint with everything needed to go on exactly."""

@@ -1,0 +1,67 @@
+"""Evaluation during a run: when it is due, on which tasks, and where its result is written.
+
+A run is measured at its start, at the end of its warm start, every ``evaluation.every`` steps of RL and at its end. So what
+the warm start gave and what RL gave can be told apart.
+"""
+
+from collections.abc import Sequence
+
+from sensorium.evaluation.evaluate import Evaluation, evaluate
+from sensorium.recipe.schema import Recipe
+from sensorium.record.run_directory import RunDirectory
+from sensorium.report.episodes import write_episodes
+from sensorium.report.watcher import Watcher
+from sensorium.trainer.drawing import Drawing
+from sensorium.trainer.metrics import MediaMeter
+from sensorium.trainer.session import Session, sampling_of
+from sensorium.vocabulary.task import Task
+
+
+class RunEvaluator:
+    """Evaluates the model in training on the held-out tasks."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        session: Session,
+        tasks: Sequence[Task],
+        drawing: Drawing,
+        directory: RunDirectory,
+        watcher: Watcher,
+        meter: MediaMeter,
+    ) -> None:
+        self.recipe, self.session, self.drawing = recipe, session, drawing
+        self.directory, self.watcher, self.meter = directory, watcher, meter
+        self._tasks, self._checked = tuple(tasks), False
+
+    def due(self, step: int) -> bool:
+        """True if the model is to be evaluated as it is after this step (0: before the first)."""
+        return bool(self._tasks) and self.recipe.evaluates_after(step)
+
+    async def evaluate(self, step: int) -> Evaluation:
+        """Evaluate on the held-out tasks and write what was found."""
+        recipe = self.recipe
+        self.meter.lap()
+        evaluation = await evaluate(
+            self.session.rollout,
+            self.session.scorer,
+            await self.tasks(),
+            sampling_of(recipe.rollout, recipe.evaluation.temperature),
+            samples=recipe.evaluation.samples,
+            seed=recipe.seed,
+            name="eval",
+        )
+        self.meter.lap("media/eval")
+        self.directory.write_summary(step, evaluation.summary)
+        write_episodes(self.directory.eval_episodes_of(step), step, evaluation.groups, recipe.logging.episodes)
+        self.watcher.evaluated(step, evaluation.summary)
+        return evaluation
+
+    async def tasks(self) -> tuple[Task, ...]:
+        """The held-out tasks that can be played; others are refused, or left out with a note, as in training."""
+        if not self._checked:
+            fitting, unfit = await self.drawing.fitting(self._tasks)
+            if unfit:
+                self.watcher.noted(f"{len(unfit)} held-out tasks were skipped; the first because: {unfit[0].reason}")
+            self._tasks, self._checked = tuple(fitting), True
+        return self._tasks
