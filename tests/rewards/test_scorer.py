@@ -122,14 +122,14 @@ def test_a_term_without_weight_is_recorded_and_cannot_cost_the_total(episode_of:
     assert [s.value for s in episode.scores] == [None, 3.0, 1.0]
 
 
-@pytest.mark.parametrize("returned", [None, (), 0.5, [Score("judge", 1.0)]])
+@pytest.mark.parametrize("returned", [None, (), "0.5", [0.5], {}, b"1", (Score("judge", 1.0), 0.5)])
 def test_a_term_that_returns_something_else_is_missing(returned: object, episode_of: MakeEpisode) -> None:
     class Odd(Judge):
         def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
             return returned  # type: ignore[return-value]
 
     _, episode = scored(episode_of("x"), (Odd(fails), 1.0))
-    assert "must return a tuple of scores" in episode.scores[0].reason
+    assert "'judge': it must return a number, a Score, a tuple of Scores" in episode.scores[0].reason
 
 
 @pytest.mark.parametrize("status", [Status.FAILED, Status.ABORTED])

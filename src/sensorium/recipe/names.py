@@ -5,6 +5,7 @@ from importlib import import_module
 from inspect import signature
 from typing import Any
 
+from sensorium.recipe.functions import reward_style, wrong_function_options
 from sensorium.vocabulary.errors import RecipeError, nearest
 
 NAMES: dict[str, dict[str, str]] = {
@@ -114,7 +115,10 @@ def wrong_name(kind: str, name: str) -> str:
 
 def wrong_options(kind: str, name: str, options: Mapping[str, Any]) -> tuple[str, str]:
     """Which option is wrong, and why in a sentence; both empty if all fit. Imports the thing, builds nothing."""
-    return _unfit(kind, name, resolve(kind, name), options, GIVEN.get(kind, ()))
+    target = resolve(kind, name)
+    if kind == "reward" and (style := reward_style(target)):
+        return wrong_function_options(name, target, style, options)
+    return _unfit(kind, name, target, options, GIVEN.get(kind, ()))
 
 
 def resolve(kind: str, name: str, where: str = "") -> Any:

@@ -1,24 +1,23 @@
 """The reward-term protocol: a named function of a task and an episode."""
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from sensorium.vocabulary.episode import Episode
-from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 
 
 class RewardTerm(Protocol):
     """Scores one episode. Raises RewardFailure (or anything) when it cannot judge: that becomes a missing score.
 
-    Returned scores carry the term's name; the scorer sets their weight. ``score`` may be slow: it runs off the event
-    loop under a deadline and is retried. ``instant`` terms are plain computation: they run in place, and their scores are
-    not kept in the ledger's cache of judgements.
+    ``score`` returns a number, a Score, a tuple of Scores or ``{name: number}``; the scorer sets the weights. It may be
+    slow, or ``async``: it runs off the event loop under a deadline and is retried. A term with ``instant = True`` is plain
+    computation: it runs in place, and its scores are not kept in the ledger's cache of judgements. Without ``instant`` a
+    term is taken for slow.
     """
 
     name: str
-    instant: bool
 
-    def score(self, task: Task, episode: Episode) -> tuple[Score, ...]: ...
+    def score(self, task: Task, episode: Episode) -> Any: ...
 
 
 @runtime_checkable

@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from math import isfinite
+from inspect import isawaitable
 from typing import Any, Protocol
 
+from sensorium.rewards.intake import scores_of
 from sensorium.rewards.protocol import ComparingTerm, RewardTerm
 from sensorium.vocabulary.episode import Episode, Status
 from sensorium.vocabulary.errors import RewardFailure, TaskError
+from sensorium.vocabulary.plain import attempt, printable, words
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 
@@ -43,6 +45,7 @@ class Scorer:
         concurrency: int = 64,
     ) -> None:
         self.terms = tuple(terms)
+        self._names = frozenset(term.name for term, _ in self.terms)
         self.deadline_s, self.retries, self.retry_wait_s = deadline_s, retries, retry_wait_s
         self.judgements = judgements
         self.concurrency = concurrency
@@ -56,11 +59,11 @@ class Scorer:
         if episode.status in (Status.FAILED, Status.ABORTED):
             reason = f"the episode {episode.status.value}: {episode.failure}"
             return episode.with_scores(tuple(Score(term.name, None, weight, reason=reason) for term, weight in self.terms))
-        slow = [term for term, _ in self.terms if not term.instant]
+        slow = [term for term, _ in self.terms if not _instant(term)]
         judged = dict(zip(map(id, slow), await asyncio.gather(*(self._slow(t, task, episode) for t in slow)), strict=True))
         scores: list[Score] = []
         for term, weight in self.terms:
-            found = self._instant(term, task, episode) if term.instant else judged[id(term)]
+            found = self._in_place(term, task, episode) if _instant(term) else judged[id(term)]
             self.missing[term.name] += sum(score.missing for score in found)
             scores += [replace(score, weight=weight) for score in found]
         return episode.with_scores(tuple(scores))
@@ -91,11 +94,23 @@ class Scorer:
             if closing is not None:
                 closing()
 
-    def _instant(self, term: RewardTerm, task: Task, episode: Episode) -> tuple[Score, ...]:
+    def _in_place(self, term: RewardTerm, task: Task, episode: Episode) -> tuple[Score, ...]:
+        """Ask a term that is plain computation; it has no event loop to wait in."""
+        returned, error = attempt(term.score, task, episode)
+        if isawaitable(returned):
+            closing = getattr(returned, "close", None)
+            if closing is not None:
+                closing()
+            error = RewardFailure(f"reward term '{term.name}' is async, so it cannot be instant; set instant = False")
         try:
-            return _checked(term, episode, term.score(task, episode))
-        except Exception as error:
-            return (Score(term.name, None, reason=_reason(error)),)
+            if error is None:
+                return self._scores(term, returned, episode)
+        except RewardFailure as refused:
+            error = refused
+        return (Score(term.name, None, reason=_reason(error)),)
+
+    def _scores(self, term: RewardTerm, returned: Any, episode: Episode) -> tuple[Score, ...]:
+        return scores_of(term.name, returned, episode, self._names)
 
     async def _slow(self, term: RewardTerm, task: Task, episode: Episode) -> tuple[Score, ...]:
         key = _judgement_key(term, task, episode)
@@ -110,36 +125,32 @@ class Scorer:
 
     async def _persistently(self, term: RewardTerm, task: Task, episode: Episode) -> tuple[Score, ...]:
         """Ask until it answers or the retries are spent; a task that is at fault is not asked again."""
-        for attempt in range(1, self.retries + 2):
+        for tries in range(1, self.retries + 2):
             try:
-                return _checked(term, episode, await self._in_thread(term.name, lambda: term.score(task, episode)))
+                return self._scores(term, await self._in_thread(term.name, lambda: term.score(task, episode)), episode)
             except Exception as error:
-                reason = _reason(error) + (f" (tried {attempt} times)" if attempt > 1 else "")
+                reason = _reason(error) + (f" (tried {tries} times)" if tries > 1 else "")
                 if isinstance(error, TaskError):
                     break
-            if attempt <= self.retries:
+            if tries <= self.retries:
                 self.retried[term.name] += 1
                 await asyncio.sleep(self.retry_wait_s)
         return (Score(term.name, None, reason=reason),)
 
-    async def _in_thread(self, name: str, judge: Callable[[], tuple[Score, ...]]) -> Any:
+    async def _in_thread(self, name: str, judge: Callable[[], Any]) -> Any:
         """Run a judge in a thread of its own, for as long as the deadline allows."""
         self._overdue = [thread for thread in self._overdue if thread.is_alive()]
         if len(self._overdue) >= 4 * self.concurrency:
             raise RewardFailure(f"{len(self._overdue)} earlier calls of reward terms still hang; '{name}' was not asked")
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[tuple[Any, Exception | None]] = loop.create_future()
+        answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
-        def settle(value: Any, error: Exception | None) -> None:
+        def settle(value: Any, error: BaseException | None) -> None:
             if not answer.done():
                 answer.set_result((value, error))
 
         def work() -> None:
-            value, error = None, None
-            try:
-                value = judge()
-            except Exception as raised:
-                error = raised
+            value, error = attempt(lambda: _awaited(judge()))
             with suppress(RuntimeError):  # the loop has gone: nobody waits for this answer any more
                 loop.call_soon_threadsafe(settle, value, error)
 
@@ -151,8 +162,10 @@ class Scorer:
             self._overdue.append(thread)
             raise RewardFailure(f"reward term '{name}' did not answer within {self.deadline_s:g} s")
         value, error = answer.result()
-        if error is not None:
+        if isinstance(error, Exception):
             raise error
+        if error is not None:  # SystemExit and its like are this judgement's failure, not the end of the run
+            raise RewardFailure(f"reward term '{name}' raised {words(error)}")
         return value
 
     def _slot(self) -> asyncio.Semaphore:
@@ -163,41 +176,22 @@ class Scorer:
         return self._gate[1]
 
 
-def _checked(term: RewardTerm, episode: Episode, scores: Any) -> tuple[Score, ...]:
-    """What a term may return: at least one score, of things that are there; a value that is not finite is missing."""
-    if not isinstance(scores, tuple) or not scores or not all(isinstance(score, Score) for score in scores):
-        raise RewardFailure(f"reward term '{term.name}' must return a tuple of scores, not {scores!r:.80}")
-    for score in scores:
-        problem = _misplaced(score, episode)
-        if problem:
-            raise RewardFailure(f"reward term '{term.name}' {problem}")
-    return tuple(
-        replace(score, value=None, correct=None, reason=f"the value {score.value} is not finite")
-        if score.value is not None and not isfinite(score.value)
-        else score
-        for score in scores
-    )
+def _awaited(returned: Any) -> Any:
+    """What a term returned, waited for where it is async; for a thread that has no event loop."""
+
+    async def wait() -> Any:
+        return await returned
+
+    return asyncio.run(wait()) if isawaitable(returned) else returned
 
 
-def _misplaced(score: Score, episode: Episode) -> str:
-    """What is wrong with the turn or span that a score speaks of; empty if it is there."""
-    turns = len(episode.turns)
-    if score.scope == "episode":
-        return ""
-    if score.turn is None and (score.scope == "turn" or turns != 1):
-        return f"judged a {score.scope} without saying of which of the {turns} turns"
-    if score.turn is not None and not 0 <= score.turn < turns:
-        return f"judged turn {score.turn} of an episode with {turns} turns"
-    if score.scope == "span":
-        size = len(episode.turns[score.turn or 0].response.text.encode())
-        if score.span is None or not 0 <= score.span[0] <= score.span[1] <= size:
-            return f"judged the bytes {score.span} of a response of {size} bytes"
-    return ""
+def _instant(term: RewardTerm) -> bool:
+    return bool(getattr(term, "instant", False))
 
 
-def _reason(error: Exception) -> str:
-    told = isinstance(error, RewardFailure | TaskError)
-    return str(error) if told and str(error) else f"{type(error).__name__}: {error}"
+def _reason(error: BaseException) -> str:
+    told = isinstance(error, RewardFailure | TaskError) and str(error)
+    return printable(str(error)) if told else words(error)
 
 
 def _judgement_key(term: RewardTerm, task: Task, episode: Episode) -> str:

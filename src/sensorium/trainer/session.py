@@ -13,6 +13,7 @@ from sensorium.models.reference import Reference
 from sensorium.recipe.names import build, resolve
 from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection, SourceSection
 from sensorium.recipe.traits import estimator_traits
+from sensorium.rewards.functions import build_term
 from sensorium.rewards.scorer import JudgementCache, Scorer
 from sensorium.rollout.modalities import refuse_strange_worlds
 from sensorium.rollout.play import Rollout
@@ -61,8 +62,7 @@ def refuse_strange_tasks(session: Session, tasks: Sequence[Task]) -> None:
 def make_scorer(section: RewardsSection, judgements: JudgementCache | None) -> Scorer:
     """The recipe's reward terms behind one scorer."""
     terms = [
-        (build("reward", term.name, term.options, f"rewards.terms.{i}"), term.weight)
-        for i, term in enumerate(section.terms)
+        (build_term(term.name, term.options, f"rewards.terms.{i}"), term.weight) for i, term in enumerate(section.terms)
     ]
     names = [term.name for term, _ in terms]
     if len(set(names)) < len(names):

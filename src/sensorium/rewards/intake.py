@@ -1,0 +1,115 @@
+"""What a reward term returned, as scores: numbers are converted, everything else is refused by name and value.
+
+A term may return a number, one Score, a tuple or list of Scores, or ``{name: number}``, one score each.
+"""
+
+from collections.abc import Container, Mapping
+from math import isfinite
+from typing import Any, get_args
+
+from sensorium.vocabulary.episode import Episode
+from sensorium.vocabulary.errors import RewardFailure
+from sensorium.vocabulary.plain import number_of, printable, shown, text_of, truth_of, whole_of
+from sensorium.vocabulary.score import Scope, Score
+
+SCOPES: tuple[str, ...] = get_args(Scope)
+FORMS = "a number, a Score, a tuple of Scores or {name: number}"
+
+
+def scores_of(name: str, returned: Any, episode: Episode, others: Container[str] = ()) -> tuple[Score, ...]:
+    """The scores of the term ``name``; ``others`` are the names of the other terms. RewardFailure if they are none.
+
+    A value that is not finite is missing.
+    """
+    try:
+        scores = _scores(name, returned)
+        for score in scores:
+            _refuse_misplaced(score, episode)
+            if score.name != name and score.name in others:
+                raise ValueError(f"a score is named '{score.name}', which is the name of another term")
+    except ValueError as error:
+        raise RewardFailure(f"reward term '{name}': {error}") from error
+    return scores
+
+
+def _scores(name: str, returned: Any) -> tuple[Score, ...]:
+    if isinstance(returned, Score):
+        return (_plain(returned),)
+    if isinstance(returned, Mapping):
+        return tuple(_named(name, key, value) for key, value in returned.items()) or _refuse(returned)
+    if isinstance(returned, list | tuple):
+        if not returned or not all(isinstance(score, Score) for score in returned):
+            _refuse(returned)
+        return tuple(_plain(score) for score in returned)
+    if returned is None:
+        _refuse(returned)
+    try:
+        return (_finite(Score(name, number_of(returned))),)
+    except ValueError as error:
+        raise ValueError(f"it must return {FORMS}, and {error}") from error
+
+
+def _refuse(returned: Any) -> tuple[Score, ...]:
+    raise ValueError(f"it must return {FORMS}, not {shown(returned)}")
+
+
+def _named(term: str, key: Any, value: Any) -> Score:
+    try:
+        name = text_of(key)
+        return _finite(Score(name if name == term else f"{term}/{name}", number_of(value)))
+    except ValueError as error:
+        raise ValueError(f"it returned an object in which {error}; its keys are texts and its values numbers") from error
+
+
+def _plain(score: Score) -> Score:
+    """A score whose fields are of the types they are declared with."""
+    field = ""
+    try:
+        field = "name"
+        name = text_of(score.name)
+        if not name:
+            raise ValueError("an empty name says nothing")
+        field = "value"
+        value = None if score.value is None else number_of(score.value)
+        field = "correct"
+        correct = None if score.correct is None else truth_of(score.correct)
+        field = "turn"
+        turn = None if score.turn is None else whole_of(score.turn)
+        field = "span"
+        span = None if score.span is None else _span(score.span)
+    except ValueError as error:
+        raise ValueError(f"the {field} of a score: {error}") from error
+    if not isinstance(score.scope, str) or score.scope not in SCOPES:
+        raise ValueError(f"the scope of a score is one of {', '.join(SCOPES)}, not {shown(score.scope)}")
+    reason = printable(score.reason) if isinstance(score.reason, str) else shown(score.reason)
+    return _finite(Score(name, value, scope=score.scope, turn=turn, span=span, correct=correct, reason=reason))
+
+
+def _span(span: Any) -> tuple[int, int]:
+    if not isinstance(span, list | tuple) or len(span) != 2:
+        raise ValueError(f"{shown(span)} is no pair of byte places")
+    return whole_of(span[0]), whole_of(span[1])
+
+
+def _finite(score: Score) -> Score:
+    if score.value is None or isfinite(score.value):
+        return score
+    return Score(
+        score.name, None, scope=score.scope, turn=score.turn, span=score.span,
+        reason=f"the value {score.value} is not finite",
+    )  # fmt: skip
+
+
+def _refuse_misplaced(score: Score, episode: Episode) -> None:
+    """Refuse a score that speaks of a turn or span that is not there."""
+    turns = len(episode.turns)
+    if score.scope == "episode":
+        return
+    if score.turn is None and (score.scope == "turn" or turns != 1):
+        raise ValueError(f"it judged a {score.scope} without saying of which of the {turns} turns")
+    if score.turn is not None and not 0 <= score.turn < turns:
+        raise ValueError(f"it judged turn {score.turn} of an episode with {turns} turns")
+    if score.scope == "span":
+        size = len(episode.turns[score.turn or 0].response.text.encode())
+        if score.span is None or not 0 <= score.span[0] <= score.span[1] <= size:
+            raise ValueError(f"it judged the bytes {score.span} of a response of {size} bytes")

@@ -1,0 +1,177 @@
+"""Plain values out of what a user's code returned: numbers, truths, texts and JSON, or a ValueError that says why not.
+
+Whatever the value is, its ``__str__``, ``__float__`` and the like may raise anything: nothing else than ValueError leaves
+this module, so that a strange value costs one episode and never the run.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from fractions import Fraction
+from math import isfinite, prod
+from numbers import Real
+from typing import Any
+
+SHOWN = 120
+WORDS = 1000
+MOST_BITS = 256
+"""Whole numbers beyond this are refused: Python would not even print them."""
+
+DEEPEST = 32
+LONGEST = 100_000
+"""Values in one array, list or object."""
+
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+"""Where an object lies in memory: no two runs agree on it, and what a run writes must repeat."""
+
+
+def attempt(function: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseException | None]:
+    """What a call of a user's code returns, or what it raised: also SystemExit and its like, but never Ctrl-C."""
+    try:
+        return function(*arguments), None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return None, error
+
+
+def number_of(value: Any) -> float:
+    """A float from a number: bool, int, float, Fraction, Decimal, a scalar or 0-d array of numpy or torch."""
+    if type(value) is float:
+        return value
+    number, error = attempt(_number, value)
+    if error is not None:
+        what = "is too large for a number" if isinstance(error, OverflowError) else f"cannot be read ({words(error)})"
+        raise ValueError(f"{shown(value)} {what}") from error
+    if number is None:
+        raise ValueError(f"{shown(value)} is no number")
+    return float(number)
+
+
+def truth_of(value: Any) -> bool:
+    """True or false from a bool of Python, numpy or torch, or from a 0 or 1."""
+    if type(value) is bool:
+        return value
+    try:
+        number = number_of(value)
+    except ValueError:
+        number = -1.0
+    if number not in (0.0, 1.0):
+        raise ValueError(f"{shown(value)} is neither true nor false")
+    return bool(number)
+
+
+def whole_of(value: Any) -> int:
+    """A whole number of Python, numpy or torch; a bool is none."""
+    if type(value) is int:
+        return value
+    number = number_of(value)
+    if isinstance(value, bool) or not isfinite(number) or number != int(number):
+        raise ValueError(f"{shown(value)} is no whole number")
+    return int(number)
+
+
+def text_of(value: Any) -> str:
+    """A text that can be written as UTF-8; half of a surrogate pair cannot."""
+    if not isinstance(value, str):
+        raise ValueError(f"{shown(value)} is no text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        broken = value[error.start : error.start + 1]
+        raise ValueError(f"the text {shown(value)} has a lone surrogate {broken!a}, which is no character") from error
+    return str.__str__(value)
+
+
+def json_of(value: Any, depth: int = 0) -> Any:
+    """A value as JSON has it: None, bool, int, float, text, lists and objects with text keys; arrays become lists."""
+    if value is None or type(value) in (bool, float):
+        return value
+    if depth > DEEPEST:
+        raise ValueError(f"it is nested more than {DEEPEST} deep, or holds itself")
+    if isinstance(value, str):
+        return text_of(value)
+    if isinstance(value, int):
+        whole = value if type(value) is bool else int(value)
+        if whole.bit_length() > MOST_BITS:
+            raise ValueError(f"a whole number of {whole.bit_length()} bits is too large")
+        return whole
+    if isinstance(value, Mapping):
+        return _object(value, depth)
+    if isinstance(value, list | tuple):
+        if len(value) > LONGEST:
+            raise ValueError(f"a list of {len(value)} items is too long; {LONGEST} are the most")
+        return [json_of(item, depth + 1) for item in value]
+    if _is_array(value):
+        return _array(value, depth)
+    if isinstance(value, Fraction):
+        return float(value)
+    try:
+        return number_of(value)
+    except ValueError as error:
+        raise ValueError(f"{shown(value)} is no number, text, list or object of these") from error
+
+
+def shown(value: Any) -> str:
+    """A value as an error shows it: its type and the head of its repr, whatever that does."""
+    head, error = attempt(repr, value)
+    text = "(its repr fails)" if error is not None else head if len(head) <= SHOWN else head[: SHOWN - 1] + "…"
+    name = _name(type(value))
+    return printable(text if isinstance(value, str | float | bool | type(None)) else f"{text} ({name})")
+
+
+def words(error: BaseException) -> str:
+    """An exception in words: its class and what it says, whatever ``str`` of it does."""
+    said, failed = attempt(str, error)
+    if failed is not None:
+        said = "(its text fails)"
+    return printable(f"{_name(type(error))}: {said}" if said else _name(type(error)))
+
+
+def printable(text: str) -> str:
+    """A text that can be written as UTF-8, of bounded length; what cannot be written is shown by its code."""
+    text = ADDRESS.sub("", text)
+    cut = text if len(text) <= WORDS else text[: WORDS - 1] + "…"
+    return cut.encode("utf-8", "backslashreplace").decode()
+
+
+def _number(value: Any) -> float | None:
+    """The number that a value is, or that a scalar or 0-d array of numpy or torch holds; None if it is none."""
+    if not isinstance(value, Real | Decimal) and hasattr(value, "item") and getattr(value, "shape", None) == ():
+        value = value.item()
+    return float(value) if isinstance(value, Real | Decimal) else None
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "tolist") and hasattr(value, "shape")
+
+
+def _array(value: Any, depth: int) -> Any:
+    size, error = attempt(lambda: prod(map(int, value.shape)))
+    if error is None and size > LONGEST:
+        raise ValueError(f"an array of {size} values is too long; {LONGEST} are the most")
+    plain, failed = attempt(value.tolist)
+    if error is not None or failed is not None:
+        raise ValueError(f"{shown(value)} cannot be read as numbers ({words(error or failed or ValueError())})")
+    return json_of(plain, depth + 1)
+
+
+def _object(value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
+    found = {}
+    items, error = attempt(lambda: list(value.items()))
+    if error is not None:
+        raise ValueError(f"an object cannot be read ({words(error)})") from error
+    if len(items) > LONGEST:
+        raise ValueError(f"an object of {len(items)} keys is too large; {LONGEST} are the most")
+    for key, item in items:
+        if not isinstance(key, str):
+            raise ValueError(f"the key {shown(key)} is no text")
+        try:
+            found[text_of(key)] = json_of(item, depth + 1)
+        except ValueError as problem:
+            raise ValueError(f"'{printable(key)}': {problem}") from problem
+    return found
+
+
+def _name(kind: type) -> str:
+    return str(getattr(kind, "__name__", "?"))

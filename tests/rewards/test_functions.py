@@ -1,0 +1,133 @@
+"""Plain functions as rewards, of both signatures, through the recipe's names and as objects."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sensorium.recipe.names import wrong_options
+from sensorium.rewards.functions import as_term, build_term
+from sensorium.rewards.scorer import Scorer
+from sensorium.vocabulary.content import user
+from sensorium.vocabulary.episode import Episode
+from sensorium.vocabulary.errors import RecipeError
+from sensorium.vocabulary.score import Score
+from sensorium.vocabulary.task import Task
+
+MakeEpisode = Callable[..., Episode]
+HERE = "tests.rewards.test_functions"
+TASK = Task("t", (user("how many?"),), answer="3", metadata={"level": 2})
+
+
+def brevity(task: Task, episode: Episode, scale: float = 1.0) -> float:
+    return -scale * len(episode.response)
+
+
+def parts(task: Task, episode: Episode) -> dict[str, Any]:
+    return {"style": np.float32(0.5), "facts": torch.tensor(1)}
+
+
+async def slow(task: Task, episode: Episode) -> Score:
+    await asyncio.sleep(0)
+    return Score("slow", 0.25, correct=True)
+
+
+def contains(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    return [float(known in said) for said, known in zip(completions, answer, strict=True)]
+
+
+def by_level(prompts: Any, completions: Any, level: list[int], bonus: float = 0.0) -> Any:
+    return np.array([level[0] + bonus])
+
+
+def needs_more(completions: list[str], solution: list[str]) -> list[float]:
+    return [1.0]
+
+
+def conversation(completions: Any, prompts: Any, **columns: Any) -> list[float]:
+    return [float(completions[0][-1]["role"] == "assistant" and prompts[0][0]["content"] == "how many?")]
+
+
+def twice(completions: list[str], **columns: Any) -> list[float]:
+    return [1.0, 2.0]
+
+
+def factory(name: str = "made") -> Any:
+    return as_term(brevity, name=name)
+
+
+def no_factory() -> float:
+    return 1.0
+
+
+class Bare:
+    """A term with nothing but a score."""
+
+    def score(self, task: Task, episode: Episode) -> float:
+        return 1.0
+
+
+def scores(term: Any, episode: Episode) -> tuple[Score, ...]:
+    return asyncio.run(Scorer([(term, 1.0)], retries=0).score(TASK, episode)).scores
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "found"),
+    [
+        ("brevity", {"scale": 2.0}, {"brevity": -10.0}),
+        ("brevity", {"name": "short"}, {"short": -5.0}),
+        ("parts", {}, {"parts/style": 0.5, "parts/facts": 1.0}),
+        ("slow", {}, {"slow": 0.25}),
+        ("contains", {}, {"contains": 1.0}),
+        ("by_level", {"bonus": 0.5}, {"by_level": 2.5}),
+        ("conversation", {"messages": True}, {"conversation": 1.0}),
+        ("factory", {"name": "mine"}, {"mine": -5.0}),
+        ("Bare", {}, {"Bare": 1.0}),
+    ],
+)
+def test_a_recipe_names_functions_and_classes_alike(
+    name: str, options: dict[str, Any], found: dict[str, float], episode_of: MakeEpisode
+) -> None:
+    assert wrong_options("reward", f"{HERE}:{name}", options) == ("", "")
+    term = build_term(f"{HERE}:{name}", options, "rewards.terms.0")
+    assert {score.name: score.value for score in scores(term, episode_of("it's3"))} == found
+
+
+def test_options_that_a_function_does_not_take_are_refused_with_the_right_name() -> None:
+    assert "did you mean 'scale'" in wrong_options("reward", f"{HERE}:brevity", {"scael": 1})[1]
+    with pytest.raises(RecipeError, match="did you mean 'scale'"):
+        as_term(brevity, scael=1)
+    with pytest.raises(RecipeError, match=r"no reward term.*task, episode"):
+        build_term(f"{HERE}:no_factory", {}, "rewards.terms.0")
+
+
+def test_callables_of_the_python_api(episode_of: MakeEpisode) -> None:
+    class Counter:
+        def __call__(self, question: Task, played: Episode) -> int:
+            return len(played.turns)
+
+    (score,) = scores(as_term(lambda t, e: 0.5), episode_of("x"))
+    assert (score.name, score.value) == ("reward", 0.5)
+    (score,) = scores(as_term(Counter()), episode_of("x"))
+    assert (score.name, score.value) == ("Counter", 1.0)
+    assert as_term(Bare).name == "Bare"
+    for thing in (3, "exact", lambda: 1.0, lambda a, b, c: 1.0):
+        with pytest.raises(RecipeError):
+            as_term(thing)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (needs_more, "takes 'solution', and the task has no such column"),
+        (twice, "must return a list of 1 score"),
+        (conversation, "string indices"),
+    ],
+)
+def test_what_a_function_does_wrong_is_its_missing_score(function: Any, reason: str, episode_of: MakeEpisode) -> None:
+    (score,) = scores(as_term(function), episode_of("x"))
+    assert score.missing
+    assert reason in score.reason
