@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "report": {*DATA, "record"},
     "trainer": {*BELOW_TRAINER},
     "cli": {*BELOW_TRAINER, "trainer"},
+    "api": {*BELOW_TRAINER, "trainer", "cli"},
 }
 TORCH_FREE = {"vocabulary", "recipe", "media", "tasks", "envs", "rewards", "record", "report"}
 

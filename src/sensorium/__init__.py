@@ -1,3 +1,53 @@
-"""Sensorium trains models that see, hear and act, by reinforcement learning."""
+"""Sensorium trains models that see, hear and act, by reinforcement learning.
+
+``import sensorium as sn`` gives the Python API: ``sn.train``, ``sn.resume``, ``sn.evaluate``, ``sn.load``.
+Importing it is cheap: what a name stands for is imported when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sensorium.api.chat import Model, Reply, load
+    from sensorium.api.evaluate import Evaluation, evaluate
+    from sensorium.api.run import Run
+    from sensorium.api.table import Table
+    from sensorium.api.train import resume, train
+    from sensorium.recipe import Recipe, load_recipe, register
+    from sensorium.vocabulary import Episode, Score, Task
+    from sensorium.vocabulary.errors import SensoriumError
 
 __version__ = "0.1.0"
+__all__ = [
+    "Episode", "Evaluation", "Model", "Recipe", "Reply", "Run", "Score", "SensoriumError", "Table", "Task", "__version__",
+    "evaluate", "load", "load_recipe", "register", "resume", "train",
+]  # fmt: skip
+
+_PLACES = {
+    "Episode": "sensorium.vocabulary",
+    "Evaluation": "sensorium.api.evaluate",
+    "Model": "sensorium.api.chat",
+    "Recipe": "sensorium.recipe",
+    "Reply": "sensorium.api.chat",
+    "Run": "sensorium.api.run",
+    "Score": "sensorium.vocabulary",
+    "SensoriumError": "sensorium.vocabulary.errors",
+    "Table": "sensorium.api.table",
+    "Task": "sensorium.vocabulary",
+    "evaluate": "sensorium.api.evaluate",
+    "load": "sensorium.api.chat",
+    "load_recipe": "sensorium.recipe",
+    "register": "sensorium.recipe",
+    "resume": "sensorium.api.train",
+    "train": "sensorium.api.train",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'sensorium' has no attribute '{name}'")
+    return getattr(import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -55,7 +55,7 @@ def run(arguments: Namespace) -> int:
         return 0
     from sensorium.trainer.held_out import evaluate_into
 
-    model = _model(arguments.model, recipe, Path(arguments.recipe))
+    model = model_of(arguments.model, recipe, Path(arguments.recipe))
     folder = arguments.out or default_folder(recipe, model)
     say(f"evaluating {model} into {folder}", console)
     with _Bar(console) as bar:
@@ -90,10 +90,10 @@ def _settings(arguments: Namespace) -> list[str]:
     return [f"evaluation.{key}={value}" for key, value in given.items() if value is not None]
 
 
-def _model(given: str | None, recipe: Recipe, source: Path) -> str:
+def model_of(given: str | None, recipe: Recipe, source: Path | None) -> str:
     """The model that is meant: of a run its best or last checkpoint, else the path as it is."""
     place = Path(given) if given is not None else source
-    if place.is_dir() and not (place / "config.json").exists():
+    if place is not None and place.is_dir() and not (place / "config.json").exists():
         from sensorium.cli.export import find_checkpoint
 
         return str(find_checkpoint(place))

@@ -41,6 +41,11 @@ def parse_recipe(text: str, name: str, overrides: Sequence[str] = ()) -> Recipe:
     return _validate(data, origins, name)
 
 
+def check_recipe(data: dict[str, Any], name: str, origins: dict[Place, str] | None = None) -> Recipe:
+    """The recipe of plain data; ``origins`` say where its parts come from, ``name`` stands for the rest in errors."""
+    return _validate(data, origins or {}, name)
+
+
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as YAML, every default written out; it loads back as the same recipe."""
     return write_yaml(recipe.model_dump(mode="json"))

@@ -6,6 +6,7 @@ from inspect import signature
 from typing import Any
 
 from sensorium.recipe.functions import reward_style, wrong_function_options
+from sensorium.recipe.objects import SCHEME, passed_object
 from sensorium.vocabulary.errors import RecipeError, nearest
 
 NAMES: dict[str, dict[str, str]] = {
@@ -124,6 +125,8 @@ def wrong_options(kind: str, name: str, options: Mapping[str, Any]) -> tuple[str
 def resolve(kind: str, name: str, where: str = "") -> Any:
     """Import what a name stands for."""
     check(kind, name, where or kind)
+    if name.startswith(SCHEME):
+        return passed_object(kind, name, where)
     at = f"{where}: " if where else ""
     module, _, attribute = table(kind).get(name, name).partition(":")
     try:

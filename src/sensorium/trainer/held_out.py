@@ -1,6 +1,5 @@
 """Evaluating a checkpoint into a folder: chunk by chunk, so that a killed evaluation goes on where it was."""
 
-import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from sensorium.rewards.scorer import Scorer
 from sensorium.tasks.mixture import each_once
 from sensorium.tasks.source import table_columns
 from sensorium.trainer.determinism import settle, surroundings, warn_if_changed
+from sensorium.trainer.event_loop import run_async
 from sensorium.trainer.models import load_model
 from sensorium.trainer.session import Session, make_sources, open_session, sampling_of
 from sensorium.vocabulary.episode import Group
@@ -62,7 +62,7 @@ def evaluate_into(
             folder.clear()
         warn_if_changed(folder.take(claim)["surroundings"])
         with folder.journal() as journal:
-            asyncio.run(_play(folder, journal, session, recipe, tasks, chunk, progress or _silent))
+            run_async(_play(folder, journal, session, recipe, tasks, chunk, progress or _silent))
             summary = summarize_samples(folder.read_so_far(), _name(recipe), table_columns(sources))
             summary |= {"skipped": len(skipped), "model": model, "temperature": section.temperature, "seed": recipe.seed}
             folder.finish(summary, markdown(summary_grid(summary)))

@@ -1,6 +1,5 @@
 """Starting, resuming and finishing a run."""
 
-import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from sensorium.report.watcher import Watcher, Watchers
 from sensorium.tasks.mixture import a_few, each_once
 from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.determinism import settle
+from sensorium.trainer.event_loop import run_async
 from sensorium.trainer.ledger import Ledger
 from sensorium.trainer.loop import Trainer
 from sensorium.trainer.models import load_trained
@@ -30,7 +30,7 @@ def train(recipe: Recipe, *, resume: bool = False, watchers: Iterable[Watcher] =
     _claim(recipe, directory, resume)
     trainer = open_trainer(recipe, directory, resume=resume, watchers=watchers)
     try:
-        asyncio.run(trainer.run())
+        run_async(trainer.run())
     finally:
         trainer.close()
         write_report(directory)

@@ -1,0 +1,140 @@
+"""Talking to a model from Python: ``sn.load(checkpoint).chat(["What is it?", Path("cat.png")])``."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sensorium.api.outside import outside_loop
+from sensorium.api.run import Run
+from sensorium.vocabulary.content import Media, Message, Text
+from sensorium.vocabulary.errors import SensoriumError, TaskError
+
+
+class Reply(str):
+    """What the model wrote, as text; beside it the tokens, their log-probs and how it ended (``stop`` or ``length``)."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: str
+
+    def __new__(cls, text: str, tokens: tuple[int, ...], logprobs: tuple[float, ...], finish: str) -> "Reply":
+        """A reply."""
+        reply = super().__new__(cls, text)
+        reply.tokens, reply.logprobs, reply.finish = tokens, logprobs, finish
+        return reply
+
+
+class Model:
+    """A loaded model and the engine that samples from it."""
+
+    def __init__(self, path: str, *, device: str, dtype: str, max_context_tokens: int) -> None:
+        from sensorium.engines.native.engine import NativeEngine
+        from sensorium.envs.question import Question
+        from sensorium.media.store import MediaStore
+        from sensorium.models.load import load_policy
+        from sensorium.recipe.schema import RolloutSection
+        from sensorium.rollout.play import Rollout
+
+        self.path = path
+        self.policy = load_policy(path, store=MediaStore(), device=device, dtype=dtype)
+        section = RolloutSection(max_context_tokens=max_context_tokens)
+        self._rollout = Rollout(self.policy, NativeEngine(self.policy), section, Question)
+
+    def chat(
+        self,
+        messages: Any,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        max_new_tokens: int = 256,
+        stop: Sequence[str] = (),
+        seed: int = 0,
+    ) -> Reply:
+        """The model's reply, greedy unless a temperature is given.
+
+        ``messages``: a text; a list of texts and pictures (PIL images, ``Path``, bytes), which is one user message; or
+        a conversation, a list of ``{"role", "content"}`` whose contents are texts or such lists.
+        """
+        from sensorium.engines.protocol import Sampling
+        from sensorium.rollout.play import Attempt
+        from sensorium.vocabulary.task import Task
+
+        sampling = Sampling(temperature, top_p, top_k, max_new_tokens, tuple(stop))
+        task = Task("chat", conversation(messages, self.policy.store))
+        attempt = Attempt(seed, 0, "chat")
+
+        def play() -> Any:
+            from sensorium.trainer.event_loop import run_async
+
+            return run_async(self._rollout.groups([task], 1, attempt, sampling))
+
+        (group,) = outside_loop(play)
+        (episode,) = group.episodes
+        if not episode.turns:
+            raise SensoriumError(f"the model could not reply: {episode.failure}")
+        segment = episode.turns[0].response
+        finish = "length" if episode.status.value == "truncated" else "stop"
+        return Reply(segment.text, segment.tokens, segment.logprobs, finish)
+
+    def close(self) -> None:
+        """Give back the threads that the model holds."""
+        self._rollout.close()
+        self.policy.decoder.close()
+
+    def __repr__(self) -> str:
+        return f"Model('{self.path}', family {self.policy.family})"
+
+
+def load(
+    checkpoint: str | Path | Run, *, device: str = "auto", dtype: str = "float32", max_context_tokens: int = 8192
+) -> Model:
+    """Load a checkpoint, a run's best one, a hub id, ``package:NAME`` or ``tiny:FAMILY``."""
+    if isinstance(checkpoint, Run):
+        checkpoint = checkpoint.checkpoint
+    place = Path(checkpoint)
+    if place.is_dir() and not (place / "config.json").exists():
+        checkpoint = Run(place).checkpoint
+    return Model(str(checkpoint), device=device, dtype=dtype, max_context_tokens=max_context_tokens)
+
+
+def conversation(given: Any, store: Any) -> tuple[Message, ...]:
+    """Messages from what ``chat`` takes."""
+    if isinstance(given, str):
+        return (Message("user", (Text(given),)),)
+    if not isinstance(given, list | tuple) or not given:
+        raise TaskError(f"chat takes a text, a list of texts and pictures, or a list of messages; not {given!r:.60}.")
+    if all(isinstance(item, Message) or (isinstance(item, Mapping) and "role" in item) for item in given):
+        return tuple(item if isinstance(item, Message) else _message(item, i, store) for i, item in enumerate(given))
+    return (Message("user", _blocks(given, 0, store)),)
+
+
+def _message(raw: Mapping[str, Any], number: int, store: Any) -> Message:
+    from sensorium.tasks.content import ROLES
+
+    role, content = raw.get("role"), raw.get("content", "")
+    if role not in ROLES:
+        raise TaskError(f"message {number} has the role {role!r:.40}; use one of {', '.join(ROLES)}.")
+    return Message(role, (Text(content),) if isinstance(content, str) else _blocks(content, number, store))
+
+
+def _blocks(content: Any, number: int, store: Any) -> tuple[Text | Media, ...]:
+    if not isinstance(content, list | tuple):
+        content = [content]
+    return tuple(_block(block, f"message {number}, block {i}", store) for i, block in enumerate(content))
+
+
+def _block(block: Any, origin: str, store: Any) -> Text | Media:
+    """A text, a medium in any of its forms, or a block as rows have it."""
+    from sensorium.media.picture import picture_bytes
+    from sensorium.tasks.content import Place, messages_of
+    from sensorium.tasks.passed import with_bytes
+
+    if isinstance(block, str):
+        return Text(block)
+    if isinstance(block, Text | Media):
+        return block
+    if isinstance(block, Mapping):
+        (message,) = messages_of([{"role": "user", "content": [with_bytes(block)]}], Place(origin, Path(), store))
+        return message.content[0]
+    return store.put_picture(picture_bytes(with_bytes(block), origin), origin)

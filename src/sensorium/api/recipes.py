@@ -1,0 +1,175 @@
+"""From what Python code calls a recipe (a path, a name, a dict, a Recipe, with objects in it) to a checked Recipe.
+
+Objects stand where a recipe has names: functions and classes under ``rewards``, rows and data sets under ``tasks``, classes
+as ``environment``. They are written into the recipe as ``module:Name`` where they can be imported, else as ``python:NAME``.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sensorium.api.run import Run
+from sensorium.recipe.load import check_recipe, load_recipe
+from sensorium.recipe.objects import importable_name, own_name, pass_object
+from sensorium.recipe.schema import Recipe
+from sensorium.tasks.passed import PassedRows, digest_of
+from sensorium.vocabulary.errors import RecipeError
+from sensorium.vocabulary.task import Task
+
+
+def recipe_of(recipe: Any, changes: Mapping[str, Any]) -> Recipe:
+    """The checked recipe with ``changes``: sections are merged key by key, ``a.b`` reaches inside, the rest is replaced."""
+    data, name = _data(recipe)
+    for key, value in changes.items():
+        _change(data, key.split("."), value, key)
+    names = _Names()
+    for key, replaced in (("rewards", names.rewards), ("tasks", names.tasks)):
+        if data.get(key) is not None:
+            data[key] = replaced(data[key])
+    return check_recipe(_plain(data), name, {(key,): f"argument '{key}'" for key in changes if "." not in key})
+
+
+def _data(recipe: Any) -> tuple[dict[str, Any], str]:
+    """A recipe as plain data that may be changed, and what to call it in errors."""
+    if isinstance(recipe, Run):
+        recipe = recipe.directory
+    if isinstance(recipe, str | Path):
+        return load_recipe(recipe).model_dump(mode="json"), str(recipe)
+    if isinstance(recipe, Recipe):
+        return recipe.model_dump(mode="json"), f"recipe '{recipe.name}'"
+    if isinstance(recipe, Mapping):
+        return {str(key): _copied(value) for key, value in recipe.items()}, "the recipe passed"
+    raise RecipeError(
+        f"a recipe is a path, the name of a shipped one, a dict, a Recipe or a Run; not {type(recipe).__name__}."
+    )
+
+
+def _copied(value: Any) -> Any:
+    """A copy of the sections and lists; what stands in them is shared."""
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    return value
+
+
+def _change(data: dict[str, Any], path: list[str], value: Any, key: str) -> None:
+    head, *rest = path
+    held = data.get(head)
+    if rest:
+        if held is None:
+            held = data[head] = {}
+        if isinstance(held, list) and rest[0].isdigit() and int(rest[0]) < len(held):
+            items = {str(i): item for i, item in enumerate(held)}
+            _change(items, rest, value, key)
+            data[head] = list(items.values())
+            return
+        if not isinstance(held, dict):
+            raise RecipeError(f"argument '{key}': '{head}' has no '{rest[0]}' inside.")
+        _change(held, rest, value, key)
+    elif isinstance(value, Mapping) and isinstance(held, dict):
+        for inner, item in value.items():
+            _change(held, [str(inner)], item, key)
+    elif head in ("rewards", "tasks") and isinstance(held, dict) and not isinstance(value, Mapping):
+        held["terms" if head == "rewards" else "train"] = value
+    else:
+        data[head] = _copied(value)
+
+
+class _Names:
+    """Names for the objects of one recipe, in the order they stand in: the same objects get the same names again."""
+
+    def __init__(self) -> None:
+        self.taken: list[str] = []
+
+    def rewards(self, given: Any) -> Any:
+        """The section ``rewards``: a list stands for its terms."""
+        section = dict(given) if isinstance(given, Mapping) else {"terms": given}
+        terms = section.get("terms")
+        if callable(terms) or isinstance(terms, str):
+            terms = [terms]
+        if isinstance(terms, Sequence):
+            section["terms"] = [self._term(term) for term in terms]
+        return section
+
+    def tasks(self, given: Any) -> Any:
+        """The section ``tasks``: anything but a mapping stands for the training tasks."""
+        section = dict(given) if isinstance(given, Mapping) else {"train": given}
+        for side in ("train", "evaluate"):
+            if side in section:
+                section[side] = self._sources(section[side], side)
+        return section
+
+    def _term(self, given: Any) -> Any:
+        if isinstance(given, Mapping):
+            return {**given, "name": self._reward(given.get("name"))}
+        return {"name": self._reward(given)}
+
+    def _reward(self, thing: Any) -> Any:
+        if thing is None or isinstance(thing, str):
+            return thing
+        from sensorium.recipe.functions import reward_style
+        from sensorium.rewards.functions import as_term
+
+        importable = importable_name(thing)
+        if importable and (isinstance(thing, type) or reward_style(thing)):
+            return importable
+        if not isinstance(thing, type):
+            as_term(thing)  # what cannot be a reward is refused here, by name
+        return self._pass("reward", own_name(thing), partial(as_term, thing))
+
+    def _sources(self, given: Any, side: str) -> Any:
+        if isinstance(given, Mapping) or _is_source(given):
+            given = [given]
+        if not isinstance(given, list | tuple):
+            raise RecipeError(
+                f"tasks.{side}: give rows (a list of dicts or Tasks, or a data set), a source, or a list of sources; not "
+                f"{type(given).__name__}."
+            )
+        if given and all(isinstance(item, Task) or (isinstance(item, Mapping) and "source" not in item) for item in given):
+            given = [{"source": given}]
+        return [self._source(item, side) for item in given]
+
+    def _source(self, given: Any, side: str) -> Any:
+        section = dict(given) if isinstance(given, Mapping) else {"source": given}
+        thing, options = section.get("source"), dict(section.get("options") or {})
+        environment = options.get("environment")
+        if isinstance(environment, type):
+            options["environment"] = importable_name(environment) or self._pass(
+                "environment", own_name(environment), environment
+            )
+        if isinstance(thing, type):
+            section["source"] = importable_name(thing) or self._pass("source", own_name(thing), thing)
+        elif isinstance(thing, list | tuple) or hasattr(thing, "column_names"):
+            section["source"] = self._pass("source", side, partial(PassedRows, thing))
+            options["digest"] = digest_of(thing)
+        elif _is_source(thing):
+            section["source"] = self._pass("source", own_name(thing), lambda *, store: thing)
+        return {**section, "options": options} if options else section
+
+    def _pass(self, kind: str, wanted: str, thing: Any) -> str:
+        name = pass_object(kind, wanted, thing, self.taken)
+        self.taken.append(name)
+        return name
+
+
+def _is_source(thing: Any) -> bool:
+    """A source's class, a data set, or an object with a length and items that is no plain list."""
+    if isinstance(thing, type):
+        return True
+    sized = hasattr(thing, "__len__") and hasattr(thing, "__getitem__")
+    return sized and not isinstance(thing, list | tuple | str | Mapping)
+
+
+def _plain(value: Any) -> Any:
+    """Plain data: numbers of numpy and torch as numbers, paths as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        return value.item()
+    if callable(value) or isinstance(value, bytes):
+        raise RecipeError(f"{own_name(value)} ({type(value).__name__}) stands where a recipe has a plain value.")
+    return value

@@ -1,0 +1,102 @@
+"""Tasks passed in Python: a list of rows or of Task objects, or a Hugging Face data set."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from sensorium.media.picture import encode_png
+from sensorium.media.store import MediaStore
+from sensorium.tasks.clips import ClipOptions
+from sensorium.tasks.content import Place
+from sensorium.tasks.layout import layout_of
+from sensorium.vocabulary.errors import RecipeError, TaskError
+from sensorium.vocabulary.task import Task
+
+
+class PassedRows:
+    """One task a row, with the fields and options of the JSONL source; pictures may be PIL images as well.
+
+    Paths start from the current folder. ``digest`` is that of the rows a run began with: others are refused.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Any],
+        store: MediaStore,
+        digest: str = "",
+        columns: Mapping[str, str] | None = None,
+        limit: int = 0,
+        instruction: str = "",
+        system: str = "",
+        media_first: bool = False,
+        video: Mapping[str, Any] | None = None,
+        sound: Mapping[str, Any] | None = None,
+    ) -> None:
+        if digest and digest != digest_of(rows):
+            raise RecipeError(
+                f"the {len(rows)} rows passed are not those the run began with, so going on would not repeat it. Pass the "
+                "same rows, or start a new run."
+            )
+        self.store = store
+        self._clips = ClipOptions(video, sound, "rows")
+        self._layout = layout_of(columns, instruction, system, media_first)
+        self._rows = _arrow(rows)
+        self._length = min(limit, len(rows)) if limit else len(rows)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Task:
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        if self._rows is not None and hasattr(self._rows, "with_format"):
+            row: Any = self._rows[index : index + 1].to_pylist()[0]
+        else:
+            row = self._rows[index]
+        if isinstance(row, Task):
+            return row
+        if not isinstance(row, Mapping):
+            raise TaskError(f"row {index} of the list of tasks is {type(row).__name__}; give a dict or a Task.")
+        return self._layout.task(with_bytes(row), f"row/{index}", Place(f"row {index}", Path(), self.store, self._clips))
+
+
+def digest_of(rows: Sequence[Any]) -> str:
+    """What tells rows from others: a data set's own fingerprint, or a hash of everything in them."""
+    fingerprint = getattr(rows, "_fingerprint", None)
+    if isinstance(fingerprint, str):
+        return fingerprint
+    digest = hashlib.blake2b(digest_size=8)
+    for row in rows:
+        digest.update(repr(row).encode() if isinstance(row, Task) else json.dumps(_hashable(row), default=repr).encode())
+    return digest.hexdigest()
+
+
+def with_bytes(value: Any) -> Any:
+    """The same data with every PIL image as the bytes of a PNG."""
+    if isinstance(value, Image.Image):
+        return encode_png(value)
+    if isinstance(value, Mapping):
+        return {key: with_bytes(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_bytes(item) for item in value]
+    return value
+
+
+def _hashable(value: Any) -> Any:
+    value = with_bytes(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return hashlib.blake2b(bytes(value), digest_size=16).hexdigest()
+    if isinstance(value, Mapping):
+        return {str(key): _hashable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_hashable(item) for item in value]
+    return value
+
+
+def _arrow(rows: Sequence[Any]) -> Any:
+    """A data set in its arrow form, where media are the bytes or paths they are stored as; a list as it is."""
+    return rows.with_format("arrow") if hasattr(rows, "with_format") else rows

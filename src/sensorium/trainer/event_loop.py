@@ -1,0 +1,59 @@
+"""``asyncio.run`` that another thread may interrupt.
+
+Python delivers Ctrl-C to the main thread only. A notebook's main thread has an event loop of its own, so a run works in a
+second thread: the main thread waits, and hands an interrupt on with ``interrupt(thread.ident)``.
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+_lock = threading.Lock()
+_running: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = {}
+_interrupted: set[int] = set()
+
+
+def run_async(main: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine to its end in an event loop of its own; KeyboardInterrupt if this thread was interrupted."""
+    thread = threading.get_ident()
+    try:
+        return asyncio.run(_registered(main, thread))
+    except asyncio.CancelledError:
+        with _lock:
+            asked = thread in _interrupted
+            _interrupted.discard(thread)
+        if asked:
+            raise KeyboardInterrupt from None
+        raise
+
+
+def interrupt(thread: int) -> None:
+    """Interrupt what ``run_async`` runs in a thread, or what it will run next there."""
+    with _lock:
+        _interrupted.add(thread)
+        if thread in _running:
+            loop, task = _running[thread]
+            loop.call_soon_threadsafe(task.cancel)
+
+
+def forget(thread: int) -> None:
+    """A thread is over: an interrupt that came too late is no other thread's."""
+    with _lock:
+        _interrupted.discard(thread)
+
+
+async def _registered(main: Coroutine[Any, Any, Result], thread: int) -> Result:
+    task = asyncio.current_task()
+    assert task is not None
+    with _lock:
+        _running[thread] = (asyncio.get_running_loop(), task)
+        if thread in _interrupted:
+            task.cancel()
+    try:
+        return await main
+    finally:
+        with _lock:
+            del _running[thread]

@@ -1,0 +1,94 @@
+"""sn.load(checkpoint).chat(…): what it takes, what it gives back."""
+
+import asyncio
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import sensorium as sn
+from sensorium.media.store import MediaStore
+from sensorium.tasks.shapes import Shapes
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[sn.Model]:
+    loaded = sn.load("package:shapes", device="cpu")
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture(scope="module")
+def shown() -> tuple[str, Image.Image]:
+    """A question about a picture that the shipped model can answer, and the picture."""
+    store = MediaStore()
+    task = Shapes(store=store, split="test", size=4, picture_size=64)[0]
+    (media,) = task.messages[-1].media
+    return task.messages[-1].text, store.picture(media)
+
+
+def test_a_picture_may_be_an_image_a_path_bytes_or_a_block(
+    model: sn.Model, shown: tuple[str, Image.Image], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    question, picture = shown
+    picture.save(tmp_path / "picture.png")
+    buffer = BytesIO()
+    picture.save(buffer, "PNG")
+    monkeypatch.chdir(tmp_path)
+    replies = [
+        model.chat([form, question], max_new_tokens=6)
+        for form in (
+            picture,
+            tmp_path / "picture.png",
+            buffer.getvalue(),
+            {"type": "image", "path": "picture.png"},
+            {"type": "image", "image": picture},
+        )
+    ]
+    assert len({tuple(reply.tokens) for reply in replies}) == 1
+    assert all(reply.logprobs == pytest.approx(replies[0].logprobs, abs=1e-5) for reply in replies)
+    conversation = [{"role": "user", "content": [picture, {"type": "text", "text": question}]}]
+    assert model.chat(conversation, max_new_tokens=6) == replies[0]
+
+
+def test_a_reply_is_text_with_tokens_and_log_probs(model: sn.Model, shown: tuple[str, Image.Image]) -> None:
+    reply = model.chat([shown[1], shown[0]], max_new_tokens=2)
+    assert isinstance(reply, str)
+    assert reply.finish == "length"
+    assert len(reply.tokens) == len(reply.logprobs) == 2
+    assert all(logprob <= 0 for logprob in reply.logprobs)
+    blank = model.chat([Image.new("RGB", (64, 64), "white"), shown[0]], max_new_tokens=2)
+    assert blank.logprobs != reply.logprobs, "the picture is seen"
+
+
+def test_chat_works_inside_a_loop_and_repeats_by_seed(model: sn.Model, shown: tuple[str, Image.Image]) -> None:
+    async def cell(seed: int) -> sn.Reply:
+        return model.chat([shown[1], shown[0]], temperature=2.0, max_new_tokens=6, seed=seed)
+
+    replies = [asyncio.run(cell(seed)) for seed in (0, 0, 1, 2, 3)]
+    assert replies[0].tokens == replies[1].tokens
+    assert len({reply.tokens for reply in replies}) > 1
+
+
+def test_a_conversation_with_a_system_prompt_and_an_earlier_reply(model: sn.Model) -> None:
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "One."},
+        {"role": "user", "content": "Two?"},
+    ]
+    reply = model.chat(turns, max_new_tokens=3)
+    assert reply.tokens != model.chat(turns[:2], max_new_tokens=3).tokens or reply.logprobs
+
+
+def test_what_cannot_be_said_is_refused_by_name(model: sn.Model, tmp_path: Path) -> None:
+    with pytest.raises(sn.SensoriumError, match="chat takes a text"):
+        model.chat([])
+    with pytest.raises(sn.SensoriumError, match="role 'usr'"):
+        model.chat([{"role": "usr", "content": "?"}])
+    with pytest.raises(sn.SensoriumError, match=r"none\.png"):
+        model.chat([tmp_path / "none.png", "?"])
+    with pytest.raises(sn.SensoriumError, match="no run"):
+        sn.load(tmp_path)

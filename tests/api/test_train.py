@@ -1,0 +1,136 @@
+"""sn.train, sn.resume and sn.evaluate: from a script, and from inside an event loop as in a notebook."""
+
+import asyncio
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sensorium as sn
+from sensorium.report.metrics import repeatable
+from sensorium.report.watcher import Metrics, Watcher
+from tests.api.small import small_recipe
+
+
+def test_a_run_gives_metrics_checkpoint_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = sn.train(small_recipe(tmp_path / "run"), steps=1, optimizer={"lr": 2e-4}, **{"batch.group_size": 2})
+    assert run.recipe.steps == 1
+    assert (run.recipe.optimizer.lr, run.recipe.optimizer.warmup_steps, run.recipe.batch.group_size) == (2e-4, 0, 2)
+    assert run.metrics["step"] == [1]
+    assert run.metrics[0]["reward/exact"] == run.metrics["reward/exact"][0]
+    assert run.metrics.to_pandas().loc[1, "reward/exact"] == run.metrics["reward/exact"][0]
+    with pytest.raises(sn.SensoriumError, match="reward/mean"):
+        run.metrics["reward/meen"]
+    assert (run.checkpoint / "config.json").exists()
+    report = run.report()
+    assert report == tmp_path / "run/report.html"
+    assert "<iframe" in report._repr_html_()
+    assert "<table>" in run.metrics._repr_html_()
+    assert capsys.readouterr().out, "a script sees how its run goes"
+
+
+def test_a_run_inside_an_event_loop_is_the_same_run(tmp_path: Path) -> None:
+    plain = sn.train(small_recipe(tmp_path / "plain"), show=False)
+
+    async def cell() -> sn.Run:
+        return sn.train(small_recipe(tmp_path / "cell"), show=False)
+
+    inside = asyncio.run(cell())
+    assert [repeatable(row) for row in inside.metrics] == [repeatable(row) for row in plain.metrics]
+
+
+class InterruptAtStep(Watcher):
+    """Presses Ctrl-C when a step is over."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.threads: list[str] = []
+
+    def stepped(self, step: int, metrics: Metrics) -> None:
+        self.threads.append(threading.current_thread().name)
+        if step == self.step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_reaches_a_run_inside_an_event_loop_and_it_resumes(tmp_path: Path) -> None:
+    whole = sn.train(small_recipe(tmp_path / "whole", steps=3), show=False)
+    watcher = InterruptAtStep(1)
+
+    def cell() -> None:
+        sn.train(small_recipe(tmp_path / "run", steps=3), show=False, watchers=[watcher])
+
+    interrupted = _in_a_loop_like_a_notebook(cell)
+    assert isinstance(interrupted, KeyboardInterrupt)
+    assert watcher.threads[0] == "sensorium", "the run was in a thread of its own"
+    assert 1 <= len(sn.Run(tmp_path / "run").metrics) < 3
+    resumed = sn.resume(tmp_path / "run", show=False)
+    assert [repeatable(row) for row in resumed.metrics] == [repeatable(row) for row in whole.metrics]
+
+
+def _in_a_loop_like_a_notebook(cell: Any) -> BaseException | None:
+    """Run a cell inside a running loop of the main thread, with Python's own SIGINT handler, as Jupyter does."""
+    loop = asyncio.new_event_loop()
+    raised: list[BaseException] = []
+
+    async def run_cell() -> None:
+        try:
+            cell()
+        except BaseException as error:
+            raised.append(error)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        loop.run_until_complete(run_cell())
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        loop.close()
+    return raised[0] if raised else None
+
+
+def test_a_used_run_directory_is_refused_unless_overwritten(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path / "run", steps=1)
+    sn.train(recipe, show=False)
+    with pytest.raises(sn.SensoriumError, match="exists"):
+        sn.train(recipe, show=False)
+    assert len(sn.train(recipe, show=False, overwrite=True).metrics) == 1
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(sn.SensoriumError, match="holds no run"):
+        sn.train(recipe, show=False, overwrite=True, run_dir=tmp_path / "mine")
+
+
+def test_an_evaluation_of_a_run_and_of_a_recipe(tmp_path: Path) -> None:
+    run = sn.train(small_recipe(tmp_path / "run", steps=1), show=False)
+
+    async def cell() -> sn.Evaluation:
+        return sn.evaluate(run, limit=4)
+
+    found = asyncio.run(cell())
+    assert found["tasks"] == 4
+    assert found.accuracy == found["accuracy"]
+    assert 0 <= found.accuracy <= 1
+    assert len(found.samples) == 4
+    assert found.folder.is_relative_to(run.directory)
+    before = sn.evaluate(small_recipe(tmp_path / "none"), limit=4, out=tmp_path / "before", greedy=False)
+    assert before["name"] == "sampled"
+    assert before["model"] == "package:shapes"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"stepz": 3}, "unknown key 'stepz'"),
+        ({"steps": "many"}, "argument 'steps'"),
+        ({"rewards": ["exat"]}, "did you mean 'exact'"),
+        ({"batch.group_size.more": 1}, "has no 'more' inside"),
+        ({"optimizer": {"lr": print}}, "stands where a recipe has a plain value"),
+        ({"tasks": 7}, "give rows"),
+    ],
+)
+def test_a_mistake_is_an_error_that_names_it(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(sn.SensoriumError, match=said):
+        sn.train(small_recipe(tmp_path / "run"), **changes)
+    with pytest.raises(sn.SensoriumError, match="a recipe is a path"):
+        sn.train(7)
