@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from sensorium.api.run import Run
-from sensorium.recipe.load import check_recipe, load_recipe
+from sensorium.recipe.load import check_recipe, read_recipe
 from sensorium.recipe.objects import importable_name, own_name, pass_object
 from sensorium.recipe.schema import Recipe
+from sensorium.recipe.yaml import Path as Place
 from sensorium.tasks.passed import PassedRows, digest_of
 from sensorium.vocabulary.errors import RecipeError
 from sensorium.vocabulary.task import Task
@@ -20,26 +21,32 @@ from sensorium.vocabulary.task import Task
 
 def recipe_of(recipe: Any, changes: Mapping[str, Any]) -> Recipe:
     """The checked recipe with ``changes``: sections are merged key by key, ``a.b`` reaches inside, the rest is replaced."""
-    data, name = _data(recipe)
+    data, name, origins = _data(recipe)
     for key, value in changes.items():
         _change(data, key.split("."), value, key)
     names = _Names()
     for key, replaced in (("rewards", names.rewards), ("tasks", names.tasks)):
         if data.get(key) is not None:
             data[key] = replaced(data[key])
-    return check_recipe(_plain(data), name, {(key,): f"argument '{key}'" for key in changes if "." not in key})
+    changed = {key.split(".")[0] for key in changes}
+    kept = {place: origin for place, origin in origins.items() if place[0] not in changed}
+    return check_recipe(_plain(data), name, kept | {(key,): f"argument '{key}'" for key in changed})
 
 
-def _data(recipe: Any) -> tuple[dict[str, Any], str]:
-    """A recipe as plain data that may be changed, and what to call it in errors."""
+def _data(recipe: Any) -> tuple[dict[str, Any], str, dict[Place, str]]:
+    """A recipe as plain data that may be changed, what to call it in errors, and where its parts come from."""
     if isinstance(recipe, Run):
-        recipe = recipe.directory
+        data, origins = read_recipe(recipe.directory)
+        if Path(data.get("run_dir") or Path("runs") / str(data.get("name"))).resolve() != recipe.directory.resolve():
+            data["run_dir"] = str(recipe.directory)  # a run is where its directory is, also when it was moved
+        return data, str(recipe.directory), origins
     if isinstance(recipe, str | Path):
-        return load_recipe(recipe).model_dump(mode="json"), str(recipe)
+        data, origins = read_recipe(recipe)
+        return data, str(recipe), origins
     if isinstance(recipe, Recipe):
-        return recipe.model_dump(mode="json"), f"recipe '{recipe.name}'"
+        return recipe.model_dump(mode="json"), f"recipe '{recipe.name}'", {}
     if isinstance(recipe, Mapping):
-        return {str(key): _copied(value) for key, value in recipe.items()}, "the recipe passed"
+        return {str(key): _copied(value) for key, value in recipe.items()}, "the recipe passed", {}
     raise RecipeError(
         f"a recipe is a path, the name of a shipped one, a dict, a Recipe or a Run; not {type(recipe).__name__}."
     )
@@ -66,10 +73,10 @@ def _change(data: dict[str, Any], path: list[str], value: Any, key: str) -> None
         if not isinstance(held, dict):
             raise RecipeError(f"argument '{key}': '{head}' has no '{rest[0]}' inside.")
         _change(held, rest, value, key)
-    elif isinstance(value, Mapping) and isinstance(held, dict):
+    elif isinstance(value, Mapping) and isinstance(held, dict) and "source" not in value:
         for inner, item in value.items():
             _change(held, [str(inner)], item, key)
-    elif head in ("rewards", "tasks") and isinstance(held, dict) and not isinstance(value, Mapping):
+    elif head in ("rewards", "tasks") and isinstance(held, dict):
         held["terms" if head == "rewards" else "train"] = value
     else:
         data[head] = _copied(value)
@@ -93,7 +100,8 @@ class _Names:
 
     def tasks(self, given: Any) -> Any:
         """The section ``tasks``: anything but a mapping stands for the training tasks."""
-        section = dict(given) if isinstance(given, Mapping) else {"train": given}
+        whole = isinstance(given, Mapping) and "source" not in given
+        section = dict(given) if whole else {"train": given}
         for side in ("train", "evaluate"):
             if side in section:
                 section[side] = self._sources(section[side], side)
@@ -131,7 +139,8 @@ class _Names:
 
     def _source(self, given: Any, side: str) -> Any:
         section = dict(given) if isinstance(given, Mapping) else {"source": given}
-        thing, options = section.get("source"), dict(section.get("options") or {})
+        thing: Any = section.get("source")
+        options = dict(section.get("options") or {})
         environment = options.get("environment")
         if isinstance(environment, type):
             options["environment"] = importable_name(environment) or self._pass(

@@ -31,7 +31,7 @@ class Table(Sequence[dict[str, Any]]):
     @overload
     def __getitem__(self, key: slice) -> "Table": ...
     @overload
-    def __getitem__(self, key: str) -> list[Any]: ...  # type: ignore[overload-overlap]
+    def __getitem__(self, key: str) -> list[Any]: ...
     def __getitem__(self, key: int | slice | str) -> Any:
         if isinstance(key, str):
             if key not in self.columns:

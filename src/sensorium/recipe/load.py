@@ -22,23 +22,35 @@ from sensorium.vocabulary.errors import RecipeError, nearest
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe, apply overrides, check everything that can be checked without building anything."""
-    source = find_recipe(path)
+    return parse_recipe(_text(find_recipe(path)), str(path), overrides)
+
+
+def read_recipe(path: str | Path) -> tuple[dict[str, Any], dict[Place, str]]:
+    """The data of a recipe as they are written, unchecked, and the line of each part."""
+    return _read(_text(find_recipe(path)), str(path))
+
+
+def _text(source: Path) -> str:
     try:
-        text = source.read_text(encoding="utf-8")
+        return source.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot read recipe '{source}': {getattr(error, 'strerror', None) or error}.") from error
-    return parse_recipe(text, str(path), overrides)
 
 
 def parse_recipe(text: str, name: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of a YAML text; ``name`` stands for it in errors."""
+    data, origins = _read(text, name)
+    for override in overrides:
+        _apply(override, data, origins)
+    return _validate(data, origins, name)
+
+
+def _read(text: str, name: str) -> tuple[dict[str, Any], dict[Place, str]]:
     data, lines = read_yaml(text, name)
     if not isinstance(data, dict):
         raise RecipeError(f"{name}: a recipe is a mapping of keys to values, and this is {_kind(data)}.")
     origins: dict[Place, str] = {place: f"{name}, line {line}" for place, line in lines.items()}
-    for override in overrides:
-        _apply(override, data, origins)
-    return _validate(data, origins, name)
+    return data, origins
 
 
 def check_recipe(data: dict[str, Any], name: str, origins: dict[Place, str] | None = None) -> Recipe:
