@@ -1,21 +1,20 @@
 """A step of decoding as two functions of tensors: feed every row a token, then draw the next and move on.
 
 Nothing in them reads a tensor's value, so they can be recorded and run without Python between the operations. On the CPU,
-where a small model spends most of a step in Python, a recording is a TorchScript trace: the same operations on the same
-parameters, bit for bit. It is held against the functions on other shapes before it is trusted.
+where a small model spends most of a step in Python, they run from recordings (see ``recording``): the same operations on
+the weights of the moment, bit for bit.
 """
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sensorium.engines.native.cache import CachedAttention
 from sensorium.engines.native.randomness import uniforms
+from sensorium.engines.native.recording import CannotRecord, Recording, record
 from sensorium.engines.native.rows import Batch
 from sensorium.engines.native.sampler import SamplingRows, sample
 from sensorium.models.policy import Policy
@@ -55,21 +54,24 @@ def draw(
 
 
 class Steps:
-    """Runs ``feed`` and ``draw``, from recordings where they pay: on the CPU, after some steps."""
+    """Runs ``feed`` and ``draw``, from recordings where they pay: on the CPU, after some steps.
+
+    ``refusal`` says why ``feed`` could not be recorded, once that was tried.
+    """
 
     def __init__(self, policy: Policy, record: bool) -> None:
+        self.refusal: str | None = None
         self._policy = policy
         self._record = record and policy.device.type == "cpu"
         self._fed = 0
-        self._feed: Callable[..., Tensor] | None = None
-        self._parameters: list[int] = []
-        self._draws: dict[tuple[bool, ...], tuple[int, Callable[..., Tensor] | None]] = {}
+        self._feed: Recording | None = None
+        self._draws: dict[tuple[bool, ...], tuple[int, Recording | None]] = {}
 
     def feed(self, batch: Batch) -> Tensor:
         """The logits after every row's last token."""
         self._fed += 1
         if self._record and self._fed == RECORD_AFTER:
-            self._feed = self._recorded_feed(batch)
+            self._record_feed(batch.block)
         if self._feed is not None:
             return self._feed(*batch.fed())
         return feed(self._policy, *batch.fed())
@@ -87,30 +89,46 @@ class Steps:
             return draw(make([None if absent else next(rest) for absent in variant]), *tensors[: len(inputs)])
 
         if self._record and calls == RECORD_AFTER:
-            recorded = _trace(plain, tuple(tensor.clone() for tensor in (*inputs, *parts)))
+            recorded = _record_draw(plain, (*inputs, *parts))
         self._draws[variant] = (calls + 1, recorded)
         packed_3B = (recorded or plain)(*inputs, *parts)
         batch.reach += 1
         return packed_3B
 
     def refresh(self) -> None:
-        """The weights changed. In place is fine; a parameter that was replaced needs a new recording."""
-        if self._feed is not None and self._parameters != _identities(self._policy):
+        """The weights changed. In place or replaced is fine; modules that came or went need a new recording."""
+        if self._feed is not None and not self._feed.state.is_of(self._modules):
             self._feed, self._fed = None, 0
 
-    def _recorded_feed(self, batch: Batch) -> Callable[..., Tensor] | None:
+    @property
+    def _modules(self) -> Sequence[nn.Module]:
+        """The parts that a decode step computes with."""
+        return self._policy.adapter.language_model, self._policy.adapter.head
+
+    def _record_feed(self, block: Tensor) -> None:
         """A recording of ``feed``, if it gives the same as ``feed`` for batches of other sizes."""
 
         def plain(*tensors: Tensor) -> Tensor:
             return feed(self._policy, *tensors)
 
-        with _constant(self._policy.model):
-            recorded = _trace(plain, _trial(batch.block, 2, 3))
-            for trial in (_trial(batch.block, 3, 5), _trial(batch.block, 1, 2)):
-                if recorded is None or not torch.equal(plain(*trial), recorded(*trial)):
-                    return None
-        self._parameters = _identities(self._policy)
-        return recorded
+        trials = [_trial(block, rows, reach) for rows, reach in ((2, 3), (3, 5), (1, 2))]
+        try:
+            self._feed, self.refusal = record(plain, trials, self._modules), None
+        except CannotRecord as error:
+            self.refusal = str(error)
+            warnings.warn(
+                f"sampling on the CPU runs without a recording of its decode step, so this {self._policy.family} model is "
+                f"sampled more slowly; the numbers are the same. The step cannot be recorded because {error}.",
+                stacklevel=2,
+            )
+
+
+def _record_draw(plain: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Recording | None:
+    try:
+        return record(plain, [inputs])
+    except CannotRecord as error:
+        warnings.warn(f"drawing tokens runs without a recording, more slowly: {error}.", stacklevel=2)
+        return None
 
 
 def _trial(block: Tensor, rows: int, reach: int) -> tuple[Tensor, ...]:
@@ -121,31 +139,3 @@ def _trial(block: Tensor, rows: int, reach: int) -> tuple[Tensor, ...]:
     tokens_B, positions_B = torch.arange(rows) + 7 * rows, torch.arange(rows) + reach
     write_N = torch.arange(rows * kv_heads) * reach + reach - 1
     return tokens_B, positions_B, small, write_N, block.new_zeros(rows, 1, 1, reach)
-
-
-def _trace(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Callable[..., Tensor] | None:
-    """A trace, or None where the model cannot be traced (then the function itself is run)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            traced: Callable[..., Tensor] = torch.jit.trace(function, inputs, check_trace=False)
-            return traced
-        except RuntimeError:
-            return None
-
-
-@contextmanager
-def _constant(model: Any) -> Iterator[None]:
-    """Parameters that a trace may hold as constants: it refuses those that want gradients."""
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        for parameter in learning:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in learning:
-            parameter.requires_grad_(True)
-
-
-def _identities(policy: Policy) -> list[int]:
-    return [id(parameter) for parameter in policy.model.parameters()]
