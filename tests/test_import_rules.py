@@ -8,20 +8,21 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "sensorium"
 DATA = {"vocabulary", "recipe", "media"}
 BELOW_TRAINER = {
-    *DATA, "tasks", "envs", "rewards", "algorithms", "models", "engines", "rollout", "learner", "evaluation", "record",
-    "report",
+    *DATA, "workers", "tasks", "envs", "rewards", "algorithms", "models", "engines", "rollout", "learner", "evaluation",
+    "record", "report",
 }  # fmt: skip
 MAY_IMPORT = {
     "vocabulary": set(),
+    "workers": {"vocabulary"},
     "recipe": {"vocabulary"},
     "media": {"vocabulary"},
-    "tasks": DATA,
+    "tasks": {*DATA, "workers"},
     "envs": DATA,
-    "rewards": DATA,
+    "rewards": {*DATA, "workers"},
     "algorithms": set(),
     "models": DATA,
     "engines": {*DATA, "models"},
-    "rollout": {*DATA, "engines", "envs", "models"},
+    "rollout": {*DATA, "workers", "engines", "envs", "models"},
     "learner": {*DATA, "models", "algorithms"},
     "evaluation": {*DATA, "rollout", "engines", "models", "rewards", "tasks", "record", "report"},
     "record": {"vocabulary"},
@@ -30,7 +31,7 @@ MAY_IMPORT = {
     "cli": {*BELOW_TRAINER, "trainer"},
     "api": {*BELOW_TRAINER, "trainer", "cli"},
 }
-TORCH_FREE = {"vocabulary", "recipe", "media", "tasks", "envs", "rewards", "record", "report"}
+TORCH_FREE = {"vocabulary", "workers", "recipe", "media", "tasks", "envs", "rewards", "record", "report"}
 
 
 def imports_of(path: Path) -> set[str]:

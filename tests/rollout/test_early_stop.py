@@ -219,8 +219,14 @@ def test_a_world_at_work_is_closed_when_it_is_done(policy: Policy) -> None:
     assert World.closed_at_work == 0
 
 
+class InPlace(World):
+    """Plain computation, its constructor too."""
+
+    instant = True
+
+
 def test_a_scripted_rollout_stops_before_the_rest_has_begun(policy: Policy) -> None:
-    rollout = Rollout(policy, ScriptedEngine(policy, lambda request: "one"), RolloutSection(max_turns=9), World)
+    rollout = Rollout(policy, ScriptedEngine(policy, lambda request: "one"), RolloutSection(max_turns=9), InPlace)
     groups = play(rollout, EarlyStop(1), tasks(1, 1, 1))
     assert [group.episodes[0].status for group in groups] == [Status.FINISHED, Status.ABORTED, Status.ABORTED]
     assert rollout.engine.between_ticks is None

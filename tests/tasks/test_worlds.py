@@ -1,5 +1,6 @@
 """Worlds: tasks by seed, train and test disjoint by content."""
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from sensorium.envs.frozen_lake import FrozenLake
 from sensorium.media.store import MediaStore
 from sensorium.recipe.names import NAMES, build
+from sensorium.tasks import worlds
 from sensorium.tasks.worlds import Worlds, side
 from sensorium.vocabulary.errors import RecipeError, TaskError
 
@@ -86,3 +88,54 @@ def test_a_world_of_ones_own_needs_a_content_key(monkeypatch: pytest.MonkeyPatch
     sides = {side("0"), side("1")}
     for split in sides:
         assert len(Worlds("coin", MediaStore(), split=split, size=1)) == 1
+
+
+class HangsAtItsEnd(Keyless):
+    """Built at once, never closed."""
+
+    @staticmethod
+    def content_key(seed: int, options: Mapping[str, Any]) -> str:
+        return str(seed)
+
+    def close(self) -> None:
+        threading.Event().wait(120)
+
+
+class HangsAtItsStart(HangsAtItsEnd):
+    """Never built."""
+
+    def __init__(self, store: MediaStore) -> None:
+        threading.Event().wait(120)
+
+
+class Leaves(HangsAtItsEnd):
+    """Ends the process."""
+
+    def __init__(self, store: MediaStore) -> None:
+        raise SystemExit(0)
+
+
+def test_environments_that_hang_or_leave_do_not_hold_up_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worlds, "DEADLINE_S", 0.2)
+    assert len(Worlds(f"{__name__}:HangsAtItsEnd", MediaStore(), size=1)) == 1
+    with pytest.raises(RecipeError, match=r"did not answer within 0\.2 s"):
+        Worlds(f"{__name__}:HangsAtItsStart", MediaStore(), size=1)
+    with pytest.raises(RecipeError, match="SystemExit"):
+        Worlds(f"{__name__}:Leaves", MediaStore(), size=1)
+
+
+def test_a_content_that_never_changes_is_found_at_once() -> None:
+    with pytest.raises(TaskError, match="each of the first 100 seeds"):
+        Worlds(f"{__name__}:Constant", MediaStore(), size=4096)
+    assert Constant.asked == 100
+
+
+class Constant(Keyless):
+    """Forgot its seed."""
+
+    asked = 0
+
+    @classmethod
+    def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
+        cls.asked += 1
+        return "map"

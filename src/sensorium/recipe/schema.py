@@ -97,7 +97,8 @@ class RolloutSection(Section):
     stop: tuple[str, ...] = ()
     ignore_stop_tokens: bool = False
     concurrency: int = Field(default=0, ge=0, description="episodes in flight; 0: all of the step")
-    environment_deadline_s: float = Field(default=30.0, gt=0)
+    environment_deadline_s: float = Field(default=30.0, gt=0, description="for each call of an environment, once it begins")
+    environment_calls: int = Field(default=64, ge=1, description="calls of environments that run at once, in threads")
     mask_truncated: bool = Field(default=False, description="leave truncated episodes out of the loss")
 
 

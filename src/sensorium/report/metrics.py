@@ -9,11 +9,11 @@ from sensorium.record.durable import append_row, read_rows
 from sensorium.report.watcher import Metrics, Watcher
 
 FAMILIES = (
-    "reward", "accuracy", "missing", "tasks", "groups", "episodes", "policy", "value", "mismatch", "packing", "eval",
-    "media", "time", "throughput", "memory",
+    "reward", "accuracy", "missing", "retries", "environment", "tasks", "groups", "episodes", "policy", "value", "mismatch",
+    "packing", "eval", "media", "time", "throughput", "memory",
 )  # fmt: skip
-UNREPEATABLE = ("media/", "time/", "throughput/", "memory/")
-"""Metrics that differ between equal runs; a resumed one finds its caches filled."""
+UNREPEATABLE = ("media/", "time/", "throughput/", "memory/", "retries/", "environment/hung")
+"""Metrics that differ between equal runs; a resumed one finds its caches filled and its judgements made."""
 
 
 def ordered(metrics: Mapping[str, Any]) -> dict[str, Any]:

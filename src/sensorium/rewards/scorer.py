@@ -1,17 +1,16 @@
 """Scoring: every term judges every episode, under a deadline, and a judge that fails gives a missing score, never a zero.
 
-Invariants: each wait is bounded by (retries + 1) · (deadline + wait) and names the term it waited for. Slow terms run in
-daemon threads, so a judge that never returns can neither stop the run nor keep the process alive; their judgements, missing
-ones included, go to the cache, so that a resumed run meets the same ones.
+Invariants: a judgement is waited for at most (retries + 1) · (deadline + wait), once it has a place among those that run,
+and the wait names its term. Slow terms run in the daemon threads of a pool, so a judge that never returns can neither stop
+the run nor keep the process alive; their judgements, missing ones included, go to the cache, so that a resumed run meets
+the same ones. That a term had to be asked again is counted, and said the first time and whenever it is ten times as often.
 """
 
 import asyncio
 import hashlib
-import threading
-from collections import Counter
+import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from inspect import isawaitable
 from typing import Any, Protocol
 
@@ -22,6 +21,7 @@ from sensorium.vocabulary.errors import RewardFailure, TaskError
 from sensorium.vocabulary.plain import attempt, printable, words
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
+from sensorium.workers.pool import CallOverdue, WorkerFailure, WorkerPool
 
 
 class JudgementCache(Protocol):
@@ -32,8 +32,25 @@ class JudgementCache(Protocol):
     def put(self, key: str, scores: tuple[Score, ...]) -> None: ...
 
 
+@dataclass
+class TermCounts:
+    """One term since the counts were last taken: calls made, their seconds, calls made again, scores that are missing."""
+
+    calls: int = 0
+    retries: int = 0
+    missing: int = 0
+    seconds: float = 0.0
+    longest_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count a call."""
+        self.calls += 1
+        self.seconds += seconds
+        self.longest_s = max(self.longest_s, seconds)
+
+
 class Scorer:
-    """Runs reward terms over episodes. ``missing`` and ``retried`` count, by term, since the last ``drain``."""
+    """Runs reward terms over episodes. ``noted`` hears, in a line, that a term has to be asked again."""
 
     def __init__(
         self,
@@ -45,14 +62,13 @@ class Scorer:
         concurrency: int = 64,
     ) -> None:
         self.terms = tuple(terms)
-        self._names = frozenset(term.name for term, _ in self.terms)
         self.deadline_s, self.retries, self.retry_wait_s = deadline_s, retries, retry_wait_s
         self.judgements = judgements
-        self.concurrency = concurrency
-        self.missing: Counter[str] = Counter()
-        self.retried: Counter[str] = Counter()
-        self._gate: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
-        self._overdue: list[threading.Thread] = []
+        self.noted: Callable[[str], None] = lambda text: warnings.warn(text, stacklevel=2)
+        self._names = frozenset(term.name for term, _ in self.terms)
+        self._pool = WorkerPool("reward term", concurrency)
+        self._counts = {name: TermCounts() for name in self._names}
+        self._retried = dict.fromkeys(self._names, 0)
 
     async def score(self, task: Task, episode: Episode) -> Episode:
         """The episode with a score from every term. One that failed or was aborted is judged by none, with the reason."""
@@ -64,7 +80,7 @@ class Scorer:
         scores: list[Score] = []
         for term, weight in self.terms:
             found = self._in_place(term, task, episode) if _instant(term) else judged[id(term)]
-            self.missing[term.name] += sum(score.missing for score in found)
+            self._counts[term.name].missing += sum(score.missing for score in found)
             scores += [replace(score, weight=weight) for score in found]
         return episode.with_scores(tuple(scores))
 
@@ -78,21 +94,40 @@ class Scorer:
         term = self.comparing
         if term is None or not episode.turns or any(s.missing for s in episode.scores if s.name == term.name):
             return None
-        return term.extract(task, episode)
+        answer, error = attempt(term.extract, task, episode)
+        return printable(answer) if error is None and isinstance(answer, str) else None
 
-    def drain(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Missing and retried judgements by term since the last call (terms that had none are left out)."""
-        counts = {k: v for k, v in self.missing.items() if v}, {k: v for k, v in self.retried.items() if v}
-        self.missing.clear()
-        self.retried.clear()
-        return counts
+    def take_counts(self) -> dict[str, TermCounts]:
+        """What was counted of each term since the last call."""
+        taken, self._counts = self._counts, {name: TermCounts() for name in self._names}
+        return taken
+
+    def take_metrics(self) -> dict[str, float]:
+        """Of the slow terms since counts were last taken: seconds of a call (mean and longest), and calls made again."""
+        slow = [term.name for term, _ in self.terms if not _instant(term)]
+        row: dict[str, float] = {}
+        for name, counted in self.take_counts().items():
+            if name in slow:
+                row[f"retries/{name}"] = counted.retries
+                if counted.calls:
+                    row[f"time/reward/{name}_mean_s"] = counted.seconds / counted.calls
+                    row[f"time/reward/{name}_max_s"] = counted.longest_s
+        return row
 
     def close(self) -> None:
-        """Let terms that hold processes or connections give them back."""
+        """Let terms that hold processes or connections give them back; one that hangs in this is not waited for."""
         for term, _ in self.terms:
             closing = getattr(term, "close", None)
-            if closing is not None:
-                closing()
+            if closing is None:
+                continue
+            try:
+                error = self._pool.call_now(closing, self.deadline_s).error
+                problem = "" if error is None else words(error)
+            except WorkerFailure as failure:
+                problem = f"it {failure}"
+            if problem:
+                self.noted(f"reward term '{term.name}' could not be closed: {problem}.")
+        self._pool.close()
 
     def _in_place(self, term: RewardTerm, task: Task, episode: Episode) -> tuple[Score, ...]:
         """Ask a term that is plain computation; it has no event loop to wait in."""
@@ -117,8 +152,7 @@ class Scorer:
         known = self.judgements.get(key) if self.judgements is not None else None
         if known is not None:
             return known
-        async with self._slot():
-            found = await self._persistently(term, task, episode)
+        found = await self._persistently(term, task, episode)
         if self.judgements is not None:
             self.judgements.put(key, found)
         return found
@@ -126,63 +160,43 @@ class Scorer:
     async def _persistently(self, term: RewardTerm, task: Task, episode: Episode) -> tuple[Score, ...]:
         """Ask until it answers or the retries are spent; a task that is at fault is not asked again."""
         for tries in range(1, self.retries + 2):
-            try:
-                return self._scores(term, await self._in_thread(term.name, lambda: term.score(task, episode)), episode)
-            except Exception as error:
-                reason = _reason(error) + (f" (tried {tries} times)" if tries > 1 else "")
-                if isinstance(error, TaskError):
-                    break
+            found = await self._asked(term, task, episode)
+            if isinstance(found, tuple):
+                return found
+            reason = _reason(found) + (f" (tried {tries} times)" if tries > 1 else "")
+            if isinstance(found, TaskError):
+                break
             if tries <= self.retries:
-                self.retried[term.name] += 1
+                self._note_retry(term.name, reason)
                 await asyncio.sleep(self.retry_wait_s)
         return (Score(term.name, None, reason=reason),)
 
-    async def _in_thread(self, name: str, judge: Callable[[], Any]) -> Any:
-        """Run a judge in a thread of its own, for as long as the deadline allows."""
-        self._overdue = [thread for thread in self._overdue if thread.is_alive()]
-        if len(self._overdue) >= 4 * self.concurrency:
-            raise RewardFailure(f"{len(self._overdue)} earlier calls of reward terms still hang; '{name}' was not asked")
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+    async def _asked(self, term: RewardTerm, task: Task, episode: Episode) -> tuple[Score, ...] | BaseException:
+        """The scores of one call in a thread, or what went wrong."""
+        try:
+            call = await self._pool.call(lambda: term.score(task, episode), self.deadline_s)
+        except CallOverdue as overdue:
+            self._counts[term.name].add(self.deadline_s)
+            return RewardFailure(f"reward term '{term.name}' {overdue}")
+        except WorkerFailure as refused:
+            return RewardFailure(f"{refused}, so '{term.name}' was not asked")
+        self._counts[term.name].add(call.seconds)
+        if call.error is not None:
+            return call.error
+        try:
+            return self._scores(term, call.value, episode)
+        except RewardFailure as refused:
+            return refused
 
-        def settle(value: Any, error: BaseException | None) -> None:
-            if not answer.done():
-                answer.set_result((value, error))
-
-        def work() -> None:
-            value, error = attempt(lambda: _awaited(judge()))
-            with suppress(RuntimeError):  # the loop has gone: nobody waits for this answer any more
-                loop.call_soon_threadsafe(settle, value, error)
-
-        thread = threading.Thread(target=work, name=f"reward-{name}", daemon=True)
-        thread.start()
-        done, _ = await asyncio.wait({answer}, timeout=self.deadline_s)
-        if not done:
-            answer.cancel()
-            self._overdue.append(thread)
-            raise RewardFailure(f"reward term '{name}' did not answer within {self.deadline_s:g} s")
-        value, error = answer.result()
-        if isinstance(error, Exception):
-            raise error
-        if error is not None:  # SystemExit and its like are this judgement's failure, not the end of the run
-            raise RewardFailure(f"reward term '{name}' raised {words(error)}")
-        return value
-
-    def _slot(self) -> asyncio.Semaphore:
-        """The gate of the running loop: a scorer outlives the event loops it is used in."""
-        loop = asyncio.get_running_loop()
-        if self._gate is None or self._gate[0] is not loop:
-            self._gate = (loop, asyncio.Semaphore(self.concurrency))
-        return self._gate[1]
-
-
-def _awaited(returned: Any) -> Any:
-    """What a term returned, waited for where it is async; for a thread that has no event loop."""
-
-    async def wait() -> Any:
-        return await returned
-
-    return asyncio.run(wait()) if isawaitable(returned) else returned
+    def _note_retry(self, name: str, reason: str) -> None:
+        self._counts[name].retries += 1
+        self._retried[name] = times = self._retried[name] + 1
+        if times == 1:
+            self.noted(
+                f"reward term '{name}' failed and is asked again: {reason}. retries/{name} in the metrics counts on."
+            )
+        elif str(times).strip("0") == "1":
+            self.noted(f"reward term '{name}' was asked again {times} times by now; the last time: {reason}.")
 
 
 def _instant(term: RewardTerm) -> bool:

@@ -1,15 +1,15 @@
 """What a model or an engine cannot take is refused before anything is spent on it."""
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 
 from sensorium.engines.protocol import Engine
-from sensorium.envs.protocol import Environment
 from sensorium.models.policy import Policy
+from sensorium.rollout.intake import checked_reset
+from sensorium.rollout.live import MakeEnvironment
 from sensorium.vocabulary.content import Media, Message
-from sensorium.vocabulary.errors import ModelError
+from sensorium.vocabulary.errors import EnvironmentFailure, ModelError, RecipeError
 from sensorium.vocabulary.task import Task
+from sensorium.workers.pool import WorkerFailure, WorkerPool
 
 
 def media_of(messages: Iterable[Message]) -> list[Media]:
@@ -29,28 +29,37 @@ def refuse_strange_media(task: Task, messages: Sequence[Message], policy: Policy
 
 
 def refuse_strange_worlds(
-    tasks: Sequence[Task], make_environment: Callable[[Task], Environment], policy: Policy, engine: Engine, seconds: float
+    tasks: Sequence[Task], make: MakeEnvironment, policy: Policy, engine: Engine, seconds: float
 ) -> None:
-    """Begin one world of each kind among the tasks, and refuse those that show what the model or the engine lacks.
+    """Begin one environment of each kind among the tasks, and refuse those that show what the model or the engine lacks.
 
-    A world that fails here, or does not begin in time, is left to fail in play, where that is counted.
+    One that fails here, or does not begin in time, is left to fail in play, where that is counted; options that do not fit
+    are refused now.
     """
     kinds = {repr((spec.name, spec.options)): task for task in tasks if (spec := task.environment) is not None}
-    pool = ThreadPoolExecutor(1, thread_name_prefix="first look")
+    pool = WorkerPool("environment")
     try:
         for task in kinds.values():
-            refuse_strange_media(task, _first_shown(task, make_environment(task), pool, seconds), policy, engine)
+            refuse_strange_media(task, _first_shown(task, make, pool, seconds), policy, engine)
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.close()
 
 
-def _first_shown(task: Task, world: Environment, pool: ThreadPoolExecutor, seconds: float) -> tuple[Message, ...]:
+def _first_shown(task: Task, make: MakeEnvironment, pool: WorkerPool, seconds: float) -> tuple[Message, ...]:
     assert task.environment is not None
+    seed = task.environment.seed
+    worker = pool.lease()
     try:
-        head, observation = pool.submit(world.reset, task.environment.seed).result(seconds)
-        return (*head, *observation.messages)
-    except Exception:  # not hidden: in play the same world fails its episodes, with the reason, and they are counted
+        made = pool.call_now(lambda: make(task), seconds, worker)
+        if isinstance(made.error, RecipeError):
+            raise made.error
+        if made.error is not None:
+            return ()
+        begun = pool.call_now(lambda: made.value.reset(seed), seconds, worker)
+        worker.submit(lambda: made.value.close(), seconds)
+        head, observation = checked_reset(begun.value, "")
+        return () if begun.error is not None else (*head, *observation.messages)
+    except (WorkerFailure, EnvironmentFailure):  # not hidden: in play it fails its episodes, with the reason
         return ()
     finally:
-        with suppress(Exception):
-            world.close()
+        pool.give_back(worker)

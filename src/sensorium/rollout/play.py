@@ -8,17 +8,17 @@ batched together depends on the recipe alone, and so does what an early stop can
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sensorium.engines.native.randomness import response_key
 from sensorium.engines.protocol import Engine, Request, Response, Sampling
-from sensorium.envs.protocol import Environment, StepResult
+from sensorium.envs.protocol import StepResult
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import RolloutSection
 from sensorium.rollout.early_stop import CANCELLED, EarlyStop
+from sensorium.rollout.live import Deadlines, LiveEnvironment, MakeEnvironment
 from sensorium.rollout.modalities import media_of, refuse_strange_media
 from sensorium.rollout.preparing import Preparation
 from sensorium.rollout.threads import Renderer, ThreadBuilder
@@ -33,9 +33,9 @@ from sensorium.vocabulary.errors import (
     RecipeError,
     SpanMismatch,
 )
+from sensorium.vocabulary.plain import printable
 from sensorium.vocabulary.task import Task
-
-MakeEnvironment = Callable[[Task], Environment]
+from sensorium.workers.pool import WorkerPool
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,6 @@ class Attempt:
     step: int
     prefix: str = "train"
     demonstrate: bool = False
-
-
-@dataclass
-class Deadlines:
-    """Environment deadlines that fired, by (episode id, turn). Those known before a step are repeated, not waited for."""
-
-    known: Mapping[tuple[str, int], str] = field(default_factory=dict)
-    fired: dict[tuple[str, int], str] = field(default_factory=dict)
 
 
 class Rollout:
@@ -75,7 +67,7 @@ class Rollout:
         self.make_environment = make_environment
         self.renderer = Renderer(policy)
         self.ready = Preparation(policy)
-        self.pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="environment")
+        self.pool = WorkerPool("environment", size=section.environment_calls)
 
     async def groups(
         self,
@@ -121,6 +113,8 @@ class Rollout:
                 runs = [crowd.create_task(one(play)) for play in plays]
                 if stop is not None:
                     stop.begin({(play.group_id, play.id): run for play, run in zip(plays, runs, strict=True)})
+        except BaseExceptionGroup as crowd_failed:
+            raise crowd_failed.exceptions[0] from crowd_failed  # an error of our own, or of the recipe: one says enough
         finally:
             self.engine.between_ticks = None
         episodes = [
@@ -151,8 +145,8 @@ class Rollout:
                 yield _Play(self, task, (order, index), first + index, attempt, sampling, deadlines)
 
     def close(self) -> None:
-        """Give the threads back; one that hangs in a world is not waited for."""
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        """Give the threads back; one that hangs in an environment is not waited for."""
+        self.pool.close()
 
     def refuse_strange(self, tasks: Sequence[Task]) -> None:
         """Refuse tasks whose questions show media of a kind that the model or the engine lacks."""
@@ -207,9 +201,9 @@ class _Play:
         self.turns: list[Turn] = []
         self.info: dict[str, Any] = {}
         self.builder: ThreadBuilder | None = None
-        self.environment: Environment | None = None
-        self.working: Future[Any] | None = None
         self.opened: set[str] = set()
+        deadline_s = rollout.section.environment_deadline_s
+        self.environment = LiveEnvironment(rollout.pool, rollout.make_environment, task, deadline_s, deadlines, self.id)
 
     async def episode(self) -> Episode:
         """Play to the end; failures become the episode's status."""
@@ -223,9 +217,14 @@ class _Play:
             self.info["prompt_too_long"] = True
         except EngineError as error:
             status, failure = Status.ABORTED, f"{at} {len(self.turns)}: {error}"
+        except BaseException:  # cancelled, or an error of our own
+            self.environment.abandon()
+            raise
         finally:
-            self.close()
-        return self.so_far(status, failure)
+            self.release()
+        if problem := await self.environment.close():
+            self.info["close_failed"] = problem
+        return self.so_far(status, printable(failure))
 
     def so_far(self, status: Status, failure: str) -> Episode:
         """The episode with the turns that were played."""
@@ -236,9 +235,7 @@ class _Play:
     async def run(self) -> tuple[Status, str]:
         """The loop: observe, respond, step."""
         section = self.rollout.section
-        self.environment = self.rollout.make_environment(self.task)
-        seed = self.task.environment.seed if self.task.environment else 0
-        head, observation = await self.call("reset", self.environment.reset, seed)
+        head, observation = await self.environment.reset(self.task.environment.seed if self.task.environment else 0)
         self.builder = ThreadBuilder(self.rollout.renderer, head, section.window)
         written = 0
         while True:
@@ -253,7 +250,7 @@ class _Play:
             written += len(response.segment.tokens)
             cut = response.finish == "length"
             out_of_budget = cut and budget < self.sampling.max_new_tokens
-            result = await self.call("step", self.environment.step, response.segment.text)
+            result = await self.environment.step(response.segment.text, len(self.turns))
             self.record(observation.messages, response, thread, place, result)
             if result.done or result.truncated or result.observation is None:
                 return (Status.TRUNCATED if cut or result.truncated else Status.FINISHED), ""
@@ -287,7 +284,7 @@ class _Play:
         assert self.builder is not None
         turn = len(self.turns)
         if self.attempt.demonstrate:
-            return Response(self.rollout.policy.respond(self.demonstration(turn), f"{self.id}/{turn}"), "stop")
+            return Response(self.rollout.policy.respond(await self.demonstration(turn), f"{self.id}/{turn}"), "stop")
         thread = f"{self.id}#{self.builder.current}"
         if thread not in self.opened:
             self.release()
@@ -300,66 +297,23 @@ class _Play:
         request = Request(thread, context, sampling, (*self.order, turn), key, f"{self.id}/{turn}")
         return await self.rollout.engine.generate(request)
 
-    def demonstration(self, turn: int) -> str:
+    async def demonstration(self, turn: int) -> str:
         """A worked response to this turn."""
         if turn < len(self.task.demonstration):
             return self.task.demonstration[turn]
-        assert self.environment is not None
-        return self.environment.demonstrate()
+        return await self.environment.demonstrate(turn)
 
     def record(
         self, observation: tuple[Message, ...], response: Response, thread: int, place: int, result: StepResult
     ) -> None:
         """Keep the turn and what the world said of it."""
-        turn = Turn(len(self.turns), observation, response.segment, thread, place, result.reward, dict(result.info))
+        turn = Turn(len(self.turns), observation, response.segment, thread, place, result.reward, result.info)
         self.turns.append(turn)
         if result.success is not None:
             self.info["success"] = result.success
-
-    async def call(self, what: str, method: Callable[..., Any], argument: Any) -> Any:
-        """Run an environment's method, in place if it is instant, else in a thread under the deadline."""
-        turn = len(self.turns)
-        known = self.deadlines.known.get((self.id, turn))
-        if known is not None:
-            self.deadlines.fired[(self.id, turn)] = known
-            raise EnvironmentFailure(known)
-        assert self.environment is not None
-        try:
-            if self.environment.instant:
-                return method(argument)
-            seconds = self.rollout.section.environment_deadline_s
-            self.working = self.rollout.pool.submit(method, argument)
-            async with asyncio.timeout(seconds):
-                return await asyncio.wrap_future(self.working)
-        except TimeoutError:
-            self.working = None  # what hangs is closed all the same: that may be what ends it
-            reason = f"environment '{type(self.environment).__name__}' did not answer {what} within {seconds:g} s"
-            self.deadlines.fired[(self.id, turn)] = reason
-            raise EnvironmentFailure(reason) from None
-        except (EnvironmentFailure, MediaError, SpanMismatch):
-            raise
-        except Exception as error:
-            name = type(self.environment).__name__
-            raise EnvironmentFailure(f"environment '{name}' failed in {what}: {type(error).__name__}: {error}") from error
 
     def release(self) -> None:
         """Give back what the engine keeps for this episode's threads."""
         for thread in self.opened:
             self.rollout.engine.release(thread)
         self.opened.clear()
-
-    def close(self) -> None:
-        """Release threads and close the world; one that still works on a cancelled call, when it is done with it."""
-        self.release()
-        if self.working is not None and not self.working.done():
-            self.working.add_done_callback(lambda _: self.close_world())
-        else:
-            self.close_world()
-
-    def close_world(self) -> None:
-        """A world that fails to close is noted, not fatal."""
-        if self.environment is not None:
-            try:
-                self.environment.close()
-            except Exception as error:
-                self.info["close_failed"] = f"{type(error).__name__}: {error}"

@@ -9,10 +9,17 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from sensorium.media.store import MediaStore
-from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
+from sensorium.vocabulary.errors import RecipeError, SensoriumError, TaskError, nearest
+from sensorium.vocabulary.plain import words
 from sensorium.vocabulary.task import EnvironmentSpec, Task
+from sensorium.workers.pool import WorkerFailure, WorkerPool
 
 TEST_SHARE = 0.25
+DEADLINE_S = 60.0
+"""How long the one environment that is built to check its options may take."""
+
+ALIKE = 100
+"""Seeds after which a content that never changed is taken for constant."""
 
 
 class Worlds:
@@ -31,7 +38,7 @@ class Worlds:
         seed: int = 0,
         distinct: bool = True,
     ) -> None:
-        from sensorium.recipe.names import build, resolve
+        from sensorium.recipe.names import resolve
 
         if split not in ("train", "test"):
             raise RecipeError(f"worlds: unknown split '{split}'{nearest(str(split), ['train', 'test'])}")
@@ -40,7 +47,7 @@ class Worlds:
         self.environment, self.split = environment, split
         self.options = dict(options or {})
         kind = resolve("environment", environment, "worlds")
-        build("environment", environment, self.options, f"worlds of '{environment}'", store=store).close()
+        _try(environment, self.options, store)
         if not hasattr(kind, "content_key"):
             raise RecipeError(
                 f"worlds: environment '{environment}' has no content_key(seed, options), so train and test cannot be told "
@@ -62,10 +69,18 @@ class Worlds:
     def _choose(self, kind: Any, size: int, seed: int, distinct: bool) -> tuple[int, ...]:
         chosen: list[int] = []
         seen: set[str] = set()
+        contents: set[str] = set()
         candidates = 1000 + 100 * size
         for nth in range(candidates):
             candidate = _hash(f"{seed}/{nth}") % 2**31
-            content = kind.content_key(candidate, self.options)
+            content = str(kind.content_key(candidate, self.options))
+            contents.add(content)
+            if nth + 1 == ALIKE and len(contents) == 1 and (distinct or not chosen):
+                raise TaskError(
+                    f"worlds: the content_key of environment '{self.environment}' is {content!r:.60} for each of the first "
+                    f"{ALIKE} seeds. It must return what a seed leads to, such as the map as text: by it train and test "
+                    "are kept apart."
+                )
             if side(content) == self.split and not (distinct and content in seen):
                 seen.add(content)
                 chosen.append(candidate)
@@ -75,6 +90,30 @@ class Worlds:
             f"worlds: {candidates} seeds of '{self.environment}' hold only {len(chosen)} different worlds for split "
             f"'{self.split}', and size is {size}. Lower size, set distinct: false, or make the worlds larger."
         )
+
+
+def _try(environment: str, options: Mapping[str, Any], store: MediaStore) -> None:
+    """Build one environment and close it, so that options that do not fit are refused before anything is played."""
+    from sensorium.recipe.names import build
+
+    where = f"worlds of '{environment}'"
+    pool = WorkerPool("environment")
+    worker = pool.lease()
+    try:
+        built = pool.call_now(lambda: build("environment", environment, options, where, store=store), DEADLINE_S, worker)
+    except WorkerFailure as error:
+        raise RecipeError(f"{where}: building one {error}. See what it waits for.") from error
+    else:
+        if isinstance(built.error, SensoriumError):
+            raise built.error
+        if built.error is not None:
+            raise RecipeError(f"{where}: one could not be built: {words(built.error)}") from built.error
+        closing = getattr(built.value, "close", None)
+        if closing is not None:
+            worker.submit(closing, DEADLINE_S)  # nobody waits for it
+    finally:
+        pool.give_back(worker)
+        pool.close()
 
 
 def side(content: str) -> Literal["train", "test"]:

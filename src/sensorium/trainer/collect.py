@@ -19,6 +19,7 @@ from sensorium.rollout.play import Attempt, Deadlines
 from sensorium.tasks.mixture import Skipped
 from sensorium.trainer.drawing import Drawing, skip_metrics
 from sensorium.trainer.ledger import Ledger
+from sensorium.trainer.metrics import environment_metrics
 from sensorium.trainer.selection import NO_SIGNAL, Selection, first, has_signal, most_varied, select, why_unfit
 from sensorium.trainer.session import Session, sampling_of
 from sensorium.vocabulary.episode import Group
@@ -77,11 +78,14 @@ class Collector:
     def __init__(self, recipe: Recipe, session: Session, drawing: Drawing, ledger: Ledger, watcher: Watcher) -> None:
         self.recipe, self.session, self.drawing = recipe, session, drawing
         self.ledger, self.watcher = ledger, watcher
+        session.scorer.noted = watcher.noted
         self.traits = estimator_traits(recipe.algorithm.advantage.name)
 
     async def collect(self, step: int, position: int, clock: Clock) -> Collected:
         """Play rounds until there are enough groups to train on, or as many rounds as the recipe allows."""
         found = _Found(position, Deadlines(known=self.ledger.deadlines()))
+        self.session.scorer.take_counts()  # of an evaluation before this step
+        self.session.rollout.pool.take_counters()
         wanted = self.recipe.batch.prompts_per_step
         while found.rounds < self.recipe.selection.rounds and len(found.selection.groups) < wanted:
             missing = wanted - len(found.selection.groups)
@@ -185,7 +189,8 @@ class Collector:
     def _metrics(self, found: _Found, taken: Selection, kept: Selection) -> dict[str, float]:
         """What the recipe's selection did, as far as it asks for any."""
         section, wanted = self.recipe.selection, self.recipe.batch.prompts_per_step
-        row = skip_metrics(found.skipped, found.long)
+        row = skip_metrics(found.skipped, found.long) | self.session.scorer.take_metrics()
+        row |= environment_metrics(self.session.rollout.pool)
         if section.dynamic:
             row["groups/rounds"] = found.rounds
             row["groups/without_signal"] = found.without_signal

@@ -7,6 +7,7 @@ from typing import Any
 from sensorium.models.policy import Policy
 from sensorium.trainer.selection import SET_ASIDE, Selection, zero_variance
 from sensorium.vocabulary.episode import Episode, Group, Status
+from sensorium.workers.pool import WorkerPool
 
 
 def episode_metrics(groups: Sequence[Group], selection: Selection) -> dict[str, float]:
@@ -38,6 +39,19 @@ def episode_metrics(groups: Sequence[Group], selection: Selection) -> dict[str, 
     row["episodes/failed"] = _count(episodes, Status.FAILED) + _count(episodes, Status.ABORTED)
     row["episodes/dropped"] = sum(fate not in SET_ASIDE for fate in selection.fates.values())
     return row
+
+
+def environment_metrics(pool: WorkerPool) -> dict[str, float]:
+    """What calls of environments that run in threads took since the last row; nothing where there were none."""
+    counted = pool.take_counters()
+    if not counted.calls:
+        return {}
+    return {
+        "time/environment_mean_s": counted.ran_s / counted.calls,
+        "time/environment_max_s": counted.ran_most_s,
+        "time/environment_wait_max_s": counted.waited_most_s,
+        "environment/hung": pool.hung,
+    }
 
 
 def evaluation_metrics(summary: dict[str, Any]) -> dict[str, float]:

@@ -128,6 +128,11 @@ class EnvironmentMaker:
         self.store = store
         self.question = resolve("environment", "question")
 
+    def instant(self, task: Task) -> bool:
+        """True where a task's environment is plain computation, which needs no thread."""
+        spec = task.environment
+        return spec is None or getattr(resolve("environment", spec.name), "instant", False) is True
+
     def __call__(self, task: Task) -> Environment:
         spec = task.environment
         if spec is None:

@@ -1,0 +1,101 @@
+"""What an environment returned, checked: numbers are converted, everything else is an EnvironmentFailure that names it.
+
+So a wrong type costs the episode, where it would else end the run in the renderer, the learner or the log.
+"""
+
+from dataclasses import replace
+from typing import Any, get_args
+
+from sensorium.envs.protocol import Observation, StepResult
+from sensorium.vocabulary.content import Media, MediaKind, Message, Role, Text
+from sensorium.vocabulary.errors import EnvironmentFailure
+from sensorium.vocabulary.plain import json_of, number_of, shown, text_of, truth_of
+
+ROLES: tuple[str, ...] = get_args(Role)
+KINDS: tuple[str, ...] = get_args(MediaKind)
+
+
+def checked_reset(returned: Any, environment: str) -> tuple[tuple[Message, ...], Observation]:
+    """The head and the first observation."""
+    try:
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
+            raise ValueError(f"it must return the head and the first observation, not {shown(returned)}")
+        head, observation = returned
+        found = _observation(observation)
+        if found is None:
+            raise ValueError("the first observation is None")
+        return _messages(head, "the head"), found
+    except ValueError as error:
+        raise EnvironmentFailure(f"environment '{environment}' failed in reset: {error}") from error
+
+
+def checked_step(returned: Any, environment: str) -> StepResult:
+    """The outcome of a turn, every field of the type it is declared with."""
+    field = ""
+    try:
+        if not isinstance(returned, StepResult):
+            raise ValueError(f"it must return a StepResult, not {shown(returned)}")
+        observation = _observation(returned.observation)
+        field = "the reward: "
+        reward = None if returned.reward is None else number_of(returned.reward)
+        field = "done: "
+        done = truth_of(returned.done)
+        field = "truncated: "
+        truncated = truth_of(returned.truncated)
+        field = "success: "
+        success = None if returned.success is None else truth_of(returned.success)
+        field = "info: "
+        info = json_of(returned.info)
+        if not isinstance(info, dict):
+            raise ValueError(f"{shown(returned.info)} is no object")
+    except ValueError as error:
+        raise EnvironmentFailure(f"environment '{environment}' failed in step: {field}{error}") from error
+    return replace(
+        returned, observation=observation, reward=reward, done=done, truncated=truncated, success=success, info=info
+    )
+
+
+def checked_demonstration(returned: Any, environment: str) -> str:
+    """A worked response."""
+    try:
+        return text_of(returned)
+    except ValueError as error:
+        raise EnvironmentFailure(f"environment '{environment}' failed in demonstrate: {error}") from error
+
+
+def _observation(observation: Any) -> Observation | None:
+    if observation is None:
+        return None
+    if not isinstance(observation, Observation):
+        raise ValueError(f"the observation must be an Observation, not {shown(observation)}")
+    messages = _messages(observation.messages, "the observation")
+    if not messages:
+        raise ValueError("the observation has no message")
+    return observation if messages is observation.messages else Observation(messages)
+
+
+def _messages(messages: Any, what: str) -> tuple[Message, ...]:
+    if not isinstance(messages, tuple | list):
+        raise ValueError(f"{what} must be a tuple of messages, not {shown(messages)}")
+    for message in messages:
+        _check_message(message, what)
+    return messages if isinstance(messages, tuple) else tuple(messages)
+
+
+def _check_message(message: Any, what: str) -> None:
+    if not isinstance(message, Message):
+        raise ValueError(f"{what} must hold messages, not {shown(message)}")
+    if not isinstance(message.role, str) or message.role not in ROLES:
+        raise ValueError(f"the role of a message is one of {', '.join(ROLES)}, not {shown(message.role)}")
+    if not isinstance(message.content, tuple):
+        raise ValueError(f"the content of a message is a tuple of blocks, not {shown(message.content)}")
+    for block in message.content:
+        if isinstance(block, Text):
+            text_of(block.text)
+        elif not isinstance(block, Media):
+            raise ValueError(f"a block is Text or Media, not {shown(block)}")
+        elif not isinstance(block.kind, str) or block.kind not in KINDS:
+            raise ValueError(f"a medium is one of {', '.join(KINDS)}, not {shown(block.kind)}")
+        else:
+            text_of(block.hash)
+            text_of(block.origin)
