@@ -141,7 +141,7 @@ def test_every_choice_has_its_row_and_no_other(rows: list[Row], section: type[Se
 
 def test_no_row_is_of_an_unknown_setting() -> None:
     assert {row["setting"] for row in KL_ROWS} == {"place", "estimator", "control"}
-    assert {row["setting"] for row in CORRECTION_ROWS} == {"weights", "mode", "reject", "estimator"}
+    assert {row["setting"] for row in CORRECTION_ROWS} == {"weights", "mode", "reject", "estimator", "engine_logprobs"}
 
 
 def test_every_setting_of_selection_has_its_row() -> None:

@@ -102,6 +102,11 @@ REFUSED = {
         "algorithm.critic.freeze.0",
         "vision",
     ),
+    "log-probs for no correction": (
+        {"correction": {"engine_logprobs": "sampled"}},
+        "algorithm.correction.engine_logprobs",
+        "does nothing",
+    ),
     "a threshold without groups": (
         {"advantage": {"name": "masked_gae", "post": "optimize_threshold"}},
         "algorithm.advantage.post",
@@ -145,6 +150,9 @@ CAUTIONS = {
     "may learn to be cut short": ({"advantage": {"name": "masked_gae", "lam": 0.9}}, {"rollout": {"max_turns": 5}}),
     "is grpo, whitened": ({"advantage": {"name": "gdpo"}}, {"rewards": {"terms": TERMS[:1]}}),
     "about 1": ({"correction": {"weights": "token"}}, {}),
+    "sampled from the truncated policy": ({}, {"rollout": {"top_p": 0.9}}),
+    "trained as if from the whole one": ({"correction": {"reject": "max"}}, {"rollout": {"top_k": 20}}),
+    "cuts anything off": ({"correction": {"reject": "max", "engine_logprobs": "sampled"}}, {}),
 }
 
 
@@ -159,3 +167,5 @@ def test_an_ordinary_setting_is_not_warned_of() -> None:
     turns = {"rollout": {"max_turns": 5}}
     assert not cautions(recipe({}))
     assert not cautions(recipe({"advantage": {"name": "bi_level_gae", "turn_gamma": 0.95}}, **turns))
+    truncated = {"correction": {"weights": "token", "engine_logprobs": "sampled"}}
+    assert not cautions(recipe(truncated, rollout={"top_p": 0.9}))

@@ -15,7 +15,7 @@ class Sampling:
 
     ``temperature == 0`` is greedy: the most likely token, with log-probs of the policy at temperature 1.
     ``stop`` strings end a response (the text keeps them). ``stop_tokens=False`` ignores stop tokens (benchmarks): they are
-    then masked, so that every response runs to its budget.
+    then masked, so that every response runs to its budget. That is part of the policy, and the learner masks them too.
     """
 
     temperature: float = 1.0

@@ -1,7 +1,7 @@
 """A packed micro-batch through the policy: towers once per update, language model, log-probs of what was written.
 
-The policy is softmax(logits / temperature) over the ids that are not forbidden. The head runs only where a token was
-predicted, in chunks, so that full logits never exist.
+The policy is softmax(logits / temperature) over the ids that are not forbidden; where stop tokens are ignored, they are
+forbidden too. The head runs only where a token was predicted, in chunks, so that full logits never exist.
 """
 
 from collections.abc import Iterator, Sequence
@@ -65,13 +65,20 @@ def hidden_states(policy: Policy, microbatch: MicroBatch, features: UpdateFeatur
 
 
 class Scorer:
-    """Log-probs and entropies of a policy at a temperature."""
+    """Log-probs and entropies of a policy at a temperature, with or without its stop tokens.
 
-    def __init__(self, policy: Policy, temperature: float) -> None:
+    ``scale`` is the largest size of a scaled logit seen so far where float32 is computed on the CPU, and 0 elsewhere: by it
+    the rounding of a log-prob is judged.
+    """
+
+    def __init__(self, policy: Policy, temperature: float, *, stop_tokens: bool = True) -> None:
         self.policy = policy
         self.temperature = temperature
+        self.forbidden = frozenset(policy.forbidden_ids if stop_tokens else (*policy.forbidden_ids, *policy.stop_ids))
+        self.scale = 0.0
+        self._exact = policy.device.type == "cpu" and policy.dtype == torch.float32
         self._bias_V = torch.zeros(policy.vocab_size, device=policy.device)
-        self._bias_V[list(policy.forbidden_ids)] = FORBIDDEN
+        self._bias_V[sorted(self.forbidden)] = FORBIDDEN
 
     def score(self, hidden_TH: Tensor, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [M] of a micro-batch's predicted tokens, in float32, from its hidden states."""
@@ -95,9 +102,11 @@ class Scorer:
         return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropies for _, entropies in parts])
 
     def _chunk(self, hidden_MH: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs_M, entropies_M = TokenLogprobs.apply(
-            self.policy.logits(hidden_MH), targets_M, self._bias_V, self.temperature
-        )
+        logits_MV = self.policy.logits(hidden_MH)
+        if self._exact and logits_MV.numel():
+            least, largest = torch.stack(logits_MV.detach().aminmax()).tolist()
+            self.scale = max(self.scale, -least / self.temperature, largest / self.temperature)
+        logprobs_M, entropies_M = TokenLogprobs.apply(logits_MV, targets_M, self._bias_V, self.temperature)
         return logprobs_M, entropies_M
 
     def _recomputed(self, hidden_MH: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:

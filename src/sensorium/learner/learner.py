@@ -52,7 +52,10 @@ class Assessment:
 
 
 class Learner:
-    """Trains a policy. ``reference`` is the frozen policy of a KL, ``critic`` gives values, where a recipe asks for one."""
+    """Trains a policy. ``reference`` is the frozen policy of a KL, ``critic`` gives values, where a recipe asks for one.
+
+    The policy is the distribution that was sampled: at ``temperature``, and without its stop tokens if those are ignored.
+    """
 
     def __init__(
         self,
@@ -67,23 +70,23 @@ class Learner:
         reference: Reference | None = None,
         critic: Critic | None = None,
         seed: int = 0,
+        stop_tokens: bool = True,
     ) -> None:
         self.policy = policy
         self.reference = reference
         self.critic = critic
         self.steps = 0
         self._begun: Begun | None = None
-        self._forbidden = frozenset(policy.forbidden_ids)
         self._optimizer_section, self._algorithm, self._batch = optimizer, algorithm, batch
         self._total_steps = total_steps
-        self._temperature = temperature
+        self._temperature, self._stop_tokens = temperature, stop_tokens
         self._seed = seed
         self._kl_in_reward: float | None = None
         self._kl = AdaptiveKL(algorithm.kl.coef, algorithm.kl.target, algorithm.kl.horizon)
         policy.model.requires_grad_(False)
         adapted = policy.adapters is not None
         self._optimizer = Optimizer(policy.trainable(), optimizer, freeze, adapted=adapted)
-        self._scorer = Scorer(policy, temperature)
+        self._scorer = Scorer(policy, temperature, stop_tokens=stop_tokens)
         if algorithm.router_coef and not policy.experts_per_token:
             raise RecipeError(
                 f"algorithm.router_coef {algorithm.router_coef} balances a mixture of experts, and this {policy.family} "
@@ -115,6 +118,7 @@ class Learner:
     def step(self, groups: Groups, loss: str | None = None) -> dict[str, float]:
         """All updates of one step; returns its metrics. ``loss`` overrides the recipe's (``likelihood``: supervised)."""
         objective = self._objective(loss or self._algorithm.loss.name)
+        self._scorer.scale = 0.0
         seen = self.policy.counters.tower_items
         batches = [self._prepare(part, objective) for part in _partition(groups, self._batch.updates_per_epoch)]
         count = len(batches) * self._batch.epochs_per_step
@@ -142,7 +146,7 @@ class Learner:
         self.steps += 1
         metrics = _mean([one.metrics() for one in measured])
         if not objective.supervised:
-            metrics |= _mismatch(batches, measured)
+            metrics |= _mismatch(batches, measured, self._scorer.scale)
             metrics |= self._controlled(metrics, sum(len(group) for group in groups))
         return metrics | {
             "policy/lr": self._optimizer_section.lr * share if objective.policy_learns else 0.0,
@@ -204,7 +208,7 @@ class Learner:
         if self.reference is None:
             raise ValueError("algorithm.kl.coef is not 0, but the learner was given no reference policy")
         with self.reference.active() as reference:
-            return Scorer(reference, self._temperature).logprobs(packing)
+            return Scorer(reference, self._temperature, stop_tokens=self._stop_tokens).logprobs(packing)
 
     def _with_old(self, batches: list[UpdateBatch]) -> list[UpdateBatch]:
         """Old log-probs of all batches but the first, which meets the old weights themselves unless it is asked about."""
@@ -220,7 +224,7 @@ class Learner:
         section, tokens, old_N = self._algorithm.correction, batch.tokens, batch.old_N
         if objective.supervised or old_N is None:
             return batch
-        known = (old_N, tokens.engine_N, tokens.sequences_N, tokens.counts_S)
+        known = (old_N, tokens.engine(section.engine_logprobs), tokens.sequences_N, tokens.counts_S)
         if section.weights in ("sequence", "geometric"):
             batch = replace(batch, corrections_N=corrections(section, *known))
         if section.reject != "none":
@@ -242,12 +246,18 @@ class Learner:
     def _pack(self, groups: Groups, positions: Positions | None = None) -> Packing:
         for episode in (sample.episode for group in groups for sample in group):
             for turn in episode.turns:
-                if not self._forbidden.isdisjoint(turn.response.tokens):
-                    raise ModelError(
-                        f"episode {episode.id}, turn {turn.index}: the response holds a token that the model may not write "
-                        "(a placeholder or special token); take it out of the demonstration."
-                    )
+                if not self._scorer.forbidden.isdisjoint(turn.response.tokens):
+                    raise ModelError(_forbidden_token(episode, turn.index, self._stop_tokens))
         return pack(groups, self.policy.layout, self._batch.tokens_per_microbatch, self.policy.device, positions)
+
+
+def _forbidden_token(episode: Episode, turn: int, stop_tokens: bool) -> str:
+    kinds = "a placeholder or special token" if stop_tokens else "a placeholder, special or stop token"
+    ignored = "" if stop_tokens else " Stop tokens are among them because of rollout.ignore_stop_tokens; leave that out."
+    return (
+        f"episode {episode.id}, turn {turn}: the response holds a token that the model may not write ({kinds}); take it "
+        f"out of the demonstration.{ignored}"
+    )
 
 
 def _partition(groups: Groups, updates: int) -> list[Groups]:
@@ -268,16 +278,20 @@ def _mean(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
 
-def _mismatch(batches: Sequence[UpdateBatch], measured: Sequence[Measured]) -> dict[str, float]:
-    """Over all tokens of the step, once. A single update has found its own old log-probs."""
+def _mismatch(batches: Sequence[UpdateBatch], measured: Sequence[Measured], scale: float) -> dict[str, float]:
+    """Over all tokens of the step, once. A single update has found its own old log-probs.
+
+    Where the logits' ``scale`` is known, rounding bounds the largest gap: ``mismatch/relative`` is the gap in units of it.
+    """
     old_N = torch.cat([batch.old_N if batch.old_N is not None else measured[0].old_N for batch in batches])
     counts_S = torch.cat([batch.tokens.counts_S for batch in batches])
     sequences_N = torch.repeat_interleave(torch.arange(len(counts_S), device=counts_S.device), counts_S)
     found = mismatch(old_N, torch.cat([batch.tokens.engine_N for batch in batches]), sequences_N, counts_S)
-    return {
+    row = {
         "mismatch/prob_error": found.prob_error,
         "mismatch/kl": found.kl,
         "mismatch/max": found.maximum,
         "mismatch/sequence_max": found.sequence_max,
         "mismatch/sequence_min": found.sequence_min,
     }
+    return row | ({"mismatch/relative": found.maximum / max(1.0, scale)} if scale else {})

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -45,9 +46,11 @@ class SampledTokens:
     """The sampled tokens of an update in canonical order: groups, episodes, turns, tokens.
 
     This order, not the packing's, is the order of everything measured per token: so no number depends on packing.
+    ``engine_N`` are the engine's log-probs under the whole policy, ``truncated_N`` those after top-p and top-k.
     """
 
     engine_N: Tensor
+    truncated_N: Tensor
     advantages_N: Tensor
     sequences_N: Tensor
     counts_S: Tensor
@@ -55,15 +58,24 @@ class SampledTokens:
     def __len__(self) -> int:
         return len(self.engine_N)
 
+    def engine(self, kind: Literal["policy", "sampled"]) -> Tensor:
+        """The engine's log-probs that a correction compares with: of the policy, or of what was sampled from."""
+        return self.engine_N if kind == "policy" else self.truncated_N
+
 
 def sampled_tokens(groups: Groups, device: torch.device) -> SampledTokens:
     """Gather what is known of every sampled token."""
     samples = [sample for group in groups for sample in group]
-    engine = np.array([p for s in samples for turn in s.episode.turns for p in turn.response.logprobs], dtype=np.float32)
+    written = [turn.response for sample in samples for turn in sample.episode.turns]
+    engine, truncated = (
+        np.array([p for logprobs in parts for p in logprobs], dtype=np.float32)
+        for parts in ([r.logprobs for r in written], [r.sampled_logprobs for r in written])
+    )
     advantages = [a for sample in samples for a in sample.advantages]
     counts_S = torch.tensor([sample.episode.sampled_tokens for sample in samples], dtype=torch.long)
     return SampledTokens(
         torch.from_numpy(engine).to(device),
+        torch.from_numpy(truncated).to(device),
         torch.cat([torch.zeros(0), *advantages]).to(device, torch.float32),
         torch.repeat_interleave(torch.arange(len(samples)), counts_S).to(device),
         counts_S.to(device),

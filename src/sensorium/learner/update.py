@@ -251,7 +251,8 @@ class _Pass:
         if self.batch.corrections_N is not None:
             return self.batch.corrections_N[places_M]
         section, tokens = self.objective.algorithm.correction, self.batch.tokens
-        return corrections(section, old_M, tokens.engine_N[places_M], tokens.sequences_N[places_M], tokens.counts_S)
+        engine_M = tokens.engine(section.engine_logprobs)[places_M]
+        return corrections(section, old_M, engine_M, tokens.sequences_N[places_M], tokens.counts_S)
 
     def measured(self, norms: list[Tensor]) -> Measured:
         """What was seen, once all micro-batches have run."""

@@ -14,6 +14,14 @@ Problem = tuple[str, str]
 SHARED_BY_LOSSES = ("name", "aggregation", "aggregation_constant", "entropy_coef")
 
 
+_TRUNCATED = (
+    "rollout.top_p {top_p:g}, top_k {top_k}: tokens are sampled from the truncated policy and trained as if from the whole "
+    "one. Ratios (current / old) are of the whole policy and exactly 1 in the first update, so they do not see it: what "
+    "was cut off is never tried and only loses probability, and entropy falls faster. Sample the whole policy (top_p 1, "
+    "top_k 0), or weigh tokens by policy / truncated: algorithm.correction: {{weights: token, engine_logprobs: sampled}}."
+)
+
+
 def algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
     """Everything in ``algorithm`` that cannot be meant."""
     yield from _estimator(recipe)
@@ -52,7 +60,17 @@ def cautions(recipe: Recipe) -> list[str]:
         )
     if name == "gdpo" and len(recipe.rewards.terms) == 1:
         found.append("algorithm.advantage: gdpo with a single reward term is grpo, whitened over the batch.")
-    if recipe.algorithm.correction.weights != "none" and recipe.rollout.engine == "native":
+    rollout, correction = recipe.rollout, recipe.algorithm.correction
+    truncated = recipe.steps > 0 and (rollout.top_p < 1 or rollout.top_k > 0)
+    sampled = correction.engine_logprobs == "sampled"
+    if truncated and not (sampled and correction.weights != "none"):
+        found.append(_TRUNCATED.format(top_p=rollout.top_p, top_k=rollout.top_k))
+    if sampled and not truncated:
+        found.append(
+            "algorithm.correction.engine_logprobs: sampled is the same as policy here, since neither rollout.top_p nor "
+            "rollout.top_k cuts anything off."
+        )
+    if correction.weights != "none" and rollout.engine == "native" and not (truncated and sampled):
         found.append(
             "algorithm.correction: the native engine samples with the learner's own weights and log-probs of the whole "
             "policy, so the correction's weights are about 1."
@@ -129,6 +147,8 @@ def _correction(recipe: Recipe) -> Iterator[Problem]:
         takes += ["mode", "high"] if section.mode == "truncate" else ["mode", "low", "high"]
     if section.reject != "none":
         takes += ["estimator", "reject_above"]
+    if section.weights != "none" or section.reject != "none":
+        takes += ["engine_logprobs"]
     yield from _unused(section, (), takes, at, f"weights '{section.weights}' ({section.mode}), reject '{section.reject}'")
     if section.mode == "band" and section.low >= section.high:
         yield f"{at}.low", f"the band from low {section.low} to high {section.high} is empty."

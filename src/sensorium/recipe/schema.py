@@ -184,7 +184,8 @@ class CorrectionSection(Section):
     """What is done about ρ = old / engine. ``truncate`` caps weights at ``high``; ``band`` drops those outside [low, high].
 
     ``weights`` are of each token, of the whole sequence (the product) or its geometric mean. ``reject`` leaves out
-    sequences whose mean or largest ``estimator`` of the mismatch is above ``reject_above``.
+    sequences whose mean or largest ``estimator`` of the mismatch is above ``reject_above``. ``engine_logprobs`` are of the
+    whole policy, or of what was ``sampled`` from: the policy cut off by top-p and top-k.
     """
 
     weights: Literal["none", "token", "sequence", "geometric"] = "none"
@@ -194,6 +195,7 @@ class CorrectionSection(Section):
     reject: Literal["none", "mean", "max"] = "none"
     estimator: Literal["k1", "k2", "k3"] = "k3"
     reject_above: float = Field(default=1.0, gt=0)
+    engine_logprobs: Literal["policy", "sampled"] = "policy"
 
 
 class CriticSection(Section):

@@ -89,7 +89,10 @@ def make_stream(recipe: Recipe, store: MediaStore) -> TaskStream:
 
 
 def make_learner(recipe: Recipe, policy: Policy, reference: Reference | None, *, warming: bool) -> Learner:
-    """The learner of a stage: the supervised warm start's, or RL's with its critic where the estimator needs one."""
+    """The learner of a stage: the supervised warm start's, or RL's with its critic where the estimator needs one.
+
+    RL trains the distribution that is sampled. Demonstrations end with a stop token even where RL ignores them.
+    """
     return Learner(
         policy,
         optimizer=recipe.warm_start.optimizer if warming else recipe.optimizer,
@@ -101,6 +104,7 @@ def make_learner(recipe: Recipe, policy: Policy, reference: Reference | None, *,
         reference=reference,
         critic=None if warming else make_critic(recipe, policy),
         seed=recipe.seed,
+        stop_tokens=warming or not recipe.rollout.ignore_stop_tokens,
     )
 
 
