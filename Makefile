@@ -17,10 +17,11 @@ lint: .venv/dev
 types: .venv/dev
 	$(BIN)/mypy
 
-studies: .venv/installed
+studies: .venv/tutorial
 	$(BIN)/python studies/run.py
 	$(BIN)/python studies/fresh.py
 	$(BIN)/python studies/algorithms.py
+	$(BIN)/python studies/digits.py
 
 bench: .venv/bench
 	$(BIN)/python bench/w0.py
@@ -32,6 +33,10 @@ bench: .venv/bench
 
 .venv/dev: .venv/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	touch $@
+
+.venv/tutorial: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[tutorial]' -c constraints.txt
 	touch $@
 
 .venv/bench: .venv/installed

@@ -1,0 +1,47 @@
+"""The tutorials' code blocks run as they stand, in a short form: few steps, few held-out tasks."""
+
+from pathlib import Path
+
+import pytest
+from studies.pages import blocks, commands, follow
+
+import sensorium as sn
+
+TUTORIALS = Path(__file__).parents[1] / "docs/tutorials"
+SHORT = {
+    "digits": ["steps=1", "warm_start.steps=1", "batch.prompts_per_step=2", "batch.group_size=2", "evaluation.limit=2",
+               "checkpoint.every=1", "threads=1"],
+    "walk": ["steps=1", "warm_start.steps=1", "batch.prompts_per_step=2", "batch.group_size=2", "evaluation.limit=2",
+             "rollout.max_turns=2", "threads=1"],
+}  # fmt: skip
+
+
+def shortened(words: list[str]) -> list[str]:
+    """The same command with less to do. SFT ends at step 1 then, and RL at step 2."""
+    words = [word.replace("step_000025", "step_000001").replace("step_000175", "step_000002") for word in words]
+    if words[:2] == ["sensorium", "train"]:
+        return [*words, *SHORT[Path(words[2]).stem]]
+    if words[:2] == ["sensorium", "eval"]:
+        return [*words, "--limit", "4"]
+    return words
+
+
+def test_the_digits_tutorial_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn", reason="the tutorial's data ship with scikit-learn: pip install -e '.[tutorial]'")
+    follow(TUTORIALS / "digits.md", tmp_path, shortened)
+    run = sn.Run(tmp_path / "runs/digits")
+    assert run.metrics["step"] == [1, 2]
+    assert (tmp_path / "runs/digits_rl/summary.json").exists()
+    assert ".png" in capsys.readouterr().out, "the last script reads pictures with the trained model"
+
+
+def test_the_environment_tutorial_runs(tmp_path: Path) -> None:
+    follow(TUTORIALS / "environment.md", tmp_path, shortened)
+    assert sn.Run(tmp_path / "runs/walk").metrics["step"] == [1, 2]
+    assert len(sn.Run(tmp_path / "runs/walk_from_python").metrics) == 4
+
+
+@pytest.mark.parametrize("page", sorted(TUTORIALS.glob("*.md")), ids=lambda page: page.stem)
+def test_every_block_is_a_file_or_commands(page: Path) -> None:
+    assert all(block.file or block.language == "sh" for block in blocks(page))
+    assert any(words[:2] == ["sensorium", "train"] for words in commands(page))
