@@ -34,7 +34,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_intent(folder / "intent")
     make_daily_omni(folder / "daily_omni", count=12)
     places = [f"tasks.train.0.options.path={folder / 'intent'}", f"tasks.evaluate.0.options.path={folder / 'daily_omni'}"]
-    train(load_recipe("audio_visual", [f"run_dir={folder / 'run'}", *places, *SMALL]))
+    with suppress(NothingTrained):  # a model of random weights never writes the tags
+        train(load_recipe("audio_visual", [f"run_dir={folder / 'run'}", *places, *SMALL]))
     return folder / "run"
 
 

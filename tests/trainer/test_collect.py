@@ -20,7 +20,7 @@ from sensorium.trainer.ledger import Ledger
 from sensorium.trainer.run import open_trainer, train
 from sensorium.trainer.selection import NO_SIGNAL, TOO_ALIKE, UNUSED
 from sensorium.vocabulary import Episode, Message, Score, Task, system, user
-from sensorium.vocabulary.errors import RewardFailure
+from sensorium.vocabulary.errors import NothingTrained, RewardFailure
 
 HERE = "tests.trainer.test_collect"
 RECIPE: dict[str, Any] = {
@@ -153,7 +153,8 @@ def test_tasks_that_come_again_within_a_step_are_other_groups_with_other_episode
 
 def test_a_step_without_signal_is_skipped_counted_and_recorded(tmp_path: Path) -> None:
     changes = {"selection": {"dynamic": True, "max_rounds": 3}, "rewards": {"terms": [{"name": f"{HERE}:Nothing"}]}}
-    train(recipe_of(tmp_path / "run", changes))
+    with pytest.raises(NothingTrained, match="all members of its group were paid the same"):
+        train(recipe_of(tmp_path / "run", changes))
     first, second = read_metrics(tmp_path / "run/metrics.jsonl")
     for row in (first, second):
         assert (row["groups/rounds"], row["groups/without_signal"], row["groups/short"]) == (3, 12, 4)

@@ -37,6 +37,7 @@ class Plan:
     memory: dict[str, int]
     deterministic: bool
     determinism: str
+    sight_check: str = ""
 
 
 def make_plan(recipe: Recipe) -> Plan:
@@ -68,6 +69,7 @@ def make_plan(recipe: Recipe) -> Plan:
         memory=estimate_memory(recipe, shape) if shape else {},
         deterministic=deterministic,
         determinism=why,
+        sight_check=_sight_check(recipe),
     )
 
 
@@ -138,6 +140,15 @@ def _evaluations(recipe: Recipe) -> int:
     if not recipe.tasks.evaluate:
         return 0
     return sum(recipe.evaluates_after(step) for step in range(recipe.total_steps + 1))
+
+
+def _sight_check(recipe: Recipe) -> str:
+    """What the sight check plays, in a phrase."""
+    if not recipe.checks_sight:
+        return "none: health.sight_tasks is 0" if not recipe.health.sight_tasks else "none: nothing is evaluated"
+    limit, asked = recipe.evaluation.limit, recipe.health.sight_tasks
+    tasks = min(asked, limit) if limit else asked
+    return f"{tasks} held-out tasks at start and end, and once more for each of picture, video and sound that they have"
 
 
 def _selection(recipe: Recipe, prompts: int, plays: int) -> str:

@@ -291,6 +291,19 @@ class LoggingSection(Section):
     project: str = "sensorium"
 
 
+class HealthSection(Section):
+    """When a run that learns nothing stops, and whether it is checked that the model looks and listens.
+
+    The **sight check** plays held-out tasks greedily at the start and at the end, as they are and once more for each of
+    picture, video and sound that they have, with that blanked. It runs where the recipe evaluates.
+    """
+
+    stop_after: int = Field(
+        default=20, ge=0, description="steps in a row without an update that end the run; 0: any number"
+    )
+    sight_tasks: int = Field(default=32, ge=0, description="held-out tasks of the sight check; 0: none")
+
+
 class Recipe(Section):
     """A whole run."""
 
@@ -312,6 +325,7 @@ class Recipe(Section):
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     logging: LoggingSection = LoggingSection()
+    health: HealthSection = HealthSection()
 
     @property
     def total_steps(self) -> int:
@@ -330,6 +344,12 @@ class Recipe(Section):
             return bool(section.every) or section.at_start
         due = bool(section.every) and (step % section.every == 0 or step == self.total_steps)
         return due and step > warm
+
+    @property
+    def checks_sight(self) -> bool:
+        """True if the sight check is asked for, and there is anything to play."""
+        evaluates = bool(self.evaluation.every) or self.evaluation.at_start
+        return self.health.sight_tasks > 0 and evaluates and bool(self.tasks.evaluate) and self.total_steps > 0
 
     @property
     def directory(self) -> Path:

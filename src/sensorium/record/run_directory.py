@@ -17,6 +17,7 @@ class RunDirectory:
         self.path = Path(path)
         self.recipe = self.path / "recipe.yaml"
         self.metrics = self.path / "metrics.jsonl"
+        self.health = self.path / "health.jsonl"
         self.ledger = self.path / "ledger.sqlite"
         self.report = self.path / "report.html"
         self.episodes = self.path / "episodes"
@@ -46,7 +47,9 @@ class RunDirectory:
         """Take away a barren run's files; anything else in the folder stays."""
         if self.exists():
             self.recipe.unlink()
-            for path in (*self.path.glob("ledger.sqlite*"), *self.path.glob("report.html")):
+            for path in [
+                p for pattern in ("ledger.sqlite*", "report.html", "health.jsonl") for p in self.path.glob(pattern)
+            ]:
                 path.unlink()
 
     def episodes_of(self, step: int) -> Path:
@@ -78,7 +81,8 @@ class RunDirectory:
 
     def drop_after(self, step: int) -> None:
         """Forget rows and files of steps past ``step``: a resumed run writes them again."""
-        rewrite_rows(self.metrics, lambda row: row.get("step", 0) <= step)
+        for rows in (self.metrics, self.health):
+            rewrite_rows(rows, lambda row: row.get("step", 0) <= step)
         for folder in (self.episodes, self.eval):
             for path in folder.glob("step_*"):
                 if step_of(path) > step:

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.measure import Measurement
@@ -15,9 +16,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from sensorium.record.findings import Notice
 from sensorium.report.curves import bounds, chart, smooth, sparkline
+from sensorium.report.first_group import first_group_lines
 from sensorium.report.tables import count_text, interval_text, share
 from sensorium.report.watcher import Metrics, RunStart, Summary, Watcher
+from sensorium.vocabulary.episode import Group as EpisodeGroup
 
 QUIET_S = 10.0
 PHASES = ("draw", "rollout", "score", "credit", "update", "record")
@@ -79,6 +83,30 @@ class ConsoleWatcher(Watcher):
             accuracy = share(summary.get("accuracy")).replace("–", "none judged")
             self._print(f"step {step}: {summary['name']} accuracy {accuracy}{interval}")
 
+    def began(self, group: EpisodeGroup) -> None:
+        """Print the first group: what is asked, one response and what it is paid."""
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        for label, words in first_group_lines(group):
+            table.add_row(Text(label), Text(self._encodable(words)))
+        self.console.print(table)
+        self.console.print()
+
+    def diagnosed(self, notice: Notice) -> None:
+        """Print a finding above the display, and keep it there while it lasts."""
+        if notice.state == "ended":
+            self._state.findings.pop(notice.rule, None)
+            self.console.print(
+                f"step {notice.step}: health: over: {notice.rule}", style="green", markup=False, highlight=False
+            )
+            return
+        self._state.findings.setdefault(notice.rule, notice)
+        still = "still: " if notice.state == "goes on" else ""
+        style = "red" if notice.grave else "yellow"
+        text = self._encodable(f"step {notice.step}: health: {still}{notice.text}")
+        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=self._live is None)
+
     def noted(self, text: str) -> None:
         """Print a line above the display."""
         self.console.print(text, style="yellow", markup=False, highlight=False)
@@ -89,6 +117,11 @@ class ConsoleWatcher(Watcher):
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    def _encodable(self, text: str) -> str:
+        """Words as the terminal's encoding can show them: a model may write anything."""
+        encoding = self.console.encoding
+        return text.encode(encoding, "replace").decode(encoding)
 
     def _print(self, line: str) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -105,6 +138,7 @@ class _State:
         self.curves: dict[str, list[float]] = {}
         self.evaluations: list[tuple[int, Summary]] = []
         self.troubles: dict[str, float] = {}
+        self.findings: dict[str, Notice] = {}
         self._began = self._stepped_at = time.monotonic()
         self._ended: float | None = None
         self._durations: deque[float] = deque(maxlen=20)
@@ -155,10 +189,11 @@ class _State:
         yield self._head()
         yield ProgressBar(total=max(1, self.run.steps), completed=self.step, complete_style="cyan", finished_style="green")
         yield self._charts()
+        rows = list(self._facts())
         facts = Table.grid(padding=(0, 2))
-        facts.add_column(style="dim", no_wrap=True)
-        facts.add_column(overflow="ellipsis", no_wrap=True)
-        for label, fact in self._facts():
+        facts.add_column(style="dim", no_wrap=True, min_width=max((len(label) for label, _ in rows), default=0))
+        facts.add_column(overflow="ellipsis")
+        for label, fact in rows:
             facts.add_row(label, fact)
         yield facts
 
@@ -189,25 +224,33 @@ class _State:
     def _facts(self) -> Iterator[tuple[str, RenderableType]]:
         terms = [name for name in self.curves if name.startswith("reward/") and name != "reward/mean"]
         if terms:
-            line = Text()
-            for name in terms:
-                line.append(f"{name.removeprefix('reward/')} ")
-                line.append(f"{self.curves[name][-1]:.2f} ", style="bold")
-                line.append(f"{sparkline(self.curves[name], 10)}   ", style="cyan")
-            yield "terms", line
+            yield "terms", Columns([self._term(name) for name in terms], padding=(0, 3))
         if self.evaluations:
             yield "held out", self._held_out()
         if "throughput/episodes_per_s" in self.metrics:
             yield "speed", self._speed()
+        if self.findings:
+            words = ", ".join(f"{rule.replace('_', ' ')} (since step {n.step})" for rule, n in self.findings.items())
+            grave = any(notice.grave for notice in self.findings.values())
+            yield "health", Text(words, style="red" if grave else "yellow")
         troubles = [f"{count:.0f} {TROUBLES[name]}" for name, count in self.troubles.items() if count]
         if troubles:
             yield "left out", Text(", ".join(troubles), style="yellow")
 
+    def _term(self, name: str) -> Text:
+        value = (f"{self.curves[name][-1]:.2f} ", "bold")
+        line = Text.assemble(f"{name.removeprefix('reward/')} ", value, (sparkline(self.curves[name], 10), "cyan"))
+        line.no_wrap = True
+        return line
+
     def _held_out(self) -> Text:
-        first, (step, last) = self.evaluations[0][1], self.evaluations[-1]
+        """Accuracy at the start, after the warm start where there is one, and now."""
+        step, last = self.evaluations[-1]
         line = Text()
-        if len(self.evaluations) > 1:
-            line.append(f"{share(first.get('accuracy'))} → ", style="dim")
+        for at, earlier in self.evaluations[:-1]:
+            if at in (self.evaluations[0][0], self.run.warm_start):
+                stage = " after the warm start" if at == self.run.warm_start > 0 else ""
+                line.append(f"{share(earlier.get('accuracy'))}{stage} → ", style="dim")
         line.append(share(last.get("accuracy")), style="bold green")
         line.append(f"  [{interval_text(last)}]" if last.get("interval") else "", style="dim")
         line.append(f"  at step {step}", style="dim")

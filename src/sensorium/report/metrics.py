@@ -10,7 +10,7 @@ from sensorium.report.watcher import Metrics, Watcher
 
 FAMILIES = (
     "reward", "accuracy", "missing", "retries", "environment", "tasks", "groups", "episodes", "policy", "value", "mismatch",
-    "packing", "eval", "media", "time", "throughput", "memory",
+    "packing", "eval", "sight", "health", "media", "time", "throughput", "memory",
 )  # fmt: skip
 UNREPEATABLE = ("media/", "time/", "throughput/", "memory/", "retries/", "environment/hung")
 """Metrics that differ between equal runs; a resumed one finds its caches filled and its judgements made."""

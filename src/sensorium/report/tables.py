@@ -28,6 +28,8 @@ def plan_table(plan: Plan) -> RenderableType:
     run = f"{plan.steps:,} steps, {plan.total_updates:,} updates{warm}; {plan.total_episodes:,} episodes"
     rows.add_row("the run", run)
     rows.add_row("evaluations", str(plan.evaluations) if plan.evaluations else "none")
+    if plan.sight_check:
+        rows.add_row("sight check", plan.sight_check)
     rows.add_row("parameters", _parameters(plan))
     rows.add_row("repeats exactly", Text(plan.determinism, style="" if plan.deterministic else "yellow"))
     if plan.memory:

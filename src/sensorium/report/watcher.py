@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sensorium.record.findings import Notice
+from sensorium.vocabulary.episode import Group
+
 Metrics = Mapping[str, float]
 Summary = Mapping[str, Any]
 """An evaluation's summary: name, tasks, episodes, accuracy, interval [low, high], reward, terms {name: mean}, categories
@@ -48,6 +51,12 @@ class Watcher:
     def evaluated(self, step: int, summary: Summary) -> None:
         """An evaluation is over."""
 
+    def began(self, group: Group) -> None:
+        """RL has begun: this is the first group that was played and scored."""
+
+    def diagnosed(self, notice: Notice) -> None:
+        """Something is wrong with the run, still, or no longer."""
+
     def noted(self, text: str) -> None:
         """Something worth a line happened."""
 
@@ -80,6 +89,14 @@ class Watchers(Watcher):
     def evaluated(self, step: int, summary: Summary) -> None:
         for watcher in self.watchers:
             watcher.evaluated(step, summary)
+
+    def began(self, group: Group) -> None:
+        for watcher in self.watchers:
+            watcher.began(group)
+
+    def diagnosed(self, notice: Notice) -> None:
+        for watcher in self.watchers:
+            watcher.diagnosed(notice)
 
     def noted(self, text: str) -> None:
         for watcher in self.watchers:

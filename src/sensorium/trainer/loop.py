@@ -27,6 +27,8 @@ from sensorium.trainer.collect import Collected, Collector
 from sensorium.trainer.credit import credit
 from sensorium.trainer.determinism import random_state, restore_random_state, surroundings, warn_if_changed
 from sensorium.trainer.drawing import Drawing, skip_metrics
+from sensorium.trainer.health.facts import Evidence, unanswered
+from sensorium.trainer.health.monitor import Health
 from sensorium.trainer.kept import keep_batch
 from sensorium.trainer.ledger import Ledger
 from sensorium.trainer.metrics import MediaMeter, episode_metrics, evaluation_metrics
@@ -57,6 +59,7 @@ class Trainer:
         self.meter = MediaMeter(session.policy)
         self.collector = Collector(recipe, session, self.drawing, ledger, watcher)
         self.evaluator = RunEvaluator(recipe, session, held_out, self.drawing, directory, watcher, self.meter)
+        self.health = Health(recipe, directory, watcher)
         self.reference: Reference | None = None
         self.checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
         self.step = 0
@@ -91,12 +94,16 @@ class Trainer:
                 recipe=self.recipe.model_dump(mode="json"),
             )
         )
-        if self.step == 0 and self.evaluator.due(0):
+        self.health.remind()
+        if self.step == 0:
             await self._evaluate()
         while self.step < self.total_steps:
             await self.advance()
+            if self.health.idle:
+                break
         if self.saved_at != self.step:
             self._save()
+        self.health.refuse_untrained()
 
     async def advance(self) -> None:
         """One whole step: of the warm start, or of RL."""
@@ -105,16 +112,18 @@ class Trainer:
             if self.recipe.warm_start.steps:
                 self.learner = self._learner()
             self.learner.reference = self.reference
-        row = await (self._supervised_step() if self.warming else self._step())
-        await self._close_step(row)
+        row, evidence = await (self._supervised_step() if self.warming else self._step())
+        await self._close_step(row, evidence)
 
-    async def _step(self) -> dict[str, float]:
-        """One step of RL; returns its row of metrics."""
+    async def _step(self) -> tuple[dict[str, float], Evidence]:
+        """One step of RL; returns its row of metrics, and what its health is judged by."""
         clock = Clock(self.session.policy, self._announce)
         recipe, step = self.recipe, self.step + 1
         collected = await self.collector.collect(step, self.position, clock)
         self._look_ahead(collected.position)
         groups, selection = collected.groups, collected.selection
+        if self.step == recipe.warm_start.steps and groups:
+            self.watcher.began(groups[0])
         with clock("credit"):
             assessment = self.learner.assess([group.episodes for group in selection.groups])
             samples = credit(
@@ -131,10 +140,10 @@ class Trainer:
         with clock("record"):
             self._record(step, collected)
         self.position = collected.position
-        row = episode_metrics(groups, selection) | learned
-        return row | collected.metrics | clock.metrics(collected.played)
+        row = episode_metrics(groups, selection) | learned | collected.metrics | clock.metrics(collected.played)
+        return row, Evidence(groups, collected.fates, unanswered(self.session.scorer, groups))
 
-    async def _supervised_step(self) -> dict[str, float]:
+    async def _supervised_step(self) -> tuple[dict[str, float], Evidence]:
         """One step of the warm start: play demonstrations, raise their likelihood."""
         clock = Clock(self.session.policy, self._announce)
         recipe, step = self.recipe, self.step + 1
@@ -154,7 +163,8 @@ class Trainer:
         self.ledger.advance(step, "trained")
         self.position = drawn.position
         failed = len(groups) - len(played)
-        return learned | {"episodes/failed": failed} | skip_metrics(drawn.skipped, long) | clock.metrics(groups)
+        row = learned | {"episodes/failed": failed} | skip_metrics(drawn.skipped, long) | clock.metrics(groups)
+        return row, Evidence(tuple(groups))
 
     def _look_ahead(self, position: int) -> None:
         """Begin to read the tasks of the step after this one, and to decode their media."""
@@ -181,13 +191,13 @@ class Trainer:
         self.ledger.record(step, collected.played, collected.fates)
         self.ledger.advance(step, "trained")
 
-    async def _close_step(self, row: dict[str, float]) -> None:
-        """Evaluate and checkpoint where due, and write the row."""
+    async def _close_step(self, row: dict[str, float], evidence: Evidence) -> None:
+        """Evaluate and checkpoint where due, judge the step's health, and write the row."""
         self.step += 1
-        if self.evaluator.due(self.step):
-            row |= await self._evaluate()
+        row |= await self._evaluate()
         row["time/checkpoint_s"] = self.last_saving_s
         row |= self.meter.row()
+        row |= self.health.examine(self.step, row, evidence)
         self.watcher.stepped(self.step, row)
         improved = self._improved(row)
         every = self.recipe.checkpoint.every
@@ -204,10 +214,15 @@ class Trainer:
         return True
 
     async def _evaluate(self) -> dict[str, float]:
-        """Measure the model as it is now; returns the metrics of it."""
-        self._announce("evaluate")
-        evaluation = await self.evaluator.evaluate(self.step)
-        return evaluation_metrics(evaluation.summary)
+        """Measure the model as it is now, as far as that is due; returns the metrics of it."""
+        row: dict[str, float] = {}
+        if self.evaluator.due(self.step):
+            self._announce("evaluate")
+            row |= evaluation_metrics((await self.evaluator.evaluate(self.step)).summary)
+        if self.evaluator.sight_due(self.step):
+            self._announce("sight check")
+            row |= self.health.look(self.step, await self.evaluator.check_sight())
+        return row
 
     def _save(self) -> None:
         """Write a checkpoint with everything needed to go on exactly."""
@@ -240,6 +255,7 @@ class Trainer:
         self.learner.load_state_dict(state["learner"])
         restore_random_state(state["random"])
         self.directory.drop_after(self.step)
+        self.health.restore()
         self.checkpoints.clear_after(self.step)
         self.ledger.rewind(self.step + 1)
 

@@ -17,6 +17,7 @@ from sensorium.tasks.mixture import a_few, each_once
 from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.determinism import settle
 from sensorium.trainer.event_loop import run_async
+from sensorium.trainer.health.at_start import refuse_without_demonstrations, start_notes
 from sensorium.trainer.ledger import Ledger
 from sensorium.trainer.loop import Trainer
 from sensorium.trainer.models import load_trained
@@ -50,14 +51,16 @@ def open_trainer(
     stream = make_stream(recipe, session.store)
     sources = make_sources(recipe.tasks.evaluate, session.store, "tasks.evaluate")
     held_out, skipped = each_once(sources, limit=recipe.evaluation.limit, on_bad_row=recipe.tasks.on_bad_row)
-    refuse_strange_tasks(session, [*held_out, *a_few(stream.sources)])
+    few = a_few(stream.sources)
+    refuse_without_demonstrations(recipe, few)
+    refuse_strange_tasks(session, [*held_out, *few])
     given = {"run_dir": directory.path, "logging": recipe.logging}
     loggers = [build("logger", name, {}, "logging.loggers", **given) for name in recipe.logging.loggers]
     watcher = Watchers([MetricsFile(directory.metrics), *loggers, *watchers])
     if skipped:
         watcher.noted(f"{len(skipped)} held-out rows were skipped; the first because: {skipped[0].reason}")
-    for caution in cautions(recipe):
-        watcher.noted(caution)
+    for note in (*cautions(recipe), *start_notes(recipe, few)):
+        watcher.noted(note)
     trainer = Trainer(recipe, session, stream, held_out, directory, ledger, watcher)
     if last is not None:
         trainer.restore(checkpoints.load(last))

@@ -8,12 +8,15 @@ from collections.abc import Sequence
 
 from sensorium.evaluation.evaluate import Evaluation, evaluate
 from sensorium.recipe.schema import Recipe
+from sensorium.record.findings import SightResult
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.episodes import write_episodes
 from sensorium.report.watcher import Watcher
 from sensorium.trainer.drawing import Drawing
+from sensorium.trainer.health.sight import check_sight
 from sensorium.trainer.metrics import MediaMeter
 from sensorium.trainer.session import Session, sampling_of
+from sensorium.vocabulary.errors import SensoriumError
 from sensorium.vocabulary.task import Task
 
 
@@ -56,6 +59,21 @@ class RunEvaluator:
         write_episodes(self.directory.eval_episodes_of(step), step, evaluation.groups, recipe.logging.episodes)
         self.watcher.evaluated(step, evaluation.summary)
         return evaluation
+
+    def sight_due(self, step: int) -> bool:
+        """True if it is time to check that the model looks: at the start and at the end of a run that evaluates."""
+        return bool(self._tasks) and self.recipe.checks_sight and step in (0, self.recipe.total_steps)
+
+    async def check_sight(self) -> list[SightResult]:
+        """Play some held-out tasks with and without each kind of media; a check that fails is noted, and costs no run."""
+        self.meter.lap()
+        try:
+            return await check_sight(self.recipe, self.session, await self.tasks())
+        except SensoriumError as error:
+            self.watcher.noted(f"the sight check was left out, because it failed: {error}")
+            return []
+        finally:
+            self.meter.lap("media/eval")
 
     async def tasks(self) -> tuple[Task, ...]:
         """The held-out tasks that can be played; others are refused, or left out with a note, as in training."""

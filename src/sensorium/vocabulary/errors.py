@@ -45,6 +45,10 @@ class NonFiniteUpdate(SensoriumError):
     """Loss or gradient is not finite; raised before the optimizer step, the batch is kept on disk."""
 
 
+class NothingTrained(SensoriumError):
+    """A run made no update, at all or for as many steps as the recipe allows; what it has is saved."""
+
+
 class CheckpointError(SensoriumError):
     """A checkpoint is incomplete, or belongs to another recipe."""
 

@@ -1,0 +1,35 @@
+"""Blank media: what has the shape of a medium and shows or sounds nothing. To see whether a model looks and listens."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from sensorium.media.audio import DecodedAudio
+from sensorium.media.decoder import Decoder
+from sensorium.media.making import encode_clip, encode_wav
+from sensorium.media.picture import encode_png
+from sensorium.media.store import MediaStore
+from sensorium.media.video import DecodedVideo
+from sensorium.vocabulary.content import Media
+from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
+
+GREY = 127
+
+
+def blank(media: Media, decoder: Decoder, store: MediaStore) -> Media:
+    """A grey picture of the same size, a grey video of as many frames of that size, or as much silence.
+
+    A model is given as many tokens for it as for the medium itself.
+    """
+    shown, origin = decoder.get(media), f"blank for {media.name}"
+    if isinstance(shown, DecodedVideo):
+        count, seconds = len(shown.frames), max(shown.end_s - shown.start_s, 1e-3)
+        clip = encode_clip(np.full_like(shown.frames, GREY), count / seconds)
+        assert isinstance(media.parameters, VideoParameters)
+        asked = replace(media.parameters, frames=count, fps=None, start=0.0, end=None)
+        return store.put(clip, "video", origin, asked)
+    if isinstance(shown, DecodedAudio):
+        silence = encode_wav(np.zeros_like(shown.samples), shown.sample_rate)
+        return store.put(silence, "sound", origin, AudioParameters(shown.sample_rate))
+    grey = np.full((shown.height, shown.width, 3), GREY, np.uint8)
+    return store.put(encode_png(grey), "picture", origin)

@@ -1,0 +1,1 @@
+"""Health: after each step a set of rules says what is wrong, the likely cause and what to do."""

@@ -1,0 +1,41 @@
+"""What can be known to go wrong before anything is spent: refused, or said, at the start."""
+
+from collections.abc import Iterator, Sequence
+
+from sensorium.recipe.schema import Recipe
+from sensorium.trainer.health.learning_rules import LARGEST_RATE
+from sensorium.vocabulary.errors import TaskError
+from sensorium.vocabulary.task import Task
+
+
+def refuse_without_demonstrations(recipe: Recipe, tasks: Sequence[Task]) -> None:
+    """Refuse a warm start of tasks none of which has anything to learn from; ``tasks`` are a few of each source."""
+    steps = recipe.warm_start.steps
+    if steps and tasks and not any(_has_demonstration(task) for task in tasks):
+        raise TaskError(
+            f"warm_start.steps is {steps}, but none of {len(tasks)} tasks looked at has a demonstration to learn from (the "
+            f"first is {tasks[0].id}). Give the rows a 'demonstration' (the response to learn, such as "
+            "'<answer>7</answer>'; with columns: columns.demonstration), or set warm_start.steps: 0."
+        )
+
+
+def start_notes(recipe: Recipe, tasks: Sequence[Task]) -> Iterator[str]:
+    """What is likely a mistake, but may be meant."""
+    lacking = [task for task in tasks if not _has_demonstration(task)]
+    if recipe.warm_start.steps and lacking:
+        yield (
+            f"{len(lacking)} of {len(tasks)} tasks looked at have no demonstration; the warm start leaves such tasks out. "
+            f"The first is {lacking[0].id}."
+        )
+    sections = {"optimizer": recipe.optimizer if recipe.steps else None}
+    sections["warm_start.optimizer"] = recipe.warm_start.optimizer if recipe.warm_start.steps else None
+    for name, section in sections.items():
+        if section is not None and section.lr > LARGEST_RATE:
+            yield (
+                f"{name}.lr {section.lr:g} is larger than most weights are, and AdamW moves every weight by about as much "
+                "in each update: the model will be ruined. 1e-6 to 1e-5 is usual for whole models."
+            )
+
+
+def _has_demonstration(task: Task) -> bool:
+    return bool(task.demonstration) or task.environment is not None

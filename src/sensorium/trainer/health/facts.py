@@ -1,0 +1,140 @@
+"""What the rules look at: a step's row of metrics, its episodes, and what earlier rows of the run come to.
+
+``History`` is a function of the rows alone, so that a resumed run reads it back from metrics.jsonl and judges as the
+uninterrupted one did.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+
+from sensorium.recipe.schema import Recipe
+from sensorium.record.findings import SightResult
+from sensorium.rewards.protocol import ComparingTerm
+from sensorium.rewards.scorer import Scorer
+from sensorium.vocabulary.episode import Episode, Group, Status
+from sensorium.vocabulary.score import Score
+from sensorium.vocabulary.task import Task
+
+Row = Mapping[str, float]
+RECENT = 5
+UNPLAYED = (Status.FAILED, Status.ABORTED)
+
+
+def has_trained(row: Row) -> bool:
+    """True if a step moved the weights by a gradient of its own: not if it was skipped or every advantage was zero."""
+    return not row.get("policy/skipped") and (row.get("policy/grad_norm", 0.0) > 0 or "value/loss" in row)
+
+
+class History:
+    """What the rows so far come to. ``rows`` are the last few of RL; ``first`` is RL's first."""
+
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self.rows: deque[Row] = deque(maxlen=RECENT)
+        self.first: Row = {}
+        self.steps = self.trained = self.idle = 0
+        self.rl_steps = self.rl_trained = 0
+        self.best: dict[str, float] = {}
+        self.term_range: dict[str, tuple[float, float]] = {}
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Row) -> None:
+        """Take in a step's row."""
+        row = {name: float(value) for name, value in row.items() if isfinite(value)}  # as metrics.jsonl keeps it
+        rl, trained = "groups/trained" in row, has_trained(row)
+        self.steps += 1
+        self.trained += trained
+        self.rl_steps += rl
+        self.rl_trained += rl and trained
+        solved = row.get("accuracy") == 1.0 and self.trained > 0  # what is known already needs no update
+        self.idle = 0 if trained else self.idle + (not solved)
+        if rl:
+            self._add_rl(row)
+
+    def _add_rl(self, row: Row) -> None:
+        self.first = self.first or row
+        self.rows.append(row)
+        for name in ("accuracy", "reward/mean"):
+            known = [earlier[name] for earlier in self.rows if name in earlier]
+            if known:
+                self.best[name] = max(self.best.get(name, -float("inf")), sum(known) / len(known))
+        for name, value in row.items():
+            if name.startswith("reward/"):
+                low, high = self.term_range.get(name, (value, value))
+                self.term_range[name] = (min(low, value), max(high, value))
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The episodes of a step, and why those that were left out were (by episode id).
+
+    ``unanswered``: by term that compares answers, in how many of how many episodes it found none.
+    """
+
+    groups: tuple[Group, ...] = ()
+    fates: Mapping[str, str] = field(default_factory=dict)
+    unanswered: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """Everything a rule may look at. ``sight`` is what the last sight check found."""
+
+    recipe: Recipe
+    step: int
+    row: Row = field(default_factory=dict)
+    history: History = field(default_factory=History)
+    evidence: Evidence = field(default_factory=Evidence)
+    sight: tuple[SightResult, ...] = ()
+
+    @property
+    def supervised(self) -> bool:
+        """True for a step of the warm start."""
+        return self.step <= self.recipe.warm_start.steps
+
+    @property
+    def episodes(self) -> list[Episode]:
+        """Every episode that was played to its end, well or not."""
+        return [episode for group in self.evidence.groups for episode in group.episodes]
+
+    @property
+    def played(self) -> list[tuple[Task, Episode]]:
+        """Episodes that did not fail, with their tasks."""
+        return [(group.task, e) for group in self.evidence.groups for e in group.episodes if e.status not in UNPLAYED]
+
+    def recent(self, name: str) -> list[float]:
+        """A metric in the last rows of RL and in this one, oldest first."""
+        return [row[name] for row in (*self.history.rows, self.row) if name in row]
+
+
+def lacks_answer(task: Task, score: Score) -> bool:
+    """True if a term could not judge because the task has no answer."""
+    return score.missing and task.answer is None and task.environment is None
+
+
+def unanswered(scorer: Scorer, groups: Iterable[Group], most: int = 64) -> dict[str, tuple[int, int]]:
+    """By term that compares answers: in how many episodes it found none, of how many it could judge (``most`` at most).
+
+    Only terms that are plain computation are asked: a slow one would be waited for.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for term, _ in scorer.terms:
+        if not isinstance(term, ComparingTerm) or not term.instant:
+            continue
+        known = [(g.task, e) for g in groups for e in g.episodes if e.turns and _judged(e, term.name)][:most]
+        if known:
+            found[term.name] = (sum(_answer(term, task, e) is None for task, e in known), len(known))
+    return found
+
+
+def _judged(episode: Episode, term: str) -> bool:
+    return any(score.name == term and not score.missing for score in episode.scores)
+
+
+def _answer(term: ComparingTerm, task: Task, episode: Episode) -> str | None:
+    try:
+        return term.extract(task, episode)
+    except Exception:  # a term of the user's that fails here is counted as one that found nothing
+        return None

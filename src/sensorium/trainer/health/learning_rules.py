@@ -1,0 +1,98 @@
+"""Rules about what updates do to the model: rates and gradients, entropy, a sudden loss, the engine, and sight."""
+
+from math import sqrt
+
+from sensorium.record.findings import Finding
+from sensorium.trainer.health.facts import StepFacts
+
+LARGEST_RATE = 0.05
+LARGEST_GRADIENT = 1e3
+COLLAPSED = 0.05
+SURE = 4.0
+MISMATCH = {"float32": 1e-5, "bfloat16": 2e-2}
+BLANKED = {"picture": "pictures blanked", "video": "videos blanked", "sound": "sound muted"}
+
+
+def learning_rate(facts: StepFacts) -> Finding | None:
+    """The learning rate is larger than weights are: AdamW moves every weight by about the rate in each update."""
+    rate = facts.row.get("policy/lr", 0.0)
+    if rate <= LARGEST_RATE:
+        return None
+    section = "warm_start.optimizer" if facts.supervised else "optimizer"
+    cause = "AdamW moves every weight by about that much in each update, and most weights are smaller"
+    advice = f"Lower {section}.lr: 1e-6 to 1e-5 is usual for whole models, 1e-4 for adapters and very small models"
+    return Finding("learning_rate", f"the learning rate is {rate:g}", cause, advice, grave=True)
+
+
+def gradient(facts: StepFacts) -> Finding | None:
+    """The gradient norm is far above what clipping allows, so that the update's direction is one outlier's."""
+    norm, clip = facts.row.get("policy/grad_norm", 0.0), facts.recipe.optimizer.clip_norm
+    if norm <= LARGEST_GRADIENT * clip:
+        return None
+    cause = "a ratio or an advantage has run away, or the model is no longer what it was"
+    advice = "Lower the learning rate, set algorithm.loss.dual_clip, or look at the largest advantages of the step"
+    return Finding("gradient", f"the gradient norm is {norm:.2g}, and clip_norm {clip:g}", cause, advice)
+
+
+def sudden_loss(facts: StepFacts) -> Finding | None:
+    """Accuracy fell far below what the run had reached, or entropy far above where it began: the model is damaged.
+
+    Accuracy must be below half of the best and lower by four standard errors, where groups are what is counted.
+    """
+    groups = len(facts.evidence.groups)
+    cause = "an update was too large"
+    advice = (
+        "Go back to an earlier checkpoint (the last one from before this is kept) and lower the learning rate, or bound "
+        "updates with algorithm.kl.coef"
+    )
+    best, now = facts.history.best.get("accuracy"), facts.row.get("accuracy")
+    if best is not None and now is not None and groups and now < best / 2:
+        error = sqrt(max(best * (1 - best), 0.05) / groups)
+        if best - now > SURE * error:
+            what = f"accuracy fell from {best:.2f} to {now:.2f}"
+            return Finding("sudden_loss", what, cause, advice, grave=True)
+    first, entropy = facts.history.first.get("policy/entropy"), facts.row.get("policy/entropy")
+    if first is not None and entropy is not None and entropy > 2 * first + 1:
+        what = f"entropy rose from {first:.2f} to {entropy:.2f}: the model writes at random"
+        return Finding("sudden_loss", what, cause, advice, grave=True)
+    return None
+
+
+def entropy_collapse(facts: StepFacts) -> Finding | None:
+    """Entropy is below a twentieth of where RL began while answers are still wrong: nothing new is tried."""
+    first, recent = facts.history.first.get("policy/entropy"), facts.recent("policy/entropy")
+    accuracy = facts.recent("accuracy")
+    if first is None or len(recent) < 3 or (accuracy and sum(accuracy) / len(accuracy) > 0.9):
+        return None
+    mean = sum(recent) / len(recent)
+    if mean >= COLLAPSED * first:
+        return None
+    right = f" with accuracy {accuracy[-1]:.2f}" if accuracy else ""
+    cause = "the policy has become nearly deterministic before the tasks are learned"
+    advice = "Lower the learning rate, raise algorithm.loss.clip_high or entropy_coef, or hold it with algorithm.kl.coef"
+    return Finding("entropy_collapse", f"entropy fell from {first:.2g} to {mean:.2g}{right}", cause, advice)
+
+
+def mismatch(facts: StepFacts) -> Finding | None:
+    """The engine sampled from another distribution than the learner trains: KL above what the dtype explains."""
+    found, limit = facts.row.get("mismatch/kl", 0.0), MISMATCH[facts.recipe.model.dtype]
+    if abs(found) <= limit:
+        return None
+    what = f"engine and learner disagree: KL {found:.1e}, where {facts.recipe.model.dtype} explains {limit:.0e}"
+    cause = "the engine does not compute the distribution that is trained"
+    advice = "Ratios are wrong by this much; set algorithm.correction, and report it if no setting explains it"
+    return Finding("mismatch", what, cause, advice)
+
+
+def blind(facts: StepFacts) -> Finding | None:
+    """The model answers as well with media blanked as with them: it does not look, or they do not matter."""
+    for found in facts.sight:
+        if found.shown > 0 and found.shown <= found.blanked:
+            what = (
+                f"accuracy on {found.tasks} held-out tasks is {found.shown:.2f}, and {found.blanked:.2f} with "
+                f"{BLANKED.get(found.kind, found.kind)} ({found.same} answers are the same)"
+            )
+            cause = "the tasks can be guessed from the text, or the model does not use what it is shown"
+            advice = "Compare with guessing; check that the media show what is asked, and train the tower (model.freeze)"
+            return Finding("blind", what, cause, advice)
+    return None

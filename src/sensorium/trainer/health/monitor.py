@@ -1,0 +1,141 @@
+"""Health over a run: findings are told when they begin, at growing intervals while they last, and when they are over.
+
+Invariant: what is told at a step is a function of the rows so far (metrics.jsonl) and of the step's facts. So a resumed run
+tells what the uninterrupted one would have told.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from sensorium.recipe.schema import Recipe
+from sensorium.record.findings import Finding, Notice, SightResult, State, read_health, write_notice, write_sight
+from sensorium.record.run_directory import RunDirectory
+from sensorium.report.metrics import read_metrics
+from sensorium.report.watcher import Watcher
+from sensorium.trainer.health.facts import Evidence, History, Row, StepFacts
+from sensorium.trainer.health.rules import examine
+from sensorium.vocabulary.errors import NothingTrained
+
+FIRST_REMINDER = 10
+CLEAR_STEPS = 5
+"""Steps without it after which a finding is over; one that comes and goes is told once."""
+DAMAGING = frozenset({"sudden_loss", "learning_rate"})
+"""Findings after which a checkpoint is not to be trusted over an earlier one."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """A finding that lasts: when it began, when it was last found, when it is told again."""
+
+    began: int
+    last: int
+    remind: int
+
+
+class Courses:
+    """Which findings last. ``advance`` says what is to be told."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, Course] = {}
+
+    def advance(self, step: int, found: Iterable[str]) -> list[tuple[str, State]]:
+        """Take in what was found at a step."""
+        told: list[tuple[str, State]] = []
+        for rule in found:
+            course = self.open.get(rule)
+            if course is None:
+                self.open[rule] = Course(step, step, step + FIRST_REMINDER)
+                told.append((rule, "began"))
+            elif step >= course.remind:
+                self.open[rule] = Course(course.began, step, step + (step - course.began))
+                told.append((rule, "goes on"))
+            else:
+                self.open[rule] = replace(course, last=step)
+        for rule in [rule for rule, course in self.open.items() if step - course.last >= CLEAR_STEPS]:
+            del self.open[rule]
+            told.append((rule, "ended"))
+        return told
+
+
+class Health:
+    """Examines the steps of a run. ``damaged`` is true while checkpoints should not push out earlier ones."""
+
+    def __init__(self, recipe: Recipe, directory: RunDirectory, watcher: Watcher) -> None:
+        self.recipe, self.directory, self.watcher = recipe, directory, watcher
+        self.history, self.courses = History(), Courses()
+        self.sight: tuple[SightResult, ...] = ()
+        self._texts: dict[str, tuple[str, bool]] = {}  # by rule: what was last told, and whether it is grave
+
+    @property
+    def damaged(self) -> bool:
+        """True while a finding says that updates have damaged the model."""
+        return not DAMAGING.isdisjoint(self.courses.open)
+
+    def restore(self) -> None:
+        """Read back what the rows of this run directory come to."""
+        record = read_health(self.directory.health)
+        for notice in record.notices:
+            self._texts[notice.rule] = (notice.text, notice.grave)
+        self.sight = record.sight[-1][1] if record.sight else ()
+        self.courses.advance(0, [notice.rule for notice in record.notices if notice.step == 0])
+        for row in read_metrics(self.directory.metrics):
+            self.history.add(row)
+            found = [name.removeprefix("health/") for name in row if name.startswith("health/")]
+            self.courses.advance(row["step"], found)
+
+    def remind(self) -> None:
+        """Tell the watchers of a resumed run what lasts."""
+        for rule, course in self.courses.open.items():
+            text, grave = self._texts[rule]
+            self.watcher.diagnosed(Notice(course.began, rule, "goes on", text, grave))
+
+    def look(self, step: int, results: Sequence[SightResult]) -> dict[str, float]:
+        """Take in a sight check; returns its metrics."""
+        self.sight = tuple(results)
+        if results:
+            write_sight(self.directory.health, step, list(results))
+        if step == 0:
+            self._tell(0, examine(StepFacts(self.recipe, 0, sight=self.sight)))
+        row = {f"sight/{found.kind}_blanked": found.blanked for found in results}
+        return row | ({"sight/shown": results[0].shown} if results else {})
+
+    def examine(self, step: int, row: Row, evidence: Evidence) -> dict[str, float]:
+        """Judge a step; returns the metrics of what was found, ``health/<rule>`` 1 each."""
+        found = examine(StepFacts(self.recipe, step, row, self.history, evidence, self.sight))
+        self._tell(step, found)
+        self.history.add(row)
+        return {f"health/{finding.rule}": 1.0 for finding in found}
+
+    @property
+    def idle(self) -> bool:
+        """True if no step has made an update for as long as the recipe allows."""
+        limit = self.recipe.health.stop_after
+        return 0 < limit <= self.history.idle
+
+    def refuse_untrained(self) -> None:
+        """Raise at the end of a run that was idle, or in which nothing, or nothing of RL, was trained."""
+        history, limit = self.history, self.recipe.health.stop_after
+        if self.idle and history.steps < self.recipe.total_steps:
+            stage = f"the last {history.idle} steps made no update, so the run was stopped (health.stop_after: {limit})"
+        elif history.steps and not history.trained:
+            stage = f"none of the {history.steps} steps made an update"
+        elif history.rl_steps and not history.rl_trained:
+            stage = f"none of the {history.rl_steps} steps of RL made an update, only the warm start did"
+        else:
+            return
+        raise NothingTrained(f"{stage}. {self._causes()} What the run has is saved in '{self.directory.path}'.")
+
+    def _causes(self) -> str:
+        """What is known of the reasons, the grave ones first."""
+        known = sorted((self._texts[rule] for rule in self.courses.open), key=lambda told: not told[1])
+        if not known:
+            return "In every step all attempts at a task were paid the same, so there was nothing to tell them apart by."
+        return " ".join(text[:1].upper() + text[1:] + "." for text, _ in known)
+
+    def _tell(self, step: int, found: Sequence[Finding]) -> None:
+        self._texts |= {finding.rule: (finding.text, finding.grave) for finding in found}
+        for rule, state in self.courses.advance(step, [finding.rule for finding in found]):
+            text, grave = self._texts[rule]
+            notice = Notice(step, rule, state, text, grave)
+            write_notice(self.directory.health, notice)
+            self.watcher.diagnosed(notice)

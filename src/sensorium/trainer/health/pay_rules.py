@@ -1,0 +1,219 @@
+"""Rules about what is played and paid: episodes that fail, scores that are missing, rewards that teach nothing.
+
+A rule is a pure function of a step's facts; it returns what is wrong, the likely cause and what to do, or None.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from sensorium.record.findings import Finding
+from sensorium.report.first_group import printable
+from sensorium.rewards.answer import tagged
+from sensorium.trainer.health.facts import RECENT, StepFacts, lacks_answer
+from sensorium.vocabulary.episode import Episode, Status
+from sensorium.vocabulary.score import Score
+
+Rule = Callable[[StepFacts], Finding | None]
+FAILED_SHARE = 0.1
+IN_A_ROW = 3
+"""Steps without pay or variance before it is said: one such step of few prompts may be chance."""
+FEWEST = 4
+"""Episodes that a claim about all of them must rest on."""
+
+
+def no_update(facts: StepFacts) -> Finding | None:
+    """The step made no update: nothing of what was played could be trained on."""
+    if not facts.row.get("policy/skipped"):
+        return None
+    if facts.supervised:
+        advice = "Give the rows a 'demonstration' (environments: a method demonstrate), or set warm_start.steps: 0"
+        first = next((e.failure for e in facts.episodes if e.failure), "nothing was played")
+        return Finding("no_update", "the warm start made no update", _brief(first), advice, grave=True)
+    reason = next(iter(facts.evidence.fates.values()), "no group was left to train on")
+    advice = f"Look at the episodes and their scores in episodes/step_{facts.step:06d}.jsonl"
+    return Finding(
+        "no_update", "no update was made", f"the first episode was left out: {_brief(reason)}", advice, grave=True
+    )
+
+
+def failed_episodes(facts: StepFacts) -> Finding | None:
+    """More than a tenth of the episodes failed."""
+    episodes = facts.episodes
+    failed = [e for e in episodes if e.status in (Status.FAILED, Status.ABORTED)]
+    if len(failed) <= FAILED_SHARE * len(episodes):
+        return None
+    what = f"{len(failed)} of {len(episodes)} episodes failed"
+    advice = "Failed episodes are not trained on; mend the environment, the data or the limit that this names"
+    return Finding("failed_episodes", what, f"the first: {_brief(failed[0].failure)}", advice, len(failed) == len(episodes))
+
+
+def rows_without_answer(facts: StepFacts) -> Finding | None:
+    """Tasks have no answer, and a term needs one."""
+    lacking = {
+        task.id: score.name for task, e in facts.played for score in e.scores if lacks_answer(task, score) and score.weight
+    }
+    if not lacking:
+        return None
+    tasks = len(facts.evidence.groups)
+    what = f"{len(lacking)} of {tasks} tasks have no answer, and '{next(iter(lacking.values()))}' cannot judge without one"
+    advice = "Give every row an 'answer' (with columns: columns.answer), or judge by a term that needs none"
+    return Finding("rows_without_answer", what, f"the first is task {next(iter(lacking))}", advice, len(lacking) == tasks)
+
+
+def nothing_scored(facts: StepFacts) -> Finding | None:
+    """No episode has a total, since a term that carries weight is missing for each."""
+    episodes = [e for _, e in facts.played if e.scores]
+    if facts.supervised or not episodes or any(e.reward is not None for e in episodes):
+        return None
+    missing = [s for task, e in facts.played for s in e.scores if s.missing and s.weight and not lacks_answer(task, s)]
+    if not missing:
+        return None
+    what = f"none of {len(episodes)} episodes has a reward"
+    return Finding("nothing_scored", what, _why_missing(missing), "Mend the term, or take it out of rewards.terms", True)
+
+
+def missing_term(facts: StepFacts) -> Finding | None:
+    """A term gave no score for more than half of the episodes that it was asked about."""
+    by_term: dict[str, list[list[Score]]] = {}
+    for task, episode in facts.played:
+        asked = {score.name for score in episode.scores if not lacks_answer(task, score)}
+        for name in asked:
+            by_term.setdefault(name, []).append([s for s in episode.scores if s.name == name and s.missing])
+    for name, missing in by_term.items():
+        without = [scores for scores in missing if scores]
+        if len(without) > len(missing) / 2:
+            share = "every one" if len(without) == len(missing) else f"{len(without)}"
+            what = f"the term '{name}' gave no score for {share} of {len(missing)} episodes"
+            advice = "Mend the term; episodes without a total are not trained on (rewards.on_missing)"
+            return Finding("missing_term", what, _why_missing([s for scores in without for s in scores]), advice)
+    return None
+
+
+def no_answer(facts: StepFacts) -> Finding | None:
+    """A term that compares answers found none in any response."""
+    for name, (without, judged) in facts.evidence.unanswered.items():
+        if without < judged or judged < FEWEST:
+            continue
+        texts = [episode.response for _, episode in facts.played]
+        what = f"'{name}' found no answer in any of {judged} responses, so it pays none of them"
+        if not any(tagged(text) is not None for text in texts):
+            cause = f"it reads what stands in <answer>…</answer>, and no response has that, such as {_quoted(texts[0])}"
+            advice = (
+                "Ask for the tag in the prompt (option instruction of a source with columns), show it in a warm start, pay "
+                f"for it with the term 'format', or let '{name}' read whole responses (its option fallback: true)"
+            )
+            return Finding("no_answer", what, cause, advice, grave=True)
+        cause = f"what stands in <answer>…</answer> is in another form than it reads, such as {_quoted(texts[0])}"
+        return Finding("no_answer", what, cause, "Choose the term that reads such answers, or ask for its form", grave=True)
+    return None
+
+
+def never_paid(facts: StepFacts) -> Finding | None:
+    """The reward of every episode was exactly 0 for several steps."""
+    means, flat = facts.recent("reward/mean"), _flat(facts)
+    totals = [e.reward for _, e in facts.played]
+    if any(means[-IN_A_ROW:]) or len(means) < IN_A_ROW or any(totals) or not flat:
+        return None
+    texts = [episode.response for _, episode in facts.played]
+    cut = sum(_is_cut(facts, e) for _, e in facts.played)
+    cause, advice = (
+        f"no response was right, such as {_quoted(texts[0]) if texts else 'none'}",
+        ("Begin with easier tasks, a warm start on demonstrations, or a term that pays for being nearly right"),
+    )
+    if cut > len(totals) / 2:
+        cause = f"{cut} of {len(totals)} responses were cut at rollout.max_new_tokens {facts.recipe.rollout.max_new_tokens}"
+        advice = "Raise it, or teach the model to be brief"
+    what = f"the reward of every episode was 0 for {_lasting(means, 0.0)} steps"
+    return Finding("never_paid", what, cause, advice, grave=True)
+
+
+def no_variance(facts: StepFacts) -> Finding | None:
+    """For several steps all members of every group were paid the same, so that nothing can be learned from them."""
+    if not _flat(facts):
+        return None
+    rows = [*facts.history.rows, facts.row][-IN_A_ROW:]
+    what = f"in every group all attempts were paid the same, for the last {len(rows)} steps"
+    accuracy, entropy = facts.row.get("accuracy"), facts.row.get("policy/entropy")
+    if accuracy == 1.0:
+        cause, advice = "every answer is right", "Take harder tasks, or stop: these are learned"
+    elif accuracy == 0.0:
+        cause, advice = "no answer is right", "Take easier tasks, or begin with a warm start on demonstrations"
+    else:
+        told = "" if entropy is None else f" (entropy {entropy:.2g})"
+        cause = f"attempts at one task hardly differ{told}, or the reward does not tell them apart"
+        advice = "Raise rollout.temperature or batch.group_size, or use a reward with more steps"
+    return Finding("no_variance", what, cause, advice, grave=accuracy != 1.0)
+
+
+def constant_term(facts: StepFacts) -> Finding | None:
+    """A term gave one value to every episode since RL began: it tells nothing apart."""
+    for name, (low, high) in facts.history.term_range.items():
+        if low != high or facts.history.rl_steps < RECENT:
+            continue
+        term = name.removeprefix("reward/")
+        values = {s.value for _, e in facts.played for s in e.scores if s.name == term}
+        weighted = any(s.weight for _, e in facts.played for s in e.scores if s.name == term)
+        if values == {low} and weighted and facts.row.get(name) == low:
+            what = f"the term '{term}' has given {low:g} to every episode of {facts.history.rl_steps + 1} steps"
+            cause = "nothing that the model writes changes it"
+            advice = "Check the term on a few responses by hand; a constant adds nothing to what is learned"
+            return Finding("constant_term", what, cause, advice)
+    return None
+
+
+def truncated(facts: StepFacts) -> Finding | None:
+    """More than half of the episodes end in a response that was cut off."""
+    played = [episode for _, episode in facts.played]
+    cut = sum(_is_cut(facts, episode) for episode in played)
+    if facts.supervised or cut <= len(played) / 2 or len(played) < FEWEST:
+        return None
+    limit = facts.recipe.rollout.max_new_tokens
+    what = f"{cut} of {len(played)} episodes end in a response that was cut off"
+    cause = f"it reached rollout.max_new_tokens {limit} before the model ended it"
+    return Finding("truncated", what, cause, "Raise it, or teach the model to end (a warm start, the term overlong)")
+
+
+def bad_rows(facts: StepFacts) -> Finding | None:
+    """More rows were skipped than played."""
+    skipped = facts.row.get("tasks/skipped_bad", 0) + facts.row.get("tasks/skipped_long", 0)
+    tasks = len(facts.evidence.groups)
+    if skipped <= tasks:
+        return None
+    cause = "rows or their media are broken, or prompts too long (tasks.on_bad_row, tasks.on_long_prompt: skip)"
+    advice = "Set both to refuse to hear which rows, and why"
+    return Finding("bad_rows", f"{skipped:.0f} rows were skipped to play {tasks}", cause, advice)
+
+
+def _flat(facts: StepFacts) -> bool:
+    """True if for several steps no group told its members apart."""
+    rows = [*facts.history.rows, facts.row][-IN_A_ROW:]
+    return len(rows) == IN_A_ROW and all(
+        (row.get("groups/trained", 0) > 0 and row.get("groups/zero_variance") == row["groups/trained"])
+        or (row.get("groups/without_signal", 0) > 0 and not row.get("groups/trained"))
+        for row in rows
+    )
+
+
+def _lasting(values: Sequence[float], value: float) -> str:
+    count = next((i for i, one in enumerate(reversed(values)) if one != value), len(values))
+    return f"{count}"
+
+
+def _is_cut(facts: StepFacts, episode: Episode) -> bool:
+    limit = facts.recipe.rollout.max_new_tokens
+    return episode.status == Status.TRUNCATED and bool(episode.turns) and len(episode.turns[-1].response.tokens) >= limit
+
+
+def _why_missing(scores: Iterable[Score]) -> str:
+    """The most common reason, with the term that gave it."""
+    ((name, reason), _), *_ = Counter((score.name, score.reason) for score in scores).most_common(1)
+    return f"'{name}' says: {_brief(reason) or 'nothing'}"
+
+
+def _brief(text: str, limit: int = 240) -> str:
+    line = printable(" ".join(text.split())).rstrip(".")
+    return line if len(line) <= limit else f"{line[:limit]}…"
+
+
+def _quoted(text: str) -> str:
+    return f"“{_brief(text, 60)}”" if text.strip() else "an empty one"

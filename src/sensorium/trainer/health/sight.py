@@ -1,0 +1,124 @@
+"""The sight check: does the model look and listen? Held-out tasks as they are, and with each kind of media blanked.
+
+Invariant: the run does not notice. Tasks are played greedily, the engine is refreshed afterwards, and what is played goes
+into no ledger step and no metrics but ``sight/…``.
+"""
+
+import copy
+from collections.abc import Sequence
+
+from sensorium.envs.protocol import Environment, Observation, StepResult
+from sensorium.evaluation.evaluate import evaluate
+from sensorium.media.blank import blank
+from sensorium.recipe.schema import Recipe
+from sensorium.record.findings import SightResult
+from sensorium.rollout.play import Rollout
+from sensorium.trainer.session import Session, sampling_of
+from sensorium.vocabulary.content import Media, Message
+from sensorium.vocabulary.episode import Group
+from sensorium.vocabulary.task import Task
+
+
+async def check_sight(recipe: Recipe, session: Session, tasks: Sequence[Task]) -> list[SightResult]:
+    """Play some held-out tasks with and without each kind of media; empty where they show none."""
+    few = spread(tasks, recipe.health.sight_tasks)
+    if not any(task.environment or any(message.media for message in task.messages) for task in few):
+        return []
+    try:
+        shown = await _play(recipe, session, session.rollout, few)
+        results = []
+        for kind in sorted({item.kind for group in shown for item in _seen(group)}):
+            without = Blanking(kind, session)
+            blanked = await _play(recipe, session, without.rollout, few)
+            results.append(_compared(kind, shown, blanked))
+        return results
+    finally:
+        session.engine.refresh(session.policy.version)
+
+
+def spread(tasks: Sequence[Task], most: int) -> list[Task]:
+    """At most so many tasks, evenly spread over all of them."""
+    count = min(most, len(tasks))
+    return [tasks[i * len(tasks) // count] for i in range(count)]
+
+
+class Blanking:
+    """Environments whose observations have media of one kind blanked, and a rollout that plays in them."""
+
+    def __init__(self, kind: str, session: Session) -> None:
+        self.kind, self.session = kind, session
+        self.rollout = copy.copy(session.rollout)
+        self.rollout.make_environment = self.make_environment
+        self._make = session.rollout.make_environment
+        self._blanks: dict[Media, Media] = {}
+
+    def make_environment(self, task: Task) -> Environment:
+        """The task's own environment, seen without the kind."""
+        return _Blanked(self._make(task), self)
+
+    def messages(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """Messages with the kind blanked."""
+        return tuple(
+            Message(
+                message.role, tuple(self._block(block) if isinstance(block, Media) else block for block in message.content)
+            )
+            for message in messages
+        )
+
+    def _block(self, media: Media) -> Media:
+        if media.kind != self.kind:
+            return media
+        if media not in self._blanks:
+            self._blanks[media] = blank(media, self.session.policy.decoder, self.session.store)
+        return self._blanks[media]
+
+
+class _Blanked:
+    """An environment behind a veil. What it shows is blanked; what it does is its own."""
+
+    def __init__(self, inner: Environment, blanking: Blanking) -> None:
+        self.inner, self.blanking = inner, blanking
+        self.instant = inner.instant
+
+    def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
+        head, observation = self.inner.reset(seed)
+        return self.blanking.messages(head), Observation(self.blanking.messages(observation.messages))
+
+    def step(self, response: str) -> StepResult:
+        result = self.inner.step(response)
+        if result.observation is None:
+            return result
+        shown = Observation(self.blanking.messages(result.observation.messages))
+        return StepResult(**{**vars(result), "observation": shown})
+
+    def demonstrate(self) -> str:
+        return self.inner.demonstrate()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+async def _play(recipe: Recipe, session: Session, rollout: Rollout, tasks: Sequence[Task]) -> tuple[Group, ...]:
+    sampling = sampling_of(recipe.rollout, 0.0)
+    found = await evaluate(rollout, session.scorer, tasks, sampling, samples=1, seed=recipe.seed, name="sight")
+    return found.groups
+
+
+def _seen(group: Group) -> list[Media]:
+    """The media that an episode was shown, its head's included."""
+    messages = [*group.task.messages, *(m for e in group.episodes for turn in e.turns for m in turn.observation)]
+    return [item for message in messages for item in message.media]
+
+
+def _compared(kind: str, shown: Sequence[Group], blanked: Sequence[Group]) -> SightResult:
+    answers = [[episode.response for group in groups for episode in group.episodes] for groups in (shown, blanked)]
+    same = sum(a == b for a, b in zip(*answers, strict=True))
+    return SightResult(kind, len(shown), _accuracy(shown), _accuracy(blanked), same)
+
+
+def _accuracy(groups: Sequence[Group]) -> float:
+    """The share of right answers; the mean reward where nothing is right or wrong."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    judged = [float(e.correct) for e in episodes if e.correct is not None]
+    judged = judged or [e.reward for e in episodes if e.reward is not None]
+    return sum(judged) / len(judged) if judged else 0.0

@@ -1,0 +1,105 @@
+"""Findings are told when they begin, at growing intervals, and when they end; a resumed run tells the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sensorium.record.findings import Notice, SightResult, read_health
+from sensorium.record.run_directory import RunDirectory
+from sensorium.report.metrics import MetricsFile
+from sensorium.report.watcher import Watcher
+from sensorium.trainer.health.facts import Evidence
+from sensorium.trainer.health.monitor import Courses, Health
+from sensorium.vocabulary.errors import NothingTrained
+from tests.trainer.health.test_rules import HEALTHY, recipe
+
+FAST = HEALTHY | {"policy/lr": 1.0}
+IDLE = HEALTHY | {"policy/grad_norm": 0.0}
+
+
+class Ear(Watcher):
+    def __init__(self) -> None:
+        self.heard: list[Notice] = []
+
+    def diagnosed(self, notice: Notice) -> None:
+        self.heard.append(notice)
+
+
+def monitor(folder: Path, **sections: Any) -> tuple[Health, Ear]:
+    ear = Ear()
+    return Health(recipe(**sections), RunDirectory(folder).create(), ear), ear
+
+
+def go(health: Health, folder: Path, rows: list[dict[str, float]], first: int = 1) -> None:
+    """Steps as the loop takes them."""
+    file = MetricsFile(RunDirectory(folder).metrics)
+    for step, row in enumerate(rows, start=first):
+        file.stepped(step, row | health.examine(step, row, Evidence()))
+
+
+def test_a_lasting_finding_is_told_ever_less_often() -> None:
+    courses = Courses()
+    told = [(step, state) for step in range(1, 100) for _, state in courses.advance(step, ["x"])]
+    assert told == [(1, "began"), (11, "goes on"), (21, "goes on"), (41, "goes on"), (81, "goes on")]
+
+
+def test_a_finding_that_comes_and_goes_is_told_once_until_it_is_over() -> None:
+    courses = Courses()
+    told = [
+        (step, state) for step in range(1, 14) for _, state in courses.advance(step, ["x"] if step in (1, 4, 6) else [])
+    ]
+    assert told == [(1, "began"), (11, "ended")]
+
+
+def test_findings_are_on_record_in_metrics_and_in_the_run_directory(tmp_path: Path) -> None:
+    health, ear = monitor(tmp_path)
+    assert health.examine(1, FAST, Evidence()) == {"health/learning_rate": 1.0}
+    assert health.damaged
+    assert [notice.rule for notice in ear.heard] == ["learning_rate"]
+    assert read_health(tmp_path / "health.jsonl").notices == tuple(ear.heard)
+
+
+def test_a_resumed_run_tells_what_the_uninterrupted_one_does(tmp_path: Path) -> None:
+    rows = [FAST] * 4 + [HEALTHY] * 3 + [FAST] * 8 + [HEALTHY] * 9
+    sight = [SightResult("picture", 8, 0.5, 0.75, 2)]
+    whole, _ = monitor(tmp_path / "whole")
+    whole.look(0, sight)
+    go(whole, tmp_path / "whole", rows)
+    first, _ = monitor(tmp_path / "cut")
+    first.look(0, sight)
+    go(first, tmp_path / "cut", rows[:13])
+    directory = RunDirectory(tmp_path / "cut")
+    directory.drop_after(9)
+    second, ear = monitor(tmp_path / "cut")
+    second.restore()
+    second.remind()
+    assert {notice.rule for notice in ear.heard} == {"learning_rate", "blind"}
+    go(second, tmp_path / "cut", rows[9:], first=10)
+    for name in ("health.jsonl", "metrics.jsonl"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_run_without_updates_is_idle_after_the_steps_of_the_recipe(tmp_path: Path) -> None:
+    health, _ = monitor(tmp_path, health={"stop_after": 3})
+    go(health, tmp_path, [HEALTHY, IDLE, IDLE])
+    assert not health.idle
+    go(health, tmp_path, [IDLE], first=4)
+    assert health.idle
+    with pytest.raises(NothingTrained, match=r"last 3 steps made no update.*stop_after: 3"):
+        health.refuse_untrained()
+
+
+def test_with_stop_after_0_a_run_goes_on_but_does_not_end_well(tmp_path: Path) -> None:
+    health, _ = monitor(tmp_path, health={"stop_after": 0})
+    go(health, tmp_path, [IDLE] * 50)
+    assert not health.idle
+    with pytest.raises(NothingTrained, match="none of the 50 steps"):
+        health.refuse_untrained()
+
+
+def test_rl_that_trained_nothing_after_a_warm_start_is_told_apart(tmp_path: Path) -> None:
+    health, _ = monitor(tmp_path, warm_start={"steps": 2})
+    go(health, tmp_path, [{"policy/grad_norm": 1.0}] * 2 + [IDLE] * 3)
+    with pytest.raises(NothingTrained, match="none of the 3 steps of RL"):
+        health.refuse_untrained()

@@ -1,0 +1,210 @@
+"""Each rule fires on its case, says the cause, and keeps still on a healthy step."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sensorium.recipe.schema import Recipe
+from sensorium.record.findings import Finding, SightResult
+from sensorium.trainer.health.facts import Evidence, History, StepFacts, has_trained
+from sensorium.trainer.health.rules import RULES, examine
+from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user
+
+HEALTHY = {
+    "reward/mean": 0.5,
+    "reward/exact": 0.5,
+    "accuracy": 0.5,
+    "groups/trained": 4,
+    "groups/zero_variance": 1,
+    "policy/grad_norm": 0.7,
+    "policy/lr": 1e-5,
+    "policy/entropy": 0.8,
+    "mismatch/kl": 1e-10,
+    "tasks/skipped_bad": 0,
+}
+NOTHING = HEALTHY | {"reward/mean": 0.0, "reward/exact": 0.0, "accuracy": 0.0, "groups/zero_variance": 4}
+
+
+def recipe(**sections: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "r",
+            "steps": 100,
+            "model": {"path": "m"},
+            "tasks": {"train": [{"source": "shapes"}]},
+            "rewards": {"terms": [{"name": "exact"}]},
+            "rollout": {"max_new_tokens": 3},
+            **sections,
+        }
+    )
+
+
+def episode(
+    index: int, value: float | None, text: str = "<answer>7</answer>", reason: str = "", status: Status = Status.FINISHED
+) -> Episode:
+    said = Segment("model", (5, 6, 7), text=text, logprobs=(0.0,) * 3, name=f"e{index}")
+    correct = None if value is None else value > 0
+    thread, turn = Thread((Segment("environment", (1,)), said), (False, True)), Turn(0, (), said, 0, 1)
+    failure = "the album is torn" if status == Status.FAILED else ""
+    scores = (Score("exact", value, correct=correct, reason=reason),)
+    return Episode(f"e{index}", "t", "g", index, (thread,), (turn,), status, failure, scores)
+
+
+def group(*episodes: Episode, answer: Any = "7") -> Group:
+    return Group("g", Task("t", (user("?"),), answer), episodes)
+
+
+MIXED = group(*(episode(i, float(i % 2)) for i in range(8)))
+ZEROS = group(*(episode(i, 0.0) for i in range(8)))
+
+
+def facts(row: dict[str, float], *groups: Group, before: Any = (), step: int = 9, **more: Any) -> StepFacts:
+    evidence = Evidence(groups or (MIXED,), more.pop("fates", {}), more.pop("unanswered", {}))
+    sections = more.pop("sections", {})
+    return StepFacts(recipe(**sections), step, row, History(before), evidence, **more)
+
+
+def found(given: StepFacts) -> dict[str, Finding]:
+    return {finding.rule: finding for finding in examine(given)}
+
+
+def test_a_healthy_step_has_no_finding() -> None:
+    assert not found(facts(HEALTHY, before=[HEALTHY] * 8))
+    assert not found(facts(HEALTHY))
+
+
+CASES: dict[str, tuple[StepFacts, str]] = {
+    "failed_episodes": (
+        facts(HEALTHY, group(*(episode(i, None, status=Status.FAILED) for i in range(4)))),
+        "4 of 4 episodes failed: the first: the album is torn",
+    ),
+    "rows_without_answer": (
+        facts(HEALTHY, group(*(episode(i, None, reason="no answer") for i in range(4)), answer=None)),
+        "1 of 1 tasks have no answer, and 'exact' cannot judge without one",
+    ),
+    "nothing_scored": (
+        facts(HEALTHY, group(*(episode(i, None, reason="the judge is out") for i in range(4)))),
+        "none of 4 episodes has a reward: 'exact' says: the judge is out",
+    ),
+    "missing_term": (
+        facts(HEALTHY, group(*(episode(i, None if i else 1.0, reason="TypeError: no") for i in range(4)))),
+        "the term 'exact' gave no score for 3 of 4 episodes: 'exact' says: TypeError: no",
+    ),
+    "no_update": (
+        facts({"policy/skipped": 1}, fates={"e0": "dropped: no score for exact"}),
+        "no update was made: the first episode was left out: dropped: no score for exact",
+    ),
+    "no_answer": (
+        facts(NOTHING, group(*(episode(i, 0.0, "seven") for i in range(4))), unanswered={"exact": (4, 4)}),
+        "it reads what stands in <answer>…</answer>, and no response has that, such as “seven”",
+    ),
+    "never_paid": (facts(NOTHING, ZEROS, before=[NOTHING] * 2), "the reward of every episode was 0 for 3 steps"),
+    "no_variance": (
+        facts(
+            HEALTHY | {"groups/zero_variance": 4, "accuracy": 1.0},
+            group(*(episode(i, 1.0) for i in range(8))),
+            before=[HEALTHY, HEALTHY | {"groups/zero_variance": 4}, HEALTHY | {"groups/zero_variance": 4}],
+        ),
+        "every answer is right",
+    ),
+    "constant_term": (
+        facts(HEALTHY, group(*(episode(i, 0.5) for i in range(8))), before=[HEALTHY] * 6),
+        "the term 'exact' has given 0.5 to every episode of 7 steps",
+    ),
+    "truncated": (
+        facts(HEALTHY, group(*(episode(i, float(i % 2), status=Status.TRUNCATED) for i in range(8)))),
+        "reached rollout.max_new_tokens 3",
+    ),
+    "bad_rows": (facts(HEALTHY | {"tasks/skipped_bad": 5}), "5 rows were skipped to play 1"),
+    "learning_rate": (facts(HEALTHY | {"policy/lr": 1e10}), "the learning rate is 1e+10"),
+    "gradient": (facts(HEALTHY | {"policy/grad_norm": 4e8}), "the gradient norm is 4e+08"),
+    "sudden_loss": (
+        facts(HEALTHY | {"accuracy": 0.01}, *(MIXED,) * 64, before=[HEALTHY | {"accuracy": 0.8}] * 5),
+        "accuracy fell from 0.80 to 0.01",
+    ),
+    "entropy_collapse": (
+        facts(HEALTHY | {"policy/entropy": 0.01}, before=[HEALTHY, *[HEALTHY | {"policy/entropy": 0.01}] * 5]),
+        "entropy fell from 0.8 to 0.01 with accuracy 0.50",
+    ),
+    "mismatch": (facts(HEALTHY | {"mismatch/kl": 1e-3}), "engine and learner disagree: KL 1.0e-03"),
+    "blind": (
+        facts(HEALTHY, sight=(SightResult("picture", 32, 0.5, 0.5, 30),)),
+        "accuracy on 32 held-out tasks is 0.50, and 0.50 with pictures blanked (30 answers are the same)",
+    ),
+}
+
+
+def test_every_rule_has_a_case_here_and_says_what_it_is() -> None:
+    assert {rule.name for rule in RULES} == set(CASES)
+    assert all(rule.judge.__doc__ for rule in RULES)
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_a_rule_fires_on_its_case_in_one_line_with_cause_and_advice(rule: str) -> None:
+    given, words = CASES[rule]
+    finding = found(given)[rule]
+    assert finding.rule == rule
+    assert words in finding.text
+    assert "\n" not in finding.text
+    assert finding.cause
+    assert finding.advice
+
+
+def test_what_another_finding_explains_is_not_told() -> None:
+    flat = facts(NOTHING, ZEROS, before=[NOTHING] * 6, unanswered={"exact": (8, 8)})
+    assert set(found(flat)) == {"no_answer"}
+    assert set(found(replace(flat, evidence=Evidence((ZEROS,))))) == {"never_paid"}
+
+
+def test_a_term_that_settled_on_a_value_is_not_called_constant() -> None:
+    right = group(*(episode(i, 1.0) for i in range(8)))
+    learned = [HEALTHY] * 3 + [HEALTHY | {"reward/exact": 1.0}] * 8
+    assert "constant_term" not in found(facts(HEALTHY | {"reward/exact": 1.0}, right, before=learned))
+
+
+def test_entropy_may_fall_where_the_answers_are_right() -> None:
+    sure = HEALTHY | {"policy/entropy": 0.01, "accuracy": 0.97}
+    assert "entropy_collapse" not in found(facts(sure, before=[HEALTHY, *[sure] * 5]))
+
+
+def test_entropy_that_leaps_is_a_sudden_loss() -> None:
+    wild = facts(HEALTHY | {"policy/entropy": 5.6}, before=[HEALTHY])
+    assert "the model writes at random" in found(wild)["sudden_loss"].text
+
+
+def test_chance_in_few_groups_is_no_sudden_loss() -> None:
+    unlucky = facts(HEALTHY | {"accuracy": 0.0}, *(MIXED,) * 4, before=[HEALTHY])
+    assert "sudden_loss" not in found(unlucky)
+
+
+def test_a_warm_start_without_demonstrations_says_so() -> None:
+    lost = replace(episode(0, None, status=Status.FAILED), failure="task d1 has no demonstration to learn from")
+    given = facts({"policy/skipped": 1}, group(lost), step=1, sections={"warm_start": {"steps": 3}})
+    assert "task d1 has no demonstration to learn from" in found(given)["no_update"].text
+
+
+def test_the_cause_of_no_pay_may_be_that_responses_are_cut() -> None:
+    cut = group(*(episode(i, 0.0, status=Status.TRUNCATED) for i in range(8)))
+    assert "cut at rollout.max_new_tokens 3" in found(facts(NOTHING, cut, before=[NOTHING] * 3))["never_paid"].text
+
+
+def test_a_step_trains_if_it_has_a_gradient_of_its_own() -> None:
+    assert has_trained(HEALTHY)
+    assert not has_trained({"policy/skipped": 1})
+    assert not has_trained(HEALTHY | {"policy/grad_norm": 0.0})
+    assert has_trained({"policy/grad_norm": 0.0, "value/loss": 0.3})
+
+
+def test_history_counts_idle_steps_but_not_where_everything_is_right() -> None:
+    idle = HEALTHY | {"policy/grad_norm": 0.0}
+    assert History([idle] * 3).idle == 3
+    assert History([idle, HEALTHY, idle]).idle == 1
+    assert History([HEALTHY, *[idle | {"accuracy": 1.0}] * 5]).idle == 0
+    assert History([idle | {"accuracy": 1.0}] * 5).idle == 5
+
+
+def test_history_is_the_same_from_rows_as_they_are_written() -> None:
+    rows = [HEALTHY | {"step": i, "policy/loss": float("nan")} for i in range(12)]
+    written = [{name: value for name, value in row.items() if name != "policy/loss"} for row in rows]
+    assert vars(History(rows)) == vars(History(written))
