@@ -35,8 +35,11 @@ class Checkpoints:
         self.keep = keep
         folder.mkdir(parents=True, exist_ok=True)
 
-    def save(self, step: int, policy: Policy, state: dict[str, Any], best: Best | None) -> Path:
-        """Write a checkpoint of the policy and everything needed to go on exactly; then apply retention."""
+    def save(self, step: int, policy: Policy, state: dict[str, Any], best: Best | None, protect: int | None = None) -> Path:
+        """Write a checkpoint of the policy and everything needed to go on exactly; then apply retention.
+
+        ``protect`` is the step of an earlier one that must stay, because what came after it may be damaged.
+        """
         target = self.path(step)
         draft = self.folder / f".draft_{target.name}"
         shutil.rmtree(draft, ignore_errors=True)
@@ -56,7 +59,7 @@ class Checkpoints:
         _flush(self.folder)
         if best is not None:
             self._write_best(best)
-        self._retain(step, best)
+        self._retain(step, best, protect)
         return target
 
     def path(self, step: int) -> Path:
@@ -96,8 +99,8 @@ class Checkpoints:
         _flush(draft)
         os.replace(draft, self.folder / "best.json")
 
-    def _retain(self, step: int, best: Best | None) -> None:
-        kept = set(self.complete()[-self.keep :]) | {step}
+    def _retain(self, step: int, best: Best | None, protect: int | None) -> None:
+        kept = {*self.complete()[-self.keep :], step, protect}
         if best is not None:
             kept.add(best.step)
         for old in self.complete():

@@ -28,6 +28,7 @@ from sensorium.trainer.credit import credit
 from sensorium.trainer.determinism import random_state, restore_random_state, surroundings, warn_if_changed
 from sensorium.trainer.drawing import Drawing, skip_metrics
 from sensorium.trainer.health.facts import Evidence, unanswered
+from sensorium.trainer.health.finite import refuse_ruined
 from sensorium.trainer.health.monitor import Health
 from sensorium.trainer.kept import keep_batch
 from sensorium.trainer.ledger import Ledger
@@ -65,7 +66,7 @@ class Trainer:
         self.step = 0
         self.position = 0
         self.best: Best | None = None
-        self.saved_at = -1
+        self.saved_at = self.sound_at = -1
         self.last_saving_s = 0.0
         self.learner = self._learner()
 
@@ -182,6 +183,7 @@ class Trainer:
         except NonFiniteUpdate as error:
             policy = self.session.policy
             raise keep_batch(self.directory, self.step + 1, policy, self.learner, loss, groups, samples, error) from error
+        refuse_ruined(self.learner, samples, self.step + 1, learned.get("policy/lr", 0.0), self.saved_at)
         self.session.engine.refresh(self.session.policy.version)
         return learned
 
@@ -228,16 +230,19 @@ class Trainer:
         """Write a checkpoint with everything needed to go on exactly."""
         self._announce("checkpoint")
         started = time.perf_counter()
+        damaged = self.health.damaged
+        self.sound_at = self.sound_at if damaged else self.saved_at  # what was saved before has since sampled well
         state = {
             "step": self.step,
             "position": self.position,
             "learner": self.learner.state_dict(),
             "policy_version": self.session.policy.version,
             "best": self.best,
+            "sound_at": self.sound_at,
             "random": random_state(),
             "surroundings": surroundings(),
         }
-        self.checkpoints.save(self.step, self.session.policy, state, self.best)
+        self.checkpoints.save(self.step, self.session.policy, state, self.best, protect=self.sound_at if damaged else None)
         self.saved_at = self.step
         self.last_saving_s = time.perf_counter() - started
 
@@ -248,7 +253,7 @@ class Trainer:
         self.position = state["position"]
         self.session.policy.version = state["policy_version"]
         self.session.engine.refresh(state["policy_version"])
-        self.best = state["best"]
+        self.best, self.sound_at = state["best"], state.get("sound_at", -1)
         if self.step > self.recipe.warm_start.steps:
             self.reference = resume_reference(self.recipe, self.session.policy, self.directory)
         self.learner = self._learner(warming=0 < self.step <= self.recipe.warm_start.steps)

@@ -121,7 +121,7 @@ def unanswered(scorer: Scorer, groups: Iterable[Group], most: int = 64) -> dict[
     """
     found: dict[str, tuple[int, int]] = {}
     for term, _ in scorer.terms:
-        if not isinstance(term, ComparingTerm) or not term.instant:
+        if not isinstance(term, ComparingTerm) or not getattr(term, "instant", False):
             continue
         known = [(g.task, e) for g in groups for e in g.episodes if e.turns and _judged(e, term.name)][:most]
         if known:
