@@ -64,19 +64,26 @@ def skill(step: int, steps: int) -> float:
     return 0.55 + 0.41 * (1 - exp(-4 * step / steps)) / (1 - exp(-4))
 
 
-def make_run(folder: Path, steps: int = 120) -> RunDirectory:
-    """Write the run: metrics, evaluations with their episodes, the first and last step's groups, and media."""
+def make_run(folder: Path, steps: int = 120, warm: int = 0) -> RunDirectory:
+    """Write the run: metrics, evaluations with their episodes, the first and last step's groups, and media.
+
+    With ``warm`` so many supervised steps come before those of RL.
+    """
     random = Random(0)
     run = RunDirectory(folder).create()
-    write_whole(run.recipe, RECIPE.format(steps=steps))
+    write_whole(run.recipe, RECIPE.format(steps=steps) + (f"warm_start: {{steps: {warm}}}\n" if warm else ""))
     store = MediaStore(run.media)
     held_out = Shapes(store=store, split="test", size=64)
     metrics = MetricsFile(run.metrics)
-    for step in range(steps + 1):
-        rate = skill(step, steps)
-        if step % (steps // 6) == 0:
+    for step in range(1, warm + 1):
+        metrics.stepped(step, {"policy/loss": 3 * exp(-step / warm), "policy/grad_norm": 1.0, "time/step_s": 0.8})
+    if warm:
+        run.write_summary(0, summary("sampled", 0.02))
+    for place in range(steps + 1):
+        rate, step = skill(place, steps), place + warm
+        if place % (steps // 6) == 0:
             run.write_summary(step, summary("sampled", rate))
-            if step in (0, steps):
+            if place in (0, steps):
                 for name, accuracy in (("greedy", min(0.99, rate + 0.05)), ("blank", 0.25), ("swapped", 0.26)):
                     run.write_summary(step, summary(name, accuracy))
                 groups = []
@@ -84,14 +91,14 @@ def make_run(folder: Path, steps: int = 120) -> RunDirectory:
                     episode = attempt(held_out[i], f"eval/{i}", 0, random.random() < rate, random)
                     groups.append(Group(f"eval/{i}", held_out[i], (episode,)))
                 write_episodes(run.eval_episodes_of(step, "sampled"), step, groups)
-        if step:
+        if place:
             noisy = min(1.0, max(0.0, random.gauss(rate, 0.035)))
             metrics.stepped(
                 step,
                 {
-                    "reward/mean": noisy + 0.1 * min(1.0, 0.93 + step / steps / 10),
+                    "reward/mean": noisy + 0.1 * min(1.0, 0.93 + place / steps / 10),
                     "reward/exact": noisy,
-                    "reward/format": min(1.0, 0.93 + step / steps / 10),
+                    "reward/format": min(1.0, 0.93 + place / steps / 10),
                     "accuracy": noisy,
                     "policy/entropy": 0.9 * (1.1 - rate) + random.gauss(0, 0.01),
                     "policy/grad_norm": 0.4 + abs(random.gauss(0, 0.1)),
@@ -103,13 +110,13 @@ def make_run(folder: Path, steps: int = 120) -> RunDirectory:
                     "time/step_s": 1.42,
                 },
             )
-        if step in (1, steps):
+        if place in (1, steps):
             train = Shapes(store=store, split="train", size=4096)
             groups = []
             for i in range(8):
-                task = train[step * 8 + i]
+                task = train[place * 8 + i]
                 members = tuple(
-                    attempt(task, f"g{i}", k, random.random() < rate, random, tidy=k != 3 or step > 1) for k in range(8)
+                    attempt(task, f"g{i}", k, random.random() < rate, random, tidy=k != 3 or place > 1) for k in range(8)
                 )
                 groups.append(Group(f"g{i}", task, members))
             write_episodes(run.episodes_of(step), step, groups)

@@ -7,11 +7,13 @@ import pytest
 from rich.console import Console
 
 from sensorium.recipe.plan import Plan
+from sensorium.record.findings import Notice
 from sensorium.report import console as module
 from sensorium.report.console import ConsoleWatcher, duration
 from sensorium.report.curves import chart, resample, smooth, sparkline
 from sensorium.report.tables import comparison_table, plan_table
 from sensorium.report.watcher import RunStart, Watcher, Watchers
+from sensorium.vocabulary import Episode, Group, Media, Score, Segment, Status, Task, Thread, Turn, user
 
 SUMMARY = {"name": "sampled", "accuracy": 0.5, "interval": [0.45, 0.55], "tasks": 512, "episodes": 512}
 
@@ -153,3 +155,78 @@ def test_several_watchers_hear_everything() -> None:
 
     Watchers([Ear(), Watcher(), Ear()]).stepped(3, {})
     assert heard == [3, 3]
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_labels_and_terms_have_room_at_any_width(width: int, clock: Clock) -> None:
+    watcher = ConsoleWatcher(Console(file=io.StringIO(), width=width))
+    watcher.started(RunStart("demo", 40, warm_start=10))
+    names = ("exact", "format", "overlong", "judge_of_reasoning", "box_overlap")
+    for step in (1, 2, 3):
+        watcher.stepped(
+            step,
+            {"reward/mean": 0.1, "episodes/failed": 2, "throughput/episodes_per_s": 50.0, "time/step_s": 2.0}
+            | {f"reward/{name}": 0.5 for name in names}
+            | {f"time/{part}_s": 0.3 for part in module.PHASES},
+        )
+    watcher.evaluated(0, SUMMARY)
+    watcher.diagnosed(Notice(2, "no_answer", "began", "'exact' found no answer", True))
+    shown = Console(file=io.StringIO(), width=width, record=True)
+    shown.print(watcher._state)
+    text = shown.export_text()
+    assert "…" not in text
+    for word in (
+        "terms",
+        "held out",
+        "speed",
+        "left out",
+        "health",
+        "no answer (since step 2)",
+        *(f"{n} 0.50" for n in names),
+    ):
+        assert word in text, word
+    assert all(len(line.rstrip()) <= width for line in text.splitlines())
+
+
+def test_held_out_accuracy_is_told_stage_by_stage(clock: Clock) -> None:
+    watcher = ConsoleWatcher(Console(file=io.StringIO(), width=100))
+    watcher.started(RunStart("demo", 40, warm_start=10))
+    for step, accuracy in ((0, 0.02), (10, 0.55), (20, 0.7), (40, 0.96)):
+        watcher.evaluated(step, SUMMARY | {"accuracy": accuracy, "interval": None})
+    shown = Console(file=io.StringIO(), width=100, record=True)
+    shown.print(watcher._state)
+    assert "2.0 % → 55.0 % after the warm start → 96.0 %  at step 40" in shown.export_text()
+
+
+def test_findings_are_printed_when_they_begin_last_and_end() -> None:
+    stream = io.StringIO()
+    watcher = ConsoleWatcher(Console(file=stream, width=60))
+    for step, state in ((3, "began"), (13, "goes on"), (30, "ended")):
+        watcher.diagnosed(Notice(step, "no_answer", state, "'exact' found no [answer]: there is no tag. Ask for it", True))
+    assert stream.getvalue().splitlines() == [
+        "step 3: health: 'exact' found no [answer]: there is no tag. Ask for it",
+        "step 13: health: still: 'exact' found no [answer]: there is no tag. Ask for it",
+        "step 30: health: over: no_answer",
+    ]
+
+
+def test_the_first_group_shows_prompt_media_response_and_what_each_term_paid() -> None:
+    picture = Media("picture", "0" * 64, "cat.png")
+    said = Segment("model", (5,), text="a \x1b[31mcat", logprobs=(0.0,), name="e")
+    scores = (Score("exact", 0.0, weight=0.9), Score("judge", None, reason="timed out"))
+    thread, turn = Thread((Segment("environment", (1,)), said), (False, True)), Turn(0, (), said, 0, 1)
+    episode = Episode("e", "t", "g", 0, (thread,), (turn,), Status.FINISHED, scores=scores)
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    watcher = ConsoleWatcher(Console(file=stream, width=100))
+    watcher.began(Group("g", Task("row 3", (user(picture, "What is this?"),), "cat"), (episode, episode)))
+    stream.seek(0)
+    lines = [" ".join(line.split()) for line in stream.read().splitlines()]
+    assert lines[:7] == [
+        "first task row 3",
+        "user [picture cat.png] What is this?",
+        "known answer cat",
+        "response a ?[31mcat",
+        "paid by exact 0 ? 0.9",
+        "paid by judge missing: timed out",
+        "total none, so it is not trained on (the 2 attempts: none, none)",
+    ]

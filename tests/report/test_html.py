@@ -1,6 +1,7 @@
 """report.html stands alone, shows what happened as it happened, and stays small."""
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from io import BytesIO
 from pathlib import Path
@@ -10,8 +11,9 @@ from PIL import Image
 
 from sensorium.media.store import MediaStore
 from sensorium.record.durable import write_whole
+from sensorium.record.findings import Notice, SightResult, write_notice, write_sight
 from sensorium.record.run_directory import RunDirectory
-from sensorium.report.episodes import write_episodes
+from sensorium.report.episodes import read_episodes, write_episodes
 from sensorium.report.examples import Comparison, choose, compare_evaluations, training_groups
 from sensorium.report.html import render_report, write_report
 from sensorium.report.svg import Series, line_chart, ticks
@@ -85,7 +87,7 @@ def test_each_picture_is_embedded_once_and_is_the_stored_one(run: RunDirectory, 
 
 
 def test_curves_tell_their_story_also_in_words(page: Page) -> None:
-    labels = [svg["aria-label"] or "" for svg in page.all("svg") if svg.get("class") == "chart"]
+    labels = [svg["aria-label"] or "" for svg in page.all("svg") if (svg.get("class") or "").startswith("chart")]
     assert any(re.match(r"Reward: mean reward from 0\.\d+ at step 1 to 1\.\d+ at step 30", label) for label in labels)
     assert any("held out from 0.55 at step 0 to 0.96 at step 30" in label for label in labels)
     assert any(label.startswith("Reward by term: exact") and "format" in label for label in labels)
@@ -211,3 +213,54 @@ def test_long_curves_are_thinned_and_keep_their_end() -> None:
     assert len(chart) < 100_000
     assert "at step 9999" in chart
     assert line_chart("Nothing", [Series("nothing", ())]) == ""
+
+
+def test_what_is_wrong_stands_on_top_with_its_cause_and_since_when(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=12)
+    write_notice(
+        run.health, Notice(3, "no_answer", "began", "'exact' found no answer: <answer> is missing. Ask for it", True)
+    )
+    write_notice(run.health, Notice(4, "truncated", "began", "responses were cut", False))
+    write_notice(run.health, Notice(9, "truncated", "ended", "responses were cut", False))
+    write_sight(run.health, 12, [SightResult("picture", 32, 0.75, 0.25, 4)])
+    page = render_report(run)
+    panel = page[page.index('<section class="health') : page.index('<div class="tiles"')]
+    assert 'class="health grave"' in panel
+    assert "since step 3" in panel
+    assert "&lt;answer&gt; is missing. Ask for it" in panel
+    assert "truncated</b> from step 4 to step 9" in panel
+    assert "<b>75.0 %</b> right with pictures, <b>25.0 %</b> with pictures blanked" in panel
+
+
+def test_a_run_without_findings_says_so_and_one_that_needs_a_look_is_not_called_sick(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=12)
+    assert "Nothing was found wrong at the end of 12 steps." in render_report(run)
+    write_notice(run.health, Notice(4, "truncated", "began", "responses were cut", False))
+    assert 'class="health caution"' in render_report(run)
+
+
+def test_a_warm_start_has_its_own_column_and_every_curve_the_same_axis_with_a_divider(tmp_path: Path) -> None:
+    page = render_report(make_run(tmp_path, steps=12, warm=6))
+    head = page[page.index("<thead>") : page.index("</thead>")]
+    assert re.findall(r"<th>([^<]*)</th>", head) == ["", "at start", "after warm start", "after RL", "change by RL", "n"]
+    row = page[page.index('<tr class="whole">') :]
+    assert re.findall(r'class="share">([^<]*)<', row)[:3] == ["2.0 %", "55.0 %", "96.0 %"]
+    assert "+41.0" in row[: row.index("</tr>")]
+    charts = re.findall(r'<svg class="chart.*?</svg>', page, re.DOTALL)
+    assert len(charts) > 8
+    assert all(chart.count('class="divide"') == 1 and ">RL</text>" in chart for chart in charts)
+    shown = {re.findall(r'text-anchor="(?:start|middle)">(?:step )?(\d+)</text>', chart)[-1] for chart in charts}
+    assert len(shown) == 1, "all charts end at the same step"
+    assert "at step 6, where RL began, and at step 18" in page
+
+
+def test_without_a_warm_start_no_curve_is_divided(tmp_path: Path) -> None:
+    assert 'class="divide"' not in render_report(make_run(tmp_path, steps=12))
+
+
+def test_why_a_score_is_missing_can_be_read_without_hovering(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=12)
+    (_, task, episode), *_ = read_episodes(run.episodes_of(12))
+    unjudged = replace(episode, scores=(Score("judge", None, reason="the <judge> did not answer within 30 s"),))
+    write_episodes(run.episodes_of(12), 12, [Group("g", task, (unjudged,))])
+    assert "judge missing</b>: the &lt;judge&gt; did not answer within 30 s</span>" in render_report(run)

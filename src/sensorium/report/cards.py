@@ -120,7 +120,8 @@ def _pay(episode: Episode) -> str:
 def _chip(score: Score) -> str:
     weight = "" if score.weight == 1 else f" × {score.weight:g}"
     if score.value is None:
-        return f'<span class="chip missing" title="{escape(score.reason)}">{escape(score.name)} missing</span>'
+        reason = f": {escape(_clip(score.reason, 240))}" if score.reason else ""
+        return f'<span class="chip missing"><b>{escape(score.name)} missing</b>{reason}</span>'
     return f'<span class="chip">{escape(score.name)} <b>{score.value:.2f}</b>{weight}</span>'
 
 

@@ -48,12 +48,17 @@ class Comparisons:
     shown: tuple[Comparison, ...]
 
 
-def compare_evaluations(directory: RunDirectory, limit: int) -> Comparisons | None:
-    """The first and the last logged evaluation of one name, task by task; None if there are not two."""
+def compare_evaluations(directory: RunDirectory, limit: int, warm: int = 0) -> Comparisons | None:
+    """The first and the last logged evaluation of one name, task by task; None if there are not two.
+
+    After a warm start of so many steps the first is that at its end, where there is one: what follows is RL's own.
+    """
     logs: dict[str, list[int]] = {}
     for path in sorted(directory.eval.glob("step_*.jsonl")):
         logs.setdefault(path.stem.partition("_")[2].partition("_")[2], []).append(step_of(path))
     name, steps = max(logs.items(), key=lambda log: (len(log[1]), log[0] == "eval"), default=("", []))
+    if warm in steps[1:-1]:
+        steps = steps[steps.index(warm) :]
     if len(steps) < 2:
         return None
     before, after = (_first_attempts(directory, step, name) for step in (steps[0], steps[-1]))

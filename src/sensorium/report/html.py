@@ -15,28 +15,20 @@ from sensorium.media.store import MediaStore
 from sensorium.recipe.schema import MediaSection
 from sensorium.recipe.yaml import read_yaml
 from sensorium.record.durable import write_whole
+from sensorium.record.findings import read_health
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.album import Album
 from sensorium.report.cards import comparison_card, group_card
 from sensorium.report.console import duration
 from sensorium.report.examples import Comparisons, Kind, compare_evaluations, training_groups
+from sensorium.report.health_panel import health_panel
 from sensorium.report.metrics import read_metrics
-from sensorium.report.svg import Series, line_chart
+from sensorium.report.run_charts import detail_charts, learning_charts, step_axis
+from sensorium.report.stages import stage_table, stages_of, warm_steps, widest_first
 from sensorium.report.tables import interval_text, share
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets" / "report"
 MEDIA_BYTES = 4 * 1024 * 1024
-DETAILS = {
-    "policy/entropy": "entropy",
-    "policy/grad_norm": "gradient norm",
-    "policy/kl_ref": "KL to the start",
-    "policy/clip_fraction": "clipped share",
-    "mismatch/kl": "KL of engine and learner",
-    "groups/zero_variance": "groups without signal",
-    "episodes/length_mean": "tokens an episode",
-    "episodes/turns_mean": "turns an episode",
-    "throughput/episodes_per_s": "episodes a second",
-}
 
 
 def write_report(run: RunDirectory | Path) -> Path:
@@ -56,16 +48,20 @@ def render_report(directory: RunDirectory, *, media_bytes: int = MEDIA_BYTES, co
     decoder = _decoder(directory, recipe)
     album = Album(decoder.store, media_bytes, decoder)
     name = str(recipe.get("name", directory.path.name))
+    warm = warm_steps(recipe)
+    axis = step_axis(rows, summaries, warm)
     sections = [
-        _section("Learning", "curves", _learning(rows, summaries)),
-        _section("Before and after", "table", _before_after(summaries)),
-        _section("The same questions, before and after", "compared", _compared(directory, album, comparisons)),
+        _section("Learning", "curves", learning_charts(rows, summaries, axis)),
+        _section("Stage by stage" if warm else "Before and after", "table", stage_table(summaries, warm)),
+        _section("The same questions, before and after", "compared", _compared(directory, album, comparisons, warm)),
         _section("Groups from training", "groups", _groups(directory, album, groups)),
-        _section("In detail", "details", _details(rows)),
+        _section("In detail", "details", detail_charts(rows, axis)),
         _section("Recipe", "recipe", f"<pre>{escape(recipe_text)}</pre>" if recipe_text else ""),
     ]
     decoder.close()
-    return _page(name, _head(name, recipe, rows, summaries), "".join(sections), album)
+    health = health_panel(read_health(directory.health), len(rows))
+    head = _head(name, recipe, health, _tiles(rows, summaries, warm))
+    return _page(name, head, "".join(sections), album)
 
 
 def _decoder(directory: RunDirectory, recipe: Mapping[str, Any]) -> Decoder:
@@ -93,9 +89,7 @@ def _section(title: str, kind: str, body: str) -> str:
     return f'<section class="{kind}"><h2>{escape(title)}</h2>{body}</section>\n' if body else ""
 
 
-def _head(
-    name: str, recipe: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], summaries: Sequence[Mapping[str, Any]]
-) -> str:
+def _head(name: str, recipe: Mapping[str, Any], health: str, tiles: str) -> str:
     facts = []
     if recipe:
         batch = recipe.get("batch", {})
@@ -104,16 +98,21 @@ def _head(
         facts.append(f"{batch.get('prompts_per_step', '?')} prompts × {batch.get('group_size', '?')} attempts a step")
         facts.append(f"seed {recipe.get('seed', 0)}")
     line = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
-    return f'<header class="top"><h1>{escape(name)}</h1><p class="facts">{line}</p>{_tiles(rows, summaries)}</header>'
+    return f'<header class="top"><h1>{escape(name)}</h1><p class="facts">{line}</p>{health}{tiles}</header>'
 
 
-def _tiles(rows: Sequence[Mapping[str, Any]], summaries: Sequence[Mapping[str, Any]]) -> str:
+def _tiles(rows: Sequence[Mapping[str, Any]], summaries: Sequence[Mapping[str, Any]], warm: int) -> str:
     tiles = []
-    for first, last in [(found[0], found[-1]) for found in _widest_first(summaries)[:1]]:
+    for found in widest_first(summaries)[:1]:
+        stages = stages_of(found, warm)
+        last = stages[-1].summary if stages else {}
         if last.get("accuracy") is not None:
-            was = "" if first is last else f"from {share(first.get('accuracy'))}"
-            interval = f"95 % interval {interval_text(last)}" if last.get("interval") else ""
-            tiles.append(_tile("held-out accuracy", share(last["accuracy"]), was, interval))
+            was = [share(stage.summary["accuracy"]) for stage in stages[-2:-1] if stage.summary.get("accuracy") is not None]
+            since = "since RL began; " if was and warm and stages[-1].name == "after RL" else ""
+            interval = f"{since}95 % interval {interval_text(last)}" if last.get("interval") else since
+            tiles.append(
+                _tile("held-out accuracy", share(last["accuracy"]), "".join(f"from {one}" for one in was), interval)
+            )
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     if rewards:
         tiles.append(
@@ -136,110 +135,24 @@ def _tile(name: str, value: str, beside: str, below: str) -> str:
     )
 
 
-def _learning(rows: Sequence[Mapping[str, Any]], summaries: Sequence[Mapping[str, Any]]) -> str:
-    """Reward, accuracy in training with the held-out ones, and every term by its name."""
-    accuracy = [_series("training", "accuracy", rows, colour=1), *_held_out(summaries)]
-    terms = [name for name in dict.fromkeys(key for row in rows for key in row) if name.startswith("reward/")]
-    by_term = [
-        _series(name.removeprefix("reward/"), name, rows, colour=(0, 3, 2, 4, 5)[i % 5])
-        for i, name in enumerate(term for term in terms if term != "reward/mean")
-    ]
-    wanted = [
-        ("Reward", [_series("mean reward", "reward/mean", rows)]),
-        ("Accuracy", accuracy),
-        ("Reward by term", by_term if len(by_term) > 1 else []),
-        ("Loss of the warm start", [_warm_loss(rows)]),
-    ]
-    charts = [(title, series) for title, series in wanted if any(one.points for one in series)]
-    wide = len(charts) if len(charts) % 2 else 0
-    drawn = [
-        line_chart(title, series, width=1310 if i == wide else 640) for i, (title, series) in enumerate(charts, start=1)
-    ]
-    return f'<div class="charts">{"".join(drawn)}</div>' if drawn else ""
-
-
-def _held_out(summaries: Sequence[Mapping[str, Any]]) -> list[Series]:
-    """Held-out accuracy over steps: of the main evaluation, and of others that were made more than twice."""
-    curves = []
-    for i, found in enumerate(_by_name(summaries)):
-        judged = [summary for summary in found if summary.get("accuracy") is not None]
-        if judged and (i == 0 or len(judged) > 2):
-            points = tuple((float(summary["step"]), float(summary["accuracy"])) for summary in judged)
-            intervals = tuple(tuple(summary["interval"]) if summary.get("interval") else None for summary in judged)
-            name = "held out" if i == 0 else f"held out, {judged[0]['name']}"
-            curves.append(Series(name, points, 2 + i % 4, marks=True, intervals=intervals))
-    return curves
-
-
-def _details(rows: Sequence[Mapping[str, Any]]) -> str:
-    charts = [
-        line_chart(title, [_series(title, metric, rows, colour=0)], width=420, height=190)
-        for metric, title in DETAILS.items()
-        if sum(metric in row for row in rows) > 1
-    ]
-    return f'<div class="charts three">{"".join(charts)}</div>' if charts else ""
-
-
-def _series(name: str, metric: str, rows: Sequence[Mapping[str, Any]], colour: int = 0) -> Series:
-    return Series(name, tuple((float(row["step"]), float(row[metric])) for row in rows if metric in row), colour)
-
-
-def _warm_loss(rows: Sequence[Mapping[str, Any]]) -> Series:
-    """The loss of steps that have no reward: those of the supervised stage."""
-    return _series("loss", "policy/loss", [row for row in rows if "reward/mean" not in row], colour=4)
-
-
-def _before_after(summaries: Sequence[Mapping[str, Any]]) -> str:
-    """Accuracy first and last, by evaluation and by category, as a table with bars."""
-    rows = []
-    for i, (first, *_, last) in enumerate(found for found in _widest_first(summaries) if len(found) > 1):
-        rows.append(_compared_row(str(last["name"]), first, last, "whole"))
-        for name, category in last.get("categories", {}).items() if i == 0 else ():
-            rows.append(_compared_row(name, first.get("categories", {}).get(name, {}), category, "part"))
-    if not rows:
-        return ""
-    head = "<tr><th></th><th>before</th><th>after</th><th>change</th><th>n</th></tr>"
-    note = '<p class="note">Accuracy on held-out tasks, with its 95 % interval.</p>'
-    return f'{note}<div class="scroll"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
-
-
-def _compared_row(name: str, was: Mapping[str, Any], now: Mapping[str, Any], kind: str) -> str:
-    old, new = was.get("accuracy"), now.get("accuracy")
-    change = "–" if old is None or new is None else f"{100 * (new - old):+.1f}"
-    trend = "" if old is None or new is None or abs(new - old) < 0.02 else ("up" if new > old else "down")
-    return (
-        f'<tr class="{kind}"><th scope="row">{escape(name)}</th><td>{_bar(was)}</td><td>{_bar(now)}</td>'
-        f'<td class="change {trend}">{change}</td><td class="n">{_size(now)}</td></tr>'
-    )
-
-
-def _bar(part: Mapping[str, Any]) -> str:
-    accuracy = part.get("accuracy")
-    if accuracy is None:
-        return "–"
-    interval = f'<span class="interval">{interval_text(part)}</span>' if part.get("interval") else ""
-    return f'<span class="bar" style="--share:{accuracy:.4f}"></span><span class="share">{share(accuracy)}</span>{interval}'
-
-
-def _compared(directory: RunDirectory, album: Album, limit: int) -> str:
-    found = compare_evaluations(directory, limit)
+def _compared(directory: RunDirectory, album: Album, limit: int, warm: int) -> str:
+    found = compare_evaluations(directory, limit, warm)
     if found is None:
         return ""
     walks = any(len(pair.after.turns) > 1 for pair in found.shown)
     cards = "".join(comparison_card(pair, album) for pair in found.shown[:: 2 if walks else 1])
-    return f'{_tally(found)}<div class="cards">{cards}</div>'
+    return f'{_tally(found, warm)}<div class="cards">{cards}</div>'
 
 
-def _tally(found: Comparisons) -> str:
+def _tally(found: Comparisons, warm: int) -> str:
     """All compared questions as one bar, so that the examples can be weighed."""
     order: tuple[Kind, ...] = ("learned", "kept", "still wrong", "lost", "not judged")
     total = sum(found.counts.values()) or 1
     kinds = [(kind, count) for kind in order if (count := found.counts.get(kind, 0))]
     bar = "".join(f'<i class="{kind.split()[0]}" style="flex-grow:{count}"></i>' for kind, count in kinds)
     keys = "".join(f'<span class="{kind.split()[0]}"><i></i>{kind} <b>{count}</b></span>' for kind, count in kinds)
-    words = (
-        f"{total} held-out questions at step {found.first} and at step {found.last}; examples of each kind, chosen by rule."
-    )
+    first = f"at step {found.first}{', where RL began,' if warm and found.first == warm else ''}"
+    words = f"{total} held-out questions {first} and at step {found.last}; examples of each kind, chosen by rule."
     tally = f'<div class="tally"><div class="tally-bar">{bar}</div><div class="tally-keys">{keys}</div></div>'
     return f'<p class="note">{words}</p>{tally}'
 
@@ -251,24 +164,6 @@ def _groups(directory: RunDirectory, album: Album, each: int) -> str:
     note = "Attempts at one question are compared with each other: what is paid above the group’s mean becomes more likely."
     cards = "".join(group_card(step, group, album) for step, group in found)
     return f'<p class="note">{note}</p><div class="cards">{cards}</div>'
-
-
-def _by_name(summaries: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """The summaries of each evaluation in order of steps; the one made most often, the main one, first."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
-    for summary in summaries:
-        found.setdefault(summary["name"], []).append(summary)
-    known = ["eval", "sampled", "greedy"]
-    return sorted(found.values(), key=lambda of: (-len(of), known.index(of[0]["name"]) if of[0]["name"] in known else 9))
-
-
-def _widest_first(summaries: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """The same, the evaluation of most tasks first: it has the say."""
-    return sorted(_by_name(summaries), key=lambda of: -_size(of[-1]))
-
-
-def _size(part: Mapping[str, Any]) -> int:
-    return int(part.get("tasks", part.get("episodes", 0)))
 
 
 def _tail(values: Sequence[float]) -> float:

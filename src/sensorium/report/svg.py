@@ -23,23 +23,56 @@ class Series:
     intervals: tuple[tuple[float, float] | None, ...] = ()
 
 
-def line_chart(title: str, series: Sequence[Series], *, width: int = 640, height: int = 280, legend: bool = True) -> str:
-    """A chart of one or more curves over steps, readable without scripts; scripts add a crosshair."""
+@dataclass(frozen=True)
+class Axis:
+    """The steps that all charts of a page show; ``divide`` is the last step of the warm start, where there is one."""
+
+    first: float
+    last: float
+    divide: float | None = None
+
+
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    *,
+    axis: Axis | None = None,
+    width: int = 640,
+    height: int = 280,
+    wide: bool = False,
+    legend: bool = True,
+) -> str:
+    """A chart of one or more curves over steps, readable without scripts; scripts add a crosshair.
+
+    A ``wide`` one takes the page's whole width where there is room, and is drawn as the others are on a narrow screen.
+    """
     series = [_thinned(one) for one in series if one.points]
     if not series:
         return ""
-    frame = _Frame.around(series, width, height)
-    parts = [
-        f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(_in_words(title, series))}" '
-        f'data-chart="{escape(json.dumps(_data(series, frame)))}">',
-        *_axes(frame),
-        *(_marks(one, frame) if one.marks else _curve(one, frame) for one in series),
-        f'<g class="cross" visibility="hidden"><line y1="{frame.top}" y2="{frame.bottom}"/></g>',
-        "</svg>",
-    ]
+    if wide:
+        drawn = _svg(title, series, axis, 1310, height, "chart roomy") + _svg(
+            title, series, axis, width, height, "chart tight"
+        )
+    else:
+        drawn = _svg(title, series, axis, width, height, "chart")
     caption = f"<figcaption><b>{escape(title)}</b>{_legend(series) if legend and len(series) > 1 else ''}</figcaption>"
-    body = f'<div class="plot-body">{"".join(parts)}<div class="tip" hidden></div></div>'
-    return f'<figure class="plot{" wide" if width > 1000 else ""}">{caption}{body}</figure>'
+    body = f'<div class="plot-body">{drawn}<div class="tip" hidden></div></div>'
+    return f'<figure class="plot{" wide" if wide else ""}">{caption}{body}</figure>'
+
+
+def _svg(title: str, series: Sequence[Series], axis: Axis | None, width: int, height: int, kind: str) -> str:
+    frame, words = _Frame.around(series, axis, width, height), escape(_in_words(title, series))
+    return "".join(
+        [
+            f'<svg class="{kind}" viewBox="0 0 {width} {height}" role="img" aria-label="{words}" '
+            f'data-chart="{escape(json.dumps(_data(series, frame)))}">',
+            *_axes(frame),
+            *(_divider(axis.divide, frame) if axis is not None and axis.divide is not None else ()),
+            *(_marks(one, frame) if one.marks else _curve(one, frame) for one in series),
+            f'<g class="cross" visibility="hidden"><line y1="{frame.top}" y2="{frame.bottom}"/></g>',
+            "</svg>",
+        ]
+    )
 
 
 @dataclass(frozen=True)
@@ -56,8 +89,8 @@ class _Frame:
     high: float
 
     @staticmethod
-    def around(series: Sequence[Series], width: int, height: int) -> "_Frame":
-        steps = [x for one in series for x, _ in one.points]
+    def around(series: Sequence[Series], axis: Axis | None, width: int, height: int) -> "_Frame":
+        steps = [x for one in series for x, _ in one.points] + ([axis.first, axis.last] if axis is not None else [])
         values = [y for one in series for _, y in one.points]
         values += [edge for one in series for interval in one.intervals if interval for edge in interval]
         low, high = bounds(values)
@@ -93,12 +126,21 @@ def _axes(frame: _Frame) -> list[str]:
         y = frame.y(value)
         parts.append(f'<line class="grid" x1="{frame.left}" x2="{frame.right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick" x="{frame.left - 8}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
-    for step in ticks(frame.first, frame.last, 6):
-        if step == int(step):
-            at = f'x="{frame.x(step):.1f}" y="{frame.bottom + 20}"'
-            parts.append(f'<text class="tick" {at} text-anchor="middle">{int(step)}</text>')
-    parts.append(f'<text class="tick" x="{frame.left - 8}" y="{frame.bottom + 20}" text-anchor="end">step</text>')
+    whole = [step for step in ticks(frame.first, frame.last, 6) if step == int(step)]
+    for i, step in enumerate(whole):
+        x, words = frame.x(step), f"step {int(step)}" if i == 0 else f"{int(step)}"
+        x, anchor = (frame.left, "start") if i == 0 and x < frame.left + 44 else (x, "middle")
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{frame.bottom + 20}" text-anchor="{anchor}">{words}</text>')
     return parts
+
+
+def _divider(after: float, frame: _Frame) -> list[str]:
+    """A line where the warm start ends, with the stages' names on either side."""
+    x, names = frame.x(after), []
+    if x - frame.left > 60:
+        names.append(f'<text class="tick stage" x="{x - 6:.1f}" y="{frame.top + 6}" text-anchor="end">SFT</text>')
+    names.append(f'<text class="tick stage" x="{x + 6:.1f}" y="{frame.top + 6}">RL</text>')
+    return [f'<line class="divide" x1="{x:.1f}" x2="{x:.1f}" y1="{frame.top - 6}" y2="{frame.bottom}"/>', *names]
 
 
 def _curve(series: Series, frame: _Frame) -> str:
