@@ -49,6 +49,7 @@ EPOCHS: dict[str, Any] = {
     "batch": {"prompts_per_step": 3, "group_size": 2, "epochs_per_step": 2},
     "evaluation": {"every": 2, "at_start": True, "samples": 2},
     "algorithm": {"kl": {"coef": 0.01}, "advantage": {"name": "masked_gae"}},
+    "health": {"sight_tasks": 0},
 }
 
 

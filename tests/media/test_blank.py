@@ -1,0 +1,52 @@
+"""A blank medium has the shape of the real one and shows or sounds nothing."""
+
+import numpy as np
+
+from sensorium.media.audio import DecodedAudio
+from sensorium.media.blank import GREY, blank
+from sensorium.media.decoder import Decoder
+from sensorium.media.making import encode_clip, encode_wav
+from sensorium.media.picture import encode_png
+from sensorium.media.store import MediaStore
+from sensorium.media.video import DecodedVideo
+from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
+
+
+def noise(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 255, shape, dtype=np.uint8)
+
+
+def test_a_picture_becomes_grey_at_its_size() -> None:
+    store = MediaStore()
+    decoder = Decoder(store)
+    picture = store.put(encode_png(noise(30, 50, 3)), "picture")
+    pixels = np.asarray(decoder.get(blank(picture, decoder, store)))
+    assert pixels.shape == (30, 50, 3)
+    assert (pixels == GREY).all()
+    decoder.close()
+
+
+def test_a_video_keeps_its_number_of_frames_and_their_size_also_when_it_is_trimmed() -> None:
+    store = MediaStore()
+    decoder = Decoder(store)
+    data = encode_clip(noise(12, 28, 56, 3), fps=4)
+    for asked in (VideoParameters(), VideoParameters(frames=5), VideoParameters(fps=3, start=1.0, end=2.5)):
+        video = store.put(data, "video", "", asked)
+        real, grey = decoder.get(video), decoder.get(blank(video, decoder, store))
+        assert isinstance(real, DecodedVideo)
+        assert isinstance(grey, DecodedVideo)
+        assert grey.frames.shape == real.frames.shape
+        assert np.abs(grey.frames.astype(int) - GREY).max() <= 3, "as far as the codec keeps grey"
+    decoder.close()
+
+
+def test_a_sound_becomes_as_much_silence() -> None:
+    store = MediaStore()
+    decoder = Decoder(store)
+    sound = store.put(encode_wav(np.sin(np.arange(8000)).astype(np.float32)), "sound", "", AudioParameters(end=0.25))
+    real, silent = decoder.get(sound), decoder.get(blank(sound, decoder, store))
+    assert isinstance(real, DecodedAudio)
+    assert isinstance(silent, DecodedAudio)
+    assert len(silent.samples) == len(real.samples)
+    assert not silent.samples.any()
+    decoder.close()
