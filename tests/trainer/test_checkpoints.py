@@ -13,7 +13,8 @@ from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
 from sensorium.trainer.checkpoint import Best, Checkpoints
-from sensorium.vocabulary.errors import CheckpointError
+from sensorium.trainer.plain_state import load_state, save_state
+from sensorium.vocabulary.errors import CheckpointError, NonFiniteModel
 
 WATCHED = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "os.listdir", "os.scandir")
 
@@ -33,7 +34,8 @@ def save_and_die_at(event: int, checkpoints: Checkpoints, policy: Policy) -> boo
 
         def hook(name: str, args: tuple[object, ...]) -> None:
             nonlocal left
-            if name in WATCHED:
+            reading = name == "open" and str(args[1]).startswith("r")
+            if name in WATCHED and not reading:
                 left -= 1
                 if left == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -102,3 +104,56 @@ def test_a_checkpoint_loads_with_transformers_and_gives_the_same_logits(policy: 
         ours = policy.model(input_ids=ids_BT, mm_token_type_ids=torch.zeros_like(ids_BT)).logits
         theirs = loaded(input_ids=ids_BT, mm_token_type_ids=torch.zeros_like(ids_BT)).logits
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_model_that_is_not_finite_does_not_take_a_good_checkpoints_place(
+    number: float, policy: Policy, tmp_path: Path
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, policy, {"step": 1}, None)
+    weight = policy.model.lm_head.weight
+    was = weight.data[0, 0].item()
+    try:
+        weight.data[0, 0] = number
+        with pytest.raises(NonFiniteModel, match=r"after step 2 .* Complete checkpoints are of step: 1\."):
+            checkpoints.save(2, policy, {"step": 2}, None)
+    finally:
+        weight.data[0, 0] = was
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+
+
+class Payload:
+    """What a pickle runs when it is read."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (self.command,)
+
+
+def test_a_state_that_would_run_code_is_refused_and_nothing_runs(policy: Policy, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    path = checkpoints.save(1, policy, {"step": 1}, None)
+    torch.save({"step": Payload(f"touch {tmp_path / 'ran'}")}, path / "trainer" / "state.pt")
+    with pytest.raises(CheckpointError, match=r"state\.pt' holds Python objects.*refused.*older version"):
+        load_state(path / "trainer" / "state.pt")
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(CheckpointError, match=r"not complete: trainer/state\.pt has"):
+        checkpoints.load(1)
+
+
+def test_a_state_of_an_older_version_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    torch.save({"best": Best(1, 0.5)}, tmp_path / "state.pt")
+    with pytest.raises(CheckpointError, match=r"go on with that version, or start a new run from the weights"):
+        load_state(tmp_path / "state.pt")
+
+
+def test_a_state_cut_short_is_one_paragraph(tmp_path: Path) -> None:
+    save_state({"tensor": torch.zeros(1000)}, tmp_path / "state.pt")
+    data = (tmp_path / "state.pt").read_bytes()
+    for size in (0, 10, len(data) // 2, len(data) - 1):
+        (tmp_path / "state.pt").write_bytes(data[:size])
+        with pytest.raises(CheckpointError, match=r"state\.pt' "):
+            load_state(tmp_path / "state.pt")

@@ -9,6 +9,7 @@ from sensorium.cli.show import say, show_dry_run, show_plan
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.yaml import read_yaml
+from sensorium.record.lock import lock_run
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.html import write_report
 from sensorium.report.tables import comparison_table
@@ -42,12 +43,14 @@ def run(arguments: Namespace) -> int:
     taken_away = (Variant("blank", 1.0, {"picture": "blank"}), Variant("swapped", 1.0, {"picture": "swapped"}))
     found = study(recipe, [*SAMPLED_AND_GREEDY, *taken_away], [ConsoleWatcher(console)])
     directory = RunDirectory(found.directory)
-    for step, summaries in ((0, found.before), (recipe.warm_start.steps + recipe.steps, found.after)):
-        for summary in summaries:
-            directory.write_summary(step, summary)
+    with lock_run(directory.path):
+        for step, summaries in ((0, found.before), (recipe.warm_start.steps + recipe.steps, found.after)):
+            for summary in summaries:
+                directory.write_summary(step, summary)
+        report = write_report(directory)
     console.print()
     console.print(comparison_table(found.before, found.after, "held-out accuracy, before and after"))
-    say(f"report  {write_report(directory)}", console)
+    say(f"report  {report}", console)
     return 0
 
 
@@ -57,4 +60,5 @@ def _clear_earlier(recipe: Recipe) -> None:
     if directory.exists():
         earlier, _ = read_yaml(directory.recipe.read_text(), str(directory.recipe))
         if isinstance(earlier, dict) and earlier.get("name") == recipe.name:
-            shutil.rmtree(directory.path)
+            with lock_run(directory.path):
+                shutil.rmtree(directory.path)

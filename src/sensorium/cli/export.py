@@ -5,8 +5,9 @@ import shutil
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from sensorium.record.durable import writing
 from sensorium.record.run_directory import RunDirectory
-from sensorium.vocabulary.errors import CheckpointError
+from sensorium.vocabulary.errors import CheckpointError, RecordError
 
 ADAPTER = "adapter"
 NOT_THE_MODEL = ("trainer", "COMPLETE", ADAPTER)
@@ -35,26 +36,38 @@ def export(checkpoint: Path, target: Path, *, adapter: bool = False) -> None:
     """Copy the model of a complete checkpoint, or its adapter, and nothing of the trainer's; complete or absent."""
     if target.exists():
         raise CheckpointError(f"'{target}' exists; choose another folder or remove it.")
+    from sensorium.trainer.checkpoint import refuse_damaged
+
     source = checkpoint / ADAPTER if adapter else checkpoint
     if not source.is_dir():
         raise CheckpointError(
             f"'{checkpoint}' has no adapter: its run trained the weights themselves (model.lora.rank is 0). Export it "
             "without --adapter."
         )
+    refuse_damaged(checkpoint)
     draft = target.with_name(f".{target.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    shutil.copytree(source, draft, ignore=shutil.ignore_patterns(*NOT_THE_MODEL))
-    os.replace(draft, target)
+    try:
+        with writing(target):
+            shutil.copytree(source, draft, ignore=shutil.ignore_patterns(*NOT_THE_MODEL))
+            os.replace(draft, target)
+    except shutil.Error as error:
+        raise RecordError(
+            f"cannot write '{target}': {error.args[0][0][-1]}. Make room, or choose another place."
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def find_checkpoint(source: Path, *, step: int | None = None, last: bool = False) -> Path:
     """The checkpoint that is meant: a folder that is one, or of a run a given step's, the best, or the last."""
-    from sensorium.trainer.checkpoint import Checkpoints, is_complete
+    from sensorium.trainer.checkpoint import Checkpoints, is_complete, refuse_damaged
 
     if is_complete(source):
         return source
     directory = RunDirectory(source)
     if not directory.checkpoints.is_dir():
+        refuse_damaged(source)
         raise CheckpointError(f"'{source}' is neither a complete checkpoint nor a run directory.")
     checkpoints = Checkpoints(directory.checkpoints, keep=1)
     complete = checkpoints.complete()

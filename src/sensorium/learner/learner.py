@@ -170,7 +170,7 @@ class Learner:
             "optimizer": self._optimizer.state_dict(),
             "critic": None if self.critic is None else self.critic.state_dict(),
             "kl": self._kl.state_dict(),
-            "begun": self._begun,
+            "begun": None if self._begun is None else {"updates": self._begun.updates, "old": self._begun.old},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -180,11 +180,10 @@ class Learner:
         if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
         self._kl.load_state_dict(state["kl"])
-        begun: Begun | None = state["begun"]
+        begun, self._begun = state["begun"], None
         if begun is not None:
-            moved = tuple(None if old_N is None else old_N.to(self.policy.device) for old_N in begun.old)
-            begun = Begun(begun.updates, moved)
-        self._begun = begun
+            moved = tuple(None if old_N is None else old_N.to(self.policy.device) for old_N in begun["old"])
+            self._begun = Begun(begun["updates"], moved)
 
     def _objective(self, name: str) -> Objective:
         objective = Objective(name, self._algorithm, policy_learns=self.policy_learns)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch.nn.modules.dropout import _DropoutNd
 
 import sensorium.models.torchvision_fix  # noqa: F401  (before transformers imports torchvision)
@@ -45,11 +46,13 @@ def load_policy(
     if dtype not in DTYPES:
         raise ModelError(f"model.dtype: unknown dtype '{dtype}'{nearest(dtype, list(DTYPES))}")
     place = find_checkpoint(path)
-    with _naming(path):
+    with _naming(path, place):
         config = AutoConfig.from_pretrained(place)
+    _refuse_quantized(path, config)
+    chosen = find_device(device)
     family = family_of(config.model_type, family)
     adapter_class = resolve("family", family, "model.family")
-    with _naming(path), quiet():
+    with _naming(path, place), quiet():
         model, report = _model_class(config).from_pretrained(
             place, dtype=DTYPES[dtype], attn_implementation=adapter_class.attention, output_loading_info=True
         )
@@ -59,7 +62,7 @@ def load_policy(
         missing = ", ".join(sorted(report["missing_keys"])[:4])
         raise ModelError(f"model.path '{path}': the checkpoint lacks {len(report['missing_keys'])} weights: {missing}, ….")
     _refuse_dropout(path, model)
-    model.to(find_device(device)).eval()
+    model.to(chosen).eval()
     adapters = None
     if lora is not None and lora.rank:
         adapters = add_adapters(model, adapter_class.groups, lora, seed, _base_name(path, place))
@@ -82,8 +85,9 @@ def find_checkpoint(path: str) -> str:
         if not (folder / "config.json").exists():
             raise ModelError(f"model.path '{path}': the folder has no config.json; it is not a Hugging Face checkpoint.")
         return str(folder)
-    if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
-        raise ModelError(f"model.path '{path}': there is no such folder.")
+    local = folder.is_absolute() or path.startswith((".", "~"))
+    if local or path.count("/") > 1 or ("/" in path and folder.parent.is_dir()):
+        raise ModelError(f"model.path '{path}': there is no such folder{_beside(folder)}")
     return path
 
 
@@ -102,9 +106,19 @@ def find_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(device)
+        chosen = torch.device(device)
     except RuntimeError as error:
         raise ModelError(f"model.device: unknown device '{device}'; use 'auto', 'cpu' or 'cuda'.") from error
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if chosen.type == "cuda" and not count:
+        built = "" if torch.version.cuda else ", and this torch was built without CUDA"
+        raise ModelError(
+            f"model.device is '{device}', but torch finds no CUDA device here{built}. Use 'auto' or 'cpu', or mend the "
+            "driver (nvidia-smi should list the GPU)."
+        )
+    if chosen.type == "cuda" and (chosen.index or 0) >= count:
+        raise ModelError(f"model.device is '{device}', but there are {count} CUDA devices here, counted from 0.")
+    return chosen
 
 
 def _shipped(name: str) -> str:
@@ -133,7 +147,10 @@ def _processor(place: str, config: Any) -> Any:
         return None
     from transformers import AutoProcessor
 
-    return AutoProcessor.from_pretrained(place)
+    processor = AutoProcessor.from_pretrained(place)
+    if not processor.chat_template:  # older checkpoints keep it in tokenizer_config.json alone
+        processor.chat_template = processor.tokenizer.chat_template
+    return processor
 
 
 def _base_name(path: str, place: str) -> str:
@@ -166,14 +183,44 @@ def _dropouts(config: Any, place: str) -> Iterator[tuple[str, float]]:
             yield f"{key} ({place})", float(value)
 
 
+def _refuse_quantized(path: str, config: Any) -> None:
+    """Weights of a few bits cannot be trained here, and transformers would want packages of its own to read them."""
+    for part in (config, *(vars(config).get(name) for name in ("text_config", "thinker_config"))):
+        said = getattr(part, "quantization_config", None)
+        if said:
+            method = said.get("quant_method") if isinstance(said, dict) else getattr(said, "quant_method", None)
+            name = getattr(method, "value", method) or "method not named"
+            raise ModelError(
+                f"model.path '{path}': the checkpoint is quantized ({name}), "
+                "which is not supported. Use the model it was made from, in float32 or bfloat16 (model.dtype), with "
+                "model.lora if memory is short."
+            )
+
+
 @contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Turn transformers' loading errors into one that names the model path."""
+def _naming(path: str, place: str) -> Iterator[None]:
+    """Turn the errors of transformers and safetensors into one that names the model path and what to do."""
     try:
         yield
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model.path '{path}': cannot load the checkpoint: {_first_line(error)}") from error
+    except (SafetensorError, OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ModelError(f"model.path '{path}': cannot load the checkpoint: {_reason(error, place)}") from error
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _reason(error: BaseException, place: str) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = lines[0] if lines else type(error).__name__
+    if isinstance(error, SafetensorError):
+        return f"a weight file is cut short or damaged ({reason}). Copy or download it again."
+    sizes = [line for line in lines if "size mismatch" in line.lower() or "MISMATCH" in line]
+    if sizes:
+        return f"weights and config.json disagree: {sizes[0]}"
+    return reason if Path(place).is_dir() else f"it is no folder here, and not to be had as a hub id: {reason}"
+
+
+def _beside(folder: Path) -> str:
+    """What there is in place of a folder that is missing."""
+    if not folder.parent.is_dir():
+        return "."
+    return nearest(folder.name, sorted(entry.name for entry in folder.parent.iterdir() if entry.is_dir())[:40])

@@ -22,12 +22,21 @@ from sensorium.vocabulary.errors import RecipeError, nearest
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe, apply overrides, check everything that can be checked without building anything."""
-    return parse_recipe(_text(find_recipe(path)), str(path), overrides)
+    data, origins = read_recipe(path)
+    named = {override.partition("=")[0].strip() for override in overrides}
+    if run_of(path) and "name" in named and "run_dir" not in named:
+        del data["run_dir"]  # a new run by the recipe of another one
+    for override in overrides:
+        _apply(override, data, origins)
+    return _validate(data, origins, str(path))
 
 
 def read_recipe(path: str | Path) -> tuple[dict[str, Any], dict[Place, str]]:
-    """The data of a recipe as they are written, unchecked, and the line of each part."""
-    return _read(_text(find_recipe(path)), str(path))
+    """The data of a recipe as they are written, unchecked, and the line of each part. A run is where its directory is."""
+    data, origins = _read(_text(find_recipe(path)), str(path))
+    if run := run_of(path):
+        data["run_dir"] = str(run)
+    return data, origins
 
 
 def _text(source: Path) -> str:
@@ -75,6 +84,15 @@ def find_recipe(path: str | Path) -> Path:
         return given / "recipe.yaml"
     names = nearest(given.stem, list(shipped)) if shipped else "."
     raise RecipeError(f"there is no recipe file '{path}'. Give a path, or a shipped recipe by name{names}")
+
+
+def run_of(path: str | Path) -> Path | None:
+    """The run directory that a path means, itself or by its recipe.yaml; a run is where its directory is."""
+    given = Path(path)
+    folder = given.parent if given.name == "recipe.yaml" and given.is_file() else given
+    if str(path) in shipped_recipes() and given == folder:
+        return None
+    return folder if (folder / "recipe.yaml").is_file() and (folder / "checkpoints").is_dir() else None
 
 
 def shipped_recipes() -> dict[str, Path]:

@@ -300,6 +300,11 @@ class LoggingSection(Section):
 
     loggers: tuple[str, ...] = ()
     episodes: int = Field(default=0, ge=0, description="episodes written per step; 0: all")
+    full_steps: int = Field(default=200, ge=0, description="last steps whose episodes stay whole on disk; 0: all steps")
+    sampled_steps: int = Field(
+        default=1000, ge=0, description="older steps of which the first group stays, evenly spread; 0: none"
+    )
+    episodes_gib: float = Field(default=4.0, gt=0, description="disk for episode logs; beyond it the oldest are removed")
     project: str = "sensorium"
 
 

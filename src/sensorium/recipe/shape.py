@@ -10,6 +10,7 @@ from typing import Any
 from sensorium.recipe.linears import Linear, ends_in, linears_in, linears_of
 from sensorium.recipe.names import PARAMETER_GROUPS
 from sensorium.recipe.schema import LoraSection
+from sensorium.vocabulary.errors import RecipeError
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 
@@ -51,6 +52,17 @@ def read_shape(path: str) -> ModelShape | None:
     folder = _folder(path)
     if folder is None or not (folder / "config.json").is_file():
         return None
+    try:
+        return _read_shape(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise RecipeError(
+            f"model.path '{path}': config.json or a weight file there is damaged or of no known form ({reason}). Copy or "
+            "download the checkpoint again."
+        ) from error
+
+
+def _read_shape(folder: Path) -> ModelShape:
     config = json.loads((folder / "config.json").read_text())
     config = config.get("thinker_config", config)
     text = config.get("text_config", config)

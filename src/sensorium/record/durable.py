@@ -1,16 +1,32 @@
-"""Durable writes: whole files and rows, written so that a kill costs at most an open row.
+"""Durable writes: whole files and rows, written so that a kill costs at most an open row and a full disk is said at once.
 
-A row of a ``.jsonl`` file is appended in one write; a torn last row (no newline) is no row. Whole files are written beside
-and renamed into place.
+A row of a ``.jsonl`` file is appended whole or not at all; a torn last row (no newline) is no row. Whole files are written
+beside and renamed into place. Whatever cannot be written or read is a ``RecordError`` that names the file and the way out.
 """
 
+import errno
 import json
 import os
+import sqlite3
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from sensorium.vocabulary.errors import SensoriumError
+from sensorium.vocabulary.errors import RecordError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+WAYS_OUT = {
+    errno.ENOSPC: "The disk is full: make room, then go on with --resume.",
+    errno.EDQUOT: "Your quota on this disk is used up: make room, then go on with --resume.",
+    errno.EFBIG: "Files may not grow this large here (ulimit -f): raise the limit, then go on with --resume.",
+    errno.EROFS: "The file system is read-only: choose another run_dir.",
+    errno.EACCES: "Permission is missing: choose another run_dir, or have it made writable.",
+    errno.EPERM: "Permission is missing: choose another run_dir, or have it made writable.",
+    errno.EEXIST: "A file is in the way: remove it, or choose another run_dir.",
+    errno.ENOTDIR: "A file stands where a folder should be: remove it, or choose another run_dir.",
+    errno.EISDIR: "A folder stands where a file should be: remove it, or choose another run_dir.",
+}
 
 
 def to_line(row: Any) -> str:
@@ -19,16 +35,33 @@ def to_line(row: Any) -> str:
 
 
 def append_row(path: Path, row: Any) -> None:
-    """Append one row in one write, after taking away a torn row left by a kill."""
+    """Append one row, whole or not at all, after taking away a torn row left by a kill."""
     data = to_line(row).encode()
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        end = os.fstat(descriptor).st_size
-        if end and os.pread(descriptor, 1, end - 1) != b"\n":
-            os.ftruncate(descriptor, _whole_rows(os.pread(descriptor, end, 0)))
-        os.write(descriptor, data)
-    finally:
-        os.close(descriptor)
+    with writing(path):
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            end = os.fstat(descriptor).st_size
+            if end and os.pread(descriptor, 1, end - 1) != b"\n":
+                end = _whole_rows(os.pread(descriptor, end, 0))
+                os.ftruncate(descriptor, end)
+            try:
+                write_all(descriptor, data)
+            except OSError:
+                with suppress(OSError):  # if this fails too, the torn row is no row, and the next append takes it away
+                    os.ftruncate(descriptor, end)
+                raise
+        finally:
+            os.close(descriptor)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write every byte; the system may take only a part at a time."""
+    left = memoryview(data)
+    while left:
+        written = os.write(descriptor, left)
+        if written == 0:
+            raise OSError(errno.EIO, "nothing more was written")
+        left = left[written:]
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -39,12 +72,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise SensoriumError(
-                    f"{path}, line {number}: not a JSON row ({error}); mend or remove that line."
-                ) from error
+            yield _row(path, number, line)
 
 
 def rewrite_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
@@ -53,7 +81,7 @@ def rewrite_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
         return
     data = path.read_bytes()
     lines = data[: _whole_rows(data)].splitlines(keepends=True)
-    kept = b"".join(line for line in lines if keep(json.loads(line)))
+    kept = b"".join(line for number, line in enumerate(lines, start=1) if keep(_row(path, number, line)))
     if kept != data:
         write_whole(path, kept)
 
@@ -65,13 +93,80 @@ def write_rows(path: Path, rows: Iterable[Any]) -> None:
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file beside its place, flush it and rename it in: complete or absent, never half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    data = content.encode() if isinstance(content, str) else content
     draft = path.with_name(f".{path.name}.draft")
-    with draft.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with draft.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+        except OSError:
+            draft.unlink(missing_ok=True)  # on a full disk half a draft takes room that others need
+            raise
+
+
+def read_json(path: Path, way_out: str) -> dict[str, Any]:
+    """The object in a JSON file; a damaged one is an error that names the file and ``way_out``."""
+    try:
+        data = json.loads(path.read_bytes())
+    except OSError as error:
+        raise RecordError(f"cannot read '{path}': {error.strerror}. {way_out}") from error
+    except ValueError as error:
+        raise RecordError(f"'{path}' is damaged: it is not JSON ({error}). {way_out}") from error
+    if not isinstance(data, dict):
+        raise RecordError(f"'{path}' is damaged: it holds no JSON object. {way_out}")
+    return data
+
+
+def flush(path: Path) -> None:
+    """Have a file's content, or the names in a folder, on the disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What is written inside either succeeds or raises a ``RecordError`` that names the file and the way out."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(error.filename or path, error) from error
+
+
+def cannot_write(path: object, error: OSError) -> RecordError:
+    """A failed write in words."""
+    reason = error.strerror or str(error)
+    way_out = WAYS_OUT.get(error.errno or 0, "Mend that, then go on with --resume.")
+    return RecordError(f"cannot write '{path}': {reason}. {way_out} What was complete before is as it was.")
+
+
+def full_disk_error(error: BaseException) -> OSError | None:
+    """The system's error for a disk without room, if that is what an error, its cause or a part of it says."""
+    if isinstance(error, OSError) and error.errno in FULL:
+        return error
+    if isinstance(error, sqlite3.OperationalError) and "disk is full" in str(error):
+        return OSError(errno.ENOSPC, str(error))
+    inner = [*error.exceptions] if isinstance(error, BaseExceptionGroup) else []
+    if error.__cause__ is not None:
+        inner.append(error.__cause__)
+    return next((found for one in inner if (found := full_disk_error(one)) is not None), None)
+
+
+def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    problem = "no JSON object"
+    try:
+        row = json.loads(line)
+        if isinstance(row, dict):
+            return row
+    except ValueError as error:
+        problem = f"not a JSON row ({error})"
+    raise RecordError(f"{path}, line {number}: {problem}; mend or remove that line.")
 
 
 def _plain(value: Any) -> Any:

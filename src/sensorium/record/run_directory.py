@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from sensorium.record.durable import rewrite_rows, write_whole
+from sensorium.record.durable import read_json, rewrite_rows, write_whole, writing
+from sensorium.vocabulary.errors import RecordError
 
 STEP = re.compile(r"step_(\d+)")
 
@@ -31,7 +32,8 @@ class RunDirectory:
     def create(self) -> "RunDirectory":
         """Make the folders."""
         for folder in (self.path, self.episodes, self.media, self.eval, self.checkpoints):
-            folder.mkdir(parents=True, exist_ok=True)
+            with writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
         return self
 
     def exists(self) -> bool:
@@ -50,6 +52,14 @@ class RunDirectory:
             for path in [
                 p for pattern in ("ledger.sqlite*", "report.html", "health.jsonl") for p in self.path.glob(pattern)
             ]:
+                path.unlink()
+
+    def forget(self, *, ledger: bool) -> None:
+        """Take away what a run has written: rows, episodes, evaluations, report, and the ledger if asked to."""
+        for path in (self.metrics, self.health, self.report, *(self.path.glob("ledger.sqlite*") if ledger else ())):
+            path.unlink(missing_ok=True)
+        for folder in (self.episodes, self.eval):
+            for path in folder.glob("step_*"):
                 path.unlink()
 
     def episodes_of(self, step: int) -> Path:
@@ -76,17 +86,33 @@ class RunDirectory:
 
     def summaries(self) -> list[dict[str, Any]]:
         """Every evaluation's summary, by step, then name."""
-        found = [json.loads(path.read_text()) for path in sorted(self.eval.glob("step_*.json"))]
+        found = [_summary(path) for path in sorted(self.eval.glob("step_*.json"))]
         return sorted(found, key=lambda summary: (summary["step"], summary["name"]))
 
     def drop_after(self, step: int) -> None:
         """Forget rows and files of steps past ``step``: a resumed run writes them again."""
         for rows in (self.metrics, self.health):
-            rewrite_rows(rows, lambda row: row.get("step", 0) <= step)
+            rewrite_rows(rows, lambda row, rows=rows: _step_of_row(rows, row) <= step)
         for folder in (self.episodes, self.eval):
             for path in folder.glob("step_*"):
-                if step_of(path) > step:
+                if STEP.match(path.name) and step_of(path) > step:
                     path.unlink()
+
+
+def _step_of_row(path: Path, row: dict[str, Any]) -> int:
+    step = row.get("step")
+    if not isinstance(step, int):
+        raise RecordError(f"'{path}' is damaged: a row has no step ({str(row)[:60]}…). Mend or remove it.")
+    return step
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    """The summary in a file; one that lacks what every summary has is damaged."""
+    way_out = "Remove it (that evaluation is then missing in the report), or put back a copy."
+    summary = read_json(path, way_out)
+    if not isinstance(summary.get("step"), int) or not isinstance(summary.get("name"), str):
+        raise RecordError(f"'{path}' is damaged: it is no evaluation's summary. {way_out}")
+    return summary
 
 
 def step_name(step: int) -> str:

@@ -1,12 +1,15 @@
 """Checkpoints: every one is a Hugging Face model with a ``trainer/`` folder beside it, complete or absent, never half.
 
-A checkpoint is written into a hidden folder, flushed, marked COMPLETE with the sizes of its files, then renamed into
-place. A kill at any point leaves the last complete one as it was.
+A checkpoint is written into a hidden folder, flushed, marked COMPLETE with the sizes and digests of its files, then renamed
+into place. A kill at any point, and a disk that is full, leave the last complete one as it was. A model with a number that
+is not finite is never written.
 """
 
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,13 @@ from typing import Any
 import torch
 
 from sensorium.models.policy import Policy
-from sensorium.vocabulary.errors import CheckpointError
+from sensorium.record.contents import FileContent, contents_of, differences, size_differences
+from sensorium.record.durable import cannot_write, flush, read_json, write_whole, writing
+from sensorium.trainer.plain_state import load_state, save_state
+from sensorium.vocabulary.errors import CheckpointError, NonFiniteModel, RecordError
 
 MARKER = "COMPLETE"
+STATE = Path("trainer") / "state.pt"
 
 
 @dataclass(frozen=True)
@@ -27,38 +34,50 @@ class Best:
     value: float
 
 
+@dataclass(frozen=True)
+class Damage:
+    """A checkpoint that cannot be trusted, why, and where it was put."""
+
+    step: int
+    reason: str
+    place: Path
+
+
 class Checkpoints:
     """The ``checkpoints/`` folder of a run."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
         self.keep = keep
-        folder.mkdir(parents=True, exist_ok=True)
+        self._verified: set[int] = set()
 
     def save(self, step: int, policy: Policy, state: dict[str, Any], best: Best | None, protect: int | None = None) -> Path:
         """Write a checkpoint of the policy and everything needed to go on exactly; then apply retention.
 
         ``protect`` is the step of an earlier one that must stay, because what came after it may be damaged.
         """
+        self._refuse_non_finite(step, policy)
         target = self.path(step)
         draft = self.folder / f".draft_{target.name}"
         shutil.rmtree(draft, ignore_errors=True)
-        policy.save(draft)
-        trainer = draft / "trainer"
-        trainer.mkdir()
-        torch.save(state, trainer / "state.pt")
-        sizes = {str(p.relative_to(draft)): p.stat().st_size for p in sorted(draft.rglob("*")) if p.is_file()}
-        for name in sizes:
-            _flush(draft / name)
-        (draft / MARKER).write_text(json.dumps({"step": step, "files": sizes}, indent=1))
-        _flush(draft / MARKER)
-        _flush(draft)
-        if target.exists():
-            _remove(target)
-        os.replace(draft, target)
-        _flush(self.folder)
+        with _writing(draft):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            policy.save(draft)
+            (draft / STATE).parent.mkdir()
+            save_state(state, draft / STATE)
+            files = contents_of(draft)
+            for name in files:
+                flush(draft / name)
+            listed = {name: {"size": content.size, "digest": content.digest} for name, content in files.items()}
+            (draft / MARKER).write_text(json.dumps({"step": step, "files": listed}, indent=1))
+            flush(draft / MARKER)
+            flush(draft)
+            if target.exists():
+                _remove(target)
+            os.replace(draft, target)
+            flush(self.folder)
         if best is not None:
-            self._write_best(best)
+            write_whole(self.folder / "best.json", json.dumps({"step": best.step, "value": best.value}))
         self._retain(step, best, protect)
         return target
 
@@ -67,37 +86,78 @@ class Checkpoints:
         return self.folder / f"step_{step:06d}"
 
     def complete(self) -> list[int]:
-        """Steps with a complete checkpoint, oldest first."""
-        return sorted(int(p.name[5:]) for p in self.folder.glob("step_*") if is_complete(p))
+        """Steps with a complete checkpoint, oldest first, by a look at names and sizes."""
+        return [step for step in self._steps() if is_complete(self.path(step))]
 
     def best(self) -> Best | None:
         """The best checkpoint, where one was marked."""
         path = self.folder / "best.json"
-        return Best(**json.loads(path.read_text())) if path.exists() else None
+        if not path.exists():
+            return None
+        way_out = "Remove it, or name a checkpoint yourself (--last or --step)."
+        data = read_json(path, way_out)
+        step, value = data.get("step"), data.get("value")
+        if not isinstance(step, int) or not isinstance(value, int | float):
+            raise RecordError(f"'{path}' is damaged: it names no step with its value. {way_out}")
+        return Best(step, value)
 
     def load(self, step: int) -> dict[str, Any]:
         """The trainer's state of a checkpoint."""
         path = self.path(step)
-        if not is_complete(path):
-            raise CheckpointError(f"checkpoint '{path}' is not complete; the last complete one is {self.complete()[-1:]}.")
-        return torch.load(path / "trainer" / "state.pt", map_location="cpu", weights_only=False)
+        problems = [] if step in self._verified else problems_of(path)
+        if problems:
+            last = ", ".join(map(str, self.complete()[-1:])) or "none"
+            raise CheckpointError(
+                f"checkpoint '{path}' is not complete: {problems[0]}. The last complete one is of step: {last}."
+            )
+        return load_state(path / STATE)
 
-    def clear_after(self, step: int) -> None:
-        """Drop drafts and checkpoints past a step: the run goes on from there."""
+    def set_damaged_aside(self) -> list[Damage]:
+        """Verify from the newest backwards until one is good; the damaged ones before it get another name and are told."""
+        found = []
+        for step in reversed(self._steps()):
+            problems = problems_of(self.path(step))
+            if not problems:
+                self._verified.add(step)
+                break
+            place = self._free_name(step)
+            with writing(place):
+                os.replace(self.path(step), place)
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            found.append(Damage(step, f"{problems[0]}{more}", place))
+        return found
+
+    def clear_after(self, step: int, best: Best | None = None) -> None:
+        """Drop drafts and checkpoints past a step: the run goes on from there, with ``best`` as it was then."""
         for path in [*self.folder.glob(".draft_*"), *self.folder.glob(".removed_*")]:
             shutil.rmtree(path, ignore_errors=True)
         for later in self.complete():
             if later > step:
                 _remove(self.path(later))
-        best = self.best()
-        if best is not None and best.step > step:
-            (self.folder / "best.json").unlink()
+        if best is None:
+            (self.folder / "best.json").unlink(missing_ok=True)
+        elif self.folder.is_dir():
+            write_whole(self.folder / "best.json", json.dumps({"step": best.step, "value": best.value}))
 
-    def _write_best(self, best: Best) -> None:
-        draft = self.folder / ".best.json"
-        draft.write_text(json.dumps({"step": best.step, "value": best.value}))
-        _flush(draft)
-        os.replace(draft, self.folder / "best.json")
+    def _steps(self) -> list[int]:
+        """Steps that have a folder, whole or not, oldest first."""
+        return sorted(int(p.name[5:]) for p in self.folder.glob("step_*") if p.is_dir() and p.name[5:].isdecimal())
+
+    def _free_name(self, step: int) -> Path:
+        name = f"damaged_{self.path(step).name}"
+        taken = len(list(self.folder.glob(f"{name}*")))
+        return self.folder / (f"{name}_{taken}" if taken else name)
+
+    def _refuse_non_finite(self, step: int, policy: Policy) -> None:
+        """A model that became non-finite never takes a good one's place."""
+        bad = [name for name, tensor in policy.model.named_parameters() if not bool(torch.isfinite(tensor).all())]
+        if bad:
+            kept = ", ".join(map(str, self.complete())) or "none"
+            raise NonFiniteModel(
+                f"after step {step} the model holds numbers that are not finite, in {len(bad)} parameters (the first is "
+                f"{bad[0]}), so it is not saved. Complete checkpoints are of step: {kept}. Lower optimizer.lr or "
+                "optimizer.clip_norm and start a new run, from one of them if you like (model.path)."
+            )
 
     def _retain(self, step: int, best: Best | None, protect: int | None) -> None:
         kept = {*self.complete()[-self.keep :], step, protect}
@@ -110,11 +170,86 @@ class Checkpoints:
 
 def is_complete(path: Path) -> bool:
     """True if a checkpoint folder has its marker and every file it lists, at its size."""
-    marker = path / MARKER
-    if not marker.exists():
+    try:
+        return not size_differences(path, _listed(path))
+    except CheckpointError:
         return False
-    files = json.loads(marker.read_text())["files"]
-    return all((path / name).exists() and (path / name).stat().st_size == size for name, size in files.items())
+
+
+def refuse_damaged(path: Path) -> None:
+    """Refuse a checkpoint of a run whose files are not what was written; of any other folder nothing is known."""
+    if not (path / MARKER).exists():
+        return
+    problems = problems_of(path)
+    if problems:
+        raise CheckpointError(
+            f"checkpoint '{path}' is damaged: {problems[0]}. Take another one of its run (--step or --last), or resume the "
+            "run, which falls back to its last good one."
+        )
+
+
+def problems_of(path: Path) -> list[str]:
+    """What is wrong with a checkpoint, every byte of it read; empty if it is as it was written.
+
+    Of a checkpoint that was written without digests only sizes are known.
+    """
+    try:
+        return differences(path, _listed(path))
+    except CheckpointError as error:
+        return [str(error)]
+
+
+def has_digests(path: Path) -> bool:
+    """True if a complete checkpoint says what its files hold, not only how large they are."""
+    return all(content.digest for content in _listed(path).values())
+
+
+def _listed(path: Path) -> dict[str, FileContent]:
+    """The files that a checkpoint's marker lists."""
+    marker = path / MARKER
+    if not marker.is_file():
+        raise CheckpointError(f"it has no {MARKER}")
+    try:
+        files = json.loads(marker.read_bytes())["files"]
+        return {
+            name: FileContent(entry) if isinstance(entry, int) else FileContent(entry["size"], entry["digest"])
+            for name, entry in files.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"its {MARKER} is damaged") from error
+
+
+@contextmanager
+def _writing(draft: Path) -> Iterator[None]:
+    """A save that fails leaves no draft behind; a disk that is full is said in one sentence, whatever library meets it."""
+    try:
+        with writing(draft):
+            yield
+    except RecordError:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    except Exception as error:  # torch and safetensors have errors of their own for a write that failed
+        full = _failed_write(error, draft)
+        shutil.rmtree(draft, ignore_errors=True)
+        if full is None:
+            raise
+        raise full from error
+
+
+def _failed_write(error: Exception, draft: Path) -> RecordError | None:
+    """The failed write behind a library's error; None if it was something else."""
+    text = str(error)
+    words = ("No space left", "File too large", "Disk quota", "I/O error", "IoError", "file write failed", "unexpected pos")
+    if not any(word in text for word in words):
+        return None
+    try:
+        with (draft / ".probe").open("wb") as probe:  # what the system says of a write of that size now
+            probe.write(b"\0" * (1 << 20))
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as reason:
+        return cannot_write(draft, reason)
+    return RecordError(f"cannot write '{draft}': {text.splitlines()[0]} What was complete before is as it was.")
 
 
 def _remove(path: Path) -> None:
@@ -123,11 +258,3 @@ def _remove(path: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
     os.replace(path, hidden)
     shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -29,7 +29,7 @@ def surroundings() -> dict[str, str]:
     """What else than recipe and seed the numbers depend on."""
     return {
         "python": sys.version.split()[0],
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "transformers": transformers.__version__,
         "threads": str(torch.get_num_threads()),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -48,11 +48,18 @@ def warn_if_changed(recorded: dict[str, str]) -> list[str]:
 
 def random_state() -> dict[str, Any]:
     """The state of every stateful source of random numbers (ours are keyed; a user's code may draw from these)."""
-    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy.random.get_state()}
+    numbers: Any = numpy.random.get_state(legacy=True)
+    name, keys, *rest = numbers
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(keys.astype(numpy.int64)), *rest),
+    }
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
     """Put the sources of random numbers back."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
-    numpy.random.set_state(state["numpy"])
+    name, keys, *rest = state["numpy"]
+    numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), *rest))

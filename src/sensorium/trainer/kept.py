@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from sensorium.learner.learner import Learner, Sample
+from sensorium.learner.sample import Valued
 from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
 from sensorium.models.policy import Policy
 from sensorium.recipe.load import load_recipe
+from sensorium.record.durable import read_json, write_whole
 from sensorium.record.run_directory import RunDirectory, step_name
 from sensorium.report.episodes import read_groups, write_episodes
 from sensorium.trainer.models import load_trained
+from sensorium.trainer.plain_state import load_state, save_state
 from sensorium.trainer.reference import resume_reference
 from sensorium.trainer.session import make_learner
 from sensorium.vocabulary.episode import Group
@@ -36,7 +39,7 @@ def keep_batch(
     folder = directory.kept / step_name(step)
     shutil.rmtree(folder, ignore_errors=True)
     policy.save(folder / "model")
-    torch.save(learner.state_dict(), folder / "learner.pt")
+    save_state(learner.state_dict(), folder / "learner.pt")
     shutil.copy(directory.recipe, folder / "recipe.yaml")
     write_episodes(folder / "episodes.jsonl", step, groups)
     store = MediaStore(folder / "media")
@@ -44,9 +47,9 @@ def keep_batch(
         span.media for group in groups for e in group.episodes for t in e.threads for s in t.segments for span in s.media
     }:
         store.take(media, policy.store)
-    credited = [[(s.episode.id, s.advantages, s.valued) for s in row] for row in samples]
-    torch.save(credited, folder / "credit.pt")
-    (folder / "batch.json").write_text(json.dumps({"step": step, "loss": loss, "policy_version": policy.version}))
+    credited = [[(s.episode.id, s.advantages, _values_of(s)) for s in row] for row in samples]
+    save_state(credited, folder / "credit.pt")
+    write_whole(folder / "batch.json", json.dumps({"step": step, "loss": loss, "policy_version": policy.version}))
     return NonFiniteUpdate(
         f"step {step}: {error} Nothing was updated. The batch and the weights are kept in '{folder}'; run "
         f"'sensorium replay {folder}' to reproduce it."
@@ -58,7 +61,7 @@ def replay(folder: Path) -> dict[str, float]:
     if not (folder / "batch.json").exists():
         raise CheckpointError(f"'{folder}' holds no kept batch; they lie under a run directory's kept/.")
     recipe = load_recipe(folder / "recipe.yaml", [])
-    batch: dict[str, Any] = json.loads((folder / "batch.json").read_text())
+    batch: dict[str, Any] = read_json(folder / "batch.json", "This batch cannot be run again.")
     store = MediaStore(folder / "media")
     # A decoder of its own: what was kept stays as it is, and nothing is decoded into it.
     policy = load_trained(recipe, store, folder / "model", Decoder(store))
@@ -66,11 +69,19 @@ def replay(folder: Path) -> dict[str, float]:
     warming = batch["loss"] == "likelihood"
     reference = resume_reference(recipe, policy, RunDirectory(folder.parents[1]))
     learner = make_learner(recipe, policy, reference, warming=warming)
-    learner.load_state_dict(torch.load(folder / "learner.pt", map_location="cpu", weights_only=False))
+    learner.load_state_dict(load_state(folder / "learner.pt"))
     episodes = {e.id: e for group in read_groups(folder / "episodes.jsonl") for e in group.episodes}
-    credited = torch.load(folder / "credit.pt", map_location="cpu", weights_only=False)
-    samples = [[Sample(episodes[id], advantages, valued) for id, advantages, valued in row] for row in credited]
+    credited = load_state(folder / "credit.pt")
+    samples = [
+        [Sample(episodes[id], advantages, None if values is None else Valued(*values)) for id, advantages, values in row]
+        for row in credited
+    ]
     try:
         return learner.step(samples, batch["loss"])
     finally:
         policy.decoder.close()
+
+
+def _values_of(sample: Sample) -> tuple[Tensor, Tensor] | None:
+    """What a critic is taught of a sample, as plain tensors."""
+    return None if sample.valued is None else (sample.valued.values_P, sample.valued.targets_P)

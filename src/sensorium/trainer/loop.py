@@ -15,6 +15,7 @@ import torch
 from sensorium.learner.learner import Learner, Sample
 from sensorium.models.reference import Reference
 from sensorium.recipe.schema import Recipe
+from sensorium.record.retention import GIB, Retention
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.episodes import write_episodes
 from sensorium.report.watcher import RunStart, Watcher
@@ -63,6 +64,8 @@ class Trainer:
         self.health = Health(recipe, directory, watcher)
         self.reference: Reference | None = None
         self.checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
+        logging = recipe.logging
+        self.retention = Retention(directory, logging.full_steps, logging.sampled_steps, round(logging.episodes_gib * GIB))
         self.step = 0
         self.position = 0
         self.best: Best | None = None
@@ -197,6 +200,7 @@ class Trainer:
         """Evaluate and checkpoint where due, judge the step's health, and write the row."""
         self.step += 1
         row |= await self._evaluate()
+        self._thin_logs()
         row["time/checkpoint_s"] = self.last_saving_s
         row |= self.meter.row()
         row |= self.health.examine(self.step, row, evidence)
@@ -205,6 +209,13 @@ class Trainer:
         every = self.recipe.checkpoint.every
         if improved or (every and self.step % every == 0) or self.step == self.total_steps:
             self._save()
+
+    def _thin_logs(self) -> None:
+        """Of old steps keep a sample of the episodes, and counts in the ledger."""
+        for note in self.retention.apply(self.step):
+            self.watcher.noted(note)
+        if self.recipe.logging.full_steps:
+            self.ledger.compact(self.step - self.recipe.logging.full_steps)
 
     def _improved(self, row: dict[str, float]) -> bool:
         """True if the deciding metric is the best so far; remembers it."""
@@ -237,12 +248,15 @@ class Trainer:
             "position": self.position,
             "learner": self.learner.state_dict(),
             "policy_version": self.session.policy.version,
-            "best": self.best,
+            "best": None if self.best is None else {"step": self.best.step, "value": float(self.best.value)},
             "sound_at": self.sound_at,
             "random": random_state(),
             "surroundings": surroundings(),
         }
         self.checkpoints.save(self.step, self.session.policy, state, self.best, protect=self.sound_at if damaged else None)
+        oldest = self.checkpoints.complete()[-self.recipe.checkpoint.keep :][0]
+        if self.recipe.logging.full_steps:
+            self.ledger.forget_judgements(min(oldest, self.step - self.recipe.logging.full_steps))
         self.saved_at = self.step
         self.last_saving_s = time.perf_counter() - started
 
@@ -253,7 +267,8 @@ class Trainer:
         self.position = state["position"]
         self.session.policy.version = state["policy_version"]
         self.session.engine.refresh(state["policy_version"])
-        self.best, self.sound_at = state["best"], state.get("sound_at", -1)
+        self.best = None if state["best"] is None else Best(**state["best"])
+        self.sound_at = state["sound_at"]
         if self.step > self.recipe.warm_start.steps:
             self.reference = resume_reference(self.recipe, self.session.policy, self.directory)
         self.learner = self._learner(warming=0 < self.step <= self.recipe.warm_start.steps)
@@ -261,7 +276,7 @@ class Trainer:
         restore_random_state(state["random"])
         self.directory.drop_after(self.step)
         self.health.restore()
-        self.checkpoints.clear_after(self.step)
+        self.checkpoints.clear_after(self.step, self.best)
         self.ledger.rewind(self.step + 1)
 
     def close(self) -> None:

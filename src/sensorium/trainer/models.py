@@ -8,6 +8,7 @@ from sensorium.models.load import load_policy
 from sensorium.models.lora import FOLDER
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import LoraSection, MediaSection, Recipe
+from sensorium.trainer.checkpoint import refuse_damaged
 
 GIB = 1 << 30
 DECODED_SHARE = 0.25
@@ -15,13 +16,22 @@ DECODED_SHARE = 0.25
 
 
 def load_model(
-    recipe: Recipe, path: str, store: MediaStore, lora: LoraSection | None = None, decoder: Decoder | None = None
+    recipe: Recipe,
+    path: str,
+    store: MediaStore,
+    lora: LoraSection | None = None,
+    decoder: Decoder | None = None,
+    *,
+    verified: bool = False,
 ) -> Policy:
     """The model at ``path``, in the recipe's family, precision and place; without adapters unless some are asked for.
 
-    Its media are decoded by ``decoder``, or by one of its own as the recipe's media section says.
+    Its media are decoded by ``decoder``, or by one of its own as the recipe's media section says. A run's checkpoint is
+    compared with its digests first, unless it is ``verified``.
     """
     model, media = recipe.model, recipe.media
+    if not verified:
+        refuse_damaged(Path(path).expanduser())
     return load_policy(
         path,
         store=store,
@@ -63,7 +73,7 @@ def load_trained(
     lora = recipe.model.lora
     if lora.rank == 0:
         path = recipe.model.path if checkpoint is None else str(checkpoint)
-        return load_model(recipe, path, store, decoder=decoder)
+        return load_model(recipe, path, store, decoder=decoder, verified=checkpoint is not None)
     policy = load_model(recipe, recipe.model.path, store, lora, decoder)
     if checkpoint is not None:
         assert policy.adapters is not None

@@ -1,20 +1,23 @@
 """Starting, resuming and finishing a run."""
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from sensorium.media.store import MediaStore
 from sensorium.recipe.algorithm_checks import cautions
-from sensorium.recipe.load import dump_recipe
 from sensorium.recipe.names import build
 from sensorium.recipe.schema import Recipe
-from sensorium.record.durable import write_whole
+from sensorium.record.durable import cannot_write, full_disk_error
+from sensorium.record.lock import lock_run
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.html import write_report
 from sensorium.report.metrics import MetricsFile
 from sensorium.report.watcher import Watcher, Watchers
 from sensorium.tasks.mixture import a_few, each_once
-from sensorium.trainer.checkpoint import Checkpoints
+from sensorium.trainer.checkpoint import Checkpoints, has_digests
+from sensorium.trainer.claim import begin, begin_again, go_on, no_checkpoint, refuse_fewer_steps, write_recipe
 from sensorium.trainer.determinism import settle
 from sensorium.trainer.event_loop import run_async
 from sensorium.trainer.health.at_start import refuse_without_demonstrations, start_notes
@@ -22,30 +25,45 @@ from sensorium.trainer.ledger import Ledger
 from sensorium.trainer.loop import Trainer
 from sensorium.trainer.models import load_trained
 from sensorium.trainer.session import make_sources, make_stream, open_session, refuse_strange_tasks
-from sensorium.vocabulary.errors import CheckpointError, RecipeError
+from sensorium.vocabulary.errors import RecordError, SensoriumError
 
 
-def train(recipe: Recipe, *, resume: bool = False, watchers: Iterable[Watcher] = ()) -> Path:
-    """Run a recipe to its end and write its report; returns the run directory. ``resume``: from the last checkpoint."""
+def train(recipe: Recipe, *, resume: bool = False, restart: bool = False, watchers: Iterable[Watcher] = ()) -> Path:
+    """Run a recipe to its end and write its report; returns the run directory.
+
+    ``resume``: from the last good checkpoint. ``restart``: from the beginning, in a directory whose run has none. One
+    process at a time may do so.
+    """
     directory = RunDirectory(recipe.directory)
-    _claim(recipe, directory, resume)
-    trainer = open_trainer(recipe, directory, resume=resume, watchers=watchers)
-    try:
-        run_async(trainer.run())
-    finally:
-        trainer.close()
-        write_report(directory)
+    with lock_run(directory.path), _full_disk_said(directory):
+        notes: list[str] = []
+        if resume:
+            notes = go_on(recipe, directory)
+        else:
+            (begin_again if restart else begin)(recipe, directory)
+        trainer = open_trainer(recipe, directory, resume=resume, watchers=watchers, notes=notes)
+        if resume:
+            write_recipe(recipe, directory)
+        elif restart:
+            trainer.ledger.rewind(0)
+        with _reported(directory, trainer):
+            run_async(trainer.run())
     return directory.path
 
 
 def open_trainer(
-    recipe: Recipe, directory: RunDirectory, *, resume: bool = False, watchers: Iterable[Watcher] = ()
+    recipe: Recipe,
+    directory: RunDirectory,
+    *,
+    resume: bool = False,
+    watchers: Iterable[Watcher] = (),
+    notes: Iterable[str] = (),
 ) -> Trainer:
-    """Everything built and, on resume, put back as it was; nothing spent yet."""
+    """Everything built and, on resume, put back as it was; nothing spent yet. ``notes`` are told to the watchers first."""
     settle(recipe)
     ledger = Ledger(directory.ledger)
     checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
-    last = checkpoints.complete()[-1] if resume and checkpoints.complete() else None
+    last, found = _last_good(recipe, directory, checkpoints) if resume else (None, [])
     saved = None if last is None else checkpoints.path(last)
     session = open_session(recipe, load_trained(recipe, MediaStore(directory.media), saved), ledger)
     stream = make_stream(recipe, session.store)
@@ -57,6 +75,9 @@ def open_trainer(
     given = {"run_dir": directory.path, "logging": recipe.logging}
     loggers = [build("logger", name, {}, "logging.loggers", **given) for name in recipe.logging.loggers]
     watcher = Watchers([MetricsFile(directory.metrics), *loggers, *watchers])
+    for note in (*notes, *found):
+        print(note, file=sys.stderr)
+        watcher.noted(note)
     if skipped:
         watcher.noted(f"{len(skipped)} held-out rows were skipped; the first because: {skipped[0].reason}")
     for note in (*cautions(recipe), *start_notes(recipe, few)):
@@ -64,28 +85,62 @@ def open_trainer(
     trainer = Trainer(recipe, session, stream, held_out, directory, ledger, watcher)
     if last is not None:
         trainer.restore(checkpoints.load(last))
-    elif resume:
-        directory.drop_after(-1)
-        ledger.rewind(0)
     return trainer
 
 
-def _claim(recipe: Recipe, directory: RunDirectory, resume: bool) -> None:
-    """Take a fresh run directory, or the one to resume, which must hold the same recipe."""
-    text = dump_recipe(recipe)
-    if not resume:
-        if directory.exists() and not directory.is_barren():
-            raise RecipeError(
-                f"run directory '{directory.path}' exists. Go on with it (--resume), choose another (name=… or run_dir=…), "
-                "or remove it."
-            )
-        directory.clear()
-        directory.create()
-        write_whole(directory.recipe, text)
-    elif not directory.exists():
-        raise CheckpointError(f"nothing to resume: '{directory.path}' holds no run. Start it without --resume.")
-    elif directory.recipe.read_text() != text:
-        raise CheckpointError(
-            f"'{directory.path}' was run with another recipe, so going on would not repeat it. Resume with its own recipe "
-            f"('{directory.recipe}'), or start a new run."
-        )
+def _last_good(recipe: Recipe, directory: RunDirectory, checkpoints: Checkpoints) -> tuple[int, list[str]]:
+    """The newest checkpoint that is as it was written, and what is worth saying about it and about damaged newer ones."""
+    damaged = checkpoints.set_damaged_aside()
+    notes = [
+        f"ATTENTION: the checkpoint of step {one.step} is damaged ({one.reason}); it was set aside as '{one.place}'."
+        for one in damaged
+    ]
+    complete = checkpoints.complete()
+    if not complete:
+        raise RecordError(" ".join(notes) + " " + str(no_checkpoint(directory))) if notes else no_checkpoint(directory)
+    last = complete[-1]
+    refuse_fewer_steps(recipe, directory, last)
+    if damaged:
+        notes.append(f"ATTENTION: the run goes on from the last good checkpoint, of step {last}.")
+    if not has_digests(checkpoints.path(last)):
+        notes.append(f"the checkpoint of step {last} has no digests (an older version wrote it); only sizes were checked.")
+    if last == recipe.warm_start.steps + recipe.steps:
+        notes.append(f"the run is finished, with all its {recipe.steps} steps; to go on give it more: --resume steps=…")
+    return last, notes
+
+
+@contextmanager
+def _reported(directory: RunDirectory, trainer: Trainer) -> Iterator[None]:
+    """However the run ends, close it and write its report; what fails then does not hide why the run ended."""
+    try:
+        yield
+    except BaseException:
+        for last_thing in (trainer.close, lambda: write_report(directory)):
+            try:
+                last_thing()
+            except Exception as error:
+                print(f"and at the end of the failed run: {error}", file=sys.stderr)
+        raise
+    trainer.close()
+    try:
+        write_report(directory)
+    except (SensoriumError, OSError):
+        raise
+    except Exception as error:
+        raise RecordError(
+            f"the run in '{directory.path}' is finished and its checkpoints are whole, but its report cannot be written: "
+            f"{type(error).__name__}: {error}. A file in its eval/ or episodes/ may be damaged: remove it, and run the "
+            "command again with --resume."
+        ) from error
+
+
+@contextmanager
+def _full_disk_said(directory: RunDirectory) -> Iterator[None]:
+    """A disk without room, wherever it is met, ends the run with one paragraph."""
+    try:
+        yield
+    except Exception as error:
+        full = None if isinstance(error, SensoriumError) else full_disk_error(error)
+        if full is None:
+            raise
+        raise cannot_write(full.filename or directory.path, full) from error

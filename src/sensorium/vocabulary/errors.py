@@ -49,8 +49,16 @@ class NothingTrained(SensoriumError):
     """A run made no update, at all or for as many steps as the recipe allows; what it has is saved."""
 
 
+class NonFiniteModel(SensoriumError):
+    """The model holds numbers that are not finite, so it is not saved: it must not take a good checkpoint's place."""
+
+
 class CheckpointError(SensoriumError):
     """A checkpoint is incomplete, or belongs to another recipe."""
+
+
+class RecordError(SensoriumError):
+    """A file of a run cannot be written (a full disk, no permission), is damaged, or is held by another process."""
 
 
 def nearest(name: str, known: list[str]) -> str:

@@ -1,0 +1,96 @@
+"""One process writes into a run directory at a time: it holds a lock on ``run.lock`` for as long as it lives.
+
+Example: process 17 trains into ``runs/a``, so ``runs/a/run.lock`` is locked and says ``{"pid": 17, …}``. Process 18 wants
+to resume ``runs/a`` and is refused with who holds it. Process 17 is killed: the system lets go of its lock, and
+18 may start. The text in the file only tells who; a text without the lock means nothing.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import shlex
+import socket
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+
+from sensorium.record.durable import write_all, writing
+from sensorium.vocabulary.errors import RecordError
+
+NAME = "run.lock"
+UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_held: set[int] = set()
+
+
+@contextmanager
+def lock_run(folder: Path) -> Iterator[None]:
+    """Hold a run directory for this process alone, making the folder if need be; refused with who holds it."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o644)
+    _held.add(descriptor)
+    try:
+        _take(descriptor, folder)
+        with writing(folder / NAME):
+            os.ftruncate(descriptor, 0)
+            write_all(descriptor, (json.dumps(_who()) + "\n").encode())
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                os.ftruncate(descriptor, 0)
+    finally:
+        _held.discard(descriptor)
+        os.close(descriptor)
+
+
+def _take(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = _describe(os.pread(descriptor, 4096, 0))
+        raise RecordError(
+            f"run directory '{folder}' is in use by {holder}. Wait for it or stop it; a run of its own needs another "
+            "directory (name=… or run_dir=…)."
+        ) from error
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise RecordError(f"cannot lock '{folder / NAME}': {error.strerror}. Choose another run_dir.") from error
+        warnings.warn(
+            f"the file system of '{folder}' does not support locks ({error.strerror}): nothing keeps a second process out "
+            "of this run directory, so see to it yourself that there is none.",
+            stacklevel=4,
+        )
+
+
+def _who() -> dict[str, object]:
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "command": shlex.join(sys.argv)[:500],
+        "since": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def _describe(text: bytes) -> str:
+    """Who holds a lock, in words."""
+    try:
+        who = json.loads(text)
+        return f"process {who['pid']} on {who['host']} since {who['since']} ({who['command']})"
+    except (ValueError, KeyError, TypeError):
+        return "another process, which has not said yet who it is"
+
+
+def _let_go_in_child() -> None:
+    """A forked child is not the holder: what it inherited must not keep the lock when its parent has died."""
+    for descriptor in _held:
+        with suppress(OSError):
+            os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

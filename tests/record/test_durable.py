@@ -1,0 +1,71 @@
+"""A row is whole or absent and a failed write is said, whatever the disk does; files of a run are read or named."""
+
+import json
+import multiprocessing
+import resource
+from pathlib import Path
+
+import pytest
+
+from sensorium.record.durable import append_row, read_json, read_rows, write_all, write_whole
+from sensorium.vocabulary.errors import RecordError
+
+
+def _append_until_refused(path: Path, answer: "multiprocessing.Queue[tuple[int, str]]") -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+    written = 0
+    try:
+        for n in range(3_000):
+            append_row(path, {"n": n, "text": "x" * 40})
+            written += 1
+    except RecordError as error:
+        answer.put((written, str(error)))
+
+
+def test_a_row_that_does_not_fit_is_an_error_and_leaves_whole_rows_only(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    answer: multiprocessing.Queue[tuple[int, str]] = multiprocessing.get_context("fork").Queue()
+    child = multiprocessing.get_context("fork").Process(target=_append_until_refused, args=(path, answer))
+    child.start()
+    written, said = answer.get(timeout=60)
+    child.join()
+    assert 0 < written < 3_000
+    assert [row["n"] for row in read_rows(path)] == list(range(written))
+    assert path.read_bytes().endswith(b"\n"), "the part of a row that was written is taken away"
+    assert str(path) in said
+    assert "--resume" in said
+
+
+def test_a_write_that_takes_only_a_part_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import os
+
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, bytes(data[:7])))
+    append_row(tmp_path / "rows.jsonl", {"text": "longer than seven bytes"})
+    assert list(read_rows(tmp_path / "rows.jsonl")) == [{"text": "longer than seven bytes"}]
+    monkeypatch.setattr(os, "write", lambda fd, data: 0)
+    with (tmp_path / "other").open("wb") as file, pytest.raises(OSError, match="nothing more"):
+        write_all(file.fileno(), b"abc")
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordError, match=r"A file .*choose another run_dir"):
+        write_whole(tmp_path / "file" / "inside.json", "{}")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b'{"a": 1} trailing'])
+def test_a_damaged_json_file_is_named_with_the_way_out(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "best.json"
+    path.write_bytes(content)
+    with pytest.raises(RecordError, match=r"best\.json' is damaged: .* Remove it\."):
+        read_json(path, "Remove it.")
+    path.write_text(json.dumps({"a": 1}))
+    assert read_json(path, "") == {"a": 1}
+
+
+def test_a_row_that_is_no_object_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n[2]\n')
+    with pytest.raises(RecordError, match="line 2: no JSON object"):
+        list(read_rows(path))

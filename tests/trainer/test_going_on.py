@@ -1,0 +1,244 @@
+"""A run goes on where its directory is, from its last good checkpoint, longer if asked to; nothing goes on by mistake."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sensorium.recipe.load import load_recipe
+from sensorium.report.metrics import read_metrics, repeatable
+from sensorium.report.watcher import Watcher
+from sensorium.trainer.checkpoint import Checkpoints
+from sensorium.trainer.run import train
+from sensorium.vocabulary.errors import CheckpointError, RecordError
+from tests.trainer.small import small
+
+ROOT = Path(__file__).parents[2]
+
+
+class Notes(Watcher):
+    """Remembers what was noted."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def noted(self, text: str) -> None:
+        self.texts.append(text)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of three steps; tests work on copies of it."""
+    folder = tmp_path_factory.mktemp("finished")
+    train(small(folder / "run"))
+    return folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    shutil.copytree(finished / "run", tmp_path / "run")
+    return tmp_path / "run"
+
+
+def outcome(run: Path, step: int) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    rows = [repeatable(row) for row in read_metrics(run / "metrics.jsonl")]
+    return rows, load_file(run / "checkpoints" / f"step_{step:06d}" / "model.safetensors")
+
+
+def assert_equal(left: Path, right: Path, step: int) -> None:
+    (rows, weights), (other_rows, other_weights) = outcome(left, step), outcome(right, step)
+    assert rows == other_rows
+    assert weights.keys() == other_weights.keys()
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("by", ["directory", "recipe"])
+def test_a_copied_run_goes_on_in_the_copy_and_the_original_is_not_touched(by: str, finished: Path, run: Path) -> None:
+    before = everything(finished / "run")
+    recipe = load_recipe(run if by == "directory" else run / "recipe.yaml", ["steps=4"])
+    assert train(recipe, resume=True) == run
+    assert everything(finished / "run") == before
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_an_extended_run_is_the_one_that_was_longer_from_the_start(run: Path, tmp_path: Path) -> None:
+    notes = Notes()
+    train(load_recipe(run, ["steps=4"]), resume=True, watchers=[notes])
+    train(small(tmp_path / "long" / "run", steps=4))
+    assert_equal(run, tmp_path / "long" / "run", 4)
+    assert load_recipe(run).steps == 4
+    assert "the run now ends at 4 steps of RL instead of 3." in notes.texts
+    assert not any("schedule" in text for text in notes.texts)
+
+
+def test_a_schedule_that_depends_on_the_last_step_is_said_loudly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(small(tmp_path / "run", steps=1, optimizer={"lr": 1e-3, "schedule": "cosine"}))
+    train(load_recipe(run, ["steps=2"]), resume=True)
+    assert "ATTENTION: optimizer.schedule is cosine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", ["optimizer.lr=0.5", "seed=1", "batch.group_size=4", "evaluation.temperature=0.5"])
+def test_what_would_change_the_run_is_refused_by_its_key(change: str, run: Path) -> None:
+    before = everything(run)
+    with pytest.raises(
+        CheckpointError, match=rf"{change.partition('=')[0]} was .* and is now .* may change: steps, threads"
+    ):
+        train(load_recipe(run, ["steps=4", change]), resume=True)
+    assert everything(run) == before
+
+
+def test_what_cannot_change_the_run_may_differ(run: Path) -> None:
+    free = ["steps=3", "checkpoint.every=2", "checkpoint.keep=9", "logging.episodes=1", "media.threads=1", "threads=2"]
+    notes = Notes()
+    with pytest.warns(UserWarning, match="threads"):
+        train(load_recipe(run, free), resume=True, watchers=[notes])
+    assert any("the run is finished, with all its 3 steps" in text for text in notes.texts)
+
+
+def test_fewer_steps_than_were_made_are_refused(run: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has made 3 steps of RL, so it cannot end at steps=2"):
+        train(load_recipe(run, ["steps=2"]), resume=True)
+
+
+def test_a_moved_run_with_adapters_and_a_reference_repeats_the_unmoved_one(tmp_path: Path) -> None:
+    """Its parent is renamed, it is called from elsewhere, and where it was stands nothing any more."""
+    settings: dict[str, Any] = {
+        "warm_start": {"steps": 1, "prompts_per_step": 2, "optimizer": {"lr": 1e-3}},
+        "algorithm": {"kl": {"coef": 0.01}},
+        "tasks": {"train": [{"source": "shapes", "options": {"size": 8, "picture_size": 56}}]},
+        "model": {"path": "tiny:qwen2_5_vl", "device": "cpu", "lora": {"rank": 2}},
+    }
+    whole = train(small(tmp_path / "whole", steps=3, **settings))
+    begun = train(small(tmp_path / "before" / "run", steps=2, **settings))
+    (tmp_path / "before").rename(tmp_path / "after")
+    moved = tmp_path / "after" / "run"
+    assert train(load_recipe(moved, ["steps=3"]), resume=True) == moved
+    assert not begun.exists()
+    assert_equal(whole, moved, 4)
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_run_repeats_from_the_one_before(
+    finished: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip(run / "checkpoints" / "step_000003" / "model.safetensors")
+    notes = Notes()
+    train(load_recipe(run), resume=True, watchers=[notes])
+    told = "\n".join(notes.texts)
+    assert "ATTENTION: the checkpoint of step 3 is damaged (model.safetensors has other bytes" in told
+    assert "goes on from the last good checkpoint, of step 2" in told
+    assert "the checkpoint of step 3 is damaged" in capsys.readouterr().err
+    assert (run / "checkpoints" / "damaged_step_000003" / "model.safetensors").is_file()
+    assert_equal(finished / "run", run, 3)
+
+
+@pytest.mark.parametrize("marker", ["", "{", '{"files": 3}', '{"files": {"config.json": {"size": 1}}}', "[]"])
+def test_a_damaged_marker_is_a_damaged_checkpoint(marker: str, run: Path) -> None:
+    (run / "checkpoints" / "step_000003" / "COMPLETE").write_text(marker)
+    notes = Notes()
+    train(load_recipe(run), resume=True, watchers=[notes])
+    assert any("its COMPLETE is damaged" in text for text in notes.texts)
+
+
+def test_without_a_good_checkpoint_resume_stops_and_restart_starts_over(finished: Path, run: Path) -> None:
+    with pytest.raises(CheckpointError, match="complete checkpoint of step 3, which starting over would throw away"):
+        train(load_recipe(run), restart=True)
+    for step in (2, 3):
+        flip(run / "checkpoints" / f"step_{step:06d}" / "trainer" / "state.pt")
+    rows = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(RecordError, match=r"step 3 is damaged .* step 2 is damaged .* no complete checkpoint.* --restart"):
+        train(load_recipe(run), resume=True)
+    assert (run / "metrics.jsonl").read_bytes() == rows, "nothing is forgotten before it is asked for"
+    train(load_recipe(run), restart=True)
+    assert_equal(finished / "run", run, 3)
+    assert len(list((run / "checkpoints").glob("damaged_*"))) == 2
+
+
+def test_an_older_checkpoint_without_digests_is_gone_on_with_and_that_is_said(run: Path) -> None:
+    for marker in (run / "checkpoints").glob("*/COMPLETE"):
+        data = json.loads(marker.read_text())
+        data["files"] = {name: entry["size"] for name, entry in data["files"].items()}
+        marker.write_text(json.dumps(data))
+    notes = Notes()
+    train(load_recipe(run, ["steps=4"]), resume=True, watchers=[notes])
+    assert any("has no digests" in text for text in notes.texts)
+
+
+def test_a_damaged_best_json_is_written_again_by_the_checkpoint(tmp_path: Path) -> None:
+    run = train(small(tmp_path / "run", steps=2, checkpoint={"every": 1, "keep": 2, "best": "reward/mean"}))
+    best = Checkpoints(run / "checkpoints", 2).best()
+    (run / "checkpoints" / "best.json").write_text("{")
+    with pytest.raises(RecordError, match=r"best\.json' is damaged.*--last or --step"):
+        Checkpoints(run / "checkpoints", 2).best()
+    train(load_recipe(run), resume=True)
+    assert Checkpoints(run / "checkpoints", 2).best() == best
+
+
+def test_a_damaged_ledger_row_or_summary_is_one_paragraph_before_anything_is_spent(run: Path) -> None:
+    (run / "eval" / "step_000002_eval.json").write_text('{"step": 2}')
+    with pytest.raises(RecordError, match=r"step_000002_eval\.json' is damaged"):
+        train(load_recipe(run), resume=True)
+    (run / "eval" / "step_000002_eval.json").unlink()
+    rows = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(rows.replace('{"step":2', '{"step"2', 1))
+    with pytest.raises(RecordError, match=r"metrics\.jsonl, line 2"):
+        train(load_recipe(run), resume=True)
+    (run / "metrics.jsonl").write_text(rows)
+    (run / "ledger.sqlite").write_bytes(b"not a database" * 1000)
+    with pytest.raises(RecordError, match=r"ledger\.sqlite' cannot be used.*move it away"):
+        train(load_recipe(run), resume=True)
+    (run / "ledger.sqlite").unlink()
+    train(load_recipe(run, ["steps=4"]), resume=True)
+
+
+WAIT = """
+import sys, time
+from sensorium.recipe.load import load_recipe
+from sensorium.report.watcher import Watcher
+from sensorium.trainer.run import train
+
+class Wait(Watcher):
+    def stepped(self, step, metrics):
+        print("step", step, flush=True)
+        time.sleep(600)
+
+train(load_recipe(sys.argv[1], ["steps=5"]), resume=True, watchers=[Wait()])
+"""
+
+
+def test_a_live_run_cannot_be_resumed_and_a_killed_one_can(run: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    child = subprocess.Popen([sys.executable, "-c", WAIT, str(run)], stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "step 4\n"
+        before = everything(run)
+        with pytest.raises(RecordError, match=f"in use by process {child.pid} on"):
+            train(load_recipe(run, ["steps=5"]), resume=True)
+        with pytest.raises(RecordError, match=f"in use by process {child.pid} on"):
+            train(small(run))
+        assert everything(run) == before
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    train(load_recipe(run, ["steps=5"]), resume=True)
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
