@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,18 +93,19 @@ class RunDirectory:
     def drop_after(self, step: int) -> None:
         """Forget rows and files of steps past ``step``: a resumed run writes them again."""
         for rows in (self.metrics, self.health):
-            rewrite_rows(rows, lambda row, rows=rows: _step_of_row(rows, row) <= step)
+            rewrite_rows(rows, partial(_belongs_to, rows, step))
         for folder in (self.episodes, self.eval):
             for path in folder.glob("step_*"):
                 if STEP.match(path.name) and step_of(path) > step:
                     path.unlink()
 
 
-def _step_of_row(path: Path, row: dict[str, Any]) -> int:
-    step = row.get("step")
+def _belongs_to(path: Path, last: int, row: dict[str, Any]) -> bool:
+    """True if a row is of a step up to ``last``."""
+    step = row.get("step", 0)
     if not isinstance(step, int):
-        raise RecordError(f"'{path}' is damaged: a row has no step ({str(row)[:60]}…). Mend or remove it.")
-    return step
+        raise RecordError(f"'{path}' is damaged: the step of a row is no number ({str(row)[:60]}…). Mend or remove it.")
+    return step <= last
 
 
 def _summary(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from sensorium.vocabulary.errors import CheckpointError, RecipeError
 
 MAY_CHANGE = (
     "run_dir", "steps", "threads", "model.device", "media", "evaluation.every", "checkpoint.every", "checkpoint.keep",
-    "logging",
+    "logging", "health",
 )  # fmt: skip
 """Keys, or sections, that may differ when a run is gone on with."""
 
