@@ -16,6 +16,13 @@ W0_SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
     "vision_hidden_size": 32, "vision_intermediate_size": 64,
 }  # fmt: skip
+QWEN2_5_VL_3B = {
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "initializer_range": 0.02,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+    "vision_depth": 32, "vision_hidden_size": 1280, "vision_intermediate_size": 3420, "vision_num_heads": 16,
+    "vision_fullatt_block_indexes": [7, 15, 23, 31], "vision_initializer_range": 0.02,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,17 @@ class Workload:
     group: int
     pixels: int
     new_tokens: int
+    tail: float = 1.0
+    """The longest response over the mean one; ``new_tokens`` is the mean."""
+
+    def lengths(self, seed: int) -> list[list[int]]:
+        """Tokens of every response: all alike, or from a heavy tail that is cut at ``tail`` times the mean."""
+        if self.tail == 1:
+            return [[self.new_tokens] * self.group for _ in range(self.prompts)]
+        drawn = np.random.default_rng(seed).pareto(1.3, (self.prompts, self.group)) + 0.2
+        for _ in range(20):  # cutting lowers the mean, so scale and cut in turn
+            drawn = np.minimum(drawn / drawn.mean(), self.tail)
+        return np.maximum(1, drawn * self.new_tokens).astype(int).tolist()
 
     @property
     def episodes(self) -> int:
@@ -35,6 +53,7 @@ class Workload:
 
 W0 = Workload(prompts=8, group=8, pixels=112, new_tokens=64)
 W1 = Workload(prompts=16, group=8, pixels=448, new_tokens=256)
+W3 = Workload(prompts=64, group=8, pixels=448, new_tokens=256, tail=6.0)
 
 
 class NoisePictures:
@@ -79,3 +98,16 @@ def recipe_for(work: Workload, path: Path, run_dir: Path, **changes: Any) -> Rec
         }
         | changes
     )
+
+
+def write_3b(folder: Path) -> Path:
+    """A checkpoint of the 3B shape with random bf16 weights, made on the GPU."""
+    import torch
+
+    from sensorium.models.tiny import make_tiny
+
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        path = make_tiny("qwen2_5_vl", folder, **QWEN2_5_VL_3B)
+    torch.set_default_dtype(torch.float32)
+    return path

@@ -1,4 +1,4 @@
-"""On a GPU the engine's log-probs are those of the stock model there, within stated bounds, and turns extend the cache."""
+"""On a GPU the engine's log-probs are the stock model's within stated bounds, from CUDA graphs as without them."""
 
 from pathlib import Path
 
@@ -7,10 +7,14 @@ import torch
 
 from sensorium.engines.native.engine import NativeEngine
 from sensorium.engines.native.randomness import uniforms
-from sensorium.engines.protocol import Sampling
+from sensorium.engines.protocol import Request, Sampling
+from sensorium.media.store import MediaStore
+from sensorium.models.load import load_policy
+from sensorium.models.tiny import make_tiny
+from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary.content import user
 
-from .conftest import ask, generate, make_bench
+from .conftest import Bench, ask, generate, make_bench
 
 # Relative to the largest logit, against the stock model in float32 on the CPU. bfloat16 keeps eight bits.
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
@@ -32,6 +36,7 @@ def test_logprobs_on_the_gpu(family: str, dtype: str, tmp_path: Path) -> None:
             thread.append(response.segment)
             thread.append(policy.extend([user(bench.picture(7), "and now?")], after=response.segment))
     assert (engine.counters.prefills, engine.counters.extensions, engine.counters.features) == (3, 6, 4)
+    assert not engine.notes
     for thread in threads:
         expected, scale = bench.logprobs(thread, SAMPLING)
         for segment, logprobs in zip(thread[1::2], expected, strict=True):
@@ -42,3 +47,99 @@ def test_logprobs_on_the_gpu(family: str, dtype: str, tmp_path: Path) -> None:
 def test_random_numbers_are_the_same_bits_on_the_gpu() -> None:
     keys, tokens = torch.randint(-(2**63), 2**63 - 1, (1000,)), torch.arange(1000)
     assert torch.equal(uniforms(keys, tokens), uniforms(keys.cuda(), tokens.cuda()).cpu())
+
+
+def crowd(bench: Bench, kinds: list[Sampling], members: int = 4) -> list[Request]:
+    """Groups with prompts of different length and responses of different length, so that buckets come and go."""
+    requests = []
+    for i, kind in enumerate(kinds):
+        context = [bench.policy.render([user(bench.picture(i % 2), "what? " * (1 + 40 * (i % 2)))])]
+        for member in range(members):
+            sampling = Sampling(**{**vars(kind), "max_new_tokens": 20 + 13 * i + 7 * member})
+            requests.append(ask(f"{i}/{member}", context, sampling, order=(i, member), key=10 * i + member))
+    return requests
+
+
+MIXED = [
+    Sampling(stop_tokens=False), Sampling(temperature=0.6), Sampling(temperature=0.0), Sampling(top_p=0.7),
+    Sampling(top_k=3), Sampling(stop=("a",)),
+]  # fmt: skip
+PLAIN = [Sampling(stop_tokens=False), Sampling(temperature=0.7, stop_tokens=False), Sampling()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds", [PLAIN, MIXED], ids=["plain", "mixed"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni"])
+def test_graphs_give_what_the_reference_gives(family: str, kinds: list[Sampling], tmp_path: Path) -> None:
+    bench = make_bench(family, tmp_path, device="cuda")
+    if family == "qwen2":
+        bench.picture = lambda seed, size=(0, 0): "picture"  # type: ignore[method-assign, assignment]
+    requests = crowd(bench, kinds)
+    expected = generate(NativeEngine(bench.policy, record=False), *requests)
+    engine = NativeEngine(bench.policy)
+    found = generate(engine, *requests)
+    assert not engine.notes
+    assert engine.counters.captured > 1
+    for one, other in zip(found, expected, strict=True):
+        assert one.segment.tokens == other.segment.tokens
+        assert torch.allclose(torch.tensor(one.segment.logprobs), torch.tensor(other.segment.logprobs), atol=1e-4)
+    again = generate(NativeEngine(bench.policy), *requests)
+    assert [response.segment for response in again] == [response.segment for response in found]
+
+
+@pytest.mark.gpu
+def test_experts_decode_with_a_graph_or_say_why_not(tmp_path: Path) -> None:
+    bench = make_bench("qwen3_vl_moe", tmp_path, device="cuda")
+    requests = crowd(bench, PLAIN)
+    expected = generate(NativeEngine(bench.policy, record=False), *requests)
+    engine = NativeEngine(bench.policy)
+    found = generate(engine, *requests)
+    assert bool(engine.counters.captured) != bool(engine.notes)
+    print("experts:", engine.counters, engine.notes)
+    for one, other in zip(found, expected, strict=True):
+        assert one.segment.tokens == other.segment.tokens
+
+
+@pytest.mark.gpu
+def test_graphs_see_new_weights_adapters_and_parameters_that_moved(tmp_path: Path) -> None:
+    make_tiny("qwen2_5_vl", tmp_path, seed=1, initializer_range=0.15)
+    lora = LoraSection(rank=4, alpha=8, groups=("language",))
+    policy = load_policy(str(tmp_path), store=MediaStore(), device="cuda", lora=lora, seed=1)
+    bench = Bench(policy, None)
+    requests, engine = crowd(bench, PLAIN), NativeEngine(policy)
+    assert policy.adapters is not None
+    seen = []
+    for change in ("none", "in place", "moved"):
+        for parameter in policy.adapters.parameters.values():
+            with torch.no_grad():
+                if change == "in place":
+                    parameter.normal_(generator=torch.Generator("cuda").manual_seed(3)).mul_(0.1)
+                elif change == "moved":
+                    parameter.data = parameter.data * 2
+        policy.version += 1
+        engine.refresh(policy.version)
+        found = [response.segment.tokens for response in generate(engine, *requests)]
+        expected = generate(NativeEngine(policy, record=False), *requests)
+        assert found == [response.segment.tokens for response in expected], change
+        seen.append(found)
+    assert seen[0] != seen[1] != seen[2]
+    assert not engine.notes
+
+
+@pytest.mark.gpu
+def test_turns_on_the_gpu_reuse_what_was_kept(tmp_path: Path) -> None:
+    bench = make_bench("qwen2_5_vl", tmp_path, device="cuda")
+    policy = bench.policy
+    played = []
+    for engine in (NativeEngine(policy), NativeEngine(policy, record=False)):
+        threads = [[policy.render([user(bench.picture(i), "what colour? " * 9)])] for i in range(2) for _ in range(2)]
+        for turn in range(3):
+            requests = [ask(f"{i}", thread, SAMPLING, order=(i, turn), key=i + 10 * turn, name=f"{i}/{turn}")
+                        for i, thread in enumerate(threads)]  # fmt: skip
+            for thread, response in zip(threads, generate(engine, *requests), strict=True):
+                thread.append(response.segment)
+                thread.append(policy.extend([user(bench.picture(7), "and now?")], after=response.segment))
+        assert engine.counters.extensions == 8
+        assert not engine.notes
+        played.append([[segment.tokens for segment in thread] for thread in threads])
+    assert played[0] == played[1]

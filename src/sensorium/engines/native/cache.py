@@ -32,6 +32,19 @@ class KVCache:
         """Tokens a row has room for."""
         return self.block.shape[4]
 
+    @property
+    def device(self) -> torch.device:
+        """Where it lives."""
+        return self.block.device
+
+    def attention(self, first: int, held: Sequence[int], new: Sequence[int]) -> "FreshAttention | CachedAttention":
+        """Attention of ``new`` tokens of the rows from ``first`` on, after ``held`` cached ones (of all, or of none)."""
+        if not held[0]:
+            return FreshAttention(self, first)
+        held_B, width = torch.tensor(held, device=self.block.device), max(new)
+        bias_B1TS = causal_bias(self, held_B, width, max(held) + width)
+        return CachedAttention(self.block, write_places(self, first, held_B, width), bias_B1TS, first)
+
     def reserve(self, rows: int, length: int) -> bool:
         """Make room for that many rows and tokens; True if the block moved. What grows does so by half at least."""
         if rows <= self.rows and length <= self.capacity:

@@ -7,7 +7,9 @@ clock. A request that fails fails alone; one whose wait is cancelled leaves the 
 
 import asyncio
 from collections.abc import Callable
+from typing import Literal
 
+from sensorium.engines.native.pipeline import PagedWriter
 from sensorium.engines.native.rows import Job
 from sensorium.engines.native.writer import Writer, WriterCounters
 from sensorium.engines.protocol import Request, Response
@@ -24,7 +26,8 @@ class NativeEngine:
     (default: what the model allows). ``keep_bytes`` bounds the keys and values, and likewise the features, kept between
     turns (default: 1 GiB, or a sixteenth of the GPU); what does not fit is computed again. ``patience_s`` bounds how long
     a lockstep tick waits for an episode that neither asks nor leaves. ``record`` lets decoding run from recordings where
-    they pay (see ``steps``); the bits are the same.
+    they pay (see ``steps``); the bits are the same. On a GPU it lets steps run fused and from CUDA graphs (see ``graphs``).
+    ``kv`` says how keys and values are held: a block of rows (on the CPU), or pages with steps launched ahead (on a GPU).
     """
 
     def __init__(
@@ -37,11 +40,14 @@ class NativeEngine:
         keep_bytes: int | None = None,
         patience_s: float = 600.0,
         record: bool = True,
+        kv: Literal["auto", "rows", "pages"] = "auto",
     ) -> None:
         self.modalities = policy.modalities
         self.deterministic = lockstep
         self.between_ticks: Callable[[], bool] | None = None
-        self._writer = Writer(policy, max_rows=max_rows, max_context=max_context, keep_bytes=keep_bytes, record=record)
+        paged = kv == "pages" or (kv == "auto" and policy.device.type == "cuda")
+        make = PagedWriter if paged else Writer
+        self._writer = make(policy, max_rows=max_rows, max_context=max_context, keep_bytes=keep_bytes, record=record)
         self._patience_s = patience_s
         self._live = 0
         self._open: dict[str, Job] = {}
@@ -54,6 +60,11 @@ class NativeEngine:
     def counters(self) -> WriterCounters:
         """What the engine did so far."""
         return self._writer.counters
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What decoding does the slow way, and why."""
+        return self._writer.notes
 
     def enter(self) -> None:
         """One more episode is live."""

@@ -8,15 +8,26 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from sensorium.engines.native.cache import CachedAttention, FreshAttention, KVCache, causal_bias, write_places
 from sensorium.engines.native.contexts import Fill, Kept, Known, plan
 from sensorium.engines.native.rows import Job
+from sensorium.models.attention import Attention
 from sensorium.models.layout import Features
 from sensorium.models.policy import Policy
 from sensorium.vocabulary.content import Media
 
 CHUNK_TOKENS = 8192  # padded tokens of one forward
 CHUNK_SCORES = 1 << 24  # entries of the mask of continued rows
+
+
+class PrefillRows(Protocol):
+    """Where the keys and values of prefilled rows go."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def put(self, row: int, kept: Tensor, length: int) -> None: ...
+
+    def attention(self, first: int, held: Sequence[int], new: Sequence[int]) -> Attention: ...
 
 
 class PrefillCounters(Protocol):
@@ -68,7 +79,7 @@ class Entry:
 
 def prefill(
     policy: Policy,
-    cache: KVCache,
+    cache: PrefillRows,
     entries: Sequence[Entry],
     first: int,
     features: Mapping[Media, Features],
@@ -114,19 +125,12 @@ def _chunks(fills: Sequence[Fill]) -> Iterator[tuple[int, list[Fill]]]:
 
 
 def _forward(
-    policy: Policy, cache: KVCache, chunk: Sequence[Fill], first: int, features: Mapping[Media, Features]
+    policy: Policy, cache: PrefillRows, chunk: Sequence[Fill], first: int, features: Mapping[Media, Features]
 ) -> Tensor:
-    device = cache.block.device
+    device = cache.device
     ids_BT = pad_sequence([fill.ids_T for fill in chunk], batch_first=True, padding_value=policy.stop_ids[0])
     positions_BT3 = pad_sequence([fill.positions_3T.T for fill in chunk], batch_first=True)
-    new = ids_BT.shape[1]
-    attention: FreshAttention | CachedAttention
-    if chunk[0].held:
-        held_B = torch.tensor([fill.held for fill in chunk], device=device)
-        bias_B1TS = causal_bias(cache, held_B, new, max(fill.held for fill in chunk) + new)
-        attention = CachedAttention(cache.block, write_places(cache, first, held_B, new), bias_B1TS, first)
-    else:
-        attention = FreshAttention(cache, first)
+    attention = cache.attention(first, [fill.held for fill in chunk], [fill.ids_T.shape[0] for fill in chunk])
     placements = [place for row, fill in enumerate(chunk) for place in fill.placements(row, features)]
     hidden_BTH = policy.language(ids_BT.to(device), positions_BT3.permute(2, 0, 1).to(device), attention, placements)
     last_B = torch.tensor([fill.ids_T.shape[0] - 1 for fill in chunk], device=device)

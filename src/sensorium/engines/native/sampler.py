@@ -68,7 +68,7 @@ def sample(logits_BV: Tensor, rows: SamplingRows, uniforms_B: Tensor) -> Drawn:
     vocab_size = int(logits_BV.shape[-1])  # a plain number also while it is being recorded
     scaled_BV = policy_logits(logits_BV, rows)
     shifted_BV = scaled_BV - scaled_BV.amax(-1, keepdim=True)
-    weights_BV = (shifted_BV.exp() * 2.0 ** _unit_bits(vocab_size)).long()  # a power of two scales exactly
+    weights_BV = (shifted_BV.exp() * 2.0 ** unit_bits(vocab_size)).long()  # a power of two scales exactly
     cumulative_BV = (weights_BV if rows.top_k_B1 is None else _truncated(weights_BV, rows)).cumsum(-1)
     total_B1 = cumulative_BV[:, -1:]
     target_B1 = torch.minimum((uniforms_B[:, None] * total_B1).long(), total_B1 - 1)
@@ -76,7 +76,7 @@ def sample(logits_BV: Tensor, rows: SamplingRows, uniforms_B: Tensor) -> Drawn:
     tokens_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True).clamp_(max=vocab_size - 1)
     if rows.greedy_B is not None:
         tokens_B1 = torch.where(rows.greedy_B[:, None], scaled_BV.argmax(-1, keepdim=True), tokens_B1)
-    log_unit = _unit_bits(vocab_size) * _LOG_2
+    log_unit = unit_bits(vocab_size) * _LOG_2
     chosen_B = shifted_BV.gather(1, tokens_B1)[:, 0].double() + log_unit
     sampled_B = logprobs_B = chosen_B - total_B1[:, 0].double().log()
     if rows.top_k_B1 is not None:
@@ -100,7 +100,7 @@ def policy_logits(logits_BV: Tensor, rows: SamplingRows) -> Tensor:
 _LOG_2 = 0.6931471805599453
 
 
-def _unit_bits(vocab_size: int) -> int:
+def unit_bits(vocab_size: int) -> int:
     """The most likely token weighs 2**bits: as fine as fits when every token of the vocabulary weighs that much."""
     return min(52, 62 - vocab_size.bit_length())
 

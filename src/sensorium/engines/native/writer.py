@@ -49,6 +49,8 @@ class WriterCounters:
     extension_tokens: int = 0
     decode_steps: int = 0
     decoded_tokens: int = 0
+    dropped_tokens: int = 0  # drawn past the end of a response, by steps launched ahead
+    captured: int = 0  # CUDA graphs
     features: int = 0
 
 
@@ -77,6 +79,11 @@ class Writer:
         self._rows: list[Row] = []
         self._jobs: dict[str, Job] = {}  # of the rows, by thread
         self._batch: Batch | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is done the slow way, and why."""
+        return ()
 
     @torch.no_grad()
     def tick(self, waiting: Sequence[Job]) -> int:

@@ -1,0 +1,122 @@
+"""The native engine alone on one GPU: tokens per second of a workload's responses, equal or of very uneven length."""
+
+import asyncio
+import cProfile
+import io
+import pstats
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from workload import QUESTION, Workload, write_3b
+
+from sensorium.engines.native.engine import NativeEngine
+from sensorium.engines.protocol import Request, Sampling
+from sensorium.media.picture import encode_png
+from sensorium.media.store import MediaStore
+from sensorium.models.load import load_policy
+from sensorium.vocabulary import user
+
+
+def time_rollouts(name: str, work: Workload, rounds: int, max_rows: int, profile: bool) -> dict[str, Any]:
+    """Rollouts with new pictures each, the first left out; where asked, the kernels of one by their time."""
+    with tempfile.TemporaryDirectory() as scratch:
+        store = MediaStore()
+        policy = load_policy(str(write_3b(Path(scratch) / "model")), store=store, device="cuda", dtype="bfloat16")
+    policy.model.requires_grad_(False)
+    engine = NativeEngine(policy, max_rows=max_rows)
+    seconds, steps, tokens = [], [], 0
+    for index in range(rounds + 1):
+        requests = _requests(policy, store, work, index)
+        before = engine.counters.decode_steps
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        tokens = asyncio.run(_written(engine, requests))
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+        steps.append(engine.counters.decode_steps - before)
+        policy.version += 1
+        engine.refresh(policy.version)
+    took = float(np.median(seconds[1:]))
+    short = _requests(policy, store, replace(work, new_tokens=1, tail=1.0), rounds + 3)
+    started = time.perf_counter()
+    asyncio.run(_written(engine, short))
+    torch.cuda.synchronize()
+    first_token = time.perf_counter() - started
+    result = {
+        "workload": name,
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "sequences": work.episodes,
+        "max_rows": max_rows,
+        "tokens": tokens,
+        "seconds": round(took, 3),
+        "first_s": round(seconds[0], 2),
+        "tokens_per_s": round(tokens / took),
+        "first_token_s": round(first_token, 3),
+        "ms_a_step": round(1e3 * (took - first_token) / steps[-1], 2),
+        "steps": steps[-1],
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+        "engine": vars(engine.counters) | {"notes": list(engine.notes)},
+    }
+    if profile:
+        result["host"] = _host(engine, _requests(policy, store, work, rounds + 2))
+        result["kernels"] = _kernels(engine, _requests(policy, store, work, rounds + 1))
+    return result
+
+
+def _requests(policy: Any, store: MediaStore, work: Workload, index: int) -> list[Request]:
+    """One rollout's requests, every prompt with a picture of its own."""
+    lengths = work.lengths(index)
+    found = []
+    for prompt in range(work.prompts):
+        rng = np.random.default_rng((index, prompt))
+        pixels = rng.integers(0, 255, (work.pixels, work.pixels, 3), dtype=np.uint8)
+        context = (policy.render([user(store.put(encode_png(pixels), "picture"), QUESTION)]),)
+        for member in range(work.group):
+            sampling = Sampling(max_new_tokens=lengths[prompt][member], stop_tokens=False)
+            thread = f"{index}/{prompt}/{member}"
+            found.append(Request(thread, context, sampling, (prompt, member, 0), hash(thread), thread))
+    policy.prepare([span.media for request in found for span in request.context[0].media])
+    return found
+
+
+async def _written(engine: NativeEngine, requests: list[Request]) -> int:
+    async def one(request: Request) -> int:
+        try:
+            response = await engine.generate(request)
+            engine.release(request.thread)
+            return len(response.segment.tokens)
+        finally:
+            engine.leave()
+
+    for _ in requests:
+        engine.enter()
+    return sum(await asyncio.gather(*(one(request) for request in requests)))
+
+
+def _host(engine: NativeEngine, requests: list[Request]) -> list[str]:
+    """The Python functions that take most of the host's time, by their own time."""
+    profiler = cProfile.Profile()
+    profiler.runcall(asyncio.run, _written(engine, requests))
+    out = io.StringIO()
+    pstats.Stats(profiler, stream=out).sort_stats("tottime").print_stats(28)
+    return [line[-110:] for line in out.getvalue().splitlines() if line.strip()]
+
+
+def _kernels(engine: NativeEngine, requests: list[Request]) -> list[str]:
+    """The kernels that take most of the device's time."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as watch
+
+    with watch(activities=[ProfilerActivity.CUDA]) as profiler:
+        asyncio.run(_written(engine, requests))
+        torch.cuda.synchronize()
+    events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
+    whole = sum(event.self_device_time_total for event in events)
+    shown = [f"{1e-3 * e.self_device_time_total:9.1f} ms {e.count:7d} × {e.key[:90]}" for e in events[:30]]
+    return [f"{1e-3 * whole:9.1f} ms in all", *shown]

@@ -1,0 +1,58 @@
+"""Whole training steps of a workload on one GPU: what a step takes and where its time goes."""
+
+import asyncio
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from workload import Workload, recipe_for, write_3b
+
+from sensorium.record.run_directory import RunDirectory
+from sensorium.report.metrics import read_metrics
+from sensorium.trainer.run import open_trainer
+
+
+def time_steps(name: str, work: Workload, steps: int, tokens_per_microbatch: int, recompute: bool) -> dict[str, Any]:
+    """The medians of some steps, the first left out, and what the first took: it compiles and captures."""
+    warnings.filterwarnings("ignore", message=".*deterministic.*")
+    with tempfile.TemporaryDirectory() as scratch:
+        model = write_3b(Path(scratch) / "model")
+        directory = RunDirectory(Path(scratch) / "run").create()
+        recipe = recipe_for(
+            work,
+            model,
+            directory.path,
+            model={"dtype": "bfloat16", "device": "cuda", "gradient_checkpointing": recompute},
+            batch={"tokens_per_microbatch": tokens_per_microbatch},
+        )
+        trainer = open_trainer(recipe, directory)
+        loop = asyncio.new_event_loop()
+        seconds = []
+        for _ in range(1 + steps):
+            started = time.perf_counter()
+            loop.run_until_complete(trainer.advance())
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+        rows = read_metrics(directory.metrics)[1:]
+        middle = {name: round(statistics.median(row[name] for row in rows), 4) for name in rows[0] if name != "step"}
+        step, engine = statistics.median(seconds[1:]), trainer.session.engine
+        tokens = work.episodes * work.new_tokens
+        return {
+            "workload": name,
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "steps": steps,
+            "step_s": round(step, 3),
+            "first_step_s": round(seconds[0], 2),
+            "rollout_s": round(middle["time/rollout_s"], 3),
+            "update_s": round(middle["time/update_s"], 3),
+            "rollout_tokens_per_s": round(tokens / middle["time/rollout_s"]),
+            "peak_gib": round(middle["memory/peak_gib"], 1),
+            "prob_error": middle.get("mismatch/prob_error"),
+            "engine": vars(engine.counters) | {"notes": list(engine.notes)},
+            "metrics": middle,
+        }

@@ -1,0 +1,119 @@
+"""Triton kernels of decode attention over pages: shared pages with all queries of a tile, own pages, and their merger."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _over_pages(
+    q, key_pages, value_pages, pages, k, low, high, seen, factor,
+    KV: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention of M queries over pages low … high of a table, entries below ``seen``: sum, weight, largest score."""
+    d = tl.arange(0, D)
+    t = tl.arange(0, PAGE)
+    inside = d < SIZE
+    largest = tl.full((M,), float("-inf"), tl.float32)
+    weight = tl.zeros((M,), tl.float32)
+    summed = tl.zeros((M, D), tl.float32)
+    for p in range(low, high):
+        page = tl.load(pages + p).to(tl.int64)
+        base = (page * KV + k) * PAGE * SIZE
+        keys = tl.load(key_pages + base + t[None, :] * SIZE + d[:, None], mask=inside[:, None], other=0.0)
+        scores = tl.dot(q, keys, input_precision=PRECISION) * factor
+        scores = tl.where((p * PAGE + t)[None, :] < seen, scores, float("-inf"))
+        larger = tl.maximum(largest, tl.max(scores, 1))
+        part = tl.exp2(scores - larger[:, None])
+        kept = tl.exp2(largest - larger)
+        values = tl.load(value_pages + base + t[:, None] * SIZE + d[None, :], mask=inside[None, :], other=0.0)
+        weight = weight * kept + tl.sum(part, 1)
+        summed = summed * kept[:, None] + tl.dot(part.to(values.dtype), values, input_precision=PRECISION)
+        largest = larger
+    return summed, weight, largest
+
+
+@triton.jit
+def attend_shared(
+    query, key_pages, value_pages, table, lengths, shared, tile_first, tile_rows, partial, weights, width, factor,
+    SPLITS: tl.constexpr, M: tl.constexpr, KV: tl.constexpr, SHARE: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, TOTAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    k = tl.program_id(1)
+    split = tl.program_id(2)
+    count = tl.load(tile_rows + tile)
+    first = tl.load(tile_first + tile)
+    if count < 2:
+        return
+    common = tl.load(shared + first).to(tl.int32)
+    if common == 0:
+        return
+    m = tl.arange(0, M)
+    d = tl.arange(0, D)
+    row = first + m // SHARE
+    head = k * SHARE + m % SHARE
+    real = m < count * SHARE
+    at = (row * (KV * SHARE) + head).to(tl.int64)
+    used = real[:, None] & (d < SIZE)[None, :]
+    q = tl.load(query + at[:, None] * SIZE + d[None, :], mask=used, other=0.0)
+    each = tl.cdiv(common // PAGE, SPLITS)
+    low = split * each
+    high = tl.minimum(low + each, common // PAGE)
+    summed, weight, largest = _over_pages(
+        q, key_pages, value_pages, table + first * width, k, low, high, common, factor, KV, SIZE, D, PAGE, M, PRECISION
+    )
+    divisor = tl.where(weight > 0, weight, 1.0)
+    tl.store(partial + (at * TOTAL + split)[:, None] * SIZE + d[None, :], summed / divisor[:, None], mask=used)
+    tl.store(weights + at * TOTAL + split, tl.where(weight > 0, largest + tl.log2(divisor), float("-inf")), mask=real)
+
+
+@triton.jit
+def attend_own(
+    query, key_pages, value_pages, table, lengths, shared, partial, weights, width, factor,
+    SPLITS: tl.constexpr, FIRST: tl.constexpr, M: tl.constexpr, KV: tl.constexpr, SHARE: tl.constexpr, SIZE: tl.constexpr,
+    D: tl.constexpr, PAGE: tl.constexpr, TOTAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1)
+    split = tl.program_id(2)
+    seen = tl.minimum(tl.load(lengths + row) + 1, width * PAGE).to(tl.int32)
+    begin = (tl.load(shared + row) // PAGE).to(tl.int32)
+    end = tl.cdiv(seen, PAGE)
+    each = tl.cdiv(end - begin, SPLITS)
+    low = begin + split * each
+    high = tl.minimum(low + each, end)
+    m = tl.arange(0, M)
+    d = tl.arange(0, D)
+    real = m < SHARE
+    at = row * (KV * SHARE) + k * SHARE + m
+    used = real[:, None] & (d < SIZE)[None, :]
+    q = tl.load(query + at[:, None] * SIZE + d[None, :], mask=used, other=0.0)
+    summed, weight, largest = _over_pages(
+        q, key_pages, value_pages, table + row * width, k, low, high, seen, factor, KV, SIZE, D, PAGE, M, PRECISION
+    )
+    divisor = tl.where(weight > 0, weight, 1.0)
+    place = at * TOTAL + FIRST + split
+    tl.store(partial + place[:, None] * SIZE + d[None, :], summed / divisor[:, None], mask=used)
+    tl.store(weights + place, tl.where(weight > 0, largest + tl.log2(divisor), float("-inf")), mask=real)
+
+
+@triton.jit
+def merge(
+    partial, weights, shared, out,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, TOTAL: tl.constexpr, SHARED: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = row * HEADS + tl.program_id(1)
+    s = tl.arange(0, S)
+    d = tl.arange(0, D)
+    # Where a row shares nothing, the shared kernel left its part unwritten.
+    begin = tl.where(tl.load(shared + row) > 0, 0, SHARED)
+    given = (s >= begin) & (s < TOTAL)
+    weight = tl.load(weights + at * TOTAL + s, mask=given, other=float("-inf"))
+    factor = tl.exp2(weight - tl.max(weight, 0))
+    used = (given & (factor > 0))[:, None] & (d < SIZE)[None, :]
+    part = tl.load(partial + (at * TOTAL + s)[:, None] * SIZE + d[None, :], mask=used, other=0.0)
+    merged = tl.sum(part * factor[:, None], 0) / tl.sum(factor, 0)
+    tl.store(out + at * SIZE + d, merged.to(out.dtype.element_ty), mask=d < SIZE)

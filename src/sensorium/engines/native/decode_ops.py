@@ -1,0 +1,101 @@
+"""The small operations of a decode step in plain torch: the reference for ``decode_kernels``, and what runs without it.
+
+Each takes the roundings of the stock modules, so that a fused step gives what they give. Axes: B rows, H query heads,
+K key heads, D head size, W hidden size, F inner size, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from sensorium.engines.native.decode_state import DecodeRows
+from sensorium.engines.native.pages import PAGE, attend
+from sensorium.engines.native.randomness import uniforms
+from sensorium.engines.native.sampler import sample
+
+
+@dataclass(frozen=True)
+class NormWeights:
+    """The weight and epsilon of a stock RMSNorm."""
+
+    weight: Tensor
+    eps: float
+
+
+class TorchOps:
+    """The operations, one torch call after another."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self.branching = False
+        """Whether ``together`` may use streams beside the current one: while a step is being captured."""
+
+    def together(self, first: Callable[[], Tensor], *others: Callable[[], Tensor]) -> list[Tensor]:
+        """Results of work that does not depend on each other, in order."""
+        return [work() for work in (first, *others)]
+
+    def norm(self, x_BW: Tensor, norm: NormWeights) -> Tensor:
+        """RMSNorm over the last axis: float32 inside, rounded before the weight."""
+        wide = x_BW.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+        return norm.weight * wide.to(x_BW.dtype)
+
+    def add_norm(self, x_BW: Tensor, residual_BW: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
+        """The norm of the sum, and the sum."""
+        summed_BW = residual_BW + x_BW
+        return self.norm(summed_BW, norm), summed_BW
+
+    def gate(self, gate_BF: Tensor, up_BF: Tensor) -> Tensor:
+        """SwiGLU."""
+        return silu(gate_BF) * up_BF
+
+    def place(
+        self,
+        query_BN: Tensor,
+        key_BN: Tensor,
+        value_BN: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        norms: tuple[NormWeights, NormWeights] | None,
+        rows: DecodeRows,
+        layer_block: Tensor,
+    ) -> Tensor:
+        """Norm and rotate queries and keys, write keys and values to the rows' pages; the queries [B, H, D].
+
+        ``layer_block`` is the layer's part of the pool: [2, pages, K, PAGE, D].
+        """
+        size = layer_block.shape[-1]
+        query_BHD, key_BKD, value_BKD = (x.view(x.shape[0], -1, size) for x in (query_BN, key_BN, value_BN))
+        if norms is not None:
+            query_BHD, key_BKD = self.norm(query_BHD, norms[0]), self.norm(key_BKD, norms[1])
+        cos_B1D, sin_B1D = (part[:, None] for part in rotary)
+        query_BHD = query_BHD * cos_B1D + _half_turned(query_BHD) * sin_B1D
+        key_BKD = key_BKD * cos_B1D + _half_turned(key_BKD) * sin_B1D
+        self.write(key_BKD, value_BKD, rows, layer_block)
+        return query_BHD
+
+    def write(self, key_BKD: Tensor, value_BKD: Tensor, rows: DecodeRows, layer_block: Tensor) -> None:
+        """Write one entry of every row to its page; a row past its last page writes where nobody reads."""
+        place_B = rows.lengths_B.clamp(max=rows.table_BP.shape[1] * PAGE - 1)
+        page_B = rows.table_BP.gather(1, (place_B // PAGE)[:, None])[:, 0].long()
+        layer_block[0][page_B, :, place_B % PAGE] = key_BKD
+        layer_block[1][page_B, :, place_B % PAGE] = value_BKD
+
+    def attend(self, query_BHD: Tensor, rows: DecodeRows, layer_block: Tensor, scaling: float) -> Tensor:
+        """Attention over each row's pages, as [B, H · D]."""
+        keys_NKPD, values_NKPD = layer_block.unbind(0)
+        return attend(query_BHD, keys_NKPD, values_NKPD, rows.table_BP, rows.lengths_B, scaling).flatten(1)
+
+    def draw(self, logits_BV: Tensor, rows: DecodeRows, forbidden_F: Tensor, stop_S: Tensor, truncated: bool) -> None:
+        """Draw the next token of every row and move the rows on."""
+        sampling = rows.sampling(forbidden_F, stop_S, truncated)
+        drawn = sample(logits_BV.float(), sampling, uniforms(rows.keys_B, rows.counts_B))
+        rows.advance(drawn.tokens_B, drawn.logprobs_B, drawn.sampled_logprobs_B)
+
+
+def _half_turned(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)

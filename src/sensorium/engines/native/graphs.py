@@ -1,0 +1,195 @@
+"""The device half of decoding: buffers at fixed addresses, and a CUDA graph of the step for each of a few bucket sizes.
+
+A batch of n rows runs in the smallest bucket that holds it; the rest of the bucket is padding that works on the scratch
+page. The fused step is compared with the stock one on the first batch it meets. Where they disagree, or a step cannot be
+captured (experts whose routing is read on the host, say), the slower way is taken, with a warning that says why.
+"""
+
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sensorium.engines.native.decode_ops import TorchOps
+from sensorium.engines.native.decode_state import DecodeState, RowLayout
+from sensorium.engines.native.decode_step import FusedStep, StockStep, UnknownLayer
+from sensorium.engines.native.pages import PagePool
+from sensorium.models.policy import Policy
+
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+# How far the logits of the fused step may be from those of the stock one, relative to the largest logit.
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.04, torch.float16: 0.01}
+LEAST_PAGES = 4
+
+
+def bucket_of(rows: int) -> int:
+    """The size of the bucket that so many rows run in."""
+    return next((size for size in BUCKETS if size >= rows), -(-rows // 128) * 128)
+
+
+class DecodeRunner:
+    """Runs decode steps. ``fast=False`` is the reference: stock layers, plain torch, no graph."""
+
+    def __init__(
+        self, policy: Policy, pool: PagePool, forbidden_F: Tensor, stop_S: Tensor, max_rows: int, fast: bool
+    ) -> None:
+        self.notes: list[str] = []
+        self.captured = 0
+        self._policy, self._pool = policy, pool
+        self._forbidden_F, self._stop_S = forbidden_F, stop_S
+        self._max_rows = max_rows
+        self._fast = fast
+        self._verified = False
+        self._address = 0
+        self._state = self._make_state(LEAST_PAGES)
+        self._reset()
+
+    @property
+    def latest_B(self) -> Tensor:
+        """The last token of every row, on the device."""
+        return self._state.tokens_B
+
+    def lay_out(self, rows: Sequence[RowLayout], latest_N: Tensor) -> None:
+        """Make these rows the batch; their last tokens are taken from ``latest_N``."""
+        pages = max(len(row.pages) for row in rows)
+        if pages > self._state.pages:
+            self._state = self._make_state(1 << (pages - 1).bit_length())
+            self._drop_graphs()
+        if self._address != self._pool.block.data_ptr():
+            self._drop_graphs()
+        self._bucket = bucket_of(len(rows))
+        self._truncated = any(row.sampling.top_p < 1 or row.sampling.top_k > 0 for row in rows)
+        self._state.lay_out(rows, self._bucket, latest_N)
+        if not self._verified:
+            self._verify(len(rows))
+
+    def step(self) -> Tensor:
+        """One step of the batch: tokens, log-probs and sampled log-probs as [3, rows], until the next step."""
+        graph = self._graph() if self._capture else None
+        if graph is None:
+            self._run()
+        else:
+            graph.replay()
+        return self._state.packed_3B
+
+    def refresh(self) -> None:
+        """The weights changed. In place is fine; parameters that moved in memory need new graphs."""
+        if self._parameters != _addresses(self._policy):
+            self._reset()
+
+    def _drop_graphs(self) -> None:
+        """Forget graphs of addresses that are no more. Their memory goes with them, so the next ones get their own."""
+        self._graphs: dict[tuple[int, bool], Any] = {}
+        self._address = self._pool.block.data_ptr()
+        self._memory: Any = torch.cuda.graph_pool_handle() if self._policy.device.type == "cuda" else None
+
+    def _reset(self) -> None:
+        self._drop_graphs()
+        self._parameters = _addresses(self._policy)
+        self._capture = self._fast and self._policy.device.type == "cuda"
+        self._ops = _ops(self._policy) if self._fast else TorchOps()
+        self._step: FusedStep | StockStep = StockStep(self._policy, self._ops)
+        self._verified = not self._fast
+        if self._fast:
+            try:
+                self._step = FusedStep(self._policy, self._ops)
+            except UnknownLayer as error:
+                self._note(f"decoding runs through the stock layers: {error}, which the fused step does not know.")
+
+    def _make_state(self, pages: int) -> DecodeState:
+        return DecodeState(bucket_of(self._max_rows), pages, self._policy.vocab_size, self._policy.device)
+
+    def _verify(self, count: int) -> None:
+        """Hold the fast step against the reference on the batch as it is; what both write to the cache is overwritten."""
+        self._verified = True
+        rows = self._state.view(self._bucket)
+        bound = BOUNDS[self._policy.dtype]
+        expected_BV = StockStep(self._policy, TorchOps()).logits(rows, self._pool)[:count].float()
+        try:
+            found_BV = self._step.logits(rows, self._pool)[:count].float()
+            error = float((found_BV - expected_BV).abs().max() / expected_BV.abs().max())
+            wrong = "" if error <= bound else f"give logits {error:.2g} off the reference (bound {bound:g} of the largest)"
+        except Exception as failure:  # a kernel that this GPU or Triton cannot build is a reason to be slow, not to stop
+            wrong = f"cannot run here ({type(failure).__name__}: {_first_line(failure)})"
+        if wrong:
+            self._note(
+                f"the {self._step.name} ({self._ops.name}) {wrong}; decoding goes on with the stock layers in plain torch, "
+                "which is slower."
+            )
+            self._ops = TorchOps()
+            self._step = StockStep(self._policy, self._ops)
+
+    def _run(self) -> None:
+        rows = self._state.view(self._bucket)
+        logits_BV = self._step.logits(rows, self._pool)
+        self._ops.draw(logits_BV, rows, self._forbidden_F, self._stop_S, self._truncated)
+
+    def _graph(self) -> Any:
+        """The graph of the batch's bucket, captured on first use; None where that fails."""
+        key = (self._bucket, self._truncated)
+        if key not in self._graphs:
+            try:
+                self._graphs[key] = self._captured()
+            except RuntimeError as error:
+                self._capture = False
+                self._note(f"the decode step cannot be captured in a CUDA graph, so it runs slower: {_first_line(error)}")
+                return None
+            self.captured += 1
+        return self._graphs[key]
+
+    def _captured(self) -> Any:
+        """A graph of the step as it is. The warm-up runs the step; what it moved is put back."""
+        state = self._state
+        moved = (state.tokens_B, state.integers_CB, state.packed_3B)
+        before = [tensor.clone() for tensor in moved]
+        here, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(here)
+        graph = torch.cuda.CUDAGraph()
+        self._ops.branching = True
+        try:
+            with torch.cuda.stream(side):
+                self._run()
+                for tensor, value in zip(moved, before, strict=True):
+                    tensor.copy_(value)
+                side.synchronize()
+                graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+                try:
+                    self._run()
+                except BaseException:
+                    _end_quietly(graph)
+                    raise
+                graph.capture_end()
+        finally:
+            self._ops.branching = False
+            here.wait_stream(side)
+        return graph
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        warnings.warn(text, stacklevel=2)
+
+
+def _ops(policy: Policy) -> TorchOps:
+    if policy.device.type == "cuda" and find_spec("triton") is not None:
+        from sensorium.engines.native.decode_kernels import TritonOps
+
+        return TritonOps()
+    return TorchOps()
+
+
+def _addresses(policy: Policy) -> list[int]:
+    return [parameter.data_ptr() for parameter in policy.model.parameters()]
+
+
+def _end_quietly(graph: Any) -> None:
+    """End a capture that failed; that it failed is said already."""
+    with suppress(RuntimeError):
+        graph.capture_end()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,143 @@
+"""Keys and values in pages of ``PAGE`` tokens: a prompt that several rows share is held once.
+
+    prompt of 150 tokens (PAGE 64), three responses to it:
+      row 0: pages 4 5 6 | 7 …      pages 4 and 5 are full and shared, 6 is where row 0 goes on
+      row 1: pages 4 5 8 | 9 …      its own copy of the third page, which it writes on in
+      row 2: pages 4 5 10 | 11 …
+
+The pool is [layers, 2, pages, K, PAGE, D] (2: keys and values; K key heads; D head size) and stays at its address until
+it has to grow. Page 0 is scratch: padding is written there. Axes besides: B rows, T new tokens, S entries seen.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from sensorium.models.attention import masked_attention
+
+PAGE = 64
+
+
+class PagePool:
+    """The pages, how many rows hold each, and which are free."""
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.block = torch.zeros(layers, 2, 1, kv_heads, PAGE, head_dim, dtype=dtype, device=device)
+        self._holders = [1]
+        self._free: list[int] = []
+
+    @property
+    def held(self) -> int:
+        """Pages in use, without the scratch page."""
+        return len(self._holders) - 1 - len(self._free)
+
+    def reserve(self, pages: int) -> None:
+        """Make room for so many more pages; what grows does so by half at least, and moves."""
+        missing = pages - len(self._free)
+        if missing <= 0:
+            return
+        old = len(self._holders)
+        total = old + max(missing, old // 2)
+        layers, two, _, kv_heads, page, head_dim = self.block.shape
+        # Zeros, not empty: a masked entry weighs nothing, but nothing times NaN is NaN.
+        grown = self.block.new_zeros(layers, two, total, kv_heads, page, head_dim)
+        grown[:, :, :old] = self.block
+        self.block = grown
+        self._holders += [0] * (total - old)
+        self._free = sorted([*self._free, *range(old, total)], reverse=True)
+
+    def allocate(self, count: int) -> list[int]:
+        """So many pages, lowest first, held once."""
+        self.reserve(count)
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._holders[page] = 1
+        return pages
+
+    def share(self, pages: Sequence[int]) -> None:
+        """One more row holds these pages."""
+        for page in pages:
+            self._holders[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """A row lets go of its pages; those nobody holds are free."""
+        for page in pages:
+            self._holders[page] -= 1
+        self._free += [page for page in pages if not self._holders[page]]
+        self._free.sort(reverse=True)  # the next to be given out is a function of what is free alone
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy pages."""
+        if targets:
+            self.block[:, :, self._index(targets)] = self.block[:, :, self._index(sources)]
+
+    def take(self, pages: Sequence[int], length: int) -> Tensor:
+        """The first ``length`` entries of a row's pages, as a tensor of their own: [layers, 2, K, length, D]."""
+        found = self.block[:, :, self._index(pages[: -(-length // PAGE)])]
+        return found.transpose(2, 3).flatten(3, 4)[:, :, :, :length].contiguous()
+
+    def put(self, pages: Sequence[int], kept: Tensor, length: int) -> None:
+        """Lay the first ``length`` entries of kept keys and values into pages."""
+        layers, two, kv_heads, _, head_dim = kept.shape
+        count = -(-length // PAGE)
+        padded = kept.new_zeros(layers, two, kv_heads, count * PAGE, head_dim)
+        padded[:, :, :, :length] = kept[:, :, :, :length]
+        laid = padded.view(layers, two, kv_heads, count, PAGE, head_dim).transpose(2, 3)
+        self.block[:, :, self._index(pages[:count])] = laid
+
+    def _index(self, pages: Sequence[int]) -> Tensor:
+        return torch.tensor(pages, dtype=torch.int64, device=self.block.device)
+
+
+class PagedPrefill:
+    """New tokens of some rows, written to their pages; each sees the row's ``held`` entries and the new ones up to it.
+
+    Rows may be padded on the right: no real token sees the padding, which is written to the scratch page.
+    """
+
+    def __init__(self, pool: PagePool, pages: Sequence[Sequence[int]], held: Sequence[int], new: Sequence[int]) -> None:
+        device, width = pool.block.device, max(new)
+        seen = max(held) + width
+        table_BP = torch.zeros(len(pages), -(-seen // PAGE), dtype=torch.int64)
+        for row_P, owned in zip(table_BP, pages, strict=True):
+            known = owned[: table_BP.shape[1]]
+            row_P[: len(known)] = torch.tensor(known)
+        place_BT = torch.tensor(held)[:, None] + torch.arange(width)
+        padding_BT = torch.arange(width) >= torch.tensor(new)[:, None]
+        self._block = pool.block
+        self._page_N = table_BP.gather(1, place_BT // PAGE).masked_fill_(padding_BT, 0).flatten().to(device)
+        self._offset_N = (place_BT % PAGE).flatten().to(device)
+        self._table_BP = table_BP.to(device) if any(held) else None
+        self._mask_B1TS = (torch.arange(seen) <= place_BT[:, :, None])[:, None].to(device) if any(held) else None
+
+    def __call__(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
+        keys_NKPD, values_NKPD = self._block[layer].unbind(0)
+        keys_NKPD[self._page_N, :, self._offset_N] = key_BKTD.transpose(1, 2).flatten(0, 1)
+        values_NKPD[self._page_N, :, self._offset_N] = value_BKTD.transpose(1, 2).flatten(0, 1)
+        if self._table_BP is None or self._mask_B1TS is None:
+            return masked_attention(query_BHTD, key_BKTD, value_BKTD, scaling, None)
+        seen = self._mask_B1TS.shape[-1]
+        keys, values = (gathered(part, self._table_BP)[:, :, :seen] for part in (keys_NKPD, values_NKPD))
+        return masked_attention(query_BHTD, keys, values, scaling, self._mask_B1TS)
+
+
+def gathered(pages_NKPD: Tensor, table_BP: Tensor) -> Tensor:
+    """The entries of rows in order: [B, K, pages · PAGE, D]."""
+    found = pages_NKPD[table_BP.long()]
+    return found.transpose(1, 2).flatten(2, 3)
+
+
+def attend(
+    query_BHD: Tensor, keys_NKPD: Tensor, values_NKPD: Tensor, table_BP: Tensor, lengths_B: Tensor, scaling: float
+) -> Tensor:
+    """Attention of one query per row over its entries up to ``lengths_B`` inclusive, as [B, H, D]; plain torch."""
+    batch, heads, size = query_BHD.shape
+    keys, values = gathered(keys_NKPD, table_BP), gathered(values_NKPD, table_BP)
+    kv_heads, reach = keys.shape[1], keys.shape[2]
+    seen_BS = torch.arange(reach, device=keys.device) <= lengths_B[:, None]
+    bias_B11S = torch.zeros_like(seen_BS, dtype=keys.dtype).masked_fill_(~seen_BS, -torch.inf)[:, None, None]
+    grouped = query_BHD.view(batch, kv_heads, heads // kv_heads, size)
+    out = scaled_dot_product_attention(grouped, keys, values, attn_mask=bias_B11S, scale=scaling)
+    return out.reshape(batch, heads, size)

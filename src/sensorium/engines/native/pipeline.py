@@ -1,0 +1,286 @@
+"""The host half of decoding at full speed: steps are launched ahead, and what they drew is read some steps later.
+
+    tick      0        1        2        3        4            (LAG = 2)
+    launch    admit    step 1   step 2   step 3   step 4
+    read                        admit    step 1   step 2
+
+So the device always has work queued while the host looks at tokens, and nobody waits for a token. A response that ends at
+step 1 is seen to end at tick 3; what its row drew in steps 2 and 3 is dropped and counted as such. Responses that reach
+their budget are known to without looking. The lag is a number of steps, not of seconds: which rows are batched together
+stays a function of the requests.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sensorium.engines.native.contexts import Kept, Known
+from sensorium.engines.native.decode_state import RowLayout
+from sensorium.engines.native.graphs import DecodeRunner
+from sensorium.engines.native.pages import PAGE, PagedPrefill, PagePool
+from sensorium.engines.native.prefill import Entry, prefill
+from sensorium.engines.native.randomness import signed64, uniforms
+from sensorium.engines.native.rows import Job, Row
+from sensorium.engines.native.sampler import SamplingRows, sample
+from sensorium.engines.native.writer import RESERVE_AHEAD, Writer
+from sensorium.models.policy import Policy
+from sensorium.vocabulary.errors import EngineError
+
+LAG = 2
+
+
+class PagedRow(Row):
+    """A row whose keys and values are in pages.
+
+    ``launched`` tokens were asked of the device, the first of them at its prefill; ``tokens`` are those read so far.
+    ``group`` is the same object for rows that share the first ``shared_pages`` pages.
+    """
+
+    def __init__(
+        self, job: Job, known: tuple[Known, ...], limit: int, stop_ids: frozenset[int], group: object, pages: list[int]
+    ) -> None:
+        super().__init__(job, known, limit, stop_ids)
+        self.group = group
+        self.pages = pages
+        self.shared_pages = self.length // PAGE
+        self.launched = 1
+        self.source = 0
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether tokens are left to be asked for."""
+        return self.launched < self.budget and not self.job.future.done()
+
+    def pages_needed(self) -> int:
+        """Pages that the next steps take."""
+        return -(-(self.length + min(self.budget, self.launched + RESERVE_AHEAD)) // PAGE)
+
+    @property
+    def room(self) -> int:
+        """Steps until it has no page to write on."""
+        return len(self.pages) * PAGE - (self.length + self.launched - 1)
+
+    def layout(self) -> RowLayout:
+        """The row as the device is told of it."""
+        return RowLayout(
+            source=self.source,
+            position=self.position + self.launched - 1,
+            length=self.length + self.launched - 1,
+            count=self.launched,
+            key=self.job.request.key,
+            sampling=self.sampling,
+            pages=self.pages,
+            shared_pages=self.shared_pages,
+            group=self.group,
+        )
+
+
+@dataclass
+class _Launch:
+    """A step under way: the rows it draws for (None: a place whose draw nobody wants) and where the host will find it."""
+
+    rows: list[PagedRow | None]
+    host_3B: Tensor
+    done: Any
+
+    def read(self) -> list[list[float]]:
+        """Tokens, log-probs and sampled log-probs; waits until they are there."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.host_3B[:, : len(self.rows)].tolist()
+
+
+class _PrefillRows:
+    """The rows of a prefill as ``prefill`` takes them."""
+
+    def __init__(self, pool: PagePool, pages: Sequence[list[int]]) -> None:
+        self._pool, self._pages = pool, pages
+        self.device = pool.block.device
+
+    def put(self, row: int, kept: Tensor, length: int) -> None:
+        """Lay kept keys and values into a row."""
+        self._pool.put(self._pages[row], kept, length)
+
+    def attention(self, first: int, held: Sequence[int], new: Sequence[int]) -> PagedPrefill:
+        """Attention of new tokens of rows from ``first`` on."""
+        return PagedPrefill(self._pool, self._pages[first : first + len(held)], held, new)
+
+
+class PagedWriter(Writer):
+    """The writer with paged keys and values and steps launched ahead; for CUDA, and on CPU to test the same logic."""
+
+    def __init__(
+        self, policy: Policy, *, max_rows: int, max_context: int | None, keep_bytes: int | None, record: bool
+    ) -> None:
+        super().__init__(policy, max_rows=max_rows, max_context=max_context, keep_bytes=keep_bytes, record=False)
+        block = self._cache.block
+        self._pool = PagePool(block.shape[0], block.shape[3], block.shape[5], block.dtype, block.device)
+        self._runner = DecodeRunner(policy, self._pool, self._forbidden_F, self._stop_S, max_rows, fast=record)
+        self._rows: list[PagedRow] = []  # type: ignore[assignment]
+        self._laid: list[PagedRow] = []  # the batch as the device has it
+        self._latest_N = self._runner.latest_B
+        self._stale = True
+        self._under_way: list[_Launch] = []
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is done the slow way, and why."""
+        return tuple(self._runner.notes)
+
+    @torch.no_grad()
+    def tick(self, waiting: Sequence[Job]) -> int:
+        """Launch a step, admit waiting jobs in order while there is room, read what an earlier step drew."""
+        self._check_version()
+        self._settle()
+        room = max(0, self._max_rows - len(self._rows))
+        busy = self._launch()
+        if waiting and room:
+            busy |= self._join(waiting[:room])
+        while len(self._under_way) > (LAG if busy else 0):
+            self._read(self._under_way.pop(0))
+        return min(len(waiting), room)
+
+    def forget(self, version: int) -> None:
+        """Drop everything made with other weights; no response may be open."""
+        for row in self._rows:
+            self._pool.release(row.pages)
+        super().forget(version)
+        self._under_way.clear()
+        self._laid, self._stale = [], True
+        self._runner.refresh()
+
+    def _settle(self) -> None:
+        """Rows whose response ended leave: what may be continued is set aside, their pages are free."""
+        gone = [row for row in self._rows if row.job.future.done()]
+        for row in gone:
+            future = row.job.future
+            self._jobs.pop(row.job.request.thread, None)
+            if row.job.keep and not future.cancelled() and future.exception() is None:
+                known = row.known_after(future.result().segment.key)
+                kept = Kept(known, row.cached, self._pool.take(row.pages, row.cached))
+                self._kept.put(row.job.request.thread, kept)
+            self._pool.release(row.pages)
+        if gone:
+            self._rows = [row for row in self._rows if not row.job.future.done()]
+            self._stale = True
+
+    # Joining.
+
+    def _join(self, jobs: Sequence[Job]) -> bool:
+        """Prefill new rows, members of a group side by side, and draw the first token of each. Whether there are any."""
+        entries, features = self._with_features(self._entries(jobs))
+        if not entries:
+            return False
+        groups = [self._group(entry) for entry in entries]
+        self._pool.reserve(sum(row.pages_needed() for group in groups for row in group))
+        for group in groups:
+            group[0].pages = self._pool.allocate(group[0].pages_needed())
+        laid = _PrefillRows(self._pool, [group[0].pages for group in groups])
+        hidden_NH = prefill(self._policy, laid, entries, 0, features, self.counters)
+        self._keep_prompts(entries, groups, hidden_NH)
+        for group in groups:
+            self._follow(group)
+        rows = [row for group in groups for row in group]
+        owners = torch.tensor([i for i, group in enumerate(groups) for _ in group])
+        logits_BV = self._policy.logits(hidden_NH)[owners.to(hidden_NH.device)]
+        self._first_draw(rows, logits_BV)
+        self._rows += rows
+        self._jobs |= {row.job.request.thread: row.job for row in rows}
+        self._stale = True
+        return True
+
+    def _group(self, entry: Entry) -> list[PagedRow]:
+        return [PagedRow(job, entry.known, self._max_context, self._stop_ids, entry, []) for job in entry.jobs]
+
+    def _follow(self, group: Sequence[PagedRow]) -> None:
+        """Members after the first share the full pages of the prompt and copy the one it ends in."""
+        leader = group[0]
+        shared = leader.pages[: leader.shared_pages]
+        sources: list[int] = []
+        targets: list[int] = []
+        for row in group[1:]:
+            self._pool.share(shared)
+            own = self._pool.allocate(row.pages_needed() - len(shared))
+            row.pages = [*shared, *own]
+            if row.length % PAGE:
+                sources.append(leader.pages[len(shared)])
+                targets.append(own[0])
+        self._pool.copy(sources, targets)
+
+    def _keep_prompts(self, entries: Sequence[Entry], groups: Sequence[Sequence[PagedRow]], hidden_NH: Tensor) -> None:  # type: ignore[override]
+        """Prompts that others may share later are kept, with their last hidden state."""
+        for i, (entry, group) in enumerate(zip(entries, groups, strict=True)):
+            if entry.shareable and entry.fill is not None:
+                length = entry.known[-1].length
+                block = self._pool.take(group[0].pages, length)
+                self._kept.put(entry.key, Kept(entry.known, length, block, hidden_NH[i].clone()))
+
+    def _first_draw(self, rows: Sequence[PagedRow], logits_BV: Tensor) -> None:
+        device = logits_BV.device
+        sampling = SamplingRows.of([row.sampling for row in rows], self._forbidden_F, self._stop_S, self._policy.vocab_size)
+        keys_B = torch.tensor([signed64(row.job.request.key) for row in rows], device=device)
+        drawn = sample(logits_BV, sampling, uniforms(keys_B, torch.zeros_like(keys_B)))
+        for i, row in enumerate(rows):
+            row.source = self._latest_N.shape[0] + i
+        self._latest_N = torch.cat((self._latest_N, drawn.tokens_B))
+        self._under_way.append(
+            _sent(list(rows), torch.stack((drawn.tokens_B.double(), drawn.logprobs_B, drawn.sampled_logprobs_B)))
+        )
+
+    # Steps.
+
+    def _launch(self) -> bool:
+        """One more step of every row that wants one, if any does."""
+        if not any(row.wants_more for row in self._rows):
+            return False
+        if self._stale or any(row.room <= 0 for row in self._laid if row.wants_more):
+            self._lay_out()
+        packed_3B = self._runner.step()
+        self.counters.decode_steps += 1
+        self.counters.captured = self._runner.captured
+        rows: list[PagedRow | None] = []
+        for row in self._laid:
+            rows.append(row if row.wants_more else None)
+            row.launched += row.wants_more
+        self._under_way.append(_sent(rows, packed_3B))
+        return True
+
+    def _lay_out(self) -> None:
+        """Tell the device who is in the batch, with pages for the next steps."""
+        self._laid = [row for row in self._rows if row.wants_more]
+        for row in self._laid:
+            row.pages += self._pool.allocate(max(0, row.pages_needed() - len(row.pages)))
+        self._runner.lay_out([row.layout() for row in self._laid], self._latest_N)
+        self._latest_N = self._runner.latest_B
+        for i, row in enumerate(self._laid):
+            row.source = i
+        self._stale = False
+
+    def _read(self, launch: _Launch) -> None:
+        """Append what a step drew to its rows; end the responses that end. What was drawn past an end is dropped."""
+        for row, token, logprob, sampled in zip(launch.rows, *launch.read(), strict=True):
+            if row is None:
+                continue
+            if row.job.future.done():
+                self.counters.dropped_tokens += 1
+                continue
+            finish = row.take(int(token), logprob, sampled, self._policy)
+            self.counters.decoded_tokens += 1
+            if logprob != logprob:
+                row.job.fail(EngineError(f"the logits of '{row.job.request.name}' are not finite; are the weights?"))
+            elif finish:
+                self._finish(row, finish)
+
+
+def _sent(rows: list[PagedRow | None] | list[PagedRow], packed_3B: Tensor) -> _Launch:
+    """On its way to the host, without waiting; the buffer may be overwritten by later steps right away."""
+    if packed_3B.device.type != "cuda":
+        return _Launch(list(rows), packed_3B.clone(), None)
+    host_3B = torch.empty(packed_3B.shape, dtype=packed_3B.dtype, pin_memory=True)
+    host_3B.copy_(packed_3B, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    return _Launch(list(rows), host_3B, done)

@@ -1,0 +1,149 @@
+"""The kernels of a decode step give what plain torch gives. Where there is no GPU they run in Triton's interpreter."""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+from sensorium.engines.native.decode_ops import NormWeights, TorchOps
+from sensorium.engines.native.decode_state import DecodeRows, DecodeState, RowLayout
+from sensorium.engines.native.pages import PAGE
+from sensorium.engines.protocol import Sampling
+
+pytestmark = [pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")]
+if torch.cuda.is_available():
+    pytestmark.append(pytest.mark.gpu)
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+VOCAB = 5000
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.02}
+DTYPES = [torch.float32, torch.bfloat16] if DEVICE.type == "cuda" else [torch.float32]  # the interpreter has no bfloat16
+
+
+@pytest.fixture(scope="module")
+def kernels() -> TorchOps:
+    """The operations as kernels."""
+    if DEVICE.type == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are first imported
+    from sensorium.engines.native.decode_kernels import TritonOps
+
+    return TritonOps()
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def make_rows(
+    lengths: list[int], shared: list[int], groups: list[int], sampling: list[Sampling] | None = None
+) -> DecodeRows:
+    """Rows with pages of their own behind the pages that their group shares."""
+    state = DecodeState(len(lengths), 8, VOCAB, DEVICE)
+    layouts, next_page, common = [], 1, {}
+    names = {group: object() for group in groups}
+    for i, (length, share, group) in enumerate(zip(lengths, shared, groups, strict=True)):
+        if group not in common:
+            common[group] = list(range(next_page, next_page + share))
+            next_page += share
+        count = length // PAGE + 1 - share
+        pages = [*common[group], *range(next_page, next_page + count)]
+        next_page += count
+        kind = Sampling() if sampling is None else sampling[i % len(sampling)]
+        layouts.append(RowLayout(i, length, length, 5 + i, 2**63 + i, kind, pages, share, names[group]))
+    state.lay_out(layouts, len(lengths), torch.arange(len(lengths), device=DEVICE))
+    return state.view(len(lengths))
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    scale = expected.float().abs().max()
+    return bool(((found.float() - expected.float()).abs().max() / scale) <= TOLERANCE[expected.dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_and_gate(kernels: TorchOps, dtype: torch.dtype) -> None:
+    plain = TorchOps()
+    x, residual = normal(3, 96, dtype=dtype), normal(3, 96, dtype=dtype, seed=1)
+    norm = NormWeights(normal(96, dtype=dtype, seed=2), 1e-6)
+    assert close(kernels.norm(x, norm), plain.norm(x, norm))
+    for found, expected in zip(kernels.add_norm(x, residual, norm), plain.add_norm(x, residual, norm), strict=True):
+        assert close(found, expected)
+    assert close(kernels.gate(x, residual), plain.gate(x, residual))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (7, 1, 32), (3, 3, 24)])
+@pytest.mark.parametrize("normed", [False, True])
+def test_queries_keys_and_values_go_to_their_places(
+    kernels: TorchOps, dtype: torch.dtype, heads: int, kv_heads: int, size: int, normed: bool
+) -> None:
+    rows = make_rows([0, 63, 64, 200], [0, 0, 0, 0], [0, 1, 2, 3])
+    projected = [normal(4, n * size, dtype=dtype, seed=n) for n in (heads, kv_heads, kv_heads)]
+    rotary = normal(4, size, dtype=dtype, seed=8), normal(4, size, dtype=dtype, seed=9)
+    norms = (NormWeights(normal(size, dtype=dtype), 1e-6), NormWeights(normal(size, dtype=dtype, seed=1), 1e-6))
+    blocks, queries = [], []
+    for ops in (kernels, TorchOps()):
+        blocks.append(torch.zeros(2, 12, kv_heads, PAGE, size, dtype=dtype, device=DEVICE))
+        queries.append(ops.place(*projected, rotary, norms if normed else None, rows, blocks[-1]))
+    assert close(*queries)
+    assert close(*blocks)
+    assert int(blocks[0].flatten(0, 1).any(-1).any(1).sum()) == 8  # one key and one value entry for each row
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (7, 1, 32)])
+@pytest.mark.parametrize("shared", [[0] * 6, [2, 2, 2, 2, 1, 1], [2, 2, 2, 2, 0, 0]])
+def test_attention_over_shared_and_own_pages(
+    kernels: TorchOps, dtype: torch.dtype, heads: int, kv_heads: int, size: int, shared: list[int]
+) -> None:
+    rows = make_rows([130, 200, 128, 140, 65, 100], shared, [0, 0, 0, 0, 1, 1])
+    query = normal(6, heads, size, dtype=dtype)
+    block = normal(2, 40, kv_heads, PAGE, size, dtype=dtype, seed=3)
+    found, expected = (ops.attend(query, rows, block, 0.3) for ops in (kernels, TorchOps()))
+    assert close(found, expected)
+
+
+def test_a_group_larger_than_a_tile_is_read_in_several(kernels: TorchOps) -> None:
+    count = 21
+    rows = make_rows([130 + i for i in range(count)], [2] * count, [0] * count)
+    assert rows.tile_rows_B.tolist()[:4] == [8, 8, 5, 0]
+    query, block = normal(count, 4, 16), normal(2, 60, 2, PAGE, 16, seed=3)
+    assert close(kernels.attend(query, rows, block, 0.3), TorchOps().attend(query, rows, block, 0.3))
+
+
+MIXED = [
+    Sampling(), Sampling(temperature=0.6), Sampling(temperature=0.0), Sampling(stop_tokens=False),
+    Sampling(temperature=1.5, stop_tokens=False),
+]  # fmt: skip
+
+
+def test_the_draw_is_the_samplers(kernels: TorchOps) -> None:
+    count = 40
+    forbidden, stops = torch.tensor([3, 4, 4999], device=DEVICE), torch.tensor([7, 9], device=DEVICE)
+    logits = normal(count, VOCAB) * 4
+    logits[:, [3, 7]] = 30.0  # what may not be drawn, and what rows that ignore stop tokens may not draw
+    drawn = []
+    for ops in (kernels, TorchOps()):
+        rows = make_rows([10] * count, [0] * count, list(range(count)), MIXED)
+        ops.draw(logits, rows, forbidden, stops, truncated=False)
+        drawn.append(rows)
+    found, expected = drawn
+    assert torch.equal(found.tokens_B, expected.tokens_B)
+    assert torch.equal(found.packed_3B[0].long(), found.tokens_B)
+    assert torch.allclose(found.packed_3B, expected.packed_3B, atol=1e-5)
+    for name in ("positions_B", "lengths_B", "counts_B"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert 3 not in found.tokens_B
+    assert {7} == {int(token) for token in found.tokens_B[0::5]}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_spoil_only_their_row(kernels: TorchOps, bad: float) -> None:
+    none = torch.tensor([], dtype=torch.int64, device=DEVICE)
+    rows = make_rows([10] * 3, [0] * 3, [0, 1, 2])
+    logits = normal(3, VOCAB)
+    logits[1, 2000] = bad
+    kernels.draw(logits, rows, none, none, truncated=False)
+    assert rows.packed_3B[1].isnan().tolist() == [False, True, False]
+    assert int(rows.tokens_B[1]) < VOCAB

@@ -1,0 +1,198 @@
+"""Paged keys and values with steps launched ahead give what the row cache gives, on every family and sampling setting."""
+
+import asyncio
+import warnings
+
+import pytest
+import torch
+
+from sensorium.engines.native import graphs, pipeline
+from sensorium.engines.native.decode_step import FusedStep, UnknownLayer
+from sensorium.engines.native.engine import NativeEngine
+from sensorium.engines.native.graphs import BUCKETS, bucket_of
+from sensorium.engines.native.pages import PAGE, PagePool
+from sensorium.engines.protocol import Request, Response, Sampling
+from sensorium.vocabulary.content import user
+from sensorium.vocabulary.episode import Segment
+from sensorium.vocabulary.errors import EngineError
+
+from .conftest import Bench, ask, generate
+
+KINDS = [
+    Sampling(), Sampling(temperature=0.6), Sampling(top_p=0.7), Sampling(top_k=3), Sampling(temperature=0.0),
+    Sampling(stop_tokens=False),
+]  # fmt: skip
+
+
+def paged(bench: Bench, **options: object) -> NativeEngine:
+    return NativeEngine(bench.policy, kv="pages", **options)  # type: ignore[arg-type]
+
+
+def crowd(bench: Bench, kinds: list[Sampling], members: int = 3) -> list[Request]:
+    """Groups of different prompts and lengths, so that the batch keeps changing its size."""
+    requests = []
+    for i, kind in enumerate(kinds):
+        context = [bench.policy.render([user(bench.picture(i % 2), "what? " * (1 + 9 * (i % 3)))])]
+        for member in range(members):
+            sampling = Sampling(**{**vars(kind), "max_new_tokens": 5 + 7 * i + 11 * member})
+            requests.append(ask(f"{i}/{member}", context, sampling, order=(i, member), key=10 * i + member))
+    return requests
+
+
+def same(found: list[Response], expected: list[Response]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.segment.tokens == other.segment.tokens
+        assert one.finish == other.finish
+        for name in ("logprobs", "sampled_logprobs"):
+            pair = torch.tensor(getattr(one.segment, name)), torch.tensor(getattr(other.segment, name))
+            assert torch.allclose(*pair, atol=1e-5)
+
+
+@pytest.mark.parametrize("kinds", [KINDS, [Sampling(stop_tokens=False)] * 4], ids=["mixed", "plain"])
+@pytest.mark.parametrize("record", [True, False], ids=["fused", "stock"])
+def test_pages_give_what_rows_give(watching: Bench, kinds: list[Sampling], record: bool) -> None:
+    expected = generate(NativeEngine(watching.policy, record=False), *crowd(watching, kinds))
+    engine = paged(watching, record=record)
+    same(generate(engine, *crowd(watching, kinds)), expected)
+    assert engine.counters.decoded_tokens == sum(len(response.segment.tokens) for response in expected)
+    assert not engine.notes
+
+
+def test_text_models_too(text: Bench) -> None:
+    context = [text.policy.render([user("what? " * 40)])]
+    requests = [ask(f"{i}", context, Sampling(max_new_tokens=80), order=(i,), key=i) for i in range(10)]
+    same(generate(paged(text), *requests), generate(NativeEngine(text.policy), *requests))
+
+
+def test_a_response_that_stops_is_cut_where_it_stopped(bench: Bench) -> None:
+    """Steps launched past the end are dropped: neither in the response nor counted as decoded."""
+    plain = generate(NativeEngine(bench.policy), *crowd(bench, [Sampling(stop_tokens=False)]))
+    text = plain[2].segment.text
+    stop = next(letter for letter in text[len(text) // 3 :] if letter.isascii() and letter.isprintable())
+    requests = crowd(bench, [Sampling(stop_tokens=False, stop=(stop,))])
+    expected = generate(NativeEngine(bench.policy), *requests)
+    assert expected[2].finish == "stop"
+    engine = paged(bench)
+    same(generate(engine, *requests), expected)
+    assert engine.counters.dropped_tokens > 0
+    assert engine.counters.decoded_tokens == sum(len(response.segment.tokens) for response in expected)
+
+
+def test_turns_continue_on_kept_keys_and_pages_are_given_back(vision: Bench) -> None:
+    policy = vision.policy
+    sampling = Sampling(max_new_tokens=70, stop_tokens=False)
+
+    def play(engine: NativeEngine) -> list[list[Segment]]:
+        threads = [[policy.render([user(vision.picture(i), "what colour? " * 6)])] for i in range(2) for _ in range(2)]
+        for turn in range(3):
+            requests = [ask(f"{i}", thread, sampling, order=(i, turn), key=i + 10 * turn, name=f"{i}/{turn}")
+                        for i, thread in enumerate(threads)]  # fmt: skip
+            for thread, response in zip(threads, generate(engine, *requests), strict=True):
+                thread.append(response.segment)
+                thread.append(policy.extend([user(vision.picture(7), "and now?")], after=response.segment))
+        return threads
+
+    expected = NativeEngine(policy)
+    engine = paged(vision)
+    for one, other in zip(play(engine), play(expected), strict=True):
+        assert [segment.tokens for segment in one] == [segment.tokens for segment in other]
+    assert engine.counters.extensions == expected.counters.extensions > 0
+    assert engine.counters.prefill_tokens == expected.counters.prefill_tokens
+    writer = engine._writer
+    assert isinstance(writer, pipeline.PagedWriter)
+    writer.tick(())
+    assert writer._pool.held == 0
+
+
+def test_rows_wait_for_room_and_a_withdrawn_request_leaves(bench: Bench) -> None:
+    requests = crowd(bench, [Sampling(stop_tokens=False)] * 3)
+    expected = generate(NativeEngine(bench.policy), *requests)
+    same(generate(paged(bench, max_rows=4), *requests), expected)
+
+    async def withdraw() -> Response:
+        engine = paged(bench, lockstep=False)
+        gone = asyncio.ensure_future(engine.generate(requests[-1]))
+        left = asyncio.ensure_future(engine.generate(requests[0]))
+        await asyncio.sleep(0.01)
+        gone.cancel()
+        return await left
+
+    same([asyncio.run(withdraw())], expected[:1])
+
+
+def test_new_weights_are_seen_also_when_parameters_move(bench: Bench) -> None:
+    policy, engine = bench.policy, paged(bench)
+    requests = crowd(bench, [Sampling(stop_tokens=False)])
+    generate(engine, *requests)
+    layer = policy.adapter.language_model.layers[0].mlp.down_proj
+    kept = layer.weight
+    try:
+        layer.weight = torch.nn.Parameter(kept.detach() * 0.5)
+        policy.version += 1
+        engine.refresh(policy.version)
+        same(generate(engine, *requests), generate(NativeEngine(policy), *requests))
+    finally:
+        layer.weight = kept
+
+
+def test_a_fused_step_that_disagrees_is_not_used(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = FusedStep.logits
+    monkeypatch.setattr(FusedStep, "logits", lambda *given: original(*given) * 1.001)
+    requests = crowd(bench, [Sampling(stop_tokens=False)])
+    engine = paged(bench)
+    with pytest.warns(UserWarning, match="off the reference"):
+        found = generate(engine, *requests)
+    same(found, generate(NativeEngine(bench.policy), *requests))
+    assert len(engine.notes) == 1
+
+
+def test_layers_that_the_fused_step_does_not_know_run_as_they_are(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: object) -> None:
+        raise UnknownLayer("StrangeLayer is made of other parts")
+
+    monkeypatch.setattr(FusedStep, "_parts", refuse)
+    with pytest.warns(UserWarning, match="StrangeLayer"):
+        engine = paged(bench)
+    requests = crowd(bench, [Sampling(stop_tokens=False)])
+    same(generate(engine, *requests), generate(NativeEngine(bench.policy), *requests))
+
+
+def test_logits_that_are_not_finite_fail_the_request(text: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = FusedStep.logits
+    engine = paged(text)
+    context = [text.policy.render([user("what?")])]
+    request = ask("0", context, Sampling(max_new_tokens=9, stop_tokens=False))
+    generate(engine, request)
+    monkeypatch.setattr(FusedStep, "logits", lambda *given: original(*given) * float("nan"))
+    with pytest.raises(EngineError, match="not finite"):
+        generate(engine, request)
+
+
+def test_a_prompt_that_a_group_shares_is_held_once() -> None:
+    pool = PagePool(1, 1, 2, torch.float32, torch.device("cpu"))
+    leader = pool.allocate(3)
+    pool.share(leader[:2])
+    own = pool.allocate(1)
+    assert pool.held == 4
+    pool.release(leader)
+    assert pool.held == 3  # the two shared pages live on
+    pool.release([*leader[:2], *own])
+    assert pool.held == 0
+    pool.block.normal_()
+    first, second = pool.allocate(2), pool.allocate(2)
+    kept = pool.take(first, PAGE + 5)
+    pool.put(second, kept, PAGE + 3)
+    assert torch.equal(pool.take(second, PAGE + 3), kept[:, :, :, : PAGE + 3])
+
+
+def test_buckets_hold_what_they_are_asked_for() -> None:
+    assert [bucket_of(n) for n in (1, 3, 128, 129, 512, 600)] == [1, 4, 128, 192, 512, 640]
+    assert list(BUCKETS) == sorted(set(BUCKETS))
+
+
+def test_kernels_are_left_alone_without_a_gpu(bench: Bench) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine = paged(bench)
+    assert isinstance(engine._writer, pipeline.PagedWriter)
+    assert type(engine._writer._runner._ops) is graphs.TorchOps
