@@ -8,7 +8,7 @@ demo: .venv/installed
 	$(BIN)/sensorium demo
 
 test: .venv/dev lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: .venv/dev
 	$(BIN)/ruff check src tests examples bench studies
@@ -22,6 +22,7 @@ studies: .venv/tutorial
 	$(BIN)/python studies/fresh.py
 	$(BIN)/python studies/algorithms.py
 	$(BIN)/python studies/digits.py
+	$(BIN)/python -m studies.kills
 
 bench: .venv/bench
 	$(BIN)/python bench/w0.py

@@ -12,6 +12,8 @@ import platform
 import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 
 from sensorium.algorithms.episodes import Credit, Episodes
 from sensorium.recipe.load import load_recipe
-from sensorium.recipe.names import register, resolve
+from sensorium.recipe.names import register, resolve, table
 from sensorium.recipe.traits import ESTIMATORS
 from sensorium.trainer.study import SAMPLED_AND_GREEDY, study
 
@@ -55,14 +57,29 @@ def __getattr__(name: str) -> Any:
     return flipped
 
 
-def measure(name: str, *, flip: bool) -> dict[str, Any]:
+@contextmanager
+def flip(estimator: str) -> Iterator[str]:
+    """An estimator with the wrong sign and the traits of the right one, by name, while this lasts."""
+    name = f"flipped_{estimator}"
+    ESTIMATORS[name] = ESTIMATORS[estimator]
+    register("advantage", name, f"{__name__}:{name}")
+    try:
+        yield name
+    finally:
+        del ESTIMATORS[name], table("advantage")[name]
+
+
+def measure(name: str, *, flipped: bool) -> dict[str, Any]:
     """Train by one algorithm, right or flipped, and measure before and after."""
     task, estimator, changes = ALGORITHMS[name]
-    if flip:
-        ESTIMATORS[f"flipped_{estimator}"] = ESTIMATORS[estimator]
-        register("advantage", f"flipped_{estimator}", f"{__name__}:flipped_{estimator}")
-        estimator, changes = f"flipped_{estimator}", [*changes, "steps=15"]
-    run = f"study_{name.replace('+', '_')}{'_flipped' if flip else ''}"
+    if not flipped:
+        return _measure(name, task, estimator, changes)
+    with flip(estimator) as wrong:
+        return _measure(f"{name}_flipped", task, wrong, [*changes, "steps=15"])
+
+
+def _measure(name: str, task: str, estimator: str, changes: list[str]) -> dict[str, Any]:
+    run = f"study_{name.replace('+', '_')}"
     recipe = load_recipe(task, [f"name={run}", f"algorithm.advantage.name={estimator}", *changes, *QUIET])
     shutil.rmtree(recipe.directory, ignore_errors=True)
     started = time.perf_counter()
@@ -82,8 +99,8 @@ def run(name: str) -> None:
     found = {
         "command": f"python studies/algorithms.py {name}",
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
-        "right": measure(name, flip=False),
-        "flipped": measure(name, flip=True),
+        "right": measure(name, flipped=False),
+        "flipped": measure(name, flipped=True),
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name.replace('+', '_')}.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from studies.pages import blocks, commands, follow
 
 import sensorium as sn
+from studies.pages import blocks, commands, follow
 
 TUTORIALS = Path(__file__).parents[1] / "docs/tutorials"
 SHORT = {

@@ -1,6 +1,7 @@
 """Clip-Cov and KL-Cov against plain loops that look at the whole update."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def test_clip_cov_equals_a_plain_loop(
     tokens, cov = flat(update), plain_covariances(update)
     assume(all(min(abs(c - cov_low), abs(c - cov_high)) > 1e-9 for c in cov))
     assume(all(min(abs(ratio(t) - 1 + low), abs(ratio(t) - 1 - high)) > 1e-9 for t in tokens))
-    expected = [plain_clip(token, low, high) for token in tokens]
+    expected = [plain_clip(token, low, high, 10.0) for token in tokens]
     candidates = [i for i, c in enumerate(cov) if cov_low < c < cov_high and not expected[i][2]]
     candidates.sort(key=lambda i: (tokens[i].uniform, i))
     for i in candidates[: max(int(share * len(tokens)), 1)]:
@@ -42,8 +43,35 @@ def test_clip_cov_equals_a_plain_loop(
     assert out.clipped_N.tolist() == [clipped for _, _, clipped in expected]
 
 
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+@given(updates(), st.data())
+def test_rejected_tokens_count_in_no_mean_and_no_share(name: str, update: Update, data: st.DataObject) -> None:
+    """What is kept is treated as if the rejected sequences had never been there."""
+    rejected = data.draw(st.lists(st.booleans(), min_size=len(update), max_size=len(update)))
+    left = [sequence for sequence, out in zip(update, rejected, strict=True) if not out]
+    assume(any(left))
+    settings = {"cov_share": data.draw(shares)} | ({"cov_low": 0.01} if name == "clip_cov" else {})
+    function = {"clip_cov": clip_cov.loss, "kl_cov": kl_cov.loss}[name]
+    given, alone = whole(update), whole(left)
+    kept_N = ~torch.tensor(rejected)[given.sequences_N]
+    found = function(replace(given, update=replace(given.update, kept_U=kept_N)), **settings)
+    expected = function(alone, **settings)
+    assert found.clipped_N[kept_N].equal(expected.clipped_N)
+    torch.testing.assert_close(found.loss_N[kept_N], expected.loss_N)
+    torch.testing.assert_close(slopes(found, given)[kept_N], slopes(expected, alone))
+
+
+def test_an_update_with_everything_rejected_holds_nobody() -> None:
+    tokens = spread()
+    nobody = replace(tokens, update=replace(tokens.update, kept_U=torch.zeros(100, dtype=torch.bool)))
+    assert kl_cov.loss(nobody, cov_share=1.0).loss_N.equal(kl_cov.loss(nobody, cov_kl_coef=0.0).loss_N)
+    assert not clip_cov.loss(nobody, cov_share=1.0).clipped_N.any()
+
+
 def plain_kl_cov(token: Token, held: bool, coef: float) -> tuple[float, float]:
-    value = slope = -token.advantage * ratio(token)
+    over = ratio(token) > 20
+    value = -token.advantage * min(ratio(token), 20)
+    slope = 0.0 if over else value
     if not held:
         return value, slope
     return value + coef * abs(token.gap), slope + coef * ((token.gap > 0) - (token.gap < 0))
@@ -62,7 +90,7 @@ def test_kl_cov_equals_a_plain_loop(update: Update, share: float, coef: float) -
     out = kl_cov.loss(given, cov_share=share, cov_kl_coef=coef)
     assert out.loss_N.tolist() == pytest.approx([value for value, _ in expected], rel=1e-9, abs=1e-12)
     assert slopes(out, given).tolist() == pytest.approx([slope for _, slope in expected], rel=1e-9, abs=1e-12)
-    assert not out.clipped_N.any()
+    assert out.clipped_N.tolist() == [ratio(token) > 20 and token.advantage != 0 for token in tokens]
 
 
 def alike(one: Token, other: Token) -> bool:

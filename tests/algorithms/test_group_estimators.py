@@ -36,7 +36,9 @@ def plain_grpo(with_std: bool, leave_one_out: bool) -> plain.Compare:
     def member(i: int, scores: list[float], lengths: list[int]) -> float:
         base = scores[:i] + scores[i + 1 :] if leave_one_out else scores
         centred = scores[i] - plain.mean(base)
-        return centred / (plain.std(base) + 1e-6) if with_std and plain.vary(base) else centred
+        value = centred / (plain.std(base) + 1e-6) if with_std and plain.vary(base) else centred
+        bound = math.sqrt(len(scores)) if with_std and leave_one_out else math.inf
+        return min(max(value, -bound), bound)
 
     return plain.by_group(member)
 
@@ -119,10 +121,10 @@ def test_gdpo(batch: Batch, std: bool, leave_one_out: bool) -> None:
     def compare_span(scores, groups, lengths) -> list[float]:
         return over_the_step(compare(scores, groups, lengths), varies(scores, groups, lengths))
 
-    summed, signal = [0.0] * len(batch.played), [0.0] * len(batch.played)
+    summed = [0.0] * len(batch.played)
     for weight, scores in batch.terms:
         summed = [s + weight * v for s, v in zip(summed, compare(scores, batch.groups, lengths), strict=True)]
-        signal = [max(pair) for pair in zip(signal, varies(scores, batch.groups, lengths), strict=True)]
+    signal = varies(summed, batch.groups, lengths)
     expected = plain.with_spans(batch, plain.everywhere(batch, over_the_step(summed, signal)), compare_span)
     close(gdpo.estimate(batch.episodes(), std=std, leave_one_out=leave_one_out).advantages_P, expected)
 
@@ -134,6 +136,15 @@ def test_gdpo_leaves_out_who_a_term_did_not_judge() -> None:
     got = per_episode(judged, gdpo.estimate(judged.episodes()).advantages_P)
     assert got == pytest.approx([got[0], 0, -got[0], 0, 0], abs=1e-12)
     assert got[0] > 1
+
+
+def test_gdpo_gives_nothing_to_a_group_whose_terms_cancel() -> None:
+    """Others in the step that were paid unevenly would shift it by the step's mean."""
+    batch = of_rewards([1.0, 1.0], [1.0, 0.0, 0.0])
+    crossed = replace(batch, terms=((1.0, (1.0, 0.0, 1.0, 0.0, 0.0)), (1.0, (0.0, 1.0, 0.0, 0.0, 0.0))))
+    got = per_episode(crossed, gdpo.estimate(crossed.episodes(), leave_one_out=True).advantages_P)
+    assert got[:2] == [0.0, 0.0]
+    assert all(got[2:])
 
 
 def test_gdpo_takes_no_signal_from_a_term_that_is_only_watched() -> None:

@@ -35,7 +35,7 @@ def test_parameters_are_the_settings_of_the_traits_with_the_recipes_defaults(nam
     parameters = inspect.signature(resolve("loss", name)).parameters
     settings = {key: p.default for key, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
     assert set(parameters) - set(settings) == {"tokens"}
-    assert settings == {key: LossSection.model_fields[key].default for key in LOSSES[name].settings}
+    assert settings == {key: getattr(LossSection(name=name), key) for key in LOSSES[name].settings}
 
 
 @pytest.mark.parametrize(("name", "aggregation"), ALLOWED)

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 
 from sensorium.recipe.algorithm_checks import algorithm_problems, cautions
-from sensorium.recipe.schema import CriticSection, Recipe
-from sensorium.recipe.traits import ESTIMATORS, LOSSES
+from sensorium.recipe.load import dump_recipe
+from sensorium.recipe.schema import CriticSection, LossSection, Recipe
+from sensorium.recipe.traits import CLIP, ESTIMATORS, LOSSES, LossTraits
+from sensorium.recipe.yaml import read_yaml
 
 TERMS = [{"name": "exact"}, {"name": "format", "weight": 0.2}]
 
@@ -153,6 +155,8 @@ CAUTIONS = {
     "sampled from the truncated policy": ({}, {"rollout": {"top_p": 0.9}}),
     "trained as if from the whole one": ({"correction": {"reject": "max"}}, {"rollout": {"top_k": 20}}),
     "cuts anything off": ({"correction": {"reject": "max", "engine_logprobs": "sampled"}}, {}),
+    "clips hardly anything": ({"loss": {"name": "gspo", "clip_low": 0.2, "clip_high": 0.28}}, {}),
+    "drowns the update": ({"loss": {"dual_clip": None}}, {}),
 }
 
 
@@ -161,6 +165,44 @@ def test_a_degenerate_setting_is_named_for_what_it_equals(says: str) -> None:
     algorithm, given = CAUTIONS[says]
     (caution,) = cautions(recipe(algorithm, **given))
     assert says in caution
+
+
+PUBLISHED = {
+    "clip": (0.2, 0.2),
+    "gspo": (3e-4, 4e-4),
+    "cispo": (1.0, 4.0),
+    "gmpo": (0.4, 0.4),
+    "dppo": (0.15, 0.15),
+    "clip_cov": (0.2, 0.2),
+    "package.module:own_loss": (0.2, 0.2),
+}
+
+
+@pytest.mark.parametrize("name", [*LOSSES, "package.module:own_loss"])
+def test_a_clip_that_is_left_out_is_the_one_published_with_the_loss(name: str) -> None:
+    section = LossSection(name=name)
+    assert (section.clip_low, section.clip_high) == PUBLISHED.get(name, (None, None))
+    if name in LOSSES:
+        found = recipe({"loss": {"name": name}})
+        assert not [caution for caution in cautions(found) if "algorithm.loss" in caution]
+    if "clip_low" in LOSSES.get(name, LossTraits(CLIP)).settings:
+        given = LossSection(name=name, clip_low=0.11)
+        assert (given.clip_low, given.clip_high) == (0.11, PUBLISHED[name][1])
+
+
+def test_the_clip_of_the_loss_is_in_the_dump_and_loads_back() -> None:
+    gspo = recipe({"loss": {"name": "gspo"}})
+    text = dump_recipe(gspo)
+    assert "clip_low: 0.0003" in text
+    assert "clip_high: 0.0004" in text
+    assert Recipe.model_validate(read_yaml(text, "dump")[0]) == gspo
+
+
+@pytest.mark.parametrize("name", ["sapo", "gpg", "kl_cov"])
+def test_ppos_clip_may_stay_where_the_loss_was_replaced_by_one_without(name: str) -> None:
+    kept = {"name": name, "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
+    assert not list(algorithm_problems(recipe({"loss": kept})))
+    assert list(algorithm_problems(recipe({"loss": {"name": name, "clip_low": 0.3}})))
 
 
 def test_an_ordinary_setting_is_not_warned_of() -> None:

@@ -72,6 +72,14 @@ def test_a_turn_without_a_token_is_paid_where_the_one_before_it_ends() -> None:
     assert placed(replace(whole, threads=threads, turns=turns)) == [[0, 0, 1.0]]
 
 
+def test_an_episode_without_any_token_has_no_place_for_its_pay() -> None:
+    whole = paid(0, 1.0)
+    empty = Segment("model", (), name="empty")
+    threads = (Thread((whole.threads[0].segments[0], empty), (False, True)),)
+    with pytest.raises(AssertionError, match="episode e0 wrote nothing"):
+        placed(replace(whole, threads=threads, turns=(replace(whole.turns[0], response=empty),)))
+
+
 def test_a_kl_in_the_reward_is_paid_token_by_token_on_what_the_model_wrote() -> None:
     members = group(paid(0, 1.0, turns=2), paid(1, 0.0, turns=2))
     old_N, reference_N = torch.linspace(-2, 0, 14), torch.linspace(-1, -1.5, 14)

@@ -1,4 +1,4 @@
-"""Missing is not zero: who is dropped, by which policy; which groups have signal, and which vary most."""
+"""Missing is not zero: who is dropped, by which policy; and which groups vary most."""
 
 from dataclasses import replace
 
@@ -7,17 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sensorium.recipe.schema import SelectionSection
+from sensorium.trainer.metrics import episode_metrics
 from sensorium.trainer.selection import (
+    EMPTY,
     TOO_ALIKE,
     UNUSED,
     Selection,
     first,
-    has_signal,
     most_varied,
     select,
+    why_unfit,
     zero_variance,
 )
-from sensorium.vocabulary import Group, Score, Status
+from sensorium.vocabulary import Group, Score, Segment, Status, Thread
 
 from .scored import episode, group, paid
 
@@ -53,35 +55,37 @@ def test_a_group_that_left_nobody_is_not_trained_on_at_all() -> None:
     assert [e.id for g in nobody.groups for e in g.episodes] == ["e1"]
 
 
-def test_paid_alike_is_no_signal() -> None:
-    assert zero_variance([paid("a", 0.3, 0.3), paid("b", 0.0, 1.0)]) == 1
-    assert not has_signal(paid("a", 0.1 + 0.2, 0.1 + 0.2))
-    assert has_signal(paid("a", 0.1 + 0.2, 0.3)), "what differs in the last bit differs"
-    assert not has_signal(paid("a", 1.0))
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e31])
+def test_a_score_that_is_no_number_leaves_its_episode_out_with_the_reason(value: float) -> None:
+    members = group(episode(0, 1.0), episode(1, value), episode(2, 0.0))
+    selection = select([members], "drop_episode", smallest=2)
+    assert [e.id for e in selection.groups[0].episodes] == ["e0", "e2"]
+    assert selection.fates == {"e1": f"dropped: no number to train on (term0 paid {value:g})"}
 
 
-def test_terms_that_are_credited_apart_are_signal_also_where_they_cancel() -> None:
-    crossed = group(episode(0, 1.0, 0.0), episode(1, 0.0, 1.0))
-    assert not has_signal(crossed)
-    assert has_signal(crossed, per_term=True)
-    same = group(episode(0, 1.0, 0.0), episode(1, 1.0, 0.0))
-    assert not has_signal(same, per_term=True)
+def test_scores_that_are_too_much_together_leave_their_episode_out() -> None:
+    huge = episode(0, 1e30, weight=1e300)
+    assert why_unfit(huge) == "dropped: no number to train on (in all inf)"
+    watched = huge.with_scores((Score("shown", float("inf"), weight=0.0), Score("term", 1.0)))
+    assert why_unfit(watched) == "", "what carries no weight is not trained on"
 
 
-def test_scores_of_a_part_are_signal_also_where_they_cancel() -> None:
-    def with_span(index: int, span: float) -> object:
-        member = episode(index, 1.0 - span, weight=1.0)
-        part = Score("thought", span, scope="span", turn=0, span=(0, 2))
-        return member.with_scores((*member.scores, part))
+def test_an_episode_without_a_token_is_left_out_and_counted() -> None:
+    nothing = Segment("model", (), name="nothing")
+    full = episode(1, 0.0)
+    thread = Thread((full.threads[0].segments[0], nothing), (False, True))
+    empty = replace(full, threads=(thread,), turns=(replace(full.turns[0], response=nothing),))
+    members = group(episode(0, 1.0), empty, episode(2, 0.5))
+    selection = select([members], "drop_episode", smallest=2)
+    assert [e.id for e in selection.groups[0].episodes] == ["e0", "e2"]
+    assert selection.fates == {"e1": EMPTY}
+    row = episode_metrics([members], selection)
+    assert (row["episodes/empty"], row["episodes/dropped"], row["episodes/failed"]) == (1, 1, 0)
 
-    assert has_signal(group(with_span(0, 0.25), with_span(1, 0.75)))  # type: ignore[arg-type]
-    assert not has_signal(group(with_span(0, 0.25), with_span(1, 0.25)))  # type: ignore[arg-type]
 
-
-def test_what_differs_from_the_greedy_reward_is_signal() -> None:
-    assert has_signal(paid("a", 1.0), greedy=0.0)
-    assert has_signal(paid("a", 1.0, 1.0), greedy=0.0)
-    assert not has_signal(paid("a", 1.0, 1.0), greedy=1.0)
+def test_groups_paid_alike_are_counted_by_the_estimators_measure() -> None:
+    inside, beyond = paid("c", 1.0, 1.0 + 1e-13), paid("d", 1.0, 1.0 + 1e-11)
+    assert zero_variance([paid("a", 0.3, 0.1 + 0.2), paid("b", 0.0, 1.0), inside, beyond, paid("e", 1.0)]) == 3
 
 
 REWARDS = st.lists(st.lists(st.sampled_from([0.0, 0.1, 0.2, 1.0]), min_size=2, max_size=4), min_size=1, max_size=9)

@@ -6,7 +6,7 @@ from sensorium.algorithms.ratio import log_ratio
 from sensorium.algorithms.tokens import TokenLoss, Tokens
 
 
-def loss(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
+def loss(tokens: Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> TokenLoss:
     """-A·w·logp with w = clip(ratio, 1-low, 1+high), without gradient. Clipped are the tokens whose weight is."""
     ratio_N = torch.exp(log_ratio(tokens.logprobs_N.detach(), tokens.old_N))
     weight_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)

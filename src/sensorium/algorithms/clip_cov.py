@@ -16,6 +16,7 @@ def loss(
     cov_share: float = 2e-4,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
+    dual_clip: float | None = 10.0,
     cov_low: float = 1.0,
     cov_high: float = 5.0,
 ) -> TokenLoss:
@@ -25,10 +26,11 @@ def loss(
     assert places_N is not None, "clip_cov needs to know where its tokens stand: Tokens.places_N is missing"
     ratio_N = torch.exp(log_ratio(tokens.logprobs_N, tokens.old_N))
     ratio_U = torch.exp(log_ratio(update.logprobs_U, update.old_U))
-    out = surrogate(ratio_N, tokens.advantages_N, clip_low, clip_high)
-    clipped_U = surrogate(ratio_U, update.advantages_U, clip_low, clip_high).clipped_N
+    out = surrogate(ratio_N, tokens.advantages_N, clip_low, clip_high, dual_clip)
+    clipped_U = surrogate(ratio_U, update.advantages_U, clip_low, clip_high, dual_clip).clipped_N
     cov_U = covariances(update)
     candidates_U = (cov_U > cov_low) & (cov_U < cov_high) & ~clipped_U
-    drawn_U = first_share(update.uniforms_U.masked_fill(~candidates_U, math.inf), cov_share) & candidates_U
+    keys_U = update.uniforms_U.masked_fill(~candidates_U, math.inf)
+    drawn_U = first_share(keys_U, cov_share, update.kept_U) & candidates_U
     drawn_N = drawn_U[places_N]
     return TokenLoss(out.loss_N.masked_fill(drawn_N, 0), out.clipped_N | drawn_N)

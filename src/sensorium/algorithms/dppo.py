@@ -6,7 +6,7 @@ from sensorium.algorithms.ratio import log_ratio
 from sensorium.algorithms.tokens import TokenLoss, Tokens
 
 
-def loss(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, ratio_cap: float = 20.0) -> TokenLoss:
+def loss(tokens: Tokens, *, clip_low: float = 0.15, clip_high: float = 0.15, ratio_cap: float = 20.0) -> TokenLoss:
     """-A·min(ratio, cap)·logp, the weight without gradient, where p - p_old <= high (A > 0) or >= -low (A < 0); else 0."""
     advantages_N, logprobs_N = tokens.advantages_N, tokens.logprobs_N.detach()
     weight_N = torch.exp(log_ratio(logprobs_N, tokens.old_N)).clamp(max=ratio_cap)

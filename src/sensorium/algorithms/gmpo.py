@@ -8,11 +8,12 @@ from sensorium.algorithms.sequences import sequence_means
 from sensorium.algorithms.tokens import TokenLoss, Tokens
 
 
-def loss(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
+def loss(tokens: Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4, dual_clip: float | None = 10.0) -> TokenLoss:
     """-A·exp(mean over the sequence of c), c = s·min(s·d, s·clip(d, -low, high)), s = sign A, d the log-ratio.
 
-    At every token the mean has the gradient of the token's own c. So the mean over a sequence with one advantage has the
-    value and gradient of the sequence's loss; where advantages differ, each token follows its own.
+    For A < 0 the exponential is bounded by ``dual_clip``, past which the gradient is gone. At every token the mean has the
+    gradient of the token's own c. So the mean over a sequence with one advantage has the value and gradient of the
+    sequence's loss; where advantages differ, each token follows its own.
     """
     update = tokens.update
     assert update is not None, "gmpo looks at whole sequences: Tokens.update is missing"
@@ -20,7 +21,11 @@ def loss(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> To
     means_S = sequence_means(bound_U, update.sequences_U, update.counts_S)
     means_N = means_S[tokens.sequences_N].to(tokens.logprobs_N.dtype)
     bound_N, clipped_N = _bound(tokens.logprobs_N, tokens.old_N, tokens.advantages_N, clip_low, clip_high)
-    return TokenLoss(-tokens.advantages_N * torch.exp(means_N + (bound_N - bound_N.detach())), clipped_N)
+    ratio_N = torch.exp(means_N + (bound_N - bound_N.detach()))
+    if dual_clip is not None:
+        over_N = (tokens.advantages_N < 0) & (ratio_N > dual_clip)
+        ratio_N, clipped_N = ratio_N.masked_fill(over_N, dual_clip), clipped_N | over_N
+    return TokenLoss(-tokens.advantages_N * ratio_N, clipped_N)
 
 
 def _bound(logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:

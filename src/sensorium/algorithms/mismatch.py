@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sensorium.algorithms.kl import k3
+from sensorium.algorithms.ratio import log_ratio
 from sensorium.algorithms.sequences import sequence_means
 
 
@@ -14,7 +15,7 @@ class Mismatch:
     """``prob_error``: mean of exp|gap|, 1 is perfect; ``kl``: mean KL(engine ‖ old); ``maximum``: the largest |gap|.
 
     ``sequence_max`` and ``sequence_min``: the extremes over sequences of old / engine, the geometric mean of a sequence's
-    tokens; 1 is perfect.
+    tokens; 1 is perfect. ``effective_share``: what share of the tokens is left, in effect, if each weighs old / engine.
     """
 
     prob_error: float
@@ -22,6 +23,14 @@ class Mismatch:
     maximum: float
     sequence_max: float
     sequence_min: float
+    effective_share: float
+
+
+def effective_share(weights_N: Tensor) -> Tensor:
+    """(Σw)² / (n·Σw²): 1 where all weigh alike, 1/n where one weighs alone, 0 where none weighs anything."""
+    weights_N = weights_N.double()
+    squares = len(weights_N) * weights_N.square().sum()
+    return torch.where(squares > 0, weights_N.sum().square() / squares.clamp(min=torch.finfo(torch.float64).tiny), 0)
 
 
 def mismatch(old_N: Tensor, engine_N: Tensor, sequences_N: Tensor, counts_S: Tensor) -> Mismatch:
@@ -30,5 +39,6 @@ def mismatch(old_N: Tensor, engine_N: Tensor, sequences_N: Tensor, counts_S: Ten
     gap_N = old_N - engine_N
     ratio_S = sequence_means(gap_N, sequences_N, counts_S)[counts_S > 0].exp()
     size_N = gap_N.abs()
-    measured = [size_N.exp().mean(), k3(engine_N, old_N).mean(), size_N.max(), ratio_S.max(), ratio_S.min()]
+    effective = effective_share(log_ratio(old_N, engine_N).exp())
+    measured = [size_N.exp().mean(), k3(engine_N, old_N).mean(), size_N.max(), ratio_S.max(), ratio_S.min(), effective]
     return Mismatch(*torch.stack(measured).tolist())

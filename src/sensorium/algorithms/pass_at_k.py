@@ -23,4 +23,5 @@ def _compare(scores_S: Tensor, groups_S: Tensor, lengths_S: Tensor) -> Tensor:
     second_K1 = scores_KG.scatter(1, best_K1, -torch.inf).amax(1, keepdim=True)
     leads_K1 = own.varied & differ(first_K1, second_K1)
     lead_K1 = torch.where(leads_K1, (first_K1 - second_K1) / (own.std + EPSILON), 0)
+    lead_K1 = torch.where(own.std.isfinite(), lead_K1, torch.nan)  # a reward that is no number is not hidden by a tie
     return groups.back(torch.zeros_like(laid_KG).scatter(1, best_K1, lead_K1))

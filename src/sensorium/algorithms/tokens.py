@@ -10,7 +10,8 @@ class UpdateTokens:
     """Every sampled token of the update in canonical order (axis U), for losses that look beyond a micro-batch.
 
     ``logprobs_U`` are current, without gradient. ``uniforms_U`` are random numbers in [0, 1) keyed by seed, step, update
-    and token, so that a random choice depends neither on packing nor on what ran before.
+    and token, so that a random choice depends neither on packing nor on what ran before. ``kept_U`` is false for tokens of
+    rejected sequences, which count in no mean and no share; None: all are kept.
     """
 
     logprobs_U: Tensor
@@ -19,6 +20,7 @@ class UpdateTokens:
     sequences_U: Tensor
     counts_S: Tensor
     uniforms_U: Tensor
+    kept_U: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Whether numbers differ at all, and their mean and spread. Sums of the same terms in another order do not differ."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +23,19 @@ class Moments:
 
 
 def differ(one: Tensor, other: Tensor) -> Tensor:
-    """Where two numbers are apart by more than the noise of summation. NaN differs, so that it is not taken for 0."""
+    """Where two numbers are apart by more than the noise of summation.
+
+    NaN and infinities differ from everything, themselves included, so that they are never taken for "no difference".
+    """
     scale = torch.maximum(one.abs(), other.abs()).clamp(min=1)
-    return ~((one - other).abs() <= NOISE * scale)
+    gap = (one - other).abs()
+    return ~(gap <= NOISE * scale) | ~gap.isfinite()
+
+
+def alike(values: Sequence[float]) -> bool:
+    """True if no two of the values differ, by the same rule."""
+    given = torch.tensor(values, dtype=torch.float64)
+    return len(given) < 2 or not bool(differ(given.amin(), given.amax()))
 
 
 def moments(values: Tensor, members: Tensor) -> Moments:

@@ -144,7 +144,7 @@ class Learner:
             if index == 0 and batches[0].old_N is None:
                 batches[0] = replace(batches[0], old_N=measured[0].logprobs_N)
         self.steps += 1
-        metrics = _mean([one.metrics() for one in measured])
+        metrics = _over_updates([one.metrics() for one in measured])
         if not objective.supervised:
             metrics |= _mismatch(batches, measured, self._scorer.scale)
             metrics |= self._controlled(metrics, sum(len(group) for group in groups))
@@ -273,8 +273,14 @@ def _partition(groups: Groups, updates: int) -> list[Groups]:
     return trained
 
 
-def _mean(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+def _over_updates(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the updates of a step; of one that is a maximum, the largest."""
+
+    def together(name: str) -> float:
+        values = [row[name] for row in rows]
+        return max(values) if name.endswith("_max") else sum(values) / len(values)
+
+    return {name: together(name) for name in rows[0]}
 
 
 def _mismatch(batches: Sequence[UpdateBatch], measured: Sequence[Measured], scale: float) -> dict[str, float]:
@@ -292,5 +298,6 @@ def _mismatch(batches: Sequence[UpdateBatch], measured: Sequence[Measured], scal
         "mismatch/max": found.maximum,
         "mismatch/sequence_max": found.sequence_max,
         "mismatch/sequence_min": found.sequence_min,
+        "mismatch/effective_share": found.effective_share,
     }
     return row | ({"mismatch/relative": found.maximum / max(1.0, scale)} if scale else {})

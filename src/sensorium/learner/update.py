@@ -15,6 +15,8 @@ from torch import Tensor
 
 from sensorium.algorithms import correction, kl
 from sensorium.algorithms.aggregation import sequence_weights
+from sensorium.algorithms.mismatch import effective_share
+from sensorium.algorithms.ratio import log_ratio
 from sensorium.algorithms.tokens import Tokens, UpdateTokens
 from sensorium.learner.critic import Critic, ValuePass
 from sensorium.learner.forward import Scorer, UpdateFeatures, hidden_states
@@ -57,7 +59,8 @@ class Shares:
 class Measured:
     """What an update saw, per sampled token in canonical order; ``loss`` and ``grad_norm`` of the whole.
 
-    ``others`` are the metrics of critic and routers, which are not per sampled token.
+    ``advantages_N`` of rejected sequences are 0. ``others`` are the metrics of critic and routers, which are not per
+    sampled token.
     """
 
     loss: float
@@ -66,15 +69,18 @@ class Measured:
     old_N: Tensor
     entropies_N: Tensor
     clipped_N: Tensor
+    advantages_N: Tensor
     reference_N: Tensor | None
     corrections_N: Tensor | None
     rejected_S: Tensor | None
     others: dict[str, float]
 
     def metrics(self) -> dict[str, float]:
-        """Token means."""
+        """Token means, the largest ratio of new and old, and how many tokens the corrected ones are worth."""
         named = {
             "policy/clip_fraction": self.clipped_N,
+            "policy/learning_share": self._learning_N(),
+            "policy/ratio_max": log_ratio(self.logprobs_N, self.old_N).exp().max(),
             "policy/kl_old": kl.k3(self.old_N, self.logprobs_N),
             "policy/entropy": self.entropies_N,
         }
@@ -83,11 +89,17 @@ class Measured:
         if self.corrections_N is not None:
             named["correction/weight"] = self.corrections_N
             named["correction/zeroed"] = self.corrections_N == 0
+            named["correction/effective_share"] = effective_share(self.corrections_N)
         if self.rejected_S is not None:
             named["correction/rejected"] = self.rejected_S
         means = torch.stack([values.double().mean() for values in named.values()]).tolist()
         row = {"policy/loss": self.loss, "policy/grad_norm": self.grad_norm, **dict(zip(named, means, strict=True))}
         return row | self.others
+
+    def _learning_N(self) -> Tensor:
+        """Which tokens the policy loss moves: with an advantage, neither clipped nor rejected nor weighed with 0."""
+        learning_N = (self.advantages_N != 0) & ~self.clipped_N
+        return learning_N if self.corrections_N is None else learning_N & (self.corrections_N != 0)
 
 
 def update(
@@ -135,8 +147,10 @@ class _Pass:
     def __init__(self, scorer: Scorer, batch: UpdateBatch, objective: Objective, value: ValuePass | None) -> None:
         self.scorer, self.batch, self.objective, self.value = scorer, batch, objective, value
         counts_S = batch.tokens.counts_S
+        self.kept_N: Tensor | None = None
         if batch.rejected_S is not None:
             counts_S = torch.where(batch.rejected_S, 0, counts_S)
+            self.kept_N = ~batch.rejected_S[batch.tokens.sequences_N]
         constant = objective.algorithm.loss.aggregation_constant
         weights_S = sequence_weights(objective.aggregation, counts_S, constant=constant)
         self.weights_N = weights_S[batch.tokens.sequences_N]
@@ -237,7 +251,9 @@ class _Pass:
         current_N = self.logprobs_N if self.whole_N is None else self.whole_N
         old_N = current_N if batch.old_N is None else batch.old_N
         tokens = batch.tokens
-        return UpdateTokens(current_N, old_N, tokens.advantages_N, tokens.sequences_N, tokens.counts_S, self._uniforms_N)
+        return UpdateTokens(
+            current_N, old_N, tokens.advantages_N, tokens.sequences_N, tokens.counts_S, self._uniforms_N, self.kept_N
+        )
 
     @cached_property
     def _uniforms_N(self) -> Tensor:
@@ -258,6 +274,7 @@ class _Pass:
         """What was seen, once all micro-batches have run."""
         loss, grad_norm = torch.stack([(self.losses_N.double() * self.weights_N).sum(), norms[0].double()]).tolist()
         batch = self.batch
+        advantages_N = batch.tokens.advantages_N
         others = self.routers.metrics()
         if self.value is not None:
             others |= self.value.metrics() | {"value/grad_norm": float(norms[1])}
@@ -268,6 +285,7 @@ class _Pass:
             self.logprobs_N if batch.old_N is None else batch.old_N,
             self.entropies_N,
             self.clipped_N,
+            advantages_N if self.kept_N is None else torch.where(self.kept_N, advantages_N, 0),
             batch.reference_N,
             self.corrections_N,
             batch.rejected_S,
@@ -277,9 +295,11 @@ class _Pass:
 
 def _complaint(measured: Measured, learners: list[Optimizer]) -> str:
     tokens = int((~measured.logprobs_N.isfinite()).sum())
+    advantages = int((~measured.advantages_N.isfinite()).sum())
     parameters = [name for one in learners for name in one.not_finite()]
     return (
         f"the update is not finite: loss {measured.loss}, gradient norm {measured.grad_norm}, {tokens} of "
-        f"{len(measured.logprobs_N)} tokens without a finite log-prob, {len(parameters)} parameters with a bad gradient"
+        f"{len(measured.logprobs_N)} tokens without a finite log-prob, {advantages} without a finite advantage, "
+        f"{len(parameters)} parameters with a bad gradient"
         f"{' (' + parameters[0] + ', …)' if parameters else ''}."
     )

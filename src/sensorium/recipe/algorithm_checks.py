@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 
 from sensorium.recipe.names import PARAMETER_GROUPS
 from sensorium.recipe.schema import CriticSection, Recipe, Section
-from sensorium.recipe.traits import ESTIMATORS, LOSSES, estimator_traits, loss_traits
+from sensorium.recipe.traits import CLIP, ESTIMATORS, LOSSES, PPO_CLIP, estimator_traits, loss_takes, loss_traits
 from sensorium.vocabulary.errors import nearest
 
 Problem = tuple[str, str]
+WIDE_FOR_A_SEQUENCE = 0.05
 SHARED_BY_LOSSES = ("name", "aggregation", "aggregation_constant", "entropy_coef")
 
 
@@ -75,7 +76,24 @@ def cautions(recipe: Recipe) -> list[str]:
             "algorithm.correction: the native engine samples with the learner's own weights and log-probs of the whole "
             "policy, so the correction's weights are about 1."
         )
-    return found
+    return [*found, *_loss_cautions(recipe)]
+
+
+def _loss_cautions(recipe: Recipe) -> Iterator[str]:
+    """Ranges that do not fit the ratio they bound."""
+    section = recipe.algorithm.loss
+    name, low, high = section.name, section.clip_low, section.clip_high
+    if name == "gspo" and low is not None and high is not None and max(low, high) >= WIDE_FOR_A_SEQUENCE:
+        own = " and ".join(f"{value:g}" for value in loss_traits(name).clip)
+        yield (
+            f"algorithm.loss: gspo with clip_low {low:g} and clip_high {high:g} clips hardly anything: the mean ratio of a "
+            f"sequence moves a thousand times less than that of a token. Leave both out for the published {own}."
+        )
+    if section.dual_clip is None and loss_takes(name, "dual_clip") and name in LOSSES:
+        yield (
+            f"algorithm.loss: {name} without dual_clip: a bad token that became e^19 times likelier has a gradient of e^19 "
+            "and drowns the update. Watch policy/ratio_max, or leave dual_clip at its default."
+        )
 
 
 def _estimator(recipe: Recipe) -> Iterator[Problem]:
@@ -177,9 +195,13 @@ def _critic(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _unused(section: Section, taken: Sequence[str], shared: Sequence[str], at: str, who: str) -> Iterator[Problem]:
-    """Settings that differ from their default and that nobody will look at."""
+    """Settings that differ from their default and that nobody will look at.
+
+    PPO's clip may stay where a recipe's loss is replaced by one that does not clip, and so may nothing (null).
+    """
     for key, field in type(section).model_fields.items():
         value = getattr(section, key)
-        if key not in (*taken, *shared) and value != field.default:
+        inherited = key in CLIP and value == PPO_CLIP[CLIP.index(key)]
+        if key not in (*taken, *shared) and value not in (field.default, None) and not inherited:
             known = f"takes {', '.join(taken)}" if taken else "has no use for it"
             yield f"{at}.{key}", f"'{key}: {value}' does nothing: {who} {known}. Leave it out."

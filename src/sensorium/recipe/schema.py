@@ -7,9 +7,11 @@ against ``recipe.names`` before anything is built.
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from sensorium.recipe.traits import loss_takes, loss_traits
 
 
 class Section(BaseModel):
@@ -148,12 +150,15 @@ class AdvantageSection(Section):
 
 
 class LossSection(Section):
-    """Which policy loss, and its settings. ``recipe.traits`` says which of them it takes."""
+    """Which policy loss, and its settings. ``recipe.traits`` says which of them it takes.
+
+    ``clip_low`` and ``clip_high`` that are left out become the published ones of the loss, where it clips at all.
+    """
 
     name: str = "clip"
-    clip_low: float = Field(default=0.2, ge=0)
-    clip_high: float = Field(default=0.2, ge=0)
-    dual_clip: float | None = Field(default=None, gt=1)
+    clip_low: float | None = Field(default=None, ge=0, description="left out: as published with the loss")
+    clip_high: float | None = Field(default=None, ge=0, description="left out: as published with the loss")
+    dual_clip: float | None = Field(default=10.0, gt=1, description="bound of the ratio where A < 0; null: none")
     tau_positive: float = Field(default=1.0, gt=0)
     tau_negative: float = Field(default=1.05, gt=0)
     ratio_cap: float = Field(default=20.0, gt=0)
@@ -164,6 +169,13 @@ class LossSection(Section):
     aggregation: Literal["auto", "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "auto"
     aggregation_constant: float = Field(default=1.0, gt=0)
     entropy_coef: float = 0.0
+
+    @model_validator(mode="after")
+    def _published_clip(self) -> Self:
+        for key, published in zip(("clip_low", "clip_high"), loss_traits(self.name).clip, strict=True):
+            if getattr(self, key) is None and loss_takes(self.name, key):
+                self.__dict__[key] = published  # the section is frozen, and not yet anybody's
+        return self
 
 
 class KLSection(Section):

@@ -8,6 +8,7 @@ from typing import Literal
 
 Over = Literal["token", "sequence", "update"]
 SEQUENCE_MEAN = ("sequence_mean_token_mean",)
+PPO_CLIP = (0.2, 0.2)
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,14 @@ class EstimatorTraits:
 class LossTraits:
     """``settings``: keys of algorithm.loss it takes. ``over``: what it must know whole. ``aggregations``: those allowed.
 
-    Empty: any. The first is what ``aggregation: auto`` means; token_mean where any is allowed.
+    Empty: any. The first is what ``aggregation: auto`` means; token_mean where any is allowed. ``clip``: the published
+    (clip_low, clip_high), which are meant where a recipe leaves them out.
     """
 
     settings: tuple[str, ...] = ()
     over: Over = "token"
     aggregations: tuple[str, ...] = ()
+    clip: tuple[float, float] = PPO_CLIP
 
     @property
     def aggregation(self) -> str:
@@ -65,14 +68,14 @@ ESTIMATORS: dict[str, EstimatorTraits] = {
 
 LOSSES: dict[str, LossTraits] = {
     "clip": LossTraits((*CLIP, "dual_clip")),
-    "gspo": LossTraits(CLIP, over="sequence", aggregations=SEQUENCE_MEAN),
-    "cispo": LossTraits(CLIP),
-    "gmpo": LossTraits(CLIP, over="sequence", aggregations=SEQUENCE_MEAN),
+    "gspo": LossTraits((*CLIP, "dual_clip"), over="sequence", aggregations=SEQUENCE_MEAN, clip=(3e-4, 4e-4)),
+    "cispo": LossTraits(CLIP, clip=(1.0, 4.0)),
+    "gmpo": LossTraits((*CLIP, "dual_clip"), over="sequence", aggregations=SEQUENCE_MEAN, clip=(0.4, 0.4)),
     "sapo": LossTraits(("tau_positive", "tau_negative"), aggregations=SEQUENCE_MEAN),
     "gpg": LossTraits(),
-    "dppo": LossTraits((*CLIP, "ratio_cap")),
-    "clip_cov": LossTraits((*COV, "cov_low", "cov_high"), over="update"),
-    "kl_cov": LossTraits(("cov_share", "cov_kl_coef"), over="update"),
+    "dppo": LossTraits((*CLIP, "ratio_cap"), clip=(0.15, 0.15)),
+    "clip_cov": LossTraits((*COV, "dual_clip", "cov_low", "cov_high"), over="update"),
+    "kl_cov": LossTraits(("cov_share", "cov_kl_coef", "ratio_cap"), over="update"),
     "likelihood": LossTraits(),
 }
 
@@ -80,6 +83,11 @@ LOSSES: dict[str, LossTraits] = {
 def estimator_traits(name: str) -> EstimatorTraits:
     """The traits of a named estimator."""
     return ESTIMATORS.get(name, EstimatorTraits())
+
+
+def loss_takes(name: str, setting: str) -> bool:
+    """Whether a loss has a use for a setting; a loss of the user's own may have one for any."""
+    return name not in LOSSES or setting in LOSSES[name].settings
 
 
 def loss_traits(name: str) -> LossTraits:

@@ -17,10 +17,11 @@ from sensorium.report.watcher import Watcher
 from sensorium.rollout.early_stop import CANCELLED, EarlyStop
 from sensorium.rollout.play import Attempt, Deadlines
 from sensorium.tasks.mixture import Skipped
+from sensorium.trainer.credit import groups_with_signal
 from sensorium.trainer.drawing import Drawing, skip_metrics
 from sensorium.trainer.ledger import Ledger
 from sensorium.trainer.metrics import environment_metrics
-from sensorium.trainer.selection import NO_SIGNAL, Selection, first, has_signal, most_varied, select, why_unfit
+from sensorium.trainer.selection import NO_SIGNAL, Selection, first, most_varied, select, why_unfit
 from sensorium.trainer.session import Session, sampling_of
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.task import Task
@@ -134,7 +135,8 @@ class Collector:
         if self.traits.greedy:
             chosen = await self._compared(step, chosen, found, clock)
         if recipe.selection.dynamic:
-            alike = [group.id for group in chosen.groups if not self._has_signal(group, found)]
+            loud = groups_with_signal(chosen.groups, recipe.algorithm.advantage, found.greedy)
+            alike = [group.id for group in chosen.groups if group.id not in loud]
             chosen = chosen.without(dict.fromkeys(alike, NO_SIGNAL))
             found.without_signal += len(alike)
         found.selection = found.selection.joined(chosen)
@@ -165,9 +167,6 @@ class Collector:
             else:
                 found.greedy[group.id] = episode.reward
         return chosen.without(reasons)
-
-    def _has_signal(self, group: Group, found: _Found) -> bool:
-        return has_signal(group, per_term=self.traits.per_term, greedy=found.greedy.get(group.id))
 
     def _settle(self, found: _Found) -> Collected:
         """Take no more groups than the step has room for, the first complete first, then those that vary most."""

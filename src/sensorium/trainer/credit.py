@@ -3,14 +3,19 @@
 import inspect
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from sensorium.algorithms.episodes import Credit, Episodes
 from sensorium.algorithms.threshold import optimize_threshold
 from sensorium.learner.learner import Assessment, Sample
+from sensorium.learner.positions import find_positions
 from sensorium.learner.sample import Valued
+from sensorium.models.layout import Layout
 from sensorium.recipe.names import resolve
-from sensorium.recipe.schema import AdvantageSection, AlgorithmSection
+from sensorium.recipe.schema import AdvantageSection, AlgorithmSection, KLSection
+from sensorium.recipe.traits import estimator_traits
 from sensorium.trainer.placement import place
-from sensorium.vocabulary.episode import Group, Status
+from sensorium.vocabulary.episode import Group, Segment, Status
 
 
 def credit(
@@ -30,6 +35,25 @@ def credit(
         [s for s in (next(samples) for _ in group.episodes) if not (mask_truncated and _truncated(s))] for group in groups
     ]
     return [members for members in kept if members]
+
+
+def groups_with_signal(
+    groups: Sequence[Group], section: AdvantageSection, greedy: Mapping[str, float] | None = None
+) -> frozenset[str]:
+    """Ids of the groups in which the estimator gives any token an advantage: asked of the estimator, so both agree.
+
+    Where it does not compare groups, those whose members were paid differently. A KL in the reward is no signal.
+    """
+    if not groups:
+        return frozenset()
+    traits = estimator_traits(section.name)
+    asked = section if traits.compares or traits.greedy else AdvantageSection(name="grpo", std=False)
+    positions = find_positions([e for group in groups for e in group.episodes], _no_observation)
+    found = estimate(place(groups, Assessment(positions), KLSection(), greedy if traits.greedy else None), asked)
+    moved_S = torch.zeros(len(positions.stretches), dtype=torch.bool)
+    moved_S[positions.sequences_P[found.advantages_P != 0]] = True
+    moved = moved_S.split([len(group.episodes) for group in groups])
+    return frozenset(group.id for group, members in zip(groups, moved, strict=True) if bool(members.any()))
 
 
 def estimate(episodes: Episodes, section: AdvantageSection) -> Credit:
@@ -57,6 +81,10 @@ def _samples(groups: Sequence[Group], assessment: Assessment, found: Credit) -> 
         samples.append(Sample(episode, written, valued))
         start += length
     return samples
+
+
+def _no_observation(segment: Segment) -> Layout:
+    raise AssertionError("estimators that compare rewards look at no observation")
 
 
 def _truncated(sample: Sample) -> bool:

@@ -160,7 +160,7 @@ class Trainer:
         self.ledger.advance(step, "rolled_out")
         self._look_ahead(drawn.position)
         groups, long = self.drawing.without_long_prompts(groups)
-        played = [e for group in groups for e in group.episodes if e.turns]
+        played = [e for group in groups for e in group.episodes if e.sampled_tokens]
         samples = [[Sample(e, tuple(torch.ones(len(turn.response.tokens)) for turn in e.turns))] for e in played]
         with clock("update"):
             learned = self._update(samples, "likelihood", groups)

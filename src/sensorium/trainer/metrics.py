@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sensorium.models.policy import Policy
-from sensorium.trainer.selection import SET_ASIDE, Selection, zero_variance
+from sensorium.trainer.selection import EMPTY, SET_ASIDE, Selection, zero_variance
 from sensorium.vocabulary.episode import Episode, Group, Status
 from sensorium.workers.pool import WorkerPool
 
@@ -36,6 +36,7 @@ def episode_metrics(groups: Sequence[Group], selection: Selection) -> dict[str, 
     _put_mean(row, "episodes/turns_mean", [len(e.turns) for e in episodes])
     row["episodes/truncated"] = _count(episodes, Status.TRUNCATED)
     row["episodes/out_of_context"] = sum(bool(e.info.get("out_of_context")) for e in episodes)
+    row["episodes/empty"] = sum(fate == EMPTY for fate in selection.fates.values())
     row["episodes/failed"] = _count(episodes, Status.FAILED) + _count(episodes, Status.ABORTED)
     row["episodes/dropped"] = sum(fate not in SET_ASIDE for fate in selection.fates.values())
     return row

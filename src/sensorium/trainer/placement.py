@@ -24,8 +24,13 @@ UNKNOWN = float("nan")
 def place(
     groups: Sequence[Group], assessment: Assessment, section: KLSection, greedy: Mapping[str, float] | None = None
 ) -> Episodes:
-    """The groups' episodes as the estimators see them. ``greedy``: rewards of the greedy attempts by group id."""
+    """The groups' episodes as the estimators see them. ``greedy``: rewards of the greedy attempts by group id.
+
+    Every episode has a token: one that wrote nothing has no place for its pay, and selection leaves it out.
+    """
     episodes = [episode for group in groups for episode in group.episodes]
+    empty = [episode.id for episode in episodes if not episode.sampled_tokens]
+    assert not empty, f"episode {empty[0]} wrote nothing, so there is no token to pay; leave it out"
     positions = assessment.positions
     ends = _Ends(positions)
     rewards_P = torch.zeros(len(positions), dtype=torch.float64)

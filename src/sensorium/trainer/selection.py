@@ -4,11 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import pvariance
 
+from sensorium.algorithms.variance import alike
 from sensorium.vocabulary.episode import Episode, Group, Status
+from sensorium.vocabulary.score import unusable
 
-NO_SIGNAL = "dropped: all members of its group were paid the same"
+NO_SIGNAL = "dropped: nobody in its group has an advantage (all were paid the same, or nobody leads)"
 UNUSED = "unused: enough other groups were complete before"
 TOO_ALIKE = "dropped: the members of other groups were paid more differently (selection.variance_share)"
+EMPTY = "dropped: nothing was written, so there is no token to credit"
 SET_ASIDE = frozenset({NO_SIGNAL, UNUSED, TOO_ALIKE})
 """Fates of what could have been trained on, but was not wanted."""
 
@@ -51,30 +54,16 @@ def why_unfit(episode: Episode) -> str:
     """Why an episode cannot be trained on or compared with; empty if it can."""
     if episode.status in (Status.FAILED, Status.ABORTED):
         return f"{episode.status}: {episode.failure}"
-    if not episode.turns:
-        return "dropped: nothing was written"
+    if not episode.sampled_tokens:
+        return EMPTY
     if episode.reward is None:
         missing = [f"{s.name} ({s.reason})" for s in episode.scores if s.missing and s.weight != 0]
         return f"dropped: no score for {', '.join(missing) or 'anything'}"
+    weighed = [(s.name, s.value) for s in episode.scores if s.weight != 0 and s.value is not None]
+    bad = [f"{name} paid {value:g}" for name, value in weighed if unusable(value)]
+    if bad or unusable(episode.reward):
+        return f"dropped: no number to train on ({', '.join(bad) or f'in all {episode.reward:g}'})"
     return ""
-
-
-def has_signal(group: Group, *, per_term: bool = False, greedy: float | None = None) -> bool:
-    """True unless all members were paid the same, and the same as the greedy episode where there is one.
-
-    Where equal totals can still be told apart (terms credited apart, scores of a part of the response), so can members.
-    """
-    paid = {(e.reward, _parts(e, per_term)) for e in group.episodes}
-    return len(paid) > 1 or (greedy is not None and any(reward != greedy for reward, _ in paid))
-
-
-def _parts(episode: Episode, per_term: bool) -> tuple[tuple[str, float], ...]:
-    """What each term paid that is credited apart from the total."""
-    parts: dict[str, float] = {}
-    for score in episode.scores:
-        if score.weight and score.value is not None and (per_term or score.scope == "span"):
-            parts[score.name] = parts.get(score.name, 0.0) + score.value
-    return tuple(sorted(parts.items()))
 
 
 def first(selection: Selection, wanted: int, ranks: Mapping[str, tuple[int, int]]) -> Selection:
@@ -94,5 +83,5 @@ def _variance(group: Group) -> float:
 
 
 def zero_variance(groups: Sequence[Group]) -> int:
-    """How many groups give no signal: all members were paid the same."""
-    return sum(len({e.reward for e in group.episodes}) == 1 for group in groups)
+    """How many groups have members that were all paid the same, by the estimators' own measure of a difference."""
+    return sum(alike([e.reward for e in group.episodes if e.reward is not None]) for group in groups)

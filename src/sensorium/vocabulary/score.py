@@ -6,6 +6,9 @@ from typing import Literal
 
 Scope = Literal["episode", "turn", "span"]
 
+LARGEST = 1e30
+"""No score may be larger: its square must fit in a float64 and its advantage in a float32."""
+
 
 @dataclass(frozen=True)
 class Score:
@@ -24,6 +27,11 @@ class Score:
     def missing(self) -> bool:
         """True when nothing was judged."""
         return self.value is None
+
+
+def unusable(value: float) -> bool:
+    """True for a number that cannot be trained on: NaN, infinite, or beyond ``LARGEST``."""
+    return not abs(value) <= LARGEST
 
 
 def total(scores: Iterable[Score]) -> float | None:
