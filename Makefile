@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types studies bench clean
+.PHONY: demo test lint types studies docs bench clean
 
 demo: .venv/installed
 	$(BIN)/sensorium demo
@@ -23,6 +23,9 @@ studies: .venv/tutorial
 	$(BIN)/python studies/algorithms.py
 	$(BIN)/python studies/digits.py
 	$(BIN)/python -m studies.kills
+
+docs: .venv/installed
+	$(BIN)/python -m sensorium.recipe.reference > docs/recipe.md
 
 bench: .venv/bench
 	$(BIN)/python bench/w0.py

@@ -36,7 +36,7 @@ def readme_code(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = ModuleType("readme_code")
     monkeypatch.setitem(sys.modules, "readme_code", module)
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     for block in blocks:
         exec(block, module.__dict__)
     yield module
@@ -64,3 +64,11 @@ def test_the_recipe_in_the_readme_is_the_shipped_one() -> None:
     told = parse_recipe(block, "README", []).model_dump()
     shipped = load_recipe("shapes").model_dump()
     assert {**told, "logging": shipped["logging"]} == shipped
+
+
+def test_the_python_of_the_readme_runs(readme_code: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    readme_code.main()
+    rows = read_metrics(tmp_path / "runs/mine/metrics.jsonl")
+    assert len(rows) == 2
+    assert all("reward/short_answer" in row for row in rows)

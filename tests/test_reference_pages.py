@@ -1,0 +1,76 @@
+"""docs/tasks.md and docs/environments.md name what there is, and the rows shown on them and in the README are paid."""
+
+import asyncio
+import json
+import re
+from inspect import signature
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from sensorium.media.store import MediaStore
+from sensorium.recipe.names import GIVEN, resolve, table
+from sensorium.rewards.functions import build_term
+from sensorium.rewards.scorer import Scorer
+from sensorium.tasks.layout import FIELDS, PARTS
+from sensorium.tasks.rows import JsonlRows
+from tests.rewards.conftest import (
+    MakeEpisode,
+    episode_of,  # noqa: F401  (a fixture)
+)
+
+ROOT = Path(__file__).parents[1]
+ROW = re.compile(r'\{"id": "1", "messages".*\}(?=`|\n)')
+
+
+def first_cells(page: str, head: str) -> set[str]:
+    """The code in the first cells of the tables whose head begins so."""
+    found: set[str] = set()
+    for body in re.findall(rf"^\| {head} \|.*\n\|[-|]+\n((?:\|.*\n)+)", page, re.MULTILINE):
+        found |= {name for line in body.splitlines() for name in re.findall(r"`([^`]+)`", line.split("|")[1])}
+    return found
+
+
+def options_of(kind: str, name: str) -> set[str]:
+    return set(signature(resolve(kind, name)).parameters) - set(GIVEN[kind])
+
+
+def test_the_page_on_tasks_names_every_field_part_and_source() -> None:
+    page = (ROOT / "docs/tasks.md").read_text()
+    assert first_cells(page, "field") == set(FIELDS)
+    assert first_cells(page, "part") == set(PARTS)
+    assert first_cells(page, "source") == set(table("source"))
+
+
+@pytest.mark.parametrize("source", ["jsonl", "parquet", "hub"])
+def test_the_page_on_tasks_names_every_option(source: str) -> None:
+    page = (ROOT / "docs/tasks.md").read_text()
+    (line,) = re.findall(rf"^\| `{source}` \|.*$", page, re.MULTILINE)
+    told = set(re.findall(r"`(\w+)`", line)) - {source} | first_cells(page, "option")
+    assert told == options_of("source", source)
+
+
+def test_the_page_on_environments_names_every_one_and_every_option() -> None:
+    page = (ROOT / "docs/environments.md").read_text()
+    assert first_cells(page, "name") | {"question"} == set(table("environment"))
+    assert first_cells(page, "option of `worlds`") == options_of("source", "worlds")
+    (line,) = re.findall(r"^\| `frozen_lake` \|.*$", page, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", line.rsplit("|", 2)[1])) == options_of("environment", "frozen_lake")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tasks.md"])
+def test_the_row_that_is_shown_is_paid_when_its_question_is_answered_as_it_asks(
+    page: str,
+    tmp_path: Path,
+    episode_of: MakeEpisode,  # noqa: F811
+) -> None:
+    (row,) = ROW.findall((ROOT / page).read_text())
+    Image.new("RGB", (64, 64)).save(tmp_path / "cat.png")
+    (tmp_path / "rows.jsonl").write_text(row + "\n")
+    (task,) = [source[0] for source in [JsonlRows(str(tmp_path / "rows.jsonl"), MediaStore())]]
+    (form,) = re.findall(r"<answer>\w+</answer>", task.messages[-1].text)
+    answered = episode_of(re.sub(r">\w+<", f">{json.loads(row)['answer']}<", form))
+    scorer = Scorer([(build_term("exact", {}, page), 1.0)])
+    (score,) = asyncio.run(scorer.score(task, answered)).scores
+    assert score.value == 1.0
