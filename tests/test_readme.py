@@ -24,7 +24,7 @@ tasks:
     - {{source: "readme_code:Sums", options: {{size: 8}}}}
     - {{source: worlds, weight: 0.5, options: {{environment: "readme_code:HigherLower", size: 6, options: {{top: 5}}}}}}
 batch: {{prompts_per_step: 3, group_size: 3}}
-rollout: {{max_new_tokens: 3, max_turns: 2}}
+rollout: {{max_new_tokens: 12, max_turns: 2}}
 rewards: {{terms: [{{name: "readme_code:Brevity"}}]}}
 """
 

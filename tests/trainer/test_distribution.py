@@ -11,11 +11,13 @@ import torch
 from sensorium.engines.native import steps
 from sensorium.recipe.load import parse_recipe
 from sensorium.recipe.schema import Recipe
+from sensorium.record.findings import Notice
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.episodes import read_episodes
 from sensorium.report.metrics import read_metrics
 from sensorium.report.watcher import Watcher
-from sensorium.trainer.agreement import ROUNDING, disagreement
+from sensorium.trainer.health.facts import StepFacts
+from sensorium.trainer.health.learning_rules import ROUNDING, mismatch
 from sensorium.trainer.run import train
 
 RECIPE: dict[str, Any] = {
@@ -42,6 +44,9 @@ class Notes(Watcher):
 
     def noted(self, text: str) -> None:
         self.texts.append(text)
+
+    def diagnosed(self, notice: Notice) -> None:
+        self.texts.append(notice.text)
 
     def disagreements(self) -> list[str]:
         return [text for text in self.texts if "DISAGREE" in text]
@@ -97,11 +102,12 @@ def test_an_engine_that_samples_something_else_is_told_at_once(tmp_path: Path, m
 
 def test_only_rounding_in_float32_on_a_cpu_is_bounded(tmp_path: Path) -> None:
     apart = {"mismatch/relative": 2e-5, "mismatch/max": 2e-4}
-    assert disagreement(recipe(tmp_path), apart) is not None
-    assert disagreement(recipe(tmp_path), apart | {"mismatch/relative": 0.9e-5}) is None
-    assert disagreement(recipe(tmp_path), {"mismatch/max": 0.1}) is None, "on a GPU or in bfloat16 there is no such metric"
+    assert mismatch(StepFacts(recipe(tmp_path), 1, apart)) is not None
+    assert mismatch(StepFacts(recipe(tmp_path), 1, apart | {"mismatch/relative": 0.9e-5})) is None
+    rounded = {"mismatch/max": 0.1}
+    assert mismatch(StepFacts(recipe(tmp_path), 1, rounded)) is None, "on a GPU or in bfloat16 there is no such metric"
     scripted = recipe(tmp_path, rollout={"engine": "tests.trainer.test_distribution:Other"})
-    assert disagreement(scripted, apart) is None, "another engine may compute otherwise"
+    assert mismatch(StepFacts(scripted, 1, apart)) is None, "another engine may compute otherwise"
     model = {"path": "tiny:qwen2_5_vl", "dtype": "bfloat16"}
     half = recipe(tmp_path, steps=1, model=model, rollout={"max_new_tokens": 2})
     notes = Notes()

@@ -264,7 +264,7 @@ class _State:
         if whole:
             line.append(f"  {whole:.2f} s a step")
             shares = [(phase, self.metrics.get(f"time/{phase}_s", 0.0) / whole) for phase in PHASES]
-            words = ", ".join(f"{phase} {100 * part:.0f} %" for phase, part in shares if part >= 0.01)
+            words = ", ".join(f"{phase} {100 * part:.0f}\u00a0%" for phase, part in shares if part >= 0.01)
             line.append(f"  ({words})" if words else "", style="dim")
         return line
 

@@ -21,7 +21,6 @@ from sensorium.report.episodes import write_episodes
 from sensorium.report.watcher import RunStart, Watcher
 from sensorium.rollout.play import Attempt
 from sensorium.tasks.mixture import TaskStream
-from sensorium.trainer.agreement import disagreement
 from sensorium.trainer.checkpoint import Best, Checkpoints
 from sensorium.trainer.clock import Clock
 from sensorium.trainer.collect import Collected, Collector
@@ -139,8 +138,6 @@ class Trainer:
             )
         with clock("update"):
             learned = self._update(samples, recipe.algorithm.loss.name, groups)
-        if told := disagreement(recipe, learned):
-            self.watcher.noted(told)
         with clock("record"):
             self._record(step, collected)
         self.position = collected.position

@@ -127,7 +127,7 @@ CASES: dict[str, tuple[StepFacts, str]] = {
         facts(HEALTHY | {"policy/entropy": 0.01}, before=[HEALTHY, *[HEALTHY | {"policy/entropy": 0.01}] * 5]),
         "entropy fell from 0.8 to 0.01 with accuracy 0.50",
     ),
-    "mismatch": (facts(HEALTHY | {"mismatch/kl": 1e-3}), "engine and learner disagree: KL 1.0e-03"),
+    "mismatch": (facts(HEALTHY | {"mismatch/kl": 0.3}), "engine and learner DISAGREE: their KL is 3.0e-01"),
     "blind": (
         facts(HEALTHY, sight=(SightResult("picture", 32, 0.5, 0.5, 30),)),
         "accuracy on 32 held-out tasks is 0.50, and 0.50 with pictures blanked (30 answers are the same)",

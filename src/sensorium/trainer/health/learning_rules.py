@@ -9,7 +9,10 @@ LARGEST_RATE = 0.05
 LARGEST_GRADIENT = 1e3
 COLLAPSED = 0.05
 SURE = 4.0
-MISMATCH = {"float32": 1e-5, "bfloat16": 2e-2}
+ROUNDING = 1e-5
+"""The largest difference of a log-prob that float32 on a CPU explains, in units of the logits' scale (at least 1)."""
+LARGEST_KL = 2e-2
+"""The largest KL of engine and learner that bfloat16 or a GPU's kernels explain."""
 BLANKED = {"picture": "pictures blanked", "video": "videos blanked", "sound": "sound muted"}
 
 
@@ -74,14 +77,26 @@ def entropy_collapse(facts: StepFacts) -> Finding | None:
 
 
 def mismatch(facts: StepFacts) -> Finding | None:
-    """The engine sampled from another distribution than the learner trains: KL above what the dtype explains."""
-    found, limit = facts.row.get("mismatch/kl", 0.0), MISMATCH[facts.recipe.model.dtype]
-    if abs(found) <= limit:
-        return None
-    what = f"engine and learner disagree: KL {found:.1e}, where {facts.recipe.model.dtype} explains {limit:.0e}"
-    cause = "the engine does not compute the distribution that is trained"
-    advice = "Ratios are wrong by this much; set algorithm.correction, and report it if no setting explains it"
-    return Finding("mismatch", what, cause, advice)
+    """The engine sampled from another distribution than the learner trains.
+
+    ``mismatch/relative`` is in the row where float32 is computed on the CPU, where only rounding may part them; it compares
+    log-probs of the whole policy, so that top-p and top-k are no excuse. Elsewhere the KL is bounded.
+    """
+    row, native = facts.row, facts.recipe.rollout.engine == "native"
+    relative, kl = row.get("mismatch/relative"), row.get("mismatch/kl", 0.0)
+    if relative is not None and native and relative > ROUNDING:
+        what = (
+            f"engine and learner DISAGREE: the log-prob of a sampled token differs by {row['mismatch/max']:.1e}, which is "
+            f"{relative:.1e} of the logits' scale, and float32 on a CPU explains {ROUNDING:.0e}"
+        )
+        cause = "the engine does not compute the distribution that is trained, so ratios and gradients are wrong"
+        advice = "No setting should cause this: keep the run directory and report it; until then set algorithm.correction"
+        return Finding("mismatch", what, cause, advice, grave=True)
+    if relative is None and kl > LARGEST_KL:
+        what = f"engine and learner DISAGREE: their KL is {kl:.1e}, and rounding explains about {LARGEST_KL:.0e}"
+        cause = "the engine does not compute the distribution that is trained, so ratios are wrong by as much"
+        return Finding("mismatch", what, cause, "Set algorithm.correction.weights: token, and report it if KL stays high")
+    return None
 
 
 def blind(facts: StepFacts) -> Finding | None:
