@@ -126,4 +126,5 @@ DESCRIPTIONS = {
     "Recipe.evaluation": "held-out tasks while it trains",
     "Recipe.checkpoint": "what is saved",
     "Recipe.logging": "what is written down besides",
+    "Recipe.health": "when a run that learns nothing stops, and whether the model looks; docs/health.md",
 }
