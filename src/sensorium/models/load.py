@@ -54,10 +54,20 @@ def load_policy(
     adapter_class = resolve("family", family, "model.family")
     with _naming(path, place), quiet():
         model, report = _model_class(config).from_pretrained(
-            place, dtype=DTYPES[dtype], attn_implementation=adapter_class.attention, output_loading_info=True
+            place,
+            dtype=DTYPES[dtype],
+            attn_implementation=adapter_class.attention,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
         )
         processor = _processor(place, config)
         tokenizer = processor.tokenizer if processor is not None else AutoTokenizer.from_pretrained(place)
+    if report["mismatched_keys"]:
+        name, there, wanted = sorted(report["mismatched_keys"])[0]
+        raise ModelError(
+            f"model.path '{path}': weights and config.json disagree on {len(report['mismatched_keys'])} shapes: {name} is "
+            f"{list(there)} in the weights and {list(wanted)} by the config. Use the config that belongs to the weights."
+        )
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:4])
         raise ModelError(f"model.path '{path}': the checkpoint lacks {len(report['missing_keys'])} weights: {missing}, ….")
@@ -213,9 +223,6 @@ def _reason(error: BaseException, place: str) -> str:
     reason = lines[0] if lines else type(error).__name__
     if isinstance(error, SafetensorError):
         return f"a weight file is cut short or damaged ({reason}). Copy or download it again."
-    sizes = [line for line in lines if "size mismatch" in line.lower() or "MISMATCH" in line]
-    if sizes:
-        return f"weights and config.json disagree: {sizes[0]}"
     return reason if Path(place).is_dir() else f"it is no folder here, and not to be had as a hub id: {reason}"
 
 

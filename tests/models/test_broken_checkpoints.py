@@ -1,0 +1,109 @@
+"""A checkpoint that cannot be used is one paragraph that names it, the cause and the way out."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from sensorium.media.store import MediaStore
+from sensorium.models.load import find_checkpoint, find_device, load_policy
+from sensorium.models.tiny import make_tiny
+from sensorium.recipe.shape import read_shape
+from sensorium.vocabulary.errors import ModelError, RecipeError
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("qwen2_5_vl", tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture
+def model(whole: Path, tmp_path: Path) -> Path:
+    shutil.copytree(whole, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def change(path: Path, **values: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def load(model: Path) -> object:
+    return load_policy(str(model), store=MediaStore(), device="cpu")
+
+
+def refused(model: Path) -> str:
+    with pytest.raises(ModelError) as error:
+        load(model)
+    assert str(model) in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("left", [0, 4, 100, 0.5])
+def test_a_weight_file_cut_short_is_said_to_be_so(left: float, model: Path) -> None:
+    weights = model / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[: int(left if left != 0.5 else len(data) // 2)])
+    assert "cut short or damaged" in refused(model)
+
+
+@pytest.mark.parametrize("left", [0, 4, 100])
+def test_the_plan_of_a_damaged_checkpoint_is_refused_and_not_a_traceback(left: int, model: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:left])
+    with pytest.raises(RecipeError, match=r"weight file there is damaged.*download the checkpoint again"):
+        read_shape(str(model))
+
+
+def test_weights_of_other_shapes_than_the_config_says_are_refused(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config["text_config"]["intermediate_size"] *= 2
+    (model / "config.json").write_text(json.dumps(config))
+    said = refused(model)
+    assert "weights and config.json disagree on 6 shapes" in said
+    assert "[128, 256] in the weights and [128, 512] by the config" in said
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "compressed-tensors"])
+def test_a_quantized_checkpoint_is_refused_with_what_to_use(method: str, model: Path) -> None:
+    change(model / "config.json", quantization_config={"quant_method": method, "bits": 4})
+    said = refused(model)
+    assert f"is quantized ({method}), which is not supported" in said
+    assert "model.lora" in said
+
+
+def test_a_broken_config_is_named(model: Path) -> None:
+    (model / "config.json").write_text("{")
+    assert "cannot load the checkpoint" in refused(model)
+    with pytest.raises(RecipeError, match=r"config\.json or a weight file there is damaged"):
+        read_shape(str(model))
+
+
+def test_a_chat_template_in_the_tokenizers_config_alone_is_taken(model: Path) -> None:
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").unlink()
+    change(model / "tokenizer_config.json", chat_template=template)
+    processor = json.loads((model / "processor_config.json").read_text())
+    assert "chat_template" not in processor
+    load(model)
+    change(model / "tokenizer_config.json", chat_template=None)
+    with pytest.raises(ModelError, match="no chat template"):
+        load(model)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_cuda_is_refused_before_weights_are_loaded(model: Path) -> None:
+    with pytest.raises(ModelError, match=r"model\.device is 'cuda', but torch finds no CUDA device.*'auto' or 'cpu'"):
+        find_device("cuda")
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"no CUDA device"):
+        load_policy(str(model), store=MediaStore(), device="cuda")
+
+
+def test_a_path_below_a_folder_that_is_here_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "something").mkdir(parents=True)
+    with pytest.raises(ModelError, match=r"'runs/somethink': there is no such folder; did you mean 'something'\?"):
+        find_checkpoint("runs/somethink")
+    assert find_checkpoint("Qwen/Qwen3-VL-2B-Instruct") == "Qwen/Qwen3-VL-2B-Instruct"

@@ -1,0 +1,108 @@
+"""A disk without room stops a run with one paragraph, wherever it is met; with room again it goes on."""
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sensorium.recipe.load import dump_recipe, load_recipe
+from sensorium.report.watcher import Watcher
+from sensorium.trainer.checkpoint import Checkpoints, problems_of
+from sensorium.trainer.run import train
+from sensorium.vocabulary.errors import RecordError
+from tests.trainer.small import small
+from tests.trainer.test_going_on import assert_equal
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small disk of its own."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(place)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("only root may mount a disk; test_a_limit_on_file_size_is_said_too runs anywhere")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(small(tmp_path_factory.mktemp("whole") / "run"))
+
+
+class Filler(Watcher):
+    """Fills a disk to the last byte at a moment of the run."""
+
+    def __init__(self, disk: Path, phase: str) -> None:
+        self.file, self.moment = disk / "filler", phase
+
+    def phase(self, step: int, name: str, total: int = 0) -> None:
+        if (step, name) == (3, self.moment):
+            with self.file.open("wb", buffering=0) as file:
+                for size in (1 << 16, 4096, 1):
+                    try:
+                        while True:
+                            file.write(b"\0" * size)
+                    except OSError:
+                        pass
+
+
+@pytest.mark.parametrize("phase", ["draw", "rollout", "score", "record", "checkpoint"])
+def test_a_disk_that_fills_up_stops_the_run_and_with_room_it_goes_on(phase: str, disk: Path, whole: Path) -> None:
+    """A phase after the step itself, like ``checkpoint``, is announced with the number of the next step."""
+    filler = Filler(disk, phase)
+    with pytest.raises(RecordError, match=r"cannot write '.*': .*disk is full|The disk is full") as stopped:
+        train(small(disk / "run"), watchers=[filler])
+    assert "--resume" in str(stopped.value)
+    checkpoints = Checkpoints(disk / "run" / "checkpoints", 2)
+    good = checkpoints.complete()
+    assert good
+    assert all(not problems_of(checkpoints.path(step)) for step in good)
+    assert not list(checkpoints.folder.glob(".draft*")), "a draft takes room that others need"
+    filler.file.unlink()
+    train(load_recipe(disk / "run"), resume=True)
+    assert_equal(whole, disk / "run", 3)
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+from sensorium.cli.main import main
+sys.exit(main(["train", sys.argv[1]]))
+"""
+
+
+def test_a_limit_on_file_size_is_said_too(tmp_path: Path) -> None:
+    recipe = tmp_path / "small.yaml"
+    recipe.write_text(dump_recipe(small(tmp_path / "run", "steps=1")).replace("tiny:qwen2", str(_model(tmp_path))))
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(recipe)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "cannot write" in done.stderr
+    assert "File too large" in done.stderr
+    assert not (tmp_path / "run" / "checkpoints" / "step_000001").exists()
+
+
+def _model(folder: Path) -> Path:
+    """A tiny model on disk: made on the spot it would not fit the limit."""
+    from sensorium.models.tiny import make_tiny
+
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+    return make_tiny("qwen2", folder / "model")
