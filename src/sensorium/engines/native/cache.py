@@ -108,8 +108,9 @@ class CachedAttention:
         self.first = first
 
     def __call__(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
-        batch, heads, new, size = query_BHTD.shape
-        kv_heads, reach = key_BKTD.shape[1], self.bias_B1TS.shape[-1]
+        batch, reach = query_BHTD.shape[0], self.bias_B1TS.shape[-1]
+        # Plain numbers, also while it is being recorded: only rows and reach change from call to call.
+        heads, new, size, kv_heads = (int(n) for n in (*query_BHTD.shape[1:], key_BKTD.shape[1]))
         keys, values = self.block[layer, 0], self.block[layer, 1]
         keys.view(-1, size).index_copy_(0, self.write_N, key_BKTD.reshape(-1, size))
         values.view(-1, size).index_copy_(0, self.write_N, value_BKTD.reshape(-1, size))
