@@ -7,6 +7,8 @@ from sensorium.trainer.health.facts import StepFacts
 
 LARGEST_RATE = 0.05
 LARGEST_GRADIENT = 1e3
+LARGEST_RATIO = 100.0
+SMALLEST_SHARE = 0.1
 COLLAPSED = 0.05
 SURE = 4.0
 ROUNDING = 1e-5
@@ -97,6 +99,28 @@ def mismatch(facts: StepFacts) -> Finding | None:
         cause = "the engine does not compute the distribution that is trained, so ratios are wrong by as much"
         return Finding("mismatch", what, cause, "Set algorithm.correction.weights: token, and report it if KL stays high")
     return None
+
+
+def large_ratio(facts: StepFacts) -> Finding | None:
+    """A token became a hundred times likelier within the step: later updates train what the policy no longer is."""
+    found = facts.row.get("policy/ratio_max", 1.0)
+    if found <= LARGEST_RATIO:
+        return None
+    what = f"within one step a token became {found:.2g} times likelier than when it was sampled"
+    cause = "several updates on the same episodes, with steps too large for them"
+    advice = "Lower the learning rate, batch.epochs_per_step or batch.updates_per_epoch, or set algorithm.loss.dual_clip"
+    return Finding("large_ratio", what, cause, advice)
+
+
+def weightless(facts: StepFacts) -> Finding | None:
+    """The correction of the mismatch leaves the weight of less than a tenth of the tokens."""
+    share = facts.row.get("correction/effective_share", 1.0)
+    if share >= SMALLEST_SHARE:
+        return None
+    what = f"algorithm.correction leaves {100 * share:.1f} % of the tokens' weight"
+    cause = "engine and learner are so far apart that few tokens decide the update"
+    advice = "Look at mismatch/kl and mismatch/max: a smaller correction would only hide that the engine samples otherwise"
+    return Finding("weightless", what, cause, advice)
 
 
 def blind(facts: StepFacts) -> Finding | None:

@@ -40,7 +40,9 @@ RULES = (
     Rule(learning_rules.sudden_loss),
     Rule(learning_rules.gradient),
     Rule(learning_rules.entropy_collapse),
+    Rule(learning_rules.large_ratio),
     Rule(learning_rules.mismatch),
+    Rule(learning_rules.weightless),
     Rule(learning_rules.blind),
 )
 
