@@ -18,6 +18,7 @@ from sensorium.media import decoder as decoding
 from sensorium.media.cache import Clip, DiskCache
 from sensorium.media.container import Source
 from sensorium.media.decoder import Decoder, open_decoder
+from sensorium.media.limits import MediaLimits
 from sensorium.media.making import encode_clip, encode_wav
 from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
@@ -102,9 +103,9 @@ def test_requests_at_the_same_time_share_one_decoding(monkeypatch: pytest.Monkey
     gate = threading.Event()
     real = decoding.decode
 
-    def slow(source: Source, media: Media) -> Clip:
+    def slow(source: Source, media: Media, limits: MediaLimits) -> Clip:
         assert gate.wait(10)
-        return real(source, media)
+        return real(source, media, limits)
 
     monkeypatch.setattr(decoding, "decode", slow)
     store = MediaStore()
@@ -148,9 +149,9 @@ def test_waiting_leaves_the_event_loop_free(monkeypatch: pytest.MonkeyPatch) -> 
     gate = threading.Event()
     real = decoding.decode
 
-    def slow(source: Source, media: Media) -> Clip:
+    def slow(source: Source, media: Media, limits: MediaLimits) -> Clip:
         assert gate.wait(10)
-        return real(source, media)
+        return real(source, media, limits)
 
     monkeypatch.setattr(decoding, "decode", slow)
 

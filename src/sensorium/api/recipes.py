@@ -142,10 +142,10 @@ class _Names:
         thing: Any = section.get("source")
         options = dict(section.get("options") or {})
         environment = options.get("environment")
-        if isinstance(environment, type):
-            options["environment"] = importable_name(environment) or self._pass(
-                "environment", own_name(environment), environment
-            )
+        if environment is not None:
+            options["environment"] = self._environment(environment)
+        if isinstance(options.get("environments"), Mapping):
+            options["environments"] = {name: self._environment(kind) for name, kind in options["environments"].items()}
         if isinstance(thing, type):
             section["source"] = importable_name(thing) or self._pass("source", own_name(thing), thing)
         elif isinstance(thing, list | tuple) or hasattr(thing, "column_names"):
@@ -154,6 +154,11 @@ class _Names:
         elif _is_source(thing):
             section["source"] = self._pass("source", own_name(thing), lambda *, store: thing)
         return {**section, "options": options} if options else section
+
+    def _environment(self, given: Any) -> Any:
+        if not isinstance(given, type):
+            return given
+        return importable_name(given) or self._pass("environment", own_name(given), given)
 
     def _pass(self, kind: str, wanted: str, thing: Any) -> str:
         name = pass_object(kind, wanted, thing, self.taken)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from sensorium.media.container import BadClip, Source, check_whole, library, opened, stated_end, track, trimmed, zero
+from sensorium.media.limits import MediaLimits
 from sensorium.vocabulary.decoding import AudioParameters
 
 RATES = (1000, 1_000_000)
@@ -40,8 +41,9 @@ class DecodedAudio:
         return self.samples.nbytes
 
 
-def decode_audio(source: Source, parameters: AudioParameters, name: str) -> DecodedAudio:
+def decode_audio(source: Source, parameters: AudioParameters, name: str, limits: MediaLimits | None = None) -> DecodedAudio:
     """Decode a sound given as bytes or a path; ``name`` (file, row) is what errors call it."""
+    limits = limits or MediaLimits()
     rate = parameters.sample_rate
     first = round(parameters.start * rate)
     last = inf if parameters.end is None else round(parameters.end * rate)
@@ -56,11 +58,12 @@ def decode_audio(source: Source, parameters: AudioParameters, name: str) -> Deco
                 name, f"its sound has a sample rate of {stream.rate} Hz, which no recording has. Restore the file."
             )
         if stated is not None:
-            trimmed(parameters, stated, "sound", name)
+            _refuse_long(name, *trimmed(parameters, stated, "sound", name), rate, limits)
         heard = 0
         for chunk in _resampled(container, stream, rate, name):
             kept.append(chunk[max(0, first - heard) : int(min(len(chunk), max(0, last - heard)))])
             heard += len(chunk)
+            _refuse_long(name, 0.0, max(0, heard - first) / rate, rate, limits)
             if heard >= last:
                 break
         else:
@@ -75,6 +78,13 @@ def decode_audio(source: Source, parameters: AudioParameters, name: str) -> Deco
     if not np.isfinite(samples).all():
         raise BadClip(name, "the sound has samples that are not finite numbers. Restore the file.")
     return DecodedAudio(samples, rate, length, start, end)
+
+
+def _refuse_long(name: str, start: float, end: float, rate: int, limits: MediaLimits) -> None:
+    """Refuse a sound that is too long to be held; one that does not state its length is found out while it is decoded."""
+    problem = limits.refuse_length(end - start) or limits.refuse_decoded(round(4 * rate * (end - start)))
+    if problem:
+        raise BadClip(name, f"the sound is too large: {problem}")
 
 
 def _resampled(container: Any, stream: Any, rate: int, name: str) -> Iterator[np.ndarray]:

@@ -16,6 +16,7 @@ from PIL import Image
 from sensorium.media.audio import decode_audio
 from sensorium.media.cache import Clip, DiskCache
 from sensorium.media.container import BadClip, Source
+from sensorium.media.limits import MediaLimits
 from sensorium.media.recent import Recent
 from sensorium.media.store import MIB, MediaStore
 from sensorium.media.video import decode_video
@@ -118,7 +119,7 @@ class Decoder:
                 return self.store.picture(media)
             clip = self.cache.get(media.key) if self.cache is not None else None
             if clip is None:
-                clip = decode(self.store.source_of(media), media)
+                clip = decode(self.store.source_of(media), media, self.store.limits)
                 with self._lock:
                     self._decoded += 1
                 if self.cache is not None:
@@ -141,12 +142,13 @@ def open_decoder(store: MediaStore, folder: Path | None, *, cache_gib: float, me
     return Decoder(store, cache, memory_mib=memory_gib * 1024, threads=threads)
 
 
-def decode(source: Source, media: Media) -> Clip:
-    """Decode a video or sound as its parameters ask."""
+def decode(source: Source, media: Media, limits: MediaLimits | None = None) -> Clip:
+    """Decode a video or sound as its parameters ask, within limits."""
+    limits = limits or MediaLimits()
     if isinstance(media.parameters, VideoParameters):
-        return decode_video(source, media.parameters, media.name)
+        return decode_video(source, media.parameters, media.name, limits)
     assert isinstance(media.parameters, AudioParameters), "a picture has no parameters"
-    return decode_audio(source, media.parameters, media.name)
+    return decode_audio(source, media.parameters, media.name, limits)
 
 
 def _done(clip: Clip) -> "Future[Decoded]":

@@ -1,5 +1,6 @@
 """Pictures: reading the forms in which data sets carry them, decoding bytes to RGB, encoding PNG."""
 
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -7,16 +8,28 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from sensorium.media.limits import MediaLimits
 from sensorium.media.sources import located, read_bytes
 from sensorium.vocabulary.errors import MediaError
 
+FORMATS = (
+    "PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "HEIF", "JPEG2000", "ICO", "TGA", "QOI",
+)  # fmt: skip
+"""What is tried. Of the others some run programs (EPS calls Ghostscript), and a picture is data of somebody else's."""
 
-def decode_picture(data: bytes, origin: str) -> Image.Image:
-    """An RGB picture, upright, transparency on white. Every pixel is read, so a truncated file is found here."""
+
+def decode_picture(data: bytes, origin: str, limits: MediaLimits | None = None) -> Image.Image:
+    """An RGB picture, upright, transparency on white. Every pixel is read, so a truncated file is found here.
+
+    One with more pixels than ``limits`` allow is refused by its header, before any of them is decoded.
+    """
     if not data:
         raise MediaError(f"{origin}: the picture is empty (0 bytes). Restore the file or drop the row.")
     try:
-        image: Image.Image = Image.open(BytesIO(data))
+        image: Image.Image = Image.open(BytesIO(data), formats=_formats())
+        problem = (limits or MediaLimits()).refuse_pixels(*image.size, "a picture")
+        if problem:
+            raise MediaError(f"{origin}: {problem}")
         if getattr(image, "is_animated", False) and image.format != "MPO":
             frames = getattr(image, "n_frames", 0)
             raise MediaError(f"{origin}: an animation of {frames} frames is not one picture. Extract the frame you mean.")
@@ -24,10 +37,19 @@ def decode_picture(data: bytes, origin: str) -> Image.Image:
         return _on_white(ImageOps.exif_transpose(image))
     except MediaError:
         raise
+    except Image.DecompressionBombError as error:
+        raise MediaError(f"{origin}: {error}. Shrink the picture or drop the row.") from error
     except UnidentifiedImageError as error:
         raise MediaError(f"{origin}: these {len(data)} bytes are no picture in a known format, or a broken one.") from error
     except Exception as error:  # Pillow's readers raise whatever a broken file provokes: OSError, SyntaxError, …
         raise MediaError(f"{origin}: cannot decode the picture: {error}. Restore the file or drop the row.") from error
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    """Those of FORMATS that are there; asking Pillow for another one fails."""
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
 def _on_white(image: Image.Image) -> Image.Image:

@@ -2,11 +2,14 @@
 
 import base64
 import binascii
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
+from sensorium.media.files import open_regular
+from sensorium.media.limits import MediaLimits
 from sensorium.vocabulary.content import MediaKind
 from sensorium.vocabulary.errors import MediaError
 
@@ -30,10 +33,14 @@ def located(source: Any, kind: MediaKind, origin: str, folder: Path | None = Non
     raise MediaError(f"{origin}: a {kind} cannot be read from {type(source).__name__}. Give {FORMS}.")
 
 
-def read_bytes(path: Path, kind: MediaKind, origin: str) -> bytes:
-    """The bytes of a file; one that is missing or unreadable is an error that names it."""
+def read_bytes(path: Path, kind: MediaKind, origin: str, limits: MediaLimits | None = None) -> bytes:
+    """The bytes of a regular file; one that is missing, unreadable or too large is an error that names it."""
     try:
-        return path.read_bytes()
+        with open_regular(path) as file:
+            problem = (limits or MediaLimits()).refuse_file(os.fstat(file.fileno()).st_size)
+            if problem:
+                raise MediaError(f"{origin}: cannot read the {kind} '{path}': {problem}")
+            return file.read()
     except (OSError, ValueError) as error:
         raise unreadable(path, kind, origin, error) from error
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from sensorium.media.files import open_regular
+from sensorium.media.limits import MediaLimits
 from sensorium.media.picture import decode_picture
 from sensorium.media.recent import Recent
 from sensorium.media.sources import read_bytes, unreadable
@@ -29,8 +31,8 @@ HASHES_KEPT = 1 << 16
 class MediaStore:
     """Bytes by content hash, in memory or below a folder (a run directory's ``media/``)."""
 
-    def __init__(self, folder: Path | None = None, memory_mib: int = 256) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path | None = None, memory_mib: int = 256, limits: MediaLimits | None = None) -> None:
+        self.folder, self.limits = folder, limits or MediaLimits()
         bound = memory_mib * MIB if folder is not None else None
         self.pictures_decoded = 0
         self._counting = threading.Lock()
@@ -60,9 +62,11 @@ class MediaStore:
     def put_file(self, path: Path, kind: MediaKind, origin: str = "", parameters: Parameters | None = None) -> Media:
         """Keep a file; a missing or unreadable one is an error that names it. Videos and sounds are linked, not loaded."""
         if kind == "picture":
-            return self.put(read_bytes(path, kind, origin or str(path)), kind, origin or str(path))
+            return self.put(read_bytes(path, kind, origin or str(path), self.limits), kind, origin or str(path))
         try:
             real = path.resolve(strict=True)
+            if problem := self.limits.refuse_file(real.stat().st_size):
+                raise MediaError(f"{origin or path}: cannot read the {kind} '{path}': {problem}")
             digest = self._digest(real)
             if self.folder is None:
                 self._files[digest] = real
@@ -134,7 +138,7 @@ class MediaStore:
     def _decoded(self, data: bytes, origin: str) -> Image.Image:
         with self._counting:
             self.pictures_decoded += 1
-        return decode_picture(data, origin)
+        return decode_picture(data, origin, self.limits)
 
     def _path(self, media: Media) -> Path | None:
         return self._files.get(media.hash) if self.folder is None else self.folder / media.hash
@@ -158,7 +162,7 @@ class MediaStore:
             known = self._digests.get(state)
             if known is not None:
                 return known
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             if _state(path) == state:  # else it was written to meanwhile
                 self._digests.add(state, digest)

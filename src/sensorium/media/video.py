@@ -17,13 +17,11 @@ import numpy as np
 from PIL import Image
 
 from sensorium.media.container import BadClip, Source, check_whole, library, opened, stated_end, track, trimmed, zero
+from sensorium.media.limits import MediaLimits
 from sensorium.vocabulary.decoding import VideoParameters
 
 SEEK_S = 4.0
 """A gap between sampled times above which to seek: nearer ones are mostly in the same group of pictures."""
-
-MOST_PIXELS = 1 << 27
-"""Frames beyond this (16K video) are taken for damage, not decoded into memory."""
 
 EXACT = ("BICUBIC", "FULL_CHR_H_INT", "ACCURATE_RND", "BITEXACT")
 """Colours converted alike on every machine; without the full chroma step exact rounding darkens them by two levels."""
@@ -58,14 +56,17 @@ class DecodedVideo:
         return self.frames.nbytes + self.times_s.nbytes
 
 
-def decode_video(source: Source, parameters: VideoParameters, name: str) -> DecodedVideo:
+def decode_video(source: Source, parameters: VideoParameters, name: str, limits: MediaLimits | None = None) -> DecodedVideo:
     """Sample a video given as bytes or a path; ``name`` (file, row) is what errors call it."""
+    limits = limits or MediaLimits()
     length = _length(source, name)
     start, end = trimmed(parameters, length, "video", name)
+    count = frame_count(parameters, start, end)
+    _refuse(name, limits.refuse_length(end - start) or limits.refuse_decoded(3 * count))
     times = sampled_times(parameters, start, end)
     for seek in (True, False):
         with opened(source, name, "video") as container:
-            clip = _Clip(container, name)
+            clip = _Clip(container, name, limits)
             frames = clip.shown_at(times, parameters, seek=seek)
             if frames is not None:
                 return DecodedVideo(np.stack(frames), times, clip.fps, length, clip.size, start, end)
@@ -73,12 +74,17 @@ def decode_video(source: Source, parameters: VideoParameters, name: str) -> Deco
     raise AssertionError("without seeking no frame is passed over")
 
 
+def frame_count(parameters: VideoParameters, start: float, end: float) -> int:
+    """How many frames are sampled of a range."""
+    if parameters.frames is not None:
+        return parameters.frames
+    assert parameters.fps is not None
+    return min(max(floor((end - start) * parameters.fps + 0.5), parameters.min_frames), parameters.max_frames)
+
+
 def sampled_times(parameters: VideoParameters, start: float, end: float) -> np.ndarray:
     """The moments to sample: the middles of equal parts."""
-    count = parameters.frames
-    if count is None:
-        assert parameters.fps is not None
-        count = min(max(floor((end - start) * parameters.fps + 0.5), parameters.min_frames), parameters.max_frames)
+    count = frame_count(parameters, start, end)
     return start + (np.arange(count, dtype=np.float64) + 0.5) * ((end - start) / count)
 
 
@@ -121,8 +127,8 @@ def _rate(stream: Any) -> float:
 class _Clip:
     """The video track of an open container, and the frame it stands at."""
 
-    def __init__(self, container: Any, name: str) -> None:
-        self.container, self.name = container, name
+    def __init__(self, container: Any, name: str, limits: MediaLimits) -> None:
+        self.container, self.name, self.limits = container, name, limits
         self.stream = track(container, "video", name)
         self.fps = _rate(self.stream)
         self.zero = zero(container)
@@ -147,6 +153,7 @@ class _Clip:
                 if not pictures:
                     self.size = self._shape(shown[1])
                     target = budgeted(self.size, len(times), parameters)
+                    _refuse(self.name, self.limits.refuse_decoded(3 * len(times) * target[0] * target[1]))
                 drawn = (shown, self._upright(shown[1], target))
             pictures.append(drawn[1])
             before = time
@@ -174,8 +181,7 @@ class _Clip:
 
     def _shape(self, frame: Any) -> tuple[int, int]:
         """(width, height) as shown: pixels made square, and turned."""
-        if frame.width * frame.height > MOST_PIXELS:
-            raise BadClip(self.name, f"its frames of {frame.width} × {frame.height} are no video's. Restore the file.")
+        _refuse(self.name, self.limits.refuse_pixels(frame.width, frame.height, "a frame"))
         square = self.stream.sample_aspect_ratio or Fraction(1)
         size = max(1, round(frame.width * square)), frame.height
         return size[::-1] if _quarters(frame) % 2 else size
@@ -186,6 +192,11 @@ class _Clip:
         if picture.shape[1::-1] == target:
             return picture
         return np.asarray(Image.fromarray(picture).resize(target, Image.Resampling.BICUBIC))
+
+
+def _refuse(name: str, problem: str) -> None:
+    if problem:
+        raise BadClip(name, f"the video is too large: {problem}")
 
 
 def _quarters(frame: Any) -> int:

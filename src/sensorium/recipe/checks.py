@@ -49,6 +49,9 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
         world = section.options.get("environment")
         if section.source == "worlds" and isinstance(world, str):
             named.append(("environment", world, f"{place}.options.environment"))
+        opened = section.options.get("environments")
+        for name, kind in opened.items() if isinstance(opened, Mapping) else ():
+            named.append(("environment", str(kind), f"{place}.options.environments.{name}"))
     for kind, name, place in named:
         if problem := wrong_name(kind, name):
             yield place, problem

@@ -63,12 +63,17 @@ class MediaSection(Section):
     """How media are decoded, off the event loop, and kept: decoded videos and sounds on disk, and in memory what is in use.
 
     Runs may share a ``cache``. ``memory_gib`` bounds decoded and preprocessed media together: a quarter, and the rest.
+    What is beyond ``max_…`` is refused before it is decoded, by row and path.
     """
 
     cache: Path | None = Field(default=None, description="folder of decoded clips; default: decoded/ in the run directory")
     cache_gib: float = Field(default=8.0, ge=0, description="0: no clips are kept on disk")
     memory_gib: float = Field(default=1.0, ge=0)
     threads: int = Field(default=2, ge=1, description="media decoded at once")
+    max_pixels: int = Field(default=64_000_000, gt=0, le=178_956_970, description="of a picture or frame; more is refused")
+    max_file_mib: float = Field(default=2048, gt=0, description="of a medium's file")
+    max_clip_s: float = Field(default=7200, gt=0, description="seconds of a video or sound, after its trim")
+    max_clip_mib: float = Field(default=1024, gt=0, description="of a video or sound once decoded")
 
 
 class BatchSection(Section):

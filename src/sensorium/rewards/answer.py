@@ -1,5 +1,8 @@
 """What the model answered, taken from what it wrote; and what was expected, taken from the task."""
 
+from collections.abc import Sequence
+
+from sensorium.rewards.protocol import RewardTerm
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RewardFailure, TaskError
 from sensorium.vocabulary.task import Task
@@ -41,6 +44,20 @@ def boxed(text: str) -> str | None:
                 return text[start + len("\\boxed{") : place].strip()
             place += 1
     return None
+
+
+def without_answer(terms: Sequence[tuple[RewardTerm, float]], tasks: Sequence[Task]) -> str:
+    """A sentence about tasks that a term cannot judge, since they have no answer; empty if there are none."""
+    needing = [term.name for term, _ in terms if getattr(term, "needs_answer", False)]
+    lacking = [task.id for task in tasks if task.answer is None]
+    if not needing or not lacking:
+        return ""
+    term = f"the reward {'terms' if len(needing) > 1 else 'term'} {', '.join(needing)}"
+    return (
+        f"{len(lacking)} of {len(tasks)} tasks looked at have no answer, '{lacking[0]}' for one, and {term} cannot judge "
+        "without: such episodes get a missing score and are left out. Give the rows an 'answer' (flat rows: columns: "
+        "{answer: COLUMN}), or use a term that needs none."
+    )
 
 
 def expected_answers(task: Task) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ class _BoxTerm:
     """
 
     instant = True
+    needs_answer = True
 
     def __init__(
         self, measure: Callable[[Box, Box], float], worst: float, threshold: float, fallback: bool, name: str

@@ -29,6 +29,7 @@ class AccuracyByType:
     """
 
     instant = True
+    needs_answer = True
 
     def __init__(self, default: str = "", fallback: bool = False, name: str = "accuracy_by_type") -> None:
         self.name = name

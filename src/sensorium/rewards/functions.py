@@ -68,6 +68,8 @@ class FunctionTerm:
         own = {key: kept.pop(key) for key in ("name", "instant", "messages") if key in kept and key not in parameters}
         self.name = str(own.get("name", name))
         self.instant = bool(own.get("instant", getattr(function, "instant", False)))
+        known = parameters.get("answer") if style == "completions" else None
+        self.needs_answer = known is not None and known.default is Parameter.empty
         self._messages = bool(own.get("messages", False))
         self._function, self._style, self._options, self._parameters = function, style, kept, parameters
 

@@ -48,6 +48,7 @@ class Exact:
     """
 
     instant = True
+    needs_answer = True
 
     def __init__(self, fallback: bool = False, name: str = "exact") -> None:
         self.name = name
@@ -80,6 +81,7 @@ class Choice:
     """1 if the letter of the chosen option is the known one, else 0."""
 
     instant = True
+    needs_answer = True
 
     def __init__(self, fallback: bool = False, name: str = "choice") -> None:
         self.name = name
@@ -102,6 +104,7 @@ class Numeric:
     """1 if the answer is a number within ``absolute``, or within ``relative`` times the known one; else 0."""
 
     instant = True
+    needs_answer = True
 
     def __init__(
         self, absolute: float = 1e-6, relative: float = 0.0, fallback: bool = False, name: str = "numeric"

@@ -28,6 +28,7 @@ class Mathematics:
     """
 
     instant = False
+    needs_answer = True
 
     def __init__(self, timeout_s: float = 5.0, processes: int = 2, fallback: bool = False, name: str = "math") -> None:
         if find_spec("math_verify") is None:

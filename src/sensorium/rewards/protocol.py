@@ -12,7 +12,7 @@ class RewardTerm(Protocol):
     ``score`` returns a number, a Score, a tuple of Scores or ``{name: number}``; the scorer sets the weights. It may be
     slow, or ``async``: it runs off the event loop under a deadline and is retried. A term with ``instant = True`` is plain
     computation: it runs in place, and its scores are not kept in the ledger's cache of judgements. Without ``instant`` a
-    term is taken for slow.
+    term is taken for slow. One with ``needs_answer = True`` cannot judge a task without an answer.
     """
 
     name: str

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from sensorium.media.picture import picture_bytes
-from sensorium.media.sources import base64_bytes, located
+from sensorium.media.files import inside
+from sensorium.media.sources import base64_bytes, located, read_bytes
 from sensorium.media.store import MediaStore
 from sensorium.tasks.clips import ClipKind, ClipOptions
 from sensorium.vocabulary.content import Block, Media, MediaKind, Message, Role, Text
-from sensorium.vocabulary.errors import TaskError, nearest
+from sensorium.vocabulary.errors import MediaError, TaskError, nearest
+from sensorium.vocabulary.plain import text_of
 
 ROLES: tuple[str, ...] = get_args(Role)
 TYPES: dict[str, MediaKind] = {
@@ -32,12 +33,16 @@ PLACEHOLDERS: dict[MediaKind, str] = {"picture": "<image>", "video": "<video>", 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row stands: its name in errors, the folder its paths start from, the store its media go to."""
+    """Where a row stands: its name in errors, the folder its paths start from, the store its media go to.
+
+    ``roots`` are the folders its media may lie in, links resolved; None: anywhere, for rows that the user's own code made.
+    """
 
     where: str
     folder: Path
     store: MediaStore
     clips: ClipOptions = field(default_factory=ClipOptions)
+    roots: tuple[Path, ...] | None = None
 
     def error(self, what: str) -> TaskError:
         """An error that names the row."""
@@ -45,20 +50,39 @@ class Place:
 
     def picture(self, source: Any, item: str) -> Media:
         """A picture of this row, read and decoded; a missing or corrupt one is an error that names row and item."""
-        origin = f"{self.where}, {item}"
-        return self.store.put_picture(picture_bytes(source, origin, self.folder), origin)
+        found, origin = self._located(source, "picture", item)
+        data = read_bytes(found, "picture", origin, self.store.limits) if isinstance(found, Path) else found
+        return self.store.put_picture(data, origin)
 
     def clip(self, kind: ClipKind, source: Any, item: str, asked: Mapping[str, Any] | None = None) -> Media:
         """A video or sound of this row, decoded later as the source and ``asked`` say; a missing one is refused."""
-        origin = f"{self.where}, {item}"
         try:
             parameters = self.clips.parameters(kind, asked or {})
         except ValueError as error:
             raise self.error(f"{item}: {error}") from error
-        found = located(source, kind, origin, self.folder)
+        found, origin = self._located(source, kind, item)
         if isinstance(found, Path):
             return self.store.put_file(found, kind, origin, parameters)
         return self.store.put(found, kind, origin, parameters)
+
+    def _located(self, source: Any, kind: MediaKind, item: str) -> tuple[bytes | Path, str]:
+        """The bytes or the file of a medium, and what errors call it; a file outside of the roots is refused."""
+        origin = f"{self.where}, {item}"
+        found = located(source, kind, origin, self.folder)
+        if not isinstance(found, Path):
+            return found, origin
+        if "'" not in item:  # else it names its file already
+            origin += f" '{source if isinstance(source, str | Path) else found}'"
+        try:
+            allowed = self.roots is None or inside(found, self.roots)
+        except (OSError, ValueError, RuntimeError) as error:  # a circle of links, or a name that no file can have
+            raise MediaError(f"{origin}: cannot read the {kind} '{found}': {error}.") from error
+        if not allowed:
+            raise MediaError(
+                f"{origin}: '{found.resolve()}' lies outside of the data's folder '{self.folder}', and a row may not point "
+                "anywhere. Move it there, or open its folder in the recipe: the source's option media_roots: [FOLDER]."
+            )
+        return found, origin
 
 
 def messages_of(raw: Any, place: Place) -> tuple[Message, ...]:
@@ -104,7 +128,7 @@ def _message(raw: Any, item: str, place: Place) -> Message:
     if role not in ROLES:
         raise place.error(f"{item} has the role {role!r:.40}{nearest(str(role), list(ROLES))}")
     if isinstance(content, str):
-        return Message(role, (Text(content),))
+        return Message(role, (Text(_text(content, item, place)),))
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise place.error(f"{item}: content must be text or a list of blocks, not {content!r:.60}.")
     return Message(role, tuple(_block(block, f"{item}, block {i}", place) for i, block in enumerate(content)))
@@ -112,7 +136,7 @@ def _message(raw: Any, item: str, place: Place) -> Message:
 
 def _block(raw: Any, item: str, place: Place) -> Block:
     if isinstance(raw, str):
-        return Text(raw)
+        return Text(_text(raw, item, place))
     if not isinstance(raw, Mapping):
         raise place.error(f"{item} must be an object with a type, not {raw!r:.60}.")
     raw = _present(raw)
@@ -120,10 +144,18 @@ def _block(raw: Any, item: str, place: Place) -> Block:
     if kind == "text":
         if set(raw) != {"type", "text"} or not isinstance(raw["text"], str):
             raise place.error(f"{item}: a text block is {{type: text, text: …}}; this one has keys {sorted(raw)}.")
-        return Text(raw["text"])
+        return Text(_text(raw["text"], item, place))
     if kind in TYPES:
         return _medium(TYPES[kind], raw, item, place)
     raise place.error(f"{item} has the type {kind!r:.40}{nearest(str(kind), ['text', *TYPES])}")
+
+
+def _text(text: str, item: str, place: Place) -> str:
+    """A text that can be written as UTF-8, which half of a surrogate pair (``"\\ud800"`` in JSON) cannot."""
+    try:
+        return text_of(text)
+    except ValueError as error:
+        raise place.error(f"{item}: {error}.") from error
 
 
 def _medium(kind: MediaKind, raw: Mapping[str, Any], item: str, place: Place) -> Media:

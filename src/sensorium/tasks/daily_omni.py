@@ -4,10 +4,11 @@ A folder holds ``qa.json`` (rows of Question, Choice, Answer, video_id, Type) an
 ``Videos/{id}/{id}_video.mp4`` and ``Videos/{id}/{id}_audio.wav``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sensorium.media.files import roots_of
 from sensorium.media.store import MediaStore
 from sensorium.tasks.choices import LETTER, options_of, question
 from sensorium.tasks.clips import ClipOptions
@@ -31,7 +32,8 @@ COLUMNS = {
 class DailyOmni:
     """The questions of ``qa.json`` in the folder ``path``. ``video`` and ``sound`` say how clips are decoded.
 
-    ``instruction`` replaces the request to think and answer in tags.
+    ``instruction`` replaces the request to think and answer in tags. Videos that are links lead into the folder, or into
+    one of ``media_roots``.
     """
 
     table_columns = COLUMNS
@@ -44,9 +46,11 @@ class DailyOmni:
         sound: Mapping[str, Any] | None = None,
         instruction: str = LETTER,
         limit: int = 0,
+        media_roots: Sequence[str] = (),
     ) -> None:
         self.folder, self.store, self.instruction = Path(path), store, instruction
         self._clips = ClipOptions(video, sound, "daily_omni")
+        self._roots = roots_of(self.folder / "Videos", media_roots)
         self._rows = read_manifest(self.folder / "qa.json")[: limit or None]
         if not (self.folder / "Videos").is_dir():
             raise TaskError(f"{self.folder}: there is no folder 'Videos'. Unpack the archive of the data set there.")
@@ -56,7 +60,9 @@ class DailyOmni:
 
     def __getitem__(self, index: int) -> Task:
         row = self._rows[index]
-        place = Place(f"{self.folder / 'qa.json'}, row {index}", self.folder / "Videos", self.store, self._clips)
+        place = Place(
+            f"{self.folder / 'qa.json'}, row {index}", self.folder / "Videos", self.store, self._clips, self._roots
+        )
         if not isinstance(row, Mapping):
             raise place.error(f"a row is an object, not {row!r:.60}.")
         for field in ("Question", "Answer", "video_id", "Type"):

@@ -1,10 +1,11 @@
 """Rows of a Hugging Face data set: from the hub, from a folder of its files, or one that was saved to disk."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from sensorium.media.files import roots_of
 from sensorium.media.store import MediaStore
 from sensorium.tasks.clips import ClipOptions
 from sensorium.tasks.content import Place
@@ -17,7 +18,8 @@ class HubRows:
     """One task a row of ``data`` (a hub id or a local folder), its configuration ``name`` and its ``split``.
 
     Media are taken as they are stored, never decoded by the library. Paths of media start from ``folder`` (the local folder
-    itself if not said). The other options are those of the JSONL source.
+    itself if not said) and stay there, in the library's caches, or in ``media_roots``. Data sets that are programs (loading
+    scripts) are not run: the library has given them up. The other options are those of the JSONL source.
     """
 
     def __init__(
@@ -35,16 +37,24 @@ class HubRows:
         media_first: bool = False,
         video: Mapping[str, Any] | None = None,
         sound: Mapping[str, Any] | None = None,
+        media_roots: Sequence[str] = (),
+        environments: Mapping[str, str] | None = None,
     ) -> None:
         self.data, self.split, self.store = data, split, store
-        self.folder = Path(folder) if folder is not None else Path(data) if Path(data).is_dir() else Path()
+        local = Path(folder) if folder is not None else Path(data) if Path(data).is_dir() else None
+        self.folder = local if local is not None else Path()
         self._clips = ClipOptions(video, sound, data)
-        self._layout = layout_of(columns, instruction, system, media_first)
+        self._layout = layout_of(columns, instruction, system, media_first, environments)
         rows = _loaded(data, name, split, revision)
         fields = self._layout.fields(rows.column_names, f"{data}, split '{split}'")
         # The arrow form of a row holds a medium's bytes or path as they are.
         self._rows = rows.select_columns(fields).with_format("arrow")
         self._length = min(limit, len(rows)) if limit else len(rows)
+        caches = _caches()
+        # What the library downloaded lies in its caches; the folder that a process happens to stand in is not opened.
+        self._roots = roots_of(local if local is not None else Path(caches[0]), [*media_roots, *caches])
+        if not len(rows):
+            raise TaskError(f"the data set '{data}', split '{split}', has no rows.")
 
     def __len__(self) -> int:
         return self._length
@@ -52,12 +62,20 @@ class HubRows:
     def __getitem__(self, index: int) -> Task:
         if not 0 <= index < self._length:
             raise IndexError(index)
-        place = Place(f"{self.data}, split '{self.split}', row {index}", self.folder, self.store, self._clips)
+        place = Place(f"{self.data}, split '{self.split}', row {index}", self.folder, self.store, self._clips, self._roots)
         try:
             row = self._rows[index : index + 1].to_pylist()[0]
         except (OSError, ValueError) as error:
             raise place.error(f"cannot read the row: {error}.") from error
         return self._layout.task(row, f"{self.data}/{self.split}/{index}", place)
+
+
+def _caches() -> list[str]:
+    """The folders that hold downloaded data sets; tokens lie elsewhere."""
+    from datasets import config
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return [str(HF_HUB_CACHE), str(config.HF_DATASETS_CACHE)]
 
 
 def _loaded(data: str, name: str | None, split: str, revision: str | None) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sensorium.media.files import roots_of
 from sensorium.media.store import MediaStore
 from sensorium.tasks.choices import LETTER, LETTERS, NUMBER, WORDS, YES_OR_NO, options_of, question
 from sensorium.tasks.clips import ClipOptions
@@ -33,7 +34,8 @@ class Intent:
     """Questions of the types in ``problem_types``, from ``manifests`` in the folder ``path`` (those it has if not said).
 
     ``video`` and ``sound`` say how clips are decoded; ``with_sound: false`` leaves the sound out. ``instruction`` replaces
-    the request to think and answer in tags.
+    the request to think and answer in tags. Videos that are links lead into the folder, or into one of ``media_roots``.
+    ``unpack_ratio`` bounds what the archive unpacks to, in times its size: videos hardly shrink.
     """
 
     def __init__(
@@ -47,6 +49,8 @@ class Intent:
         with_sound: bool = True,
         instruction: str | None = None,
         limit: int = 0,
+        media_roots: Sequence[str] = (),
+        unpack_ratio: float = 20.0,
     ) -> None:
         for name in problem_types:
             if name not in INSTRUCTIONS:
@@ -54,6 +58,7 @@ class Intent:
         self.folder, self.store = Path(path), store
         self.with_sound, self.instruction = with_sound, instruction
         self._clips = ClipOptions(video, sound, "intent")
+        self._roots = roots_of(self.folder, media_roots)
         self._rows: list[tuple[str, int, Any]] = []
         for manifest in manifests or self._present():
             for number, row in enumerate(read_manifest(self.folder / manifest)):
@@ -63,14 +68,14 @@ class Intent:
         self._rows = self._rows[: limit or None]
         if not self._rows:
             raise TaskError(f"{path}: no row has a problem_type among {', '.join(problem_types)}.")
-        unzip_once(self.folder / "videos.zip", self.folder)
+        unzip_once(self.folder / "videos.zip", self.folder, unpack_ratio)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Task:
         manifest, number, row = self._rows[index]
-        place = Place(f"{self.folder / manifest}, row {number}", self.folder, self.store, self._clips)
+        place = Place(f"{self.folder / manifest}, row {number}", self.folder, self.store, self._clips, self._roots)
         if not isinstance(row, Mapping):
             raise place.error(f"a row is an object, not {row!r:.60}.")
         kind = str(row.get("problem_type", "multiple choice"))

@@ -4,9 +4,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sensorium.recipe.names import check, table, wrong_options
 from sensorium.tasks.content import Place, fill_placeholders, messages_of, put_first
-from sensorium.vocabulary.content import Media, MediaKind, Message, Text, system, user
+from sensorium.vocabulary.content import Media, MediaKind, Message, Text, system
 from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
+from sensorium.vocabulary.plain import words
 from sensorium.vocabulary.task import EnvironmentSpec, Task
 
 FIELDS = ["id", "messages", "answer", "environment", "demonstration", "metadata"]
@@ -16,7 +18,14 @@ PARTS = ["id", "prompt", *MEDIA, *TRIM, "answer", "demonstration", "category", "
 
 
 class TaskRows:
-    """Rows that are tasks: ``{id, messages, answer, environment, demonstration, metadata}``; unknown fields are refused."""
+    """Rows that are tasks: ``{id, messages, answer, environment, demonstration, metadata}``; unknown fields are refused.
+
+    A row may name a registered environment, or one of ``environments`` {name: module:Class}, which the recipe opens to
+    rows.
+    """
+
+    def __init__(self, environments: Mapping[str, str] | None = None) -> None:
+        self.environments = dict(environments or {})
 
     def fields(self, known: Sequence[str], where: str) -> list[str]:
         """The columns to read of those a file has."""
@@ -31,11 +40,12 @@ class TaskRows:
         for key in row:
             if key not in FIELDS:
                 raise place.error(_unknown(key))
-        environment = _environment(_object(row, "environment", place), place) if "environment" in row else None
+        environment = self._environment(row, place) if "environment" in row else None
         messages = messages_of(_decoded(row, "messages", place), place) if "messages" in row else ()
         if environment is None and not messages:
             raise place.error("a row needs 'messages', or an 'environment' to be played in; it has neither.")
         _check_last(messages, place)
+        _check_texts([value for key, value in row.items() if key != "messages"], place)
         return Task(
             id=str(row.get("id", name)),
             messages=messages,
@@ -44,6 +54,39 @@ class TaskRows:
             demonstration=_demonstration(row.get("demonstration"), place),
             metadata=_object(row, "metadata", place) if "metadata" in row else {},
         )
+
+    def _environment(self, row: Mapping[str, Any], place: Place) -> EnvironmentSpec:
+        given = {key: value for key, value in _object(row, "environment", place).items() if value is not None}
+        for key in given:
+            if key not in ("name", "options", "seed"):
+                raise place.error(f"'environment' has an unknown key '{key}'{nearest(key, ['name', 'options', 'seed'])}")
+        name, options, seed = given.get("name"), given.get("options", {}), given.get("seed", 0)
+        whole = isinstance(seed, int) and not isinstance(seed, bool)
+        if not isinstance(name, str) or not isinstance(options, Mapping) or not whole:
+            raise place.error(f"'environment' is {{name: text, options: object, seed: number}}, not {given!r:.80}.")
+        options = {key: value for key, value in options.items() if value is not None}
+        known = self._known(name, place)
+        try:
+            _, problem = wrong_options("environment", known, options)
+        except RecipeError as error:
+            raise place.error(str(error)) from error
+        if problem:
+            raise place.error(problem)
+        return EnvironmentSpec(known, options, seed)
+
+    def _known(self, name: str, place: Place) -> str:
+        """The environment that a row's name stands for. Rows are data: what code is run is said by the recipe alone."""
+        if name in self.environments:
+            return self.environments[name]
+        if name in table("environment"):
+            return name
+        if ":" in name:
+            raise place.error(
+                f"the environment '{name:.80}' names code, and a row may not. Name it in the recipe, with the source's "
+                "option environments: {maze: my_package.my_module:Maze}, and let rows say maze."
+            )
+        names = [*table("environment"), *self.environments]
+        raise place.error(f"unknown environment '{name:.80}'{nearest(name, names)}")
 
 
 class FlatRows:
@@ -75,7 +118,8 @@ class FlatRows:
         """The task of one row."""
         parts = {part: _reach(row, path, place) for part, path in self.columns.items()}
         prompt = parts["prompt"]
-        messages = (user(prompt),) if isinstance(prompt, str) else messages_of(prompt, place)
+        messages = messages_of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, place)
+        _check_texts([parts.get(part) for part in ("id", "answer", "demonstration", "category", "type")], place)
         media = {kind: self._media(part, kind, parts, place) for part, kind in MEDIA.items() if part in self.columns}
         messages = put_first(messages, media, place) if self.media_first else fill_placeholders(messages, media, place)
         _check_last(messages, place)
@@ -102,16 +146,24 @@ class FlatRows:
 
 
 def layout_of(
-    columns: Mapping[str, str] | None, instruction: str = "", system: str = "", media_first: bool = False
+    columns: Mapping[str, str] | None,
+    instruction: str = "",
+    system: str = "",
+    media_first: bool = False,
+    environments: Mapping[str, str] | None = None,
 ) -> "TaskRows | FlatRows":
     """The layout that a source's options ask for."""
     if columns is not None:
+        if environments:
+            raise RecipeError("environments is for rows that are tasks; flat rows (columns) have no environment.")
         return FlatRows(columns, instruction, system, media_first)
     if instruction or system or media_first:
         raise RecipeError(
             "instruction, system and media_first are for flat rows; say which column is which with 'columns'."
         )
-    return TaskRows()
+    for name, place in (environments or {}).items():
+        check("environment", str(place), f"environments.{name}")
+    return TaskRows(environments)
 
 
 def _unknown(field: str) -> str:
@@ -129,28 +181,19 @@ def _check_last(messages: tuple[Message, ...], place: Place) -> None:
         )
 
 
+def _check_texts(values: Sequence[Any], place: Place) -> None:
+    """Refuse half a surrogate pair in what is logged later: it cannot be written."""
+    try:
+        json.dumps(values, ensure_ascii=False, default=str).encode()
+    except (UnicodeEncodeError, ValueError, RecursionError) as error:
+        raise place.error(f"it holds a text or a number that cannot be written down: {words(error)}.") from error
+
+
 def _demonstration(raw: Any, place: Place) -> tuple[str, ...]:
     given = [] if raw is None else [raw] if isinstance(raw, str) else raw
     if not isinstance(given, list | tuple) or not all(isinstance(text, str) for text in given):
         raise place.error(f"'demonstration' must be a text or a list of texts, one a turn, not {raw!r:.60}.")
     return tuple(given)
-
-
-def _environment(raw: Mapping[str, Any], place: Place) -> EnvironmentSpec:
-    from sensorium.recipe.names import check
-
-    given = {key: value for key, value in raw.items() if value is not None}
-    for key in given:
-        if key not in ("name", "options", "seed"):
-            raise place.error(f"'environment' has an unknown key '{key}'{nearest(key, ['name', 'options', 'seed'])}")
-    name, options, seed = given.get("name"), given.get("options", {}), given.get("seed", 0)
-    if not isinstance(name, str) or not isinstance(options, Mapping) or not isinstance(seed, int):
-        raise place.error(f"'environment' is {{name: text, options: object, seed: number}}, not {dict(raw)!r:.80}.")
-    try:
-        check("environment", name, place.where)
-    except RecipeError as error:
-        raise TaskError(str(error)) from error
-    return EnvironmentSpec(name, {key: value for key, value in options.items() if value is not None}, seed)
 
 
 def _decoded(row: Mapping[str, Any], field: str, place: Place) -> Any:

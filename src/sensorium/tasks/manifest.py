@@ -11,6 +11,10 @@ from typing import Any
 
 from sensorium.vocabulary.errors import TaskError
 
+MIB = 1024 * 1024
+SMALL = 64 * MIB
+"""What may be unpacked whatever the ratio: texts shrink a lot."""
+
 
 def read_manifest(path: Path) -> list[Any]:
     """The rows of a manifest; a file that is missing or no JSON list is an error that names it."""
@@ -31,11 +35,13 @@ def text_of(row: Mapping[str, Any], field: str) -> str:
     return str(value).strip() if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
 
 
-def unzip_once(archive: Path, folder: Path) -> None:
+def unzip_once(archive: Path, folder: Path, ratio: float = 20.0) -> None:
     """Unpack an archive into a folder, unless a marker says that it was done.
 
-    Each file is written beside its place and renamed, and the marker comes last: a kill or a second process at the same
-    time costs work, never a half file. Nothing is done where there is no archive.
+    One that would take more than ``ratio`` times its size, or more than there is room for, is refused before anything is
+    written: no member can grow beyond the size it states. Each file is written beside its place and renamed, and the marker
+    comes last: a kill or a second process at the same time costs work, never a half file. Nothing is done where there is no
+    archive.
     """
     if not archive.is_file():
         return
@@ -46,6 +52,7 @@ def unzip_once(archive: Path, folder: Path) -> None:
         return
     try:
         with zipfile.ZipFile(archive) as opened:
+            _refuse_bomb(opened, archive, folder, seen.st_size, ratio)
             for member in opened.infolist():
                 _unpack(opened, member, archive, folder)
     except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, OSError) as error:
@@ -53,6 +60,20 @@ def unzip_once(archive: Path, folder: Path) -> None:
     draft = _draft(marker)
     draft.write_text(state)
     os.replace(draft, marker)
+
+
+def _refuse_bomb(opened: zipfile.ZipFile, archive: Path, folder: Path, packed: int, ratio: float) -> None:
+    stated = sum(member.file_size for member in opened.infolist())
+    if stated > max(ratio * packed, SMALL):
+        raise TaskError(
+            f"{archive}: {packed / MIB:,.1f} MiB would unpack to {stated / MIB:,.0f} MiB, more than {ratio:g} times as "
+            "much, which no archive of videos does. Raise the source's option unpack_ratio if it is sound."
+        )
+    free = shutil.disk_usage(folder).free
+    if stated > free:
+        raise TaskError(
+            f"{archive}: it unpacks to {stated / MIB:,.0f} MiB and '{folder}' has room for {free / MIB:,.0f} MiB."
+        )
 
 
 def _unpack(opened: zipfile.ZipFile, member: zipfile.ZipInfo, archive: Path, folder: Path) -> None:

@@ -20,7 +20,8 @@ from sensorium.vocabulary.task import Task
 class PassedRows:
     """One task a row, with the fields and options of the JSONL source; pictures may be PIL images as well.
 
-    Paths start from the current folder. ``digest`` is that of the rows a run began with: others are refused.
+    Paths start from the current folder and may lead anywhere: the rows are the user's own program's. ``digest`` is that of
+    the rows a run began with: others are refused.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class PassedRows:
         media_first: bool = False,
         video: Mapping[str, Any] | None = None,
         sound: Mapping[str, Any] | None = None,
+        environments: Mapping[str, str] | None = None,
     ) -> None:
         if digest and digest != digest_of(rows):
             raise RecipeError(
@@ -43,7 +45,7 @@ class PassedRows:
             )
         self.store = store
         self._clips = ClipOptions(video, sound, "rows")
-        self._layout = layout_of(columns, instruction, system, media_first)
+        self._layout = layout_of(columns, instruction, system, media_first, environments)
         self._rows = _arrow(rows)
         self._length = min(limit, len(rows)) if limit else len(rows)
 

@@ -1,29 +1,35 @@
 """Rows of tasks in JSONL and Parquet files, read when they are asked for. Every error names file and line (or row)."""
 
+import hashlib
 import json
+import os
 import threading
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from sensorium.media.files import open_regular, roots_of
 from sensorium.media.store import MediaStore
 from sensorium.tasks.clips import ClipOptions
 from sensorium.tasks.content import Place
 from sensorium.tasks.layout import layout_of
-from sensorium.vocabulary.errors import TaskError
+from sensorium.vocabulary.errors import DataChanged, TaskError
 from sensorium.vocabulary.task import Task
 
 MIB = 1024 * 1024
+ROWS_AT_ONCE = 256
 
 
 class JsonlRows:
     """One task a line; blank lines are passed over. Paths of media start from the file's folder.
 
     Without ``columns`` a line is a task with content blocks; with them it is flat (see ``FlatRows`` for the options).
-    ``video`` and ``sound`` say how clips are decoded (see ``ClipOptions``).
+    ``video`` and ``sound`` say how clips are decoded (see ``ClipOptions``). Media lie in the file's folder, or in one of
+    ``media_roots``. ``environments`` {name: module:Class} are those that rows may name beside the registered ones.
     """
 
     def __init__(
@@ -37,24 +43,30 @@ class JsonlRows:
         media_first: bool = False,
         video: Mapping[str, Any] | None = None,
         sound: Mapping[str, Any] | None = None,
+        media_roots: Sequence[str] = (),
+        environments: Mapping[str, str] | None = None,
     ) -> None:
         self.path, self.store = Path(path), store
         self._clips = ClipOptions(video, sound, path)
-        self._layout = layout_of(columns, instruction, system, media_first)
+        self._roots = roots_of(self.path.parent, media_roots)
+        self._layout = layout_of(columns, instruction, system, media_first, environments)
         self._starts, self._lines = array("q"), array("q")
         try:
             self._scan(limit)
         except OSError as error:
             raise TaskError(f"{path}: cannot read the file: {error.strerror}.") from error
+        if not self._starts:
+            raise TaskError(f"{path}: the file has no rows; a JSONL file has one JSON object a line.")
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __getitem__(self, index: int) -> Task:
         line = self._lines[index]
-        place = Place(f"{self.path}:{line}", self.path.parent, self.store, self._clips)
+        place = Place(f"{self.path}:{line}", self.path.parent, self.store, self._clips, self._roots)
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
+                self._refuse_changed(file)
                 file.seek(self._starts[index])
                 row = json.loads(file.readline().decode("utf-8-sig"))
         except json.JSONDecodeError as error:
@@ -66,23 +78,39 @@ class JsonlRows:
         return self._layout.task(row, f"{self.path.name}:{line}", place)
 
     def _scan(self, limit: int) -> None:
-        """Note where each row starts, so that any one can be read alone."""
-        start = 0
-        with self.path.open("rb") as file:
+        """Note where each row starts, so that any one can be read alone, and what was read so far."""
+        end, digest = 0, hashlib.blake2b(digest_size=16)
+        with open_regular(self.path) as file:
+            self._state = _state(file)
             for number, line in enumerate(file, 1):
+                digest.update(line)
                 if line.strip():
-                    self._starts.append(start)
+                    self._starts.append(end)
                     self._lines.append(number)
-                    if limit and len(self._starts) == limit:
-                        return
-                start += len(line)
+                end += len(line)
+                if limit and len(self._starts) == limit:
+                    break
+        self._scanned = (end, digest.hexdigest())
+
+    def _refuse_changed(self, file: BufferedReader) -> None:
+        """Refuse a file that is not what was scanned: rows would begin at other places. A mere touch is no change."""
+        if (state := _state(file)) == self._state:
+            return
+        digest, left = hashlib.blake2b(digest_size=16), self._scanned[0]
+        while left and (read := file.read(min(left, MIB))):
+            digest.update(read)
+            left -= len(read)
+        if left or digest.hexdigest() != self._scanned[1]:
+            raise DataChanged(_changed(self.path))
+        self._state = state
 
 
 class ParquetRows:
     """One task a row. Row groups are read when needed and the latest kept, within ``cache_mib``.
 
     Without ``columns`` a row is a task with content blocks; with them it is flat (see ``FlatRows`` for the options).
-    ``video`` and ``sound`` say how clips are decoded (see ``ClipOptions``).
+    ``video``, ``sound``, ``media_roots`` and ``environments`` are those of the JSONL source. A row group that takes more
+    than ``row_group_mib`` in memory is refused.
     """
 
     def __init__(
@@ -96,15 +124,21 @@ class ParquetRows:
         media_first: bool = False,
         video: Mapping[str, Any] | None = None,
         sound: Mapping[str, Any] | None = None,
+        media_roots: Sequence[str] = (),
+        environments: Mapping[str, str] | None = None,
         cache_mib: int = 512,
+        row_group_mib: int = 4096,
     ) -> None:
         import pyarrow
         from pyarrow.parquet import ParquetFile
 
         self.path, self.store = Path(path), store
         self._clips = ClipOptions(video, sound, path)
-        self._layout = layout_of(columns, instruction, system, media_first)
+        self._roots = roots_of(self.path.parent, media_roots)
+        self._layout = layout_of(columns, instruction, system, media_first, environments)
         try:
+            with open_regular(self.path) as opened:
+                self._state = _state(opened)
             self._file = ParquetFile(self.path)
         except (OSError, pyarrow.ArrowException) as error:
             raise TaskError(f"{path}: cannot read the Parquet file: {error}") from error
@@ -115,8 +149,10 @@ class ParquetRows:
             self._ends.append(before + self._file.metadata.row_group(group).num_rows)
         rows = self._file.metadata.num_rows
         self._length = min(limit, rows) if limit else rows
+        if not rows:
+            raise TaskError(f"{path}: the file has no rows.")
         self._cache: OrderedDict[int, Any] = OrderedDict()
-        self._bound = cache_mib * MIB
+        self._bound, self._group_bound = cache_mib * MIB, row_group_mib * MIB
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -125,7 +161,7 @@ class ParquetRows:
     def __getitem__(self, index: int) -> Task:
         if not 0 <= index < self._length:
             raise IndexError(index)
-        place = Place(f"{self.path}, row {index}", self.path.parent, self.store, self._clips)
+        place = Place(f"{self.path}, row {index}", self.path.parent, self.store, self._clips, self._roots)
         group = bisect_right(self._ends, index)
         table = self._group(group, place)
         within = index - (self._ends[group - 1] if group else 0)
@@ -138,10 +174,40 @@ class ParquetRows:
         with self._lock:
             if group not in self._cache:
                 try:
-                    self._cache[group] = self._file.read_row_group(group, columns=self._fields)
+                    with open_regular(self.path) as file:
+                        if _state(file) != self._state:
+                            raise DataChanged(_changed(self.path))
+                    self._cache[group] = self._read(group, place)
                 except (OSError, pyarrow.ArrowException) as error:
                     raise place.error(f"cannot read row group {group}: {error}") from error
             self._cache.move_to_end(group)
             while len(self._cache) > 1 and sum(table.nbytes for table in self._cache.values()) > self._bound:
                 self._cache.popitem(last=False)
             return self._cache[group]
+
+    def _read(self, group: int, place: Place) -> Any:
+        """A row group, in parts: what is small on disk may be huge in memory, and then it is refused before it is."""
+        import pyarrow
+
+        parts, size = [], 0
+        for part in self._file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=self._fields):
+            parts.append(part)
+            size += part.nbytes
+            if size > self._group_bound:
+                raise place.error(
+                    f"row group {group} takes more than {self._group_bound // MIB} MiB in memory. Write the file with "
+                    "smaller row groups, or raise the source's option row_group_mib."
+                )
+        return pyarrow.Table.from_batches(parts)
+
+
+def _state(file: BufferedReader) -> tuple[int, int, int]:
+    seen = os.fstat(file.fileno())
+    return seen.st_ino, seen.st_size, seen.st_mtime_ns
+
+
+def _changed(path: Path) -> str:
+    return (
+        f"{path}: the file was changed while the run reads it, so its rows are no longer those the run began with. Put it "
+        "back as it was and resume, or start a new run with the new file. Train on a copy of a file that is written to."
+    )

@@ -11,7 +11,6 @@ from sensorium.evaluation.evaluate import attempt_of, score_groups
 from sensorium.evaluation.folder import EvaluationFolder, Journal
 from sensorium.evaluation.sample import Row, row_of, sample_of
 from sensorium.evaluation.summary import summarize_samples
-from sensorium.media.store import MediaStore
 from sensorium.models.identity import identity
 from sensorium.recipe.schema import Recipe
 from sensorium.report.episodes import task_to_json
@@ -22,7 +21,7 @@ from sensorium.tasks.source import table_columns
 from sensorium.trainer.determinism import settle, surroundings, warn_if_changed
 from sensorium.trainer.event_loop import run_async
 from sensorium.trainer.models import load_model
-from sensorium.trainer.session import Session, make_sources, open_session, sampling_of
+from sensorium.trainer.session import Session, make_sources, open_session, open_store, sampling_of
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import PromptTooLong, TaskError
 from sensorium.vocabulary.task import Task
@@ -45,7 +44,7 @@ def evaluate_into(
     if not fresh:
         folder.refuse_other(claim)  # before a model is loaded for nothing
     settle(recipe)
-    session = open_session(recipe, load_model(recipe, model, MediaStore()), None)
+    session = open_session(recipe, load_model(recipe, model, open_store(recipe)), None)
     try:
         sources = make_sources(recipe.tasks.evaluate, session.store, "tasks.evaluate")
         tasks, skipped = each_once(sources, limit=section.limit, on_bad_row=recipe.tasks.on_bad_row)

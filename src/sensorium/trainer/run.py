@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sensorium.media.store import MediaStore
 from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.names import build
 from sensorium.recipe.schema import Recipe
@@ -24,7 +23,14 @@ from sensorium.trainer.health.at_start import refuse_without_demonstrations, sta
 from sensorium.trainer.ledger import Ledger
 from sensorium.trainer.loop import Trainer
 from sensorium.trainer.models import load_trained
-from sensorium.trainer.session import make_sources, make_stream, open_session, refuse_strange_tasks
+from sensorium.trainer.session import (
+    make_sources,
+    make_stream,
+    open_session,
+    open_store,
+    refuse_strange_tasks,
+    refuse_unanswered,
+)
 from sensorium.vocabulary.errors import RecordError, SensoriumError
 
 
@@ -65,13 +71,14 @@ def open_trainer(
     checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
     last, found = _last_good(recipe, directory, checkpoints) if resume else (None, [])
     saved = None if last is None else checkpoints.path(last)
-    session = open_session(recipe, load_trained(recipe, MediaStore(directory.media), saved), ledger)
+    session = open_session(recipe, load_trained(recipe, open_store(recipe, directory.media), saved), ledger)
     stream = make_stream(recipe, session.store)
     sources = make_sources(recipe.tasks.evaluate, session.store, "tasks.evaluate")
     held_out, skipped = each_once(sources, limit=recipe.evaluation.limit, on_bad_row=recipe.tasks.on_bad_row)
     few = a_few(stream.sources)
     refuse_without_demonstrations(recipe, few)
     refuse_strange_tasks(session, [*held_out, *few])
+    unanswered = refuse_unanswered(session, few, held_out)
     given = {"run_dir": directory.path, "logging": recipe.logging}
     loggers = [build("logger", name, {}, "logging.loggers", **given) for name in recipe.logging.loggers]
     watcher = Watchers([MetricsFile(directory.metrics), *loggers, *watchers])
@@ -80,7 +87,7 @@ def open_trainer(
         watcher.noted(note)
     if skipped:
         watcher.noted(f"{len(skipped)} held-out rows were skipped; the first because: {skipped[0].reason}")
-    for note in (*cautions(recipe), *start_notes(recipe, few)):
+    for note in (*cautions(recipe), *start_notes(recipe, few), *unanswered):
         watcher.noted(note)
     trainer = Trainer(recipe, session, stream, held_out, directory, ledger, watcher)
     if last is not None:

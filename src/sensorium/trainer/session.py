@@ -2,17 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from sensorium.engines.protocol import Engine, Sampling
 from sensorium.envs.protocol import Environment
 from sensorium.learner.critic import Critic
 from sensorium.learner.learner import Learner
+from sensorium.media.limits import MediaLimits
 from sensorium.media.store import MediaStore
 from sensorium.models.policy import Policy
 from sensorium.models.reference import Reference
 from sensorium.recipe.names import build, resolve
 from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection, SourceSection
 from sensorium.recipe.traits import estimator_traits
+from sensorium.rewards.answer import without_answer
 from sensorium.rewards.functions import build_term
 from sensorium.rewards.scorer import JudgementCache, Scorer
 from sensorium.rollout.modalities import refuse_strange_worlds
@@ -20,7 +23,7 @@ from sensorium.rollout.play import Rollout
 from sensorium.tasks.mixture import TaskStream
 from sensorium.tasks.source import TaskSource
 from sensorium.trainer.models import load_beside
-from sensorium.vocabulary.errors import RecipeError
+from sensorium.vocabulary.errors import RecipeError, TaskError
 from sensorium.vocabulary.task import Task
 
 
@@ -41,6 +44,13 @@ class Session:
         self.policy.decoder.close()
 
 
+def open_store(recipe: Recipe, folder: Path | None = None) -> MediaStore:
+    """A store of media with the recipe's limits."""
+    section = recipe.media
+    limits = MediaLimits(section.max_pixels, section.max_file_mib, section.max_clip_s, section.max_clip_mib)
+    return MediaStore(folder, limits=limits)
+
+
 def open_session(recipe: Recipe, policy: Policy, judgements: JudgementCache | None) -> Session:
     """Everything around a loaded policy."""
     if recipe.model.gradient_checkpointing:
@@ -57,6 +67,18 @@ def refuse_strange_tasks(session: Session, tasks: Sequence[Task]) -> None:
     rollout, deadline_s = session.rollout, session.rollout.section.environment_deadline_s
     rollout.refuse_strange(tasks)
     refuse_strange_worlds(tasks, rollout.make_environment, session.policy, session.engine, deadline_s)
+
+
+def refuse_unanswered(session: Session, training: Sequence[Task], held_out: Sequence[Task]) -> list[str]:
+    """What to say of tasks without the answer that a term compares with; refused where no training task has one."""
+    found = []
+    for where, tasks in (("tasks.train", training), ("tasks.evaluate", held_out)):
+        if problem := without_answer(session.scorer.terms, tasks):
+            found.append(f"{where}: {problem}")
+    weighty = [(term, weight) for term, weight in session.scorer.terms if weight]
+    if training and all(task.answer is None for task in training) and without_answer(weighty, training):
+        raise TaskError(found[0])
+    return found
 
 
 def make_scorer(section: RewardsSection, judgements: JudgementCache | None) -> Scorer:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from sensorium.evaluation.evaluate import evaluate
-from sensorium.media.store import MediaStore
 from sensorium.recipe.schema import Recipe
 from sensorium.report.watcher import Watcher
 from sensorium.tasks.mixture import each_once
@@ -15,7 +14,7 @@ from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.determinism import settle
 from sensorium.trainer.models import load_model
 from sensorium.trainer.run import train
-from sensorium.trainer.session import make_sources, open_session, sampling_of
+from sensorium.trainer.session import make_sources, open_session, open_store, sampling_of
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def study(recipe: Recipe, variants: Sequence[Variant], watchers: Iterable[Watche
 def measure(recipe: Recipe, model_path: str, variants: Sequence[Variant]) -> tuple[dict[str, Any], ...]:
     """Evaluate one checkpoint on the recipe's held-out tasks in every variant."""
     settle(recipe)
-    session = open_session(recipe, load_model(recipe, model_path, MediaStore()), None)
+    session = open_session(recipe, load_model(recipe, model_path, open_store(recipe)), None)
 
     async def all_variants() -> tuple[dict[str, Any], ...]:
         summaries = []

@@ -13,6 +13,10 @@ class TaskError(SensoriumError):
     """A row or source of tasks is malformed; names file and line."""
 
 
+class DataChanged(SensoriumError):
+    """A data file is not what it was when the run began to read it. Ends the run, whatever is done about bad rows."""
+
+
 class MediaError(SensoriumError):
     """A picture, video or sound is missing, corrupt or too large; names the item."""
 

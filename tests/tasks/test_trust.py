@@ -1,0 +1,228 @@
+"""Rows are data: they run no code, open no file outside of their folder, and cannot be changed under a run."""
+
+import json
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sensorium.media.picture import encode_png
+from sensorium.media.store import MediaStore
+from sensorium.recipe.load import parse_recipe
+from sensorium.tasks.hub import HubRows
+from sensorium.tasks.manifest import unzip_once
+from sensorium.tasks.mixture import each_once
+from sensorium.tasks.rows import JsonlRows, ParquetRows
+from sensorium.vocabulary.errors import DataChanged, MediaError, RecipeError, TaskError
+from sensorium.vocabulary.task import EnvironmentSpec
+
+RED = encode_png(np.full((4, 4, 3), (255, 0, 0), np.uint8))
+CALLED: list[str] = []
+
+
+class Trap:
+    """Must not be built, nor even imported, because a row says so."""
+
+    def __init__(self, **options: Any) -> None:
+        CALLED.append("built")
+
+
+class Maze:
+    """An environment of the user's own."""
+
+    def __init__(self, store: MediaStore, size: int = 3) -> None: ...
+
+
+def rows_of(folder: Path, *rows: Mapping[str, Any], **options: Any) -> JsonlRows:
+    folder.mkdir(exist_ok=True)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return JsonlRows(str(folder / "rows.jsonl"), MediaStore(), **options)
+
+
+def showing(path: Any, kind: str = "image") -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [{"type": kind, "path": str(path)}, "what?"]}]}
+
+
+@pytest.mark.parametrize("name", [f"{__name__}:Trap", "torch.hub:load", "os:system", "python:trap", ":", "a:b:c"])
+def test_a_row_cannot_name_code(name: str, tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, {"environment": {"name": name, "options": {}}})
+    with pytest.raises(TaskError, match=r"rows\.jsonl:1: .*names code, and a row may not.*environments"):
+        rows[0]
+    assert not CALLED
+
+
+def test_a_parquet_or_hub_row_cannot_name_code_either(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    row = {"environment": json.dumps({"name": f"{__name__}:Trap"})}
+    Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
+    for rows in (ParquetRows(str(tmp_path / "rows.parquet"), MediaStore()), HubRows(str(tmp_path), MediaStore())):
+        with pytest.raises(TaskError, match="a row may not"):
+            rows[0]
+    assert not CALLED
+
+
+def test_the_recipe_opens_an_environment_to_rows_by_a_name(tmp_path: Path) -> None:
+    opened = {"maze": f"{__name__}:Maze"}
+    rows = rows_of(
+        tmp_path,
+        {"environment": {"name": "maze", "options": {"size": 5}, "seed": 2}},
+        {"environment": {"name": "maez"}},
+        {"environment": {"name": "maze", "options": {"sise": 5}}},
+        {"environment": {"name": "maze", "options": {"store": 5}}},
+        environments=opened,
+    )
+    assert rows[0].environment == EnvironmentSpec(f"{__name__}:Maze", {"size": 5}, 2)
+    for index, what in ((1, "did you mean 'maze'"), (2, "did you mean 'size'"), (3, "no option 'store'")):
+        with pytest.raises(TaskError, match=rf"rows\.jsonl:{index + 1}: .*{what}"):
+            rows[index]
+
+
+def test_an_environment_that_the_recipe_opens_is_checked_with_the_recipe(tmp_path: Path) -> None:
+    source = {"source": "jsonl", "options": {"path": "x", "environments": {"maze": "frozenlake"}}}
+    recipe = {"name": "r", "steps": 1, "model": {"path": "package:shapes"}, "tasks": {"train": [source]}}
+    recipe["rewards"] = {"terms": [{"name": "exact"}]}
+    with pytest.raises(RecipeError, match="did you mean 'frozen_lake'"):
+        parse_recipe(json.dumps(recipe), "test")
+
+
+@pytest.mark.parametrize("kind", ["image", "video", "audio"])
+def test_a_path_that_leads_out_of_the_data_folder_is_refused_unless_the_recipe_opens_it(kind: str, tmp_path: Path) -> None:
+    data, outside = tmp_path / "data", tmp_path / "outside"
+    outside.mkdir()
+    data.mkdir()
+    secret = outside / "secret.png"
+    secret.write_bytes(RED)
+    (data / "link.png").symlink_to(secret)
+    (data / "folder").symlink_to(outside)
+    ways = [secret, "../outside/secret.png", "link.png", "folder/secret.png", "./x/../../outside/secret.png"]
+    rows = rows_of(data, *(showing(way, kind) for way in ways))
+    for index, way in enumerate(ways):
+        with pytest.raises(MediaError, match=rf"rows\.jsonl:{index + 1}, .*{Path(way).name}.*outside of .*media_roots"):
+            rows[index]
+    for roots in ([str(outside)], ["/"]):
+        opened = rows_of(data, *(showing(way, kind) for way in ways[:4]), media_roots=roots)
+        assert all(opened[i].messages[0].media for i in range(4))
+
+
+def test_paths_within_the_data_folder_are_read_whatever_form_they_have(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "a.png").write_bytes(RED)
+    (tmp_path / "link.png").symlink_to("real/a.png")
+    data = tmp_path / "data"
+    data.symlink_to(tmp_path)
+    rows = rows_of(data, showing("real/a.png"), showing("link.png"), showing(tmp_path / "real/a.png"))
+    assert len({rows[i].messages[0].media for i in range(3)}) == 1
+
+
+def test_a_snapshot_of_the_hub_cache_may_link_to_its_blobs(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "datasets--a" / "snapshots" / "1f", tmp_path / "datasets--a" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "77").write_bytes(RED)
+    (snapshot / "a.png").symlink_to("../../blobs/77")
+    assert rows_of(snapshot, showing("a.png"))[0].messages[0].media
+
+
+@pytest.mark.parametrize("kind", ["image", "video", "audio"])
+def test_what_is_no_regular_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "loop.png").symlink_to("loop.png")
+    names = ["pipe.png", "folder.png", "/dev/zero", "loop.png", "gone.png", "nul\0.png", "x" * 5000]
+    rows = rows_of(tmp_path, *(showing(name, kind) for name in names), media_roots=["/dev"])
+    for index, what in enumerate(["a pipe", "a folder", "a device", "", "No such file", "", ""]):
+        with pytest.raises(MediaError, match=rf"rows\.jsonl:{index + 1}, .*{what}"):
+            rows[index]
+
+
+def test_a_file_that_is_changed_under_a_run_ends_it_and_a_touched_one_does_not(tmp_path: Path) -> None:
+    ask = [{"role": "user", "content": "a?"}]
+    rows = rows_of(tmp_path, {"id": "1", "messages": ask}, {"id": "2", "messages": ask})
+    path = tmp_path / "rows.jsonl"
+    os.utime(path, (1, 1))
+    assert rows[1].id == "2"
+    text = path.read_text()
+    path.write_text(text.replace('"1"', '"one"'))
+    with pytest.raises(DataChanged, match=r"rows\.jsonl: the file was changed while the run reads it"):
+        rows[1]
+    with pytest.raises(DataChanged):
+        each_once([rows], on_bad_row="skip")
+    path.write_text(text)
+    assert rows[1].id == "2", "put back as it was"
+    path.write_text("")
+    with pytest.raises(DataChanged):
+        rows[0]
+
+
+def test_a_parquet_file_that_is_changed_under_a_run_ends_it(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    path = tmp_path / "rows.parquet"
+    Dataset.from_list([{"prompt": "a", "answer": "b"}]).to_parquet(path)
+    rows = ParquetRows(str(path), MediaStore(), columns={"prompt": "prompt"})
+    Dataset.from_list([{"prompt": "other", "answer": "b"}] * 9).to_parquet(path)
+    with pytest.raises(DataChanged, match=r"rows\.parquet"):
+        rows[0]
+
+
+def test_an_empty_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n \n")
+    with pytest.raises(TaskError, match=r"empty\.jsonl: the file has no rows"):
+        JsonlRows(str(tmp_path / "empty.jsonl"), MediaStore())
+
+
+def test_a_text_that_cannot_be_written_is_refused_by_row(tmp_path: Path) -> None:
+    bad = '"a\\ud800"'
+    ask = '"messages": [{"role": "user", "content": "b"}]'
+    lines = [
+        f'{{"messages": [{{"role": "user", "content": {bad}}}]}}',
+        f'{{{ask}, "answer": {bad}}}',
+        f'{{{ask}, "id": {bad}}}',
+        f'{{{ask}, "metadata": {{"k": [{bad}]}}}}',
+        f'{{{ask}, "demonstration": {bad}}}',
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    rows = JsonlRows(str(tmp_path / "rows.jsonl"), MediaStore())
+    for index in range(len(rows)):
+        with pytest.raises(TaskError, match=rf"rows\.jsonl:{index + 1}: .*surrogate"):
+            rows[index]
+
+
+def test_a_parquet_file_that_is_huge_in_memory_is_refused(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    table = pyarrow.table({"prompt": ["x" * 2**16] * 2000})
+    write_table(table, tmp_path / "bomb.parquet")
+    assert (tmp_path / "bomb.parquet").stat().st_size < 2**18
+    rows = ParquetRows(str(tmp_path / "bomb.parquet"), MediaStore(), columns={"prompt": "prompt"}, row_group_mib=32)
+    with pytest.raises(TaskError, match=r"row group 0 takes more than 32 MiB.*row_group_mib"):
+        rows[0]
+
+
+def test_an_archive_that_unpacks_to_too_much_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    archive, folder = tmp_path / "videos.zip", tmp_path / "out"
+    folder.mkdir()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as written:
+        for number in range(5):
+            written.writestr(f"{number}.mp4", b"\0" * 2**24)
+    with pytest.raises(TaskError, match=r"would unpack to 80 MiB.*unpack_ratio"):
+        unzip_once(archive, folder)
+    assert list(folder.iterdir()) == []
+    unzip_once(archive, folder, ratio=10_000)
+    assert (folder / "4.mp4").stat().st_size == 2**24
+
+
+def test_an_archive_cannot_write_outside_of_its_folder(tmp_path: Path) -> None:
+    for name in ("../evil.mp4", "/evil.mp4", "a/../../evil.mp4"):
+        archive, folder = tmp_path / "videos.zip", tmp_path / "out"
+        folder.mkdir(exist_ok=True)
+        with zipfile.ZipFile(archive, "w") as written:
+            written.writestr(name, b"x")
+        with pytest.raises(TaskError, match="outside of"):
+            unzip_once(archive, folder)
