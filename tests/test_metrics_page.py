@@ -7,25 +7,17 @@ from typing import Any
 import pytest
 
 import sensorium as sn
-from tests.api.small import SHAPES, small_recipe
+from tests.api.small import PARITY, SHAPES, small_recipe
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/metrics.md").read_text()
 NAMED = re.findall(r"`([\w/@…]+)`", "\n".join(line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `")))
-WILD = {"TERM": r"[\w:.]+", "CATEGORY": r".+", "K": r"\d+", "…": r"\w+"}
-
-
-def by_index(task: Any, episode: Any) -> float:
-    """Pays the members of a group differently, so that there is something to learn from."""
-    return float(episode.index)
-
-
+WILD = {"TERM": r"[\w:.]+", "RULE": r"\w+", "KIND": r"\w+", "CATEGORY": r".+", "K": r"\d+", "…": r"\w+"}
 KINDS: dict[str, dict[str, Any]] = {
     "warm start, KL, evaluation by category": {
         "warm_start": {"steps": 1, "prompts_per_step": 2},
         "algorithm": {"kl": {"coef": 0.1, "control": "adaptive"}},
         "evaluation": {"every": 1, "limit": 2, "samples": 2},
-        "rewards": [by_index],
     },
     "critic, correction, slow term": {
         "algorithm": {
@@ -33,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
             "critic": {"trunk": "shared"},
             "correction": {"weights": "token", "mode": "band", "reject": "mean"},
         },
-        "rewards": [lambda task, episode: len(episode.response) / 10],
+        "rewards": [lambda task, episode: len(episode.response) / 10, PARITY],
     },
     "selection, remax": {
         "algorithm": {"advantage": {"name": "remax"}},
@@ -48,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "model": {"path": "package:frozen_lake"},
         "tasks": {"train": [{"source": "worlds", "options": {"environment": "frozen_lake", "size": 4}}]},
         "rollout": {"max_new_tokens": 5, "max_turns": 2, "window": 1},
-        "rewards": ["environment", by_index],
+        "rewards": ["environment", PARITY],
     },
 }
 

@@ -15,6 +15,7 @@ from sensorium.rewards.functions import build_term
 from sensorium.rewards.scorer import Scorer
 from sensorium.tasks.layout import FIELDS, PARTS
 from sensorium.tasks.rows import JsonlRows
+from sensorium.trainer.health.rules import RULES
 from tests.rewards.conftest import (
     MakeEpisode,
     episode_of,  # noqa: F401  (a fixture)
@@ -30,6 +31,12 @@ def first_cells(page: str, head: str) -> set[str]:
     for body in re.findall(rf"^\| {head} \|.*\n\|[-|]+\n((?:\|.*\n)+)", page, re.MULTILINE):
         found |= {name for line in body.splitlines() for name in re.findall(r"`([^`]+)`", line.split("|")[1])}
     return found
+
+
+def test_the_page_on_health_says_of_every_rule_what_to_do() -> None:
+    page = (ROOT / "docs/health.md").read_text()
+    told = re.findall(r"^\| (\w+) \| [^|]+ \| [^|]+ \|$", page, re.MULTILINE)
+    assert sorted(told) == sorted(["finding", *(rule.name for rule in RULES)])
 
 
 def options_of(kind: str, name: str) -> set[str]:

@@ -12,7 +12,7 @@ import sensorium as sn
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.recipe.objects import _passed
 from sensorium.vocabulary import Message, system, user
-from tests.api.small import small_recipe
+from tests.api.small import PARITY, small_recipe
 
 
 def brevity(task: sn.Task, episode: sn.Episode, scale: float = 1.0) -> float:
@@ -56,10 +56,10 @@ def test_functions_are_rewards_and_the_importable_ones_are_written_by_their_modu
     run = sn.train(
         small_recipe(tmp_path / "run", steps=1),
         show=False,
-        rewards=[{"name": brevity, "weight": 0.5, "options": {"scale": 2.0}}, shout, lambda task, episode: 1.0, "exact"],
+        rewards=[{"name": brevity, "weight": 0.5, "options": {"scale": 2.0}}, shout, lambda task, episode: 1.0, PARITY],
     )
     terms = [term.name for term in run.recipe.rewards.terms]
-    assert terms == ["tests.api.test_objects:brevity", "python:shout", "python:lambda", "exact"]
+    assert terms == ["tests.api.test_objects:brevity", "python:shout", "python:lambda", PARITY]
     row = run.metrics[0]
     assert 0 < row["reward/brevity"] <= 2
     assert row["reward/shout"] == 0
@@ -70,7 +70,7 @@ def test_resume_needs_a_passed_function_again_and_says_so(tmp_path: Path) -> Non
     def pays(task: sn.Task, episode: sn.Episode) -> float:
         return len(episode.response) / 100
 
-    recipe = small_recipe(tmp_path / "run", rewards=[pays])
+    recipe = small_recipe(tmp_path / "run", rewards=[pays, PARITY])
     run = sn.train(recipe, show=False)
     assert run.recipe.rewards.terms[0].name == "python:pays"
     told = subprocess.run(
@@ -84,7 +84,7 @@ def test_resume_needs_a_passed_function_again_and_says_so(tmp_path: Path) -> Non
     del _passed["reward"]["python:pays"]  # as in a new process
     with pytest.raises(sn.SensoriumError, match="Pass it again"):
         sn.resume(run)
-    assert len(sn.resume(run, show=False, rewards=[pays]).metrics) == 2
+    assert len(sn.resume(run, show=False, rewards=[pays, PARITY]).metrics) == 2
 
 
 def test_what_is_no_reward_is_refused(tmp_path: Path) -> None:
@@ -134,6 +134,6 @@ def test_task_objects_data_sets_and_sources_are_tasks(tmp_path: Path) -> None:
 
 def test_an_environment_may_be_a_class(tmp_path: Path) -> None:
     worlds = {"source": "worlds", "options": {"environment": Echo, "size": 4}}
-    run = sn.train(small_recipe(tmp_path / "run", steps=1, tasks=[worlds], rewards=["environment"]), show=False)
+    run = sn.train(small_recipe(tmp_path / "run", steps=1, tasks=[worlds], rewards=["environment", PARITY]), show=False)
     assert run.recipe.tasks.train[0].options["environment"] == "tests.api.test_objects:Echo"
     assert "reward/environment" in run.metrics.columns

@@ -18,9 +18,7 @@ LOOK_S = 0.1
 
 def outside_loop(work: Callable[[], Result]) -> Result:
     """What ``work`` returns or raises, wherever this is called."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _inside_loop():
         return work()
     results: list[Result] = []
     errors: list[BaseException] = []
@@ -41,6 +39,14 @@ def outside_loop(work: Callable[[], Result]) -> Result:
     if errors:
         raise errors[0]
     return results[0]
+
+
+def _inside_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _wait(done: threading.Event, thread: threading.Thread) -> None:

@@ -24,6 +24,8 @@ def recipe_of(recipe: Any, changes: Mapping[str, Any]) -> Recipe:
     data, name, origins = _data(recipe)
     for key, value in changes.items():
         _change(data, key.split("."), value, key)
+    if "name" in changes and "run_dir" not in changes and isinstance(recipe, Run):
+        data["run_dir"] = None  # another name is another run
     names = _Names()
     for key, replaced in (("rewards", names.rewards), ("tasks", names.tasks)):
         if data.get(key) is not None:
