@@ -56,11 +56,12 @@ class InterruptAtStep(Watcher):
 
 
 def test_an_interrupt_reaches_a_run_inside_an_event_loop_and_it_resumes(tmp_path: Path) -> None:
-    whole = sn.train(small_recipe(tmp_path / "whole", steps=3), show=False)
+    larger = {"steps": 3, "batch": {"prompts_per_step": 4, "group_size": 4}}  # so that there is something to learn from
+    whole = sn.train(small_recipe(tmp_path / "whole", **larger), show=False)
     watcher = InterruptAtStep(1)
 
     def cell() -> None:
-        sn.train(small_recipe(tmp_path / "run", steps=3), show=False, watchers=[watcher])
+        sn.train(small_recipe(tmp_path / "run", **larger), show=False, watchers=[watcher])
 
     interrupted = _in_a_loop_like_a_notebook(cell)
     assert isinstance(interrupted, KeyboardInterrupt)

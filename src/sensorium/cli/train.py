@@ -8,6 +8,9 @@ from sensorium.cli.show import say, show_dry_run, show_plan
 from sensorium.recipe.load import load_recipe
 from sensorium.vocabulary.errors import RecipeError
 
+UNTRAINED = 3
+"""Exit code of a short run that came to its end and trained nothing, which the run itself has said."""
+
 
 def configure(parser: ArgumentParser) -> None:
     """Add the arguments."""
@@ -28,7 +31,9 @@ def run(arguments: Namespace) -> int:
         show_dry_run(recipe, console)
         return 0
     show_plan(recipe, console)
+    from sensorium.record.run_directory import RunDirectory
     from sensorium.report.console import ConsoleWatcher
+    from sensorium.trainer.health.monitor import run_untrained
     from sensorium.trainer.run import train
 
     try:
@@ -37,4 +42,4 @@ def run(arguments: Namespace) -> int:
         say(f"to go on from the last checkpoint: sensorium train {recipe.directory} --resume", console)
         raise
     say(f"report  {directory / 'report.html'}", console)
-    return 0
+    return UNTRAINED if run_untrained(RunDirectory(directory), recipe) else 0

@@ -10,7 +10,7 @@ from sensorium.record.run_directory import RunDirectory
 from sensorium.report.metrics import MetricsFile
 from sensorium.report.watcher import Watcher
 from sensorium.trainer.health.facts import Evidence
-from sensorium.trainer.health.monitor import Courses, Health
+from sensorium.trainer.health.monitor import Courses, Health, run_untrained
 from sensorium.vocabulary.errors import NothingTrained
 from tests.trainer.health.test_rules import HEALTHY, recipe
 
@@ -21,6 +21,10 @@ IDLE = HEALTHY | {"policy/grad_norm": 0.0}
 class Ear(Watcher):
     def __init__(self) -> None:
         self.heard: list[Notice] = []
+        self.noted_texts: list[str] = []
+
+    def noted(self, text: str) -> None:
+        self.noted_texts.append(text)
 
     def diagnosed(self, notice: Notice) -> None:
         self.heard.append(notice)
@@ -102,4 +106,21 @@ def test_rl_that_trained_nothing_after_a_warm_start_is_told_apart(tmp_path: Path
     health, _ = monitor(tmp_path, warm_start={"steps": 2})
     go(health, tmp_path, [{"policy/grad_norm": 1.0}] * 2 + [IDLE] * 3)
     with pytest.raises(NothingTrained, match="none of the 3 steps of RL"):
+        health.refuse_untrained()
+
+
+def test_a_short_run_that_trained_nothing_by_chance_is_noted_and_known_to_the_command(tmp_path: Path) -> None:
+    health, ear = monitor(tmp_path)
+    go(health, tmp_path, [IDLE] * 2)
+    health.refuse_untrained()
+    assert ear.noted_texts == [health.untrained()]
+    assert "none of the 2 steps made an update" in run_untrained(RunDirectory(tmp_path), recipe())
+    go(health, tmp_path, [HEALTHY], first=3)
+    assert not run_untrained(RunDirectory(tmp_path), recipe())
+
+
+def test_a_short_run_whose_cause_is_known_is_refused(tmp_path: Path) -> None:
+    health, _ = monitor(tmp_path)
+    go(health, tmp_path, [{"groups/trained": 0, "policy/skipped": 1}])
+    with pytest.raises(NothingTrained, match="none of the 1 steps"):
         health.refuse_untrained()

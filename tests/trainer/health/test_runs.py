@@ -172,6 +172,10 @@ def test_a_term_that_raises_without_weight_is_told_and_costs_nothing(tmp_path: P
     assert "the term 'broken' gave no score for every one of 9 episodes" in found(tmp_path)["missing_term"]
 
 
+def test_the_command_says_by_its_exit_code_that_two_steps_trained_nothing(tmp_path: Path) -> None:
+    assert main(["train", str(write_recipe(tmp_path, rewards={"terms": [{"name": f"{HERE}:Stuck"}]}))]) == 3
+
+
 class ByIndex:
     """Pays the members of a group differently."""
 

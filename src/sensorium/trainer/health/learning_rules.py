@@ -42,8 +42,10 @@ def gradient(facts: StepFacts) -> Finding | None:
 def sudden_loss(facts: StepFacts) -> Finding | None:
     """Accuracy fell far below what the run had reached, or entropy far above where it began: the model is damaged.
 
-    Accuracy must be below half of the best and lower by four standard errors, where groups are what is counted.
+    Accuracy must be below half of the best and lower by four standard errors, the largest that so many groups may have.
     """
+    if not facts.history.trained:
+        return None
     groups = len(facts.evidence.groups)
     cause = "an update was too large"
     advice = (
@@ -51,11 +53,9 @@ def sudden_loss(facts: StepFacts) -> Finding | None:
         "updates with algorithm.kl.coef"
     )
     best, now = facts.history.best.get("accuracy"), facts.row.get("accuracy")
-    if best is not None and now is not None and groups and now < best / 2:
-        error = sqrt(max(best * (1 - best), 0.05) / groups)
-        if best - now > SURE * error:
-            what = f"accuracy fell from {best:.2f} to {now:.2f}"
-            return Finding("sudden_loss", what, cause, advice, grave=True)
+    if best is not None and now is not None and groups and now < min(best / 2, best - SURE * sqrt(0.25 / groups)):
+        what = f"accuracy fell from {best:.2f} to {now:.2f}"
+        return Finding("sudden_loss", what, cause, advice, grave=True)
     first, entropy = facts.history.first.get("policy/entropy"), facts.row.get("policy/entropy")
     if first is not None and entropy is not None and entropy > 2 * first + 1:
         what = f"entropy rose from {first:.2f} to {entropy:.2f}: the model writes at random"

@@ -13,6 +13,7 @@ from sensorium.record.run_directory import RunDirectory
 from sensorium.report.metrics import read_metrics
 from sensorium.report.watcher import Watcher
 from sensorium.trainer.health.facts import Evidence, History, Row, StepFacts
+from sensorium.trainer.health.pay_rules import IN_A_ROW
 from sensorium.trainer.health.rules import examine
 from sensorium.vocabulary.errors import NothingTrained
 
@@ -113,7 +114,21 @@ class Health:
         return 0 < limit <= self.history.idle
 
     def refuse_untrained(self) -> None:
-        """Raise at the end of a run that was idle, or in which nothing, or nothing of RL, was trained."""
+        """Raise at the end of a run that was idle, or in which nothing, or nothing of RL, was trained.
+
+        In one or two steps it may be chance that all attempts were paid the same: that is noted, and ``untrained`` says so.
+        """
+        told = self.untrained()
+        if not told:
+            return
+        chance = self.history.rl_steps < IN_A_ROW and not self.idle
+        if chance and not self.courses.open.keys() & {"no_update", "no_answer"}:
+            self.watcher.noted(told)
+        else:
+            raise NothingTrained(f"{told} What the run has is saved in '{self.directory.path}'.")
+
+    def untrained(self) -> str:
+        """Why the run as it is has trained nothing, or stopped; empty if it has."""
         history, limit = self.history, self.recipe.health.stop_after
         if self.idle and history.steps < self.recipe.total_steps:
             stage = f"the last {history.idle} steps made no update, so the run was stopped (health.stop_after: {limit})"
@@ -122,8 +137,8 @@ class Health:
         elif history.rl_steps and not history.rl_trained:
             stage = f"none of the {history.rl_steps} steps of RL made an update, only the warm start did"
         else:
-            return
-        raise NothingTrained(f"{stage}. {self._causes()} What the run has is saved in '{self.directory.path}'.")
+            return ""
+        return f"{stage}. {self._causes()}"
 
     def _causes(self) -> str:
         """What is known of the reasons, the grave ones first."""
@@ -139,3 +154,10 @@ class Health:
             notice = Notice(step, rule, state, text, grave)
             write_notice(self.directory.health, notice)
             self.watcher.diagnosed(notice)
+
+
+def run_untrained(directory: RunDirectory, recipe: Recipe) -> str:
+    """Why the run in a directory has trained nothing; empty if it has. For a command's exit code."""
+    health = Health(recipe, directory, Watcher())
+    health.restore()
+    return health.untrained()
