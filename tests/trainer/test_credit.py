@@ -58,6 +58,7 @@ def test_an_episode_is_paid_at_its_last_token_and_a_turn_at_its_own() -> None:
         Score("step", 3.0, weight=2.0, scope="turn", turn=0),
         Score("step", -1.0, weight=2.0, scope="turn", turn=2),
         Score("shown", 9.0, weight=0.0),
+        Score("watched", float("inf"), weight=0.0),
         Score("unknown", None, weight=0.0, reason="not judged"),
     )
     assert placed(episode(0, *scores, turns=3)) == [[0, 0, 6.0, 0, 0, 0, 0, 0, 1.0 - 2.0]]
@@ -70,6 +71,15 @@ def test_a_turn_without_a_token_is_paid_where_the_one_before_it_ends() -> None:
     threads = (Thread((*thread.segments[:3], empty), (False, True, False, True)),)
     turns = (whole.turns[0], replace(whole.turns[1], response=empty))
     assert placed(replace(whole, threads=threads, turns=turns)) == [[0, 0, 1.0]]
+
+
+def test_a_first_turn_without_a_token_is_paid_where_the_next_one_ends() -> None:
+    whole = episode(0, Score("step", 1.0, scope="turn", turn=0), turns=3)
+    empty = Segment("model", (), name="empty")
+    prompt, _, *rest = whole.threads[0].segments
+    threads = (Thread((prompt, empty, *rest), whole.threads[0].home),)
+    turns = (replace(whole.turns[0], response=empty), *whole.turns[1:])
+    assert placed(replace(whole, threads=threads, turns=turns)) == [[0, 0, 0, 1.0, 0, 0]]
 
 
 def test_an_episode_without_any_token_has_no_place_for_its_pay() -> None:
@@ -112,6 +122,17 @@ def test_a_score_of_a_span_moves_the_tokens_of_the_span_and_no_others() -> None:
     assert not any(a.any() for a in samples[0][2].advantages)
 
 
+def test_the_first_and_the_second_span_of_a_turn_are_judged_apart() -> None:
+    def judged(index: int, *values: float) -> Episode:
+        spans = (Score("step", v, scope="span", turn=1, span=(i, i + 1)) for i, v in enumerate(values))
+        return episode(index, Score("term", 0.5), *spans, turns=2)
+
+    members = group(judged(0, 1.0, 0.0, 0.5), judged(1, 0.0, 1.0, 0.5))
+    samples = credit([members], assess(members), NO_STD)
+    assert [a.tolist() for a in samples[0][0].advantages] == [[0, 0, 0], [0.5, -0.5, 0, 0]]
+    assert [a.tolist() for a in samples[0][1].advantages] == [[0, 0, 0], [-0.5, 0.5, 0, 0]]
+
+
 def test_a_group_paid_alike_gets_exactly_zero() -> None:
     alike = group(*(paid(i, 0.1 + 0.2) for i in range(7)))
     samples = credit([alike], assess(alike), GRPO)
@@ -147,6 +168,13 @@ def test_masked_truncated_episodes_count_in_the_baseline_but_are_not_trained() -
     samples = credit([members], assess(members), NO_STD, mask_truncated=True)
     assert [s.episode.id for s in samples[0]] == ["e0", "e2"]
     assert torch.allclose(samples[0][0].advantages[0], torch.full((3,), 2 / 3))
+
+
+def test_gdpo_weighs_the_terms_as_the_recipe_does() -> None:
+    members = group(*(episode(i, Score("a", float(i == 0)), Score("b", float(i == 1), weight=3.0)) for i in range(3)))
+    algorithm = AlgorithmSection(advantage=AdvantageSection(name="gdpo"))
+    first, second, third = (float(s.advantages[0][0]) for s in credit([members], assess(members), algorithm)[0])
+    assert [second / first, third / first] == pytest.approx([-5, 4], rel=1e-4)
 
 
 def test_remax_compares_with_the_greedy_attempt_at_the_same_task() -> None:

@@ -50,6 +50,12 @@ def test_a_group_left_with_one_member_is_trained_on_only_where_nothing_is_compar
     assert set(alone.fates) == {"e1", "e2"}
 
 
+@pytest.mark.parametrize("status", [Status.FAILED, Status.ABORTED])
+def test_an_episode_that_broke_off_is_not_trained_on_even_with_a_score(status: Status) -> None:
+    assert why_unfit(replace(episode(0, 1.0, status=status), failure="it hung")) == f"{status}: it hung"
+    assert why_unfit(episode(0, 1.0, status=Status.TRUNCATED)) == ""
+
+
 def test_a_group_that_left_nobody_is_not_trained_on_at_all() -> None:
     nobody = select([group(episode(0, None)), group(episode(1, 1.0))], "drop_episode", smallest=1)
     assert [e.id for g in nobody.groups for e in g.episodes] == ["e1"]

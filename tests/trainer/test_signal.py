@@ -1,7 +1,7 @@
 """Which groups have signal is what the estimator says: nothing it would credit is dropped, nothing it would not is kept."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sensorium.recipe.schema import AdvantageSection, AlgorithmSection
@@ -40,6 +40,7 @@ def with_advantages(groups: list[Group], section: AdvantageSection, greedy: dict
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda s: " ".join([s.name, *map(str, sorted(s.model_fields_set))]))
+@settings(max_examples=25)
 @given(st.lists(MEMBERS, min_size=1, max_size=3), LEVELS)
 def test_a_group_has_no_signal_exactly_where_all_its_advantages_are_zero(
     section: AdvantageSection, groups: list[list[tuple[float, float]]], baseline: float
