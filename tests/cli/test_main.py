@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +35,7 @@ def recipe(tmp_path: Path) -> str:
 def sensorium(*arguments: str, check: str = "") -> subprocess.CompletedProcess[str]:
     """A command in a process of its own, with a check of what it left behind."""
     code = f"import sys; from sensorium.cli.main import main; rc = main(sys.argv[1:]); {check or 'pass'}; sys.exit(rc)"
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=600)
 
 
 def test_help_names_every_command_on_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,33 +115,16 @@ def test_a_wrong_argument_shows_the_usage(capsys: pytest.CaptureFixture[str], re
     assert "--dry-run" in capsys.readouterr().err
 
 
-def test_an_interrupt_ends_quietly(tmp_path: Path) -> None:
-    module = tmp_path / "sleepy.py"
-    module.write_text("import time\nprint('asleep', flush=True)\ntime.sleep(60)\nclass Term: pass\n")
-    path = tmp_path / "trial.yaml"
-    path.write_text(RECIPE.replace("name: exact", "name: 'sleepy:Term'"))
-    command = [sys.executable, "-m", "sensorium.cli.main", "train", str(path), "--dry-run"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "asleep\n"
-    os.kill(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert err == "\ninterrupted\n"
-
-
 def test_things_of_the_users_own_are_found_beside_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "my_terms.py").write_text("class Brevity:\n    def __init__(self, limit: int = 3) -> None: ...\n")
     text = RECIPE.replace("{name: exact}", "{name: 'my_terms:Brevity', options: {limt: 4}}")
     (tmp_path / "trial.yaml").write_text(text)
     command = [sys.executable, "-m", "sensorium.cli.main", "train", "trial.yaml", "--dry-run"]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2
     assert "reward 'my_terms:Brevity' has no option 'limt'; did you mean 'limit'?" in done.stderr
     (tmp_path / "trial.yaml").write_text(text.replace("limt", "limit"))
-    assert subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, timeout=60).returncode == 0
+    assert subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, timeout=600).returncode == 0
 
 
 def test_the_demo_replaces_only_its_own_earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

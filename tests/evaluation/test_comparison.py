@@ -132,5 +132,5 @@ def test_what_cannot_be_compared_is_refused(b: str, said: str, tmp_path: Path, c
 def test_comparing_needs_no_torch(tmp_path: Path) -> None:
     a, b = (str(evaluated(tmp_path / name, samples([True, False]))) for name in "ab")
     code = "import sys; from sensorium.cli.main import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code, "compare", a, b], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, "compare", a, b], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

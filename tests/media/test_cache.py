@@ -130,7 +130,9 @@ def test_a_killed_writer_leaves_no_half_entry(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"ready\n"
-        time.sleep(0.5)
+        while len([path for path in tmp_path.iterdir() if not path.name.startswith(".")]) < 3:
+            assert writer.poll() is None
+            time.sleep(0.01)
         writer.send_signal(signal.SIGKILL)
     cache = DiskCache(tmp_path, 10**9)
     found = [cache.get(str(i)) for i in range(20)]

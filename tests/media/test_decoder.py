@@ -104,7 +104,7 @@ def test_requests_at_the_same_time_share_one_decoding(monkeypatch: pytest.Monkey
     real = decoding.decode
 
     def slow(source: Source, media: Media, limits: MediaLimits) -> Clip:
-        assert gate.wait(10)
+        assert gate.wait(300)
         return real(source, media, limits)
 
     monkeypatch.setattr(decoding, "decode", slow)
@@ -150,7 +150,7 @@ def test_waiting_leaves_the_event_loop_free(monkeypatch: pytest.MonkeyPatch) -> 
     real = decoding.decode
 
     def slow(source: Source, media: Media, limits: MediaLimits) -> Clip:
-        assert gate.wait(10)
+        assert gate.wait(300)
         return real(source, media, limits)
 
     monkeypatch.setattr(decoding, "decode", slow)

@@ -65,7 +65,7 @@ def dead_keys(source: str, folder: Path) -> set[Key]:
     ]
     options += [f"--cache-dir={folder / 'cache'}", "--shadow-file", str(SCHEMA), str(stripped)]
     command = [sys.executable, "-m", "mypy", *options, *files]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=PACKAGE.parent)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=PACKAGE.parent)
     assert done.returncode in (0, 1), done.stdout[-2000:] + done.stderr
     reads = set()
     for line in done.stdout.splitlines():

@@ -197,13 +197,14 @@ class Slow(World):
     """One of several turns works for long; one of a single turn ends while such a one is at work."""
 
     at_work = threading.Event()
+    may_end = threading.Event()
 
     def work(self) -> None:
         if self.turns > 1:
             self.at_work.set()
-            time.sleep(1.5)
+            self.may_end.wait(300)
         else:
-            self.at_work.wait(5)
+            self.at_work.wait(300)
 
 
 def test_a_world_at_work_is_closed_when_it_is_done(policy: Policy) -> None:
@@ -212,7 +213,8 @@ def test_a_world_at_work_is_closed_when_it_is_done(policy: Policy) -> None:
     groups = play(rollout, EarlyStop(1), tasks(1, 2))
     assert World.closed < World.opened, "nobody waits for it"
     assert [group.episodes[0].status for group in groups] == [OVER, Status.ABORTED]
-    deadline = time.monotonic() + 5
+    Slow.may_end.set()
+    deadline = time.monotonic() + 300
     while World.closed < World.opened and time.monotonic() < deadline:
         time.sleep(0.01)
     assert World.closed == World.opened

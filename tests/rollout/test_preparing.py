@@ -39,7 +39,7 @@ class Watched:
     def prepare(self, media: Iterable[Media]) -> dict[Media, MediaError]:
         wanted = list(media)
         self.calls.append((threading.current_thread().name, wanted))
-        assert self.gate.wait(10)
+        assert self.gate.wait(300)
         return self.policy.prepare(wanted)
 
 
@@ -82,10 +82,11 @@ def test_waiting_leaves_the_loop_free_and_who_gives_up_takes_nothing_from_others
 
     async def giving_up() -> None:
         first, second = asyncio.create_task(ready([one])), asyncio.create_task(ready([one]))
-        await asyncio.sleep(0.05)
+        while not watched.calls:
+            await asyncio.sleep(0.001)
         late = asyncio.create_task(ready([other]))
         first.cancel()
-        await asyncio.sleep(0.01)
+        await asyncio.wait([first], timeout=300)
         assert first.cancelled()
         assert not second.done()
         watched.gate.set()
@@ -125,5 +126,5 @@ def test_a_loop_that_ends_early_leaves_nobody_waiting_in_the_next(policy: Policy
         task.cancel()
 
     asyncio.run(left_alone())
-    asyncio.run(asyncio.wait_for(ready([picture]), 10))
+    asyncio.run(asyncio.wait_for(ready([picture]), 300))
     assert policy.unprepared([picture]) == []

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sensorium import __version__
+from sensorium.cli.stopping import stopping_in_order
 from sensorium.vocabulary.errors import SensoriumError, nearest
 
 COMMANDS = {
@@ -38,17 +39,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a recipe may name the user's own things: my_rewards:Brevity
-    try:
-        return run_command(arguments[0], arguments[1:])
-    except SensoriumError as error:
-        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), " ".join(str(error).split())), soft_wrap=True)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    with stopping_in_order() as stop:
+        try:
+            return run_command(arguments[0], arguments[1:])
+        except SensoriumError as error:
+            text = Text.assemble(("error: ", "bold red"), " ".join(str(error).split()))
+            Console(stderr=True).print(text, soft_wrap=True)
+            return 2
+        except KeyboardInterrupt:
+            print(f"\n{stop.word}", file=sys.stderr)
+            return stop.code
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
 
 
 def run_command(name: str, arguments: Sequence[str]) -> int:

@@ -1,0 +1,94 @@
+"""A command that is interrupted or terminated ends in order, with one line and the signal's exit code."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sensorium as package
+from sensorium.report.metrics import read_metrics
+from studies.fork_server import ForkServer
+
+from ..cpu_budget import count
+
+SOURCES = str(Path(package.__file__).resolve().parents[1])
+RECIPE = """\
+name: trial
+steps: 1
+model: {path: "tiny:qwen3_vl"}
+tasks:
+  train: [{source: shapes, options: {size: 64}}]
+rewards: {terms: [{name: "sleepy:Term"}]}
+"""
+SLEEPY = "import time\nprint('asleep', flush=True)\ntime.sleep(600)\nclass Term: pass\n"
+CODE = """\
+import signal, sys
+signal.signal(signal.SIGINT, {disposition})
+from sensorium.cli.main import main
+sys.exit(main(["train", "trial.yaml", "--dry-run"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("disposition", "sent", "code", "word"),
+    [
+        ("signal.default_int_handler", [signal.SIGINT], 130, "interrupted"),
+        ("signal.default_int_handler", [signal.SIGTERM], 143, "terminated"),
+        ("signal.SIG_IGN", [signal.SIGINT, signal.SIGTERM], 143, "terminated"),
+    ],
+)
+def test_a_signal_ends_a_command_quietly(
+    disposition: str, sent: list[signal.Signals], code: int, word: str, tmp_path: Path
+) -> None:
+    """However this test is started: the child's disposition is set, not inherited."""
+    (tmp_path / "sleepy.py").write_text(SLEEPY)
+    (tmp_path / "trial.yaml").write_text(RECIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", CODE.format(disposition=disposition)],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": SOURCES}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "asleep\n"
+    for number in sent:
+        os.kill(process.pid, number)
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == code
+    assert err == f"\n{word}\n"
+
+
+TRAINING = """\
+name: trial
+steps: 3
+threads: 1
+run_dir: RUN
+model: {path: "package:shapes"}
+tasks:
+  train: [{source: shapes, options: {size: 64, picture_size: 64}}]
+batch: {prompts_per_step: 2, group_size: 4}
+rollout: {max_new_tokens: 6}
+rewards: {terms: [{name: exact}, {name: "tests.cli.terminating:Terminating", weight: 0.0, options: {marker: MARKER}}]}
+optimizer: {lr: 1.0e-4}
+checkpoint: {every: 1}
+"""
+
+
+def test_a_terminated_run_says_how_to_go_on_and_can_be_gone_on_with(tmp_path: Path) -> None:
+    marker, directory, log = tmp_path / "marker", tmp_path / "run", tmp_path / "log.txt"
+    recipe = tmp_path / "trial.yaml"
+    recipe.write_text(TRAINING.replace("RUN", str(directory)).replace("MARKER", str(marker)))
+    with ForkServer("tests.cli.terminating") as server:
+        ended = server.run("tests.cli.terminating:train", str(recipe), log=log)
+        assert marker.exists()
+        said = log.read_text()
+        assert ended.code == 143, said[-2000:]
+        assert "Traceback" not in said
+        assert f"sensorium train {directory} --resume" in " ".join(said.split())
+        assert said.endswith("\nterminated\n")
+        assert len(read_metrics(directory / "metrics.jsonl")) == 1
+        ended = server.run("tests.cli.terminating:train", str(recipe), "--resume", log=log)
+        assert ended.code == 0, log.read_text()[-2000:]
+        count(-server.cpu_s)
+    assert [row["step"] for row in read_metrics(directory / "metrics.jsonl")] == [1, 2, 3]
