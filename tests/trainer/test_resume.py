@@ -50,7 +50,7 @@ def test_a_killed_and_resumed_run_repeats_the_uninterrupted_one(name: str, tmp_p
     whole, broken = tmp_path / "whole", tmp_path / "broken"
 
     def start(directory: Path, mode: str = "") -> int:
-        if name == FRESH:
+        if name == FRESH and directory == broken:
             return run_afresh(recipe, directory, mode)
         return run(server, tmp_path, recipe, directory, mode)
 

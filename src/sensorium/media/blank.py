@@ -6,7 +6,6 @@ import numpy as np
 
 from sensorium.media.audio import DecodedAudio
 from sensorium.media.decoder import Decoder
-from sensorium.media.making import encode_clip, encode_wav
 from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
 from sensorium.media.video import DecodedVideo
@@ -24,11 +23,15 @@ def blank(media: Media, decoder: Decoder, store: MediaStore) -> Media:
     shown, origin = decoder.get(media), f"blank for {media.name}"
     if isinstance(shown, DecodedVideo):
         count, seconds = len(shown.frames), max(shown.end_s - shown.start_s, 1e-3)
+        from sensorium.media.making import encode_clip  # brings PyAV, which a run without clips does without
+
         clip = encode_clip(np.full_like(shown.frames, GREY), count / seconds)
         assert isinstance(media.parameters, VideoParameters)
         asked = replace(media.parameters, frames=count, fps=None, start=0.0, end=None)
         return store.put(clip, "video", origin, asked)
     if isinstance(shown, DecodedAudio):
+        from sensorium.media.making import encode_wav
+
         silence = encode_wav(np.zeros_like(shown.samples), shown.sample_rate)
         return store.put(silence, "sound", origin, AudioParameters(shown.sample_rate))
     grey = np.full((shown.height, shown.width, 3), GREY, np.uint8)
