@@ -169,9 +169,15 @@ class Killer(Watcher):
 
 
 def train_recipe(recipe: str, directory: str, mode: str = "") -> None:
-    """Train a recipe file. Mode: ``resume``, or a moment at which the process kills itself (``3:update``)."""
+    """Train a recipe file. Mode: ``resume``, or a moment at which the process kills itself (``3:update``).
+
+    A run that was killed before its first checkpoint is resumed from the beginning.
+    """
     watchers: list[Watcher] = [Killer(mode)] if ":" in mode else [PhaseFile(Path(directory))]
-    train(load_recipe(Path(recipe), [f"run_dir={directory}"]), resume=mode == "resume", watchers=watchers)
+    saved = any((Path(directory) / "checkpoints").glob("step_*/COMPLETE"))
+    again = mode == "resume"
+    found = load_recipe(Path(recipe), [f"run_dir={directory}"])
+    train(found, resume=again and saved, restart=again and not saved, watchers=watchers)
 
 
 def phase_file(directory: Path) -> Path:
