@@ -1,0 +1,100 @@
+"""The project's files: the wheel runs outside the checkout, and what contributors are told is there."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh environment with the built wheel in it; the packages it needs are this environment's, found by path."""
+    folder = tmp_path_factory.mktemp("wheel")
+    checkout = folder / "checkout"
+    shutil.copytree(ROOT / "src", checkout / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout)
+    build = "from setuptools.build_meta import build_wheel; build_wheel('..')"
+    subprocess.run([sys.executable, "-c", build], cwd=checkout, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    venv.create(folder / "fresh", with_pip=False)
+    python = folder / "fresh/bin/python"
+    (packages,) = (folder / "fresh").glob("lib/python*/site-packages")
+    (packages / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run([*install, "--disable-pip-version-check"], check=True, capture_output=True)
+    shutil.rmtree(checkout)
+    return folder / "fresh/bin"
+
+
+def outside(installed: Path, folder: Path, *command: str) -> str:
+    """Run a command of the fresh environment, away from the checkout."""
+    surroundings = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    done = subprocess.run(
+        [str(installed / command[0]), *command[1:]],
+        cwd=folder,
+        env=surroundings | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_wheel_dry_runs_and_trains_two_steps_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
+    found = outside(installed, tmp_path, "python", "-c", "import sensorium; print(sensorium.__file__)")
+    assert Path(found.strip()).is_relative_to(installed.parent)
+    assert (Path(found.strip()).parent / "py.typed").exists()
+    dry = outside(installed, tmp_path, "sensorium", "train", "shapes", "--dry-run")
+    assert "160 steps" in dry
+    small = ["steps=2", "batch.prompts_per_step=8", "evaluation.limit=2", "health.sight_tasks=2"]
+    outside(installed, tmp_path, "sensorium", "train", "shapes", *small)
+    assert len((tmp_path / "runs/shapes/metrics.jsonl").read_text().splitlines()) == 2
+    assert (tmp_path / "runs/shapes/report.html").exists()
+
+
+def test_the_licence_is_named_and_there() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["license"] == "Apache-2.0"
+    assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()
+
+
+def test_what_contributors_are_pointed_to_is_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for path in re.findall(r"`((?:src|tests|docs|studies)/[\w./]*)`", text):
+        assert (ROOT / path).exists() or "NAME" in path, path
+    assert (
+        f"## {tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['version']}"
+        in (ROOT / "CHANGELOG.md").read_text()
+    )
+
+
+def test_pre_commit_runs_the_checks_of_make_test() -> None:
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    hooks = {hook["entry"].replace(".venv/bin/", "$(BIN)/") for hook in local["hooks"]}
+    makefile = (ROOT / "Makefile").read_text()
+    wanted = {line.strip() for name in ("test", "lint", "types") for line in _recipe_of(makefile, name)}
+    assert hooks == wanted
+
+
+def _recipe_of(makefile: str, target: str) -> list[str]:
+    (body,) = re.findall(rf"^{target}:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    return body.splitlines()
+
+
+@pytest.mark.parametrize("page", [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"], ids=lambda page: page.stem)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([\w./]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+    for named in re.findall(r"\bdocs/[\w/]+\.md\b", page.read_text()):
+        assert (ROOT / named).exists(), named
