@@ -19,10 +19,9 @@ types: .venv/dev
 
 studies: .venv/tutorial
 	$(BIN)/python studies/run.py
-	$(BIN)/python studies/fresh.py
 	$(BIN)/python studies/algorithms.py
 	$(BIN)/python studies/digits.py
-	$(BIN)/python -m studies.kills
+	$(BIN)/python studies/kills.py
 
 docs: .venv/installed
 	$(BIN)/python -m sensorium.recipe.reference > docs/recipe.md

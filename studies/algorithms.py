@@ -3,27 +3,25 @@
     python studies/algorithms.py [grpo+clip rloo+clip …]
 
 Each starts from the shipped warm start with the same batch and rate as the others of its task, and is run once more with
-the sign of its advantages flipped: what it gains it must then lose. Writes studies/results/algorithms/NAME.json.
+the sign of its advantages flipped: what it gains it must then lose. Three seeds each. Writes
+studies/results/algorithms/NAME_right.json and NAME_flipped.json.
 """
 
 import inspect
-import json
-import platform
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from sensorium.algorithms.episodes import Credit, Episodes
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.names import register, resolve, table
 from sensorium.recipe.traits import ESTIMATORS
 from sensorium.trainer.study import SAMPLED_AND_GREEDY, study
+from studies.seeds import SEEDS, add_run, by_name, circumstances, cpu_minutes
 
 RESULTS = Path(__file__).parent / "results" / "algorithms"
 SHAPES = ["steps=80", "batch.prompts_per_step=48", "optimizer.lr=3e-4", "tasks.evaluate.0.options.seed=7"]
@@ -69,47 +67,44 @@ def flip(estimator: str) -> Iterator[str]:
         del ESTIMATORS[name], table("advantage")[name]
 
 
-def measure(name: str, *, flipped: bool) -> dict[str, Any]:
-    """Train by one algorithm, right or flipped, and measure before and after."""
+def measure(name: str, seed: int, *, flipped: bool) -> dict[str, Any]:
+    """Train by one algorithm, right or flipped, with one seed, and measure before and after."""
     task, estimator, changes = ALGORITHMS[name]
     if not flipped:
-        return _measure(name, task, estimator, changes)
+        return _measure(name, seed, task, estimator, changes)
     with flip(estimator) as wrong:
-        return _measure(f"{name}_flipped", task, wrong, [*changes, "steps=15"])
+        return _measure(f"{name}_flipped", seed, task, wrong, [*changes, "steps=15"])
 
 
-def _measure(name: str, task: str, estimator: str, changes: list[str]) -> dict[str, Any]:
-    run = f"study_{name.replace('+', '_')}"
-    recipe = load_recipe(task, [f"name={run}", f"algorithm.advantage.name={estimator}", *changes, *QUIET])
+def _measure(name: str, seed: int, task: str, estimator: str, changes: list[str]) -> dict[str, Any]:
+    run = f"study_{name.replace('+', '_')}_seed{seed}"
+    settings = [f"algorithm.advantage.name={estimator}", *changes]
+    recipe = load_recipe(task, [f"name={run}", f"seed={seed}", *settings, *QUIET])
     shutil.rmtree(recipe.directory, ignore_errors=True)
-    started = time.perf_counter()
+    spent = cpu_minutes()
     found = study(recipe, SAMPLED_AND_GREEDY)
     return {
-        "task": task,
-        "steps": recipe.steps,
-        "overrides": [f"algorithm.advantage.name={estimator}", *changes],
-        "minutes": round((time.perf_counter() - started) / 60, 1),
-        "before": {summary["name"]: summary for summary in found.before},
-        "after": {summary["name"]: summary for summary in found.after},
+        "seed": seed,
+        **circumstances(),
+        "cpu_minutes": round(cpu_minutes() - spent, 1),
+        "overrides": settings,
+        "before": by_name(found.before),
+        "after": by_name(found.after),
     }
 
 
-def run(name: str) -> None:
-    """Run one algorithm both ways and write its result."""
-    found = {
-        "command": f"python studies/algorithms.py {name}",
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
-        "right": measure(name, flipped=False),
-        "flipped": measure(name, flipped=True),
-    }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{name.replace('+', '_')}.json").write_text(json.dumps(found, indent=1) + "\n")
+def run(name: str, seed: int) -> None:
+    """Run one algorithm both ways with one seed and add it to its results."""
     for sign in ("right", "flipped"):
+        facts = {"command": f"python studies/algorithms.py {name}", "task": ALGORITHMS[name][0], "sign": sign}
+        place = RESULTS / f"{name.replace('+', '_')}_{sign}.json"
+        found = add_run(place, facts, measure(name, seed, flipped=sign == "flipped"))
         for kind in ("sampled", "greedy"):
-            was, now = (found[sign][when][kind]["accuracy"] for when in ("before", "after"))
-            print(f"{name:>18} {sign:>8} {kind:>8} {was:.3f} → {now:.3f}", flush=True)
+            was, now = (found[when][kind]["mean"] for when in ("before", "after"))
+            print(f"{name:>18} {sign:>8} {kind:>8} {was:.3f} → {now:.3f}, seeds to {seed}", flush=True)
 
 
 if __name__ == "__main__":
     for each in sys.argv[1:] or ALGORITHMS:
-        run(each)
+        for number in SEEDS:
+            run(each, number)

@@ -1,26 +1,24 @@
 """Runs that are killed at random moments (SIGKILL) and resumed until they end equal the uninterrupted run, bit for bit.
 
-    python -m studies.kills [KILLS]
+    python studies/kills.py [KILLS]
 
 Writes studies/results/kills.json: for each recipe how many kills, in which phases they fell, and what differed afterwards
 (metrics but times, episodes, evaluations, the ledger, weights, adapters).
 """
 
 import json
-import platform
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from studies.fork_server import Ended, ForkServer
 from studies.resumed_runs import RECIPES, differences, moved, phase_file
+from studies.seeds import circumstances
 
 RESULTS = Path(__file__).parent / "results"
 TRAIN = "studies.resumed_runs:train_recipe"
@@ -76,9 +74,8 @@ def kill_and_resume(name: str, folder: Path, server: ForkServer, moments: random
 def main(kills: int) -> None:
     """Spread the kills over the recipes and write the result."""
     result = {
-        "command": f"python -m studies.kills {kills}",
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip(),
-        "machine": f"{platform.machine()}, one thread, torch {torch.__version__}",
+        "command": f"python studies/kills.py {kills}",
+        **circumstances(),
         "kills": 0,
         "recipes": {},
     }

@@ -1,0 +1,65 @@
+"""One seed is not a result: every claim is run with three, and told as their mean and range."""
+
+import fcntl
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SEEDS = (0, 1, 2)
+Summaries = Iterable[dict[str, Any]]
+
+
+def over_seeds(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One variant's evaluations by several seeds: mean and range of accuracy, and the hull of the intervals over tasks."""
+    accuracies = [summary["accuracy"] for summary in summaries]
+    lows, highs = zip(*(summary["interval"] for summary in summaries), strict=True)
+    return {
+        "mean": sum(accuracies) / len(accuracies),
+        "range": [min(accuracies), max(accuracies)],
+        "interval": [min(lows), max(highs)],
+        "tasks": min(summary["tasks"] for summary in summaries),
+        "failed": sum(summary["failed"] for summary in summaries),
+        "missing": sum(summary["missing"] for summary in summaries),
+    }
+
+
+def add_run(place: Path, facts: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """Put one seed's run into a result file, beside those of other seeds, and what they give together; returns the result.
+
+    ``run`` has a seed, and summaries by variant under ``before`` and ``after``. Seeds may be run side by side.
+    """
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with place.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        earlier = json.loads(place.read_text()).get("runs", []) if place.exists() else []
+        runs = sorted([run, *(one for one in earlier if one["seed"] != run["seed"])], key=lambda one: one["seed"])
+        together = {
+            when: {name: over_seeds([one[when][name] for one in runs]) for name in run[when]}
+            for when in ("before", "after")
+        }
+        result = {**facts, **together, "runs": runs}
+        place.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def by_name(summaries: Summaries) -> dict[str, dict[str, Any]]:
+    """Summaries by their variant's name."""
+    return {summary["name"]: summary for summary in summaries}
+
+
+def circumstances() -> dict[str, Any]:
+    """The commit and the machine a run was made by."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    return {"commit": commit, "machine": machine}
+
+
+def cpu_minutes() -> float:
+    """CPU minutes of this process so far; unlike minutes they do not depend on what else the machine does."""
+    return sum(os.times()[:4]) / 60
