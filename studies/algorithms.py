@@ -26,7 +26,7 @@ from studies.seeds import SEEDS, add_run, by_name, circumstances, cpu_minutes
 RESULTS = Path(__file__).parent / "results" / "algorithms"
 SHAPES = ["steps=80", "batch.prompts_per_step=48", "optimizer.lr=3e-4", "tasks.evaluate.0.options.seed=7"]
 LAKE = ["steps=40", "batch.prompts_per_step=32", "batch.group_size=6", "tasks.evaluate.0.options.seed=7"]
-LAKE += ["tasks.evaluate.0.options.distinct=true"]
+LAKE += ["tasks.evaluate.0.options.distinct=true", "optimizer.lr=1e-4", "optimizer.schedule=constant"]
 CRITIC = ["algorithm.critic.optimizer.lr=3e-4", "algorithm.advantage.lam=0.95"]
 DISCOUNT = ["algorithm.advantage.gamma=0.98"]
 TURNS = ["rewards.terms.0.options.per_turn=true", "algorithm.advantage.turn_gamma=0.95"]
