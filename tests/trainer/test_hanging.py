@@ -18,14 +18,16 @@ ROOT = Path(__file__).parents[2]
 COMMAND = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from sensorium.cli.main import main"
 )
+DEADLINE_S = 3.0
+"""Of what hangs for ever. Long enough for what does not, on a machine that is busy with other things."""
 RECIPE: dict[str, Any] = {
     "name": "hanging",
     "steps": 2,
     "threads": 1,
     "model": {"path": "package:shapes"},
     "batch": {"prompts_per_step": 6, "group_size": 4},
-    "rollout": {"max_new_tokens": 3, "max_turns": 3, "environment_deadline_s": 0.5},
-    "rewards": {"terms": [{"name": "environment"}], "retries": 0, "deadline_s": 0.5},
+    "rollout": {"max_new_tokens": 3, "max_turns": 3, "environment_deadline_s": DEADLINE_S},
+    "rewards": {"terms": [{"name": "environment"}], "retries": 0, "deadline_s": DEADLINE_S},
     "optimizer": {"lr": 1e-4},
 }
 UNWELL = {"source": "worlds", "options": {"environment": "tests.trainer.hanging:Unwell", "size": 12}}
@@ -42,7 +44,7 @@ def start(folder: Path, **changes: Any) -> "subprocess.Popen[str]":
 
 def ended(process: "subprocess.Popen[str]") -> str:
     try:
-        return process.communicate(timeout=240)[0]
+        return process.communicate(timeout=600)[0]
     except subprocess.TimeoutExpired:
         process.kill()
         raise AssertionError(f"it did not end by itself: {process.communicate()[0]}") from None
@@ -63,9 +65,9 @@ def test_a_run_goes_on_and_its_process_ends_although_environments_and_terms_hang
     failed = [e for e in episodes if e.status == Status.FAILED]
     assert 0 < len(failed) < len(episodes)
     assert {"did not answer" in e.failure or "SystemExit" in e.failure for e in failed} == {True}
-    assert rows[0]["time/reward/leaving_max_s"] >= 0.5
+    assert rows[0]["time/reward/leaving_max_s"] >= DEADLINE_S
     reasons = {e.index: e.scores[1].reason for e in episodes if e.status != Status.FAILED}
-    assert "did not answer within 0.5 s" in reasons[0]
+    assert f"did not answer within {DEADLINE_S:g} s" in reasons[0]
     assert "SystemExit" in reasons[1]
     assert (reasons[2], reasons[3]) == ("", "")
     assert "'leaving' could not be closed" in said
@@ -75,7 +77,7 @@ def test_ctrl_c_ends_a_run_while_an_environment_hangs(tmp_path: Path) -> None:
     stuck = UNWELL | {"options": UNWELL["options"] | {"environment": "tests.trainer.hanging:Stuck"}}  # type: ignore[operator]
     rollout = RECIPE["rollout"] | {"environment_deadline_s": 600.0}
     process = start(tmp_path, tasks={"train": [stuck]}, rollout=rollout)
-    until = time.monotonic() + 240
+    until = time.monotonic() + 600
     while not (tmp_path / "stuck").exists() and process.poll() is None and time.monotonic() < until:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
