@@ -1,6 +1,6 @@
 """Benchmarks on the reference workloads; each prints one JSON object.
 
-python -m bench step --workload W1 [--steps 3] [--tokens-per-microbatch 16384] [--no-recompute]
+python -m bench step --workload W1 [--steps 3] [--tokens-per-microbatch 16384] [--no-recompute] [--profile]
 python -m bench rollout --workload W1|W3 [--prompts 64] [--rounds 2] [--max-rows 512] [--profile]
 
 They need a CUDA GPU. Weights are random: speed does not depend on their values. ``bench/w0.py`` times W0 on the CPU.
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--no-recompute", action="store_true", help="without gradient checkpointing")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--max-rows", type=int, default=512)
-    parser.add_argument("--profile", action="store_true", help="list the kernels of a rollout by their time")
+    parser.add_argument("--profile", action="store_true", help="list kernels by their time, of a rollout also functions")
     given = parser.parse_args()
     import torch
 
@@ -44,7 +44,9 @@ def main() -> None:
             sys.exit("a step of W3 is not measured yet; use: python -m bench rollout --workload W3")
         from step import time_steps
 
-        result = time_steps(given.workload, work, given.steps, given.tokens_per_microbatch, not given.no_recompute)
+        result = time_steps(
+            given.workload, work, given.steps, given.tokens_per_microbatch, not given.no_recompute, given.profile
+        )
     else:
         from rollout import time_rollouts
 

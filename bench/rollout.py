@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from kernels import kernels_of
 from workload import QUESTION, Workload, write_3b
 
 from sensorium.engines.native.engine import NativeEngine
@@ -65,7 +66,8 @@ def time_rollouts(name: str, work: Workload, rounds: int, max_rows: int, profile
     }
     if profile:
         result["host"] = _host(engine, _requests(policy, store, work, rounds + 2))
-        result["kernels"] = _kernels(engine, _requests(policy, store, work, rounds + 1))
+        more = _requests(policy, store, work, rounds + 1)
+        result["kernels"] = kernels_of(lambda: asyncio.run(_written(engine, more)))
     return result
 
 
@@ -106,17 +108,3 @@ def _host(engine: NativeEngine, requests: list[Request]) -> list[str]:
     out = io.StringIO()
     pstats.Stats(profiler, stream=out).sort_stats("tottime").print_stats(28)
     return [line[-110:] for line in out.getvalue().splitlines() if line.strip()]
-
-
-def _kernels(engine: NativeEngine, requests: list[Request]) -> list[str]:
-    """The kernels that take most of the device's time."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as watch
-
-    with watch(activities=[ProfilerActivity.CUDA]) as profiler:
-        asyncio.run(_written(engine, requests))
-        torch.cuda.synchronize()
-    events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
-    whole = sum(event.self_device_time_total for event in events)
-    shown = [f"{1e-3 * e.self_device_time_total:9.1f} ms {e.count:7d} × {e.key[:90]}" for e in events[:30]]
-    return [f"{1e-3 * whole:9.1f} ms in all", *shown]

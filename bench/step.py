@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kernels import kernels_of
 from workload import Workload, recipe_for, write_3b
 
 from sensorium.record.run_directory import RunDirectory
@@ -16,7 +17,9 @@ from sensorium.report.metrics import read_metrics
 from sensorium.trainer.run import open_trainer
 
 
-def time_steps(name: str, work: Workload, steps: int, tokens_per_microbatch: int, recompute: bool) -> dict[str, Any]:
+def time_steps(
+    name: str, work: Workload, steps: int, tokens_per_microbatch: int, recompute: bool, profile: bool
+) -> dict[str, Any]:
     """The medians of some steps, the first left out, and what the first took: it compiles and captures."""
     warnings.filterwarnings("ignore", message=".*deterministic.*")
     with tempfile.TemporaryDirectory() as scratch:
@@ -41,7 +44,7 @@ def time_steps(name: str, work: Workload, steps: int, tokens_per_microbatch: int
         middle = {name: round(statistics.median(row[name] for row in rows), 4) for name in rows[0] if name != "step"}
         step, engine = statistics.median(seconds[1:]), trainer.session.engine
         tokens = work.episodes * work.new_tokens
-        return {
+        result = {
             "workload": name,
             "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,
@@ -56,3 +59,6 @@ def time_steps(name: str, work: Workload, steps: int, tokens_per_microbatch: int
             "engine": vars(engine.counters) | {"notes": list(engine.notes)},
             "metrics": middle,
         }
+        if profile:
+            result["kernels"] = kernels_of(lambda: loop.run_until_complete(trainer.advance()))
+        return result

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sensorium.engines.native.decode_ops import NormWeights, TorchOps
+from sensorium.engines.native.decode_ops import TorchOps
 from sensorium.engines.native.decode_state import DecodeRows, DecodeState, RowLayout
 from sensorium.engines.native.pages import PAGE
 from sensorium.engines.protocol import Sampling
+from sensorium.models.layer_parts import NormWeights
 
 pytestmark = [pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")]
 if torch.cuda.is_available():

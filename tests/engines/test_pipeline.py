@@ -6,12 +6,13 @@ import warnings
 import pytest
 import torch
 
-from sensorium.engines.native import graphs, pipeline
-from sensorium.engines.native.decode_step import FusedStep, UnknownLayer
+from sensorium.engines.native import decode_step, graphs, pipeline
+from sensorium.engines.native.decode_step import FusedStep
 from sensorium.engines.native.engine import NativeEngine
 from sensorium.engines.native.graphs import BUCKETS, bucket_of
 from sensorium.engines.native.pages import PAGE, PagePool
 from sensorium.engines.protocol import Request, Response, Sampling
+from sensorium.models.layer_parts import UnknownLayer
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import EngineError
@@ -150,7 +151,7 @@ def test_layers_that_the_fused_step_does_not_know_run_as_they_are(bench: Bench, 
     def refuse(*given: object) -> None:
         raise UnknownLayer("StrangeLayer is made of other parts")
 
-    monkeypatch.setattr(FusedStep, "_parts", refuse)
+    monkeypatch.setattr(decode_step, "parts_of", refuse)
     with pytest.warns(UserWarning, match="StrangeLayer"):
         engine = paged(bench)
     requests = crowd(bench, [Sampling(stop_tokens=False)])

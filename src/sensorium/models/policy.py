@@ -21,6 +21,7 @@ from sensorium.models.counts import MediaCounts, count_media
 from sensorium.models.encoding import Counters, Encoder
 from sensorium.models.family import Family, group_of
 from sensorium.models.features import PreparedMedia
+from sensorium.models.fused import DecoderLayer, fused_layers
 from sensorium.models.laying_out import Layouts
 from sensorium.models.layout import Features, Layout, Placement
 from sensorium.models.lora import FOLDER, Adapters
@@ -74,6 +75,7 @@ class Policy:
         self._encoder = Encoder(adapter, self._media, self.device)
         self._layouts = Layouts(adapter, self._media)
         self._recompute = False
+        self._fused: list[DecoderLayer] | None = None
         self.groups()  # refuses a parameter that belongs to none
         _refuse_sliding_window(adapter.language_model.config)
 
@@ -180,9 +182,15 @@ class Policy:
         return self._encoder(media)
 
     def language(
-        self, ids_BT: Tensor, positions_3BT: Tensor, attention: Attention, placements: Sequence[Placement] = ()
+        self,
+        ids_BT: Tensor,
+        positions_3BT: Tensor,
+        attention: Attention,
+        placements: Sequence[Placement] = (),
+        *,
+        stock: bool = False,
     ) -> Tensor:
-        """Hidden states [B, T, H] after the final norm."""
+        """Hidden states [B, T, H] after the final norm. ``stock``: through the layers' own forward on every device."""
         model = self.adapter.language_model
         hidden_BTH = model.embed_tokens(ids_BT)
         levels: list[Tensor] = []
@@ -191,7 +199,7 @@ class Policy:
             hidden_BTH = hidden_BTH.flatten(0, 1).index_copy(0, places_N, embeds_NH).view_as(hidden_BTH)
         rotary = self.adapter.rotary(hidden_BTH, positions_3BT)
         recompute = self._recompute and torch.is_grad_enabled()
-        for i, layer in enumerate(model.layers):
+        for i, layer in enumerate(model.layers if stock else self._layers()):
             if recompute:
                 hidden_BTH = checkpoint(
                     layer, hidden_BTH, position_embeddings=rotary, sensorium_attention=attention,
@@ -202,6 +210,15 @@ class Policy:
             if i < len(levels):
                 hidden_BTH = hidden_BTH.flatten(0, 1).index_add(0, places_N, levels[i]).view_as(hidden_BTH)
         return model.norm(hidden_BTH)
+
+    def _layers(self) -> Sequence[DecoderLayer]:
+        """The decoder layers: fused on CUDA, where they give what the stock ones give."""
+        model = self.adapter.language_model
+        if self.device.type != "cuda":
+            return model.layers
+        if self._fused is None:
+            self._fused = fused_layers(model.layers, self.adapter.rotary)
+        return self._fused
 
     @property
     def experts_per_token(self) -> int:

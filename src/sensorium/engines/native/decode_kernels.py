@@ -17,10 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from sensorium.engines.native.attention_kernels import attend_own, attend_shared, merge
-from sensorium.engines.native.decode_ops import NormWeights, TorchOps
+from sensorium.engines.native.decode_ops import TorchOps
 from sensorium.engines.native.decode_state import TILE_ROWS, DecodeRows
 from sensorium.engines.native.sampler import unit_bits
 from sensorium.engines.native.sampler_kernels import chunk_mass, draw_tokens, largest_logits
+from sensorium.models.layer_parts import NormWeights
 
 CHUNK = 4096  # entries of the vocabulary that one program of the sampler reads
 PROGRAMS = 528  # programs of attention that keep a GPU busy: four for each multiprocessor of an H200

@@ -5,7 +5,6 @@ K key heads, D head size, W hidden size, F inner size, V vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,14 +14,7 @@ from sensorium.engines.native.decode_state import DecodeRows
 from sensorium.engines.native.pages import PAGE, attend
 from sensorium.engines.native.randomness import uniforms
 from sensorium.engines.native.sampler import sample
-
-
-@dataclass(frozen=True)
-class NormWeights:
-    """The weight and epsilon of a stock RMSNorm."""
-
-    weight: Tensor
-    eps: float
+from sensorium.models.layer_parts import NormWeights
 
 
 class TorchOps:

@@ -5,21 +5,15 @@ linear layers and does what lies between with ``decode_ops`` or ``decode_kernels
 Nothing in a step reads a tensor's value on the host, so it can be captured in a CUDA graph.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from sensorium.engines.native.decode_ops import NormWeights, TorchOps
+from sensorium.engines.native.decode_ops import TorchOps
 from sensorium.engines.native.decode_state import DecodeRows
 from sensorium.engines.native.pages import PagePool
+from sensorium.models.layer_parts import GatedMLP, LayerParts, norm_of, parts_of
 from sensorium.models.policy import Policy
-
-
-class UnknownLayer(Exception):
-    """A decoder layer is not built of the parts that a fused step knows; the message says which part."""
 
 
 class StockStep:
@@ -35,7 +29,7 @@ class StockStep:
         """The logits after every row's last token, whose keys and values are written."""
         positions_3B1 = rows.positions_B[None, :, None].expand(3, -1, 1)
         attention = _RowAttention(rows, pool, self._ops)
-        hidden_B1H = self._policy.language(rows.tokens_B[:, None], positions_3B1, attention)
+        hidden_B1H = self._policy.language(rows.tokens_B[:, None], positions_3B1, attention, stock=True)
         return self._policy.adapter.head(hidden_B1H[:, 0])
 
 
@@ -53,21 +47,6 @@ class _RowAttention:
         return out.view(batch, 1, heads, size)
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """The parts of a stock decoder layer that a fused step calls."""
-
-    before: NormWeights
-    query: nn.Module
-    key: nn.Module
-    value: nn.Module
-    out: nn.Module
-    norms: tuple[NormWeights, NormWeights] | None
-    scaling: float
-    between: NormWeights
-    inner: Callable[[Tensor], Tensor]
-
-
 class FusedStep:
     """The step through the linear layers of the stock modules. Refuses with ``UnknownLayer`` what it does not know."""
 
@@ -77,8 +56,8 @@ class FusedStep:
         self._policy = policy
         self._ops = ops
         model = policy.adapter.language_model
-        self._layers = [self._parts(layer) for layer in model.layers]
-        self._last = _norm(model.norm)
+        self._layers = [parts_of(layer) for layer in model.layers]
+        self._last = norm_of(model.norm)
 
     def logits(self, rows: DecodeRows, pool: PagePool) -> Tensor:
         """The logits after every row's last token, whose keys and values are written."""
@@ -97,52 +76,14 @@ class FusedStep:
             query_BHD = ops.place(query_BN, key_BN, value_BN, (cos_BD, sin_BD), layer.norms, rows, block)
             seen_BW = layer.out(ops.attend(query_BHD, rows, block, layer.scaling))
             normed_BW, sum_BW = ops.add_norm(seen_BW, sum_BW, layer.between)
-            normed_BW, sum_BW = ops.add_norm(layer.inner(normed_BW), sum_BW, next_norm)
+            normed_BW, sum_BW = ops.add_norm(self._inner(layer, normed_BW), sum_BW, next_norm)
         return policy.adapter.head(normed_BW)
 
-    def _parts(self, layer: Any) -> _Layer:
-        _expect(layer, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}, set())
-        attention = layer.self_attn
-        _expect(attention, {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"})
-        normed = hasattr(attention, "q_norm")
-        return _Layer(
-            before=_norm(layer.input_layernorm),
-            query=attention.q_proj,
-            key=attention.k_proj,
-            value=attention.v_proj,
-            out=attention.o_proj,
-            norms=(_norm(attention.q_norm), _norm(attention.k_norm)) if normed else None,
-            scaling=attention.scaling,
-            between=_norm(layer.post_attention_layernorm),
-            inner=self._inner(layer.mlp),
-        )
-
-    def _inner(self, mlp: Any) -> Callable[[Tensor], Tensor]:
+    def _inner(self, layer: LayerParts, x_BW: Tensor) -> Tensor:
         """A gated MLP in three products and a kernel; anything else (experts) as the module it is."""
-        names = {name for name, _ in mlp.named_children()}
-        if names == {"gate_proj", "up_proj", "down_proj", "act_fn"} and _is_silu(mlp.act_fn):
-            ops = self._ops
-
-            def gated(x_BW: Tensor) -> Tensor:
-                gate_BF, up_BF = ops.together(partial(mlp.gate_proj, x_BW), partial(mlp.up_proj, x_BW))
-                return mlp.down_proj(ops.gate(gate_BF, up_BF))
-
-            return gated
-        return lambda x_BW: mlp(x_BW[:, None])[:, 0]
-
-
-def _expect(module: nn.Module, needed: set[str], allowed: set[str]) -> None:
-    names = {name for name, _ in module.named_children()}
-    if not needed <= names <= needed | allowed:
-        raise UnknownLayer(f"{type(module).__name__} is made of {', '.join(sorted(names))}")
-
-
-def _norm(module: Any) -> NormWeights:
-    if not hasattr(module, "variance_epsilon") or [name for name, _ in module.named_parameters()] != ["weight"]:
-        raise UnknownLayer(f"{type(module).__name__} is no RMSNorm")
-    return NormWeights(module.weight, module.variance_epsilon)
-
-
-def _is_silu(function: Any) -> bool:
-    """By its name, not by trying it."""
-    return isinstance(function, nn.SiLU) or type(function).__name__ == "SiLUActivation"
+        inner, ops = layer.inner, self._ops
+        if isinstance(inner, GatedMLP):
+            gate_BF, up_BF = ops.together(partial(inner.gate, x_BW), partial(inner.up, x_BW))
+            down_BW: Tensor = inner.down(ops.gate(gate_BF, up_BF))
+            return down_BW
+        return inner(x_BW[:, None])[:, 0]

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from sensorium.engines.native.decode_ops import TorchOps
 from sensorium.engines.native.decode_state import DecodeState, RowLayout
-from sensorium.engines.native.decode_step import FusedStep, StockStep, UnknownLayer
+from sensorium.engines.native.decode_step import FusedStep, StockStep
 from sensorium.engines.native.pages import PagePool
+from sensorium.models.layer_parts import UnknownLayer
 from sensorium.models.policy import Policy
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)

@@ -1,0 +1,17 @@
+"""Which kernels take the GPU's time."""
+
+from collections.abc import Callable
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+def kernels_of(work: Callable[[], object], count: int = 30) -> list[str]:
+    """The kernels of some work that take most of the device's time, and the whole."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
+    whole = sum(event.self_device_time_total for event in events)
+    shown = [f"{1e-3 * e.self_device_time_total:9.1f} ms {e.count:7d} × {e.key[:90]}" for e in events[:count]]
+    return [f"{1e-3 * whole:9.1f} ms in all", *shown]

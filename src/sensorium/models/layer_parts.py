@@ -1,0 +1,95 @@
+"""The parts of a stock decoder layer: norms, linear layers, what lies between. For code that calls them one by one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class UnknownLayer(Exception):
+    """A decoder layer is not built of the parts that fused code knows; the message says which part."""
+
+
+@dataclass(frozen=True)
+class NormWeights:
+    """The weight and epsilon of a stock RMSNorm."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """The linear layers of a SwiGLU."""
+
+    gate: nn.Module
+    up: nn.Module
+    down: nn.Module
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """A decoder layer: ``before`` · attention · ``between`` · ``inner``, with a residual around each half.
+
+    ``norms`` are of queries and keys, where the family has them. ``inner`` is a gated MLP, or any module (experts).
+    """
+
+    index: int
+    before: NormWeights
+    query: nn.Module
+    key: nn.Module
+    value: nn.Module
+    out: nn.Module
+    norms: tuple[NormWeights, NormWeights] | None
+    head_dim: int
+    scaling: float
+    between: NormWeights
+    inner: GatedMLP | Callable[[Tensor], Tensor]
+
+
+def parts_of(layer: Any) -> LayerParts:
+    """The parts of a layer of the Qwen families; others are refused with ``UnknownLayer``."""
+    _expect(layer, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}, set())
+    attention = layer.self_attn
+    _expect(attention, {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"})
+    normed = hasattr(attention, "q_norm")
+    return LayerParts(
+        index=attention.layer_idx,
+        before=norm_of(layer.input_layernorm),
+        query=attention.q_proj,
+        key=attention.k_proj,
+        value=attention.v_proj,
+        out=attention.o_proj,
+        norms=(norm_of(attention.q_norm), norm_of(attention.k_norm)) if normed else None,
+        head_dim=attention.head_dim,
+        scaling=attention.scaling,
+        between=norm_of(layer.post_attention_layernorm),
+        inner=_inner(layer.mlp),
+    )
+
+
+def norm_of(module: Any) -> NormWeights:
+    """The weights of a stock RMSNorm."""
+    if not hasattr(module, "variance_epsilon") or [name for name, _ in module.named_parameters()] != ["weight"]:
+        raise UnknownLayer(f"{type(module).__name__} is no RMSNorm")
+    return NormWeights(module.weight, module.variance_epsilon)
+
+
+def _inner(mlp: Any) -> GatedMLP | Callable[[Tensor], Tensor]:
+    names = {name for name, _ in mlp.named_children()}
+    if names == {"gate_proj", "up_proj", "down_proj", "act_fn"} and _is_silu(mlp.act_fn):
+        return GatedMLP(mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    module: nn.Module = mlp
+    return module
+
+
+def _expect(module: nn.Module, needed: set[str], allowed: set[str]) -> None:
+    names = {name for name, _ in module.named_children()}
+    if not needed <= names <= needed | allowed:
+        raise UnknownLayer(f"{type(module).__name__} is made of {', '.join(sorted(names))}")
+
+
+def _is_silu(function: Any) -> bool:
+    """By its name, not by trying it."""
+    return isinstance(function, nn.SiLU) or type(function).__name__ == "SiLUActivation"

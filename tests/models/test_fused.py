@@ -1,0 +1,96 @@
+"""Fused decoder layers give the values and gradients of the stock ones. Without a GPU: in Triton's interpreter."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sensorium.media.store import MediaStore
+from sensorium.models import fused
+from sensorium.models.attention import MaskedAttention
+from sensorium.models.fused import check, fused_layers
+from sensorium.models.layer_parts import UnknownLayer, parts_of
+from sensorium.models.load import load_policy
+from sensorium.models.policy import Policy
+from sensorium.models.tiny import make_tiny
+from sensorium.recipe.schema import LoraSection
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+gpu_too = pytest.mark.gpu if DEVICE == "cuda" else lambda test: test
+FAMILIES = ["qwen2", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni"]
+
+
+def policy_of(family: str, folder: Path, dtype: str = "float32", **options: Any) -> Policy:
+    if DEVICE == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are first imported
+    make_tiny(family, folder, seed=1, initializer_range=0.15)
+    return load_policy(str(folder), store=MediaStore(), device=DEVICE, dtype=dtype, **options)
+
+
+@gpu_too
+@needs_triton
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_vl_moe"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if DEVICE == "cuda" else ["float32"])
+def test_a_fused_layer_is_the_stock_layer(family: str, dtype: str, tmp_path: Path) -> None:
+    policy = policy_of(family, tmp_path, dtype)
+    policy.model.requires_grad_(True)
+    for layer in policy.adapter.language_model.layers:
+        check(layer, fused.FusedLayer(parts_of(layer)), policy.adapter.rotary)
+
+
+@gpu_too
+@needs_triton
+def test_adapters_learn_through_fused_layers(tmp_path: Path) -> None:
+    policy = policy_of("qwen2_5_vl", tmp_path, lora=LoraSection(rank=4, alpha=8, groups=("language",)), seed=1)
+    assert policy.adapters is not None
+    policy.model.requires_grad_(False)
+    for parameter in policy.adapters.parameters.values():
+        parameter.data.normal_(std=0.1)
+        parameter.requires_grad_()
+    layer = policy.adapter.language_model.layers[0]
+    check(layer, fused.FusedLayer(parts_of(layer)), policy.adapter.rotary)
+
+
+@gpu_too
+@needs_triton
+def test_layers_that_disagree_are_left_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policy_of("qwen2", tmp_path)
+    layers = policy.adapter.language_model.layers
+    original = fused.FusedLayer.__call__
+    monkeypatch.setattr(fused.FusedLayer, "__call__", lambda self, *x, **more: original(self, *x, **more) * 1.001)
+    with pytest.warns(UserWarning, match="stock layers.*off the stock one"):
+        assert fused_layers(layers, policy.adapter.rotary) == list(layers)
+
+
+def test_a_layer_of_other_parts_is_refused(tmp_path: Path) -> None:
+    policy = policy_of("qwen2", tmp_path)
+    layer = policy.adapter.language_model.layers[0]
+    layer.extra = torch.nn.Identity()
+    with pytest.raises(UnknownLayer, match="extra"):
+        parts_of(layer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_the_whole_model_on_the_gpu(family: str, tmp_path: Path) -> None:
+    policy = policy_of(family, tmp_path)
+    policy.model.requires_grad_(True)
+    ids = torch.arange(60, device=DEVICE)[None] % 200
+    positions = torch.arange(60, device=DEVICE)[None, None].expand(3, 1, -1)
+    results: list[list[Tensor]] = []
+    for stock in (True, False):
+        for recompute in (False, True):
+            policy.checkpoint_gradients(recompute)
+            policy.model.zero_grad()
+            hidden = policy.language(ids, positions, MaskedAttention(), stock=stock)
+            policy.logits(hidden[0]).logsumexp(-1).sum().backward()
+            named = policy.adapter.language_model.named_parameters()
+            results.append([hidden.detach(), *(p.grad.clone() for _, p in named if p.grad is not None)])
+    for other in results[1:]:
+        for found, expected in zip(other, results[0], strict=True):
+            assert (found - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))
