@@ -1,5 +1,8 @@
-"""Which kernels take the GPU's time."""
+"""Which kernels take the GPU's time, and which functions the host's."""
 
+import cProfile
+import io
+import pstats
 from collections.abc import Callable
 
 import torch
@@ -15,3 +18,12 @@ def kernels_of(work: Callable[[], object], count: int = 30) -> list[str]:
     whole = sum(event.self_device_time_total for event in events)
     shown = [f"{1e-3 * e.self_device_time_total:9.1f} ms {e.count:7d} × {e.key[:90]}" for e in events[:count]]
     return [f"{1e-3 * whole:9.1f} ms in all", *shown]
+
+
+def host_of(work: Callable[[], object], count: int = 25) -> list[str]:
+    """The Python functions of some work by the time spent in themselves."""
+    profiler = cProfile.Profile()
+    profiler.runcall(work)
+    out = io.StringIO()
+    pstats.Stats(profiler, stream=out).sort_stats("tottime").print_stats(count)
+    return [line[-110:] for line in out.getvalue().splitlines() if line.strip()]

@@ -1,9 +1,6 @@
 """The native engine alone on one GPU: tokens per second of a workload's responses, equal or of very uneven length."""
 
 import asyncio
-import cProfile
-import io
-import pstats
 import tempfile
 import time
 from dataclasses import replace
@@ -12,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from kernels import kernels_of
+from kernels import host_of, kernels_of
 from workload import QUESTION, Workload, write_3b
 
 from sensorium.engines.native.engine import NativeEngine
@@ -65,7 +62,8 @@ def time_rollouts(name: str, work: Workload, rounds: int, max_rows: int, profile
         "engine": vars(engine.counters) | {"notes": list(engine.notes)},
     }
     if profile:
-        result["host"] = _host(engine, _requests(policy, store, work, rounds + 2))
+        others = _requests(policy, store, work, rounds + 2)
+        result["host"] = host_of(lambda: asyncio.run(_written(engine, others)))
         more = _requests(policy, store, work, rounds + 1)
         result["kernels"] = kernels_of(lambda: asyncio.run(_written(engine, more)))
     return result
@@ -99,12 +97,3 @@ async def _written(engine: NativeEngine, requests: list[Request]) -> int:
     for _ in requests:
         engine.enter()
     return sum(await asyncio.gather(*(one(request) for request in requests)))
-
-
-def _host(engine: NativeEngine, requests: list[Request]) -> list[str]:
-    """The Python functions that take most of the host's time, by their own time."""
-    profiler = cProfile.Profile()
-    profiler.runcall(asyncio.run, _written(engine, requests))
-    out = io.StringIO()
-    pstats.Stats(profiler, stream=out).sort_stats("tottime").print_stats(28)
-    return [line[-110:] for line in out.getvalue().splitlines() if line.strip()]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernels import kernels_of
+from kernels import host_of, kernels_of
 from workload import Workload, recipe_for, write_3b
 
 from sensorium.record.run_directory import RunDirectory
@@ -34,12 +34,15 @@ def time_steps(
         )
         trainer = open_trainer(recipe, directory)
         loop = asyncio.new_event_loop()
-        seconds = []
-        for _ in range(1 + steps):
+        seconds, before = [], torch.cuda.memory_stats()
+        for i in range(1 + steps):
+            if i == 1:
+                before = torch.cuda.memory_stats()
             started = time.perf_counter()
             loop.run_until_complete(trainer.advance())
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - started)
+        after = torch.cuda.memory_stats()
         rows = read_metrics(directory.metrics)[1:]
         middle = {name: round(statistics.median(row[name] for row in rows), 4) for name in rows[0] if name != "step"}
         step, engine = statistics.median(seconds[1:]), trainer.session.engine
@@ -55,10 +58,13 @@ def time_steps(
             "update_s": round(middle["time/update_s"], 3),
             "rollout_tokens_per_s": round(tokens / middle["time/rollout_s"]),
             "peak_gib": round(middle["memory/peak_gib"], 1),
+            "reserved_gib": round(after["reserved_bytes.all.peak"] / 2**30, 1),
+            "device_allocations": (after["num_device_alloc"] - before["num_device_alloc"]) / steps,
             "prob_error": middle.get("mismatch/prob_error"),
             "engine": vars(engine.counters) | {"notes": list(engine.notes)},
             "metrics": middle,
         }
         if profile:
+            result["host"] = host_of(lambda: loop.run_until_complete(trainer.advance()))
             result["kernels"] = kernels_of(lambda: loop.run_until_complete(trainer.advance()))
         return result

@@ -39,10 +39,7 @@ def masked_attention(
     """Scaled dot-product attention with shared key heads, as [B, T, H, D]. Without a mask it is causal, unless told."""
     share = query_BHTD.shape[1] // key_BKSD.shape[1]
     if share > 1 and mask is not None and query_BHTD.is_cuda:
-        # On CUDA a mask together with enable_gqa falls back to the kernel that writes out every attention weight.
-        key_BKSD = key_BKSD.repeat_interleave(share, dim=1)
-        value_BKSD = value_BKSD.repeat_interleave(share, dim=1)
-        share = 1
+        return folded_attention(query_BHTD, key_BKSD, value_BKSD, scaling, mask)
     out_BHTD = scaled_dot_product_attention(
         query_BHTD,
         key_BKSD,
@@ -53,6 +50,19 @@ def masked_attention(
         enable_gqa=share > 1,
     )
     return out_BHTD.transpose(1, 2)
+
+
+def folded_attention(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, scaling: float, mask: Tensor) -> Tensor:
+    """Masked attention with query heads that share a key head as further queries of it: no key is repeated.
+
+    On CUDA a mask together with enable_gqa falls back to the kernel that writes out every attention weight.
+    """
+    batch, heads, new, size = query_BHTD.shape
+    kv_heads = key_BKSD.shape[1]
+    share = heads // kv_heads
+    folded = query_BHTD.reshape(batch, kv_heads, share * new, size)
+    out = scaled_dot_product_attention(folded, key_BKSD, value_BKSD, attn_mask=mask.repeat(1, 1, share, 1), scale=scaling)
+    return out.reshape(batch, heads, new, size).transpose(1, 2)
 
 
 def _forward(
