@@ -15,11 +15,12 @@ from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
 from sensorium.models.policy import Policy
 from sensorium.recipe.load import parse_recipe
+from sensorium.record.run_directory import RunDirectory
 from sensorium.report.episodes import read_episodes
 from sensorium.report.metrics import read_metrics
 from sensorium.trainer.kept import replay
 from sensorium.trainer.ledger import Ledger
-from sensorium.trainer.run import train
+from sensorium.trainer.run import open_trainer, train
 from sensorium.vocabulary import Episode, Message, Score, Status, Task, system, user
 from sensorium.vocabulary.errors import (
     MediaError,
@@ -274,3 +275,21 @@ def test_a_frozen_group_does_not_move_and_others_do(tmp_path: Path) -> None:
     moved = {name for name in after if not torch.equal(before[name].float(), after[name])}
     assert any("language_model" in name for name in moved)
     assert all("visual" not in name or "merger" in name for name in moved)
+
+
+def test_tasks_without_the_answer_that_a_term_needs_are_refused_or_said_at_the_start(tmp_path: Path) -> None:
+    from sensorium.report.watcher import Watcher
+
+    class Listening(Watcher):
+        said: list[str] = []  # noqa: RUF012
+
+        def noted(self, text: str) -> None:
+            self.said.append(text)
+
+    lacking = json.dumps({"id": "b", "messages": [{"role": "user", "content": "What?"}]})
+    with pytest.raises(TaskError, match=r"1 of 1 tasks looked at have no answer, 'b' for one, and the reward term exact"):
+        run(tmp_path / "refused", tasks=rows_file(tmp_path, lacking))
+    tasks = rows_file(tmp_path, asking("What?", "a"), lacking)
+    recipe = parse_recipe(json.dumps(RECIPE | {"tasks": tasks}), "test", [])
+    open_trainer(recipe, RunDirectory(tmp_path / "run").create(), watchers=[Listening()]).close()
+    assert any("tasks.train: 1 of 2 tasks looked at have no answer" in text for text in Listening.said)

@@ -4,12 +4,13 @@ A term may return a number, one Score, a tuple or list of Scores, or ``{name: nu
 """
 
 from collections.abc import Container, Mapping
+from dataclasses import replace
 from math import isfinite
 from typing import Any, get_args
 
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RewardFailure
-from sensorium.vocabulary.plain import number_of, printable, shown, text_of, truth_of, whole_of
+from sensorium.vocabulary.plain import attempt, number_of, printable, shown, text_of, truth_of, whole_of, words
 from sensorium.vocabulary.score import Scope, Score
 
 SCOPES: tuple[str, ...] = get_args(Scope)
@@ -21,14 +22,20 @@ def scores_of(name: str, returned: Any, episode: Episode, others: Container[str]
 
     A value that is not finite is missing.
     """
-    try:
-        scores = _scores(name, returned)
-        for score in scores:
-            _refuse_misplaced(score, episode)
-            if score.name != name and score.name in others:
-                raise ValueError(f"a score is named '{score.name}', which is the name of another term")
-    except ValueError as error:
-        raise RewardFailure(f"reward term '{name}': {error}") from error
+    scores, error = attempt(_checked, name, returned, episode, others)
+    if error is not None:  # of ours, or of what was returned: a mapping may raise when it is read
+        told = printable(str(error)) if type(error) is ValueError else words(error)
+        raise RewardFailure(f"reward term '{name}': {told}") from error
+    unsaid = f"reward term '{name}' gave no value and said no reason"
+    return tuple(replace(s, reason=unsaid) if s.value is None and not s.reason else s for s in scores)
+
+
+def _checked(name: str, returned: Any, episode: Episode, others: Container[str]) -> tuple[Score, ...]:
+    scores = _scores(name, returned)
+    for score in scores:
+        _refuse_misplaced(score, episode)
+        if score.name != name and score.name in others:
+            raise ValueError(f"a score is named '{score.name}', which is the name of another term")
     return scores
 
 

@@ -3,13 +3,14 @@
 So a wrong type costs the episode, where it would else end the run in the renderer, the learner or the log.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_args
 
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.vocabulary.content import Media, MediaKind, Message, Role, Text
 from sensorium.vocabulary.errors import EnvironmentFailure
-from sensorium.vocabulary.plain import json_of, number_of, shown, text_of, truth_of
+from sensorium.vocabulary.plain import attempt, json_of, number_of, printable, shown, text_of, truth_of, words
 
 ROLES: tuple[str, ...] = get_args(Role)
 KINDS: tuple[str, ...] = get_args(MediaKind)
@@ -17,20 +18,41 @@ KINDS: tuple[str, ...] = get_args(MediaKind)
 
 def checked_reset(returned: Any, environment: str) -> tuple[tuple[Message, ...], Observation]:
     """The head and the first observation."""
-    try:
-        if not isinstance(returned, tuple | list) or len(returned) != 2:
-            raise ValueError(f"it must return the head and the first observation, not {shown(returned)}")
-        head, observation = returned
-        found = _observation(observation)
-        if found is None:
-            raise ValueError("the first observation is None")
-        return _messages(head, "the head"), found
-    except ValueError as error:
-        raise EnvironmentFailure(f"environment '{environment}' failed in reset: {error}") from error
+    found: tuple[tuple[Message, ...], Observation] = _checked(_reset, returned, environment, "reset")
+    return found
 
 
 def checked_step(returned: Any, environment: str) -> StepResult:
     """The outcome of a turn, every field of the type it is declared with."""
+    found: StepResult = _checked(_step, returned, environment, "step")
+    return found
+
+
+def checked_demonstration(returned: Any, environment: str) -> str:
+    """A worked response."""
+    said: str = _checked(text_of, returned, environment, "demonstrate")
+    return said
+
+
+def _checked(check: Callable[[Any], Any], returned: Any, environment: str, what: str) -> Any:
+    value, error = attempt(check, returned)
+    if error is not None:  # of ours, or of what was returned: an object may raise when it is read
+        told = printable(str(error)) if type(error) is ValueError else words(error)
+        raise EnvironmentFailure(f"environment '{environment}' failed in {what}: {told}") from error
+    return value
+
+
+def _reset(returned: Any) -> tuple[tuple[Message, ...], Observation]:
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise ValueError(f"it must return the head and the first observation, not {shown(returned)}")
+    head, observation = returned
+    found = _observation(observation)
+    if found is None:
+        raise ValueError("the first observation is None")
+    return _messages(head, "the head"), found
+
+
+def _step(returned: Any) -> StepResult:
     field = ""
     try:
         if not isinstance(returned, StepResult):
@@ -49,18 +71,10 @@ def checked_step(returned: Any, environment: str) -> StepResult:
         if not isinstance(info, dict):
             raise ValueError(f"{shown(returned.info)} is no object")
     except ValueError as error:
-        raise EnvironmentFailure(f"environment '{environment}' failed in step: {field}{error}") from error
+        raise ValueError(f"{field}{error}") from error
     return replace(
         returned, observation=observation, reward=reward, done=done, truncated=truncated, success=success, info=info
     )
-
-
-def checked_demonstration(returned: Any, environment: str) -> str:
-    """A worked response."""
-    try:
-        return text_of(returned)
-    except ValueError as error:
-        raise EnvironmentFailure(f"environment '{environment}' failed in demonstrate: {error}") from error
 
 
 def _observation(observation: Any) -> Observation | None:

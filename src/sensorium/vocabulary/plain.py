@@ -62,13 +62,11 @@ def truth_of(value: Any) -> bool:
 
 
 def whole_of(value: Any) -> int:
-    """A whole number of Python, numpy or torch; a bool is none."""
-    if type(value) is int:
-        return value
-    number = number_of(value)
-    if isinstance(value, bool) or not isfinite(number) or number != int(number):
-        raise ValueError(f"{shown(value)} is no whole number")
-    return int(number)
+    """A whole number of Python, numpy or torch, of at most 63 bits; a bool is none."""
+    number = float(value) if type(value) is int and value.bit_length() < 64 else number_of(value)
+    if isinstance(value, bool) or not isfinite(number) or number != int(number) or abs(number) >= 2**63:
+        raise ValueError(f"{shown(value)} is no whole number, or too large for one")
+    return value if type(value) is int else int(number)
 
 
 def text_of(value: Any) -> str:
