@@ -1,0 +1,67 @@
+"""A run whose model now and then writes nothing at all goes on, and counts those episodes."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sensorium.engines.protocol import Request, Response
+from sensorium.models.policy import Policy
+from sensorium.recipe.load import parse_recipe
+from sensorium.report.metrics import read_metrics
+from sensorium.trainer.run import train
+from sensorium.vocabulary import Episode, Score, Task
+
+HERE = "tests.trainer.test_empty_responses"
+RECIPE: dict[str, Any] = {
+    "name": "empty",
+    "steps": 2,
+    "threads": 1,
+    "model": {"path": "tiny:qwen2_5_vl"},
+    "tasks": {"train": [{"source": "shapes"}]},
+    "batch": {"prompts_per_step": 2, "group_size": 4},
+    "rollout": {"engine": f"{HERE}:Taciturn", "max_new_tokens": 4},
+    "rewards": {"terms": [{"name": f"{HERE}:ByIndex"}]},
+    "optimizer": {"lr": 1e-4},
+}
+
+
+class Taciturn:
+    """Writes two tokens, and nothing in the first attempt at every task."""
+
+    def __init__(self, policy: Policy, lockstep: bool) -> None:
+        self.modalities, self.deterministic, self.between_ticks = policy.modalities, True, None
+        self._policy = policy
+
+    def enter(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+    async def generate(self, request: Request) -> Response:
+        count = 0 if request.name.endswith("/0/0") else 2  # named by episode, whose last part is its place, and turn
+        tokens = self._policy.respond("red blue", request.name).tokens[:count]
+        zeros = (-1.0,) * len(tokens)
+        return Response(self._policy.written(tokens, zeros, zeros, request.name), "stop")
+
+    def release(self, thread: str) -> None: ...
+
+    def refresh(self, policy_version: int) -> None: ...
+
+
+class ByIndex:
+    """Pays every member of a group something else, who wrote nothing most."""
+
+    name = "by_index"
+    instant = True
+
+    def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
+        return (Score(self.name, float(episode.index) if episode.response else 10.0),)
+
+
+def test_a_run_goes_on_without_the_episodes_that_wrote_nothing(tmp_path: Path) -> None:
+    recipe = parse_recipe(yaml.safe_dump(RECIPE | {"run_dir": str(tmp_path / "run")}), "recipe")
+    train(recipe)
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["episodes/empty"] for row in rows] == [2, 2]
+    assert all(row["episodes/dropped"] == 2 and row["groups/trained"] == 2 for row in rows)
+    assert all(row["policy/grad_norm"] > 0 for row in rows)
