@@ -1,6 +1,7 @@
 """Whole training steps of a workload on one GPU: what a step takes and where its time goes."""
 
 import asyncio
+import gc
 import statistics
 import tempfile
 import time
@@ -33,6 +34,8 @@ def time_steps(
             batch={"tokens_per_microbatch": tokens_per_microbatch},
         )
         trainer = open_trainer(recipe, directory)
+        gc.collect()
+        gc.freeze()  # as a run does when it starts
         loop = asyncio.new_event_loop()
         seconds, before = [], torch.cuda.memory_stats()
         for i in range(1 + steps):
