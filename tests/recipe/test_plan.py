@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sensorium.recipe.plan import estimate_memory, make_plan
-from sensorium.recipe.schema import Recipe
+from sensorium.recipe.schema import LoraSection, Recipe
 from sensorium.recipe.shape import count_parameters, read_shape
 
 
@@ -168,3 +168,25 @@ def test_a_model_that_is_not_on_disk_leaves_memory_open() -> None:
     plan = make_plan(recipe("Nobody/NoSuchModel"))
     assert plan.model is None
     assert plan.memory == {}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni"])
+def test_a_tiny_model_is_counted_without_being_made(family: str, tmp_path: Path) -> None:
+    made, told = read_shape(str(checkpoint(tmp_path, family))), read_shape(f"tiny:{family}")
+    assert made is not None
+    assert told is not None
+    assert told.parameters == made.parameters
+    assert (told.layers, told.hidden, told.key_values, told.mlp, told.vocabulary) == (
+        made.layers, made.hidden, made.key_values, made.mlp, made.vocabulary
+    )  # fmt: skip
+    assert told.exact
+    adapters = LoraSection(rank=2, groups=("vision", "audio", "language"))
+    assert told.adapters(adapters) == made.adapters(adapters)
+
+
+def test_the_disk_of_a_long_run_is_bounded_by_its_budgets() -> None:
+    long = make_plan(recipe().model_copy(update={"steps": 100_000}))
+    assert long.disk["episode logs"] <= 4 << 30
+    assert sum(long.disk.values()) < 6 << 30
+    one, two = (make_plan(recipe(checkpoint={"keep": keep})).disk["checkpoints"] for keep in (1, 2))
+    assert two > one

@@ -51,7 +51,7 @@ def run(arguments: Namespace) -> int:
     if arguments.chunk < 1:
         raise RecipeError(f"--chunk is {arguments.chunk}; at least one task must be played at once.")
     if arguments.dry_run:
-        show_dry_run(recipe, console)
+        show_dry_run(recipe, console, train=False)
         return 0
     from sensorium.trainer.held_out import evaluate_into
 

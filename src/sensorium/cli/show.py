@@ -3,6 +3,7 @@
 from rich.console import Console
 from rich.syntax import Syntax
 
+from sensorium.cli.dry_run import look_at
 from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.load import dump_recipe
 from sensorium.recipe.plan import make_plan
@@ -10,8 +11,8 @@ from sensorium.recipe.schema import Recipe
 from sensorium.report.tables import plan_table
 
 
-def show_dry_run(recipe: Recipe, console: Console) -> None:
-    """The resolved recipe and its plan; nothing is built or spent."""
+def show_dry_run(recipe: Recipe, console: Console, *, train: bool = True) -> None:
+    """The resolved recipe, its plan, and what is found where it says its data are; no model is built, nothing is spent."""
     text = dump_recipe(recipe)
     if console.is_terminal:
         console.print(Syntax(text, "yaml", theme="ansi_dark", background_color="default"))
@@ -20,6 +21,8 @@ def show_dry_run(recipe: Recipe, console: Console) -> None:
     show_plan(recipe, console)
     for caution in cautions(recipe):
         console.print(caution, style="yellow", markup=False, highlight=False)
+    for line in look_at(recipe, train=train):
+        say(line, console)
 
 
 def show_plan(recipe: Recipe, console: Console) -> None:

@@ -4,7 +4,6 @@ For tests and the demo: the same files, classes and code paths as the published 
 """
 
 import inspect
-from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,49 +12,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from sensorium.models.tiny_tokenizer import TEMPLATES, tiny_tokenizer
+from sensorium.recipe.tiny_sizes import KINDS, TEXT, Kind, Sizes
 from sensorium.vocabulary.errors import ModelError, nearest
 
-Sizes = dict[str, Any]
-
-# head_dim 32 is the smallest that vLLM's attention takes.
-TEXT: Sizes = {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 4096, "initializer_range": 0.05,
-}  # fmt: skip
-VISION: Sizes = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "initializer_range": 0.05}
-WINDOWED = VISION | {"patch_size": 14, "window_size": 112, "fullatt_block_indexes": [1]}
-DEEPSTACKED = VISION | {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
-AUDIO: Sizes = {
-    "d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 128, "num_mel_bins": 64,
-    "initializer_range": 0.05,
-}  # fmt: skip
-ROPE: Sizes = {"rope_type": "default", "rope_theta": 1e4}
-THREE_AXES = TEXT | {"rope_parameters": ROPE | {"mrope_section": [4, 6, 6]}}
-INTERLEAVED = TEXT | {
-    "head_dim": 32,
-    "rope_parameters": ROPE | {"mrope_section": [6, 5, 5], "mrope_interleaved": True},
-}
-EXPERTS: Sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-
-
-@dataclass(frozen=True)
-class Kind:
-    """How a tiny model of a family is built: transformers' class prefix, and the sizes of its parts."""
-
-    prefix: str
-    text: Sizes
-    vision: Sizes = field(default_factory=dict)
-    audio: Sizes = field(default_factory=dict)
-
-
-KINDS = {
-    "qwen2_5_vl": Kind("Qwen2_5_VL", THREE_AXES, WINDOWED),
-    "qwen3_vl": Kind("Qwen3VL", INTERLEAVED, DEEPSTACKED),
-    "qwen3_vl_moe": Kind("Qwen3VLMoe", INTERLEAVED | EXPERTS, DEEPSTACKED),
-    "qwen2_5_omni": Kind("Qwen2_5OmniThinker", THREE_AXES, WINDOWED, AUDIO),
-    "qwen2": Kind("Qwen2", TEXT),
-    "qwen3": Kind("Qwen3", TEXT | {"head_dim": 32}),
-}
 # The least and the most pixels of a picture, and of a frame.
 MIN_PIXELS, MAX_PIXELS, MAX_FRAME_PIXELS = 28 * 28, 1024 * 28 * 28, 256 * 28 * 28
 

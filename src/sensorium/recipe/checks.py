@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sensorium.recipe.algorithm_checks import algorithm_problems
+from sensorium.recipe.metric_names import wrong_metric
 from sensorium.recipe.names import PARAMETER_GROUPS, wrong_name, wrong_options
 from sensorium.recipe.schema import LoraSection, ModelSection, OptimizerSection, Recipe, SelectionSection, SourceSection
 from sensorium.recipe.shape import read_shape
@@ -163,6 +164,8 @@ def _rollout(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _training(recipe: Recipe) -> Iterator[Problem]:
+    if problem := wrong_metric(recipe, recipe.checkpoint.best):
+        yield "checkpoint.best", problem
     for place, optimizer in _optimizers(recipe):
         if not all(0 <= beta < 1 for beta in optimizer.betas):
             yield f"{place}.betas", f"both betas must lie in [0, 1), not {list(optimizer.betas)}."

@@ -10,6 +10,9 @@ from sensorium.recipe.shape import ModelShape, read_shape
 from sensorium.recipe.traits import estimator_traits
 
 BYTES = {"float32": 4, "bfloat16": 2}
+GIB = 1 << 30
+EPISODE_BYTES, TOKEN_BYTES = 2500, 60  # measured: an episode's log has its task and prompt, and 50 to 60 bytes a token
+METRICS_BYTES, LEDGER_BYTES = 2500, 60
 REPEATS = "rollout.schedule=lockstep repeats bit for bit on CPU"
 
 
@@ -35,6 +38,7 @@ class Plan:
     model: ModelShape | None
     trainable: int
     memory: dict[str, int]
+    disk: dict[str, int]
     deterministic: bool
     determinism: str
     sight_check: str = ""
@@ -67,6 +71,7 @@ def make_plan(recipe: Recipe) -> Plan:
         model=shape,
         trainable=trained_parameters(recipe, shape) if shape else 0,
         memory=estimate_memory(recipe, shape) if shape else {},
+        disk=estimate_disk(recipe, shape, episodes, written),
         deterministic=deterministic,
         determinism=why,
         sight_check=_sight_check(recipe),
@@ -96,6 +101,36 @@ def estimate_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
         "activations": _microbatch_tokens(recipe) * _activations_per_token(recipe, shape) * size,
     }
     return {use: amount for use, amount in uses.items() if amount}
+
+
+def estimate_disk(recipe: Recipe, shape: ModelShape | None, episodes: int, written: int) -> dict[str, int]:
+    """Bytes on disk by use, at most. Pictures of tasks and environments come on top: how many differ shows in the run."""
+    keep, logging = recipe.checkpoint.keep, recipe.logging
+    # A full disk is met while a checkpoint is written, so the draft counts: the kept ones, the best one, and one more.
+    saved = _checkpoint_bytes(recipe, shape) * (keep + bool(recipe.checkpoint.best) + 1) if shape else 0
+    warm = shape is not None and recipe.algorithm.kl.coef and recipe.warm_start.steps
+    whole = min(recipe.steps, logging.full_steps or recipe.steps)
+    logged = min(episodes, logging.episodes or episodes) * whole
+    sampled = min(max(0, recipe.steps - whole), logging.sampled_steps) * recipe.batch.group_size
+    budget = round(logging.episodes_gib * GIB)
+    uses = {
+        "checkpoints": saved,
+        "reference": shape.total * BYTES[recipe.model.dtype] if shape and warm else 0,
+        "episode logs": min(budget, (logged + sampled) * (EPISODE_BYTES + TOKEN_BYTES * written)),
+        "metrics, ledger": recipe.total_steps * (METRICS_BYTES + LEDGER_BYTES) + min(recipe.steps, whole) * episodes * 200,
+    }
+    return {use: amount for use, amount in uses.items() if amount}
+
+
+def _checkpoint_bytes(recipe: Recipe, shape: ModelShape) -> int:
+    """Weights, moments, and masters where weights are not float32; a critic has its own of each."""
+    size = BYTES[recipe.model.dtype]
+    trainable = trained_parameters(recipe, shape)
+    own = shape.total * size + trainable * (8 + (4 if size < 4 else 0))
+    section = recipe.algorithm.critic
+    if estimator_traits(recipe.algorithm.advantage.name).critic and section.trunk == "own":
+        own += shape.total * size + shape.trainable(section.freeze) * (8 + (4 if size < 4 else 0))
+    return own
 
 
 def _critic_bytes(recipe: Recipe, shape: ModelShape) -> int:

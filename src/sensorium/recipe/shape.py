@@ -10,6 +10,7 @@ from typing import Any
 from sensorium.recipe.linears import Linear, ends_in, linears_in, linears_of
 from sensorium.recipe.names import PARAMETER_GROUPS
 from sensorium.recipe.schema import LoraSection
+from sensorium.recipe.tiny_sizes import KINDS, tiny_config
 from sensorium.vocabulary.errors import RecipeError
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
@@ -49,6 +50,9 @@ class ModelShape:
 
 def read_shape(path: str) -> ModelShape | None:
     """The shape of the model that a recipe's ``model.path`` means, or None if it is not on this disk."""
+    scheme, _, name = path.partition(":")
+    if scheme == "tiny":
+        return _shape_of(tiny_config(name), {}, exact=True) if name in KINDS else None
     folder = _folder(path)
     if folder is None or not (folder / "config.json").is_file():
         return None
@@ -64,12 +68,15 @@ def read_shape(path: str) -> ModelShape | None:
 
 def _read_shape(folder: Path) -> ModelShape:
     config = json.loads((folder / "config.json").read_text())
-    config = config.get("thinker_config", config)
+    return _shape_of(config.get("thinker_config", config), _weight_shapes(folder), exact=False)
+
+
+def _shape_of(config: dict[str, Any], shapes: dict[str, list[int]], *, exact: bool) -> ModelShape:
+    """The shape by a config, and by the weights where there are some; ``exact`` where the config is known to tell all."""
     text = config.get("text_config", config)
     heads = text["num_attention_heads"]
     head_dim = text.get("head_dim") or text["hidden_size"] // heads
     experts = text.get("num_experts_per_tok", 0)
-    shapes = _weight_shapes(folder)
     counted = _count_weights(shapes)
     return ModelShape(
         family=config.get("model_type", "").removesuffix("_thinker"),
@@ -79,7 +86,7 @@ def _read_shape(folder: Path) -> ModelShape:
         mlp=experts * text["moe_intermediate_size"] if experts else text["intermediate_size"],
         vocabulary=text["vocab_size"],
         parameters=counted or count_parameters(config),
-        exact=bool(counted),
+        exact=exact or bool(counted),
         linears=linears_in(shapes, _group_of) if shapes else linears_of(config),
     )
 

@@ -38,6 +38,9 @@ def plan_table(plan: Plan) -> RenderableType:
         for use, amount in plan.memory.items():
             bar = "█" * round(24 * amount / total) or "▏"
             rows.add_row("", Text.assemble(f"{use:<18}{bytes_text(amount):>10}  ", (bar, "cyan")))
+    if plan.disk:
+        parts = ", ".join(f"{use} {bytes_text(amount)}" for use, amount in plan.disk.items())
+        rows.add_row("disk about", f"{bytes_text(sum(plan.disk.values()))} ({parts}) and the media it shows")
     return rows
 
 

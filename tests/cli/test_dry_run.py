@@ -1,0 +1,129 @@
+"""A dry run opens what a recipe names and refuses what a run would refuse, without a model and without torch."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sensorium.cli.main import main
+from sensorium.recipe.load import load_recipe
+from sensorium.recipe.metric_names import wrong_metric
+from tests.cli.test_main import sensorium
+
+
+class Fragile:
+    """A term that cannot be built."""
+
+    name = "fragile"
+    instant = True
+
+    def __init__(self) -> None:
+        raise KeyError("API_KEY")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"messages": [{"role": "user", "content": f"{n}?"}], "answer": str(n)} for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = """
+        name: trial
+        steps: 6
+        model: {path: "tiny:qwen2"}
+        tasks:
+          train: [{source: jsonl, options: {path: rows.jsonl}}]
+          evaluate: [{source: shapes, options: {size: 4}}]
+        rewards: {terms: [{name: exact}]}
+        evaluation: {every: 2, at_start: true}
+        """
+    (tmp_path / "trial.yaml").write_text(text)
+    return tmp_path / "trial.yaml"
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["train", *arguments, "--dry-run"])
+    out, err = capsys.readouterr()
+    return code, " ".join(out.split()), " ".join(err.split())
+
+
+def test_rows_parameters_evaluations_and_disk_are_told(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, str(recipe))
+    assert code == 0
+    assert "tasks.train.0: jsonl, 20 rows; the first 8 were read" in out
+    assert "tasks.evaluate.0: shapes, 4 rows; the first 4 were read; their pictures take" in out
+    assert "evaluations 4" in out
+    assert "parameters 353.4 k (language 353.4 k); 353.4 k are trained" in out
+    assert "disk about" in out
+    assert "checkpoints" in out
+    assert not (recipe.parent / "runs").exists()
+
+
+def test_it_loads_no_torch(recipe: Path) -> None:
+    done = sensorium("train", str(recipe), "--dry-run", check="assert 'torch' not in sys.modules")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_bad_row_among_the_first_is_refused_or_counted(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = recipe.parent / "rows.jsonl"
+    lines = rows.read_text().splitlines(keepends=True)
+    rows.write_text("".join([*lines[:3], '{"messages": 3}\n', *lines[4:]]))
+    code, _, err = said(capsys, str(recipe))
+    assert code == 2
+    assert "rows.jsonl:4" in err
+    code, out, _ = said(capsys, str(recipe), "tasks.on_bad_row=skip")
+    assert code == 0
+    assert "1 of them would be skipped, the first because:" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("tasks.train.0.options.path=nowhere.jsonl", "nowhere.jsonl"),
+        ("rewards.terms=[{name: 'tests.cli.test_dry_run:Fragile'}]", "test_dry_run:Fragile' cannot be built: KeyError"),
+        ("algorithm.advantage.name=no_such_module:estimate", "cannot load advantage 'no_such_module:estimate'"),
+        ("logging.loggers=[tensorbord]", "did you mean 'tensorboard'?"),
+        ("checkpoint.best=eval/acuracy", "no evaluation has the metric 'eval/acuracy'; did you mean 'eval/accuracy'?"),
+        ("checkpoint.best=reward/exakt", "never has the metric 'reward/exakt'; did you mean 'reward/exact'?"),
+        ("model.path=tiny:qwen7", "unknown family 'qwen7'"),
+    ],
+)  # fmt: skip
+def test_what_a_run_would_refuse_is_refused(
+    change: str, words: str, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = said(capsys, str(recipe), change)
+    assert code == 2
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "metric", "fine"),
+    [
+        ([], "eval/accuracy", True),
+        ([], "", True),
+        ([], "reward/mean", True),
+        ([], "eval/accuracy/place", True),
+        ([], "eval/reward/exact", True),
+        ([], "eval/mean@4", False),
+        (["evaluation.samples=4"], "eval/mean@4", True),
+        (["evaluation.every=0"], "eval/reward", False),
+        ([], "value/loss", False),
+        (["algorithm.advantage.name=gae"], "value/loss", True),
+        (["rewards.terms.0.options={name: right}"], "reward/right", True),
+        (["rewards.terms=[{name: 'tests.trainer.small:ByParity'}]"], "reward/anything", True),
+        ([], "eval_accuracy", False),
+    ],
+)
+def test_the_metric_of_the_best_checkpoint_is_one_that_this_recipe_has(
+    changes: list[str], metric: str, fine: bool, recipe: Path
+) -> None:
+    assert (not wrong_metric(load_recipe(recipe, changes), metric)) == fine
+
+
+def test_every_metric_of_the_page_is_known_to_some_recipe(recipe: Path) -> None:
+    """docs/metrics.md is held to what runs write; so is, through it, what ``checkpoint.best`` may name."""
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    names = {name for line in page.splitlines() if line.startswith("| `") for name in line.split("|")[1].split("`")[1::2]}
+    plain = {name for name in names if "/" in name and not set(name) & set("<>{}*…ABCDEFGHIJKLMNOPQRSTUVWXYZ@")}
+    assert len(plain) > 30
+    rich = load_recipe(recipe, ["algorithm.advantage.name=gae"])
+    assert [name for name in sorted(plain) if wrong_metric(rich, name)] == []
