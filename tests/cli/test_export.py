@@ -94,11 +94,14 @@ def test_a_run_without_adapters_has_none_to_export(tmp_path: Path, capsys: pytes
 def test_best_last_and_named_steps_are_found_and_half_ones_never(tmp_path: Path) -> None:
     run = tmp_path / "run"
     first, last = checkpoint(run, 1), checkpoint(run, 2)
-    checkpoint(run, 3, complete=False)
     assert find_checkpoint(run) == last
+    checkpoint(run, 3, complete=False)
+    with pytest.raises(CheckpointError, match=r"of step 3, is damaged: it has no COMPLETE.*--step 2"):
+        find_checkpoint(run)
     (run / "checkpoints" / "best.json").write_text(json.dumps({"step": 1, "value": 0.5}))
     assert find_checkpoint(run) == first
-    assert find_checkpoint(run, last=True) == last
+    with pytest.raises(CheckpointError, match=r"of step 3, is damaged"):
+        find_checkpoint(run, last=True)
     assert find_checkpoint(run, step=1) == first
     assert find_checkpoint(first) == first
     with pytest.raises(CheckpointError, match="no complete checkpoint of step 3; there are: 1, 2"):

@@ -137,6 +137,31 @@ def test_a_moved_run_with_adapters_and_a_reference_repeats_the_unmoved_one(tmp_p
     assert_equal(whole, moved, 4)
 
 
+def test_what_an_evaluation_left_in_the_engine_does_not_reach_the_next_step(tmp_path: Path) -> None:
+    """A resumed run has no evaluation behind it: the step after one must not differ by what the engine still knows."""
+    pictures = {"source": "shapes", "options": {"size": 2, "picture_size": 56}}
+    run = train(
+        small(
+            tmp_path / "run",
+            tasks={"train": [pictures], "evaluate": [pictures]},
+            evaluation={"every": 1},
+            model={"path": "tiny:qwen2_5_vl", "device": "cpu"},
+        )
+    )
+    shutil.copytree(run, tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy" / "checkpoints" / "step_000003")
+    train(load_recipe(tmp_path / "copy"), resume=True)
+    assert_equal(run, tmp_path / "copy", 3)
+
+
+def test_rows_that_were_lost_are_said(run: Path) -> None:
+    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join([rows[0], rows[2]]))
+    notes = Notes()
+    train(load_recipe(run), resume=True, watchers=[notes])
+    assert any("lacks the rows of 1 steps, the first of step 2" in text for text in notes.texts)
+
+
 def test_a_damaged_checkpoint_is_set_aside_and_the_run_repeats_from_the_one_before(
     finished: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,6 +72,12 @@ def find_checkpoint(source: Path, *, step: int | None = None, last: bool = False
     checkpoints = Checkpoints(directory.checkpoints, keep=1)
     complete = checkpoints.complete()
     best = None if last else checkpoints.best()
+    if step is None and best is None and (unfit := checkpoints.newer_than_complete()):
+        instead = f"take the last complete one with --step {complete[-1]}" if complete else "there is no complete one"
+        raise CheckpointError(
+            f"the newest checkpoint of '{source}', of step {unfit[0]}, is damaged: {unfit[1]}. Resume the run, which makes "
+            f"it again, or {instead}."
+        )
     wanted = step if step is not None else best.step if best is not None else complete[-1] if complete else None
     if wanted not in complete:
         there = ", ".join(str(known) for known in complete) or "none"

@@ -3,7 +3,7 @@
 Memory is an upper estimate: caches and activations are taken as full as the recipe's budgets allow.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape, read_shape
@@ -38,9 +38,9 @@ class Plan:
     model: ModelShape | None
     trainable: int
     memory: dict[str, int]
-    disk: dict[str, int]
     deterministic: bool
     determinism: str
+    disk: dict[str, int] = field(default_factory=dict)
     sight_check: str = ""
 
 

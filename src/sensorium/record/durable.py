@@ -68,7 +68,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file, without a torn last one; a broken row before it is an error that names its line."""
     if not path.exists():
         return
-    with path.open("rb") as file:
+    with _reading(path), path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
@@ -79,7 +79,8 @@ def rewrite_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     """Keep only some rows of a file, atomically and byte for byte; an untouched file stays as it is."""
     if not path.exists():
         return
-    data = path.read_bytes()
+    with _reading(path):
+        data = path.read_bytes()
     lines = data[: _whole_rows(data)].splitlines(keepends=True)
     kept = b"".join(line for number, line in enumerate(lines, start=1) if keep(_row(path, number, line)))
     if kept != data:
@@ -128,6 +129,14 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RecordError(f"cannot read '{path}': {error.strerror}. Remove it, or put back a copy.") from error
 
 
 @contextmanager

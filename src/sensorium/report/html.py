@@ -26,6 +26,7 @@ from sensorium.report.metrics import read_metrics
 from sensorium.report.run_charts import detail_charts, learning_charts, step_axis
 from sensorium.report.stages import stage_table, stages_of, warm_steps, widest_first
 from sensorium.report.tables import interval_text, share
+from sensorium.vocabulary.errors import RecordError, SensoriumError
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets" / "report"
 MEDIA_BYTES = 4 * 1024 * 1024
@@ -34,7 +35,16 @@ MEDIA_BYTES = 4 * 1024 * 1024
 def write_report(run: RunDirectory | Path) -> Path:
     """Write a run's report.html from what its directory holds."""
     directory = run if isinstance(run, RunDirectory) else RunDirectory(run)
-    write_whole(directory.report, render_report(directory))
+    try:
+        page = render_report(directory)
+    except SensoriumError:
+        raise
+    except Exception as error:  # a file of the run may hold anything; its checkpoints do not depend on it
+        raise RecordError(
+            f"the report of '{directory.path}' cannot be written: {type(error).__name__}: {error}. A file in its eval/ or "
+            "episodes/ may be damaged: remove it, or put back a copy."
+        ) from error
+    write_whole(directory.report, page)
     return directory.report
 
 

@@ -127,6 +127,13 @@ class Checkpoints:
             found.append(Damage(step, f"{problems[0]}{more}", place))
         return found
 
+    def newer_than_complete(self) -> tuple[int, str] | None:
+        """The newest checkpoint and what is wrong with it, if it is not complete."""
+        steps = self._steps()
+        if not steps or is_complete(self.path(steps[-1])):
+            return None
+        return steps[-1], problems_of(self.path(steps[-1]))[0]
+
     def clear_after(self, step: int, best: Best | None = None) -> None:
         """Drop drafts and checkpoints past a step: the run goes on from there, with ``best`` as it was then."""
         for path in [*self.folder.glob(".draft_*"), *self.folder.glob(".removed_*")]:

@@ -177,6 +177,7 @@ class Trainer:
     def _update(self, samples: list[list[Sample]], loss: str, groups: Sequence[Group]) -> dict[str, float]:
         """Update on what was credited; a non-finite update stops here with the batch kept on disk."""
         if not samples:
+            self._forget_played()
             return {"policy/skipped": 1}
         try:
             learned = self.learner.step(samples, loss)
@@ -184,8 +185,12 @@ class Trainer:
             policy = self.session.policy
             raise keep_batch(self.directory, self.step + 1, policy, self.learner, loss, groups, samples, error) from error
         refuse_ruined(self.learner, samples, self.step + 1, learned.get("policy/lr", 0.0), self.saved_at)
-        self.session.engine.refresh(self.session.policy.version)
+        self._forget_played()
         return learned
+
+    def _forget_played(self) -> None:
+        """Every step begins with an engine that knows of no earlier one, as a resumed run's does."""
+        self.session.engine.refresh(self.session.policy.version)
 
     def _record(self, step: int, collected: Collected) -> None:
         """Write the step's episodes and their fates."""
@@ -229,6 +234,7 @@ class Trainer:
         if self.evaluator.due(self.step):
             self._announce("evaluate")
             row |= evaluation_metrics((await self.evaluator.evaluate(self.step)).summary)
+            self._forget_played()
         if self.evaluator.sight_due(self.step):
             self._announce("sight check")
             row |= self.health.look(self.step, await self.evaluator.check_sight())

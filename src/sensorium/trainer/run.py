@@ -8,7 +8,7 @@ from pathlib import Path
 from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.names import build
 from sensorium.recipe.schema import Recipe
-from sensorium.record.durable import cannot_write, full_disk_error
+from sensorium.record.durable import cannot_write, full_disk_error, read_rows
 from sensorium.record.lock import lock_run
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.html import write_report
@@ -41,7 +41,7 @@ def train(recipe: Recipe, *, resume: bool = False, restart: bool = False, watche
     process at a time may do so.
     """
     directory = RunDirectory(recipe.directory)
-    with lock_run(directory.path), _full_disk_said(directory):
+    with lock_run(directory.path), _disk_errors_said(directory):
         notes: list[str] = []
         if resume:
             notes = go_on(recipe, directory)
@@ -109,6 +109,13 @@ def _last_good(recipe: Recipe, directory: RunDirectory, checkpoints: Checkpoints
     refuse_fewer_steps(recipe, directory, last)
     if damaged:
         notes.append(f"ATTENTION: the run goes on from the last good checkpoint, of step {last}.")
+    written = {row.get("step") for row in read_rows(directory.metrics)}
+    lost = [step for step in range(1, last + 1) if step not in written]
+    if lost:
+        notes.append(
+            f"ATTENTION: '{directory.metrics}' lacks the rows of {len(lost)} steps, the first of step {lost[0]}: they were "
+            "lost or removed. The model does not depend on them; curves and report have a gap."
+        )
     if not has_digests(checkpoints.path(last)):
         notes.append(f"the checkpoint of step {last} has no digests (an older version wrote it); only sizes were checked.")
     if last == recipe.warm_start.steps + recipe.steps:
@@ -129,25 +136,20 @@ def _reported(directory: RunDirectory, trainer: Trainer) -> Iterator[None]:
                 print(f"and at the end of the failed run: {error}", file=sys.stderr)
         raise
     trainer.close()
-    try:
-        write_report(directory)
-    except (SensoriumError, OSError):
-        raise
-    except Exception as error:
-        raise RecordError(
-            f"the run in '{directory.path}' is finished and its checkpoints are whole, but its report cannot be written: "
-            f"{type(error).__name__}: {error}. A file in its eval/ or episodes/ may be damaged: remove it, and run the "
-            "command again with --resume."
-        ) from error
+    write_report(directory)
 
 
 @contextmanager
-def _full_disk_said(directory: RunDirectory) -> Iterator[None]:
-    """A disk without room, wherever it is met, ends the run with one paragraph."""
+def _disk_errors_said(directory: RunDirectory) -> Iterator[None]:
+    """A disk without room, and a file of the run that cannot be used, end the run with one paragraph."""
     try:
         yield
+    except SensoriumError:
+        raise
     except Exception as error:
-        full = None if isinstance(error, SensoriumError) else full_disk_error(error)
-        if full is None:
-            raise
-        raise cannot_write(full.filename or directory.path, full) from error
+        full = full_disk_error(error)
+        if full is not None:
+            raise cannot_write(full.filename or directory.path, full) from error
+        if isinstance(error, OSError) and str(error.filename).startswith(str(directory.path)):
+            raise cannot_write(error.filename, error) from error
+        raise
