@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import sensorium as sn
+from sensorium.record.lock import lock_run
 from sensorium.report.metrics import repeatable
 from sensorium.report.watcher import Metrics, Watcher
 from tests.api.small import small_recipe
@@ -100,6 +101,14 @@ def test_a_used_run_directory_is_refused_unless_overwritten(tmp_path: Path) -> N
     (tmp_path / "mine").mkdir()
     with pytest.raises(sn.SensoriumError, match="holds no run"):
         sn.train(recipe, show=False, overwrite=True, run_dir=tmp_path / "mine")
+
+
+def test_a_run_in_use_is_not_overwritten(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path / "run", steps=1)
+    sn.train(recipe, show=False)
+    with lock_run(tmp_path / "run"), pytest.raises(sn.SensoriumError, match="in use"):
+        sn.train(recipe, show=False, overwrite=True)
+    assert len(sn.Run(tmp_path / "run").metrics) == 1
 
 
 def test_an_evaluation_of_a_run_and_of_a_recipe(tmp_path: Path) -> None:

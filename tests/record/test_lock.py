@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sensorium.record.lock import lock_run
+from sensorium.record.lock import lock_run, refuse_moved
 from sensorium.vocabulary.errors import RecordError
 
 HOLDER = """
@@ -85,3 +85,33 @@ def test_a_directory_that_cannot_be_made_is_one_paragraph(tmp_path: Path) -> Non
         pass
     with pytest.raises(RecordError, match="choose another run_dir"), lock_run(tmp_path / "file"):
         pass
+
+
+def test_a_deleted_lock_file_and_a_moved_folder_let_nobody_in(tmp_path: Path) -> None:
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    holder = hold(folder)
+    try:
+        (folder / "run.lock").unlink()
+        with pytest.raises(RecordError, match="in use"), lock_run(folder):
+            pass
+        folder.rename(moved)
+        with pytest.raises(RecordError, match="in use"), lock_run(moved):
+            pass
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    with lock_run(moved):
+        pass
+
+
+def test_who_holds_a_folder_hears_that_it_was_moved_removed_or_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with lock_run(folder):
+        refuse_moved(folder)
+        folder.rename(tmp_path / "moved")
+        with pytest.raises(RecordError, match="moved or removed.*--resume"):
+            refuse_moved(folder)
+        folder.mkdir()
+        with pytest.raises(RecordError, match="another folder stands in its place"):
+            refuse_moved(folder)
+    refuse_moved(folder)

@@ -1,9 +1,12 @@
 """The scorer: missing is not zero, every wait ends, and judgements are repeated from the cache."""
 
 import asyncio
+import re
+import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -135,6 +138,133 @@ def test_a_term_that_returns_something_else_is_missing(returned: object, episode
 
     _, episode = scored(episode_of("x"), (Odd(fails), 1.0))
     assert "'judge': it must return a number, a Score, a tuple of Scores" in episode.scores[0].reason
+
+
+class Unreadable(dict[str, float]):
+    def items(self) -> Any:
+        sys.exit("items")
+
+
+class Text(str):
+    def encode(self, *arguments: Any) -> bytes:
+        raise RuntimeError("encode")
+
+
+class Items(list[float]):
+    def __iter__(self) -> Any:
+        raise RuntimeError("iter")
+
+
+@pytest.mark.parametrize("instant", [True, False])
+def test_a_term_that_raises_gives_a_missing_score_with_its_reason(instant: bool, episode_of: MakeEpisode) -> None:
+    scorer, episode = scored(episode_of("<answer>red</answer>"), (Judge(fails, instant=instant), 1.0), (Exact(), 1.0))
+    assert episode.scores[0].missing
+    assert episode.scores[0].reason == "ConnectionError: the judge is away"
+    assert episode.reward is None
+    assert counts(scorer) == {"judge": (1, 0)}
+    assert counts(scorer) == {}
+
+
+def test_a_term_that_hangs_meets_its_deadline(episode_of: MakeEpisode) -> None:
+    start = time.monotonic()
+    scorer, episode = scored(episode_of("x"), (Judge(hangs), 1.0), deadline_s=0.05, retries=1)
+    assert time.monotonic() - start < 50
+    assert episode.scores[0].value is None
+    assert "'judge' did not answer within 0.05 s (tried 2 times)" in episode.scores[0].reason
+    assert counts(scorer) == {"judge": (1, 1)}
+
+
+def test_a_slow_term_does_not_hold_up_other_episodes(episode_of: MakeEpisode) -> None:
+    all_there = threading.Barrier(20, timeout=60)
+    scorer = Scorer([(Judge(lambda: all_there.wait() * 0.0 + 1.0), 1.0)], retries=0, deadline_s=60)
+
+    async def many() -> list[Episode]:
+        return await asyncio.gather(*(scorer.score(TASK, episode_of("x")) for _ in range(20)))
+
+    assert [e.reward for e in asyncio.run(many())] == [1.0] * 20, "they all work at the same time"
+
+
+def test_a_term_that_recovers_is_heard(episode_of: MakeEpisode) -> None:
+    scorer, episode = scored(episode_of("x"), (Judge(fails, fails, lambda: 0.25), 1.0), retries=2)
+    assert episode.reward == 0.25
+    assert counts(scorer) == {"judge": (0, 2)}
+
+
+def test_too_many_hanging_calls_are_not_added_to(episode_of: MakeEpisode) -> None:
+    judge = Judge(hangs)
+    _, episode = scored(episode_of("x"), (judge, 1.0), deadline_s=0.02, retries=5, concurrency=1)
+    assert judge.calls == 4
+    assert "still hang" in episode.scores[0].reason
+
+
+def test_a_task_at_fault_is_not_asked_about_again(episode_of: MakeEpisode) -> None:
+    class Slow(Exact):
+        instant = False
+
+    scorer, episode = scored(episode_of("x"), (Slow(), 1.0), task=Task("t"), retries=3)
+    assert "task t" in episode.scores[0].reason
+    assert counts(scorer) == {"exact": (1, 0)}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_value_that_is_not_finite_is_missing(value: float, episode_of: MakeEpisode) -> None:
+    _, episode = scored(episode_of("x"), (Judge(lambda: value, instant=True), 1.0))
+    assert episode.scores[0].missing
+    assert "not finite" in episode.scores[0].reason
+
+
+def test_a_term_without_weight_is_recorded_and_cannot_cost_the_total(episode_of: MakeEpisode) -> None:
+    _, episode = scored(
+        episode_of("<answer>red</answer>"), (Judge(fails), 0.0), (Judge(lambda: 3.0, name="length"), 0.0), (Exact(), 1.0)
+    )
+    assert episode.reward == 1.0
+    assert [s.value for s in episode.scores] == [None, 3.0, 1.0]
+
+
+@pytest.mark.parametrize("returned", [None, (), "0.5", [0.5], {}, b"1", (Score("judge", 1.0), 0.5)])
+def test_a_term_that_returns_something_else_is_missing(returned: object, episode_of: MakeEpisode) -> None:
+    class Odd(Judge):
+        def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
+            return returned  # type: ignore[return-value]
+
+    _, episode = scored(episode_of("x"), (Odd(fails), 1.0))
+    assert "'judge': it must return a number, a Score, a tuple of Scores" in episode.scores[0].reason
+
+
+class Unreadable(dict[str, float]):
+    def items(self) -> Any:
+        sys.exit("items")
+
+
+class Text(str):
+    def encode(self, *arguments: Any) -> bytes:
+        raise RuntimeError("encode")
+
+
+class Items(list[float]):
+    def __iter__(self) -> Any:
+        raise RuntimeError("iter")
+
+
+class Classless:
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("class")
+
+    @__class__.setter
+    def __class__(self, value: Any) -> None: ...
+
+
+@pytest.mark.parametrize("instant", [True, False])
+@pytest.mark.parametrize("returned", [Unreadable(a=1.0), Items([1.0]), {Text("\ud800"): 1.0}])
+def test_what_cannot_be_read_is_missing_and_no_crash(returned: object, instant: bool, episode_of: MakeEpisode) -> None:
+    class Odd(Judge):
+        def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
+            return returned  # type: ignore[return-value]
+
+    _, episode = scored(episode_of("x"), (Odd(fails, instant=instant), 1.0))
+    assert episode.scores[0].missing
+    assert re.search("items|iter|surrogate", episode.scores[0].reason)
 
 
 @pytest.mark.parametrize("status", [Status.FAILED, Status.ABORTED])

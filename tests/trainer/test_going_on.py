@@ -267,3 +267,14 @@ def test_a_live_run_cannot_be_resumed_and_a_killed_one_can(run: Path) -> None:
         child.wait()
     train(load_recipe(run, ["steps=5"]), resume=True)
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def test_a_run_whose_directory_is_moved_stops_and_writes_nothing_in_its_old_place(tmp_path: Path) -> None:
+    class Moves(Watcher):
+        def stepped(self, step: int, metrics: Any) -> None:
+            (tmp_path / "run").rename(tmp_path / "moved")
+
+    with pytest.raises(RecordError, match=r"moved or removed.*--resume"):
+        train(small(tmp_path / "run", "checkpoint.every=2"), watchers=[Moves()])
+    assert not (tmp_path / "run").exists()
+    assert (tmp_path / "moved" / "metrics.jsonl").exists()

@@ -9,6 +9,7 @@ from sensorium.api.outside import outside_loop
 from sensorium.api.recipes import recipe_of
 from sensorium.api.run import Run
 from sensorium.recipe.schema import Recipe
+from sensorium.record.lock import lock_run
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.watcher import Watcher
 from sensorium.vocabulary.errors import RecipeError
@@ -58,10 +59,11 @@ def _console(recipe: Recipe) -> list[Watcher]:
 
 
 def _take_away(recipe: Recipe) -> None:
-    """Remove an earlier run, and nothing that is not one."""
+    """Remove an earlier run, and nothing that is not one or that a process still works in."""
     directory = RunDirectory(recipe.directory)
     if not directory.path.exists():
         return
     if not directory.exists():
         raise RecipeError(f"overwrite: '{directory.path}' holds no run, so it is not taken away; remove it yourself.")
-    shutil.rmtree(directory.path)
+    with lock_run(directory.path):
+        shutil.rmtree(directory.path)

@@ -330,7 +330,7 @@ class Recipe(Section):
     """A whole run."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="names the run directory")
-    seed: int = 0
+    seed: int = Field(default=0, ge=-(2**63), lt=2**63)
     steps: int = Field(ge=0)
     run_dir: Path | None = Field(default=None, description="default: runs/NAME")
     threads: int = Field(default=0, ge=0, description="CPU threads; 0: as the machine has")

@@ -132,10 +132,10 @@ class Scorer:
     def _in_place(self, term: RewardTerm, task: Task, episode: Episode) -> tuple[Score, ...]:
         """Ask a term that is plain computation; it has no event loop to wait in."""
         returned, error = attempt(term.score, task, episode)
-        if isawaitable(returned):
-            closing = getattr(returned, "close", None)
-            if closing is not None:
-                closing()
+        awaitable, unreadable = attempt(isawaitable, returned)
+        error = error or unreadable
+        if awaitable:
+            attempt(getattr(returned, "close", lambda: None))
             error = RewardFailure(f"reward term '{term.name}' is async, so it cannot be instant; set instant = False")
         try:
             if error is None:

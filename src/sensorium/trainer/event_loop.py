@@ -55,5 +55,6 @@ async def _registered(main: Coroutine[Any, Any, Result], thread: int) -> Result:
     try:
         return await main
     finally:
-        with _lock:
-            del _running[thread]
+        with _lock:  # a coroutine that a second Ctrl-C left behind ends late, when another may run in its thread
+            if _running.get(thread, (None, None))[1] is task:
+                del _running[thread]

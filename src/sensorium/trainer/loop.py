@@ -15,6 +15,7 @@ import torch
 from sensorium.learner.learner import Learner, Sample
 from sensorium.models.reference import Reference
 from sensorium.recipe.schema import Recipe
+from sensorium.record.lock import refuse_moved
 from sensorium.record.retention import GIB, Retention
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.episodes import write_episodes
@@ -194,12 +195,14 @@ class Trainer:
 
     def _record(self, step: int, collected: Collected) -> None:
         """Write the step's episodes and their fates."""
+        refuse_moved(self.directory.path)
         write_episodes(self.directory.episodes_of(step), step, collected.played, self.recipe.logging.episodes)
         self.ledger.record(step, collected.played, collected.fates)
         self.ledger.advance(step, "trained")
 
     async def _close_step(self, row: dict[str, float], evidence: Evidence) -> None:
         """Evaluate and checkpoint where due, judge the step's health, and write the row."""
+        refuse_moved(self.directory.path)
         self.step += 1
         row |= await self._evaluate()
         self._thin_logs()
@@ -242,6 +245,7 @@ class Trainer:
 
     def _save(self) -> None:
         """Write a checkpoint with everything needed to go on exactly."""
+        refuse_moved(self.directory.path)
         self._announce("checkpoint")
         started = time.perf_counter()
         damaged = self.health.damaged

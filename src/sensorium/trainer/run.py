@@ -9,7 +9,7 @@ from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.names import build
 from sensorium.recipe.schema import Recipe
 from sensorium.record.durable import cannot_write, full_disk_error, read_rows
-from sensorium.record.lock import lock_run
+from sensorium.record.lock import lock_run, refuse_moved
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.html import write_report
 from sensorium.report.metrics import MetricsFile
@@ -129,13 +129,22 @@ def _reported(directory: RunDirectory, trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for last_thing in (trainer.close, lambda: write_report(directory)):
+        for last_thing in (trainer.close, lambda: _report_in_place(directory)):
             try:
                 last_thing()
             except Exception as error:
                 print(f"and at the end of the failed run: {error}", file=sys.stderr)
         raise
     trainer.close()
+    write_report(directory)
+
+
+def _report_in_place(directory: RunDirectory) -> None:
+    """Write the report of a run that failed, unless its directory has gone: that has been said, and is not made anew."""
+    try:
+        refuse_moved(directory.path)
+    except RecordError:
+        return
     write_report(directory)
 
 

@@ -73,12 +73,13 @@ def text_of(value: Any) -> str:
     """A text that can be written as UTF-8; half of a surrogate pair cannot."""
     if not isinstance(value, str):
         raise ValueError(f"{shown(value)} is no text")
+    plain = str.__str__(value)  # of a class of its own it might do anything
     try:
-        value.encode()
+        plain.encode()
     except UnicodeEncodeError as error:
-        broken = value[error.start : error.start + 1]
-        raise ValueError(f"the text {shown(value)} has a lone surrogate {broken!a}, which is no character") from error
-    return str.__str__(value)
+        broken = plain[error.start : error.start + 1]
+        raise ValueError(f"the text {shown(plain)} has a lone surrogate {broken!a}, which is no character") from error
+    return plain
 
 
 def json_of(value: Any, depth: int = 0) -> Any:
