@@ -2,12 +2,13 @@
 
 import json
 import multiprocessing
+import os
 import resource
 from pathlib import Path
 
 import pytest
 
-from sensorium.record.durable import append_row, read_json, read_rows, write_all, write_whole
+from sensorium.record.durable import append_row, read_json, read_rows, rewrite_rows, write_all, write_whole
 from sensorium.vocabulary.errors import RecordError
 
 
@@ -69,3 +70,16 @@ def test_a_row_that_is_no_object_is_named(tmp_path: Path) -> None:
     path.write_text('{"a": 1}\n[2]\n')
     with pytest.raises(RecordError, match="line 2: no JSON object"):
         list(read_rows(path))
+
+
+def test_a_pipe_is_not_waited_for_and_deep_nesting_is_damage(tmp_path: Path) -> None:
+    pipe, deep = tmp_path / "pipe", tmp_path / "deep"
+    os.mkfifo(pipe)
+    deep.write_text("[" * 100_000 + "\n")
+    for path, reason in ((pipe, "a pipe"), (deep, "recursion")):
+        with pytest.raises(RecordError, match=reason):
+            list(read_rows(path))
+        with pytest.raises(RecordError, match=reason):
+            rewrite_rows(path, lambda row: True)
+        with pytest.raises(RecordError, match=reason):
+            read_json(path, "Remove it.")

@@ -109,7 +109,7 @@ def test_who_holds_a_folder_hears_that_it_was_moved_removed_or_replaced(tmp_path
     with lock_run(folder):
         refuse_moved(folder)
         folder.rename(tmp_path / "moved")
-        with pytest.raises(RecordError, match="moved or removed.*--resume"):
+        with pytest.raises(RecordError, match=r"moved or removed.*--resume"):
             refuse_moved(folder)
         folder.mkdir()
         with pytest.raises(RecordError, match="another folder stands in its place"):

@@ -23,7 +23,6 @@ def test_a_run_after_one_whose_end_was_interrupted_too() -> None:
             raise KeyboardInterrupt
 
     async def cut_off() -> None:
-        left.append(cut)
         await asyncio.gather(interrupted_at_its_end(), interrupted())
 
     async def whole() -> int:
@@ -32,8 +31,7 @@ def test_a_run_after_one_whose_end_was_interrupted_too() -> None:
         await asyncio.sleep(0)
         return 7
 
-    cut = cut_off()
+    left.append(cut_off())
     with pytest.raises(KeyboardInterrupt):
-        run_async(cut)
-    del cut
+        run_async(left[0])
     assert run_async(whole()) == 7

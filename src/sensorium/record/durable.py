@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import sqlite3
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -112,10 +113,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def read_json(path: Path, way_out: str) -> dict[str, Any]:
     """The object in a JSON file; a damaged one is an error that names the file and ``way_out``."""
     try:
+        _refuse_pipe(path)
         data = json.loads(path.read_bytes())
     except OSError as error:
         raise RecordError(f"cannot read '{path}': {error.strerror}. {way_out}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecordError(f"'{path}' is damaged: it is not JSON ({error}). {way_out}") from error
     if not isinstance(data, dict):
         raise RecordError(f"'{path}' is damaged: it holds no JSON object. {way_out}")
@@ -134,6 +136,7 @@ def flush(path: Path) -> None:
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
     try:
+        _refuse_pipe(path)
         yield
     except OSError as error:
         raise RecordError(f"cannot read '{path}': {error.strerror}. Remove it, or put back a copy.") from error
@@ -173,9 +176,16 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
         row = json.loads(line)
         if isinstance(row, dict):
             return row
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problem = f"not a JSON row ({error})"
     raise RecordError(f"{path}, line {number}: {problem}; mend or remove that line.")
+
+
+def _refuse_pipe(path: Path) -> None:
+    """Refuse what is neither file nor folder: a pipe would be waited for, for ever."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(errno.EINVAL, "a pipe or a device stands where a file should be")
 
 
 def _plain(value: Any) -> Any:

@@ -39,7 +39,7 @@ class Retention:
         self._notes = []
         if not self._sizes:
             for folder in (self.directory.episodes, self.directory.eval):
-                self._sizes |= {path: path.stat().st_size for path in folder.glob("step_*.jsonl")}
+                self._sizes |= {path: path.stat().st_size for path in folder.glob("step_*.jsonl") if path.exists()}
         for path in (self.directory.episodes_of(step), *self.directory.eval.glob(f"step_{step:06d}_*.jsonl")):
             if path.exists():
                 self._sizes[path] = path.stat().st_size

@@ -222,7 +222,7 @@ def _listed(path: Path) -> dict[str, FileContent]:
             name: FileContent(entry) if isinstance(entry, int) else FileContent(entry["size"], entry["digest"])
             for name, entry in files.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"its {MARKER} is damaged") from error
 
 
