@@ -203,3 +203,18 @@ def test_the_blank_view_tells_nothing_of_the_lake() -> None:
         after = world.step("<answer>Down</answer>").observation
         pictures.update(media.hash for message in (after.messages if after else ()) for media in message.media)
     assert len(pictures) == 1
+
+
+@pytest.mark.parametrize(("size", "p"), [(2, 0.5), (4, 0.8), (5, 0.55), (8, 0.9), (12, 0.7), (6, 1.0)])
+def test_the_map_of_a_seed_is_the_one_gymnasium_makes(size: int, p: float) -> None:
+    from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+
+    for seed in range(20):
+        assert lake(size, p, seed) == tuple(generate_random_map(size=size, p=p, seed=seed))
+
+
+def test_options_of_a_row_cannot_keep_the_run_busy_for_ever() -> None:
+    with pytest.raises(EnvironmentFailure, match="raise p"):
+        lake(8, 0.01, 0)
+    with pytest.raises(RecipeError, match="width"):
+        FrozenLake(MediaStore(), size=64, cell=512)

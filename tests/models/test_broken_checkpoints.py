@@ -107,3 +107,19 @@ def test_a_path_below_a_folder_that_is_here_is_no_hub_id(tmp_path: Path, monkeyp
     with pytest.raises(ModelError, match=r"'runs/somethink': there is no such folder; did you mean 'something'\?"):
         find_checkpoint("runs/somethink")
     assert find_checkpoint("Qwen/Qwen3-VL-2B-Instruct") == "Qwen/Qwen3-VL-2B-Instruct"
+
+
+def test_a_checkpoint_that_brings_code_is_refused_and_nobody_is_asked(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda *prompt: "y")
+    (model / "own.py").write_text("raise SystemExit('it ran')")
+    change(model / "config.json", model_type="own", auto_map={"AutoConfig": "own.Config"})
+    assert "Python code of its own, which is not run" in refused(model)
+    assert "[y/N]" not in "".join(capfd.readouterr())
+
+
+def test_weights_that_are_no_safetensors_are_refused(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    torch.save({"weight": torch.zeros(2)}, model / "pytorch_model.bin")
+    assert "no weights as safetensors" in refused(model)

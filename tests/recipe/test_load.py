@@ -160,6 +160,7 @@ def test_what_is_wrong_in_the_file_is_named_with_its_line(text: str, said: str) 
         ("model.dtype=float16", "'model.dtype' is 'float16'; it must be 'float32' or 'bfloat16'."),
         ("model.gradient_checkpointing=yes", "'model.gradient_checkpointing' is 'yes'; it must be true or false."),
         ("tasks.train=[]", "'tasks.train' needs at least 1 items and has 0."),
+        ("batch.group_size=" + "[" * 5000, "not valid YAML: it is nested too deep"),
         ("batch.group_size=[", "override 'batch.group_size=[': not valid YAML"),
     ],
 )

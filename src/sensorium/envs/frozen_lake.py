@@ -28,6 +28,9 @@ ANSWER_ALONE = re.compile(r"\s*<answer>[^<]*</answer>\s*", re.IGNORECASE)
 
 Grid = tuple[str, ...]
 
+MOST_TRIES = 10_000
+MOST_PIXELS_ACROSS = 4096
+
 
 class FrozenLake:
     """One lake, walked once. Pays ``goal_reward`` at the goal, ``format_reward`` for each valid and well-formed response.
@@ -63,6 +66,7 @@ class FrozenLake:
         _within("max_turns", max_turns, 1, 10**6)
         _within("max_actions_per_turn", max_actions_per_turn, 1, 10**6)
         _within("cell", cell, 4, 512)
+        _within("size times cell (the picture's width)", size * cell, 8, MOST_PIXELS_ACROSS)
         _within("demonstration_noise", demonstration_noise, 0.0, 1.0)
         self.store = store
         self.size, self.p, self.slippery = size, p, slippery
@@ -190,10 +194,23 @@ class FrozenLake:
 
 @lru_cache(maxsize=4096)
 def lake(size: int, p: float, seed: int) -> Grid:
-    """The map a seed stands for, always solvable: S start, G goal, F frozen, H hole."""
-    from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+    """The map a seed stands for, always solvable: S start, G goal, F frozen, H hole. Gymnasium's map of that seed.
 
-    return tuple(generate_random_map(size=size, p=p, seed=seed))
+    Maps are drawn until one is solvable. Rows of data may ask for ice so thin that none ever is, so tries are bounded.
+    """
+    from gymnasium.utils.seeding import np_random
+
+    numbers, _ = np_random(seed)
+    chance = min(1.0, p)
+    for _ in range(MOST_TRIES):
+        cells = numbers.choice(["F", "H"], (size, size), p=[chance, 1 - chance])
+        cells[0][0], cells[-1][-1] = "S", "G"
+        grid = tuple("".join(row) for row in cells)
+        if safe_way(grid, 0) is not None:
+            return grid
+    raise EnvironmentFailure(
+        f"frozen_lake: of {MOST_TRIES:,} maps of size {size} with p {p:g} none can be walked across; raise p, or shrink it."
+    )
 
 
 def safe_way(grid: Grid, place: int) -> tuple[int, ...] | None:

@@ -47,7 +47,7 @@ def load_policy(
         raise ModelError(f"model.dtype: unknown dtype '{dtype}'{nearest(dtype, list(DTYPES))}")
     place = find_checkpoint(path)
     with _naming(path, place):
-        config = AutoConfig.from_pretrained(place)
+        config = AutoConfig.from_pretrained(place, trust_remote_code=False)
     _refuse_quantized(path, config)
     chosen = find_device(device)
     family = family_of(config.model_type, family)
@@ -55,13 +55,15 @@ def load_policy(
     with _naming(path, place), quiet():
         model, report = _model_class(config).from_pretrained(
             place,
+            use_safetensors=True,  # older weight files are pickles
+            trust_remote_code=False,  # None would ask at a terminal whether to run a checkpoint's own code
             dtype=DTYPES[dtype],
             attn_implementation=adapter_class.attention,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
         )
         processor = _processor(place, config)
-        tokenizer = processor.tokenizer if processor is not None else AutoTokenizer.from_pretrained(place)
+        tokenizer = getattr(processor, "tokenizer", None) or AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     if report["mismatched_keys"]:
         name, there, wanted = sorted(report["mismatched_keys"])[0]
         raise ModelError(
@@ -157,7 +159,7 @@ def _processor(place: str, config: Any) -> Any:
         return None
     from transformers import AutoProcessor
 
-    processor = AutoProcessor.from_pretrained(place)
+    processor = AutoProcessor.from_pretrained(place, trust_remote_code=False)
     if not processor.chat_template:  # older checkpoints keep it in tokenizer_config.json alone
         processor.chat_template = processor.tokenizer.chat_template
     return processor
@@ -221,6 +223,10 @@ def _naming(path: str, place: str) -> Iterator[None]:
 def _reason(error: BaseException, place: str) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = lines[0] if lines else type(error).__name__
+    if "custom code" in reason:
+        return "it brings Python code of its own, which is not run. Use a checkpoint of a family that transformers knows."
+    if Path(place).is_dir() and not any(Path(place).glob("*.safetensors")):
+        return "it has no weights as safetensors, and no other kind is read (pickles can run code). Save it as safetensors."
     if isinstance(error, SafetensorError):
         return f"a weight file is cut short or damaged ({reason}). Copy or download it again."
     return reason if Path(place).is_dir() else f"it is no folder here, and not to be had as a hub id: {reason}"

@@ -49,6 +49,8 @@ def read_yaml(text: str, where: str) -> tuple[Any, Lines]:
             return loader.construct_document(node), lines
         finally:
             loader.dispose()
+    except RecursionError as error:
+        raise RecipeError(f"{where}: not valid YAML: it is nested too deep.") from error
     except pyyaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None and "\n" in text else ""

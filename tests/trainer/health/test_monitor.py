@@ -124,3 +124,14 @@ def test_a_short_run_whose_cause_is_known_is_refused(tmp_path: Path) -> None:
     go(health, tmp_path, [{"groups/trained": 0, "policy/skipped": 1}])
     with pytest.raises(NothingTrained, match="none of the 1 steps"):
         health.refuse_untrained()
+
+
+def test_a_resumed_run_whose_health_file_was_taken_away_still_tells(tmp_path: Path) -> None:
+    health, _ = monitor(tmp_path)
+    go(health, tmp_path, [FAST])
+    RunDirectory(tmp_path).health.unlink()
+    resumed, ear = monitor(tmp_path)
+    resumed.restore()
+    resumed.remind()
+    assert ear.heard
+    assert all("health.jsonl" in notice.text for notice in ear.heard)

@@ -58,6 +58,10 @@ class Courses:
         return told
 
 
+LOST = ("the metrics say so, but what was told of it is no longer in health.jsonl", False)
+"""What is told of a finding of before the run was resumed, if the file that held its text was taken away."""
+
+
 class Health:
     """Examines the steps of a run. ``damaged`` is true while checkpoints should not push out earlier ones."""
 
@@ -87,7 +91,7 @@ class Health:
     def remind(self) -> None:
         """Tell the watchers of a resumed run what lasts."""
         for rule, course in self.courses.open.items():
-            text, grave = self._texts[rule]
+            text, grave = self._texts.get(rule, LOST)
             self.watcher.diagnosed(Notice(course.began, rule, "goes on", text, grave))
 
     def look(self, step: int, results: Sequence[SightResult]) -> dict[str, float]:
@@ -142,7 +146,7 @@ class Health:
 
     def _causes(self) -> str:
         """What is known of the reasons, the grave ones first."""
-        known = sorted((self._texts[rule] for rule in self.courses.open), key=lambda told: not told[1])
+        known = sorted((self._texts.get(rule, LOST) for rule in self.courses.open), key=lambda told: not told[1])
         if not known:
             return "In every step all attempts at a task were paid the same, so there was nothing to tell them apart by."
         return " ".join(text[:1].upper() + text[1:] + "." for text, _ in known)
@@ -150,7 +154,7 @@ class Health:
     def _tell(self, step: int, found: Sequence[Finding]) -> None:
         self._texts |= {finding.rule: (finding.text, finding.grave) for finding in found}
         for rule, state in self.courses.advance(step, [finding.rule for finding in found]):
-            text, grave = self._texts[rule]
+            text, grave = self._texts.get(rule, LOST)
             notice = Notice(step, rule, state, text, grave)
             write_notice(self.directory.health, notice)
             self.watcher.diagnosed(notice)
