@@ -12,6 +12,7 @@ from rich.text import Text
 
 from sensorium import __version__
 from sensorium.cli.stopping import stopping_in_order
+from sensorium.record.durable import cannot_write, full_disk_error
 from sensorium.vocabulary.errors import SensoriumError, nearest
 
 COMMANDS = {
@@ -43,15 +44,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return run_command(arguments[0], arguments[1:])
         except SensoriumError as error:
-            text = Text.assemble(("error: ", "bold red"), " ".join(str(error).split()))
-            Console(stderr=True).print(text, soft_wrap=True)
-            return 2
+            return _tell(error)
         except KeyboardInterrupt:
             print(f"\n{stop.word}", file=sys.stderr)
             return stop.code
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
+        except OSError as error:
+            if full_disk_error(error) is None:
+                raise
+            return _tell(cannot_write(error.filename or "the output", error))
+
+
+def _tell(error: SensoriumError) -> int:
+    """A user's mistake in one paragraph; returns the exit code."""
+    text = Text.assemble(("error: ", "bold red"), " ".join(str(error).split()))
+    Console(stderr=True).print(text, soft_wrap=True)
+    return 2
 
 
 def run_command(name: str, arguments: Sequence[str]) -> int:

@@ -3,7 +3,6 @@
 Pairing is what makes a small difference visible: tasks that both get right, or both get wrong, say nothing about it.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from sensorium.evaluation.folder import EvaluationFolder
 from sensorium.evaluation.intervals import mean_interval, paired_interval, sign_test
 from sensorium.evaluation.sample import Sample
 from sensorium.evaluation.summary import by_task
+from sensorium.record.durable import read_json
 from sensorium.vocabulary.errors import TaskError
 
 Name = tuple[str, int]
@@ -23,7 +23,7 @@ def compare_folders(a: EvaluationFolder, b: EvaluationFolder) -> dict[str, Any]:
     """Compare two finished evaluations. Whatever differs beside the model is noted."""
     found = compare(a.read(), b.read())
     claims = [folder.known() or {} for folder in (a, b)]
-    told = json.loads(b.summary.read_text())
+    told = read_json(b.summary, "Run its evaluation again; it goes on and writes the summary anew.")
     order = [category for category in told["categories"] if category in found["categories"]]
     sides = {
         side: {"folder": str(folder.path), "model": claim["model"], "settings": claim["settings"]}

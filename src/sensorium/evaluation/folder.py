@@ -8,14 +8,15 @@ away and played again whole. ``summary.json`` is there only when every sample is
 import fcntl
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from sensorium.evaluation.sample import Row, Sample, sample_from
-from sensorium.record.durable import read_rows, to_line, write_whole
-from sensorium.vocabulary.errors import CheckpointError
+from sensorium.record.durable import flush, read_json, read_rows, to_line, write_all, write_whole, writing
+from sensorium.vocabulary.errors import CheckpointError, RecordError
 
 Claim = Mapping[str, Any]
 """What an evaluation is of: model, weights, settings, recipe, tasks, surroundings."""
@@ -80,21 +81,26 @@ class EvaluationFolder:
         """What the evaluation here is of; None if there is none."""
         if not self.claim.exists():
             return None
-        known: dict[str, Any] = json.loads(self.claim.read_text())
-        return known
+        return read_json(self.claim, _way_out())
 
     @contextmanager
     def journal(self) -> Iterator["Journal"]:
         """The samples file, open for this process alone."""
-        descriptor = os.open(self.samples, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        with writing(self.samples):
+            descriptor = os.open(self.samples, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            except BlockingIOError as error:
                 raise CheckpointError(
                     f"another process is evaluating into '{self.path}'. Wait for it, or choose another folder (--out)."
                 ) from error
-            _flush(self.path)  # the file's name, too, must outlive a crash
+            except OSError as error:
+                warnings.warn(
+                    f"'{self.path}' cannot be locked ({error.strerror}); see to it that no other process writes there.",
+                    stacklevel=3,
+                )
+            flush(self.path)  # the file's name, too, must outlive a crash
             yield Journal(self.samples, descriptor)
         finally:
             os.close(descriptor)
@@ -109,7 +115,10 @@ class EvaluationFolder:
 
     def read_so_far(self) -> list[Sample]:
         """The samples that are there."""
-        return [sample_from(row) for row in read_rows(self.samples)]
+        try:
+            return [sample_from(row) for row in read_rows(self.samples)]
+        except (KeyError, TypeError, ValueError) as error:
+            raise RecordError(f"'{self.samples}' is damaged: a line is no sample ({error!r}). {_way_out()}") from error
 
     def finish(self, summary: Mapping[str, Any], table: str) -> None:
         """Write what was found."""
@@ -132,10 +141,9 @@ class Journal:
 
     def append(self, rows: Sequence[Row]) -> None:
         """Add the lines of a chunk; they are on the disk when this returns."""
-        data = memoryview("".join(to_line(row) for row in rows).encode())
-        while data:
-            data = data[os.write(self._descriptor, data) :]
-        os.fsync(self._descriptor)
+        with writing(self._path):
+            write_all(self._descriptor, "".join(to_line(row) for row in rows).encode())
+            os.fsync(self._descriptor)
 
     def _ends(self, chunks: Sequence[Sequence[Key]]) -> list[int]:
         """Where each whole chunk ends, in bytes. The first line that is not what should stand there ends what is known."""
@@ -150,14 +158,6 @@ class Journal:
                     place += len(line)
                 ends.append(place)
         return ends
-
-
-def _flush(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _key(line: bytes) -> Key | None:

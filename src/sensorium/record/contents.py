@@ -1,7 +1,7 @@
 """What the files of a folder hold, by content: sizes and digests, so that one changed byte is noticed.
 
-A file's digest is the BLAKE2b of the BLAKE2b digests of its 16 MiB pieces, in order. Pieces are hashed in threads (hashlib
-lets go of Python's lock), so that a large checkpoint costs little beside writing it.
+A file's digest is the SHA-256 of the SHA-256 digests of its 16 MiB pieces, in order. Processors have instructions for it
+(1.5 GB/s a core), and pieces are hashed in threads, so that a large checkpoint costs little beside writing it.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ def digest_of(path: Path) -> str:
 
 def _digests(paths: list[Path]) -> list[tuple[Path, str]]:
     pieces = [(path, at) for path in paths for at in range(0, max(path.stat().st_size, 1), PIECE)]
-    wholes = {path: hashlib.blake2b(digest_size=16) for path in paths}
+    wholes = {path: hashlib.sha256() for path in paths}
     with ThreadPoolExecutor(THREADS) as pool:
         for (path, _), digest in zip(pieces, pool.map(_piece, pieces), strict=True):
             wholes[path].update(digest)
@@ -69,7 +69,7 @@ def _digests(paths: list[Path]) -> list[tuple[Path, str]]:
 
 def _piece(place: tuple[Path, int]) -> bytes:
     path, at = place
-    digest = hashlib.blake2b()
+    digest = hashlib.sha256()
     with path.open("rb") as file:
         file.seek(at)
         left = PIECE
