@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -165,3 +167,15 @@ def test_unknown_dtypes_and_devices_are_refused(folder: Path) -> None:
         load(folder, dtype="bfloat")
     with pytest.raises(ModelError, match="unknown device 'gpu'"):
         find_device("gpu")
+
+
+def test_models_are_loaded_by_several_threads_at_once(folder: Path) -> None:
+    start = threading.Barrier(4, timeout=60)
+
+    def work(_: int) -> object:
+        start.wait()
+        return load(folder)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert len(list(pool.map(work, range(4)))) == 4
+    load(folder)

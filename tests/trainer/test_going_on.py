@@ -278,3 +278,18 @@ def test_a_run_whose_directory_is_moved_stops_and_writes_nothing_in_its_old_plac
         train(small(tmp_path / "run", "checkpoint.every=2"), watchers=[Moves()])
     assert not (tmp_path / "run").exists()
     assert (tmp_path / "moved" / "metrics.jsonl").exists()
+
+
+def test_a_run_stays_where_it_is_when_somebody_changes_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wanders(Watcher):
+        def stepped(self, step: int, metrics: Any) -> None:
+            os.chdir(tmp_path / "elsewhere")
+
+    (tmp_path / "elsewhere").mkdir()
+    recipe = small(tmp_path / "run").model_copy(update={"run_dir": Path("run")})
+    monkeypatch.chdir(tmp_path)
+    train(recipe, watchers=[Wanders()])
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 3

@@ -1,6 +1,7 @@
 """From a recipe's model path to a policy: a folder, a hub id, a shipped model or a tiny one made on the spot."""
 
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
@@ -24,6 +25,10 @@ from sensorium.vocabulary.errors import ModelError, nearest
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+_loading = threading.Lock()
+"""While transformers loads a model it changes torch for the whole process: loads in two threads would spoil each other."""
+
+
 def load_policy(
     path: str,
     *,
@@ -41,6 +46,21 @@ def load_policy(
     ``lora`` with a rank puts fresh adapters into it, drawn by ``seed``. ``decoder``: of the store's media, where others
     share it (judges, the log); else the policy has its own. ``media_bytes`` of preprocessed media are kept in memory.
     """
+    with _loading:
+        return _load(path, store, dtype, device, family, lora, seed, decoder, media_bytes)
+
+
+def _load(
+    path: str,
+    store: MediaStore,
+    dtype: str,
+    device: str,
+    family: str,
+    lora: LoraSection | None,
+    seed: int,
+    decoder: Decoder | None,
+    media_bytes: int,
+) -> Policy:
     from transformers import AutoConfig, AutoTokenizer
 
     if dtype not in DTYPES:

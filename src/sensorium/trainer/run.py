@@ -40,7 +40,7 @@ def train(recipe: Recipe, *, resume: bool = False, restart: bool = False, watche
     ``resume``: from the last good checkpoint. ``restart``: from the beginning, in a directory whose run has none. One
     process at a time may do so.
     """
-    directory = RunDirectory(recipe.directory)
+    directory = RunDirectory(recipe.directory.absolute())  # a reward or an environment may change the working directory
     with lock_run(directory.path), _disk_errors_said(directory):
         notes: list[str] = []
         if resume:
@@ -54,7 +54,7 @@ def train(recipe: Recipe, *, resume: bool = False, restart: bool = False, watche
             trainer.ledger.rewind(0)
         with _reported(directory, trainer):
             run_async(trainer.run())
-    return directory.path
+    return recipe.directory
 
 
 def open_trainer(
