@@ -277,6 +277,12 @@ def test_a_frozen_group_does_not_move_and_others_do(tmp_path: Path) -> None:
     assert all("visual" not in name or "merger" in name for name in moved)
 
 
+def test_a_term_cannot_take_the_name_of_a_metric_of_all_terms(tmp_path: Path) -> None:
+    terms = [{"name": "exact", "options": {"name": "mean"}}]
+    with pytest.raises(RecipeError, match="'mean' is that of a metric"):
+        run(tmp_path / "run", rewards=RECIPE["rewards"] | {"terms": terms})
+
+
 def test_tasks_without_the_answer_that_a_term_needs_are_refused_or_said_at_the_start(tmp_path: Path) -> None:
     from sensorium.report.watcher import Watcher
 

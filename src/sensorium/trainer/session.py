@@ -89,6 +89,8 @@ def make_scorer(section: RewardsSection, judgements: JudgementCache | None) -> S
     names = [term.name for term, _ in terms]
     if len(set(names)) < len(names):
         raise RecipeError(f"rewards.terms: names must differ, got {', '.join(names)}; give one of them an option 'name'.")
+    if taken := sorted(set(names) & {"mean", "greedy"}):
+        raise RecipeError(f"rewards.terms: the name '{taken[0]}' is that of a metric of all terms; give it another 'name'.")
     return Scorer(
         terms,
         deadline_s=section.deadline_s,
