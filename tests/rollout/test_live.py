@@ -22,9 +22,9 @@ from sensorium.vocabulary import EnvironmentSpec, Episode, Message, Status, Task
 from sensorium.vocabulary.errors import RecipeError
 
 RELEASED = threading.Event()
+"""What hangs here hangs until the test is over."""
 DEADLINE_S = 3.0
 """Of what hangs for ever. Long enough for what does not, on a machine that is busy with other things."""
-"""What hangs here hangs until the test is over."""
 
 
 @pytest.fixture(scope="module")
