@@ -36,3 +36,11 @@ def test_weighted_sum_equals_the_formula_however_tokens_are_cut(sequences, name,
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ValueError, match="median"):
         sequence_weights("median", torch.tensor([1]))
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"])
+def test_a_sequence_that_does_not_count_weighs_nothing(aggregation: str) -> None:
+    """Its tokens may still be there: so rejected sequences drop out."""
+    weights_S = sequence_weights(aggregation, torch.tensor([3, 0, 2]), constant=4.0)
+    assert weights_S[1] == 0
+    assert weights_S[[0, 2]].equal(sequence_weights(aggregation, torch.tensor([3, 2]), constant=4.0))

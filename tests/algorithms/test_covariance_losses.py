@@ -62,7 +62,7 @@ def test_rejected_tokens_count_in_no_mean_and_no_share(name: str, update: Update
 
 
 def test_an_update_with_everything_rejected_holds_nobody() -> None:
-    tokens = spread()
+    tokens = whole([[Token(-i / 25, -i / 25 - 0.1, 1.0 if i < 50 else -1.0, i / 100) for i in range(100)]])
     nobody = replace(tokens, update=replace(tokens.update, kept_U=torch.zeros(100, dtype=torch.bool)))
     assert kl_cov.loss(nobody, cov_share=1.0).loss_N.equal(kl_cov.loss(nobody, cov_kl_coef=0.0).loss_N)
     assert not clip_cov.loss(nobody, cov_share=1.0).clipped_N.any()

@@ -116,6 +116,14 @@ def approx(values_N: Tensor) -> object:
 
 
 @pytest.mark.parametrize("name", ["gspo", "gmpo"])
+def test_the_dual_clip_leaves_a_good_sequence_alone(name: str) -> None:
+    tokens = whole([[Token(-1.0, -2.5, advantage, 0.5)] for advantage in (2.0, -2.0)])
+    out = run(name, tokens, 2.0, 4.0, DUAL)
+    assert out.clipped_N.tolist() == [False, True]
+    assert out.loss_N.tolist() == pytest.approx([-2 * math.exp(1.5), 2 * DUAL])
+
+
+@pytest.mark.parametrize("name", ["gspo", "gmpo"])
 def test_without_its_sequences_it_refuses_to_run(name: str) -> None:
     tokens = whole([[Token(-1.0, -1.0, 1.0, 0.5)]])
     with pytest.raises(AssertionError, match=name):

@@ -143,6 +143,17 @@ def test_a_non_finite_update_stops_before_the_weights_move(what: str, checkpoint
     assert all(p.grad is None for p in policy.model.parameters())
 
 
+def test_a_gradient_that_is_not_finite_stops_the_update_also_where_the_loss_is(checkpoints: dict[str, Path]) -> None:
+    policy = open_policy(checkpoints["qwen2_5_vl"])
+    learner = make_learner(policy)
+    before = weights(policy)
+    policy.model.get_decoder().norm.weight.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(NonFiniteUpdate, match=r"gradient norm (inf|nan).* 1 parameters with a bad gradient"):
+        learner.step([Player(policy).single_turn()])
+    assert all(torch.equal(p, before[name]) for name, p in policy.model.named_parameters())
+    assert policy.version == 0
+
+
 def test_a_step_that_stopped_at_a_later_update_is_gone_on_with_exactly(checkpoints: dict[str, Path]) -> None:
     policy = open_policy(checkpoints["qwen2_5_vl"])
     groups = play(policy)
