@@ -92,3 +92,10 @@ def test_what_cannot_be_said_is_refused_by_name(model: sn.Model, tmp_path: Path)
         model.chat([tmp_path / "none.png", "?"])
     with pytest.raises(sn.SensoriumError, match="no run"):
         sn.load(tmp_path)
+
+
+def test_the_name_of_a_picture_as_a_string_is_refused(model: sn.Model) -> None:
+    with pytest.raises(sn.SensoriumError, match=r"which the model would read as words.* give Path\('cat\.PNG'\)"):
+        model.chat(["cat.PNG", "What is it?"])
+    assert model.chat(["What is cat.png", "Which?"], max_new_tokens=1).tokens
+    assert model.chat([{"type": "text", "text": "cat.png"}], max_new_tokens=1).tokens

@@ -8,6 +8,7 @@ import pytest
 from sensorium.cli.main import main
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.metric_names import wrong_metric
+from sensorium.vocabulary import Episode, Task
 from tests.cli.test_main import sensorium
 
 
@@ -21,11 +22,18 @@ class Fragile:
         raise KeyError("API_KEY")
 
 
+def brief(task: Task, episode: Episode) -> float:
+    """A function as a reward."""
+    return 1.0 / (1 + episode.sampled_tokens)
+
+
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     rows = [{"messages": [{"role": "user", "content": f"{n}?"}], "answer": str(n)} for n in range(20)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    bare = [{"messages": row["messages"]} for row in rows]
+    (tmp_path / "unanswered.jsonl").write_text("".join(json.dumps(row) + "\n" for row in bare))
     text = """
         name: trial
         steps: 6
@@ -81,6 +89,8 @@ def test_a_bad_row_among_the_first_is_refused_or_counted(recipe: Path, capsys: p
         ("tasks.train.0.options.path=nowhere.jsonl", "nowhere.jsonl"),
         ("rewards.terms=[{name: 'tests.cli.test_dry_run:Fragile'}]", "test_dry_run:Fragile' cannot be built: KeyError"),
         ("algorithm.advantage.name=no_such_module:estimate", "cannot load advantage 'no_such_module:estimate'"),
+        ("warm_start.steps=3", "none of 8 tasks looked at has a demonstration to learn from"),
+        ("tasks.train.0.options.path=unanswered.jsonl", "tasks.train: 8 of 8 tasks looked at have no answer"),
         ("logging.loggers=[tensorbord]", "did you mean 'tensorboard'?"),
         ("checkpoint.best=eval/acuracy", "no evaluation has the metric 'eval/acuracy'; did you mean 'eval/accuracy'?"),
         ("checkpoint.best=reward/exakt", "never has the metric 'reward/exakt'; did you mean 'reward/exact'?"),
@@ -93,6 +103,19 @@ def test_what_a_run_would_refuse_is_refused(
     code, _, err = said(capsys, str(recipe), change)
     assert code == 2
     assert words in err
+
+
+def test_a_function_may_be_a_reward_and_needs_no_answers(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    terms = "rewards.terms=[{name: 'tests.cli.test_dry_run:brief'}]"
+    code, out, err = said(capsys, str(recipe), terms, "tasks.train.0.options.path=unanswered.jsonl")
+    assert code == 0, err
+    assert "have no answer" not in out
+
+
+def test_held_out_rows_without_an_answer_are_told(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, str(recipe), "tasks.evaluate=[{source: jsonl, options: {path: unanswered.jsonl}}]")
+    assert code == 0
+    assert "tasks.evaluate: 8 of 8 tasks looked at have no answer" in out
 
 
 @pytest.mark.parametrize(

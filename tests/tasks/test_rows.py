@@ -309,6 +309,8 @@ def test_parquet_columns_are_checked_before_any_row_is_read(parquet: Callable[..
         parquet({"problems": "x", "images": [], "answer": "a"}, columns=FLAT)
     with pytest.raises(TaskError, match="unknown field 'anwser'; did you mean 'answer'"):
         parquet({"messages": ASK, "anwser": "a"})
+    with pytest.raises(TaskError, match=r"unknown field 'question'\. Known: .* as in columns: \{prompt: question"):
+        parquet({"question": "x", "label": "a"})
 
 
 def test_a_file_that_is_no_parquet_is_named(tmp_path: Path, store: MediaStore) -> None:

@@ -9,6 +9,8 @@ from sensorium.api.run import Run
 from sensorium.vocabulary.content import Media, Message, Text
 from sensorium.vocabulary.errors import SensoriumError, TaskError
 
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+
 
 class Reply(str):
     """What the model wrote, as text; beside it the tokens, their log-probs and how it ended (``stop`` or ``length``)."""
@@ -131,6 +133,11 @@ def _block(block: Any, origin: str, store: Any) -> Text | Media:
     from sensorium.tasks.passed import with_bytes
 
     if isinstance(block, str):
+        if block.lower().endswith(PICTURES) and not any(letter.isspace() for letter in block):
+            raise TaskError(
+                f"{origin} is the text '{block:.80}', which the model would read as words. For the picture give "
+                f"Path('{block:.80}'); if you mean the words, {{'type': 'text', 'text': …}}."
+            )
         return Text(block)
     if isinstance(block, Text | Media):
         return block

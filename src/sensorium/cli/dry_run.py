@@ -1,11 +1,15 @@
 """What a dry run looks at beside the recipe: data are opened, first rows read, terms built, names found; without torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from importlib import import_module
 
 from sensorium.media.store import MediaStore
 from sensorium.recipe.names import build, resolve, table, wrong_options
 from sensorium.recipe.schema import Recipe, SourceSection
+from sensorium.rewards.answer import without_answer
+from sensorium.rewards.functions import build_term
+from sensorium.rewards.protocol import RewardTerm
+from sensorium.trainer.health.at_start import refuse_without_demonstrations
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError, TaskError
 from sensorium.vocabulary.task import Task
@@ -19,10 +23,18 @@ def look_at(recipe: Recipe, *, train: bool = True) -> Iterator[str]:
     Without ``train`` only what an evaluation needs is looked at.
     """
     _find_names(recipe)
-    _build_terms(recipe)
+    terms = _build_terms(recipe)
     if train:
-        yield from _look_at_sources(recipe, recipe.tasks.train, "tasks.train")
-    yield from _look_at_sources(recipe, recipe.tasks.evaluate, "tasks.evaluate")
+        few = yield from _look_at_sources(recipe, recipe.tasks.train, "tasks.train")
+        refuse_without_demonstrations(recipe, few)
+        if problem := without_answer(terms, few):
+            weighty = [(term, weight) for term, weight in terms if weight]
+            if recipe.steps and all(task.answer is None for task in few) and without_answer(weighty, few):
+                raise TaskError(f"tasks.train: {problem}")
+            yield f"tasks.train: {problem}"
+    held_out = yield from _look_at_sources(recipe, recipe.tasks.evaluate, "tasks.evaluate")
+    if problem := without_answer(terms, held_out):
+        yield f"tasks.evaluate: {problem}"
 
 
 def _find_names(recipe: Recipe) -> None:
@@ -42,19 +54,22 @@ def _find_names(recipe: Recipe) -> None:
                 raise RecipeError(f"logging.loggers.{i}: '{name}' is not installed; run: pip install {name}") from error
 
 
-def _build_terms(recipe: Recipe) -> None:
+def _build_terms(recipe: Recipe) -> list[tuple[RewardTerm, float]]:
+    terms = []
     for i, term in enumerate(recipe.rewards.terms):
         place = f"rewards.terms.{i}"
         try:
-            build("reward", term.name, term.options, place)
+            terms.append((build_term(term.name, term.options, place), term.weight))
         except SensoriumError:
             raise
         except Exception as error:
             raise RecipeError(f"{place}: '{term.name}' cannot be built: {type(error).__name__}: {error}") from error
+    return terms
 
 
-def _look_at_sources(recipe: Recipe, sections: Sequence[SourceSection], place: str) -> Iterator[str]:
+def _look_at_sources(recipe: Recipe, sections: Sequence[SourceSection], place: str) -> Generator[str, None, list[Task]]:
     store = MediaStore()
+    looked_at: list[Task] = []
     for i, section in enumerate(sections):
         at = f"{place}.{i}"
         source = build("source", section.source, section.options, at, store=store)
@@ -71,8 +86,10 @@ def _look_at_sources(recipe: Recipe, sections: Sequence[SourceSection], place: s
                     raise
                 bad.append(str(error))
         _find_environments(tasks, at)
+        looked_at += tasks
         skipped = f"; {len(bad)} of them would be skipped, the first because: {bad[0]}" if bad else ""
         yield f"{at}: {section.source}, {len(source):,} rows; the first {first} were read{skipped}{_pictures(store, tasks)}"
+    return looked_at
 
 
 def _pictures(store: MediaStore, tasks: Sequence[Task]) -> str:

@@ -54,9 +54,9 @@ class ConsoleWatcher(Watcher):
             self._live = Live(self._state, console=self.console, refresh_per_second=2)
             self._live.start()
         else:
-            self._print(
-                f"{run.name}: {run.steps - run.first} steps to go" + (f", from step {run.first}" if run.first else "")
-            )
+            left = run.steps - run.first
+            since = f", from step {run.first}" if run.first else ""
+            self._print(f"{run.name}: {left} {'step' if left == 1 else 'steps'} to go{since}")
 
     def phase(self, step: int, name: str, total: int = 0) -> None:
         """Show what is going on."""
@@ -80,7 +80,7 @@ class ConsoleWatcher(Watcher):
         self._state.evaluations.append((step, summary))
         if self._live is None:
             interval = f" [{interval_text(summary)}]".replace("–", " to ") if summary.get("interval") else ""
-            accuracy = share(summary.get("accuracy")).replace("–", "none judged")
+            accuracy = share(summary.get("accuracy")).replace("–", "none judged (no reward term said right or wrong)")
             self._print(f"step {step}: {summary['name']} accuracy {accuracy}{interval}")
 
     def began(self, group: EpisodeGroup) -> None:

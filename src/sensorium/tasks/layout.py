@@ -168,8 +168,8 @@ def layout_of(
 
 def _unknown(field: str) -> str:
     return (
-        f"unknown field '{field}'{nearest(field, FIELDS)} What is your own goes under 'metadata'; for flat rows say "
-        "which column is which with 'columns'."
+        f"unknown field '{field}'{nearest(field, FIELDS, cutoff=0.7)} What is your own goes under 'metadata'; for flat "
+        "rows say which column is which with 'columns', as in columns: {prompt: question, answer: label, pictures: image}."
     )
 
 

@@ -83,7 +83,8 @@ def open_trainer(
     loggers = [build("logger", name, {}, "logging.loggers", **given) for name in recipe.logging.loggers]
     watcher = Watchers([MetricsFile(directory.metrics), *loggers, *watchers])
     for note in (*notes, *found):
-        print(note, file=sys.stderr)
+        if note.startswith("ATTENTION"):  # whoever looks on or does not
+            print(note, file=sys.stderr)
         watcher.noted(note)
     if skipped:
         watcher.noted(f"{len(skipped)} held-out rows were skipped; the first because: {skipped[0].reason}")
@@ -119,7 +120,10 @@ def _last_good(recipe: Recipe, directory: RunDirectory, checkpoints: Checkpoints
     if not has_digests(checkpoints.path(last)):
         notes.append(f"the checkpoint of step {last} has no digests (an older version wrote it); only sizes were checked.")
     if last == recipe.warm_start.steps + recipe.steps:
-        notes.append(f"the run is finished, with all its {recipe.steps} steps; to go on give it more: --resume steps=…")
+        notes.append(
+            f"the run is finished, with all its {recipe.steps} steps; to go on give it more: --resume steps=…, in Python "
+            "sn.resume(run, steps=…)"
+        )
     return last, notes
 
 

@@ -65,10 +65,10 @@ class RecordError(SensoriumError):
     """A file of a run cannot be written (a full disk, no permission), is damaged, or is held by another process."""
 
 
-def nearest(name: str, known: list[str]) -> str:
+def nearest(name: str, known: list[str], cutoff: float = 0.5) -> str:
     """A sentence that suggests the right name: ``; did you mean 'x'? Known: a, b, c``."""
     from difflib import get_close_matches
 
-    close = get_close_matches(name, known, n=1, cutoff=0.5)
+    close = get_close_matches(name, known, n=1, cutoff=cutoff)
     hint = f"; did you mean '{close[0]}'?" if close else "."
     return f"{hint} Known: {', '.join(sorted(known))}."
