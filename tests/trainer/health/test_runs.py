@@ -17,7 +17,7 @@ from sensorium.record.findings import read_health
 from sensorium.report.metrics import read_metrics
 from sensorium.trainer.run import train
 from sensorium.vocabulary import Episode, Message, Score, Task, system, user
-from sensorium.vocabulary.errors import EnvironmentFailure, NothingTrained
+from sensorium.vocabulary.errors import EnvironmentFailure, NothingTrained, TaskError
 
 HERE = "tests.trainer.health.test_runs"
 SHAPES = {"source": "shapes", "options": {"size": 16, "picture_size": 64}}
@@ -194,11 +194,13 @@ def test_a_term_that_pays_everybody_the_same_number_ends_badly(tmp_path: Path) -
     assert "none of the 3 steps made an update" in ended
 
 
-def test_rows_without_an_answer_are_told(tmp_path: Path) -> None:
-    ended = run(tmp_path, tasks=digits(tmp_path, answer=None))
-    assert "3 of 3 tasks have no answer, and 'exact' cannot judge without one" in found(tmp_path)["rows_without_answer"]
-    assert "Give every row an 'answer'" in ended
-    assert "missing_term" not in found(tmp_path)
+def test_rows_none_of_which_has_an_answer_are_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="8 of 8 tasks looked at have no answer.*Give the rows an 'answer'"):
+        train(
+            parse_recipe(
+                json.dumps(RECIPE | {"tasks": digits(tmp_path, answer=None), "run_dir": str(tmp_path / "run")}), "test", []
+            )
+        )
 
 
 def test_a_learning_rate_that_ruins_the_model_stops_the_run_and_saves_nothing(

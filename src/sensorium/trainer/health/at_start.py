@@ -7,6 +7,8 @@ from sensorium.trainer.health.learning_rules import LARGEST_RATE
 from sensorium.vocabulary.errors import TaskError
 from sensorium.vocabulary.task import Task
 
+SMALLEST_RATE = 1e-10
+
 
 def refuse_without_demonstrations(recipe: Recipe, tasks: Sequence[Task]) -> None:
     """Refuse a warm start of tasks none of which has anything to learn from; ``tasks`` are a few of each source."""
@@ -34,6 +36,17 @@ def start_notes(recipe: Recipe, tasks: Sequence[Task]) -> Iterator[str]:
             yield (
                 f"{name}.lr {section.lr:g} is larger than most weights are, and AdamW moves every weight by about as much "
                 "in each update: the model will be ruined. 1e-6 to 1e-5 is usual for whole models."
+            )
+        if section is not None and section.lr < SMALLEST_RATE:
+            yield (
+                f"{name}.lr {section.lr:g} is so small that no weight will change visibly: updates are made, nothing is "
+                "learned. 1e-6 to 1e-5 is usual for whole models."
+            )
+        steps = recipe.steps if name == "optimizer" else recipe.warm_start.steps
+        if section is not None and section.warmup_steps >= steps:
+            yield (
+                f"{name}.warmup_steps is {section.warmup_steps} and there are {steps} steps, so the learning rate never "
+                f"reaches {section.lr:g}; the last step has {section.lr * steps / (section.warmup_steps + 1):.1g} or so."
             )
 
 

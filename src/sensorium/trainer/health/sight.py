@@ -5,7 +5,10 @@ into no ledger step and no metrics but ``sight/…``.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from inspect import isawaitable
+from typing import Any
 
 from sensorium.envs.protocol import Environment, Observation, StepResult
 from sensorium.evaluation.evaluate import evaluate
@@ -78,24 +81,39 @@ class _Blanked:
 
     def __init__(self, inner: Environment, blanking: Blanking) -> None:
         self.inner, self.blanking = inner, blanking
-        self.instant = inner.instant
+        self.instant = getattr(inner, "instant", False)
 
-    def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
-        head, observation = self.inner.reset(seed)
+    def reset(self, seed: int) -> Any:
+        return _then(self.inner.reset(seed), self._first)
+
+    def step(self, response: str) -> Any:
+        return _then(self.inner.step(response), self._next)
+
+    def _first(self, begun: tuple[tuple[Message, ...], Observation]) -> tuple[tuple[Message, ...], Observation]:
+        head, observation = begun
         return self.blanking.messages(head), Observation(self.blanking.messages(observation.messages))
 
-    def step(self, response: str) -> StepResult:
-        result = self.inner.step(response)
-        if result.observation is None:
+    def _next(self, result: StepResult) -> StepResult:
+        if not isinstance(result, StepResult) or result.observation is None:
             return result
-        shown = Observation(self.blanking.messages(result.observation.messages))
-        return StepResult(**{**vars(result), "observation": shown})
+        return replace(result, observation=Observation(self.blanking.messages(result.observation.messages)))
 
     def demonstrate(self) -> str:
         return self.inner.demonstrate()
 
     def close(self) -> None:
         self.inner.close()
+
+
+def _then(returned: Any, follow: Callable[[Any], Any]) -> Any:
+    """What follows from what an environment returned; where that is to be awaited, a coroutine of it."""
+    if not isawaitable(returned):
+        return follow(returned)
+
+    async def later() -> Any:
+        return follow(await returned)
+
+    return later()
 
 
 async def _play(recipe: Recipe, session: Session, rollout: Rollout, tasks: Sequence[Task]) -> tuple[Group, ...]:

@@ -1,0 +1,31 @@
+"""What is said before anything is spent."""
+
+from typing import Any
+
+import pytest
+
+from sensorium.recipe.load import check_recipe
+from sensorium.trainer.health.at_start import start_notes
+from tests.trainer.health.test_runs import RECIPE
+
+
+def notes(**optimizer: Any) -> list[str]:
+    return list(start_notes(check_recipe(RECIPE | {"optimizer": {"lr": 1e-4} | optimizer}, "test", {}), ()))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        ({"lr": 1.0}, "larger than most weights"),
+        ({"lr": 1e-20}, "so small that no weight will change"),
+        ({"warmup_steps": 10**9}, "never reaches"),
+        ({"warmup_steps": 2}, "never reaches"),
+    ],
+)
+def test_rates_that_ruin_or_do_nothing_are_said(optimizer: dict[str, Any], said: str) -> None:
+    (note,) = notes(**optimizer)
+    assert said in note
+
+
+def test_usual_rates_are_not_spoken_of() -> None:
+    assert notes(lr=1e-6, warmup_steps=1) == []

@@ -1,0 +1,51 @@
+"""The sight check sees what an environment shows through a veil, whether its methods are plain or async."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from sensorium.envs.protocol import Observation, StepResult
+from sensorium.trainer.health.sight import _Blanked
+from sensorium.vocabulary import Message, system, user
+
+
+class Veil:
+    """Blanks by replacing whatever is shown."""
+
+    def messages(self, messages: Any) -> tuple[Message, ...]:
+        return tuple(user("blank") for _ in messages)
+
+
+class Plain:
+    def reset(self, seed: int) -> Any:
+        return (system("head"),), Observation((user("picture"),))
+
+    def step(self, response: str) -> Any:
+        return StepResult(Observation((user("picture"),)), reward=0.5, info={"said": response})
+
+    def close(self) -> None: ...
+
+
+class Later(Plain):
+    async def reset(self, seed: int) -> Any:
+        return super().reset(seed)
+
+    async def step(self, response: str) -> Any:
+        return super().step(response)
+
+
+@pytest.mark.parametrize("environment", [Plain(), Later()], ids=["plain", "async"])
+def test_what_an_environment_shows_is_blanked_and_what_it_pays_is_not(environment: Any) -> None:
+    blanked = _Blanked(environment, Veil())  # type: ignore[arg-type]
+    assert blanked.instant is False
+
+    async def call(method: Any, argument: Any) -> Any:
+        returned = method(argument)
+        return await returned if asyncio.iscoroutine(returned) else returned
+
+    head, observation = asyncio.run(call(blanked.reset, 0))
+    result = asyncio.run(call(blanked.step, "left"))
+    assert [message.text for message in (*head, *observation.messages)] == ["blank", "blank"]
+    assert result.observation.messages[0].text == "blank"
+    assert (result.reward, result.info) == (0.5, {"said": "left"})
