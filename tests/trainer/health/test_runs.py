@@ -195,7 +195,7 @@ def test_a_term_that_pays_everybody_the_same_number_ends_badly(tmp_path: Path) -
 
 
 def test_rows_none_of_which_has_an_answer_are_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="8 of 8 tasks looked at have no answer.*Give the rows an 'answer'"):
+    with pytest.raises(TaskError, match=r"8 of 8 tasks looked at have no answer.*Give the rows an 'answer'"):
         train(
             parse_recipe(
                 json.dumps(RECIPE | {"tasks": digits(tmp_path, answer=None), "run_dir": str(tmp_path / "run")}), "test", []
