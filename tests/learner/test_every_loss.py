@@ -116,11 +116,12 @@ def test_until_something_moves_every_ratio_is_exactly_one(
     groups = play(policy)
     learner.step(groups)
     Watched.seen.clear()
-    learner.step(groups)
+    row = learner.step(groups)
     first = sum(sample.episode.sampled_tokens for group in groups[:2] for sample in group)
     ratios = torch.cat(Watched.seen)
     assert not ratios[:first].any()
     assert ratios[first:].any()
+    assert row["policy/ratio_max"] == pytest.approx(float(ratios.max().exp()), rel=1e-6), "of all updates, not their mean"
 
 
 def test_a_band_zeroes_what_lies_outside_it() -> None:
