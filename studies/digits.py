@@ -43,18 +43,17 @@ def follow_with(seed: int) -> dict[str, Any]:
 
 
 def main(seeds: list[int]) -> None:
-    """Run every seed and write the result."""
-    runs = [follow_with(seed) for seed in seeds]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    result = {
-        "study": "digits",
-        "command": "python studies/digits.py",
-        "commit": commit,
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
-        "runs": runs,
-    }
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(runs, indent=1))
+    """Run the seeds one after the other; each is written down when it is done, beside those of earlier calls."""
+    for seed in seeds:
+        run = follow_with(seed)
+        earlier = json.loads(RESULT.read_text())["runs"] if RESULT.exists() else []
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+        told = {**run, "commit": commit, "machine": machine}
+        runs = sorted([*(one for one in earlier if one["seed"] != seed), told], key=lambda one: one["seed"])
+        result = {"study": "digits", "command": "python studies/digits.py", "runs": runs}
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        print(json.dumps(run, indent=1))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ list), and in Python as `sn.train(recipe, batch={"group_size": 16})`. Unknown ke
 `sensorium train RECIPE --dry-run` prints a recipe with every default written out. Keys without a default must be given.
 """
 WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false", Path: "path", Any: "anything"}
+MACHINE_WORD = 2**63 - 1
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -80,7 +81,8 @@ def _again(section: type[Section], place: str, first: str, field: FieldInfo) -> 
 
 
 def _type(field: FieldInfo) -> str:
-    limits = [f"{sign} {_show(getattr(m, key))}" for m in field.metadata for key, sign in LIMITS.items() if hasattr(m, key)]
+    found = [(sign, getattr(one, key)) for one in field.metadata for key, sign in LIMITS.items() if hasattr(one, key)]
+    limits = [f"{sign} {_show(limit)}" for sign, limit in found if abs(limit) < MACHINE_WORD]
     return ", ".join([_words(field.annotation), *limits])
 
 
