@@ -116,7 +116,8 @@ def test_a_wrong_argument_shows_the_usage(capsys: pytest.CaptureFixture[str], re
 
 
 def test_things_of_the_users_own_are_found_beside_the_recipe(tmp_path: Path) -> None:
-    (tmp_path / "my_terms.py").write_text("class Brevity:\n    def __init__(self, limit: int = 3) -> None: ...\n")
+    made, scored = "def __init__(self, limit: int = 3) -> None: ...", "def score(self, task, episode): return 1.0"
+    (tmp_path / "my_terms.py").write_text(f"class Brevity:\n    {made}\n    {scored}\n")
     text = RECIPE.replace("{name: exact}", "{name: 'my_terms:Brevity', options: {limt: 4}}")
     (tmp_path / "trial.yaml").write_text(text)
     command = [sys.executable, "-m", "sensorium.cli.main", "train", "trial.yaml", "--dry-run"]

@@ -173,7 +173,7 @@ def test_a_damaged_clip_is_refused_by_file_and_row_or_skipped_and_counted(damage
     else:
         (tmp_path / "1.wav").write_bytes(sound_bytes(1, seconds=31.0))
     tasks = rows_of(tmp_path, rows)
-    with pytest.raises(MediaError, match=r"tasks\.jsonl:2, message 0, block [01]: "):
+    with pytest.raises(MediaError, match=r"tasks\.jsonl:2, message 0, block [01] '1[.](mp4|wav)': "):
         run(tmp_path / "refused", tasks=tasks, steps=3)
     metrics = run(tmp_path / "skipped", tasks=tasks | {"on_bad_row": "skip"}, steps=3)
     assert sum(row["tasks/skipped_bad"] for row in metrics) >= 1
