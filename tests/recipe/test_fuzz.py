@@ -2,7 +2,6 @@
 
 import copy
 import random
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +11,7 @@ from sensorium.recipe.load import dump_recipe, parse_recipe, shipped_recipes
 from sensorium.recipe.plan import make_plan
 from sensorium.vocabulary.errors import SensoriumError
 
-SECONDS = 8
+TRIES = 400
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 10**30, -(10**30), 0.5, -0.5, 1e308, float("inf"), float("nan"), "", " ", "x", "1",
     "nan", "../..", "a/b", "a:b", "os:system", ":", "tiny:", "tiny:qwen2", "package:", "package:../..", "eval/", "@",
@@ -45,31 +44,25 @@ def change(data: Any, place: tuple[Any, ...], draw: random.Random) -> None:
 def test_random_changes_of_shipped_recipes_give_a_recipe_or_one_paragraph() -> None:
     whole = {name: parse_recipe(path.read_text(), name) for name, path in shipped_recipes().items()}
     recipes = [yaml.safe_load(dump_recipe(recipe)) for recipe in whole.values()]
-    draw, until = random.Random(0), time.monotonic() + SECONDS
-    tried = fine = 0
-    while time.monotonic() < until and tried < 1500:
+    draw, fine = random.Random(0), 0
+    for _ in range(TRIES):
         data = copy.deepcopy(draw.choice(recipes))
         for _ in range(draw.choice([1, 1, 2, 5])):
             place = draw.choice(places(data)[1:])
             change(data, place, draw)
         text = yaml.safe_dump(data, allow_unicode=True)
-        tried += 1
         with suppress(SensoriumError):
             make_plan(parse_recipe(text, "fuzzed"))
             fine += 1
-    assert tried > 50
-    assert 0 < fine < tried
+    assert 0 < fine < TRIES
 
 
 def test_random_overrides_give_a_recipe_or_one_paragraph() -> None:
     text = shipped_recipes()["shapes"].read_text()
     keys = [".".join(map(str, place)) for place in places(yaml.safe_load(text))[1:]]
-    draw, until = random.Random(1), time.monotonic() + SECONDS
-    tried = 0
-    while time.monotonic() < until and tried < 1000:
+    draw = random.Random(1)
+    for _ in range(TRIES):
         key = draw.choice(keys) + draw.choice(["", "", ".0", ".x", ".", "..", "=", ".name"])
         value = draw.choice([*map(repr, VALUES), *BROKEN_YAML])
-        tried += 1
         with suppress(SensoriumError):
             parse_recipe(text, "shapes", [f"{key}={value}"])
-    assert tried > 50

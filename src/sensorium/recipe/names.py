@@ -131,8 +131,9 @@ def resolve(kind: str, name: str, where: str = "") -> Any:
     module, _, attribute = table(kind).get(name, name).partition(":")
     try:
         return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise RecipeError(f"{at}cannot load {kind} '{name}' from '{module}:{attribute}': {error}.") from error
+    except Exception as error:  # a module of the user's own may raise anything, and ':' alone names none
+        why = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
+        raise RecipeError(f"{at}cannot load {kind} '{name}' from '{module}:{attribute}': {why}.") from error
 
 
 def build(kind: str, name: str, options: Mapping[str, Any], where: str = "", **given: Any) -> Any:
