@@ -19,8 +19,12 @@ import os, sys, time
 from pathlib import Path
 from sensorium.record.lock import lock_run
 with lock_run(Path(sys.argv[1])):
-    if len(sys.argv) > 2 and not os.fork():
-        time.sleep(600)
+    if len(sys.argv) > 2:
+        heard, told = os.pipe()
+        if not os.fork():
+            os.write(told, b"!")  # the child runs, so what it does at a fork is done
+            time.sleep(600)
+        os.read(heard, 1)
     print("held", flush=True)
     time.sleep(600)
 """
