@@ -8,8 +8,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "sensorium"
 DATA = {"vocabulary", "recipe", "media"}
 BELOW_TRAINER = {
-    *DATA, "workers", "tasks", "envs", "rewards", "algorithms", "models", "engines", "rollout", "learner", "evaluation",
-    "record", "report",
+    *DATA, "workers", "tasks", "envs", "rewards", "algorithms", "models", "engines", "rollout", "learner", "assembly",
+    "evaluation", "record", "report",
 }  # fmt: skip
 MAY_IMPORT = {
     "vocabulary": set(),
@@ -24,7 +24,19 @@ MAY_IMPORT = {
     "engines": {*DATA, "models"},
     "rollout": {*DATA, "workers", "engines", "envs", "models"},
     "learner": {*DATA, "models", "algorithms"},
-    "evaluation": {*DATA, "rollout", "engines", "models", "rewards", "tasks", "record", "report"},
+    "assembly": {
+        *DATA,
+        "workers",
+        "tasks",
+        "envs",
+        "rewards",
+        "models",
+        "engines",
+        "rollout",
+        "learner",
+        "record",
+    },
+    "evaluation": {*DATA, "workers", "assembly", "rollout", "engines", "models", "rewards", "tasks", "record", "report"},
     "record": {"vocabulary"},
     "report": {*DATA, "record"},
     "trainer": {*BELOW_TRAINER},

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sensorium.assembly.determinism import settle
+from sensorium.assembly.models import load_model
+from sensorium.assembly.session import make_sources, open_session, sampling_of
 from sensorium.evaluation.chunks import CLIPS, cut, play_chunks
 from sensorium.evaluation.evaluate import attempt_of
 from sensorium.media.store import MediaStore
 from sensorium.recipe.load import parse_recipe
 from sensorium.tasks.lookalikes import make_daily_omni
 from sensorium.tasks.mixture import each_once
-from sensorium.trainer.determinism import settle
-from sensorium.trainer.models import load_model
-from sensorium.trainer.session import make_sources, open_session, sampling_of
 from sensorium.vocabulary import Media, Task, user
 
 

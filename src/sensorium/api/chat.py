@@ -67,7 +67,7 @@ class Model:
         attempt = Attempt(seed, 0, "chat")
 
         def play() -> Any:
-            from sensorium.trainer.event_loop import run_async
+            from sensorium.workers.event_loop import run_async
 
             return run_async(self._rollout.groups([task], 1, attempt, sampling))
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from sensorium.trainer.event_loop import forget, interrupt
+from sensorium.workers.event_loop import forget, interrupt
 
 Result = TypeVar("Result")
 LOOK_S = 0.1

@@ -36,7 +36,7 @@ def export(checkpoint: Path, target: Path, *, adapter: bool = False) -> None:
     """Copy the model of a complete checkpoint, or its adapter, and nothing of the trainer's; complete or absent."""
     if target.exists():
         raise CheckpointError(f"'{target}' exists; choose another folder or remove it.")
-    from sensorium.trainer.checkpoint import refuse_damaged
+    from sensorium.record.checkpoint_files import refuse_damaged
 
     source = checkpoint / ADAPTER if adapter else checkpoint
     if not source.is_dir():
@@ -61,7 +61,8 @@ def export(checkpoint: Path, target: Path, *, adapter: bool = False) -> None:
 
 def find_checkpoint(source: Path, *, step: int | None = None, last: bool = False) -> Path:
     """The checkpoint that is meant: a folder that is one, or of a run a given step's, the best, or the last."""
-    from sensorium.trainer.checkpoint import Checkpoints, is_complete, refuse_damaged
+    from sensorium.record.checkpoint_files import is_complete, refuse_damaged
+    from sensorium.trainer.checkpoint import Checkpoints
 
     if is_complete(source):
         return source

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+from sensorium.assembly.session import Session, sampling_of
 from sensorium.evaluation.evaluate import score_groups
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.traits import estimator_traits
@@ -22,7 +23,6 @@ from sensorium.trainer.drawing import Drawing, skip_metrics
 from sensorium.trainer.ledger import Ledger
 from sensorium.trainer.metrics import environment_metrics
 from sensorium.trainer.selection import NO_SIGNAL, Selection, first, most_varied, select, why_unfit
-from sensorium.trainer.session import Session, sampling_of
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.task import Task
 

@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sensorium.assembly.determinism import settle, surroundings, warn_if_changed
+from sensorium.assembly.models import load_model
+from sensorium.assembly.session import Session, make_sources, open_session, open_store, sampling_of
 from sensorium.evaluation.chunks import cut, play_chunks
 from sensorium.evaluation.evaluate import attempt_of, score_groups
 from sensorium.evaluation.folder import EvaluationFolder, Journal
@@ -18,13 +21,10 @@ from sensorium.report.evaluations import markdown, summary_grid
 from sensorium.rewards.scorer import Scorer
 from sensorium.tasks.mixture import each_once
 from sensorium.tasks.source import table_columns
-from sensorium.trainer.determinism import settle, surroundings, warn_if_changed
-from sensorium.trainer.event_loop import run_async
-from sensorium.trainer.models import load_model
-from sensorium.trainer.session import Session, make_sources, open_session, open_store, sampling_of
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import PromptTooLong, TaskError
 from sensorium.vocabulary.task import Task
+from sensorium.workers.event_loop import run_async
 
 TRAINING_ONLY = {"temperature", "top_p", "top_k", "mask_truncated"}
 Progress = Callable[[int, int], None]

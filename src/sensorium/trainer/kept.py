@@ -8,6 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from sensorium.assembly.models import load_trained
+from sensorium.assembly.reference import resume_reference
+from sensorium.assembly.session import make_learner
 from sensorium.learner.learner import Learner, Sample
 from sensorium.learner.sample import Valued
 from sensorium.media.decoder import Decoder
@@ -17,10 +20,7 @@ from sensorium.recipe.load import load_recipe
 from sensorium.record.durable import read_json, write_whole
 from sensorium.record.run_directory import RunDirectory, step_name
 from sensorium.report.episodes import read_groups, write_episodes
-from sensorium.trainer.models import load_trained
 from sensorium.trainer.plain_state import load_state, save_state
-from sensorium.trainer.reference import resume_reference
-from sensorium.trainer.session import make_learner
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import CheckpointError, NonFiniteUpdate
 

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from sensorium.assembly.determinism import random_state, restore_random_state, surroundings, warn_if_changed
+from sensorium.assembly.reference import begin_reference, resume_reference
+from sensorium.assembly.session import Session, make_learner, sampling_of
 from sensorium.learner.learner import Learner, Sample
 from sensorium.models.reference import Reference
 from sensorium.recipe.schema import Recipe
@@ -26,7 +29,6 @@ from sensorium.trainer.checkpoint import Best, Checkpoints
 from sensorium.trainer.clock import Clock
 from sensorium.trainer.collect import Collected, Collector
 from sensorium.trainer.credit import credit
-from sensorium.trainer.determinism import random_state, restore_random_state, surroundings, warn_if_changed
 from sensorium.trainer.drawing import Drawing, skip_metrics
 from sensorium.trainer.health.facts import Evidence, unanswered
 from sensorium.trainer.health.finite import refuse_ruined
@@ -34,9 +36,7 @@ from sensorium.trainer.health.monitor import Health
 from sensorium.trainer.kept import keep_batch
 from sensorium.trainer.ledger import Ledger
 from sensorium.trainer.metrics import MediaMeter, episode_metrics, evaluation_metrics
-from sensorium.trainer.reference import begin_reference, resume_reference
 from sensorium.trainer.run_evaluation import RunEvaluator
-from sensorium.trainer.session import Session, make_learner, sampling_of
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import NonFiniteUpdate
 from sensorium.vocabulary.task import Task

@@ -5,25 +5,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sensorium.recipe.algorithm_checks import cautions
-from sensorium.recipe.names import build
-from sensorium.recipe.schema import Recipe
-from sensorium.record.durable import cannot_write, full_disk_error, read_rows
-from sensorium.record.lock import lock_run, refuse_moved
-from sensorium.record.run_directory import RunDirectory
-from sensorium.report.html import write_report
-from sensorium.report.metrics import MetricsFile
-from sensorium.report.watcher import Watcher, Watchers
-from sensorium.tasks.mixture import a_few, each_once
-from sensorium.trainer.checkpoint import Checkpoints, has_digests
-from sensorium.trainer.claim import begin, begin_again, go_on, no_checkpoint, refuse_fewer_steps, write_recipe
-from sensorium.trainer.determinism import settle
-from sensorium.trainer.event_loop import run_async
-from sensorium.trainer.health.at_start import refuse_without_demonstrations, start_notes
-from sensorium.trainer.ledger import Ledger
-from sensorium.trainer.loop import Trainer
-from sensorium.trainer.models import load_trained
-from sensorium.trainer.session import (
+from sensorium.assembly.determinism import settle
+from sensorium.assembly.models import load_trained
+from sensorium.assembly.session import (
     make_sources,
     make_stream,
     open_session,
@@ -31,7 +15,24 @@ from sensorium.trainer.session import (
     refuse_strange_tasks,
     refuse_unanswered,
 )
+from sensorium.recipe.algorithm_checks import cautions
+from sensorium.recipe.names import build
+from sensorium.recipe.schema import Recipe
+from sensorium.record.checkpoint_files import has_digests
+from sensorium.record.durable import cannot_write, full_disk_error, read_rows
+from sensorium.record.lock import lock_run, refuse_moved
+from sensorium.record.run_directory import RunDirectory
+from sensorium.report.html import write_report
+from sensorium.report.metrics import MetricsFile
+from sensorium.report.watcher import Watcher, Watchers
+from sensorium.tasks.mixture import a_few, each_once
+from sensorium.trainer.checkpoint import Checkpoints
+from sensorium.trainer.claim import begin, begin_again, go_on, no_checkpoint, refuse_fewer_steps, write_recipe
+from sensorium.trainer.health.at_start import refuse_without_demonstrations, start_notes
+from sensorium.trainer.ledger import Ledger
+from sensorium.trainer.loop import Trainer
 from sensorium.vocabulary.errors import RecordError, SensoriumError
+from sensorium.workers.event_loop import run_async
 
 
 def train(recipe: Recipe, *, resume: bool = False, restart: bool = False, watchers: Iterable[Watcher] = ()) -> Path:

@@ -6,6 +6,7 @@ the warm start gave and what RL gave can be told apart.
 
 from collections.abc import Sequence
 
+from sensorium.assembly.session import Session, sampling_of
 from sensorium.evaluation.evaluate import Evaluation, evaluate
 from sensorium.recipe.schema import Recipe
 from sensorium.record.findings import SightResult
@@ -15,7 +16,6 @@ from sensorium.report.watcher import Watcher
 from sensorium.trainer.drawing import Drawing
 from sensorium.trainer.health.sight import check_sight
 from sensorium.trainer.metrics import MediaMeter
-from sensorium.trainer.session import Session, sampling_of
 from sensorium.vocabulary.errors import SensoriumError
 from sensorium.vocabulary.task import Task
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sensorium.assembly.determinism import settle
+from sensorium.assembly.models import load_model
+from sensorium.assembly.session import make_sources, open_session, open_store, sampling_of
 from sensorium.evaluation.evaluate import evaluate
 from sensorium.recipe.schema import Recipe
 from sensorium.report.watcher import Watcher
 from sensorium.tasks.mixture import each_once
 from sensorium.trainer.checkpoint import Checkpoints
-from sensorium.trainer.determinism import settle
-from sensorium.trainer.models import load_model
 from sensorium.trainer.run import train
-from sensorium.trainer.session import make_sources, open_session, open_store, sampling_of
 
 
 @dataclass(frozen=True)

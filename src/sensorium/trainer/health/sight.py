@@ -10,13 +10,13 @@ from dataclasses import replace
 from inspect import isawaitable
 from typing import Any
 
+from sensorium.assembly.session import Session, sampling_of
 from sensorium.envs.protocol import Environment, Observation, StepResult
 from sensorium.evaluation.evaluate import evaluate
 from sensorium.media.blank import blank
 from sensorium.recipe.schema import Recipe
 from sensorium.record.findings import SightResult
 from sensorium.rollout.play import Rollout
-from sensorium.trainer.session import Session, sampling_of
 from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.task import Task

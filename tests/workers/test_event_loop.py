@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.trainer.event_loop import run_async
+from sensorium.workers.event_loop import run_async
 
 
 def test_a_run_after_one_whose_end_was_interrupted_too() -> None:

@@ -8,7 +8,7 @@ from sensorium.models.load import load_policy
 from sensorium.models.lora import FOLDER
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import LoraSection, MediaSection, Recipe
-from sensorium.trainer.checkpoint import refuse_damaged
+from sensorium.record.checkpoint_files import refuse_damaged
 
 GIB = 1 << 30
 DECODED_SHARE = 0.25

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sensorium.assembly.models import load_beside
 from sensorium.engines.protocol import Engine, Sampling
 from sensorium.envs.protocol import Environment
 from sensorium.learner.critic import Critic
@@ -22,7 +23,6 @@ from sensorium.rollout.modalities import refuse_strange_worlds
 from sensorium.rollout.play import Rollout
 from sensorium.tasks.mixture import TaskStream
 from sensorium.tasks.source import TaskSource
-from sensorium.trainer.models import load_beside
 from sensorium.vocabulary.errors import RecipeError, TaskError
 from sensorium.vocabulary.task import Task
 

@@ -3,11 +3,11 @@
 import os
 import shutil
 
+from sensorium.assembly.models import load_beside
 from sensorium.models.policy import Policy
 from sensorium.models.reference import FormerSelf, FrozenCopy, Reference
 from sensorium.recipe.schema import Recipe
 from sensorium.record.run_directory import RunDirectory
-from sensorium.trainer.models import load_beside
 
 
 def begin_reference(recipe: Recipe, policy: Policy, directory: RunDirectory) -> Reference | None:
