@@ -1,6 +1,6 @@
 """Five kinds of algorithm on the shipped tasks, before and after, on held-out tasks.
 
-    python studies/algorithms.py [grpo+clip rloo+clip …]
+    python studies/algorithms.py [grpo+clip rloo+clip …] [seed=1 …] [right|flipped]
 
 Each starts from the shipped warm start with the same batch and rate as the others of its task, and is run once more with
 the sign of its advantages flipped: what it gains it must then lose. Three seeds each. Writes
@@ -10,7 +10,7 @@ studies/results/algorithms/NAME_right.json and NAME_flipped.json.
 import inspect
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,21 +21,24 @@ from sensorium.recipe.load import load_recipe
 from sensorium.recipe.names import register, resolve, table
 from sensorium.recipe.traits import ESTIMATORS
 from sensorium.trainer.study import SAMPLED_AND_GREEDY, study
-from studies.seeds import SEEDS, add_run, by_name, circumstances, cpu_minutes
+from studies.seeds import add_run, by_name, chosen_seeds, circumstances, cpu_minutes
 
 RESULTS = Path(__file__).parent / "results" / "algorithms"
+SIGNS = ("right", "flipped")
 SHAPES = ["steps=80", "batch.prompts_per_step=48", "optimizer.lr=3e-4", "tasks.evaluate.0.options.seed=7"]
 LAKE = ["steps=40", "batch.prompts_per_step=32", "batch.group_size=6", "tasks.evaluate.0.options.seed=7"]
 LAKE += ["tasks.evaluate.0.options.distinct=true", "optimizer.lr=1e-4", "optimizer.schedule=constant"]
 CRITIC = ["algorithm.critic.optimizer.lr=3e-4", "algorithm.advantage.lam=0.95"]
 DISCOUNT = ["algorithm.advantage.gamma=0.98"]
 TURNS = ["rewards.terms.0.options.per_turn=true", "algorithm.advantage.turn_gamma=0.95"]
-QUIET = ["evaluation.every=0", "evaluation.at_start=false", "checkpoint.every=0", "logging.episodes=1"]
+SEQUENCES = ["algorithm.loss.name=gspo", "algorithm.loss.clip_low=3e-4", "algorithm.loss.clip_high=4e-4"]
+SEQUENCES += ["batch.updates_per_epoch=2"]
+QUIET = ["threads=1", "evaluation.every=0", "evaluation.at_start=false", "checkpoint.every=0", "logging.episodes=1"]
 
 ALGORITHMS = {
     "grpo+clip": ("shapes", "grpo", SHAPES),
     "rloo+clip": ("shapes", "rloo", SHAPES),
-    "grpo+gspo": ("shapes", "grpo", [*SHAPES, "algorithm.loss.name=gspo", "batch.updates_per_epoch=2"]),
+    "grpo+gspo": ("shapes", "grpo", [*SHAPES, *SEQUENCES]),
     "ppo+masked_gae": ("frozen_lake", "masked_gae", [*LAKE, *CRITIC, *DISCOUNT]),
     "ppo+bi_level_gae": ("frozen_lake", "bi_level_gae", [*LAKE, *CRITIC, *TURNS]),
 }
@@ -93,9 +96,9 @@ def _measure(name: str, seed: int, task: str, estimator: str, changes: list[str]
     }
 
 
-def run(name: str, seed: int) -> None:
-    """Run one algorithm both ways with one seed and add it to its results."""
-    for sign in ("right", "flipped"):
+def run(name: str, seed: int, signs: Sequence[str]) -> None:
+    """Run one algorithm with one seed, right and flipped, and add it to its results."""
+    for sign in signs:
         facts = {"command": f"python studies/algorithms.py {name}", "task": ALGORITHMS[name][0], "sign": sign}
         place = RESULTS / f"{name.replace('+', '_')}_{sign}.json"
         found = add_run(place, facts, measure(name, seed, flipped=sign == "flipped"))
@@ -105,6 +108,7 @@ def run(name: str, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    for each in sys.argv[1:] or ALGORITHMS:
-        for number in SEEDS:
-            run(each, number)
+    words = [word for word in sys.argv[1:] if not word.startswith("seed=")]
+    for each in [word for word in words if word not in SIGNS] or ALGORITHMS:
+        for number in chosen_seeds(sys.argv[1:]):
+            run(each, number, [word for word in words if word in SIGNS] or SIGNS)

@@ -7,18 +7,15 @@ read here only.
 """
 
 import json
-import platform
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from studies.pages import follow
+from studies.seeds import SEEDS, circumstances
 
 PAGE = Path(__file__).parents[1] / "docs/tutorials/digits.md"
 RESULT = Path(__file__).parent / "results/digits.json"
@@ -47,9 +44,7 @@ def main(seeds: list[int]) -> None:
     for seed in seeds:
         run = follow_with(seed)
         earlier = json.loads(RESULT.read_text())["runs"] if RESULT.exists() else []
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-        told = {**run, "commit": commit, "machine": machine}
+        told = {**run, **circumstances()}
         runs = sorted([*(one for one in earlier if one["seed"] != seed), told], key=lambda one: one["seed"])
         result = {"study": "digits", "command": "python studies/digits.py", "runs": runs}
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
@@ -57,4 +52,4 @@ def main(seeds: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main([int(word) for word in sys.argv[1:]] or [0, 1, 2])
+    main([int(word) for word in sys.argv[1:]] or list(SEEDS))

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from sensorium.recipe.load import load_recipe
 from sensorium.report.console import ConsoleWatcher
 from sensorium.trainer.study import SAMPLED_AND_GREEDY, Variant, study
-from studies.seeds import SEEDS, add_run, by_name, circumstances, cpu_minutes
+from studies.seeds import add_run, by_name, chosen_seeds, circumstances, cpu_minutes
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -81,10 +81,9 @@ def run(name: str, seed: int, *overrides: str) -> None:
 
 def main(arguments: list[str]) -> None:
     """Run the named claims, or all, with the given seeds, or all."""
-    seeds = [int(each.removeprefix("seed=")) for each in arguments if each.startswith("seed=")]
     overrides = [each for each in arguments if "=" in each and not each.startswith("seed=")]
     for name in [each for each in arguments if "=" not in each] or CLAIMS:
-        for seed in seeds or SEEDS:
+        for seed in chosen_seeds(arguments):
             run(name, seed, *overrides)
 
 

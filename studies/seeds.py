@@ -54,10 +54,17 @@ def by_name(summaries: Summaries) -> dict[str, dict[str, Any]]:
 
 
 def circumstances() -> dict[str, Any]:
-    """The commit and the machine a run was made by."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    """The commit and the machine a run was made by; a copy without its history is told the commit by ``GIT_COMMIT``."""
+    commit = os.environ.get("GIT_COMMIT")
+    if commit is None:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     return {"commit": commit, "machine": machine}
+
+
+def chosen_seeds(arguments: Sequence[str]) -> Sequence[int]:
+    """The seeds that a command line names (``seed=1``), or all."""
+    return [int(each.removeprefix("seed=")) for each in arguments if each.startswith("seed=")] or SEEDS
 
 
 def cpu_minutes() -> float:
