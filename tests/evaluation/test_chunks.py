@@ -71,7 +71,7 @@ def test_a_chunk_is_the_same_to_the_last_bit_whatever_was_played_before(temperat
         tasks, _ = each_once(make_sources(recipe.tasks.evaluate, session.store, "tasks.evaluate"))
         sampling = sampling_of(recipe.rollout, temperature)
         found = []
-        async for groups in play_chunks(session.rollout, tasks, chunks, 2, attempt_of(0, "x"), sampling):
+        async for groups in play_chunks(session.rollout, session.scorer, tasks, chunks, 2, attempt_of(0, "x"), sampling):
             for episode in (episode for group in groups for episode in group.episodes):
                 response = episode.turns[0].response
                 found.append((episode.id, response.tokens, response.logprobs))

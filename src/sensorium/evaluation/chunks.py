@@ -7,6 +7,8 @@ reaches a later one. So a chunk gives the same samples whichever were played bef
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from sensorium.engines.protocol import Sampling
+from sensorium.rewards.scorer import Scorer
+from sensorium.rewards.scoring import GroupScoring
 from sensorium.rollout.play import Attempt, Rollout
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.task import Task
@@ -30,6 +32,7 @@ def cut(tasks: Sequence[Task], most: int = 0) -> list[range]:
 
 async def play_chunks(
     rollout: Rollout,
+    scorer: Scorer,
     tasks: Sequence[Task],
     chunks: Sequence[range],
     samples: int,
@@ -37,12 +40,20 @@ async def play_chunks(
     sampling: Sampling,
     progress: Callable[[int], None] | None = None,
 ) -> AsyncIterator[list[Group]]:
-    """Play some chunks of a list of tasks; ids and random numbers are those of the whole list played at once.
+    """Play and score some chunks of a list of tasks; ids and random numbers are those of the whole list played at once.
 
-    ``progress`` hears how many episodes of a chunk are done.
+    Groups are scored as they are complete, and come in the tasks' order. ``progress`` hears how many episodes of a chunk
+    are done.
     """
     for i, chunk in enumerate(chunks):
         if i:
             rollout.engine.refresh(rollout.policy.version)
         before, these = tasks[: chunk.start], tasks[chunk.start : chunk.stop]
-        yield await rollout.groups(these, samples, attempt, sampling, progress=progress, before=before)
+        async with GroupScoring(scorer) as scoring:
+            async with rollout.stream(these, samples, attempt, sampling, progress=progress, before=before) as stream:
+                order = {}
+                async for place, group in stream:
+                    scoring.begin(group)
+                    order[place] = group.id
+            scored = await scoring.finish()
+        yield [scored[order[place]] for place in sorted(order)]

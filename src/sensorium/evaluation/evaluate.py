@@ -1,6 +1,5 @@
 """Evaluation: play held-out tasks greedily or sampled, score them, and say how sure we can be."""
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,24 +29,14 @@ async def evaluate(
 ) -> Evaluation:
     """Play every task ``samples`` times. The same seed and name draw the same random numbers at every call."""
     groups: list[Group] = []
-    async for played in play_chunks(rollout, tasks, cut(tasks), samples, attempt_of(seed, name), sampling):
-        groups += await score_groups(scorer, played)
+    async for scored in play_chunks(rollout, scorer, tasks, cut(tasks), samples, attempt_of(seed, name), sampling):
+        groups += scored
     return Evaluation(summarize(groups, name, scorer.extract if scorer.comparing else None), tuple(groups))
 
 
 def attempt_of(seed: int, name: str) -> Attempt:
     """What decides the random numbers of an evaluation."""
     return Attempt(seed, 0, f"eval:{name}")
-
-
-async def score_groups(scorer: Scorer, groups: Sequence[Group]) -> list[Group]:
-    """Score every episode of every group."""
-
-    async def one(group: Group) -> Group:
-        episodes = await asyncio.gather(*(scorer.score(group.task, episode) for episode in group.episodes))
-        return Group(group.id, group.task, tuple(episodes))
-
-    return list(await asyncio.gather(*(one(group) for group in groups)))
 
 
 def summarize(

@@ -16,12 +16,13 @@ from typing import Any, Protocol
 
 from sensorium.rewards.intake import scores_of
 from sensorium.rewards.protocol import ComparingTerm, RewardTerm
-from sensorium.vocabulary.episode import Episode, Status
+from sensorium.vocabulary.episode import Episode, Group, Status
 from sensorium.vocabulary.errors import RewardFailure, TaskError
 from sensorium.vocabulary.plain import attempt, printable, words
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 from sensorium.workers.pool import CallOverdue, WorkerFailure, WorkerPool
+from sensorium.workers.side_by_side import side_by_side
 
 
 class JudgementCache(Protocol):
@@ -75,14 +76,27 @@ class Scorer:
         if episode.status in (Status.FAILED, Status.ABORTED):
             reason = f"the episode {episode.status.value}: {episode.failure}"
             return episode.with_scores(tuple(Score(term.name, None, weight, reason=reason) for term, weight in self.terms))
-        slow = [term for term, _ in self.terms if not _instant(term)]
-        judged = dict(zip(map(id, slow), await asyncio.gather(*(self._slow(t, task, episode) for t in slow)), strict=True))
+        judged = await self._slow_terms(task, episode)
         scores: list[Score] = []
         for term, weight in self.terms:
-            found = self._in_place(term, task, episode) if _instant(term) else judged[id(term)]
+            found = self._in_place(term, task, episode) if _instant(term) else judged[term.name]
             self._counts[term.name].missing += sum(score.missing for score in found)
             scores += [replace(score, weight=weight) for score in found]
         return episode.with_scores(tuple(scores))
+
+    async def score_group(self, group: Group) -> Group:
+        """The group with every episode scored."""
+        if all(_instant(term) for term, _ in self.terms):
+            return replace(group, episodes=tuple([await self.score(group.task, episode) for episode in group.episodes]))
+        return replace(group, episodes=tuple(await side_by_side(self.score(group.task, e) for e in group.episodes)))
+
+    async def _slow_terms(self, task: Task, episode: Episode) -> dict[str, tuple[Score, ...]]:
+        """What the terms that run in threads say, side by side."""
+        slow = [term for term, _ in self.terms if not _instant(term)]
+        if not slow:
+            return {}
+        found = await side_by_side(self._slow(term, task, episode) for term in slow)
+        return {term.name: scores for term, scores in zip(slow, found, strict=True)}
 
     @property
     def comparing(self) -> ComparingTerm | None:

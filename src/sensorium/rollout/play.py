@@ -8,7 +8,7 @@ batched together depends on the recipe alone, and so does what an early stop can
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from sensorium.rollout.early_stop import CANCELLED, EarlyStop
 from sensorium.rollout.live import Deadlines, LiveEnvironment, MakeEnvironment
 from sensorium.rollout.modalities import media_of, refuse_strange_media
 from sensorium.rollout.preparing import Preparation
+from sensorium.rollout.stream import Emit, GroupStream
 from sensorium.rollout.threads import Renderer, ThreadBuilder
 from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Episode, Group, Segment, Status, Turn
@@ -36,6 +37,7 @@ from sensorium.vocabulary.errors import (
 from sensorium.vocabulary.plain import printable
 from sensorium.vocabulary.task import Task
 from sensorium.workers.pool import WorkerPool
+from sensorium.workers.side_by_side import first_error
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,32 @@ class Rollout:
         self.ready = Preparation(policy)
         self.pool = WorkerPool("environment", size=section.environment_calls)
 
+    def stream(
+        self,
+        tasks: Sequence[Task],
+        size: int,
+        attempt: Attempt,
+        sampling: Sampling,
+        deadlines: Deadlines | None = None,
+        progress: Callable[[int], None] | None = None,
+        *,
+        before: Sequence[Task] = (),
+        stop: EarlyStop | None = None,
+    ) -> GroupStream:
+        """Play each task ``size`` times; a group comes when it is complete. ``progress`` hears how many episodes are done.
+
+        ``before`` are the tasks this attempt has played already: ids and random numbers count on from them. ``stop`` may
+        cancel episodes; their groups come last, with what there is of them.
+        """
+        self.refuse_strange(tasks)
+        plays = list(self._plays(tasks, size, attempt, sampling, deadlines or Deadlines(), before))
+        groups = [plays[start : start + size] for start in range(0, len(plays), size)]
+
+        async def play(emit: Emit) -> None:
+            await self._play(groups, emit, progress or (lambda done: None), stop)
+
+        return GroupStream(play)
+
     async def groups(
         self,
         tasks: Sequence[Task],
@@ -81,51 +109,49 @@ class Rollout:
         before: Sequence[Task] = (),
         stop: EarlyStop | None = None,
     ) -> list[Group]:
-        """Play each task ``size`` times; groups come back in the tasks' order. ``progress`` hears how many are done.
+        """All groups of a ``stream`` once it has ended, in the tasks' order."""
+        async with self.stream(tasks, size, attempt, sampling, deadlines, progress, before=before, stop=stop) as stream:
+            found = {place: group async for place, group in stream}
+        return [found[place] for place in sorted(found)]
 
-        ``before`` are the tasks this attempt has played already: ids and random numbers count on from them. ``stop`` may
-        cancel episodes; their groups come back with what there is of them.
-        """
-        deadlines = deadlines or Deadlines()
+    async def _play(
+        self, groups: Sequence[Sequence["_Play"]], emit: Emit, progress: Callable[[int], None], stop: EarlyStop | None
+    ) -> None:
+        """Play the episodes of every group, and emit each group when all of its episodes have ended."""
+        episodes: dict[str, Episode] = {}
+        gate = asyncio.Semaphore(self.section.concurrency or max(1, sum(map(len, groups))))
         done = 0
-        self.refuse_strange(tasks)
-        plays = list(self._plays(tasks, size, attempt, sampling, deadlines, before))
-        gate = asyncio.Semaphore(self.section.concurrency or max(1, len(plays)))
 
-        async def one(play: _Play) -> Episode:
+        async def one(place: int, play: _Play) -> Episode:
             nonlocal done
             async with gate:
                 self.engine.enter()
                 try:
-                    episode = await play.episode()
+                    episodes[play.id] = episode = await play.episode()
                     if stop is not None:
                         stop.ended(episode)
+                    if all(member.id in episodes for member in groups[place]):
+                        emit(place, _group(groups[place], episodes))
                     return episode
                 finally:
                     self.engine.leave()
                     done += 1
-                    if progress is not None:
-                        progress(done)
+                    progress(done)
 
         self.engine.between_ticks = stop.between_ticks if stop is not None else None
         try:
             async with asyncio.TaskGroup() as crowd:
-                runs = [crowd.create_task(one(play)) for play in plays]
+                plays = [(place, play) for place, members in enumerate(groups) for play in members]
+                runs = {(play.group_id, play.id): crowd.create_task(one(place, play)) for place, play in plays}
                 if stop is not None:
-                    stop.begin({(play.group_id, play.id): run for play, run in zip(plays, runs, strict=True)})
-        except BaseExceptionGroup as crowd_failed:
-            raise crowd_failed.exceptions[0] from crowd_failed  # an error of our own, or of the recipe: one says enough
+                    stop.begin(runs)
+        except BaseExceptionGroup as failed:  # an error of our own, or of the recipe
+            raise first_error(failed) from failed
         finally:
             self.engine.between_ticks = None
-        episodes = [
-            play.so_far(Status.ABORTED, CANCELLED) if run.cancelled() else run.result()
-            for play, run in zip(plays, runs, strict=True)
-        ]
-        groups = []
-        for order, task in enumerate(tasks):
-            members = tuple(episodes[order * size : (order + 1) * size])
-            groups.append(Group(id=members[0].group_id, task=task, episodes=members))
-        return groups
+        for place, members in enumerate(groups):
+            if any(play.id not in episodes for play in members):
+                emit(place, _group(members, episodes))
 
     def _plays(
         self,
@@ -179,6 +205,12 @@ class Rollout:
             f"task {task.id}: the prompt takes {limit - room} tokens and rollout.max_context_tokens is {limit}. "
             "Raise it, or set tasks.on_long_prompt: skip; media are never cut to make a prompt fit."
         )
+
+
+def _group(members: Sequence["_Play"], episodes: Mapping[str, Episode]) -> Group:
+    """The group of some plays; an episode that did not end was cancelled."""
+    found = tuple(episodes.get(play.id) or play.so_far(Status.ABORTED, CANCELLED) for play in members)
+    return Group(id=members[0].group_id, task=members[0].task, episodes=found)
 
 
 class _Play:

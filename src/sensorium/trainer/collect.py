@@ -11,15 +11,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from sensorium.assembly.session import Session, sampling_of
-from sensorium.evaluation.evaluate import score_groups
+from sensorium.engines.protocol import Sampling
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.traits import estimator_traits
 from sensorium.report.watcher import Watcher
+from sensorium.rewards.scoring import GroupScoring
 from sensorium.rollout.early_stop import CANCELLED, EarlyStop
 from sensorium.rollout.play import Attempt, Deadlines
 from sensorium.tasks.mixture import Skipped
 from sensorium.trainer.credit import groups_with_signal
-from sensorium.trainer.drawing import Drawing, skip_metrics
+from sensorium.trainer.drawing import Drawing, prompt_too_long, skip_metrics
 from sensorium.trainer.ledger import Ledger
 from sensorium.trainer.metrics import environment_metrics
 from sensorium.trainer.selection import NO_SIGNAL, Selection, first, most_varied, select, why_unfit
@@ -96,25 +97,16 @@ class Collector:
         return self._settle(found)
 
     async def _play(self, step: int, position: int, missing: int, found: _Found, clock: Clock) -> list[Group]:
-        """Draw and play a round; the groups that were played to their end."""
-        recipe, size = self.recipe, self.recipe.batch.group_size
+        """Draw, play and score a round; the groups that were played to their end, scored."""
+        recipe = self.recipe
         with clock("draw"):
             drawn = await self.drawing.draw(found.position, recipe.selection.played(missing))
             self.ledger.plan(step, position, drawn.position)
         stop = EarlyStop(missing) if len(drawn.tasks) > missing else None
-        with clock("rollout", len(drawn.tasks) * size):
-            groups = await self.session.rollout.groups(
-                drawn.tasks,
-                size,
-                Attempt(recipe.seed, step),
-                sampling_of(recipe.rollout),
-                found.deadlines,
-                self.watcher.progress,
-                before=found.tasks,
-                stop=stop,
-            )
-        self.ledger.keep_deadlines(found.deadlines.fired)
-        self.ledger.advance(step, "rolled_out")
+        groups, scored = await self._scored_as_complete(
+            drawn.tasks, recipe.batch.group_size, Attempt(recipe.seed, step), sampling_of(recipe.rollout), found, clock,
+            before=found.tasks, stop=stop,
+        )  # fmt: skip
         groups, long = self.drawing.without_long_prompts(groups)
         found.position, found.long = drawn.position, found.long + long
         found.tasks += drawn.tasks
@@ -122,14 +114,46 @@ class Collector:
         moments = stop.complete if stop is not None else {group.id: 0 for group in groups}
         found.ranks |= {id: (found.rounds, moment) for id, moment in moments.items()}
         found.cancelled += [group for group in groups if group.id not in moments]
-        return [group for group in groups if group.id in moments]
+        return [scored[group.id] for group in groups if group.id in moments]
 
-    async def _judge(self, step: int, complete: Sequence[Group], found: _Found, clock: Clock) -> None:
-        """Score a round's groups and leave out those that cannot be trained on."""
+    async def _scored_as_complete(
+        self,
+        tasks: Sequence[Task],
+        size: int,
+        attempt: Attempt,
+        sampling: Sampling,
+        found: _Found,
+        clock: Clock,
+        *,
+        before: Sequence[Task],
+        stop: EarlyStop | None = None,
+    ) -> tuple[list[Group], dict[str, Group]]:
+        """Play tasks and score each group as soon as it is complete: all groups in the tasks' order, and scored ones by id.
+
+        A group that was cancelled, or whose prompt is too long, is not scored.
+        """
+        played: dict[int, Group] = {}
+        progress = self.watcher.progress
+        async with GroupScoring(self.session.scorer) as scoring:
+            with clock("rollout", len(tasks) * size):
+                stream = self.session.rollout.stream(
+                    tasks, size, attempt, sampling, found.deadlines, progress, before=before, stop=stop
+                )
+                async with stream:
+                    async for place, group in stream:
+                        played[place] = group
+                        if (stop is None or group.id in stop.complete) and not prompt_too_long(group):
+                            scoring.begin(group)
+            self.ledger.keep_deadlines(found.deadlines.fired)
+            self.ledger.advance(attempt.step, "rolled_out")
+            with clock("score"):
+                scored = await scoring.finish()
+        self.ledger.advance(attempt.step, "scored")
+        return [played[place] for place in sorted(played)], scored
+
+    async def _judge(self, step: int, groups: Sequence[Group], found: _Found, clock: Clock) -> None:
+        """Leave out those of a round's groups that cannot be trained on."""
         recipe = self.recipe
-        with clock("score"):
-            groups = await score_groups(self.session.scorer, complete)
-        self.ledger.advance(step, "scored")
         found.groups += groups
         chosen = select(groups, recipe.rewards.on_missing, smallest=2 if self.traits.compares else 1)
         if self.traits.greedy:
@@ -144,19 +168,10 @@ class Collector:
     async def _compared(self, step: int, chosen: Selection, found: _Found, clock: Clock) -> Selection:
         """Play each group's task once greedily; a group without a greedy score has nothing to be compared with."""
         recipe, tasks = self.recipe, [group.task for group in chosen.groups]
-        with clock("rollout", len(tasks)):
-            played = await self.session.rollout.groups(
-                tasks,
-                1,
-                Attempt(recipe.seed, step, "greedy"),
-                sampling_of(recipe.rollout, 0.0),
-                found.deadlines,
-                self.watcher.progress,
-                before=[group.task for group in found.baselines],
-            )
-        self.ledger.keep_deadlines(found.deadlines.fired)
-        with clock("score"):
-            baselines = await score_groups(self.session.scorer, played)
+        attempt, greedy = Attempt(recipe.seed, step, "greedy"), sampling_of(recipe.rollout, 0.0)
+        before = [group.task for group in found.baselines]
+        played, scored = await self._scored_as_complete(tasks, 1, attempt, greedy, found, clock, before=before)
+        baselines = [scored.get(group.id, group) for group in played]
         found.baselines += baselines
         reasons = {}
         for group, baseline in zip(chosen.groups, baselines, strict=True):

@@ -70,10 +70,10 @@ class Drawing:
         """Groups whose prompt did fit (a world shows its own only when played), and how many did not."""
         fit = []
         for group in groups:
-            too_long = [e for e in group.episodes if e.info.get("prompt_too_long")]
-            if too_long and self.section.on_long_prompt == "refuse":
-                raise TaskError(too_long[0].failure)
-            if not too_long:
+            failure = prompt_too_long(group)
+            if failure and self.section.on_long_prompt == "refuse":
+                raise TaskError(failure)
+            if not failure:
                 fit.append(group)
         return fit, len(groups) - len(fit)
 
@@ -95,6 +95,11 @@ class Drawing:
         if reading.cancelled() or reading.exception() is not None:
             return
         self.rollout.policy.request(media_of(message for task in reading.result().tasks for message in task.messages))
+
+
+def prompt_too_long(group: Group) -> str:
+    """What was said of the first episode whose prompt left no room for a response; empty if all had some."""
+    return next((e.failure for e in group.episodes if e.info.get("prompt_too_long")), "")
 
 
 def skip_metrics(skipped: Sequence[Skipped], long: int) -> dict[str, float]:

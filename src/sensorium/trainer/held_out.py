@@ -10,7 +10,7 @@ from sensorium.assembly.determinism import settle, surroundings, warn_if_changed
 from sensorium.assembly.models import load_model
 from sensorium.assembly.session import Session, make_sources, open_session, open_store, sampling_of
 from sensorium.evaluation.chunks import cut, play_chunks
-from sensorium.evaluation.evaluate import attempt_of, score_groups
+from sensorium.evaluation.evaluate import attempt_of
 from sensorium.evaluation.folder import EvaluationFolder, Journal
 from sensorium.evaluation.sample import Row, row_of, sample_of
 from sensorium.evaluation.summary import summarize_samples
@@ -89,6 +89,7 @@ async def _play(
     progress(done, len(tasks))
     playing = play_chunks(
         session.rollout,
+        session.scorer,
         tasks,
         left,
         samples,
@@ -97,10 +98,9 @@ async def _play(
         lambda episodes: progress(done + episodes // samples, len(tasks)),
     )
     for places in left:
-        played = await anext(playing)
+        groups = await anext(playing)
         if recipe.tasks.on_long_prompt == "refuse":
-            _refuse_long(played)
-        groups = await score_groups(session.scorer, played)
+            _refuse_long(groups)
         journal.append(_rows(groups, places, session.scorer, recipe.seed))
         done = places.stop
 
