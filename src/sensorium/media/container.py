@@ -49,6 +49,11 @@ def library() -> Any:
     return av
 
 
+def _lenient(av: Any) -> dict[str, str]:
+    """How to open clips whose titles are not UTF-8: PyAV before 19 fails unless it is told to replace such bytes."""
+    return {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+
+
 @contextmanager
 def opened(source: Source, name: str, kind: str) -> Iterator[Any]:
     """An open container; whatever goes wrong with it inside the block becomes a BadClip that names it."""
@@ -59,7 +64,7 @@ def opened(source: Source, name: str, kind: str) -> Iterator[Any]:
         # A file object, not a path: a name such as 'concat:…' must not be taken for a protocol.
         with (
             BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file,
-            av.open(file, container_options={"format_whitelist": FORMATS}, metadata_errors="replace") as container,
+            av.open(file, container_options={"format_whitelist": FORMATS}, **_lenient(av)) as container,
         ):
             yield container
     except (BadClip, AssertionError):
