@@ -106,9 +106,7 @@ class ValuePass:
         features = UpdateFeatures(self.critic.trunk, packing.microbatches)
         for microbatch in packing.microbatches:
             self.loss(hidden_states(self.critic.trunk, microbatch, features), microbatch).backward()
-            self.critic.optimizer.gather()
         features.backward()
-        self.critic.optimizer.gather()
 
     def metrics(self) -> dict[str, float]:
         """Over the positions that were taught."""

@@ -1,10 +1,13 @@
 """AdamW whose weights move as in float32, whatever they are stored in.
 
-Float32 parameters are updated in place. Others have a float32 master and a float32 sum of gradients over micro-batches;
-after a step the parameter is the master, rounded. (At a learning rate of 1e-6 a bfloat16 weight would not move at all.)
+Float32 parameters are updated in place. A bfloat16 one is its float32 master, rounded: beside it stands the remainder, 16
+bits, so the master is held exactly without a copy (``masters``). Gradients are summed over micro-batches in float32. (At a
+learning rate of 1e-6 a bfloat16 weight alone would not move at all.) ``optimizer.moments: bfloat16`` halves the moments.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from math import cos, pi
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from sensorium.learner.adam import MOMENTS, Rates, Trained, step_all
 from sensorium.recipe.schema import OptimizerSection
 from sensorium.vocabulary.errors import CheckpointError, RecipeError, nearest
 
@@ -47,100 +51,119 @@ class Optimizer:
         if adapted:
             _check_adapted(groups, freeze, section)
         self._section = section
-        self._parameters: dict[str, Parameter] = {}
-        self._masters: dict[str, Tensor] = {}
-        settings = []
+        self._tensors: dict[str, Trained] = {}
+        self._rates: dict[str, float] = {}
         for group, named in groups.items():
-            if group in freeze or not named:
+            if group in freeze:
                 continue
-            for parameter in named.values():
+            for name, parameter in named.items():
                 parameter.requires_grad_()
-            masters = {name: _master(parameter) for name, parameter in named.items()}
-            self._parameters |= named
-            self._masters |= masters
-            rate = section.group_lr.get(group, section.lr)
-            for decay, chosen in _by_decay(masters, section.weight_decay):
-                settings.append({"params": chosen, "lr": rate, "rate": rate, "weight_decay": decay})
-        if not settings:
+                self._tensors[name] = Trained(parameter, len(self._tensors), MOMENTS[section.moments])
+                self._rates[name] = section.group_lr.get(group, section.lr)
+        if not self._tensors:
             raise RecipeError(f"{where}.freeze {list(freeze)} leaves nothing to train; freeze fewer groups.")
-        self._adam = torch.optim.AdamW(settings, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
-        self._rounded = [name for name, master in self._masters.items() if master is not self._parameters[name]]
 
-    def gather(self) -> None:
-        """Add the gradients of a micro-batch to the float32 sums; call after every backward."""
-        for name in self._rounded:
-            parameter, master = self._parameters[name], self._masters[name]
-            if parameter.grad is not None:
-                master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
-                parameter.grad = None
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Inside, bfloat16 gradients are added to float32 sums as soon as a backward finds them, and freed."""
+        handles = [
+            tensor.parameter.register_post_accumulate_grad_hook(partial(_gather, tensor))
+            for tensor in self._tensors.values()
+            if tensor.remainder is not None
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def grad_norm(self) -> Tensor:
         """The norm of all gradients together. A parameter without gradient has gradient zero: its moments still count."""
-        for master in self._masters.values():
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
-        return torch.nn.utils.get_total_norm(self._gradients())
+        for tensor in self._tensors.values():
+            if tensor.gradient is None:
+                tensor.gradient = torch.zeros_like(tensor.parameter, dtype=torch.float32)
+        return torch.nn.utils.get_total_norm(list(self.gradients().values()))
 
     def not_finite(self) -> list[str]:
         """Names of parameters whose gradient is not finite."""
-        gradients = {name: master.grad for name, master in self._masters.items() if master.grad is not None}
-        return [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
+        return [name for name, gradient in self.gradients().items() if not bool(gradient.isfinite().all())]
 
     def step(self, share: float, norm: Tensor) -> None:
         """Move the weights by the clipped gradients, whose norm is given, at a share of every group's rate; forget them."""
-        torch._foreach_mul_(self._gradients(), (self._section.clip_norm / (norm + 1e-6)).clamp(max=1.0))
-        for group in self._adam.param_groups:
-            group["lr"] = group["rate"] * share
-        self._adam.step()
-        # The fused kernel writes without telling torch's count, by which caches see that weights moved.
-        torch.autograd.graph.increment_version(list(self._masters.values()))
+        section, (beta1, beta2) = self._section, self._section.betas
+        rates = [
+            Rates(self._rates[name] * share, beta1, beta2, section.eps, section.weight_decay * (tensor.parameter.dim() > 1))
+            for name, tensor in self._tensors.items()
+        ]  # matrices decay; norms and biases do not
         with torch.no_grad():
-            for name in self._rounded:
-                self._parameters[name].copy_(self._masters[name])
+            scale = (section.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            step_all(list(self._tensors.values()), rates, scale)
+        # Kernels write without telling torch's count, by which caches see that weights moved.
+        torch.autograd.graph.increment_version([tensor.parameter for tensor in self._tensors.values()])
         self.forget()
 
-    def _gradients(self) -> list[Tensor]:
-        return [master.grad for master in self._masters.values() if master.grad is not None]
+    def gradients(self) -> dict[str, Tensor]:
+        """The float32 gradients gathered so far, by parameter name."""
+        return {name: tensor.gradient for name, tensor in self._tensors.items() if tensor.gradient is not None}
+
+    def masters(self) -> dict[str, Tensor]:
+        """The float32 weights that the optimizer moves, by parameter name; copies where they are held in halves."""
+        return {name: tensor.master for name, tensor in self._tensors.items()}
 
     def forget(self) -> None:
         """Drop all gradients."""
-        for name, parameter in self._parameters.items():
-            parameter.grad = self._masters[name].grad = None
+        for tensor in self._tensors.values():
+            tensor.gradient = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments by parameter name, and the masters of parameters that are not float32."""
-        moments = {name: dict(self._adam.state[master]) for name, master in self._masters.items()}
-        return {"moments": moments, "masters": {name: self._masters[name].detach() for name in self._rounded}}
+        """Moments by parameter name, and the remainders of parameters that are not float32."""
+        remainders = {name: tensor.remainder for name, tensor in self._tensors.items() if tensor.remainder is not None}
+        return {"moments": {name: _moments(tensor) for name, tensor in self._tensors.items()}, "remainders": remainders}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on exactly where ``state`` was taken; it must be of the same parameters and precision."""
-        if set(state["moments"]) != set(self._masters) or set(state["masters"]) != set(self._rounded):
-            strange = sorted(set(state["moments"]) ^ set(self._masters))[:3] or ["the precision"]
+        """Go on exactly where ``state`` was taken; it must be of the same parameters and precision.
+
+        The weights are already in place. States of older versions hold whole masters instead of remainders.
+        """
+        held = state["masters"] if "masters" in state else state["remainders"]
+        halves = {name for name, tensor in self._tensors.items() if tensor.remainder is not None}
+        if set(state["moments"]) != set(self._tensors) or set(held) != halves:
+            strange = sorted(set(state["moments"]) ^ set(self._tensors))[:3] or ["the precision"]
             raise CheckpointError(
                 f"the optimizer's state is of other parameters ({', '.join(strange)} differ); resume with the model, dtype "
                 "and frozen groups of the checkpoint."
             )
         with torch.no_grad():
-            for name, master in self._masters.items():
-                if name in state["masters"]:
-                    master.copy_(state["masters"][name])
-                    self._parameters[name].copy_(master)
-                moments = {key: value.clone() for key, value in state["moments"][name].items()}
+            for name, tensor in self._tensors.items():
+                if tensor.remainder is not None and "masters" in state:
+                    tensor.master = held[name].to(tensor.parameter.device)
+                elif tensor.remainder is not None:
+                    tensor.remainder.copy_(held[name])
+                moments = state["moments"][name]
+                tensor.steps = int(moments["step"]) if moments else 0
                 if moments:
-                    self._adam.state[master] = {key: value.to(master.device) for key, value in moments.items()}
+                    first, second = tensor.make_moments()
+                    if moments["exp_avg"].dtype != first.dtype:
+                        raise CheckpointError(
+                            f"the optimizer's moments were saved as {_word(moments['exp_avg'])} and the recipe asks for "
+                            f"{_word(first)}; set optimizer.moments as it was."
+                        )
+                    first.copy_(moments["exp_avg"])
+                    second.copy_(moments["exp_avg_sq"])
 
 
-def _master(parameter: Parameter) -> Tensor:
-    return parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_()
+def _gather(tensor: Trained, _: Tensor) -> None:
+    tensor.gather()
 
 
-def _by_decay(masters: dict[str, Tensor], decay: float) -> list[tuple[float, list[Tensor]]]:
-    """Matrices decay; norms and biases do not."""
-    if not decay:
-        return [(0.0, list(masters.values()))]
-    matrices = [master for master in masters.values() if master.dim() > 1]
-    others = [master for master in masters.values() if master.dim() < 2]
-    return [(share, chosen) for share, chosen in ((decay, matrices), (0.0, others)) if chosen]
+def _moments(tensor: Trained) -> dict[str, Tensor]:
+    if tensor.first is None or tensor.second is None:
+        return {}
+    return {"step": torch.tensor(float(tensor.steps)), "exp_avg": tensor.first, "exp_avg_sq": tensor.second}
+
+
+def _word(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _check_names(names: Any, known: list[str], where: str) -> None:

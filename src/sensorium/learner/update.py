@@ -6,6 +6,7 @@ before anything moves.
 """
 
 import hashlib
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
@@ -108,11 +109,14 @@ def update(
     """Run one update; raises NonFiniteUpdate with all weights as they were."""
     learners = [optimizer] if critic is None else [optimizer, critic.optimizer]
     try:
-        value = None if critic is None or batch.asked is None else ValuePass(critic, batch.asked)
-        if value is not None and not value.critic.shared:
-            value.gather(batch.packing)
-        pass_ = _Pass(scorer, batch, objective, value)
-        pass_.run(learners)
+        with ExitStack() as gathering:
+            for one in learners:
+                gathering.enter_context(one.gathering())
+            value = None if critic is None or batch.asked is None else ValuePass(critic, batch.asked)
+            if value is not None and not value.critic.shared:
+                value.gather(batch.packing)
+            pass_ = _Pass(scorer, batch, objective, value)
+            pass_.run()
         norms = [one.grad_norm() for one in learners]
         measured = pass_.measured(norms)
         if not (isfinite(measured.loss) and all(bool(norm.isfinite()) for norm in norms)):
@@ -190,7 +194,7 @@ class _Pass:
             logprobs_N[microbatch.places_M] = self.scorer.score(hidden_TH, microbatch)[0]
         return logprobs_N
 
-    def run(self, optimizers: list[Optimizer]) -> None:
+    def run(self) -> None:
         """All micro-batches: those that teach the policy with a graph, the others without; then the towers, once."""
         microbatches = self.batch.packing.microbatches
         learning = [microbatch for microbatch in microbatches if not self._idles(microbatch)]
@@ -205,11 +209,7 @@ class _Pass:
                 loss = loss + self.value.loss(hidden_TH, microbatch)
             if loss.requires_grad:
                 loss.backward()
-            for one in optimizers:
-                one.gather()
         features.backward()
-        for one in optimizers:
-            one.gather()
 
     def _idles(self, microbatch: MicroBatch) -> bool:
         """True if nothing of a micro-batch pulls at the policy's weights."""

@@ -26,6 +26,7 @@ from sensorium.models.laying_out import Layouts
 from sensorium.models.layout import Features, Layout, Placement
 from sensorium.models.lora import FOLDER, Adapters
 from sensorium.models.quiet import quiet
+from sensorium.models.recomputing import recompute_blocks
 from sensorium.models.rendering import ChatRenderer
 from sensorium.models.routing import routers_of, watched
 from sensorium.models.tokens import TokenTable
@@ -235,8 +236,10 @@ class Policy:
         return self.adapter.head(hidden_NH).float()
 
     def checkpoint_gradients(self, on: bool = True) -> None:
-        """Recompute the language model's layers in the backward pass instead of keeping their activations."""
+        """Recompute the layers of language model and towers in the backward pass instead of keeping their activations."""
         self._recompute = on
+        for tower in self.adapter.towers.values():
+            recompute_blocks(tower.module, on)
 
     def frozen_copy(self) -> "Policy":
         """A copy that is never trained: a reference."""

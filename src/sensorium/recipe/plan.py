@@ -5,7 +5,7 @@ Memory is an upper estimate: caches and activations are taken as full as the rec
 
 from dataclasses import dataclass, field
 
-from sensorium.recipe.schema import Recipe
+from sensorium.recipe.schema import OptimizerSection, Recipe
 from sensorium.recipe.shape import ModelShape, read_shape
 from sensorium.recipe.traits import estimator_traits
 
@@ -85,15 +85,15 @@ def trained_parameters(recipe: Recipe, shape: ModelShape) -> int:
 
 
 def estimate_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
-    """Bytes by use, each as high as the recipe's budgets allow. Below float32 gradients are summed in float32 as well."""
+    """Bytes by use, each as high as the recipe's budgets allow. Gradients are summed in float32 whatever the dtype."""
     size = BYTES[recipe.model.dtype]
     trainable = trained_parameters(recipe, shape)
     adapters = trainable if recipe.model.lora.rank else 0
     uses = {
         "weights": (shape.total + adapters) * size,
-        "gradients": trainable * (size if size == 4 else size + 4),
-        "optimizer moments": trainable * 8,
-        "fp32 masters": trainable * 4 if size < 4 else 0,
+        "gradients": trainable * 4,
+        "optimizer moments": trainable * 2 * BYTES[recipe.optimizer.moments],
+        "remainders of fp32 masters": trainable * 2 if size < 4 else 0,
         "reference model": shape.total * size if recipe.algorithm.kl.coef and not adapters else 0,
         "former adapters": adapters * size if recipe.algorithm.kl.coef and recipe.warm_start.steps else 0,
         "critic": _critic_bytes(recipe, shape),
@@ -123,24 +123,29 @@ def estimate_disk(recipe: Recipe, shape: ModelShape | None, episodes: int, writt
 
 
 def _checkpoint_bytes(recipe: Recipe, shape: ModelShape) -> int:
-    """Weights, moments, and masters where weights are not float32; a critic has its own of each."""
+    """Weights, moments, and remainders where weights are not float32; a critic has its own of each."""
     size = BYTES[recipe.model.dtype]
     trainable = trained_parameters(recipe, shape)
-    own = shape.total * size + trainable * (8 + (4 if size < 4 else 0))
+    own = shape.total * size + trainable * _state_bytes(recipe.optimizer, size)
     section = recipe.algorithm.critic
     if estimator_traits(recipe.algorithm.advantage.name).critic and section.trunk == "own":
-        own += shape.total * size + shape.trainable(section.freeze) * (8 + (4 if size < 4 else 0))
+        own += shape.total * size + shape.trainable(section.freeze) * _state_bytes(section.optimizer, size)
     return own
 
 
 def _critic_bytes(recipe: Recipe, shape: ModelShape) -> int:
-    """A critic with a trunk of its own: weights, gradients, moments and masters again. A head alone is next to nothing."""
+    """A critic with a trunk of its own: weights, gradients, moments, remainders. A head alone is next to nothing."""
     section = recipe.algorithm.critic
     if not estimator_traits(recipe.algorithm.advantage.name).critic or section.trunk == "shared":
         return 0
     size = BYTES[recipe.model.dtype]
     trainable = shape.trainable(section.freeze)
-    return shape.total * size + trainable * (size + 8 if size == 4 else size + 16)
+    return shape.total * size + trainable * (4 + _state_bytes(section.optimizer, size))
+
+
+def _state_bytes(section: OptimizerSection, size: int) -> int:
+    """Bytes of the optimizer for each trained number: two moments, and the remainder of a weight that is not float32."""
+    return 2 * BYTES[section.moments] + (2 if size < 4 else 0)
 
 
 def _cached_tokens(recipe: Recipe) -> int:

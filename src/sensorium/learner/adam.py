@@ -1,0 +1,148 @@
+"""AdamW on single tensors, however their numbers are held: float32, bfloat16 with a remainder, moments in 16 bits.
+
+The arithmetic is torch's fused AdamW in float32. On CUDA with Triton the halves are joined, moved and split in one kernel.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from sensorium.learner.masters import join, noise_bits, noise_key, rounded_at_random, split
+
+MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """AdamW's settings for one step of a tensor."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+class Trained:
+    """A parameter that learns: its gradient, its moments, and its remainder where it is bfloat16.
+
+    ``place`` is its number among the optimizer's tensors. Moments are made at the first step.
+    """
+
+    def __init__(self, parameter: Parameter, place: int, moments: torch.dtype) -> None:
+        if parameter.dtype not in (torch.float32, torch.bfloat16):
+            raise TypeError(f"weights of {parameter.dtype} cannot be trained; load them as float32 or bfloat16")
+        self.parameter = parameter
+        self.place = place
+        self.steps = 0
+        self.remainder = torch.zeros_like(parameter, dtype=torch.int16) if parameter.dtype == torch.bfloat16 else None
+        self.first: Tensor | None = None
+        self.second: Tensor | None = None
+        self._moments = moments
+        self._sum: Tensor | None = None
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The float32 gradient so far."""
+        return self.parameter.grad if self.remainder is None else self._sum
+
+    @gradient.setter
+    def gradient(self, gradient: Tensor | None) -> None:
+        if self.remainder is None:
+            self.parameter.grad = gradient
+        else:
+            self._sum, self.parameter.grad = gradient, None
+
+    def gather(self) -> None:
+        """Add a bfloat16 gradient to the float32 sum, and free it."""
+        gradient = self.parameter.grad
+        if self.remainder is not None and gradient is not None:
+            self._sum = gradient.float() if self._sum is None else self._sum.add_(gradient)
+            self.parameter.grad = None
+
+    @property
+    def master(self) -> Tensor:
+        """The float32 weights that the optimizer moves; a copy where they are held in halves."""
+        weight = self.parameter.detach()
+        return weight if self.remainder is None else join(weight, self.remainder)
+
+    @master.setter
+    def master(self, master: Tensor) -> None:
+        assert self.remainder is not None, "a float32 parameter is its own master"
+        weight, remainder = split(master)
+        self.parameter.detach().copy_(weight)
+        self.remainder.copy_(remainder)
+
+    def make_moments(self) -> tuple[Tensor, Tensor]:
+        """Both moments, zero before the first step."""
+        if self.first is None or self.second is None:
+            like = self.parameter.detach()
+            self.first, self.second = (torch.zeros_like(like, dtype=self._moments) for _ in range(2))
+        return self.first, self.second
+
+
+def step_all(tensors: Sequence[Trained], rates: Sequence[Rates], scale: Tensor) -> None:
+    """Move tensors by their gradients times ``scale``."""
+    plain: dict[tuple[Rates, int], list[Trained]] = {}
+    for tensor, rate in zip(tensors, rates, strict=True):
+        tensor.steps += 1
+        if _fits_kernel(tensor):
+            from sensorium.learner.adam_kernels import step_halves
+
+            step_halves(tensor, rate, scale)
+        else:
+            plain.setdefault((rate, tensor.steps), []).append(tensor)
+    gradients = [_gradient(tensor) for several in plain.values() for tensor in several]
+    if gradients:
+        torch._foreach_mul_(gradients, scale)
+    for (rate, _), several in plain.items():
+        whole = [tensor for tensor in several if _is_whole(tensor)]
+        for together in ([whole] if whole else []) + [[tensor] for tensor in several if not _is_whole(tensor)]:
+            _step(together, rate)
+
+
+def _fits_kernel(tensor: Trained) -> bool:
+    return tensor.remainder is not None and tensor.parameter.is_cuda and find_spec("triton") is not None
+
+
+def _is_whole(tensor: Trained) -> bool:
+    """Whether everything is held in float32, so that a step needs no copies."""
+    return tensor.remainder is None and tensor.make_moments()[0].dtype == torch.float32
+
+
+def _gradient(tensor: Trained) -> Tensor:
+    assert tensor.gradient is not None, "grad_norm has given every tensor a gradient"
+    return tensor.gradient
+
+
+def _step(tensors: Sequence[Trained], rates: Rates) -> None:
+    """Move tensors that have taken the same number of steps."""
+    masters = [tensor.master for tensor in tensors]
+    kept = [tensor.make_moments() for tensor in tensors]
+    wide = [(first.float(), second.float()) for first, second in kept]
+    torch._fused_adamw_(
+        masters,
+        [_gradient(tensor) for tensor in tensors],
+        [first for first, _ in wide],
+        [second for _, second in wide],
+        [],
+        [torch.tensor(float(tensors[0].steps), device=masters[0].device)] * len(tensors),
+        lr=rates.lr,
+        beta1=rates.beta1,
+        beta2=rates.beta2,
+        weight_decay=rates.weight_decay,
+        eps=rates.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+    for tensor, master, moments, values in zip(tensors, masters, kept, wide, strict=True):
+        if moments[0].dtype == torch.bfloat16:
+            noise = noise_bits(master.shape, noise_key(tensor.steps, tensor.place), master.device)
+            for held, value, bits in zip(moments, values, noise, strict=True):
+                held.copy_(rounded_at_random(value, bits))
+        if tensor.remainder is not None:
+            tensor.master = master
