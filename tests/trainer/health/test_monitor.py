@@ -56,6 +56,16 @@ def test_a_finding_that_comes_and_goes_is_told_once_until_it_is_over() -> None:
     assert told == [(1, "began"), (11, "ended")]
 
 
+def test_a_sight_check_is_told_when_it_is_made_and_not_repeated_between(tmp_path: Path) -> None:
+    health, ear = monitor(tmp_path)
+    health.look(0, [SightResult("picture", 8, 0.5, 0.75, 2)])
+    go(health, tmp_path, [HEALTHY] * 50)
+    assert [(notice.step, notice.state) for notice in ear.heard] == [(0, "began")]
+    seen = health.look(51, [SightResult("picture", 8, 0.9, 0.25, 2)])
+    go(health, tmp_path, [HEALTHY | seen], first=51)
+    assert [(notice.step, notice.state) for notice in ear.heard] == [(0, "began"), (51, "ended")]
+
+
 def test_findings_are_on_record_in_metrics_and_in_the_run_directory(tmp_path: Path) -> None:
     health, ear = monitor(tmp_path)
     assert health.examine(1, FAST, Evidence()) == {"health/learning_rate": 1.0}

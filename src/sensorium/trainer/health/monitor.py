@@ -20,6 +20,8 @@ from sensorium.vocabulary.errors import NothingTrained
 FIRST_REMINDER = 10
 CLEAR_STEPS = 5
 """Steps without it after which a finding is over; one that comes and goes is told once."""
+BY_SIGHT_CHECK = frozenset({"blind"})
+"""Findings that only a sight check can make or take back."""
 DAMAGING = frozenset({"sudden_loss", "learning_rate"})
 """Findings after which a checkpoint is not to be trusted over an earlier one."""
 
@@ -39,20 +41,25 @@ class Courses:
     def __init__(self) -> None:
         self.open: dict[str, Course] = {}
 
-    def advance(self, step: int, found: Iterable[str]) -> list[tuple[str, State]]:
-        """Take in what was found at a step."""
+    def advance(self, step: int, found: Iterable[str], *, looked: bool = True) -> list[tuple[str, State]]:
+        """Take in what was found at a step; ``looked`` says whether that includes a new sight check.
+
+        A finding of the sight check stands until the next one: between them it is neither told again nor over.
+        """
         told: list[tuple[str, State]] = []
         for rule in found:
             course = self.open.get(rule)
             if course is None:
                 self.open[rule] = Course(step, step, step + FIRST_REMINDER)
                 told.append((rule, "began"))
-            elif step >= course.remind:
+            elif step >= course.remind and (looked or rule not in BY_SIGHT_CHECK):
                 self.open[rule] = Course(course.began, step, step + (step - course.began))
                 told.append((rule, "goes on"))
             else:
                 self.open[rule] = replace(course, last=step)
-        for rule in [rule for rule, course in self.open.items() if step - course.last >= CLEAR_STEPS]:
+        over = [rule for rule, course in self.open.items() if step - course.last >= CLEAR_STEPS]
+        over += [rule for rule in BY_SIGHT_CHECK & self.open.keys() - set(over) if looked and self.open[rule].last < step]
+        for rule in over:
             del self.open[rule]
             told.append((rule, "ended"))
         return told
@@ -86,7 +93,7 @@ class Health:
         for row in read_metrics(self.directory.metrics):
             self.history.add(row)
             found = [name.removeprefix("health/") for name in row if name.startswith("health/")]
-            self.courses.advance(row["step"], found)
+            self.courses.advance(row["step"], found, looked="sight/shown" in row)
 
     def remind(self) -> None:
         """Tell the watchers of a resumed run what lasts."""
@@ -107,7 +114,7 @@ class Health:
     def examine(self, step: int, row: Row, evidence: Evidence) -> dict[str, float]:
         """Judge a step; returns the metrics of what was found, ``health/<rule>`` 1 each."""
         found = examine(StepFacts(self.recipe, step, row, self.history, evidence, self.sight))
-        self._tell(step, found)
+        self._tell(step, found, looked="sight/shown" in row)
         self.history.add(row)
         return {f"health/{finding.rule}": 1.0 for finding in found}
 
@@ -151,9 +158,9 @@ class Health:
             return "In every step all attempts at a task were paid the same, so there was nothing to tell them apart by."
         return " ".join(text[:1].upper() + text[1:] + "." for text, _ in known)
 
-    def _tell(self, step: int, found: Sequence[Finding]) -> None:
+    def _tell(self, step: int, found: Sequence[Finding], *, looked: bool = True) -> None:
         self._texts |= {finding.rule: (finding.text, finding.grave) for finding in found}
-        for rule, state in self.courses.advance(step, [finding.rule for finding in found]):
+        for rule, state in self.courses.advance(step, [finding.rule for finding in found], looked=looked):
             text, grave = self._texts.get(rule, LOST)
             notice = Notice(step, rule, state, text, grave)
             write_notice(self.directory.health, notice)
