@@ -76,12 +76,12 @@ def _requests(policy: Any, store: MediaStore, work: Workload, index: int) -> lis
     for prompt in range(work.prompts):
         rng = np.random.default_rng((index, prompt))
         pixels = rng.integers(0, 255, (work.pixels, work.pixels, 3), dtype=np.uint8)
-        context = (policy.render([user(store.put(encode_png(pixels), "picture"), QUESTION)]),)
+        context = (policy.chat.render([user(store.put(encode_png(pixels), "picture"), QUESTION)]),)
         for member in range(work.group):
             sampling = Sampling(max_new_tokens=lengths[prompt][member], stop_tokens=False)
             thread = f"{index}/{prompt}/{member}"
             found.append(Request(thread, context, sampling, (prompt, member, 0), hash(thread), thread))
-    policy.prepare([span.media for request in found for span in request.context[0].media])
+    policy.chat.prepare([span.media for request in found for span in request.context[0].media])
     return found
 
 

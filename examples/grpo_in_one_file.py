@@ -30,7 +30,7 @@ from PIL import Image
 from torch import Tensor
 
 from sensorium.media.store import MediaStore
-from sensorium.models.load import find_checkpoint
+from sensorium.models.checkpoint_place import find_checkpoint
 from sensorium.tasks.mixture import TaskStream
 from sensorium.tasks.shapes import Shapes
 from sensorium.vocabulary.task import Task

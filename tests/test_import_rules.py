@@ -75,6 +75,13 @@ def test_room_imports_only_what_it_may(room: str) -> None:
                 assert other == room or other in MAY_IMPORT[room], f"{path.relative_to(PACKAGE)} imports {module}"
 
 
+def test_rollout_needs_no_weights() -> None:
+    """It renders, lays out and reads with the chat processor alone, so it can live in a process without the model."""
+    for path in room_files("rollout"):
+        of_models = {module for module in imports_of(path) if module.startswith("sensorium.models")}
+        assert of_models <= {"sensorium.models.chat_processor"}, f"{path.name} imports {of_models}"
+
+
 @pytest.mark.parametrize("room", sorted(TORCH_FREE))
 def test_room_without_torch_stays_so(room: str) -> None:
     for path in room_files(room):

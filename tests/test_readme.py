@@ -52,7 +52,7 @@ def test_own_tasks_rewards_and_worlds_train(readme_code: ModuleType, tmp_path: P
 
 
 def test_an_own_family_is_known_by_name(readme_code: ModuleType) -> None:
-    from sensorium.models.load import family_of
+    from sensorium.models.load_chat import family_of
 
     assert family_of("my_vl") == "my_vl"
 

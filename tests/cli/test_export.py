@@ -65,7 +65,7 @@ def test_adapters_are_exported_added_in_or_alone(tmp_path: Path) -> None:
     from peft import PeftConfig, PeftModel
     from transformers import AutoModelForCausalLM
 
-    from sensorium.models.load import find_checkpoint
+    from sensorium.models.checkpoint_place import find_checkpoint
 
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "model")]) == 0
     assert main(["export", str(source), str(tmp_path / "alone"), "--adapter"]) == 0

@@ -31,25 +31,25 @@ class Bench:
 
     def picture(self, seed: int, size: tuple[int, int] = (56, 56)) -> Media:
         """A picture of noise in the policy's store."""
-        return noise(self.policy.store, seed, width=size[1], height=size[0])
+        return noise(self.policy.chat.store, seed, width=size[1], height=size[0])
 
     def clip(self, seed: int, frames: int = 4, seconds: float = 4.0) -> Media:
         """A video of noise in the policy's store."""
-        return clip(self.policy.store, seed, frames, seconds=seconds)
+        return clip(self.policy.chat.store, seed, frames, seconds=seconds)
 
     def tone(self, seed: int, seconds: float = 0.5) -> Media:
         """A sound in the policy's store."""
-        return tone(self.policy.store, seed, seconds)
+        return tone(self.policy.chat.store, seed, seconds)
 
     def logits(self, segments: Sequence[Segment]) -> list[Tensor]:
         """Logits [n, V] before each token of every model segment, by one stock forward over the whole thread."""
-        ids_T = torch.cat([self.policy.layout(segment).ids_T for segment in segments])
+        ids_T = torch.cat([self.policy.chat.layout(segment).ids_T for segment in segments])
         inputs = row_inputs(self.policy, ids_T, [span.media for segment in segments for span in segment.media])
         with torch.no_grad():
             logits_TV = self.stock(**inputs, use_cache=False).logits[0].float()
         found, start = [], 0
         for segment in segments:
-            length = len(self.policy.layout(segment))
+            length = len(self.policy.chat.layout(segment))
             if segment.author == "model":
                 found.append(logits_TV[start - 1 : start - 1 + length])
             start += length
@@ -57,7 +57,7 @@ class Bench:
 
     def logprobs(self, segments: Sequence[Segment], sampling: Sampling) -> tuple[list[Tensor], float]:
         """Log-probs of every model segment's tokens under the policy, and the scale of the logits."""
-        masked = list(self.policy.forbidden_ids) + ([] if sampling.stop_tokens else list(self.policy.stop_ids))
+        masked = list(self.policy.chat.forbidden_ids) + ([] if sampling.stop_tokens else list(self.policy.chat.stop_ids))
         found, scale = [], 0.0
         written = [segment for segment in segments if segment.author == "model"]
         for segment, logits_nV in zip(written, self.logits(segments), strict=True):

@@ -23,7 +23,7 @@ def group(bench: Bench, prompt: int, size: int, sampling: Sampling = FIXED) -> l
     """A group's requests, each with its own rendering of the same prompt."""
     message = user(bench.picture(prompt), "what colour is it?")
     return [
-        ask(f"{prompt}/{i}", [bench.policy.render([message])], sampling, order=(prompt, i, 0),
+        ask(f"{prompt}/{i}", [bench.policy.chat.render([message])], sampling, order=(prompt, i, 0),
             key=response_key(0, 0, str(prompt), i, 0))
         for i in range(size)
     ]  # fmt: skip
@@ -35,7 +35,7 @@ def test_a_group_shares_one_prefill_and_one_tower_pass(vision: Bench) -> None:
     requests = [request for prompt in range(3) for request in group(vision, prompt, 4)]
     responses = generate(engine, *requests)
     assert engine.counters.prefills == 3
-    assert engine.counters.prefill_tokens == 3 * len(vision.policy.layout(requests[0].context[0]))
+    assert engine.counters.prefill_tokens == 3 * len(vision.policy.chat.layout(requests[0].context[0]))
     assert engine.counters.features == 3
     assert vision.policy.counters.tower_passes == passes + 1
     assert vision.policy.counters.tower_items == items + 3
@@ -95,8 +95,8 @@ def test_stop_tokens_end_a_response_and_are_part_of_it(bench: Bench) -> None:
     stopped = [response for response in responses if response.finish == "stop"]
     assert stopped
     for response in stopped:
-        assert response.segment.tokens[-1] in bench.policy.stop_ids
-        assert not set(response.segment.tokens[:-1]) & set(bench.policy.stop_ids)
+        assert response.segment.tokens[-1] in bench.policy.chat.stop_ids
+        assert not set(response.segment.tokens[:-1]) & set(bench.policy.chat.stop_ids)
     for response in set(responses) - set(stopped):
         assert len(response.segment.tokens) == 400
 
@@ -105,7 +105,7 @@ def test_stop_strings_end_a_response_across_tokens_and_stay_in_the_text(bench: B
     """A stop string taken from the middle of a response, cut across two tokens, ends the same response there."""
     policy, request = bench.policy, group(bench, 1, 1, Sampling(max_new_tokens=40, stop_tokens=False))[0]
     whole = generate(NativeEngine(policy), request)[0].segment
-    pieces = [policy.token_bytes(token) for token in whole.tokens]
+    pieces = [policy.chat.token_bytes(token) for token in whole.tokens]
     for i in range(5, 39):
         joined = pieces[i][-1:] + pieces[i + 1][:1]
         new_there = joined not in b"".join(pieces[: i + 1])
@@ -136,42 +136,44 @@ def test_placeholders_are_never_sampled_however_likely(bench: Bench, monkeypatch
 
     def eager_logits(hidden_NH: torch.Tensor) -> torch.Tensor:
         logits_NV = original(hidden_NH).clone()
-        logits_NV[:, list(policy.forbidden_ids)] = 1e6
+        logits_NV[:, list(policy.chat.forbidden_ids)] = 1e6
         return logits_NV
 
     monkeypatch.setattr(policy, "logits", eager_logits)
     kinds = [Sampling(max_new_tokens=20), Sampling(max_new_tokens=20, temperature=0.0),
              Sampling(max_new_tokens=20, top_k=5), Sampling(max_new_tokens=20, top_p=0.2)]  # fmt: skip
-    requests = [ask(f"t{i}", [policy.render([user("what?")])], kind, order=(i,), key=i) for i, kind in enumerate(kinds)]
+    requests = [
+        ask(f"t{i}", [policy.chat.render([user("what?")])], kind, order=(i,), key=i) for i, kind in enumerate(kinds)
+    ]
     for response in generate(NativeEngine(policy), *requests):
-        assert not set(response.segment.tokens) & set(policy.forbidden_ids)
+        assert not set(response.segment.tokens) & set(policy.chat.forbidden_ids)
 
 
 def test_masked_stop_tokens_are_never_sampled(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = bench.policy
     original = policy.logits
     push = torch.zeros(policy.vocab_size)
-    push[list(policy.stop_ids)] = 30.0
+    push[list(policy.chat.stop_ids)] = 30.0
     monkeypatch.setattr(policy, "logits", lambda hidden: original(hidden) + push)
-    context = [policy.render([user("what?")])]
+    context = [policy.chat.render([user("what?")])]
     free = ask("a", context, Sampling(max_new_tokens=8), order=(0,))
     held = ask("b", context, Sampling(max_new_tokens=8, stop_tokens=False), order=(1,))
     stopped, ran = generate(NativeEngine(policy), free, held)
     assert len(stopped.segment.tokens) == 1
     assert len(ran.segment.tokens) == 8
-    assert not set(ran.segment.tokens) & set(policy.stop_ids)
+    assert not set(ran.segment.tokens) & set(policy.chat.stop_ids)
 
 
 def test_sampled_tokens_follow_the_models_distribution(text: Bench) -> None:
     """First tokens of many responses against softmax, by chi-square over the likely tokens."""
     policy, count = text.policy, 3000
-    context = [policy.render([user("left or right?")])]
+    context = [policy.chat.render([user("left or right?")])]
     sampling = Sampling(max_new_tokens=1, temperature=0.6)
     requests = [ask(f"{i}", context, sampling, order=(i,), key=response_key(1, 0, "chi", i, 0)) for i in range(count)]
     engine = NativeEngine(policy, max_rows=count)
     responses = generate(engine, *requests)
     logits_V = text.logits([*context, responses[0].segment])[0][0] / 0.6
-    logits_V[list(policy.forbidden_ids)] = -torch.inf
+    logits_V[list(policy.chat.forbidden_ids)] = -torch.inf
     expected = logits_V.softmax(-1) * count
     observed = Counter(response.segment.tokens[0] for response in responses)
     likely = [token for token in range(policy.vocab_size) if expected[token] >= 8]
@@ -185,7 +187,7 @@ def test_sampled_tokens_follow_the_models_distribution(text: Bench) -> None:
 def test_a_failing_request_does_not_hurt_the_others(bench: Bench) -> None:
     policy = bench.policy
     good = group(bench, 1, 2)
-    prompt = policy.render([user(bench.picture(2), "what?")])
+    prompt = policy.chat.render([user(bench.picture(2), "what?")])
     span = prompt.media[0]
     no_medium = Segment("environment", prompt.tokens)
     absent = Segment("environment", prompt.tokens, (type(span)(span.index, Media("picture", "0" * 64, "nowhere")),))
@@ -230,8 +232,8 @@ def test_features_that_do_not_fit_their_span_cost_one_episode(bench: Bench, monk
 
 def test_a_context_beyond_the_limit_is_refused_and_the_limit_ends_responses(text: Bench) -> None:
     policy = text.policy
-    short, long = policy.render([user("what?")]), policy.render([user("what? " * 60)])
-    limit = len(policy.layout(short)) + 5
+    short, long = policy.chat.render([user("what?")]), policy.chat.render([user("what? " * 60)])
+    limit = len(policy.chat.layout(short)) + 5
     engine = NativeEngine(policy, max_context=limit)
 
     async def play() -> list[Response | BaseException]:
@@ -259,7 +261,7 @@ def test_logits_that_are_not_finite_fail_only_their_request(text: Bench, monkeyp
     engine = NativeEngine(policy)
 
     async def play() -> list[Response | BaseException]:
-        contexts = [[policy.render([user("what?")])], [policy.render([user("where is it?")])]]
+        contexts = [[policy.chat.render([user("what?")])], [policy.chat.render([user("where is it?")])]]
         requests = [ask(f"{i}", context, FIXED, order=(i,)) for i, context in enumerate(contexts)]
         return await asyncio.gather(*(engine.generate(r) for r in requests), return_exceptions=True)
 
@@ -295,20 +297,20 @@ def test_a_released_thread_is_computed_again(text: Bench) -> None:
     policy = text.policy
     for release, counts in ((False, (1, 1)), (True, (2, 0))):
         engine = NativeEngine(policy)
-        first = policy.render([user("what?")])
+        first = policy.chat.render([user("what?")])
         answer = generate(engine, ask("a", [first], FIXED))[0].segment
         if release:
             engine.release("a")
-        context = [first, answer, policy.extend([user("why?")], after=answer)]
+        context = [first, answer, policy.chat.extend([user("why?")], after=answer)]
         generate(engine, ask("a", context, FIXED, key=2))
         assert (engine.counters.prefills, engine.counters.extensions) == counts
 
 
 def test_threads_beyond_the_memory_limit_are_computed_again(text: Bench) -> None:
     policy, engine = text.policy, NativeEngine(text.policy, keep_bytes=0)
-    first = policy.render([user("what?")])
+    first = policy.chat.render([user("what?")])
     answer = generate(engine, ask("a", [first], FIXED))[0].segment
-    generate(engine, ask("a", [first, answer, policy.extend([user("why?")], after=answer)], FIXED, key=2))
+    generate(engine, ask("a", [first, answer, policy.chat.extend([user("why?")], after=answer)], FIXED, key=2))
     assert (engine.counters.prefills, engine.counters.extensions) == (2, 0)
 
 

@@ -26,7 +26,9 @@ def talk(bench: Bench, engine: NativeEngine, observations: list[list[Message]], 
     """A conversation in one thread; the model writes after every observation."""
     segments: list[Segment] = []
     for turn, messages in enumerate(observations):
-        segments.append(bench.policy.extend(messages, after=segments[-1]) if turn else bench.policy.render(messages))
+        segments.append(
+            bench.policy.chat.extend(messages, after=segments[-1]) if turn else bench.policy.chat.render(messages)
+        )
         request = ask(thread, segments, SAMPLING, order=(0, 0, turn), key=turn, name=f"{thread}/{turn}")
         segments.append(generate(engine, request)[0].segment)
     return segments
@@ -49,7 +51,7 @@ def test_a_picture_in_turn_three_extends_the_cache(vision: Bench) -> None:
     segments = talk(vision, engine, turns)
     assert_exact(vision, segments)
     assert (engine.counters.prefills, engine.counters.extensions) == (1, 3)
-    new = sum(len(vision.policy.layout(segment)) for segment in segments if segment.author == "environment")
+    new = sum(len(vision.policy.chat.layout(segment)) for segment in segments if segment.author == "environment")
     assert engine.counters.prefill_tokens + engine.counters.extension_tokens == new + 3  # and each turn's last drawn token
 
 
@@ -78,7 +80,7 @@ def test_sound_video_and_pictures_in_any_order(omni: Bench) -> None:
 def test_a_crowd_of_sights_and_sounds(omni: Bench) -> None:
     """Contexts with different media, prefilled together, are each exact; each medium went through its tower once."""
     media = [[omni.tone(1)], [omni.clip(1)], [omni.picture(1)], [omni.clip(2, 2), omni.tone(2, 1.7)], [], [omni.tone(1)]]
-    contexts = [[omni.policy.render([user(*shown, "what?" * (i + 1))])] for i, shown in enumerate(media)]
+    contexts = [[omni.policy.chat.render([user(*shown, "what?" * (i + 1))])] for i, shown in enumerate(media)]
     requests = [ask(f"t{i}", context, SAMPLING, order=(i, 0, 0), key=i) for i, context in enumerate(contexts)]
     engine, before = NativeEngine(omni.policy), omni.policy.counters.tower_passes
     for context, response in zip(contexts, generate(engine, *requests), strict=True):
@@ -90,14 +92,14 @@ def test_a_crowd_of_sights_and_sounds(omni: Bench) -> None:
 def test_windowed_threads(vision: Bench) -> None:
     """Windows of two turns after a head: each is a thread of its own, its first segments another thread's responses."""
     policy, engine = vision.policy, NativeEngine(vision.policy)
-    head = policy.render([system("Move.")], generate=False)
+    head = policy.chat.render([system("Move.")], generate=False)
     observations = [[user(vision.picture(turn), f"{turn}?")] for turn in range(4)]
     responses: list[Segment] = []
     for turn in range(4):
         first = max(0, turn - 1)
-        segments = [head, policy.render_after_head(observations[first])]
+        segments = [head, policy.chat.render_after_head(observations[first])]
         for earlier in range(first, turn):
-            segments += [responses[earlier], policy.extend(observations[earlier + 1], after=responses[earlier])]
+            segments += [responses[earlier], policy.chat.extend(observations[earlier + 1], after=responses[earlier])]
         thread = f"window {first}"
         responses.append(generate(engine, ask(thread, segments, SAMPLING, key=turn, name=f"turn {turn}"))[0].segment)
         expected, scale = vision.logprobs([*segments, responses[-1]], SAMPLING)
@@ -114,7 +116,7 @@ def test_text_only_models(family: str, benches) -> None:  # type: ignore[no-unty
 def test_a_crowd_of_different_lengths(vision: Bench) -> None:
     """Rows of different contexts, prefilled and decoded together, are each exact."""
     prompts = [[user(vision.picture(i, (56 + 28 * (i % 3), 56)), "what colour " * (1 + i % 4))] for i in range(6)]
-    contexts = [[vision.policy.render(prompt)] for prompt in prompts]
+    contexts = [[vision.policy.chat.render(prompt)] for prompt in prompts]
     samplings = [Sampling(temperature=0.5 + i / 4, max_new_tokens=4 + 5 * i, stop_tokens=False) for i in range(6)]
     requests = [ask(f"t{i}", contexts[i], samplings[i], order=(i, 0, 0), key=i) for i in range(6)]
     for i, response in enumerate(generate(NativeEngine(vision.policy), *requests)):
@@ -123,7 +125,7 @@ def test_a_crowd_of_different_lengths(vision: Bench) -> None:
 
 
 def test_greedy_and_truncated_rows_report_the_whole_policys_logprobs(bench: Bench) -> None:
-    context = [bench.policy.render([user("left or right?")])]
+    context = [bench.policy.chat.render([user("left or right?")])]
     samplings = [
         Sampling(temperature=0.0, max_new_tokens=8),
         Sampling(top_p=0.3, max_new_tokens=8, stop_tokens=False),
@@ -136,14 +138,14 @@ def test_greedy_and_truncated_rows_report_the_whole_policys_logprobs(bench: Benc
         assert all(s >= p - 1e-9 for s, p in zip(response.segment.sampled_logprobs, response.segment.logprobs, strict=True))
     assert set(responses[0].segment.sampled_logprobs) == {0.0}
     logits_nV = bench.logits([*context, responses[0].segment])[0]
-    logits_nV[:, list(bench.policy.forbidden_ids)] = -torch.inf
+    logits_nV[:, list(bench.policy.chat.forbidden_ids)] = -torch.inf
     assert logits_nV.argmax(-1).tolist() == list(responses[0].segment.tokens)
 
 
 def test_weights_keep_their_gradients(bench: Bench) -> None:
     """Sampling leaves nothing behind that would poison the learner: the same parameters still train."""
     policy = bench.policy
-    generate(NativeEngine(policy), ask("a", [policy.render([user(bench.picture(1), "what?")])], SAMPLING))
+    generate(NativeEngine(policy), ask("a", [policy.chat.render([user(bench.picture(1), "what?")])], SAMPLING))
     features = policy.encode([bench.picture(1)])
     loss = sum(part.embeds_NH.square().mean() for part in features.values())
     loss.backward()  # type: ignore[union-attr]
@@ -156,7 +158,7 @@ def test_weights_keep_their_gradients(bench: Bench) -> None:
 def test_a_long_response_outgrows_the_cache(text: Bench) -> None:
     """Growth in the middle of a response changes nothing."""
     sampling = Sampling(max_new_tokens=300, stop_tokens=False)
-    context = [text.policy.render([user("how many?")])]
+    context = [text.policy.chat.render([user("how many?")])]
     response = generate(NativeEngine(text.policy), ask("a", context, sampling))[0]
     assert len(response.segment.tokens) == 300
     assert_exact(text, [*context, response.segment], sampling)
@@ -167,9 +169,9 @@ def test_a_thread_may_be_asked_again_or_go_another_way(vision: Bench) -> None:
     policy, engine = vision.policy, NativeEngine(vision.policy)
     segments = talk(vision, engine, [[user(vision.picture(1), "what?")], [user("where is it?")]])
     ways = [[user(vision.picture(2), "which way?")], [user("and which way, left or right?")]]
-    others = [[*segments[:2], policy.extend(way, after=segments[1])] for way in ways]
+    others = [[*segments[:2], policy.chat.extend(way, after=segments[1])] for way in ways]
     for turn, (context, new) in enumerate(
-        [(segments[:3], 1), *((other, len(policy.layout(other[2]))) for other in others)]
+        [(segments[:3], 1), *((other, len(policy.chat.layout(other[2]))) for other in others)]
     ):
         before = engine.counters.extension_tokens
         response = generate(engine, ask("a", context, SAMPLING, key=50 + turn, name=f"other {turn}"))[0].segment

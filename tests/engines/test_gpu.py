@@ -27,14 +27,14 @@ SAMPLING = Sampling(temperature=0.8, max_new_tokens=40, stop_tokens=False)
 def test_logprobs_on_the_gpu(family: str, dtype: str, tmp_path: Path) -> None:
     bench = make_bench(family, tmp_path, device="cuda", dtype=dtype)
     policy, engine = bench.policy, NativeEngine(bench.policy)
-    first = [policy.render([user(bench.picture(i), "what colour? " * (i + 1))]) for i in range(3)]
+    first = [policy.chat.render([user(bench.picture(i), "what colour? " * (i + 1))]) for i in range(3)]
     threads = [[segment] for segment in first for _ in range(2)]
     for turn in range(2):
         requests = [ask(f"{i}", thread, SAMPLING, order=(i, 0, turn), key=i + 10 * turn, name=f"{i}/{turn}")
                     for i, thread in enumerate(threads)]  # fmt: skip
         for thread, response in zip(threads, generate(engine, *requests), strict=True):
             thread.append(response.segment)
-            thread.append(policy.extend([user(bench.picture(7), "and now?")], after=response.segment))
+            thread.append(policy.chat.extend([user(bench.picture(7), "and now?")], after=response.segment))
     assert (engine.counters.prefills, engine.counters.extensions, engine.counters.features) == (3, 6, 4)
     assert not engine.notes
     for thread in threads:
@@ -53,7 +53,7 @@ def crowd(bench: Bench, kinds: list[Sampling], members: int = 4) -> list[Request
     """Groups with prompts of different length and responses of different length, so that buckets come and go."""
     requests = []
     for i, kind in enumerate(kinds):
-        context = [bench.policy.render([user(bench.picture(i % 2), "what? " * (1 + 40 * (i % 2)))])]
+        context = [bench.policy.chat.render([user(bench.picture(i % 2), "what? " * (1 + 40 * (i % 2)))])]
         for member in range(members):
             sampling = Sampling(**{**vars(kind), "max_new_tokens": 20 + 13 * i + 7 * member})
             requests.append(ask(f"{i}/{member}", context, sampling, order=(i, member), key=10 * i + member))
@@ -132,13 +132,13 @@ def test_turns_on_the_gpu_reuse_what_was_kept(tmp_path: Path) -> None:
     policy = bench.policy
     played = []
     for engine in (NativeEngine(policy), NativeEngine(policy, record=False)):
-        threads = [[policy.render([user(bench.picture(i), "what colour? " * 9)])] for i in range(2) for _ in range(2)]
+        threads = [[policy.chat.render([user(bench.picture(i), "what colour? " * 9)])] for i in range(2) for _ in range(2)]
         for turn in range(3):
             requests = [ask(f"{i}", thread, SAMPLING, order=(i, turn), key=i + 10 * turn, name=f"{i}/{turn}")
                         for i, thread in enumerate(threads)]  # fmt: skip
             for thread, response in zip(threads, generate(engine, *requests), strict=True):
                 thread.append(response.segment)
-                thread.append(policy.extend([user(bench.picture(7), "and now?")], after=response.segment))
+                thread.append(policy.chat.extend([user(bench.picture(7), "and now?")], after=response.segment))
         assert engine.counters.extensions == 8
         assert not engine.notes
         played.append([[segment.tokens for segment in thread] for thread in threads])

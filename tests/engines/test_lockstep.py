@@ -44,7 +44,7 @@ async def play(
             for turn in range(turns - index % 3):
                 await pause()
                 message = [user(bench.picture(100 + index % 2 + 10 * turn), "what? " * (1 + (index + turn) % 3))]
-                segments.append(policy.extend(message, after=segments[-1]) if turn else policy.render(message))
+                segments.append(policy.chat.extend(message, after=segments[-1]) if turn else policy.chat.render(message))
                 key = response_key(0, 0, "task", index, turn)
                 request = Request(f"e{index}", tuple(segments), SAMPLING, (0, index, turn), key, f"e{index}/{turn}")
                 segments.append((await engine.generate(request)).segment)
@@ -91,7 +91,7 @@ def test_eager_runs_draw_the_same_tokens(bench: Bench) -> None:
 
 def test_a_tick_waits_for_a_live_episode_but_not_for_ever(bench: Bench) -> None:
     engine = NativeEngine(bench.policy, patience_s=0.2)
-    request = ask("a", [bench.policy.render([user("what?")])], SAMPLING)
+    request = ask("a", [bench.policy.chat.render([user("what?")])], SAMPLING)
 
     async def idle() -> None:
         engine.enter()
@@ -112,7 +112,7 @@ def test_a_tick_waits_for_a_live_episode_but_not_for_ever(bench: Bench) -> None:
 def test_a_cancelled_wait_leaves_the_batch(bench: Bench) -> None:
     engine = NativeEngine(bench.policy)
     long = Sampling(max_new_tokens=300, stop_tokens=False)
-    contexts = [[bench.policy.render([user("what? " * (i + 1))])] for i in range(3)]
+    contexts = [[bench.policy.chat.render([user("what? " * (i + 1))])] for i in range(3)]
 
     async def run() -> None:
         tasks = []
@@ -173,7 +173,7 @@ def test_between_ticks_is_when_every_live_episode_waits(bench: Bench, seed: int)
 def test_what_is_cancelled_between_ticks_is_written_no_more_and_its_rows_are_free(bench: Bench) -> None:
     """Room for two rows: a short and a long response are written, two wait. When the short one ends, two are cancelled."""
     engine = NativeEngine(bench.policy, max_rows=2)
-    context = [bench.policy.render([user("what?")])]
+    context = [bench.policy.chat.render([user("what?")])]
     lengths = {"short": 5, "written": 300, "waiting": 300, "last": 30, "again": 5}
     tasks: dict[str, asyncio.Task[Response]] = {}
 
@@ -211,7 +211,7 @@ def test_what_is_cancelled_between_ticks_is_written_no_more_and_its_rows_are_fre
 
 def test_a_thread_has_one_response_at_a_time(bench: Bench) -> None:
     engine = NativeEngine(bench.policy)
-    request = ask("a", [bench.policy.render([user("what?")])], SAMPLING)
+    request = ask("a", [bench.policy.chat.render([user("what?")])], SAMPLING)
 
     async def twice() -> None:
         first = asyncio.create_task(engine.generate(request))
@@ -225,7 +225,7 @@ def test_a_thread_has_one_response_at_a_time(bench: Bench) -> None:
 
 def test_weights_may_not_change_under_a_response(bench: Bench) -> None:
     engine = NativeEngine(bench.policy)
-    request = ask("a", [bench.policy.render([user("what?")])], Sampling(max_new_tokens=50, stop_tokens=False))
+    request = ask("a", [bench.policy.chat.render([user("what?")])], Sampling(max_new_tokens=50, stop_tokens=False))
 
     async def run() -> None:
         task = asyncio.create_task(engine.generate(request))
@@ -246,7 +246,7 @@ def test_weights_may_not_change_under_a_response(bench: Bench) -> None:
 def test_the_engine_lives_through_an_interrupted_loop(bench: Bench) -> None:
     """A loop that ends in the middle of a response leaves an engine that works in the next."""
     engine = NativeEngine(bench.policy)
-    request = ask("a", [bench.policy.render([user("what?")])], SAMPLING)
+    request = ask("a", [bench.policy.chat.render([user("what?")])], SAMPLING)
 
     async def interrupted() -> None:
         task = asyncio.create_task(engine.generate(request))

@@ -46,7 +46,7 @@ def stirred(base: Path) -> Policy:
 
 def requests(bench: Bench) -> list[Request]:
     """Two pictures, asked about twice each."""
-    prompts = [bench.policy.render([user(bench.picture(seed), "what colour is it?")]) for seed in (1, 2)]
+    prompts = [bench.policy.chat.render([user(bench.picture(seed), "what colour is it?")]) for seed in (1, 2)]
     return [
         ask(f"{p}/{i}", [prompt], SAMPLING, order=(p, i), key=7 * p + i) for p, prompt in enumerate(prompts) for i in (0, 1)
     ]

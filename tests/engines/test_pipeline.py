@@ -33,7 +33,7 @@ def crowd(bench: Bench, kinds: list[Sampling], members: int = 3) -> list[Request
     """Groups of different prompts and lengths, so that the batch keeps changing its size."""
     requests = []
     for i, kind in enumerate(kinds):
-        context = [bench.policy.render([user(bench.picture(i % 2), "what? " * (1 + 9 * (i % 3)))])]
+        context = [bench.policy.chat.render([user(bench.picture(i % 2), "what? " * (1 + 9 * (i % 3)))])]
         for member in range(members):
             sampling = Sampling(**{**vars(kind), "max_new_tokens": 5 + 7 * i + 11 * member})
             requests.append(ask(f"{i}/{member}", context, sampling, order=(i, member), key=10 * i + member))
@@ -60,7 +60,7 @@ def test_pages_give_what_rows_give(watching: Bench, kinds: list[Sampling], recor
 
 
 def test_text_models_too(text: Bench) -> None:
-    context = [text.policy.render([user("what? " * 40)])]
+    context = [text.policy.chat.render([user("what? " * 40)])]
     requests = [ask(f"{i}", context, Sampling(max_new_tokens=80), order=(i,), key=i) for i in range(10)]
     same(generate(paged(text), *requests), generate(NativeEngine(text.policy), *requests))
 
@@ -84,13 +84,13 @@ def test_turns_continue_on_kept_keys_and_pages_are_given_back(vision: Bench) -> 
     sampling = Sampling(max_new_tokens=70, stop_tokens=False)
 
     def play(engine: NativeEngine) -> list[list[Segment]]:
-        threads = [[policy.render([user(vision.picture(i), "what colour? " * 6)])] for i in range(2) for _ in range(2)]
+        threads = [[policy.chat.render([user(vision.picture(i), "what colour? " * 6)])] for i in range(2) for _ in range(2)]
         for turn in range(3):
             requests = [ask(f"{i}", thread, sampling, order=(i, turn), key=i + 10 * turn, name=f"{i}/{turn}")
                         for i, thread in enumerate(threads)]  # fmt: skip
             for thread, response in zip(threads, generate(engine, *requests), strict=True):
                 thread.append(response.segment)
-                thread.append(policy.extend([user(vision.picture(7), "and now?")], after=response.segment))
+                thread.append(policy.chat.extend([user(vision.picture(7), "and now?")], after=response.segment))
         return threads
 
     expected = NativeEngine(policy)
@@ -161,7 +161,7 @@ def test_layers_that_the_fused_step_does_not_know_run_as_they_are(bench: Bench, 
 def test_logits_that_are_not_finite_fail_the_request(text: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     original = FusedStep.logits
     engine = paged(text)
-    context = [text.policy.render([user("what?")])]
+    context = [text.policy.chat.render([user("what?")])]
     request = ask("0", context, Sampling(max_new_tokens=9, stop_tokens=False))
     generate(engine, request)
     monkeypatch.setattr(FusedStep, "logits", lambda *given: original(*given) * float("nan"))

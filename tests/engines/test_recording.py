@@ -121,7 +121,7 @@ def test_fresh_adapters_are_followed_through_updates(fresh: Callable[..., Policy
     policy = fresh("qwen2", lora=LORA)
     assert policy.adapters is not None
     engine = NativeEngine(policy)
-    prompt = policy.render([user("what colour is it?")])
+    prompt = policy.chat.render([user("what colour is it?")])
     sampling = Sampling(max_new_tokens=RECORD_AFTER + 8, stop_tokens=False)
     requests = [ask(f"{i}", [prompt], sampling, order=(i,), key=i) for i in range(3)]
     generate(engine, *requests)

@@ -21,7 +21,7 @@ def crowd(bench: Bench, kinds: list[Sampling]) -> list[Request]:
     requests = []
     for i, kind in enumerate(kinds):
         sampling = Sampling(**{**vars(kind), "max_new_tokens": 2 * RECORD_AFTER + 3 * i})
-        context = [bench.policy.render([user(bench.picture(i % 2), "what? " * (1 + i % 3))])]
+        context = [bench.policy.chat.render([user(bench.picture(i % 2), "what? " * (1 + i % 3))])]
         requests.append(ask(f"{i}", context, sampling, order=(i,), key=i))
     return requests
 
@@ -84,7 +84,7 @@ def test_a_model_whose_python_depends_on_the_batch_is_not_recorded(text: Bench, 
     requests = [
         ask(
             f"{i}",
-            [policy.render([user("what?")])],
+            [policy.chat.render([user("what?")])],
             Sampling(max_new_tokens=20 + 9 * i, stop_tokens=False),
             order=(i,),
             key=i,

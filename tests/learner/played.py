@@ -41,24 +41,24 @@ class Player:
     def __init__(self, policy: Policy, seed: int = 0) -> None:
         self.policy = policy
         self.rng = np.random.default_rng(seed)
-        self.allowed = np.setdiff1d(np.arange(len(policy.tokenizer)), policy.forbidden_ids)
+        self.allowed = np.setdiff1d(np.arange(len(policy.chat.tokenizer)), policy.chat.forbidden_ids)
         self.count = self.episodes = 0
 
     def picture(self, width: int = 56, height: int = 56) -> Media:
-        return noise(self.policy.store, int(self.rng.integers(1 << 30)), width, height)
+        return noise(self.policy.chat.store, int(self.rng.integers(1 << 30)), width, height)
 
     def film(self) -> Media:
         frames, seconds = int(self.rng.integers(2, 6)), float(self.rng.uniform(1, 12))
-        return clip(self.policy.store, int(self.rng.integers(1 << 30)), frames, 56, 28, seconds)
+        return clip(self.policy.chat.store, int(self.rng.integers(1 << 30)), frames, 56, 28, seconds)
 
     def sound(self) -> Media:
-        return tone(self.policy.store, int(self.rng.integers(1 << 30)), float(self.rng.uniform(0.05, 2.5)))
+        return tone(self.policy.chat.store, int(self.rng.integers(1 << 30)), float(self.rng.uniform(0.05, 2.5)))
 
     def write(self, longest: int = 9) -> Segment:
         self.count += 1
         tokens = self.rng.choice(self.allowed, self.rng.integers(1, longest + 1)).tolist()
         logprobs = (-self.rng.random(len(tokens)) * 6).tolist()
-        return self.policy.written(tokens, logprobs, logprobs, f"response {self.count}")
+        return self.policy.chat.written(tokens, logprobs, logprobs, f"response {self.count}")
 
     def sample(self, threads: list[Thread], places: list[tuple[int, int]]) -> Sample:
         turns = [
@@ -76,14 +76,14 @@ class Player:
         """A question with pictures of sides up to ``side`` and with ``more``, answered ``size`` times."""
         sides = self.rng.integers(1, side // 28 + 1, (pictures, 2)) * 28
         shown = [*more, *(self.picture(int(width), int(height)) for width, height in sides)]
-        prompt = self.policy.render([user(*shown, "What colour?" + " is it?" * int(self.rng.integers(3)))])
+        prompt = self.policy.chat.render([user(*shown, "What colour?" + " is it?" * int(self.rng.integers(3)))])
         threads = [Thread((prompt, self.write(longest)), (False, True)) for _ in range(size)]
         return [self.sample([thread], [(0, 1)]) for thread in threads]
 
     def conversation(self, size: int = 3, turns: int = 3, late: Callable[[], Media] | None = None) -> list[Sample]:
         """One thread an episode; a picture in the first question, and in every third turn one of its own (or ``late``)."""
         late = late or (lambda: self.picture(56, 28))
-        prompt = self.policy.render([user(self.picture(), "Where?")])
+        prompt = self.policy.chat.render([user(self.picture(), "Where?")])
         samples = []
         for _ in range(size):
             segments, home, places = [prompt], [False], []
@@ -94,14 +94,14 @@ class Player:
                 places.append((0, len(segments) - 1))
                 if turn < turns - 1:
                     shown = [late()] if turn == 1 else []
-                    segments.append(self.policy.extend([user(*shown, "and now?")], after=answer))
+                    segments.append(self.policy.chat.extend([user(*shown, "and now?")], after=answer))
                     home.append(False)
             samples.append(self.sample([Thread(tuple(segments), tuple(home))], places))
         return samples
 
     def windowed(self, size: int = 2, turns: int = 4, window: int = 2) -> list[Sample]:
         """A sliding window of turns: several threads an episode, answers recurring as context, pictures in every turn."""
-        head = self.policy.render([system("Answer briefly.")], generate=False)
+        head = self.policy.chat.render([system("Answer briefly.")], generate=False)
         first = [user(self.picture(), "start")]
         samples = []
         for _ in range(size):
@@ -110,9 +110,9 @@ class Player:
             threads, places = [], []
             for turn in range(turns):
                 begin = max(0, turn - window + 1)
-                segments = [head, self.policy.render_after_head(questions[begin])]
+                segments = [head, self.policy.chat.render_after_head(questions[begin])]
                 for i in range(begin, turn):
-                    segments += [answers[i], self.policy.extend(questions[i + 1], after=answers[i])]
+                    segments += [answers[i], self.policy.chat.extend(questions[i + 1], after=answers[i])]
                 answers.append(self.write())
                 segments.append(answers[-1])
                 threads.append(Thread(tuple(segments), (False,) * (len(segments) - 1) + (True,)))
@@ -155,12 +155,12 @@ def stock_inputs(policy: Policy, sample: Sample, turn: int) -> dict[str, Tensor]
     """What a plain forward over a turn's home thread takes."""
     place = sample.episode.turns[turn]
     segments = sample.episode.threads[place.thread].segments[: place.segment + 1]
-    ids_T = torch.cat([policy.layout(segment).ids_T for segment in segments])
+    ids_T = torch.cat([policy.chat.layout(segment).ids_T for segment in segments])
     return row_inputs(policy, ids_T, [span.media for segment in segments for span in segment.media])
 
 
 def distribution(policy: Policy, logits: Tensor, temperature: float) -> Tensor:
     """Log-probs of all ids: softmax(logits / temperature), forbidden ids left out."""
     scaled = logits.double() / temperature
-    scaled = scaled.index_fill(1, torch.tensor(policy.forbidden_ids), float("-inf"))
+    scaled = scaled.index_fill(1, torch.tensor(policy.chat.forbidden_ids), float("-inf"))
     return torch.log_softmax(scaled, dim=1)

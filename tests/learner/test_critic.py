@@ -89,10 +89,10 @@ def test_gae_also_values_the_observations_between_turns(checkpoints: dict[str, P
     for sample in groups[0]:
         segments = sample.episode.threads[0].segments
         values_T = learner.critic.head(stock_hidden(model, policy, sample, sample.episode.turns[-1].index))[:, 0].detach()
-        expected.append(values_T[len(policy.layout(segments[0])) - 1 : -1])
+        expected.append(values_T[len(policy.chat.layout(segments[0])) - 1 : -1])
     assert torch.allclose(found.values_P, torch.cat(expected), atol=2e-5)
     observed = (~found.positions.written_P).sum()
-    assert observed == sum(len(policy.layout(s)) for x in groups[0] for s in x.episode.threads[0].segments[2::2])
+    assert observed == sum(len(policy.chat.layout(s)) for x in groups[0] for s in x.episode.threads[0].segments[2::2])
     assert found.positions.written_P.sum() == sum(sample.episode.sampled_tokens for sample in groups[0])
 
 
@@ -172,7 +172,7 @@ def test_a_restored_critic_goes_on_bit_for_bit(section: CriticSection, checkpoin
     learner.step(groups)
     weights, state = policy.copy().model.state_dict(), _kept(learner.state_dict())
     straight = learner.step(groups)
-    again = open_policy(checkpoints["qwen3_vl"], store=policy.store)
+    again = open_policy(checkpoints["qwen3_vl"], store=policy.chat.store)
     again.model.load_state_dict(weights)
     resumed = with_critic(again, section)
     resumed.load_state_dict(state)

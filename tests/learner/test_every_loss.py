@@ -47,7 +47,7 @@ def run(
         batch=BatchSection(tokens_per_microbatch=limit, epochs_per_step=2, updates_per_epoch=2),
         optimizer=OptimizerSection(lr=2e-4),
         temperature=0.9,
-        reference=FrozenCopy(open_policy(folder, store=policy.store)),
+        reference=FrozenCopy(open_policy(folder, store=policy.chat.store)),
         seed=3,
     )
     before = {name: p.clone() for name, p in policy.model.state_dict().items()}

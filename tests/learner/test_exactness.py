@@ -38,7 +38,7 @@ SOUNDS = {
 
 def layouts(policy: Policy) -> dict[str, Callable[[Player], list[Sample]]]:
     """What the family must get right."""
-    return LAYOUTS | (SOUNDS if "sound" in policy.modalities else {})
+    return LAYOUTS | (SOUNDS if "sound" in policy.chat.modalities else {})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -145,7 +145,7 @@ def test_gradients_equal_the_stock_model_row_by_row_for_any_microbatch(family: s
             algorithm=ALGORITHM,
             temperature=TEMPERATURE,
             batch=BatchSection(tokens_per_microbatch=limit),
-            reference=FrozenCopy(open_policy(other, store=policy.store)),
+            reference=FrozenCopy(open_policy(other, store=policy.chat.store)),
         )
         expected = expected or stock_gradients(folder, other, learner, groups)
         assert_same(gradients_of(learner, groups), expected)

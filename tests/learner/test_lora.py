@@ -80,7 +80,7 @@ def test_base_and_saved_adapters_go_on_bit_for_bit(dtype: str, smallest: Path, t
     torch.save(state, tmp_path / "learner.pt")
     straight = [learner.step(groups) for _ in range(2)]
 
-    resumed = adapted(smallest, dtype, policy.store)
+    resumed = adapted(smallest, dtype, policy.chat.store)
     assert resumed.adapters is not None
     assert policy.adapters is not None
     assert set(state["optimizer"]["moments"]) == set(policy.adapters.parameters)

@@ -85,7 +85,7 @@ def test_a_restored_state_goes_on_bit_for_bit(dtype: str, moments: str, smallest
     torch.save(learner.state_dict(), tmp_path / "learner.pt")
     straight = [learner.step(groups) for _ in range(2)]
 
-    resumed = open_policy(tmp_path / "model", dtype, policy.store)
+    resumed = open_policy(tmp_path / "model", dtype, policy.chat.store)
     later = make_learner(resumed, **settings)
     later.load_state_dict(torch.load(tmp_path / "learner.pt", weights_only=False))
     assert [later.step(groups) for _ in range(2)] == straight

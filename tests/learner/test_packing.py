@@ -26,8 +26,8 @@ def policy(checkpoints: dict[str, Path]) -> Policy:
 
 def test_the_prompt_of_a_group_stands_once(policy: Policy) -> None:
     group = Player(policy).single_turn(size=5)
-    prompt = policy.layout(group[0].episode.threads[0].segments[0])
-    packing = pack([group], policy.layout, 4096, CPU)
+    prompt = policy.chat.layout(group[0].episode.threads[0].segments[0])
+    packing = pack([group], policy.chat.layout, 4096, CPU)
     answers = sum(sample.episode.sampled_tokens for sample in group)
     # Nobody reads what follows an answer's last token, so it is not computed.
     assert packing.tokens == len(prompt) + answers - len(group)
@@ -38,7 +38,7 @@ def test_groups_fill_microbatches_up_to_the_limit(policy: Policy) -> None:
     player = Player(policy)
     groups = [player.single_turn(size=3) for _ in range(6)]
     for limit in (80, 120, 400):
-        packing = pack(groups, policy.layout, limit, CPU)
+        packing = pack(groups, policy.chat.layout, limit, CPU)
         assert all(len(microbatch) <= limit for microbatch in packing.microbatches)
         sizes = [len(microbatch) for microbatch in packing.microbatches]
         assert packing.splits or all(a + b > limit for a, b in pairwise(sizes))
@@ -46,12 +46,14 @@ def test_groups_fill_microbatches_up_to_the_limit(policy: Policy) -> None:
 
 def test_a_group_too_large_is_split_and_the_splits_are_counted(policy: Policy) -> None:
     group = Player(policy).single_turn(size=6, longest=20)
-    whole = pack([group], policy.layout, 4096, CPU)
-    longest = max(sum(len(policy.layout(segment)) for segment in sample.episode.threads[0].segments) for sample in group)
-    halves = pack([group], policy.layout, max(longest, whole.tokens * 2 // 3), CPU)
+    whole = pack([group], policy.chat.layout, 4096, CPU)
+    longest = max(
+        sum(len(policy.chat.layout(segment)) for segment in sample.episode.threads[0].segments) for sample in group
+    )
+    halves = pack([group], policy.chat.layout, max(longest, whole.tokens * 2 // 3), CPU)
     assert whole.splits == 0
     assert halves.splits == len(halves.microbatches) - 1 >= 1
-    alone = pack([group], policy.layout, 16, CPU)  # less than one thread: each is a micro-batch of its own
+    alone = pack([group], policy.chat.layout, 16, CPU)  # less than one thread: each is a micro-batch of its own
     assert (len(alone.microbatches), alone.splits) == (6, 5)
     assert alone.trained == halves.trained == whole.trained
 
@@ -60,7 +62,7 @@ def test_a_group_too_large_is_split_and_the_splits_are_counted(policy: Policy) -
 def test_every_sampled_token_is_trained_once_also_with_a_window(policy: Policy, limit: int) -> None:
     player = Player(policy)
     groups = [player.windowed(size=3, turns=5, window=2), player.conversation(), player.windowed(window=1)]
-    packing = pack(groups, policy.layout, limit, CPU)
+    packing = pack(groups, policy.chat.layout, limit, CPU)
     places = torch.cat([microbatch.places_M for microbatch in packing.microbatches])
     sampled = [t for group in groups for s in group for turn in s.episode.turns for t in turn.response.tokens]
     targets = torch.cat([microbatch.targets_M for microbatch in packing.microbatches])
@@ -71,7 +73,7 @@ def test_every_sampled_token_is_trained_once_also_with_a_window(policy: Policy, 
 def test_an_answer_that_recurs_as_history_is_context_there(policy: Policy) -> None:
     group = Player(policy).windowed(size=1, turns=3, window=2)
     answers = [turn.response for turn in group[0].episode.turns]
-    packing = pack([group], policy.layout, 4096, CPU)
+    packing = pack([group], policy.chat.layout, 4096, CPU)
     (microbatch,) = packing.microbatches
     stands = sum(
         answers[1].tokens == tuple(microbatch.ids_T[i : i + len(answers[1].tokens)].tolist())
@@ -84,7 +86,7 @@ def test_an_answer_that_recurs_as_history_is_context_there(policy: Policy) -> No
 def test_an_answer_in_two_episodes_is_refused(policy: Policy) -> None:
     group = Player(policy).single_turn(size=1)
     with pytest.raises(AssertionError, match="trained twice"):
-        pack([group * 2], policy.layout, 4096, CPU)
+        pack([group * 2], policy.chat.layout, 4096, CPU)
 
 
 def test_one_tower_pass_per_distinct_picture_per_update(policy: Policy) -> None:

@@ -37,7 +37,7 @@ def run(checkpoints: dict[str, Path], limit: int, threads: int = 1, steps: int =
     torch.set_num_threads(threads)
     policy = open_policy(checkpoints["qwen3_vl"])
     batch = BatchSection(tokens_per_microbatch=limit, epochs_per_step=2, updates_per_epoch=2)
-    reference = FrozenCopy(open_policy(checkpoints["qwen3_vl"], store=policy.store))
+    reference = FrozenCopy(open_policy(checkpoints["qwen3_vl"], store=policy.chat.store))
     learner = make_learner(policy, algorithm=FULL, batch=batch, temperature=0.9, reference=reference)
     groups = play(policy)
     rows = [learner.step(groups) for _ in range(steps)]
@@ -82,7 +82,7 @@ def test_mismatch_is_nothing_when_the_engine_agrees(checkpoints: dict[str, Path]
     agreed = []
     for sample, (logprobs,) in zip(group, learner.logprobs([group])[0], strict=True):
         prompt, answer = sample.episode.threads[0].segments
-        said = policy.written(answer.tokens, logprobs.tolist(), logprobs.tolist(), answer.name)
+        said = policy.chat.written(answer.tokens, logprobs.tolist(), logprobs.tolist(), answer.name)
         thread = type(sample.episode.threads[0])((prompt, said), (False, True))
         agreed.append(player.sample([thread], [(0, 1)]))
     metrics = learner.step([agreed])
@@ -171,7 +171,7 @@ def test_a_step_that_stopped_at_a_later_update_is_gone_on_with_exactly(checkpoin
     assert policy.version == 1
     replayed.step(groups)
 
-    whole = open_policy(checkpoints["qwen2_5_vl"], store=policy.store)
+    whole = open_policy(checkpoints["qwen2_5_vl"], store=policy.chat.store)
     make_learner(whole, batch=batch).step(groups)
     for (name, found), (_, expected) in zip(policy.model.named_parameters(), whole.model.named_parameters(), strict=True):
         assert torch.equal(found, expected), name
@@ -224,7 +224,7 @@ def test_an_update_without_any_advantage_still_counts(checkpoints: dict[str, Pat
 def test_a_response_with_a_forbidden_token_is_refused(checkpoints: dict[str, Path]) -> None:
     policy = open_policy(checkpoints["qwen2_5_vl"])
     player = Player(policy)
-    player.allowed = np.array(policy.forbidden_ids[:1])
+    player.allowed = np.array(policy.chat.forbidden_ids[:1])
     with pytest.raises(ModelError, match=r"episode 1, turn 0.*may not write"):
         make_learner(policy).step([player.single_turn()], "likelihood")
 
@@ -236,7 +236,7 @@ def test_losses_take_their_settings_from_the_recipe(checkpoints: dict[str, Path]
     for clip in (1e-4, 10.0):
         algorithm = AlgorithmSection(loss=LossSection(clip_low=min(clip, 1.0), clip_high=clip))
         learner = make_learner(
-            open_policy(checkpoints["qwen2_5_vl"], store=policy.store),
+            open_policy(checkpoints["qwen2_5_vl"], store=policy.chat.store),
             algorithm=algorithm,
             batch=BatchSection(epochs_per_step=2),
             optimizer=OptimizerSection(lr=1e-4),

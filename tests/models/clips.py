@@ -53,7 +53,7 @@ def decoded(store: MediaStore, media: Media) -> Any:
 
 def shown(policy: Policy, media: Sequence[Media], kind: str) -> list[Any]:
     """The decoded media of one kind, in order."""
-    return [decoded(policy.store, item) for item in media if item.kind == kind]
+    return [decoded(policy.chat.store, item) for item in media if item.kind == kind]
 
 
 def processor_inputs(policy: Policy, media: Sequence[Media]) -> dict[str, Any]:
@@ -75,9 +75,9 @@ def processor_inputs(policy: Policy, media: Sequence[Media]) -> dict[str, Any]:
             for video in videos
         ]
         given["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": told}
-        if "sound" in policy.modalities:
+        if "sound" in policy.chat.modalities:
             # The omni processor has one rate for all videos, and sizes of its own unless told.
-            given["videos_kwargs"] = {"fps": 1 / videos[0].seconds_per_frame, "size": frame_size(policy.processor)}
+            given["videos_kwargs"] = {"fps": 1 / videos[0].seconds_per_frame, "size": frame_size(policy.chat.processor)}
     if sounds:
         given["audio"] = [sound.samples for sound in sounds]
     return given
@@ -85,9 +85,9 @@ def processor_inputs(policy: Policy, media: Sequence[Media]) -> dict[str, Any]:
 
 def stock_inputs(policy: Policy, text: str, media: Sequence[Media]) -> dict[str, Tensor]:
     """Tokens and media of a rendered conversation, as the checkpoint's own processor makes them."""
-    made = dict(policy.processor(text=[text], **processor_inputs(policy, media), return_tensors="pt"))
+    made = dict(policy.chat.processor(text=[text], **processor_inputs(policy, media), return_tensors="pt"))
     videos: list[DecodedVideo] = shown(policy, media, "video")
-    if "sound" in policy.modalities and videos:
+    if "sound" in policy.chat.modalities and videos:
         made["video_second_per_grid"] = torch.tensor([2 * video.seconds_per_frame for video in videos])
     made.pop("video_metadata", None)
     return made
@@ -96,10 +96,10 @@ def stock_inputs(policy: Policy, text: str, media: Sequence[Media]) -> dict[str,
 def row_inputs(policy: Policy, ids_T: Tensor, media: Sequence[Media]) -> dict[str, Tensor]:
     """What the stock model needs for a row of expanded tokens that shows these media, in order."""
     inputs: dict[str, Tensor] = {"input_ids": ids_T[None], "attention_mask": torch.ones_like(ids_T)[None]}
-    tokens = policy.adapter.placeholders
+    tokens = policy.chat.media_format.placeholders
     if media:
         inputs |= media_inputs(policy, tuple(media))
-    if tokens and "sound" not in policy.modalities:
+    if tokens and "sound" not in policy.chat.modalities:
         inputs["mm_token_type_ids"] = ((ids_T == tokens["picture"]).int() + 2 * (ids_T == tokens["video"]).int())[None]
     return inputs
 
@@ -107,7 +107,7 @@ def row_inputs(policy: Policy, ids_T: Tensor, media: Sequence[Media]) -> dict[st
 @lru_cache(maxsize=64)  # the answers of a group are about the same media
 def media_inputs(policy: Policy, media: tuple[Media, ...]) -> dict[str, Tensor]:
     """What the stock model needs for media, whatever text they stand in."""
-    tokens = policy.adapter.placeholders
-    text = "".join(policy.tokenizer.convert_ids_to_tokens(tokens[item.kind]) for item in media)
+    tokens = policy.chat.media_format.placeholders
+    text = "".join(policy.chat.tokenizer.convert_ids_to_tokens(tokens[item.kind]) for item in media)
     made = stock_inputs(policy, text, media)
     return {key: value for key, value in made.items() if not key.endswith("_ids") and key != "attention_mask"}

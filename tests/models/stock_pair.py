@@ -28,15 +28,15 @@ class Pair:
 
     def picture(self, seed: int, width: int = 64, height: int = 64) -> Media:
         """A picture of noise in the policy's store."""
-        return noise(self.policy.store, seed, width, height)
+        return noise(self.policy.chat.store, seed, width, height)
 
     def clip(self, seed: int, frames: int = 4, width: int = 56, height: int = 56, seconds: float = 4.0) -> Media:
         """A video of noise in the policy's store."""
-        return clip(self.policy.store, seed, frames, width, height, seconds)
+        return clip(self.policy.chat.store, seed, frames, width, height, seconds)
 
     def tone(self, seed: int, seconds: float = 0.5) -> Media:
         """A sound in the policy's store."""
-        return tone(self.policy.store, seed, seconds)
+        return tone(self.policy.chat.store, seed, seconds)
 
     def inputs(self, messages: Sequence[Message]) -> dict[str, Tensor]:
         """What the checkpoint's own processor makes of a conversation that asks for an answer."""
@@ -60,17 +60,17 @@ def plain(policy: Policy, messages: Sequence[Message]) -> list[dict[str, Any]]:
         if not isinstance(item, Media):
             return {"type": "text", "text": item.text}
         if item.kind == "picture":
-            return {"type": "image", "image": decoded(policy.store, item)}
+            return {"type": "image", "image": decoded(policy.chat.store, item)}
         return {"type": TEMPLATE_KINDS[item.kind]}
 
-    if policy.processor is None:
+    if policy.chat.processor is None:
         return [{"role": message.role, "content": message.text} for message in messages]
     return [{"role": message.role, "content": [block(item) for item in message.content]} for message in messages]
 
 
 def processed(policy: Policy, messages: Sequence[Message], generate: bool = True) -> dict[str, Tensor]:
     """The checkpoint's own ``apply_chat_template`` with tokens and pixels; video and sound go through the processor."""
-    owner = policy.processor if policy.processor is not None else policy.tokenizer
+    owner = policy.chat.processor if policy.chat.processor is not None else policy.chat.tokenizer
     conversation = plain(policy, messages)
     media = [item for message in messages for item in message.media]
     if any(item.kind != "picture" for item in media):
@@ -84,7 +84,7 @@ def processed(policy: Policy, messages: Sequence[Message], generate: bool = True
 
 def row(policy: Policy, segments: Sequence[Segment]) -> tuple[Tensor, Tensor, list[Placement]]:
     """Segments laid end to end: ids, positions that go on, and where the features go."""
-    layouts = [policy.layout(segment) for segment in segments]
+    layouts = [policy.chat.layout(segment) for segment in segments]
     features = policy.encode(slot.media for layout in layouts for slot in layout.slots)
     positions, placed, start, begin = [], [], 0, 0
     for layout in layouts:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from sensorium.media.store import MediaStore
-from sensorium.models.load import find_checkpoint, find_device, load_policy
+from sensorium.models.checkpoint_place import find_checkpoint
+from sensorium.models.load import find_device, load_policy
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.shape import read_shape
 from sensorium.vocabulary.errors import ModelError, RecipeError

@@ -153,10 +153,10 @@ def test_however_many_threads_ask_each_medium_is_preprocessed_once() -> None:
 def test_what_a_medium_becomes_does_not_depend_on_its_company(pairs: Pairs, family: str) -> None:
     policy = pairs(family).policy
     sizes = [(64, 64)] * 3 + [(100, 80)] * 2 + [(300, 111)]
-    items = [noise(policy.store, i, *size) for i, size in enumerate(sizes)]
-    items += [clip(policy.store, i, 2 + i % 2) for i in range(3)]
-    items += [tone(policy.store, i) for i in range(2)] if "sound" in policy.modalities else []
-    together, alone = (PreparedMedia(policy.decoder, policy.adapter.preprocessors) for _ in range(2))
+    items = [noise(policy.chat.store, i, *size) for i, size in enumerate(sizes)]
+    items += [clip(policy.chat.store, i, 2 + i % 2) for i in range(3)]
+    items += [tone(policy.chat.store, i) for i in range(2)] if "sound" in policy.chat.modalities else []
+    together, alone = (PreparedMedia(policy.chat.decoder, policy.chat.media_format.preprocessors) for _ in range(2))
     for one, other in zip(together.get(items), [alone.get([item])[0] for item in items], strict=True):
         assert torch.equal(one.patches_PC, other.patches_PC)
         assert one.extent == other.extent
@@ -166,27 +166,27 @@ def test_policies_that_prepare_alike_share_and_others_do_not(tmp_path: Path) -> 
     store = MediaStore()
     folder = make_tiny("qwen2_5_vl", tmp_path / "one")
     policy = load_policy(str(folder), store=store, device="cpu")
-    like = load_policy(str(folder), store=store, device="cpu", decoder=policy.decoder)
+    like = load_policy(str(folder), store=store, device="cpu", decoder=policy.chat.decoder)
     settings = json.loads((folder / "processor_config.json").read_text())
     settings["image_processor"]["size"]["longest_edge"] = 28 * 28 * 4
     (folder / "processor_config.json").write_text(json.dumps(settings))
-    other = load_policy(str(folder), store=store, device="cpu", decoder=policy.decoder)
+    other = load_policy(str(folder), store=store, device="cpu", decoder=policy.chat.decoder)
     picture = noise(store, 1, 112, 112)
     for one in (like, other):
-        one.share_media(policy)
-    assert policy.prepare([picture]) == {}
-    assert like.unprepared([picture]) == []
+        one.chat.share_media(policy.chat)
+    assert policy.chat.prepare([picture]) == {}
+    assert like.chat.unprepared([picture]) == []
     like.encode([picture])
     assert like.counters.preprocessed == policy.counters.preprocessed == 1
-    assert other.unprepared([picture]) == [picture]
+    assert other.chat.unprepared([picture]) == [picture]
     assert len(other.encode([picture])[picture].embeds_NH) < len(like.encode([picture])[picture].embeds_NH)
 
 
 def test_media_counts_tell_what_was_decoded_kept_and_let_go(pairs: Pairs) -> None:
     policy = pairs("qwen2_5_omni").policy
     before = policy.media_counts
-    sound, video = tone(policy.store, 41), clip(policy.store, 41)
-    policy.prepare([sound, video])
+    sound, video = tone(policy.chat.store, 41), clip(policy.chat.store, 41)
+    policy.chat.prepare([sound, video])
     policy.encode([sound, video])
     now = policy.media_counts
     row = now.since(before)
@@ -197,50 +197,50 @@ def test_media_counts_tell_what_was_decoded_kept_and_let_go(pairs: Pairs) -> Non
 
 def test_a_prompt_shared_by_a_group_is_laid_out_once(pairs: Pairs) -> None:
     policy = pairs("qwen2_5_vl").policy
-    picture = noise(policy.store, 11)
+    picture = noise(policy.chat.store, 11)
     before = policy.counters.preprocessed
-    one, other = policy.render([user(picture, "What?")]), policy.render([user(picture, "What?")])
-    assert policy.layout(one) is policy.layout(other)
+    one, other = policy.chat.render([user(picture, "What?")]), policy.chat.render([user(picture, "What?")])
+    assert policy.chat.layout(one) is policy.chat.layout(other)
     policy.encode([picture])
     assert policy.counters.preprocessed == before + 1
 
 
 def test_a_corrupt_picture_is_named(pairs: Pairs) -> None:
     policy = pairs("qwen2_5_vl").policy
-    broken = policy.store.put(b"\x89PNG\r\n\x1a\n but no picture", "picture", "maps/7.png")
-    segment = policy.render([user(broken, "What?")])
+    broken = policy.chat.store.put(b"\x89PNG\r\n\x1a\n but no picture", "picture", "maps/7.png")
+    segment = policy.chat.render([user(broken, "What?")])
     with pytest.raises(MediaError, match=r"maps/7\.png"):
-        policy.layout(segment)
+        policy.chat.layout(segment)
     with pytest.raises(MediaError, match=r"maps/7\.png"):
-        policy.encode([noise(policy.store, 1), broken])
+        policy.encode([noise(policy.chat.store, 1), broken])
 
 
 def test_a_picture_the_processor_refuses_is_named(pairs: Pairs) -> None:
     policy = pairs("qwen2_5_vl").policy
     data = io.BytesIO()
     Image.new("RGB", (2000, 4)).save(data, "PNG")
-    thin = policy.store.put(data.getvalue(), "picture", "thin.png")
+    thin = policy.chat.store.put(data.getvalue(), "picture", "thin.png")
     with pytest.raises(MediaError, match=r"thin\.png.*aspect ratio"):
         policy.encode([thin])
 
 
 def test_spans_that_miss_their_placeholder_are_named(pairs: Pairs) -> None:
     policy = pairs("qwen3_vl").policy
-    picture = noise(policy.store, 1)
-    segment = policy.render([user(picture, "What?")])
+    picture = noise(policy.chat.store, 1)
+    segment = policy.chat.render([user(picture, "What?")])
     (span,) = segment.media
     with pytest.raises(SpanMismatch, match=r"noise-1\.png.*token 0"):
-        policy.layout(replace(segment, media=(MediaSpan(0, picture),)))
+        policy.chat.layout(replace(segment, media=(MediaSpan(0, picture),)))
     with pytest.raises(SpanMismatch, match=f"token {span.index} .* without a medium"):
-        policy.layout(replace(segment, media=()))
+        policy.chat.layout(replace(segment, media=()))
     with pytest.raises(SpanMismatch, match=r"noise-1\.png"):
-        policy.layout(replace(segment, media=(span, MediaSpan(10_000, picture))))
+        policy.chat.layout(replace(segment, media=(span, MediaSpan(10_000, picture))))
 
 
 def test_features_that_do_not_fill_their_slot_are_named(pairs: Pairs) -> None:
     policy = pairs("qwen3_vl").policy
-    picture = noise(policy.store, 1)
-    layout = policy.layout(policy.render([user(picture, "What?")]))
+    picture = noise(policy.chat.store, 1)
+    layout = policy.chat.layout(policy.chat.render([user(picture, "What?")]))
     short = Features(torch.zeros(layout.slots[0].count - 1, 128))
     with pytest.raises(SpanMismatch, match=r"noise-1\.png.*4 placeholder tokens for 3 features"):
         placements(layout, {picture: short})
@@ -258,7 +258,7 @@ def test_a_tower_that_disagrees_with_the_expansion_is_caught(pairs: Pairs, monke
 
     monkeypatch.setattr(VisionTower, "__call__", short)
     with pytest.raises(SpanMismatch, match=r"noise-1\.png.*features of the tower"):
-        policy.encode([noise(policy.store, 1)])
+        policy.encode([noise(policy.chat.store, 1)])
 
 
 def test_no_media_cost_no_tower_pass(pairs: Pairs) -> None:

@@ -37,11 +37,11 @@ def looks(policy: Policy) -> tuple[int, int]:
 
 
 def test_a_frozen_tower_looks_at_each_medium_once(policy: Policy) -> None:
-    media = [noise(policy.store, 1), tone(policy.store, 1), clip(policy.store, 1)]
+    media = [noise(policy.chat.store, 1), tone(policy.chat.store, 1), clip(policy.chat.store, 1)]
     with torch.inference_mode():
         first = policy.encode(media)
     assert looks(policy) == (3, 0)
-    again = policy.encode([*reversed(media), noise(policy.store, 2)])
+    again = policy.encode([*reversed(media), noise(policy.chat.store, 2)])
     assert looks(policy) == (4, 3)
     for item in media:
         assert torch.equal(first[item].embeds_NH, again[item].embeds_NH)
@@ -50,7 +50,7 @@ def test_a_frozen_tower_looks_at_each_medium_once(policy: Policy) -> None:
 
 
 def test_what_is_remembered_does_not_depend_on_the_company(policy: Policy, loaded: Policy) -> None:
-    media = [tone(policy.store, seed, 0.3 * seed) for seed in range(1, 5)]
+    media = [tone(policy.chat.store, seed, 0.3 * seed) for seed in range(1, 5)]
     together = policy.encode(media)
     other = loaded.frozen_copy()
     for item in reversed(media):
@@ -58,7 +58,7 @@ def test_what_is_remembered_does_not_depend_on_the_company(policy: Policy, loade
 
 
 def test_a_tower_that_learns_is_asked_each_time_and_one_that_learned_again_says_something_new(policy: Policy) -> None:
-    sound, picture = tone(policy.store, 1), noise(policy.store, 1)
+    sound, picture = tone(policy.chat.store, 1), noise(policy.chat.store, 1)
     old = policy.encode([sound, picture])
     learns = policy.groups()["audio"]["audio_tower.layers.0.fc1.weight"].requires_grad_(True)
     assert policy.encode([sound])[sound].embeds_NH.requires_grad
@@ -75,7 +75,7 @@ def test_a_tower_that_learns_is_asked_each_time_and_one_that_learned_again_says_
 
 
 def test_weights_that_are_loaded_make_a_frozen_tower_look_again(policy: Policy) -> None:
-    picture = noise(policy.store, 1)
+    picture = noise(policy.chat.store, 1)
     before = policy.encode([picture])[picture].embeds_NH
     weights = policy.model.state_dict()
     policy.model.load_state_dict({name: weight * 1.1 for name, weight in weights.items()})
@@ -84,7 +84,7 @@ def test_weights_that_are_loaded_make_a_frozen_tower_look_again(policy: Policy) 
 
 
 def test_a_copy_knows_what_its_original_saw_until_either_moves(policy: Policy) -> None:
-    picture = noise(policy.store, 1)
+    picture = noise(policy.chat.store, 1)
     kept = policy.encode([picture])[picture].embeds_NH
     reference = policy.frozen_copy()
     assert torch.equal(reference.encode([picture])[picture].embeds_NH, kept)
@@ -98,7 +98,7 @@ def test_a_copy_knows_what_its_original_saw_until_either_moves(policy: Policy) -
 
 
 def test_the_cache_is_bounded_and_counts_what_leaves(policy: Policy) -> None:
-    pictures = [noise(policy.store, seed) for seed in range(4)]
+    pictures = [noise(policy.chat.store, seed) for seed in range(4)]
     size = policy.encode(pictures[:1])[pictures[0]].nbytes
     policy._encoder.kept = FrozenFeatures(2 * size)
     policy.encode(pictures[:2])
@@ -142,7 +142,7 @@ def test_the_name_of_weights_is_that_of_what_is_in_them() -> None:
 def test_a_tower_with_adapters_is_another_without_them_or_with_others(frozen: bool) -> None:
     section = LoraSection(rank=2, groups=("vision",))
     policy = load_policy("tiny:qwen3_vl", store=MediaStore(), device="cpu", lora=section)
-    picture, own = noise(policy.store, 1), policy.adapters
+    picture, own = noise(policy.chat.store, 1), policy.adapters
     assert own is not None
     plain = policy.encode([picture])[picture].embeds_NH.detach()
     former = own.snapshot()
@@ -163,7 +163,7 @@ def test_a_tower_with_adapters_is_another_without_them_or_with_others(frozen: bo
 
 def test_a_tower_without_adapters_is_the_same_when_those_of_the_language_model_are_off() -> None:
     policy = load_policy("tiny:qwen3_vl", store=MediaStore(), device="cpu", lora=LoraSection(rank=2, groups=("language",)))
-    picture = noise(policy.store, 1)
+    picture = noise(policy.chat.store, 1)
     policy.encode([picture])
     with FormerSelf(policy, None).active() as former:
         former.encode([picture])

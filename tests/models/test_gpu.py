@@ -25,13 +25,13 @@ def test_logits_and_gradients_on_the_gpu(family: str, dtype: str, tmp_path_facto
     policy = load_policy(str(folder), store=MediaStore(), dtype=dtype, device="cuda")
     stock = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     pair = Pair(policy, stock, folder)
-    messages = [user("Look", noise(policy.store, 1), noise(policy.store, 2, 120, 60), "which?")]
+    messages = [user("Look", noise(policy.chat.store, 1), noise(policy.chat.store, 2, 120, 60), "which?")]
     want_TV = pair.want(processed(policy, messages)).detach()
 
     for recompute in (False, True):
         policy.checkpoint_gradients(recompute)
         policy.model.zero_grad()
-        ids_T, positions_3T, placed = row(policy, [policy.render(messages)])
+        ids_T, positions_3T, placed = row(policy, [policy.chat.render(messages)])
         ids_1T, positions_31T = ids_T[None].to(policy.device), positions_3T[:, None].to(policy.device)
         hidden_1TH = policy.language(ids_1T, positions_31T, MaskedAttention(), placed)
         got_TV = policy.logits(hidden_1TH[0])

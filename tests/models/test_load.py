@@ -13,7 +13,9 @@ from transformers import Qwen2_5OmniConfig, Qwen2_5OmniThinkerForConditionalGene
 
 from sensorium.media.store import MediaStore
 from sensorium.models.attention import IMPLEMENTATION
-from sensorium.models.load import family_of, find_checkpoint, find_device, load_policy
+from sensorium.models.checkpoint_place import find_checkpoint
+from sensorium.models.load import find_device, load_policy
+from sensorium.models.load_chat import family_of
 from sensorium.models.tiny import KINDS, make_tiny
 from sensorium.recipe.names import register, table
 from sensorium.vocabulary.content import user
@@ -35,11 +37,11 @@ def test_a_tiny_model_of_each_family_is_made_and_its_family_found(family: str) -
     assert policy.family == family
     kind = KINDS[family]
     seen = {"picture", "video"} if kind.vision else set()
-    assert policy.modalities == {"text"} | seen | ({"sound"} if kind.audio else set())
+    assert policy.chat.modalities == {"text"} | seen | ({"sound"} if kind.audio else set())
     assert policy.dtype == torch.float32
     assert policy.device == torch.device("cpu")
     assert policy.version == 0
-    assert policy.render([user("Hello")]).tokens
+    assert policy.chat.render([user("Hello")]).tokens
 
 
 def test_the_thinker_is_taken_out_of_a_whole_omni_checkpoint(tmp_path: Path) -> None:
@@ -62,7 +64,7 @@ def test_the_thinker_is_taken_out_of_a_whole_omni_checkpoint(tmp_path: Path) -> 
     policy.save(tmp_path / "saved")
     again = Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(tmp_path / "saved")
     assert all(torch.equal(tensor, weights[name]) for name, tensor in again.state_dict().items())
-    assert load_policy(str(tmp_path / "saved"), store=MediaStore(), device="cpu").modalities == policy.modalities
+    assert load_policy(str(tmp_path / "saved"), store=MediaStore(), device="cpu").chat.modalities == policy.chat.modalities
 
 
 @pytest.mark.parametrize(

@@ -67,13 +67,13 @@ def stock(folder: Path) -> Any:
 
 
 def question(policy: Policy) -> list[Message]:
-    shown = [noise(policy.store, 1, 84, 56)] if "picture" in policy.modalities else []
+    shown = [noise(policy.chat.store, 1, 84, 56)] if "picture" in policy.chat.modalities else []
     return [user(*shown, "What colour is it?")]
 
 
 def logits(policy: Policy) -> Tensor:
     with torch.no_grad():
-        return Pair(policy, None, Path()).got([policy.render(question(policy))])
+        return Pair(policy, None, Path()).got([policy.chat.render(question(policy))])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

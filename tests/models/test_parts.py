@@ -25,11 +25,11 @@ Pairs = Callable[..., Pair]
 
 def thread(policy: Policy, messages: list[Message]) -> list[Segment]:
     """A conversation as an append-only thread; assistant turns are given answers."""
-    segments = [policy.render(messages[: 2 if messages[0].role == "system" else 1])]
+    segments = [policy.chat.render(messages[: 2 if messages[0].role == "system" else 1])]
     for i, message in enumerate(messages):
         if message.role == "assistant":
-            answer = policy.respond(message.text, f"answer {i}")
-            segments += [answer, policy.extend([messages[i + 1]], after=answer)]
+            answer = policy.chat.respond(message.text, f"answer {i}")
+            segments += [answer, policy.chat.extend([messages[i + 1]], after=answer)]
     return segments
 
 
@@ -116,7 +116,7 @@ def test_rows_of_a_batch_take_their_own_pictures(pairs: Pairs, family: str) -> N
 @pytest.mark.parametrize("family", VISION)
 def test_gradients_of_every_parameter_are_those_of_the_stock_model(pairs: Pairs, family: str) -> None:
     pair = pairs(family, tie_word_embeddings=False)
-    messages = conversation(pair, "everything" if "sound" in pair.policy.modalities else "pictures and a video")
+    messages = conversation(pair, "everything" if "sound" in pair.policy.chat.modalities else "pictures and a video")
     weights_TV = torch.randn(pair.want(pair.inputs(messages)).shape, generator=torch.Generator().manual_seed(0))
     want = gradients(pair.stock, (pair.want(pair.inputs(messages)) * weights_TV).sum())
     segments = thread(pair.policy, messages)
@@ -150,7 +150,7 @@ def test_recomputation_runs_every_layer_again_in_the_backward_pass(pairs: Pairs)
             calls.append(layer)
             return super().__call__(layer, *rest)
 
-    ids_T, positions_3T, placed = row(pair.policy, [pair.policy.render([user(pair.picture(1), "What?")])])
+    ids_T, positions_3T, placed = row(pair.policy, [pair.policy.chat.render([user(pair.picture(1), "What?")])])
     pair.policy.checkpoint_gradients()
     with torch.no_grad():
         pair.policy.language(ids_T[None], positions_3T[:, None], Counted(), placed)
@@ -163,8 +163,8 @@ def test_recomputation_runs_every_layer_again_in_the_backward_pass(pairs: Pairs)
 @pytest.mark.parametrize("family", VISION)
 def test_one_tower_backward_after_several_language_backwards(pairs: Pairs, family: str) -> None:
     pair = pairs(family)
-    segment = pair.policy.render([user(pair.picture(1), "What?")])
-    layout = pair.policy.layout(segment)
+    segment = pair.policy.chat.render([user(pair.picture(1), "What?")])
+    layout = pair.policy.chat.layout(segment)
     whole = gradients(pair.policy.model, 2 * pair.got([segment]).logsumexp(-1).sum())
 
     pair.policy.model.zero_grad()
@@ -236,7 +236,7 @@ def test_parameter_groups_hold_every_parameter_once(pairs: Pairs, family: str) -
             projects = ("merger", "audio_tower.proj", "audio_tower.ln_post")
             assert all(any(part in name for part in projects) for name in policy.groups()["projector"])
             assert not any("merger" in name or "audio" in name for name in policy.groups()["vision"])
-            assert bool(policy.groups().get("audio")) is ("sound" in policy.modalities)
+            assert bool(policy.groups().get("audio")) is ("sound" in policy.chat.modalities)
 
 
 # With experts a rounding may choose another expert, and then nothing follows.
@@ -286,7 +286,7 @@ def test_a_frozen_copy_has_weights_of_its_own_and_the_same_logits(pairs: Pairs) 
 @pytest.mark.parametrize("family", VISION)
 def test_what_inference_mode_remembered_serves_training(family: str) -> None:
     policy = load_policy(f"tiny:{family}", store=MediaStore(), device="cpu")
-    segments = [policy.render([user(noise(policy.store, 1), noise(policy.store, 2, 120, 40), "What?")])]
+    segments = [policy.chat.render([user(noise(policy.chat.store, 1), noise(policy.chat.store, 2, 120, 40), "What?")])]
     with torch.inference_mode():
         row(policy, segments)
     ids_T, positions_3T, placed = row(policy, segments)

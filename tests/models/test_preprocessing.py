@@ -33,7 +33,7 @@ def heard(samples: np.ndarray) -> DecodedAudio:
 @settings(max_examples=25)
 @given(length=st.integers(321, 40000), seed=st.integers(0, 99), quiet=st.booleans())
 def test_a_sound_has_the_numbers_of_the_extractor_at_full_length(pairs: Pairs, length: int, seed: int, quiet: bool) -> None:
-    extractor = pairs("qwen2_5_omni").policy.processor.feature_extractor
+    extractor = pairs("qwen2_5_omni").policy.chat.processor.feature_extractor
     samples = np.random.default_rng(seed).normal(size=length) * (0.0 if quiet else 0.1)
     (prepared,) = SoundPreprocessor(extractor)([(HEARD, heard(samples))])
     whole = extractor([samples], sampling_rate=16000, padding="max_length", return_attention_mask=True, return_tensors="pt")
@@ -52,13 +52,13 @@ def test_sounds_that_would_be_cut_or_vanish_are_refused(pairs: Pairs) -> None:
     policy = pairs("qwen2_5_omni").policy
 
     def put(seconds: float, parameters: AudioParameters | None = None) -> Media:
-        return policy.store.put(encode_wav(np.zeros(round(seconds * 16000))), "sound", "a.wav", parameters)
+        return policy.chat.store.put(encode_wav(np.zeros(round(seconds * 16000))), "sound", "a.wav", parameters)
 
     with pytest.raises(MediaError, match=r"a\.wav: the sound lasts 30\.5 s.*no more than 30 s"):
         policy.encode([put(30.5)])
     assert len(policy.encode([put(30.5, AudioParameters(end=30.0))])) == 1
     with pytest.raises(MediaError, match=r"a\.wav: 20 ms are too short"):
-        policy.layout(policy.render([user(put(0.02), "What?")]))
+        policy.chat.layout(policy.chat.render([user(put(0.02), "What?")]))
     with pytest.raises(MediaError, match=r"a\.wav: decoded at 8000 Hz"):
         policy.encode([put(1.0, AudioParameters(sample_rate=8000))])
 
@@ -66,18 +66,18 @@ def test_sounds_that_would_be_cut_or_vanish_are_refused(pairs: Pairs) -> None:
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen2_5_omni"])
 def test_a_clip_of_one_frame_shows_it_for_two(pairs: Pairs, family: str) -> None:
     policy = pairs(family).policy
-    once = clip(policy.store, 7, frames=1)
-    layout = policy.layout(policy.render([user(once, "What?")]))
+    once = clip(policy.chat.store, 7, frames=1)
+    layout = policy.chat.layout(policy.chat.render([user(once, "What?")]))
     assert layout.slots[0].count == len(policy.encode([once])[once].embeds_NH) == 4
 
 
 def test_the_same_file_sampled_otherwise_is_another_medium(pairs: Pairs) -> None:
     policy = pairs("qwen3_vl").policy
-    four = clip(policy.store, 8, frames=4)
+    four = clip(policy.chat.store, 8, frames=4)
     two = replace(four, parameters=VideoParameters(frames=2))
     features = policy.encode([four, two])
     assert [len(features[item].embeds_NH) for item in (four, two)] == [8, 4]
-    layouts = [policy.layout(policy.render([user(item, "What?")])) for item in (four, two)]
+    layouts = [policy.chat.layout(policy.chat.render([user(item, "What?")])) for item in (four, two)]
     assert [layout.slots[0].count for layout in layouts] == [8, 4]
     assert len(layouts[0].slots[0].runs) == 2, "one run of tokens after each timestamp"
 
@@ -87,10 +87,10 @@ def test_the_omni_processor_s_own_frame_sizes_hold_unless_the_checkpoint_allows_
     from sensorium.models.qwen2_5_omni import frame_size
 
     policy = pairs("qwen2_5_omni").policy
-    processor = policy.processor
+    processor = policy.chat.processor
     stated = processor.video_processor.size
     assert frame_size(processor) == {"shortest_edge": stated["shortest_edge"], "longest_edge": stated["longest_edge"]}
-    media = clip(policy.store, 9, frames=2)
+    media = clip(policy.chat.store, 9, frames=2)
     text = "<|vision_bos|><|VIDEO|><|vision_eos|>"
     try:
         processor.video_processor.size = {"shortest_edge": 3136, "longest_edge": 12845056}
@@ -113,10 +113,10 @@ def test_frames_stand_at_the_seconds_they_were_taken_at(
     policy = pairs(f"qwen2_5_{family}").policy
     seconds = whole / parts
     extent = Extent("video", (-(-frames // 2), 4, 4), tuple((i + 0.5) * seconds for i in range(frames)), seconds)
-    pads = policy.adapter.expand(extent).ids
+    pads = policy.chat.media_format.expand(extent).ids
     start = policy.model.config.vision_start_token_id
     ids_T = torch.tensor([1, start, *pads, policy.model.config.vision_end_token_id, 1])
-    times = policy.adapter.positions(ids_T, [extent])[0, 2 : 2 + len(pads) : 4] - 2
+    times = policy.chat.media_format.positions(ids_T, [extent])[0, 2 : 2 + len(pads) : 4] - 2
     exact = Fraction(2 * whole, parts)
     if family == "vl":
         a_second = policy.model.config.vision_config.tokens_per_second

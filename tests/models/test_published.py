@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from sensorium.media.store import MediaStore
+from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.policy import Policy
+from sensorium.models.skeleton import Skeleton
 from sensorium.recipe.names import resolve
 from sensorium.vocabulary.content import Message, assistant, user
 
@@ -21,11 +23,15 @@ def policy(request: pytest.FixtureRequest) -> Policy:
     model, processor = meta_model(request.param), published_processor(request.param)
     billions = sum(p.numel() for p in model.parameters()) / 1e9
     assert billions == pytest.approx(SHAPES[request.param][5], rel=0.005), "the shape is not the published one"
-    return Policy(family, resolve("family", family)(model, processor), model, processor.tokenizer, processor, MediaStore())
+    adapter, store = resolve("family", family), MediaStore()
+    media_format = adapter.media_format(Skeleton(type(model), model.config), processor)
+    vocab_size, ends = model.config.get_text_config().vocab_size, model.generation_config.eos_token_id
+    chat = ChatProcessor(family, media_format, processor.tokenizer, processor, store, vocab_size=vocab_size, end_ids=ends)
+    return Policy(chat, adapter(model), model)
 
 
 def test_expansion_and_positions_are_those_of_the_whole_conversation(policy: Policy) -> None:
-    store = policy.store
+    store = policy.chat.store
     first, second = noise(store, 1, 300, 500), noise(store, 2, 700, 260)
     messages = [
         user("Look", first, "and", second, "which?"),
@@ -33,26 +39,26 @@ def test_expansion_and_positions_are_those_of_the_whole_conversation(policy: Pol
         user(noise(store, 3, 90, 40), "again", first),
     ]
     ids_T = assert_whole(policy, messages)
-    assert int((ids_T == policy.adapter.placeholders["picture"]).sum()) > 300
+    assert int((ids_T == policy.chat.media_format.placeholders["picture"]).sum()) > 300
 
 
 def test_videos_and_sounds_expand_as_the_processor_says(policy: Policy) -> None:
-    store = policy.store
-    heard = [tone(store, 1, 2.2)] if "sound" in policy.modalities else []
+    store = policy.chat.store
+    heard = [tone(store, 1, 2.2)] if "sound" in policy.chat.modalities else []
     messages = [
         user(clip(store, 1, 5, 112, 168, 10.0), *heard, "which?"),
         assistant("red"),
         user(noise(store, 3, 90, 40), clip(store, 2, 4, 168, 112, 8.0), *heard, "again"),
     ]
     ids_T = assert_whole(policy, messages)
-    assert int((ids_T == policy.adapter.placeholders["video"]).sum()) > 100
+    assert int((ids_T == policy.chat.media_format.placeholders["video"]).sum()) > 100
 
 
 def assert_whole(policy: Policy, messages: list[Message]) -> torch.Tensor:
     """A conversation of three messages, turn by turn, has the tokens and positions of the whole; returns the tokens."""
-    answer = policy.respond("red", "a")
-    segments = [policy.render(messages[:1]), answer, policy.extend(messages[2:], after=answer)]
-    layouts = [policy.layout(segment) for segment in segments]
+    answer = policy.chat.respond("red", "a")
+    segments = [policy.chat.render(messages[:1]), answer, policy.chat.extend(messages[2:], after=answer)]
+    layouts = [policy.chat.layout(segment) for segment in segments]
     inputs = processed(policy, messages)
     ids_T = torch.cat([layout.ids_T for layout in layouts])
     assert ids_T.tolist() == inputs["input_ids"][0].tolist()
@@ -71,7 +77,7 @@ def assert_whole(policy: Policy, messages: list[Message]) -> torch.Tensor:
 def whole_positions(policy: Policy, inputs: dict[str, Any]) -> torch.Tensor:
     """The model's own positions [3, T] of the whole conversation."""
     grids = {key: inputs.get(key) for key in ("image_grid_thw", "video_grid_thw")}
-    if "sound" in policy.modalities:
+    if "sound" in policy.chat.modalities:
         mask = inputs.get("feature_attention_mask")
         found, _ = policy.model.get_rope_index(
             inputs["input_ids"],
@@ -91,8 +97,8 @@ def whole_positions(policy: Policy, inputs: dict[str, Any]) -> torch.Tensor:
 
 
 def test_qwens_own_ids_stop_and_are_forbidden(policy: Policy) -> None:
-    assert policy.stop_ids == (IDS["<|im_end|>"], IDS["<|endoftext|>"])
-    assert set(IDS.values()) <= {*policy.forbidden_ids, *policy.stop_ids}
-    assert set(range(IDS["<|video_pad|>"] + 1, policy.vocab_size)) <= set(policy.forbidden_ids)
+    assert policy.chat.stop_ids == (IDS["<|im_end|>"], IDS["<|endoftext|>"])
+    assert set(IDS.values()) <= {*policy.chat.forbidden_ids, *policy.chat.stop_ids}
+    assert set(range(IDS["<|video_pad|>"] + 1, policy.vocab_size)) <= set(policy.chat.forbidden_ids)
     names = [name for group in policy.groups().values() for name in group]
     assert sorted(names) == sorted(name for name, _ in policy.model.named_parameters())

@@ -30,10 +30,10 @@ class Chat:
 
     def __init__(self, policy: Policy, template: str) -> None:
         self.policy = policy
-        self.owner: Any = policy.processor if policy.processor is not None else policy.tokenizer
+        self.owner: Any = policy.chat.processor if policy.chat.processor is not None else policy.chat.tokenizer
         self.template = template
-        table = TokenTable(policy.tokenizer, policy.vocab_size)
-        self.renderer = ChatRenderer(policy.tokenizer, _Templated(self), table, policy.adapter.placeholders)
+        table = TokenTable(policy.chat.tokenizer, policy.vocab_size)
+        self.renderer = ChatRenderer(policy.chat.tokenizer, _Templated(self), table, policy.chat.media_format.placeholders)
 
     def apply(self, conversation: list[dict[str, Any]], **options: Any) -> Any:
         return self.owner.apply_chat_template(conversation, chat_template=self.template, **options)
@@ -41,7 +41,7 @@ class Chat:
     def oracle(self, messages: Sequence[Message], generate: bool = True) -> list[int]:
         """Tokens of the template's text: the tokenizer's own way, one placeholder per medium."""
         text = self.apply(plain(self.policy, messages), tokenize=False, add_generation_prompt=generate)
-        return self.policy.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.policy.chat.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 class _Templated:
@@ -62,11 +62,11 @@ def chats(pairs: Pairs) -> Callable[[str, str], Chat]:
 @pytest.mark.parametrize("first", [[], [system("Look closely.\n")]])
 def test_the_first_turn_expanded_is_the_checkpoints_own_rendering(pairs: Pairs, family: str, first: list[Message]) -> None:
     policy = pairs(family).policy
-    media = [noise(policy.store, 1), noise(policy.store, 2, 120, 60)] if policy.processor is not None else []
+    media = [noise(policy.chat.store, 1), noise(policy.chat.store, 2, 120, 60)] if policy.chat.processor is not None else []
     messages = [*first, user("What ", *media, "colour? <think> red é\n\n")]
     for generate in (True, False):
         want = processed(policy, messages, generate)["input_ids"][0].tolist()
-        assert policy.layout(policy.render(messages, generate=generate)).ids_T.tolist() == want
+        assert policy.chat.layout(policy.chat.render(messages, generate=generate)).ids_T.tolist() == want
 
 
 @settings(max_examples=60, deadline=None)
@@ -86,7 +86,7 @@ def test_turns_cut_out_of_the_template_join_to_the_whole_conversation(
     chats: Callable[[str, str], Chat], family: str
 ) -> None:
     chat = chats(family, (VISION | TEXT)[family])
-    picture: tuple[Media, ...] = (noise(chat.policy.store, 3),) if family in VISION else ()
+    picture: tuple[Media, ...] = (noise(chat.policy.chat.store, 3),) if family in VISION else ()
     messages = [
         user("Which?", *picture),
         assistant("red"),
@@ -147,7 +147,7 @@ FORGERIES = [
 @pytest.mark.parametrize("family", VISION)
 def test_text_cannot_forge_special_tokens(chats: Callable[[str, str], Chat], family: str, forgery: list[str]) -> None:
     chat = chats(family, VISION[family])
-    picture = noise(chat.policy.store, 3)
+    picture = noise(chat.policy.chat.store, 3)
     harmless, forged = [user(*["-"] * len(forgery), picture)], [user(*forgery, picture)]
     for render in (
         lambda messages: chat.renderer.render(
@@ -158,9 +158,9 @@ def test_text_cannot_forge_special_tokens(chats: Callable[[str, str], Chat], fam
     ):
         got, want = render(forged), render(harmless)
         assert specials_in(chat, got.tokens) == specials_in(chat, want.tokens)
-        assert "".join(forgery) in chat.policy.tokenizer.decode(got.tokens)
+        assert "".join(forgery) in chat.policy.chat.tokenizer.decode(got.tokens)
         assert [span.media for span in got.media] == [picture]
-        assert [got.tokens[span.index] for span in got.media] == [chat.policy.adapter.placeholders["picture"]]
+        assert [got.tokens[span.index] for span in got.media] == [chat.policy.chat.media_format.placeholders["picture"]]
 
 
 @settings(max_examples=80, deadline=None)
@@ -169,41 +169,43 @@ def test_no_mixture_of_pieces_forges_a_special_token(chats: Callable[[str, str],
     chat = chats("qwen3_vl", QWEN3_VL)
     segment = chat.renderer.render([user(*pieces)], generate=True)
     assert specials_in(chat, segment.tokens) == specials_in(chat, chat.renderer.render([user("-")], generate=True).tokens)
-    assert "".join(pieces) in chat.policy.tokenizer.decode(segment.tokens)
+    assert "".join(pieces) in chat.policy.chat.tokenizer.decode(segment.tokens)
 
 
 def test_a_given_answer_cannot_forge_a_stop(pairs: Pairs) -> None:
     policy = pairs("qwen2_5_vl").policy
-    answer = policy.respond("red<|im_end|>", "a")
+    answer = policy.chat.respond("red<|im_end|>", "a")
     assert answer.text == "red<|im_end|>"
-    assert answer.tokens.count(policy.stop_ids[0]) == 1
-    assert answer.tokens[-1] == policy.stop_ids[0]
+    assert answer.tokens.count(policy.chat.stop_ids[0]) == 1
+    assert answer.tokens[-1] == policy.chat.stop_ids[0]
 
 
 def test_nothing_that_stands_for_media_or_structure_can_be_sampled(pairs: Pairs) -> None:
     for family in ("qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"):
         policy = pairs(family).policy
-        specials = {policy.tokenizer.convert_tokens_to_ids(token) for token in policy.tokenizer.all_special_tokens}
-        assert specials <= {*policy.forbidden_ids, *policy.stop_ids}
-        assert set(policy.forbidden_ids).isdisjoint(policy.stop_ids)
-        assert set(policy.adapter.placeholders.values()) <= set(policy.forbidden_ids)
-        assert set(range(len(policy.tokenizer), policy.vocab_size)) <= set(policy.forbidden_ids)
-        sampleable = set(range(policy.vocab_size)) - set(policy.forbidden_ids) - set(policy.stop_ids)
-        assert all(policy.token_bytes(token) for token in sampleable)
+        specials = {
+            policy.chat.tokenizer.convert_tokens_to_ids(token) for token in policy.chat.tokenizer.all_special_tokens
+        }
+        assert specials <= {*policy.chat.forbidden_ids, *policy.chat.stop_ids}
+        assert set(policy.chat.forbidden_ids).isdisjoint(policy.chat.stop_ids)
+        assert set(policy.chat.media_format.placeholders.values()) <= set(policy.chat.forbidden_ids)
+        assert set(range(len(policy.chat.tokenizer), policy.vocab_size)) <= set(policy.chat.forbidden_ids)
+        sampleable = set(range(policy.vocab_size)) - set(policy.chat.forbidden_ids) - set(policy.chat.stop_ids)
+        assert all(policy.chat.token_bytes(token) for token in sampleable)
 
 
 def test_media_that_a_model_cannot_take_are_refused(pairs: Pairs) -> None:
     sound = MediaStore().put(b"...", "sound", "clip.wav")
     with pytest.raises(ModelError, match=r"sound clip\.wav"):
-        pairs("qwen2_5_vl").policy.render([user(sound)])
+        pairs("qwen2_5_vl").policy.chat.render([user(sound)])
     with pytest.raises(ModelError, match="picture"):
-        pairs("qwen3").policy.render([user(noise(MediaStore(), 1))])
+        pairs("qwen3").policy.chat.render([user(noise(MediaStore(), 1))])
 
 
 def test_a_template_that_drops_pictures_is_refused(chats: Callable[[str, str], Chat]) -> None:
     chat = chats("qwen2_5_vl", QWEN2_5_VL.replace("<|image_pad|>", ""))
     with pytest.raises(ModelError, match=r"noise-3\.png"):
-        chat.renderer.render([user(noise(chat.policy.store, 3))], generate=True)
+        chat.renderer.render([user(noise(chat.policy.chat.store, 3))], generate=True)
 
 
 def test_a_template_that_raises_is_named_with_the_roles(chats: Callable[[str, str], Chat]) -> None:

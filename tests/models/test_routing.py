@@ -26,7 +26,7 @@ def watched_pass(policy: Policy, segments: list[Segment]) -> list[torch.Tensor]:
 def test_router_logits_and_their_loss_are_those_of_the_stock_model(pairs: Pairs) -> None:
     pair = pairs("qwen3_vl_moe")
     messages = [user(pair.picture(1), pair.clip(1), "what?")]
-    seen = watched_pass(pair.policy, [pair.policy.render(messages)])
+    seen = watched_pass(pair.policy, [pair.policy.chat.render(messages)])
     with torch.no_grad():
         stock = pair.stock(**pair.inputs(messages), use_cache=False, output_router_logits=True)
     assert len(seen) == len(stock.router_logits) == 2
@@ -39,7 +39,7 @@ def test_router_logits_and_their_loss_are_those_of_the_stock_model(pairs: Pairs)
 
 def test_the_loss_reaches_every_weight_before_the_last_router_recomputed_or_not(pairs: Pairs) -> None:
     policy = pairs("qwen3_vl_moe").policy
-    segment = policy.render([user(pairs("qwen3_vl_moe").picture(1), "what?")])
+    segment = policy.chat.render([user(pairs("qwen3_vl_moe").picture(1), "what?")])
 
     def gradients() -> dict[str, torch.Tensor]:
         policy.model.zero_grad()
@@ -63,7 +63,7 @@ def test_the_loss_reaches_every_weight_before_the_last_router_recomputed_or_not(
 
 def test_nobody_watches_outside_and_dense_models_have_no_routers(pairs: Pairs) -> None:
     policy = pairs("qwen3_vl_moe").policy
-    segment = policy.render([user("what?")])
+    segment = policy.chat.render([user("what?")])
     seen = watched_pass(policy, [segment])
     ids_T, positions_3T, placed = row(policy, [segment])
     policy.language(ids_T[None], positions_3T[:, None], MaskedAttention(), placed)
@@ -71,4 +71,4 @@ def test_nobody_watches_outside_and_dense_models_have_no_routers(pairs: Pairs) -
     assert not any(module._forward_hooks for module in policy.model.modules() if type(module).__name__.endswith("Router"))
     dense = pairs("qwen3_vl").policy
     assert (policy.experts_per_token, dense.experts_per_token) == (2, 0)
-    assert watched_pass(dense, [dense.render([user("what?")])]) == []
+    assert watched_pass(dense, [dense.chat.render([user("what?")])]) == []

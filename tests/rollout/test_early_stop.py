@@ -92,7 +92,7 @@ def native(policy: Policy, *, lockstep: bool = True, seed: int | None = None, **
     jitter = None if seed is None else random.Random(seed)
     settings = RolloutSection(max_turns=9, **section)
     engine = NativeEngine(policy, lockstep=lockstep)
-    return Rollout(policy, engine, settings, lambda task: World(task, jitter is None, jitter))
+    return Rollout(policy.chat, engine, settings, lambda task: World(task, jitter is None, jitter))
 
 
 def tokens_of(rollout: Rollout) -> int:
@@ -121,7 +121,7 @@ def test_the_rest_is_cancelled_as_soon_as_enough_are_complete_and_their_tokens_a
 def test_a_response_in_the_middle_is_cut(policy: Policy) -> None:
     """Two questions whose responses run to the end of the context: the longer one ends where the shorter is complete."""
     engine = NativeEngine(policy)
-    rollout = Rollout(policy, engine, RolloutSection(max_context_tokens=200), Question)
+    rollout = Rollout(policy.chat, engine, RolloutSection(max_context_tokens=200), Question)
     questions = [Task("long", (user("what?"),)), Task("short", (user("what? " * 40),))]
     room = [rollout.room((rollout.renderer.start(question.messages),)) for question in questions]
     endless = Sampling(max_new_tokens=500, stop_tokens=False)
@@ -209,7 +209,7 @@ class Slow(World):
 
 def test_a_world_at_work_is_closed_when_it_is_done(policy: Policy) -> None:
     engine = NativeEngine(policy, lockstep=False)
-    rollout = Rollout(policy, engine, RolloutSection(max_turns=9), lambda task: Slow(task, instant=False))
+    rollout = Rollout(policy.chat, engine, RolloutSection(max_turns=9), lambda task: Slow(task, instant=False))
     groups = play(rollout, EarlyStop(1), tasks(1, 2))
     assert World.closed < World.opened, "nobody waits for it"
     assert [group.episodes[0].status for group in groups] == [OVER, Status.ABORTED]
@@ -228,7 +228,7 @@ class InPlace(World):
 
 
 def test_a_scripted_rollout_stops_before_the_rest_has_begun(policy: Policy) -> None:
-    rollout = Rollout(policy, ScriptedEngine(policy, lambda request: "one"), RolloutSection(max_turns=9), InPlace)
+    rollout = Rollout(policy.chat, ScriptedEngine(policy.chat, lambda request: "one"), RolloutSection(max_turns=9), InPlace)
     groups = play(rollout, EarlyStop(1), tasks(1, 1, 1))
     assert [group.episodes[0].status for group in groups] == [Status.FINISHED, Status.ABORTED, Status.ABORTED]
     assert rollout.engine.between_ticks is None

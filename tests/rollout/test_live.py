@@ -76,7 +76,7 @@ def leave() -> None:
 
 def rollout_of(policy: Policy, make: Any, **section: Any) -> Rollout:
     settings = {"max_turns": 5, "environment_deadline_s": 60.0} | section
-    return Rollout(policy, ScriptedEngine(policy, lambda request: "one"), RolloutSection(**settings), make)
+    return Rollout(policy.chat, ScriptedEngine(policy.chat, lambda request: "one"), RolloutSection(**settings), make)
 
 
 def play(
@@ -201,16 +201,16 @@ def test_methods_may_be_coroutines_and_hang_as_such(policy: Policy) -> None:
 
 
 def test_the_first_look_at_environments_ends_although_they_hang(policy: Policy) -> None:
-    engine = ScriptedEngine(policy, lambda request: "one")
+    engine = ScriptedEngine(policy.chat, lambda request: "one")
     task = Task("t", environment=EnvironmentSpec("slow"))
     for fault, deed in (("create", hang), ("reset", hang), ("close", hang), ("create", leave), ("reset", leave)):
-        refuse_strange_worlds([task], lambda task, f=fault, d=deed: Slow(f, d), policy, engine, 0.1)  # type: ignore[misc]
+        refuse_strange_worlds([task], lambda task, f=fault, d=deed: Slow(f, d), policy.chat, engine, 0.1)  # type: ignore[misc]
 
     def unfit(task: Task) -> Any:
         raise RecipeError("there is no option 'sise'")
 
     with pytest.raises(RecipeError, match="sise"):
-        refuse_strange_worlds([task], unfit, policy, engine, 0.1)
+        refuse_strange_worlds([task], unfit, policy.chat, engine, 0.1)
 
 
 def test_an_environment_without_a_message_type_is_told_what_is_wrong(policy: Policy) -> None:

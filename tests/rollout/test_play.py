@@ -58,7 +58,7 @@ def play(
     demonstrate: bool = False,
     **section: Any,
 ) -> Episode:
-    rollout = Rollout(policy, ScriptedEngine(policy, says), RolloutSection(**section), world)
+    rollout = Rollout(policy.chat, ScriptedEngine(policy.chat, says), RolloutSection(**section), world)
     sampling = Sampling(max_new_tokens=section.get("max_new_tokens", 64))
     attempt = Attempt(0, 1, demonstrate=demonstrate)
     task = Task("t", (user("what?"),), demonstration=("told",))
@@ -86,7 +86,7 @@ def test_the_turn_limit_truncates(policy: Policy) -> None:
 
 
 def test_the_episode_budget_truncates_before_a_turn_that_has_no_tokens_left(policy: Policy) -> None:
-    one = len(policy.respond("one", "x").tokens)
+    one = len(policy.chat.respond("one", "x").tokens)
     episode = play(policy, lambda task: Counting(9), max_turns=9, max_episode_tokens=2 * one)
     assert episode.status == Status.TRUNCATED
     assert episode.sampled_tokens == 2 * one
@@ -97,7 +97,7 @@ def test_the_context_budget_truncates(policy: Policy) -> None:
     assert episode.status == Status.TRUNCATED
     (thread,) = episode.threads
     assert thread.home[-1], "an observation that was never answered is not part of the thread"
-    before = sum(len(policy.layout(segment)) for segment in thread.segments[:-1])
+    before = sum(len(policy.chat.layout(segment)) for segment in thread.segments[:-1])
     assert before < 80 <= before + len(thread.segments[-1].tokens) + len(thread.segments[-2].tokens)
 
 
@@ -144,7 +144,7 @@ def test_a_failing_world_is_named(policy: Policy) -> None:
 def test_a_template_that_rewrites_history_is_refused_for_growing_threads(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = make_tiny("qwen3", tmp_path_factory.mktemp("tiny"))
     thinking = load_policy(str(folder), store=MediaStore(), device="cpu")
-    assert not thinking.append_only
+    assert not thinking.chat.append_only
     with pytest.raises(RecipeError, match="window: 1"):
         play(thinking, lambda task: Counting(3), max_turns=3)
     episode = play(thinking, lambda task: Counting(3), max_turns=3, window=1)
@@ -152,22 +152,22 @@ def test_a_template_that_rewrites_history_is_refused_for_growing_threads(tmp_pat
 
 
 def test_media_that_the_family_or_the_engine_lacks_are_refused_by_task_and_name(policy: Policy) -> None:
-    engine = ScriptedEngine(policy, lambda request: "one")
-    rollout = Rollout(policy, engine, RolloutSection(), Question)
-    sound = Task("listen-7", (user(policy.store.put(b"...", "sound", "clip.wav"), "what?"),))
+    engine = ScriptedEngine(policy.chat, lambda request: "one")
+    rollout = Rollout(policy.chat, engine, RolloutSection(), Question)
+    sound = Task("listen-7", (user(policy.chat.store.put(b"...", "sound", "clip.wav"), "what?"),))
     with pytest.raises(ModelError, match=r"task listen-7: family qwen2_5_vl takes .* not sound, which clip\.wav is"):
         rollout.prepare([Task("read-1", (user("what?"),)), sound])
     engine.modalities = frozenset(["text", "picture"])
-    video = Task("watch-3", (user(policy.store.put(b"...", "video", "clip.mp4"), "what?"),))
+    video = Task("watch-3", (user(policy.chat.store.put(b"...", "video", "clip.mp4"), "what?"),))
     with pytest.raises(ModelError, match=r"task watch-3: the engine takes picture, text and not video, which clip\.mp4 is"):
         asyncio.run(rollout.groups([video], 1, Attempt(0, 1), Sampling()))
 
 
 def test_clips_are_decoded_off_the_event_loop_once_and_a_broken_one_fails_its_episode(policy: Policy) -> None:
-    good = clip(policy.store, 1)
-    bad = policy.store.put(b"no video", "video", "broken.mp4")
+    good = clip(policy.chat.store, 1)
+    bad = policy.chat.store.put(b"no video", "video", "broken.mp4")
     threads: list[str] = []
-    prepare = policy.prepare
+    prepare = policy.chat.prepare
 
     def noting(media: Any) -> Any:
         threads.append(threading.current_thread().name)
@@ -179,16 +179,16 @@ def test_clips_are_decoded_off_the_event_loop_once_and_a_broken_one_fails_its_ep
             shown = None if result.done else Observation((user(good if len(self.heard) == 1 else bad, "what?"),))
             return StepResult(shown, reward=1.0, done=result.done)
 
-    before = policy.decoder.counters.decoded
-    policy.prepare = noting  # type: ignore[method-assign]
+    before = policy.chat.decoder.counters.decoded
+    policy.chat.prepare = noting  # type: ignore[method-assign]
     try:
         episode = play(policy, lambda task: Showing(5), max_turns=5)
         again = play(policy, lambda task: Showing(2), max_turns=5)
     finally:
-        del policy.prepare
+        del policy.chat.prepare
     assert (episode.status, len(episode.turns)) == (Status.FAILED, 2)
     assert "turn 2: broken.mp4" in episode.failure
     assert again.status == Status.FINISHED
-    assert policy.decoder.counters.decoded == before + 1
+    assert policy.chat.decoder.counters.decoded == before + 1
     assert threads
     assert threading.main_thread().name not in threads

@@ -34,18 +34,18 @@ class Watched:
         self.gate.set()
 
     def unprepared(self, media: Iterable[Media]) -> list[Media]:
-        return self.policy.unprepared(media)
+        return self.policy.chat.unprepared(media)
 
     def prepare(self, media: Iterable[Media]) -> dict[Media, MediaError]:
         wanted = list(media)
         self.calls.append((threading.current_thread().name, wanted))
         assert self.gate.wait(300)
-        return self.policy.prepare(wanted)
+        return self.policy.chat.prepare(wanted)
 
 
 def test_what_is_asked_for_in_one_moment_is_prepared_together_in_a_thread(policy: Policy) -> None:
     watched = Watched(policy)
-    media = [*(noise(policy.store, i) for i in range(6)), clip(policy.store, 1)]
+    media = [*(noise(policy.chat.store, i) for i in range(6)), clip(policy.chat.store, 1)]
     ready = Preparation(watched)  # type: ignore[arg-type]
 
     async def all_of_them() -> None:
@@ -56,12 +56,12 @@ def test_what_is_asked_for_in_one_moment_is_prepared_together_in_a_thread(policy
     [(thread, asked)] = watched.calls
     assert thread != threading.main_thread().name
     assert asked == media
-    assert policy.unprepared(media) == []
+    assert policy.chat.unprepared(media) == []
 
 
 def test_a_bad_medium_fails_those_who_asked_for_it_and_nobody_else(policy: Policy) -> None:
-    good, bad = noise(policy.store, 1), policy.store.put(b"no video", "video", "broken.mp4")
-    ready = Preparation(policy)
+    good, bad = noise(policy.chat.store, 1), policy.chat.store.put(b"no video", "video", "broken.mp4")
+    ready = Preparation(policy.chat)
 
     async def asking() -> list[Any]:
         return await asyncio.gather(ready([good]), ready([good, bad]), ready([bad]), return_exceptions=True)
@@ -71,14 +71,14 @@ def test_a_bad_medium_fails_those_who_asked_for_it_and_nobody_else(policy: Polic
         assert fine is None
         assert all(isinstance(error, MediaError) and "broken.mp4" in str(error) for error in failed)
     with pytest.raises(ModelError, match="cannot take sound"):
-        asyncio.run(ready([policy.store.put(b"s", "sound", "s.wav")]))
+        asyncio.run(ready([policy.chat.store.put(b"s", "sound", "s.wav")]))
 
 
 def test_waiting_leaves_the_loop_free_and_who_gives_up_takes_nothing_from_others(policy: Policy) -> None:
     watched = Watched(policy)
     watched.gate.clear()
     ready = Preparation(watched)  # type: ignore[arg-type]
-    one, other = noise(policy.store, 1), noise(policy.store, 2)
+    one, other = noise(policy.chat.store, 1), noise(policy.chat.store, 2)
 
     async def giving_up() -> None:
         first, second = asyncio.create_task(ready([one])), asyncio.create_task(ready([one]))
@@ -99,7 +99,7 @@ def test_waiting_leaves_the_loop_free_and_who_gives_up_takes_nothing_from_others
 def test_many_go_lot_by_lot_and_the_first_do_not_wait_for_the_last(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparing, "TOGETHER", 4)
     watched = Watched(policy)
-    media = [noise(policy.store, i) for i in range(10)]
+    media = [noise(policy.chat.store, i) for i in range(10)]
     ready = Preparation(watched)  # type: ignore[arg-type]
     calls_when_done: list[int] = []
 
@@ -118,7 +118,7 @@ def test_many_go_lot_by_lot_and_the_first_do_not_wait_for_the_last(policy: Polic
 def test_a_loop_that_ends_early_leaves_nobody_waiting_in_the_next(policy: Policy) -> None:
     watched = Watched(policy)
     ready = Preparation(watched)  # type: ignore[arg-type]
-    picture = noise(policy.store, 1)
+    picture = noise(policy.chat.store, 1)
 
     async def left_alone() -> None:
         task = asyncio.create_task(ready([picture]))
@@ -127,4 +127,4 @@ def test_a_loop_that_ends_early_leaves_nobody_waiting_in_the_next(policy: Policy
 
     asyncio.run(left_alone())
     asyncio.run(asyncio.wait_for(ready([picture]), 300))
-    assert policy.unprepared([picture]) == []
+    assert policy.chat.unprepared([picture]) == []

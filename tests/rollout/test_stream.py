@@ -72,7 +72,7 @@ def rollout_of(policy: Policy, event: threading.Event, made: list[Waiting] | Non
         return world
 
     section = RolloutSection(environment_deadline_s=2 * WAIT)
-    return Rollout(policy, ScriptedEngine(policy, lambda request: "one"), section, make)
+    return Rollout(policy.chat, ScriptedEngine(policy.chat, lambda request: "one"), section, make)
 
 
 def test_a_group_comes_when_it_is_complete_and_with_its_place(policy: Policy) -> None:

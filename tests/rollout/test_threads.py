@@ -19,11 +19,11 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 
 def play(policy: Policy, turns: int, window: int) -> tuple[ThreadBuilder, list[tuple[Segment, ...]]]:
-    builder = ThreadBuilder(Renderer(policy), (system("walk to the goal"),), window)
+    builder = ThreadBuilder(Renderer(policy.chat), (system("walk to the goal"),), window)
     contexts = []
     for turn in range(turns):
         contexts.append(builder.observe((user(f"where? {turn}"),)))
-        builder.respond(policy.respond(f"<answer>left {turn}</answer>", f"e/{turn}"))
+        builder.respond(policy.chat.respond(f"<answer>left {turn}</answer>", f"e/{turn}"))
     return builder, contexts
 
 
@@ -38,8 +38,8 @@ def test_one_thread_is_the_checkpoints_own_template(policy: Policy) -> None:
     for turn in range(3):
         chat.append({"role": "user", "content": f"where? {turn}"})
         chat.append({"role": "assistant", "content": f"<answer>left {turn}</answer>"})
-    whole = policy.tokenizer.apply_chat_template(chat, return_dict=False)
-    assert [*tokens(thread.segments), *policy.tokenizer.encode("\n")] == whole
+    whole = policy.chat.tokenizer.apply_chat_template(chat, return_dict=False)
+    assert [*tokens(thread.segments), *policy.chat.tokenizer.encode("\n")] == whole
     assert thread.home == (False, True, False, True, False, True)
 
 
@@ -50,7 +50,7 @@ def test_a_window_shows_the_last_turns_and_every_response_has_one_home(policy: P
     assert len(threads) == 5 - window + 1
     homes = [s.name for thread in threads for s, home in zip(thread.segments, thread.home, strict=True) if home]
     assert sorted(homes) == [f"e/{turn}" for turn in range(5)]
-    text = policy.tokenizer.decode(tokens(contexts[4]))
+    text = policy.chat.tokenizer.decode(tokens(contexts[4]))
     assert "walk to the goal" in text
     assert [f"where? {t}" in text for t in range(5)] == [t > 4 - window for t in range(5)]
     assert [f"left {t}" in text for t in range(5)] == [4 - window < t < 4 for t in range(5)]
@@ -64,7 +64,9 @@ def test_a_windowed_context_is_what_the_template_gives_for_the_turns_it_shows(po
         {"role": "assistant", "content": "<answer>left 2</answer>"},
         {"role": "user", "content": "where? 3"},
     ]
-    assert tokens(contexts[3]) == policy.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert tokens(contexts[3]) == policy.chat.tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_dict=False
+    )
 
 
 def test_group_members_share_their_prompt_by_key(policy: Policy) -> None:
@@ -75,8 +77,8 @@ def test_group_members_share_their_prompt_by_key(policy: Policy) -> None:
 
 def test_a_picture_seen_before_is_named_by_its_own_origin(policy: Policy) -> None:
     pixels = encode_png(np.full((56, 56, 3), 90, np.uint8))
-    renderer = Renderer(policy)
-    here, there = (policy.store.put(pixels, "picture", origin) for origin in ("here", "there"))
+    renderer = Renderer(policy.chat)
+    here, there = (policy.chat.store.put(pixels, "picture", origin) for origin in ("here", "there"))
     first, second, again = (renderer.start((user(media, "?"),)) for media in (here, there, here))
     assert [segment.media[0].media.origin for segment in (first, second, again)] == ["here", "there", "here"]
     assert first is again

@@ -30,7 +30,7 @@ class Taciturn:
     """Writes two tokens, and nothing in the first attempt at every task."""
 
     def __init__(self, policy: Policy, lockstep: bool) -> None:
-        self.modalities, self.deterministic, self.between_ticks = policy.modalities, True, None
+        self.modalities, self.deterministic, self.between_ticks = policy.chat.modalities, True, None
         self._policy = policy
 
     def enter(self) -> None: ...
@@ -39,9 +39,9 @@ class Taciturn:
 
     async def generate(self, request: Request) -> Response:
         count = 0 if request.name.endswith("/0/0") else 2  # named by episode, whose last part is its place, and turn
-        tokens = self._policy.respond("red blue", request.name).tokens[:count]
+        tokens = self._policy.chat.respond("red blue", request.name).tokens[:count]
         zeros = (-1.0,) * len(tokens)
-        return Response(self._policy.written(tokens, zeros, zeros, request.name), "stop")
+        return Response(self._policy.chat.written(tokens, zeros, zeros, request.name), "stop")
 
     def release(self, thread: str) -> None: ...
 

@@ -265,7 +265,7 @@ def test_over_long_prompts_are_refused_or_skipped_and_counted(tmp_path: Path) ->
 def test_a_frozen_group_does_not_move_and_others_do(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    from sensorium.models.load import find_checkpoint
+    from sensorium.models.checkpoint_place import find_checkpoint
 
     terms = [{"name": f"{HERE}:ByIndex"}]
     model = {"path": "package:shapes", "freeze": ["vision"]}

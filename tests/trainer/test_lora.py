@@ -80,7 +80,7 @@ def _is_a_whole_model(directory: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText
 
-    from sensorium.models.load import find_checkpoint
+    from sensorium.models.checkpoint_place import find_checkpoint
 
     merged, adapter = tmp_path / "merged", tmp_path / "adapter"
     assert main(["export", str(directory), str(merged)]) == 0

@@ -221,7 +221,7 @@ class Deaf(NativeEngine):
 
     def __init__(self, policy: Policy, *, lockstep: bool = True) -> None:
         super().__init__(policy, lockstep=lockstep)
-        self.modalities = policy.modalities - {"sound"}
+        self.modalities = policy.chat.modalities - {"sound"}
 
 
 PICTURES = {"source": "shapes", "options": {"size": 8}}

@@ -73,8 +73,8 @@ class Term:
 
 
 def played(policy: Policy, deed: Any, when: str) -> Episode:
-    engine = ScriptedEngine(policy, lambda request: "one")
-    rollout = Rollout(policy, engine, RolloutSection(max_turns=2), lambda task: World(deed, when))
+    engine = ScriptedEngine(policy.chat, lambda request: "one")
+    rollout = Rollout(policy.chat, engine, RolloutSection(max_turns=2), lambda task: World(deed, when))
     attempt = Attempt(0, 1, demonstrate=when == "demonstrate")
     (group,) = asyncio.run(rollout.groups([Task("t", (user("?"),))], 1, attempt, Sampling(max_new_tokens=8)))
     return group.episodes[0]

@@ -26,7 +26,7 @@ STEPS, WARM, UPDATE_EVERY = 1000, 100, 25
 
 def scripted(policy: Policy, lockstep: bool) -> ScriptedEngine:
     """An engine whose answers differ within a group, so that there is something to learn."""
-    return ScriptedEngine(policy, lambda request: f"<answer>{'AB'[request.order[1] % 2]}</answer>")
+    return ScriptedEngine(policy.chat, lambda request: f"<answer>{'AB'[request.order[1] % 2]}</answer>")
 
 
 def resident_bytes() -> int:

@@ -40,7 +40,7 @@ class Model:
         self.path = path
         self.policy = load_policy(path, store=MediaStore(), device=device, dtype=dtype)
         section = RolloutSection(max_context_tokens=max_context_tokens)
-        self._rollout = Rollout(self.policy, NativeEngine(self.policy), section, Question)
+        self._rollout = Rollout(self.policy.chat, NativeEngine(self.policy), section, Question)
 
     def chat(
         self,
@@ -63,7 +63,7 @@ class Model:
         from sensorium.vocabulary.task import Task
 
         sampling = Sampling(temperature, top_p, top_k, max_new_tokens, tuple(stop))
-        task = Task("chat", conversation(messages, self.policy.store))
+        task = Task("chat", conversation(messages, self.policy.chat.store))
         attempt = Attempt(seed, 0, "chat")
 
         def play() -> Any:
@@ -82,7 +82,7 @@ class Model:
     def close(self) -> None:
         """Give back the threads that the model holds."""
         self._rollout.close()
-        self.policy.decoder.close()
+        self.policy.chat.decoder.close()
 
     def __repr__(self) -> str:
         return f"Model('{self.path}', family {self.policy.family})"

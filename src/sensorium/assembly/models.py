@@ -47,8 +47,8 @@ def load_model(
 
 def load_beside(recipe: Recipe, path: str, policy: Policy) -> Policy:
     """Another model of a run: what the policy has decoded, or prepared alike, is not done again."""
-    other = load_model(recipe, path, policy.store, decoder=policy.decoder)
-    other.share_media(policy)
+    other = load_model(recipe, path, policy.chat.store, decoder=policy.chat.decoder)
+    other.chat.share_media(policy.chat)
     return other
 
 

@@ -41,7 +41,7 @@ class Session:
         """Give back what terms, worlds and the decoder of media hold."""
         self.scorer.close()
         self.rollout.close()
-        self.policy.decoder.close()
+        self.policy.chat.decoder.close()
 
 
 def open_store(recipe: Recipe, folder: Path | None = None) -> MediaStore:
@@ -58,15 +58,15 @@ def open_session(recipe: Recipe, policy: Policy, judgements: JudgementCache | No
     engine = build(
         "engine", recipe.rollout.engine, {}, "rollout.engine", policy=policy, lockstep=recipe.rollout.schedule == "lockstep"
     )
-    rollout = Rollout(policy, engine, recipe.rollout, EnvironmentMaker(policy.store))
-    return Session(policy.store, policy, engine, rollout, make_scorer(recipe.rewards, judgements))
+    rollout = Rollout(policy.chat, engine, recipe.rollout, EnvironmentMaker(policy.chat.store))
+    return Session(policy.chat.store, policy, engine, rollout, make_scorer(recipe.rewards, judgements))
 
 
 def refuse_strange_tasks(session: Session, tasks: Sequence[Task]) -> None:
     """Before anything is played: refuse tasks and worlds that show what the model family or the engine cannot take."""
     rollout, deadline_s = session.rollout, session.rollout.section.environment_deadline_s
     rollout.refuse_strange(tasks)
-    refuse_strange_worlds(tasks, rollout.make_environment, session.policy, session.engine, deadline_s)
+    refuse_strange_worlds(tasks, rollout.make_environment, session.policy.chat, session.engine, deadline_s)
 
 
 def refuse_unanswered(session: Session, training: Sequence[Task], held_out: Sequence[Task]) -> list[str]:

@@ -53,7 +53,7 @@ class Response:
 
 
 class Engine(Protocol):
-    """A sampler. ``policy_version`` is stamped on what it writes.
+    """A sampler. ``version`` counts the updates of the weights it samples with, and is stamped on what it writes.
 
     Lockstep: a rollout declares how many episodes are live with ``enter``/``leave``; a lockstep engine advances only when
     every live episode waits for it, so what is batched together is a function of the recipe, not of the clock.
@@ -65,6 +65,9 @@ class Engine(Protocol):
     modalities: frozenset[str]
     deterministic: bool
     between_ticks: Callable[[], bool] | None
+
+    @property
+    def version(self) -> int: ...
 
     def enter(self) -> None: ...
 

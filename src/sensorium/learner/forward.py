@@ -74,7 +74,9 @@ class Scorer:
     def __init__(self, policy: Policy, temperature: float, *, stop_tokens: bool = True) -> None:
         self.policy = policy
         self.temperature = temperature
-        self.forbidden = frozenset(policy.forbidden_ids if stop_tokens else (*policy.forbidden_ids, *policy.stop_ids))
+        self.forbidden = frozenset(
+            policy.chat.forbidden_ids if stop_tokens else (*policy.chat.forbidden_ids, *policy.chat.stop_ids)
+        )
         self.scale = 0.0
         self._exact = policy.device.type == "cpu" and policy.dtype == torch.float32
         self._bias_V = torch.zeros(policy.vocab_size, device=policy.device)

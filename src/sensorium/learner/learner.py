@@ -192,7 +192,7 @@ class Learner:
 
     def _positions(self, episodes: Sequence[Episode]) -> Positions:
         observations = estimator_traits(self._algorithm.advantage.name).observations
-        return find_positions(episodes, self.policy.layout, observations=observations)
+        return find_positions(episodes, self.policy.chat.layout, observations=observations)
 
     def _prepare(self, groups: Groups, objective: Objective) -> UpdateBatch:
         device = self.policy.device
@@ -247,7 +247,7 @@ class Learner:
             for turn in episode.turns:
                 if not self._scorer.forbidden.isdisjoint(turn.response.tokens):
                     raise ModelError(_forbidden_token(episode, turn.index, self._stop_tokens))
-        return pack(groups, self.policy.layout, self._batch.tokens_per_microbatch, self.policy.device, positions)
+        return pack(groups, self.policy.chat.layout, self._batch.tokens_per_microbatch, self.policy.device, positions)
 
 
 def _forbidden_token(episode: Episode, turn: int, stop_tokens: bool) -> str:

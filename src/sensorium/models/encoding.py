@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.family import Family, Tower
-from sensorium.models.features import PreparedMedia
 from sensorium.models.frozen import FrozenFeatures, Weights, spare_bytes
 from sensorium.models.layout import Features, mismatch
 from sensorium.vocabulary.content import Media
@@ -30,9 +30,9 @@ class Counters:
 class Encoder:
     """The towers of a model. A frozen one looks at each medium once, as long as ``kept`` has room for what it said."""
 
-    def __init__(self, adapter: Family, media: PreparedMedia, device: torch.device) -> None:
+    def __init__(self, adapter: Family, chat: ChatProcessor, device: torch.device) -> None:
         self.counters = Counters()
-        self._adapter, self._media, self._device = adapter, media, device
+        self._adapter, self._chat, self._device = adapter, chat, device
         self.kept = FrozenFeatures(spare_bytes(device))
         self._weights = {tower: Weights(tower.module) for tower in dict.fromkeys(adapter.towers.values())}
         self._kept_as: dict[Tower, object] = {}
@@ -40,7 +40,7 @@ class Encoder:
     def __call__(self, media: Iterable[Media]) -> dict[Media, Features]:
         """Features of the distinct media; those of a tower that learns keep their graph in grad mode."""
         distinct = list(dict.fromkeys(media))
-        self._media.refuse_strange(distinct)
+        self._chat.prepared.refuse_strange(distinct)
         features: dict[Media, Features] = {}
         for tower in self._weights:
             items = [item for item in distinct if self._adapter.towers[item.kind] is tower]
@@ -49,13 +49,9 @@ class Encoder:
                 features |= self._look(tower, items) if name is None else self._recall(tower, name, items)
         return {item: features[item] for item in distinct}
 
-    def reading(self, media: PreparedMedia) -> None:
-        """Take prepared media from elsewhere, where they are prepared alike."""
-        self._media = media
-
     def copied(self, adapter: Family) -> "Encoder":
         """The towers of a copied model, whose weights are these until they move; what was kept is shared."""
-        copy = Encoder(adapter, self._media, self._device)
+        copy = Encoder(adapter, self._chat, self._device)
         copy.kept = self.kept
         pairs = zip(copy._weights, self._weights.values(), strict=True)
         with torch.no_grad():
@@ -83,7 +79,7 @@ class Encoder:
         # On a CPU one at a time: in company the last bits may differ, so that what is kept would depend on the past, and a
         # resumed run would not repeat the uninterrupted one.
         passes = [[item] for item in missing] if self._device.type == "cpu" else [missing]
-        self._media.get(missing)
+        self._chat.prepared.get(missing)
         with torch.inference_mode(False), torch.no_grad():  # what is remembered must also serve training
             for several in passes:
                 for item, made in self._look(tower, several).items():
@@ -96,13 +92,13 @@ class Encoder:
         """One pass of a tower."""
         if not media:
             return {}
-        prepared = self._media.get(media)
+        prepared = self._chat.prepared.get(media)
         self.counters.tower_passes += 1
         self.counters.tower_items += len(media)
         self.counters.patches += sum(len(ready.patches_PC) for ready in prepared)
         features = tower(prepared)
         for item, ready, made in zip(media, prepared, features, strict=True):
-            expected, given = self._adapter.expand(ready.extent).count, made.embeds_NH.shape[0]
+            expected, given = self._chat.media_format.expand(ready.extent).count, made.embeds_NH.shape[0]
             if expected != given:
                 raise mismatch(item, f"{expected} placeholder tokens for {given} features of the tower")
         return dict(zip(media, features, strict=True))

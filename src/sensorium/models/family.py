@@ -1,13 +1,40 @@
-"""What a model family answers: its parts, its placeholders, how media expand, where tokens stand, what its towers say."""
+"""What a model family answers, in two halves: how media stand in a context, and how the model computes.
+
+``MediaFormat`` needs a checkpoint's config and processor only; ``Family`` wraps a loaded model with its weights.
+"""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
 from sensorium.models.features import Extent, Prepared, Preprocessor
 from sensorium.models.layout import Expansion, Features
 from sensorium.vocabulary.content import MediaKind
+
+
+class MediaFormat(Protocol):
+    """How a family's media become tokens and positions. Built as ``MediaFormat(skeleton, processor)``; both None for text.
+
+    ``skeleton`` is the model without weights (see ``chat_processor.Skeleton``). ``placeholders`` and ``preprocessors`` have
+    an entry for each kind of medium that the family takes.
+    """
+
+    @property
+    def placeholders(self) -> Mapping[MediaKind, int]: ...
+
+    @property
+    def preprocessors(self) -> Mapping[MediaKind, Preprocessor]: ...
+
+    def __init__(self, skeleton: Any, processor: Any) -> None: ...
+
+    def expand(self, extent: Extent) -> Expansion:
+        """What stands in a context for a medium of this extent."""
+        ...
+
+    def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> Tensor:
+        """Positions [3, T] of a segment that holds media and starts at 0, by the model's own function."""
+        ...
 
 
 class Tower(Protocol):
@@ -21,31 +48,22 @@ class Tower(Protocol):
 
 
 class Family(Protocol):
-    """An adapter over a stock transformers model. Built as ``Family(model, processor)``; the processor may be None.
+    """An adapter over a stock transformers model. Built as ``Family(model)``.
 
-    ``language_model`` has ``embed_tokens``, ``layers``, ``norm`` and ``rotary_emb``. ``attention`` is the argument of
-    transformers' ``attn_implementation`` that hands the language model's attention to the caller. ``groups`` gives the
-    parameter-name prefixes of each group; a name goes to the group with the longest prefix that fits. ``placeholders``,
-    ``preprocessors`` and ``towers`` have an entry for each kind of medium that the family takes.
+    ``media_format`` is the class of the family's other half. ``language_model`` has ``embed_tokens``, ``layers``, ``norm``
+    and ``rotary_emb``. ``attention`` is the argument of transformers' ``attn_implementation`` that hands the language
+    model's attention to the caller. ``groups`` gives the parameter-name prefixes of each group; a name goes to the group
+    with the longest prefix that fits. ``towers`` has an entry for each kind of medium that the family takes.
     """
 
+    media_format: ClassVar[type[MediaFormat]]
     attention: Any
     groups: Mapping[str, tuple[str, ...]]
     language_model: Any
     head: Any
-    placeholders: Mapping[MediaKind, int]
-    preprocessors: Mapping[MediaKind, Preprocessor]
     towers: Mapping[MediaKind, Tower]
 
-    def __init__(self, model: Any, processor: Any) -> None: ...
-
-    def expand(self, extent: Extent) -> Expansion:
-        """What stands in a context for a medium of this extent."""
-        ...
-
-    def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> Tensor:
-        """Positions [3, T] of a segment that holds media and starts at 0, by the model's own function."""
-        ...
+    def __init__(self, model: Any) -> None: ...
 
     def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions."""

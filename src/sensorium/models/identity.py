@@ -22,10 +22,11 @@ def identity(policy: Policy) -> str:
     for (name, tensor), content in zip(named, weights, strict=True):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {content}\n".encode())
     config = {key: value for key, value in policy.model.config.to_dict().items() if key not in NOT_THE_MODEL}
-    owner = policy.processor if policy.processor is not None else policy.tokenizer
-    processing = policy.processor.to_json_string() if policy.processor is not None else ""
-    tokens = policy.tokenizer.backend_tokenizer.to_str()
-    for part in (json.dumps(config, sort_keys=True, default=str), owner.chat_template, processing, tokens, policy.stop_ids):
+    chat = policy.chat
+    processing = chat.processor.to_json_string() if chat.processor is not None else ""
+    tokens = chat.tokenizer.backend_tokenizer.to_str()
+    said = json.dumps(config, sort_keys=True, default=str)
+    for part in (said, chat.owner.chat_template, processing, tokens, chat.stop_ids):
         digest.update(f"{part}\n".encode())
     return digest.hexdigest()
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sensorium.models.family import Family
+from sensorium.models.family import MediaFormat
 from sensorium.models.features import Extent, PreparedMedia
 from sensorium.models.layout import Layout, Slot, mismatch
 from sensorium.vocabulary.episode import Segment
@@ -21,8 +21,8 @@ SHAPES_KEPT = 4096
 class Layouts:
     """Layouts of segments, on the CPU. Those of environment segments are remembered by content: a group shares them."""
 
-    def __init__(self, adapter: Family, media: PreparedMedia) -> None:
-        self._adapter, self._media = adapter, media
+    def __init__(self, media_format: MediaFormat, media: PreparedMedia) -> None:
+        self._format, self._media = media_format, media
         self._known: OrderedDict[str, Layout] = OrderedDict()
         self._held = 0
         self._shapes: dict[tuple[Any, ...], Tensor] = {}
@@ -41,7 +41,7 @@ class Layouts:
 
     @torch.inference_mode(False)  # what is remembered must also serve training
     def _lay_out(self, segment: Segment) -> Layout:
-        check_spans(segment, self._adapter)
+        check_spans(segment, self._format)
         if not segment.media:
             length = len(segment.tokens)
             steps_T = torch.arange(length)
@@ -54,7 +54,7 @@ class Layouts:
         for i, token in enumerate(segment.tokens):
             if i in shown:
                 extents.append(self._media.extent(shown[i]))
-                expansion = self._adapter.expand(extents[-1])
+                expansion = self._format.expand(extents[-1])
                 slots.append(Slot(shown[i], expansion.runs).moved(len(ids)))
                 ids += expansion.ids
             else:
@@ -71,13 +71,13 @@ class Layouts:
         if shape not in self._shapes:
             if len(self._shapes) >= SHAPES_KEPT:
                 self._shapes.clear()
-            self._shapes[shape] = self._adapter.positions(ids_T, extents)
+            self._shapes[shape] = self._format.positions(ids_T, extents)
         return self._shapes[shape]
 
 
-def check_spans(segment: Segment, adapter: Family) -> None:
+def check_spans(segment: Segment, media_format: MediaFormat) -> None:
     """Refuse a span that misses its placeholder, and a placeholder without a medium."""
-    placeholders = adapter.placeholders
+    placeholders = media_format.placeholders
     spans = {span.index: span.media for span in segment.media}
     for i, item in spans.items():
         if not 0 <= i < len(segment.tokens) or segment.tokens[i] != placeholders.get(item.kind):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sensorium.models.attention import IMPLEMENTATION
-from sensorium.models.family import Tower
+from sensorium.models.family import MediaFormat, Tower
 from sensorium.models.features import Extent, Preprocessor
 from sensorium.models.layout import Expansion
 from sensorium.models.preprocessing import (
@@ -26,39 +26,22 @@ from sensorium.models.tower import VisionTower
 from sensorium.vocabulary.content import MediaKind
 
 
-class Qwen25Omni:
-    """The adapter of ``Qwen2_5OmniThinkerForConditionalGeneration``."""
+class Qwen25OmniMedia:
+    """Pictures, videos and sounds of Qwen2.5-Omni as tokens and positions."""
 
-    attention: ClassVar[Any] = {"text_config": IMPLEMENTATION}
-    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "vision": ("visual.",),
-        "audio": ("audio_tower.",),
-        "projector": ("visual.merger.", "audio_tower.ln_post.", "audio_tower.proj."),
-        "language": ("model.",),
-        "head": ("lm_head.",),
-    }
-
-    def __init__(self, model: Any, processor: Any) -> None:
-        self.core = model
-        self.language_model = model.model
-        self.head = model.lm_head
-        self.vision = model.config.vision_config
+    def __init__(self, skeleton: Any, processor: Any) -> None:
+        config = skeleton.config
+        self.skeleton, self.vision = skeleton, config.vision_config
         self.placeholders: dict[MediaKind, int] = {
-            "picture": model.config.image_token_id,
-            "video": model.config.video_token_id,
-            "sound": model.config.audio_token_id,
+            "picture": config.image_token_id,
+            "video": config.video_token_id,
+            "sound": config.audio_token_id,
         }
         settings = video_settings(processor.video_processor) | {"size": frame_size(processor)}
         self.preprocessors: dict[MediaKind, Preprocessor] = {
             "picture": PicturePreprocessor(processor.image_processor),
             "video": VideoPreprocessor(processor.video_processor, settings),
             "sound": SoundPreprocessor(processor.feature_extractor),
-        }
-        sight = VisionTower(model.visual, window_tables(self.vision))
-        self.towers: dict[MediaKind, Tower] = {
-            "picture": sight,
-            "video": sight,
-            "sound": SoundTower(model.audio_tower),
         }
 
     def expand(self, extent: Extent) -> Expansion:
@@ -69,7 +52,7 @@ class Qwen25Omni:
     def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> Tensor:
         """By ``get_rope_index``, on the CPU: it reads every grid with ``item()``."""
         heard = [extent.grid[0] for extent in extents if extent.kind == "sound"]
-        positions_31T, _ = self.core.get_rope_index(
+        positions_31T, _ = self.skeleton.model.get_rope_index(
             ids_T[None],
             image_grid_thw=grids_of("picture", extents),
             video_grid_thw=grids_of("video", extents),
@@ -78,6 +61,30 @@ class Qwen25Omni:
             second_per_grids=seconds_per_grid(extents, self.vision),
         )
         return positions_31T[:, 0]
+
+
+class Qwen25Omni:
+    """The adapter of ``Qwen2_5OmniThinkerForConditionalGeneration``."""
+
+    media_format: ClassVar[type[MediaFormat]] = Qwen25OmniMedia
+    attention: ClassVar[Any] = {"text_config": IMPLEMENTATION}
+    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "vision": ("visual.",),
+        "audio": ("audio_tower.",),
+        "projector": ("visual.merger.", "audio_tower.ln_post.", "audio_tower.proj."),
+        "language": ("model.",),
+        "head": ("lm_head.",),
+    }
+
+    def __init__(self, model: Any) -> None:
+        self.language_model = model.model
+        self.head = model.lm_head
+        sight = VisionTower(model.visual, window_tables(model.config.vision_config))
+        self.towers: dict[MediaKind, Tower] = {
+            "picture": sight,
+            "video": sight,
+            "sound": SoundTower(model.audio_tower),
+        }
 
     def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
         """All three axes."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from sensorium.models.attention import IMPLEMENTATION
+from sensorium.models.family import MediaFormat, Tower
 from sensorium.models.features import Extent, Preprocessor
 from sensorium.models.layout import Expansion
 from sensorium.models.preprocessing import PicturePreprocessor, VideoPreprocessor, video_settings
@@ -17,36 +18,17 @@ from sensorium.vocabulary.content import MediaKind
 MakeTables = Callable[[Tensor], dict[str, Tensor]]
 
 
-class Qwen25VL:
-    """The adapter of ``Qwen2_5_VLForConditionalGeneration``."""
+class Qwen25VLMedia:
+    """Pictures and videos of Qwen2.5-VL as tokens and positions."""
 
-    attention: ClassVar[Any] = {"text_config": IMPLEMENTATION}
-    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "vision": ("model.visual.",),
-        "projector": ("model.visual.merger.",),
-        "language": ("model.language_model.",),
-        "head": ("lm_head.",),
-    }
-
-    def __init__(self, model: Any, processor: Any) -> None:
-        self.core = model.model
-        self.language_model = model.model.language_model
-        self.head = model.lm_head
-        self.processor = processor
-        self.vision = model.config.vision_config
-        self.placeholders: dict[MediaKind, int] = {
-            "picture": model.config.image_token_id,
-            "video": model.config.video_token_id,
-        }
+    def __init__(self, skeleton: Any, processor: Any) -> None:
+        config = skeleton.config
+        self.skeleton, self.processor, self.vision = skeleton, processor, config.vision_config
+        self.placeholders: dict[MediaKind, int] = {"picture": config.image_token_id, "video": config.video_token_id}
         self.preprocessors: dict[MediaKind, Preprocessor] = {
             "picture": PicturePreprocessor(processor.image_processor),
             "video": VideoPreprocessor(processor.video_processor, video_settings(processor.video_processor)),
         }
-        self.towers = dict.fromkeys(self.placeholders, VisionTower(self.core.visual, self.tables()))
-
-    def tables(self) -> MakeTables:
-        """The function from grids to the tower's index tables."""
-        return window_tables(self.vision)
 
     def expand(self, extent: Extent) -> Expansion:
         """One token per merged patch."""
@@ -55,7 +37,7 @@ class Qwen25VL:
     def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> Tensor:
         """By ``get_rope_index``, on the CPU: it reads every grid with ``item()``. (Qwen3-VL's ignores the seconds.)"""
         kinds_T = (ids_T == self.placeholders["picture"]).int() + 2 * (ids_T == self.placeholders["video"]).int()
-        positions_31T, _ = self.core.get_rope_index(
+        positions_31T, _ = self.skeleton.model.model.get_rope_index(
             ids_T[None],
             kinds_T[None],
             image_grid_thw=grids_of("picture", extents),
@@ -63,6 +45,31 @@ class Qwen25VL:
             second_per_grid_ts=seconds_per_grid(extents, self.vision),
         )
         return positions_31T[:, 0]
+
+
+class Qwen25VL:
+    """The adapter of ``Qwen2_5_VLForConditionalGeneration``."""
+
+    media_format: ClassVar[type[MediaFormat]] = Qwen25VLMedia
+    attention: ClassVar[Any] = {"text_config": IMPLEMENTATION}
+    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "vision": ("model.visual.",),
+        "projector": ("model.visual.merger.",),
+        "language": ("model.language_model.",),
+        "head": ("lm_head.",),
+    }
+
+    def __init__(self, model: Any) -> None:
+        self.core = model.model
+        self.language_model = model.model.language_model
+        self.head = model.lm_head
+        self.vision = model.config.vision_config
+        tower = VisionTower(self.core.visual, self.tables())
+        self.towers: dict[MediaKind, Tower] = {"picture": tower, "video": tower}
+
+    def tables(self) -> MakeTables:
+        """The function from grids to the tower's index tables."""
+        return window_tables(self.vision)
 
     def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
         """All three axes."""

@@ -18,21 +18,17 @@ from transformers.vision_utils import (
     get_vision_position_ids,
 )
 
+from sensorium.models.family import MediaFormat
 from sensorium.models.features import Extent
 from sensorium.models.layout import Expansion
-from sensorium.models.qwen2_5_vl import MakeTables, Qwen25VL
+from sensorium.models.qwen2_5_vl import MakeTables, Qwen25VL, Qwen25VLMedia
 
 
-class Qwen3VL(Qwen25VL):
-    """The adapter of ``Qwen3VLForConditionalGeneration`` and ``Qwen3VLMoeForConditionalGeneration``."""
+class Qwen3VLMedia(Qwen25VLMedia):
+    """Pictures and videos of Qwen3-VL as tokens and positions."""
 
-    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **Qwen25VL.groups,
-        "projector": ("model.visual.merger.", "model.visual.deepstack_merger_list."),
-    }
-
-    def __init__(self, model: Any, processor: Any) -> None:
-        super().__init__(model, processor)
+    def __init__(self, skeleton: Any, processor: Any) -> None:
+        super().__init__(skeleton, processor)
         self._told = lru_cache(maxsize=4096)(self._tell)
 
     def expand(self, extent: Extent) -> Expansion:
@@ -48,6 +44,16 @@ class Qwen3VL(Qwen25VL):
         ids = tuple(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
         shown = (list(places) for token, places in groupby(range(len(ids)), ids.__getitem__) if token == pad)
         return Expansion(ids, tuple((places[0], len(places)) for places in shown))
+
+
+class Qwen3VL(Qwen25VL):
+    """The adapter of ``Qwen3VLForConditionalGeneration`` and ``Qwen3VLMoeForConditionalGeneration``."""
+
+    media_format: ClassVar[type[MediaFormat]] = Qwen3VLMedia
+    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **Qwen25VL.groups,
+        "projector": ("model.visual.merger.", "model.visual.deepstack_merger_list."),
+    }
 
     def tables(self) -> MakeTables:
         """The index tables of a tower with learned, interpolated positions."""

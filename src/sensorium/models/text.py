@@ -6,27 +6,17 @@ from typing import Any, ClassVar, NoReturn
 from torch import Tensor
 
 from sensorium.models.attention import IMPLEMENTATION
+from sensorium.models.family import MediaFormat, Tower
 from sensorium.models.features import Extent, Preprocessor
-from sensorium.models.tower import VisionTower
 from sensorium.vocabulary.content import MediaKind
 
 
-class TextModel:
-    """The adapter of ``Qwen2ForCausalLM`` and ``Qwen3ForCausalLM``."""
+class NoMedia:
+    """A model of text takes no media."""
 
-    attention: ClassVar[Any] = IMPLEMENTATION
-    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {"language": ("model.",), "head": ("lm_head.",)}
-
-    def __init__(self, model: Any, processor: Any) -> None:
-        self.language_model = model.model
-        self.head = model.lm_head
+    def __init__(self, skeleton: Any, processor: Any) -> None:
         self.placeholders: dict[MediaKind, int] = {}
         self.preprocessors: dict[MediaKind, Preprocessor] = {}
-        self.towers: dict[MediaKind, VisionTower] = {}
-
-    def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
-        """One axis: the three are equal for text."""
-        return self.language_model.rotary_emb(hidden_BTH, positions_3BT[0])
 
     def expand(self, extent: Extent) -> NoReturn:
         """Text models have no media."""
@@ -35,3 +25,20 @@ class TextModel:
     def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> NoReturn:
         """Text models have no media."""
         raise AssertionError("a text-only model expands nothing")
+
+
+class TextModel:
+    """The adapter of ``Qwen2ForCausalLM`` and ``Qwen3ForCausalLM``."""
+
+    media_format: ClassVar[type[MediaFormat]] = NoMedia
+    attention: ClassVar[Any] = IMPLEMENTATION
+    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {"language": ("model.",), "head": ("lm_head.",)}
+
+    def __init__(self, model: Any) -> None:
+        self.language_model = model.model
+        self.head = model.lm_head
+        self.towers: dict[MediaKind, Tower] = {}
+
+    def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
+        """One axis: the three are equal for text."""
+        return self.language_model.rotary_emb(hidden_BTH, positions_3BT[0])

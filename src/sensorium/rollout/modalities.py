@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from sensorium.engines.protocol import Engine
-from sensorium.models.policy import Policy
+from sensorium.models.chat_processor import ChatProcessor
 from sensorium.rollout.intake import checked_reset
 from sensorium.rollout.live import MakeEnvironment
 from sensorium.vocabulary.content import Media, Message
@@ -17,10 +17,10 @@ def media_of(messages: Iterable[Message]) -> list[Media]:
     return [item for message in messages for item in message.media]
 
 
-def refuse_strange_media(task: Task, messages: Sequence[Message], policy: Policy, engine: Engine) -> None:
+def refuse_strange_media(task: Task, messages: Sequence[Message], chat: ChatProcessor, engine: Engine) -> None:
     """Raise for the first medium of a kind that the model family or the engine lacks; names the task and the medium."""
     for item in media_of(messages):
-        for who, able in ((f"family {policy.family}", policy.modalities), ("the engine", engine.modalities)):
+        for who, able in ((f"family {chat.family}", chat.modalities), ("the engine", engine.modalities)):
             if item.kind not in able:
                 raise ModelError(
                     f"task {task.id}: {who} takes {', '.join(sorted(able))} and not {item.kind}, which {item.name} is. "
@@ -29,7 +29,7 @@ def refuse_strange_media(task: Task, messages: Sequence[Message], policy: Policy
 
 
 def refuse_strange_worlds(
-    tasks: Sequence[Task], make: MakeEnvironment, policy: Policy, engine: Engine, seconds: float
+    tasks: Sequence[Task], make: MakeEnvironment, chat: ChatProcessor, engine: Engine, seconds: float
 ) -> None:
     """Begin one environment of each kind among the tasks, and refuse those that show what the model or the engine lacks.
 
@@ -40,7 +40,7 @@ def refuse_strange_worlds(
     pool = WorkerPool("environment")
     try:
         for task in kinds.values():
-            refuse_strange_media(task, _first_shown(task, make, pool, seconds), policy, engine)
+            refuse_strange_media(task, _first_shown(task, make, pool, seconds), chat, engine)
     finally:
         pool.close()
 

@@ -15,7 +15,7 @@ from typing import Any
 from sensorium.engines.native.randomness import response_key
 from sensorium.engines.protocol import Engine, Request, Response, Sampling
 from sensorium.envs.protocol import StepResult
-from sensorium.models.policy import Policy
+from sensorium.models.chat_processor import ChatProcessor
 from sensorium.recipe.schema import RolloutSection
 from sensorium.rollout.early_stop import CANCELLED, EarlyStop
 from sensorium.rollout.live import Deadlines, LiveEnvironment, MakeEnvironment
@@ -56,19 +56,21 @@ class Attempt:
 class Rollout:
     """Plays tasks with an engine. One instance serves a whole run, training and evaluation."""
 
-    def __init__(self, policy: Policy, engine: Engine, section: RolloutSection, make_environment: MakeEnvironment) -> None:
-        if section.max_turns > 1 and section.window != 1 and not policy.append_only:
+    def __init__(
+        self, chat: ChatProcessor, engine: Engine, section: RolloutSection, make_environment: MakeEnvironment
+    ) -> None:
+        if section.max_turns > 1 and section.window != 1 and not chat.append_only:
             raise RecipeError(
                 "rollout.window: this checkpoint's chat template rewrites earlier assistant turns, so one growing thread "
                 "would not be what the template says. Set rollout.window: 1 (each turn a fresh context), or use a template "
                 "that keeps earlier turns as they were."
             )
-        self.policy = policy
+        self.chat = chat
         self.engine = engine
         self.section = section
         self.make_environment = make_environment
-        self.renderer = Renderer(policy)
-        self.ready = Preparation(policy)
+        self.renderer = Renderer(chat)
+        self.ready = Preparation(chat)
         self.pool = WorkerPool("environment", size=section.environment_calls)
 
     def stream(
@@ -177,7 +179,7 @@ class Rollout:
     def refuse_strange(self, tasks: Sequence[Task]) -> None:
         """Refuse tasks whose questions show media of a kind that the model or the engine lacks."""
         for task in tasks:
-            refuse_strange_media(task, task.messages, self.policy, self.engine)
+            refuse_strange_media(task, task.messages, self.chat, self.engine)
 
     def prepare(self, tasks: Sequence[Task]) -> dict[Media, MediaError]:
         """Preprocess the questions' media together, from any thread; returns the errors of those that cannot be.
@@ -185,7 +187,7 @@ class Rollout:
         Media of a kind that the model or the engine lacks are refused.
         """
         self.refuse_strange(tasks)
-        return self.policy.prepare(media_of(message for task in tasks for message in task.messages))
+        return self.chat.prepare(media_of(message for task in tasks for message in task.messages))
 
     def check_prompt(self, task: Task) -> None:
         """Raise PromptTooLong if a question's prompt leaves no room for a response (worlds show theirs when played)."""
@@ -196,7 +198,7 @@ class Rollout:
 
     def room(self, context: Sequence[Segment]) -> int:
         """Expanded tokens that a context leaves free."""
-        return self.section.max_context_tokens - sum(len(self.policy.layout(segment)) for segment in context)
+        return self.section.max_context_tokens - sum(len(self.chat.layout(segment)) for segment in context)
 
     def too_long(self, task: Task, room: int) -> PromptTooLong:
         """The error of a prompt that does not fit."""
@@ -271,7 +273,7 @@ class _Play:
         self.builder = ThreadBuilder(self.rollout.renderer, head, section.window)
         written = 0
         while True:
-            refuse_strange_media(self.task, observation.messages, self.rollout.policy, self.rollout.engine)
+            refuse_strange_media(self.task, observation.messages, self.rollout.chat, self.rollout.engine)
             context = self.builder.observe(observation.messages)
             await self.rollout.ready(span.media for segment in context for span in segment.media)
             budget = self.budget(context, written)
@@ -316,7 +318,8 @@ class _Play:
         assert self.builder is not None
         turn = len(self.turns)
         if self.attempt.demonstrate:
-            return Response(self.rollout.policy.respond(await self.demonstration(turn), f"{self.id}/{turn}"), "stop")
+            text, version = await self.demonstration(turn), self.rollout.engine.version
+            return Response(self.rollout.chat.respond(text, f"{self.id}/{turn}", version), "stop")
         thread = f"{self.id}#{self.builder.current}"
         if thread not in self.opened:
             self.release()

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Iterable
 from itertools import islice
 
-from sensorium.models.policy import Policy
+from sensorium.models.chat_processor import ChatProcessor
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import MediaError
 
@@ -19,14 +19,14 @@ TOGETHER = 64
 class Preparation:
     """Prepares media in a thread. One instance serves all episodes of a rollout."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+    def __init__(self, chat: ChatProcessor) -> None:
+        self._chat = chat
         self._waiting: dict[Media, asyncio.Future[MediaError | None]] = {}
         self._worker: asyncio.Task[None] | None = None
 
     async def __call__(self, media: Iterable[Media]) -> None:
         """Wait until media can be laid out; raises the error of one that cannot, and at once for a kind not taken."""
-        new = self._policy.unprepared(media)
+        new = self._chat.unprepared(media)
         if not new:
             return
         loop = asyncio.get_running_loop()
@@ -44,7 +44,7 @@ class Preparation:
             await asyncio.sleep(0)  # whoever is woken in the same moment may ask too
             while self._waiting:
                 lot = list(islice(self._waiting, TOGETHER))
-                errors = await asyncio.to_thread(self._policy.prepare, lot)
+                errors = await asyncio.to_thread(self._chat.prepare, lot)
                 for item in lot:
                     self._waiting.pop(item).set_result(errors.get(item))
         except Exception as error:

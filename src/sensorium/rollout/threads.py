@@ -6,7 +6,7 @@ observations are environment text and may be rendered anew where they follow the
 
 from collections.abc import Sequence
 
-from sensorium.models.policy import Policy
+from sensorium.models.chat_processor import ChatProcessor
 from sensorium.vocabulary.content import Message
 from sensorium.vocabulary.episode import Segment, Thread
 
@@ -76,14 +76,14 @@ class ThreadBuilder:
 
 
 class Renderer:
-    """A policy's rendering with a bounded memory, so that the members of a group render their prompt once.
+    """A chat processor's rendering with a bounded memory, so that the members of a group render their prompt once.
 
     Equal media of another origin are rendered anew: what an episode's record and its errors name must be its own, and not
     that of whoever showed the same picture first.
     """
 
-    def __init__(self, policy: Policy, capacity: int = 4096) -> None:
-        self.policy = policy
+    def __init__(self, chat: ChatProcessor, capacity: int = 4096) -> None:
+        self.chat = chat
         self.capacity = capacity
         self._known: dict[Key, Segment] = {}
 
@@ -101,19 +101,19 @@ class Renderer:
 
     def extend(self, messages: tuple[Message, ...], after: Segment) -> Segment:
         """An observation after a response."""
-        stopped = bool(after.tokens) and after.tokens[-1] in self.policy.stop_ids
+        stopped = bool(after.tokens) and after.tokens[-1] in self.chat.stop_ids
         key = ("extend", messages, stopped, _origins(messages))
         if key not in self._known:
-            self._remember(key, self.policy.extend(messages, after=after))
+            self._remember(key, self.chat.extend(messages, after=after))
         return self._known[key]
 
     def _once(self, kind: str, messages: tuple[Message, ...]) -> Segment:
         key = (kind, messages, False, _origins(messages))
         if key not in self._known:
             if kind == "after_head":
-                segment = self.policy.render_after_head(messages)
+                segment = self.chat.render_after_head(messages)
             else:
-                segment = self.policy.render(messages, generate=kind == "start")
+                segment = self.chat.render(messages, generate=kind == "start")
             self._remember(key, segment)
         return self._known[key]
 

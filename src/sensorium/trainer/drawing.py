@@ -94,7 +94,7 @@ class Drawing:
         """Start to decode the media of what was read, unless reading was cut off or went wrong."""
         if reading.cancelled() or reading.exception() is not None:
             return
-        self.rollout.policy.request(media_of(message for task in reading.result().tasks for message in task.messages))
+        self.rollout.chat.request(media_of(message for task in reading.result().tasks for message in task.messages))
 
 
 def prompt_too_long(group: Group) -> str:

@@ -46,7 +46,7 @@ def keep_batch(
     for media in {
         span.media for group in groups for e in group.episodes for t in e.threads for s in t.segments for span in s.media
     }:
-        store.take(media, policy.store)
+        store.take(media, policy.chat.store)
     credited = [[(s.episode.id, s.advantages, _values_of(s)) for s in row] for row in samples]
     save_state(credited, folder / "credit.pt")
     write_whole(folder / "batch.json", json.dumps({"step": step, "loss": loss, "policy_version": policy.version}))
@@ -79,7 +79,7 @@ def replay(folder: Path) -> dict[str, float]:
     try:
         return learner.step(samples, batch["loss"])
     finally:
-        policy.decoder.close()
+        policy.chat.decoder.close()
 
 
 def _values_of(sample: Sample) -> tuple[Tensor, Tensor] | None:

@@ -83,7 +83,7 @@ class MediaMeter:
         self.lap()
         row, self._row = self._row, {}
         sizes = {f"media/{key}": size for key, size in self._before.sizes.items()}
-        return row | sizes if len(self._policy.modalities) > 1 else {}
+        return row | sizes if len(self._policy.chat.modalities) > 1 else {}
 
 
 def _put_mean(row: dict[str, float], name: str, values: Sequence[float]) -> None:

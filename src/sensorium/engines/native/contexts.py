@@ -73,7 +73,7 @@ def plan(policy: Policy, context: Sequence[Segment], known: Sequence[Known] = ()
     after, ids, positions, slots = list(known[:first]), [], [], []
     length, position = begin.length, begin.position
     for segment in context[first:]:
-        layout = policy.layout(segment)
+        layout = policy.chat.layout(segment)
         ids.append(layout.ids_T)
         positions.append(layout.positions_3T + position)
         slots += [slot.moved(length - begin.length) for slot in layout.slots]

@@ -42,11 +42,12 @@ class NativeEngine:
         record: bool = True,
         kv: Literal["auto", "rows", "pages"] = "auto",
     ) -> None:
-        self.modalities = policy.modalities
+        self.modalities = policy.chat.modalities
         self.deterministic = lockstep
         self.between_ticks: Callable[[], bool] | None = None
         paged = kv == "pages" or (kv == "auto" and policy.device.type == "cuda")
         make = PagedWriter if paged else Writer
+        self._policy = policy
         self._writer = make(policy, max_rows=max_rows, max_context=max_context, keep_bytes=keep_bytes, record=record)
         self._patience_s = patience_s
         self._live = 0
@@ -55,6 +56,11 @@ class NativeEngine:
         self._pump: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._events = 0
+
+    @property
+    def version(self) -> int:
+        """How many updates the weights have had that it samples with."""
+        return self._policy.version
 
     @property
     def counters(self) -> WriterCounters:

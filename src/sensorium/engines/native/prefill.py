@@ -128,7 +128,7 @@ def _forward(
     policy: Policy, cache: PrefillRows, chunk: Sequence[Fill], first: int, features: Mapping[Media, Features]
 ) -> Tensor:
     device = cache.device
-    ids_BT = pad_sequence([fill.ids_T for fill in chunk], batch_first=True, padding_value=policy.stop_ids[0])
+    ids_BT = pad_sequence([fill.ids_T for fill in chunk], batch_first=True, padding_value=policy.chat.stop_ids[0])
     positions_BT3 = pad_sequence([fill.positions_3T.T for fill in chunk], batch_first=True)
     attention = cache.attention(first, [fill.held for fill in chunk], [fill.ids_T.shape[0] for fill in chunk])
     placements = [place for row, fill in enumerate(chunk) for place in fill.placements(row, features)]

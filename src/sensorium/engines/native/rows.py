@@ -69,7 +69,7 @@ class Row:
         self.sampled_logprobs.append(sampled_logprob)
         if token in self._stop_ids:
             return "stop"
-        if self._stops is not None and self._stops.feed(policy.token_bytes(token)):
+        if self._stops is not None and self._stops.feed(policy.chat.token_bytes(token)):
             return "stop"
         return "length" if len(self.tokens) >= self.budget else None
 

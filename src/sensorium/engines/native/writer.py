@@ -73,9 +73,9 @@ class Writer:
         self._steps = Steps(policy, record)
         self._on_cpu = policy.device.type == "cpu"
         self._version = policy.version
-        self._stop_ids = frozenset(policy.stop_ids)
-        self._stop_S = torch.tensor(policy.stop_ids, device=policy.device)
-        self._forbidden_F = torch.tensor(policy.forbidden_ids, dtype=torch.int64, device=policy.device)
+        self._stop_ids = frozenset(policy.chat.stop_ids)
+        self._stop_S = torch.tensor(policy.chat.stop_ids, device=policy.device)
+        self._forbidden_F = torch.tensor(policy.chat.forbidden_ids, dtype=torch.int64, device=policy.device)
         self._rows: list[Row] = []
         self._jobs: dict[str, Job] = {}  # of the rows, by thread
         self._batch: Batch | None = None
@@ -234,7 +234,9 @@ class Writer:
         self.counters.decoded_tokens += len(self._rows)
 
     def _finish(self, row: Row, finish: FinishReason) -> None:
-        segment = self._policy.written(row.tokens, row.logprobs, row.sampled_logprobs, row.job.request.name)
+        segment = self._policy.chat.written(
+            row.tokens, row.logprobs, row.sampled_logprobs, row.job.request.name, self._version
+        )
         if not row.job.future.done():
             row.job.future.set_result(Response(segment, finish))
 

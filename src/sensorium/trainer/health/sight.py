@@ -72,7 +72,7 @@ class Blanking:
         if media.kind != self.kind:
             return media
         if media not in self._blanks:
-            self._blanks[media] = blank(media, self.session.policy.decoder, self.session.store)
+            self._blanks[media] = blank(media, self.session.policy.chat.decoder, self.session.store)
         return self._blanks[media]
 
 
