@@ -92,3 +92,44 @@ def test_a_terminated_run_says_how_to_go_on_and_can_be_gone_on_with(tmp_path: Pa
         assert ended.code == 0, log.read_text()[-2000:]
         count(-server.cpu_s)
     assert [row["step"] for row in read_metrics(directory / "metrics.jsonl")] == [1, 2, 3]
+
+
+SCORING = """\
+import gc, os, signal
+from sensorium.cli.stopping import stopping_in_order
+from sensorium.rewards.scorer import Scorer
+from sensorium.rewards.scoring import score_groups
+from sensorium.vocabulary import Episode, Group, Status, Task
+from sensorium.workers.event_loop import run_async
+
+class Judge:
+    name, instant = "judge", False
+    def score(self, task, episode):
+        return 1.0
+
+class Terminating:
+    name, instant = "terminating", True
+    def score(self, task, episode):
+        if episode.id == "e1/0":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return 0.0
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+groups = [
+    Group(f"g{i}", Task(f"t{i}"), tuple(Episode(f"e{i}/{k}", f"t{i}", f"g{i}", k, (), (), Status.FINISHED) for k in (0, 1)))
+    for i in range(4)
+]
+with stopping_in_order() as stop:
+    try:
+        run_async(score_groups(Scorer([(Judge(), 1.0), (Terminating(), 1.0)]), groups))
+    except KeyboardInterrupt:
+        print(stop.word, flush=True)
+gc.collect()
+"""
+
+
+def test_a_signal_in_the_middle_of_scoring_is_followed_by_no_traceback_where_interrupts_are_ignored() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", SCORING], env=os.environ | {"PYTHONPATH": SOURCES}, capture_output=True, text=True, timeout=600
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "terminated\n", "")

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from sensorium.workers.event_loop import interrupt_here
+
 
 @dataclass
 class Stop:
@@ -40,7 +42,9 @@ def stopping_in_order() -> Iterator[Stop]:
     def terminate(number: int, frame: object) -> None:
         stop.number = signal.SIGTERM
         interrupt = signal.getsignal(signal.SIGINT)
-        if not callable(interrupt):
+        if not callable(interrupt):  # ignored, so asyncio has put no handler of its own in its place
+            if interrupt_here():
+                return
             raise KeyboardInterrupt
         interrupt(signal.SIGINT, frame)  # type: ignore[arg-type]  # an event loop's own, which ends its tasks first
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal's handler may interrupt its own thread while that holds it
 _running: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = {}
 _interrupted: set[int] = set()
 
@@ -37,6 +37,19 @@ def interrupt(thread: int) -> None:
         if thread in _running:
             loop, task = _running[thread]
             loop.call_soon_threadsafe(task.cancel)
+
+
+def interrupt_here() -> bool:
+    """Interrupt what ``run_async`` runs in this thread; False if nothing runs, or if it was asked to end before.
+
+    For the handlers of signals: raising there would end whichever task runs at that moment, and asyncio would complain.
+    """
+    thread = threading.get_ident()
+    with _lock:
+        if thread not in _running or thread in _interrupted:
+            return False
+    interrupt(thread)
+    return True
 
 
 def forget(thread: int) -> None:
