@@ -129,7 +129,6 @@ gc.collect()
 
 
 def test_a_signal_in_the_middle_of_scoring_is_followed_by_no_traceback_where_interrupts_are_ignored() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", SCORING], env=os.environ | {"PYTHONPATH": SOURCES}, capture_output=True, text=True, timeout=600
-    )
+    environ = os.environ | {"PYTHONPATH": SOURCES}
+    ended = subprocess.run([sys.executable, "-c", SCORING], env=environ, capture_output=True, text=True, timeout=600)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "terminated\n", "")

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.envs.frozen_lake import ACTIONS, COLOURS, PLAYER, FrozenLake, lake, safe_way
+from sensorium.envs.frozen_lake import FrozenLake
+from sensorium.envs.frozen_lake.drawing import COLOURS, PLAYER
+from sensorium.envs.frozen_lake.maps import ACTIONS, lake, safe_way
 from sensorium.media.store import MediaStore
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 
@@ -104,15 +106,15 @@ def test_the_turn_limit_truncates() -> None:
 )
 def test_reading_a_response(response: str, actions: str, well_formed: bool) -> None:
     world = FrozenLake(MediaStore(), max_actions_per_turn=3)
-    found, layout = world.read(response)
+    found, layout = world.grammar.read(response)
     assert (", ".join(ACTIONS[a] for a in found), layout) == (actions, well_formed)
 
 
 def test_bare_words_are_read_when_allowed() -> None:
     world = FrozenLake(MediaStore(), bare=True)
-    assert world.read(" up\n") == ((3,), True)
-    assert world.read("<answer>Up</answer>") == ((3,), True)
-    assert world.read("go up") == ((), False)
+    assert world.grammar.read(" up\n") == ((3,), True)
+    assert world.grammar.read("<answer>Up</answer>") == ((3,), True)
+    assert world.grammar.read("go up") == ((), False)
     world.reset(0)
     assert world.demonstrate() in ACTIONS
 
@@ -133,16 +135,25 @@ def test_an_invalid_answer_moves_nothing_and_says_so() -> None:
 
 def test_rewards_of_goal_and_format() -> None:
     world = opened(max_actions_per_turn=20, goal_reward=10, format_reward=0.5, prompt="full")
-    assert world.step("<answer>Fly</answer>").reward == 0.0
-    assert world.step("<think>hm</think><answer>Fly</answer>").reward == 0.0
+    assert world.step("<answer>Fly</answer>").reward == {"goal": 0.0, "format": 0.0}
+    assert world.step("<think>hm</think><answer>Fly</answer>").reward == {"goal": 0.0, "format": 0.0}
     result = world.step(world.demonstrate())
-    assert (result.reward, result.info["format"]) == (10.5, True)
+    assert (result.reward, result.info["format"]) == ({"goal": 10.0, "format": 0.5}, True)
+
+
+def test_a_goal_that_is_all_the_pay_is_a_number() -> None:
+    world = opened(max_actions_per_turn=20, goal_reward=2)
+    assert world.step(world.demonstrate()).reward == 2.0
+
+
+def test_the_way_over_the_lake_of_the_docstring() -> None:
+    assert safe_way(("SFFF", "FHFH", "FFFH", "HFFG"), 0) == (1, 1, 2, 1, 2, 2)
 
 
 def test_full_prompt_wants_a_thought() -> None:
     world = FrozenLake(MediaStore(), prompt="full")
-    assert world.read("<answer>Up</answer>") == ((3,), False)
-    assert world.read("<think>a < b</think>\n<answer>Up</answer>") == ((3,), True)
+    assert world.grammar.read("<answer>Up</answer>") == ((3,), False)
+    assert world.grammar.read("<think>a < b</think>\n<answer>Up</answer>") == ((3,), True)
     head, observation = world.reset(0)
     assert "Left, Down, Right, Up" in head[0].text
     assert observation.messages[0].text == "You see:\n"

@@ -268,3 +268,24 @@ def test_recipes_cannot_be_changed_and_a_good_one_stands() -> None:
     with pytest.raises(ValueError, match="frozen"):
         recipe.batch.group_size = 2
     assert recipe.directory == Path("runs/trial")
+
+
+def test_a_module_that_ends_the_program_when_imported_is_one_paragraph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ending_module.py").write_text("import sys\nsys.exit('not today')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    said = refused("rewards.terms.0.name=ending_module:Term")
+    assert "cannot load reward 'ending_module:Term': 'ending_module' ends the program when it is imported" in said
+    assert "'not today'" in said
+
+
+def test_a_package_that_an_environment_lacks_is_told_once_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lacking_module.py").write_text("import no_such_package_at_all\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = "[{source: worlds, options: {environment: 'lacking_module:World'}}]"
+    said = refused(f"tasks.train={source}", f"tasks.evaluate={source}")
+    assert said.count("no_such_package_at_all") == 2, "in the cause and in the way out"
+    assert "cannot load environment 'lacking_module:World': No module named 'no_such_package_at_all'. Install" in said

@@ -125,7 +125,8 @@ def make_run(folder: Path, steps: int = 120, warm: int = 0) -> RunDirectory:
 
 def walk(store: MediaStore, seed: int, group: str, index: int, careless: float) -> tuple[Task, Episode]:
     """A walk over a frozen lake that mostly knows the way."""
-    from sensorium.envs.frozen_lake import ACTIONS, FrozenLake
+    from sensorium.envs.frozen_lake import FrozenLake
+    from sensorium.envs.frozen_lake.maps import ACTIONS
     from sensorium.vocabulary.task import EnvironmentSpec
 
     random, world = Random(seed * 100 + index), FrozenLake(store)

@@ -11,9 +11,11 @@ from sensorium.record.findings import Notice
 from sensorium.report import console as module
 from sensorium.report.console import ConsoleWatcher, duration
 from sensorium.report.curves import chart, resample, smooth, sparkline
+from sensorium.report.first_group import first_group_lines
 from sensorium.report.tables import comparison_table, plan_table
 from sensorium.report.watcher import RunStart, Watcher, Watchers
-from sensorium.vocabulary import Episode, Group, Media, Score, Segment, Status, Task, Thread, Turn, user
+from sensorium.vocabulary import Episode, Group, Media, Score, Segment, Status, Task, Thread, Turn, system, user
+from sensorium.vocabulary.task import EnvironmentSpec
 
 SUMMARY = {"name": "sampled", "accuracy": 0.5, "interval": [0.45, 0.55], "tasks": 512, "episodes": 512}
 
@@ -230,3 +232,11 @@ def test_the_first_group_shows_prompt_media_response_and_what_each_term_paid() -
         "paid by judge missing: timed out",
         "total none, so it is not trained on (the 2 attempts: none, none)",
     ]
+
+
+def test_the_first_group_of_an_environment_begins_with_its_system_prompt() -> None:
+    said = Segment("model", (5,), text="Left", logprobs=(0.0,), name="e")
+    turn = Turn(0, (user("the lake"),), said, 0, 0)
+    episode = Episode("e", "t", "g", 0, (Thread((said,), (True,)),), (turn,), Status.FINISHED, head=(system("Walk."),))
+    lines = list(first_group_lines(Group("g", Task("seed 3", environment=EnvironmentSpec("frozen_lake")), (episode,))))
+    assert lines[:4] == [("first task", "seed 3"), ("system", "Walk."), ("user", "the lake"), ("response", "Left")]

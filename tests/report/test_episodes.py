@@ -93,7 +93,8 @@ def episodes(draw: st.DrawFn) -> Episode:
         home = tuple(place == len(history) - 1 for place in range(len(history)))
         threads.append(Thread(tuple(history), home))
         observation = tuple(draw(st.lists(messages, max_size=2)))
-        turns.append(Turn(index, observation, history[-1], index, len(history) - 1, draw(st.none() | floats), draw(info)))
+        paid, parts = draw(st.none() | floats), draw(st.dictionaries(texts, floats, max_size=2))
+        turns.append(Turn(index, observation, history[-1], index, len(history) - 1, paid, draw(info), parts))
     return Episode(
         draw(texts),
         draw(texts),
@@ -105,6 +106,7 @@ def episodes(draw: st.DrawFn) -> Episode:
         draw(texts),
         tuple(draw(st.lists(scores, max_size=3))),
         draw(info),
+        tuple(draw(st.lists(messages, max_size=2))),
     )
 
 

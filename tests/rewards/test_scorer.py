@@ -6,10 +6,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from sensorium.rewards.environment import EnvironmentReward
 from sensorium.rewards.match import Exact
 from sensorium.rewards.protocol import RewardTerm
 from sensorium.rewards.scorer import Scorer
@@ -283,3 +285,11 @@ def test_closing_a_term_that_hangs_or_raises_ends_and_is_said(episode_of: MakeEp
     scorer.noted = said.append
     scorer.close()
     assert ["0.05 s" in said[0], "the judge is away" in said[1]] == [True, True]
+
+
+def test_pay_without_names_and_named_pay_stand_side_by_side(episode_of: MakeEpisode) -> None:
+    episode = episode_of("a", "b", rewards=[1.0, 0.5])
+    named = replace(episode.turns[1], parts={"goal": 0.5})
+    episode = replace(episode, turns=(episode.turns[0], named))
+    scored = asyncio.run(Scorer([(EnvironmentReward(), 1.0)]).score(Task("t"), episode))
+    assert {score.name: score.value for score in scored.scores} == {"environment": 1.0, "environment/goal": 0.5}

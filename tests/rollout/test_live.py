@@ -16,10 +16,11 @@ from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.schema import RolloutSection
+from sensorium.rollout.intake import checked_step
 from sensorium.rollout.modalities import refuse_strange_worlds
 from sensorium.rollout.play import Attempt, Deadlines, Rollout
 from sensorium.vocabulary import EnvironmentSpec, Episode, Message, Status, Task, system, user
-from sensorium.vocabulary.errors import RecipeError
+from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 
 RELEASED = threading.Event()
 """What hangs here hangs until the test is over."""
@@ -249,3 +250,9 @@ def test_numbers_of_numpy_and_torch_are_taken(policy: Policy) -> None:
     (episode,) = play(rollout_of(policy, lambda task: Slow("step", lambda: result)))
     (turn,) = episode.turns
     assert (turn.reward, type(turn.reward), turn.info, episode.info) == (0.5, float, {"at": [0, 1]}, {"success": False})
+
+
+@pytest.mark.parametrize("pay", [{}, {"": 1.0}, {"goal": "much"}, {3: 1.0}, {"goal": None}])
+def test_named_pay_that_is_none_ends_its_episode_by_name(pay: dict[Any, Any]) -> None:
+    with pytest.raises(EnvironmentFailure, match="environment 'Paying' failed in step: the reward: "):
+        checked_step(StepResult(None, reward=pay, done=True), "Paying")

@@ -1,5 +1,6 @@
 """The environment protocol. A single-turn question is an environment that ends after one step."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,14 +16,16 @@ class Observation:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of one model turn. ``reward`` is this turn's pay, None where the world pays nothing by itself.
+    """The outcome of one model turn. ``reward`` is this turn's pay, None where the environment pays nothing by itself.
 
-    ``info`` goes to the turn (numbers and short strings, JSON-able); ``success`` where the world knows at the end.
-    ``truncated`` means the world cut the episode off (its turn limit), so that its value may be bootstrapped.
+    Pay may be named: ``{"goal": 1.0, "format": 0.1}``. Each part then keeps its name to the metrics and the report; a
+    number is pay without a name. ``info`` goes to the turn (numbers and short strings, JSON-able); ``success`` where the
+    environment knows at the end. ``truncated`` means that it cut the episode off (its turn limit), so that its value may be
+    bootstrapped.
     """
 
     observation: Observation | None
-    reward: float | None = None
+    reward: float | Mapping[str, float] | None = None
     done: bool = False
     truncated: bool = False
     success: bool | None = None
@@ -30,9 +33,10 @@ class StepResult:
 
 
 class Environment(Protocol):
-    """One world, played once. Methods are plain functions; the rollout runs them off the event loop, with deadlines.
+    """One environment, played once. Its methods run off the event loop, with deadlines, and may be coroutines.
 
-    ``instant`` worlds are plain computation that cannot wait on anything: they are stepped in place, without a thread.
+    An ``instant`` one is plain computation that cannot wait on anything: it is stepped in place, without a thread, and none
+    of its methods is a coroutine.
     """
 
     instant: bool

@@ -102,7 +102,18 @@ def _group(name: str, place: str) -> Iterator[Problem]:
 
 
 def _options(recipe: Recipe) -> Iterator[Problem]:
-    """Options of sources, worlds and reward terms against what they are; those rooms are free of torch."""
+    """Options of sources, environments and reward terms against what they are; those packages are free of torch.
+
+    What cannot be loaded is told once, though training and evaluation name it both.
+    """
+    told = set()
+    for place, problem in _each_option(recipe):
+        if not place.endswith((".source", ".environment", ".name")) or problem not in told:
+            yield place, problem
+        told.add(problem)
+
+
+def _each_option(recipe: Recipe) -> Iterator[Problem]:
     for place, section in _sources(recipe):
         yield from _unfit("source", section.source, section.options, f"{place}.source", f"{place}.options")
         if section.source == "worlds" and "environment" in section.options:

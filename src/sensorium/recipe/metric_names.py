@@ -54,4 +54,5 @@ def _terms(recipe: Recipe, prefix: str) -> list[str]:
 
 
 def _names_its_own(recipe: Recipe) -> bool:
+    """True if a term's scores may have names that the recipe does not tell, such as the parts an environment pays."""
     return any(":" in term.name or term.name in OWN_NAMES for term in recipe.rewards.terms)

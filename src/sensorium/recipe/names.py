@@ -131,9 +131,19 @@ def resolve(kind: str, name: str, where: str = "") -> Any:
     module, _, attribute = table(kind).get(name, name).partition(":")
     try:
         return getattr(import_module(module), attribute)
-    except Exception as error:  # a module of the user's own may raise anything, and ':' alone names none
-        why = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
-        raise RecipeError(f"{at}cannot load {kind} '{name}' from '{module}:{attribute}': {why}.") from error
+    except (Exception, SystemExit) as error:  # a module of the user's own may do anything, and ':' alone names none
+        source = "" if name == f"{module}:{attribute}" else f" from '{module}:{attribute}'"
+        raise RecipeError(f"{at}cannot load {kind} '{name}'{source}: {_why_not_loaded(module, error)}") from error
+
+
+def _why_not_loaded(module: str, error: BaseException) -> str:
+    """Why a module cannot be imported, in a sentence, with the way out where there is one."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
+    if missing and module.split(".")[0] != missing.split(".")[0]:
+        return f"{error}. Install the package that provides '{missing}'."
+    if isinstance(error, SystemExit):
+        return f"'{module}' ends the program when it is imported (sys.exit, {error.code!r}); put that under a main guard."
+    return f"{error}." if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}."
 
 
 def build(kind: str, name: str, options: Mapping[str, Any], where: str = "", **given: Any) -> Any:

@@ -40,7 +40,7 @@ def group_card(step: int, group: Group, album: Album) -> str:
 
 
 def _card(task: Task, episode: Episode, album: Album, body: str, label: str) -> str:
-    shown = task.messages or (episode.turns[0].observation if episode.turns else ())
+    shown = task.messages or (*episode.head, *(episode.turns[0].observation if episode.turns else ()))
     multi = " long" if len(episode.turns) > 1 else ""
     answer = (
         f'<p class="truth">right answer: <b>{escape(_clip(str(task.answer)))}</b></p>' if task.answer is not None else ""
@@ -49,7 +49,7 @@ def _card(task: Task, episode: Episode, album: Album, body: str, label: str) -> 
     head = f'<span class="label {label.split()[0]}">{escape(label)}</span>'
     head += f'<span class="category">{escape(category)}</span>' if category else ""
     head += f'<span class="id">{escape(_clip(task.id, 60))}</span>'
-    prompt = "" if multi else _messages(shown, album)
+    prompt = _messages(episode.head if multi else shown, album)
     return (
         f'<article class="card{multi}"><header>{head}</header><div class="card-body">'
         f'<div class="prompt">{prompt}{answer}</div><div class="said">{body}</div></div></article>'
@@ -73,7 +73,8 @@ def _attempt(episode: Episode, album: Album, times: int = 1) -> str:
 
 def _turn(episode: Episode, index: int, album: Album) -> str:
     turn = episode.turns[index]
-    paid = f'<span class="chip">{turn.reward:+.2f}</span>' if turn.reward else ""
+    paid = f'<span class="chip">{turn.reward:+.2f}</span>' if turn.reward and not turn.parts else ""
+    paid += "".join(f'<span class="chip">{escape(name)} {value:+.2f}</span>' for name, value in turn.parts.items() if value)
     return f"<li>{_messages(turn.observation, album)}<pre>{_marked(turn.response.text)}</pre>{paid}</li>"
 
 

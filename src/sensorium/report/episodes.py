@@ -115,6 +115,7 @@ def episode_to_json(episode: Episode) -> Json:
             segment=turn.segment,
             reward=_number(turn.reward),
             info=turn.info,
+            parts={name: _number(value) for name, value in turn.parts.items()},
         )
         for turn in episode.turns
     ]
@@ -124,6 +125,7 @@ def episode_to_json(episode: Episode) -> Json:
         failure=episode.failure,
         scores=[score_to_json(score) for score in episode.scores],
         info=episode.info,
+        head=messages_to_json(episode.head),
         turns=turns,
         threads=threads,
         segments=[_segment_to_json(segment) for segment in table],
@@ -142,6 +144,7 @@ def episode_from_json(data: Json) -> Episode:
             segment=turn["segment"],
             reward=_float(turn.get("reward")),
             info=turn.get("info", {}),
+            parts={name: float(value) for name, value in turn.get("parts", {}).items()},
         )
         for turn in data.get("turns", [])
     )
@@ -159,6 +162,7 @@ def episode_from_json(data: Json) -> Episode:
         failure=data.get("failure", ""),
         scores=tuple(score_from_json(score) for score in data.get("scores", [])),
         info=data.get("info", {}),
+        head=_messages_from_json(data.get("head", [])),
     )
 
 

@@ -16,7 +16,7 @@ def first_group_lines(group: Group) -> Iterator[tuple[str, str]]:
     if not group.episodes:
         return
     episode = _shown(group.episodes)
-    for message in group.task.messages or (episode.turns[0].observation if episode.turns else ()):
+    for message in group.task.messages or (*episode.head, *(episode.turns[0].observation if episode.turns else ())):
         yield message.role, _clipped(message_text(message), PROMPT)
     if group.task.answer is not None:
         yield "known answer", _clipped(str(group.task.answer), PROMPT)

@@ -3,7 +3,7 @@
 So a wrong type costs the episode, where it would else end the run in the renderer, the learner or the log.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -59,7 +59,7 @@ def _step(returned: Any) -> StepResult:
             raise ValueError(f"it must return a StepResult, not {shown(returned)}")
         observation = _observation(returned.observation)
         field = "the reward: "
-        reward = None if returned.reward is None else number_of(returned.reward)
+        reward = None if returned.reward is None else _pay(returned.reward)
         field = "done: "
         done = truth_of(returned.done)
         field = "truncated: "
@@ -75,6 +75,16 @@ def _step(returned: Any) -> StepResult:
     return replace(
         returned, observation=observation, reward=reward, done=done, truncated=truncated, success=success, info=info
     )
+
+
+def _pay(reward: Any) -> float | dict[str, float]:
+    """A number, or named numbers; no pay at all is None and not an empty mapping."""
+    if not isinstance(reward, Mapping):
+        return number_of(reward)
+    parts = {text_of(name): number_of(value) for name, value in reward.items()}
+    if not parts or "" in parts:
+        raise ValueError(f"{shown(reward)} names no part; pay a number, or a number by name as in {{'goal': 1.0}}")
+    return parts
 
 
 def _observation(observation: Any) -> Observation | None:

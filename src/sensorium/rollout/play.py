@@ -264,7 +264,10 @@ class _Play:
         """The episode with the turns that were played."""
         threads = self.builder.threads() if self.builder else ()
         turns, info = tuple(self.turns), dict(self.info)
-        return Episode(self.id, self.task.id, self.group_id, self.order[1], threads, turns, status, failure, info=info)
+        head = self.builder.head if self.builder and self.task.environment else ()  # a question's is in its task
+        return Episode(
+            self.id, self.task.id, self.group_id, self.order[1], threads, turns, status, failure, info=info, head=head
+        )
 
     async def run(self) -> tuple[Status, str]:
         """The loop: observe, respond, step."""
@@ -341,8 +344,10 @@ class _Play:
     def record(
         self, observation: tuple[Message, ...], response: Response, thread: int, place: int, result: StepResult
     ) -> None:
-        """Keep the turn and what the world said of it."""
-        turn = Turn(len(self.turns), observation, response.segment, thread, place, result.reward, result.info)
+        """Keep the turn and what the environment said of it."""
+        parts = dict(result.reward) if isinstance(result.reward, Mapping) else {}
+        reward = sum(parts.values()) if isinstance(result.reward, Mapping) else result.reward
+        turn = Turn(len(self.turns), observation, response.segment, thread, place, reward, result.info, parts)
         self.turns.append(turn)
         if result.success is not None:
             self.info["success"] = result.success

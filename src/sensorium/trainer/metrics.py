@@ -11,7 +11,7 @@ from sensorium.workers.pool import WorkerPool
 
 
 def episode_metrics(groups: Sequence[Group], selection: Selection) -> dict[str, float]:
-    """Rewards by term, accuracy, and what the episodes were like."""
+    """Rewards by term and by named part, accuracy, and what the episodes were like."""
     episodes = [episode for group in groups for episode in group.episodes]
     row: dict[str, float] = {}
     _put_mean(row, "reward/mean", [e.reward for e in episodes if e.reward is not None])
@@ -25,6 +25,8 @@ def episode_metrics(groups: Sequence[Group], selection: Selection) -> dict[str, 
     for name in sorted(terms.keys() | missing.keys()):
         _put_mean(row, f"reward/{name}", terms[name])
         row[f"missing/{name}"] = missing[name]
+    for term in sorted({name.partition("/")[0] for name in terms if "/" in name} - terms.keys()):
+        _put_mean(row, f"reward/{term}", [paid for e in episodes if (paid := _sum_of_parts(e, term)) is not None])
     _put_mean(row, "accuracy", [float(e.correct) for e in episodes if e.correct is not None])
     row["groups/zero_variance"] = zero_variance(selection.groups)
     row["groups/trained"] = len(selection.groups)
@@ -58,7 +60,10 @@ def environment_metrics(pool: WorkerPool) -> dict[str, float]:
 def evaluation_metrics(summary: dict[str, Any]) -> dict[str, float]:
     """An evaluation summary as ``eval/…`` metrics."""
     row = {f"eval/{key}": summary[key] for key in ("accuracy", "reward", "length_mean", "turns_mean", "failed", "missing")}
-    row |= {f"eval/reward/{term}": value for term, value in summary["terms"].items()}
+    terms = summary["terms"]
+    row |= {f"eval/reward/{term}": value for term, value in terms.items()}
+    for term in {name.partition("/")[0] for name in terms if "/" in name} - terms.keys():
+        row[f"eval/reward/{term}"] = sum(value for name, value in terms.items() if name.startswith(f"{term}/"))
     row |= {f"eval/{name}": part["value"] for name, part in summary.items() if "@" in name}
     row |= {f"eval/accuracy/{name}": part["accuracy"] for name, part in summary["categories"].items()}
     return {key: float(value) for key, value in row.items() if value is not None}
@@ -84,6 +89,12 @@ class MediaMeter:
         row, self._row = self._row, {}
         sizes = {f"media/{key}": size for key, size in self._before.sizes.items()}
         return row | sizes if len(self._policy.chat.modalities) > 1 else {}
+
+
+def _sum_of_parts(episode: Episode, term: str) -> float | None:
+    """What a term paid an episode in all, by its named parts; None where one is missing."""
+    values = [score.value for score in episode.scores if score.name.startswith(f"{term}/")]
+    return sum(value for value in values if value is not None) if values and None not in values else None
 
 
 def _put_mean(row: dict[str, float], name: str, values: Sequence[float]) -> None:

@@ -86,7 +86,8 @@ class Thread:
 class Turn:
     """One exchange: what the environment showed, what the model wrote, what the environment paid.
 
-    ``thread`` is the index of the response's home thread, ``segment`` its index there.
+    ``thread`` is the index of the response's home thread, ``segment`` its index there. ``parts`` are the named parts of
+    ``reward``, where the environment names them: they sum up to it.
     """
 
     index: int
@@ -96,11 +97,12 @@ class Turn:
     segment: int
     reward: float | None = None
     info: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Episode:
-    """One attempt at a task."""
+    """One attempt at a task. ``head`` is what an environment put before its first observation: system prompt and rules."""
 
     id: str
     task_id: str
@@ -112,6 +114,7 @@ class Episode:
     failure: str = ""
     scores: tuple[Score, ...] = ()
     info: dict[str, Any] = field(default_factory=dict)
+    head: tuple[Message, ...] = ()
 
     @property
     def reward(self) -> float | None:
