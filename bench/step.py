@@ -13,8 +13,8 @@ import torch
 from kernels import host_of, kernels_of
 from workload import Workload, recipe_for, write_3b
 
+from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory
-from sensorium.report.metrics import read_metrics
 from sensorium.trainer.run import open_trainer
 
 

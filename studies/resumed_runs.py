@@ -13,7 +13,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from sensorium.recipe.load import load_recipe
-from sensorium.report.metrics import read_metrics, repeatable
+from sensorium.record.metrics import read_metrics, repeatable
 from sensorium.report.watcher import Metrics, Watcher
 from sensorium.trainer.run import train
 

@@ -9,8 +9,8 @@ import torch
 
 from sensorium.media.store import MediaStore
 from sensorium.recipe.load import load_recipe
+from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory
-from sensorium.report.metrics import read_metrics
 from sensorium.trainer.run import open_trainer
 from sensorium.vocabulary import Group
 
@@ -35,7 +35,7 @@ def library(
             await trainer.advance()
 
     asyncio.run(advance())
-    from sensorium.report.episodes import read_groups
+    from sensorium.record.episodes import read_groups
 
     groups = [read_groups(directory.episodes_of(step)) for step in range(1, STEPS + 1)]
     trainer.close()

@@ -11,7 +11,7 @@ import pytest
 
 import sensorium as sn
 from sensorium.record.lock import lock_run
-from sensorium.report.metrics import repeatable
+from sensorium.record.metrics import repeatable
 from sensorium.report.watcher import Metrics, Watcher
 from tests.api.small import small_recipe
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import sensorium as package
-from sensorium.report.metrics import read_metrics
+from sensorium.record.metrics import read_metrics
 from studies.fork_server import ForkServer
 
 from ..cpu_budget import count

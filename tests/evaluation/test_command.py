@@ -9,7 +9,7 @@ import pytest
 from sensorium.cli.evaluate import default_folder
 from sensorium.cli.main import main
 from sensorium.recipe.load import load_recipe
-from sensorium.report.episodes import task_from_json
+from sensorium.record.episodes import task_from_json
 from sensorium.tasks.lookalikes import make_daily_omni
 from sensorium.vocabulary import Media
 from sensorium.vocabulary.decoding import VideoParameters

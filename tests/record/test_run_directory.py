@@ -6,8 +6,8 @@ import math
 import pytest
 
 from sensorium.record.durable import append_row, read_rows, write_whole
+from sensorium.record.metrics import MetricsFile, ordered, read_metrics, repeatable
 from sensorium.record.run_directory import RunDirectory
-from sensorium.report.metrics import MetricsFile, ordered, read_metrics, repeatable
 from sensorium.vocabulary.errors import SensoriumError
 
 
@@ -41,7 +41,7 @@ def test_rows_and_files_past_a_step_are_dropped_byte_for_byte(tmp_path) -> None:
     run = RunDirectory(tmp_path).create()
     writer = MetricsFile(run.metrics)
     for step in range(1, 4):
-        writer.stepped(step, {"reward/mean": step / 3})
+        writer.append(step, {"reward/mean": step / 3})
         write_whole(run.episodes_of(step), "{}\n")
         run.write_summary(step, {"name": "eval", "accuracy": 0.5})
     first_two = b"".join(run.metrics.read_bytes().splitlines(keepends=True)[:2])
@@ -74,7 +74,7 @@ def test_metrics_have_one_order_whatever_order_they_come_in(tmp_path) -> None:
 
 def test_what_was_not_measured_is_null_on_disk_and_absent_when_read(tmp_path) -> None:
     path = tmp_path / "metrics.jsonl"
-    MetricsFile(path).stepped(3, {"accuracy": math.nan, "reward/mean": 0.25, "time/step_s": 9.0})
+    MetricsFile(path).append(3, {"accuracy": math.nan, "reward/mean": 0.25, "time/step_s": 9.0})
     assert json.loads(path.read_text()) == {"step": 3, "reward/mean": 0.25, "accuracy": None, "time/step_s": 9.0}
     [row] = read_metrics(path)
     assert row == {"step": 3, "reward/mean": 0.25, "time/step_s": 9.0}

@@ -6,9 +6,9 @@ from random import Random
 
 from sensorium.media.store import MediaStore
 from sensorium.record.durable import write_whole
+from sensorium.record.episodes import write_episodes
+from sensorium.record.metrics import MetricsFile
 from sensorium.record.run_directory import RunDirectory
-from sensorium.report.episodes import write_episodes
-from sensorium.report.metrics import MetricsFile
 from sensorium.tasks.shapes import ANSWERS, Shapes
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn
 
@@ -76,7 +76,7 @@ def make_run(folder: Path, steps: int = 120, warm: int = 0) -> RunDirectory:
     held_out = Shapes(store=store, split="test", size=64)
     metrics = MetricsFile(run.metrics)
     for step in range(1, warm + 1):
-        metrics.stepped(step, {"policy/loss": 3 * exp(-step / warm), "policy/grad_norm": 1.0, "time/step_s": 0.8})
+        metrics.append(step, {"policy/loss": 3 * exp(-step / warm), "policy/grad_norm": 1.0, "time/step_s": 0.8})
     if warm:
         run.write_summary(0, summary("sampled", 0.02))
     for place in range(steps + 1):
@@ -93,7 +93,7 @@ def make_run(folder: Path, steps: int = 120, warm: int = 0) -> RunDirectory:
                 write_episodes(run.eval_episodes_of(step, "sampled"), step, groups)
         if place:
             noisy = min(1.0, max(0.0, random.gauss(rate, 0.035)))
-            metrics.stepped(
+            metrics.append(
                 step,
                 {
                     "reward/mean": noisy + 0.1 * min(1.0, 0.93 + place / steps / 10),

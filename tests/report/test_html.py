@@ -11,9 +11,9 @@ from PIL import Image
 
 from sensorium.media.store import MediaStore
 from sensorium.record.durable import write_whole
+from sensorium.record.episodes import read_episodes, write_episodes
 from sensorium.record.findings import Notice, SightResult, write_notice, write_sight
 from sensorium.record.run_directory import RunDirectory
-from sensorium.report.episodes import read_episodes, write_episodes
 from sensorium.report.examples import Comparison, choose, compare_evaluations, training_groups
 from sensorium.report.html import render_report, write_report
 from sensorium.report.svg import Series, line_chart, ticks

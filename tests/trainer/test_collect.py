@@ -11,12 +11,12 @@ import pytest
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.media.store import MediaStore
 from sensorium.recipe.load import parse_recipe
+from sensorium.record.episodes import read_episodes
+from sensorium.record.ledger import Ledger
+from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory
-from sensorium.report.episodes import read_episodes
-from sensorium.report.metrics import read_metrics
 from sensorium.rollout.early_stop import CANCELLED
 from sensorium.trainer.collect import BASELINE, Collected
-from sensorium.trainer.ledger import Ledger
 from sensorium.trainer.run import open_trainer, train
 from sensorium.trainer.selection import NO_SIGNAL, TOO_ALIKE, UNUSED
 from sensorium.vocabulary import Episode, Message, Score, Task, system, user

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from sensorium.cli.export import export, find_checkpoint
 from sensorium.recipe.load import load_recipe
+from sensorium.record.metrics import read_metrics, repeatable
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.html import write_report
-from sensorium.report.metrics import read_metrics, repeatable
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import SensoriumError
 from tests.trainer.small import small

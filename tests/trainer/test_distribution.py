@@ -11,10 +11,10 @@ import torch
 from sensorium.engines.native import steps
 from sensorium.recipe.load import parse_recipe
 from sensorium.recipe.schema import Recipe
+from sensorium.record.episodes import read_episodes
 from sensorium.record.findings import Notice
+from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory
-from sensorium.report.episodes import read_episodes
-from sensorium.report.metrics import read_metrics
 from sensorium.report.watcher import Watcher
 from sensorium.trainer.health.facts import StepFacts
 from sensorium.trainer.health.learning_rules import ROUNDING, mismatch

@@ -8,7 +8,7 @@ import yaml
 from sensorium.engines.protocol import Request, Response
 from sensorium.models.policy import Policy
 from sensorium.recipe.load import parse_recipe
-from sensorium.report.metrics import read_metrics
+from sensorium.record.metrics import read_metrics
 from sensorium.trainer.run import train
 from sensorium.vocabulary import Episode, Score, Task
 

@@ -15,11 +15,11 @@ from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
 from sensorium.models.policy import Policy
 from sensorium.recipe.load import parse_recipe
+from sensorium.record.episodes import read_episodes
+from sensorium.record.ledger import Ledger
+from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory
-from sensorium.report.episodes import read_episodes
-from sensorium.report.metrics import read_metrics
 from sensorium.trainer.kept import replay
-from sensorium.trainer.ledger import Ledger
 from sensorium.trainer.run import open_trainer, train
 from sensorium.vocabulary import Episode, Message, Score, Status, Task, system, user
 from sensorium.vocabulary.errors import (

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from sensorium.recipe.load import load_recipe
-from sensorium.report.metrics import read_metrics, repeatable
+from sensorium.record.metrics import read_metrics, repeatable
 from sensorium.report.watcher import Watcher
 from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.run import train

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sensorium.report.episodes import read_episodes
-from sensorium.report.metrics import read_metrics
+from sensorium.record.episodes import read_episodes
+from sensorium.record.metrics import read_metrics
 from sensorium.vocabulary import Episode, Status
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from sensorium.cli.main import main
 from sensorium.recipe.load import parse_recipe
 from sensorium.recipe.schema import Recipe
-from sensorium.report.metrics import read_metrics
+from sensorium.record.metrics import read_metrics
 from sensorium.report.watcher import Watcher
 from sensorium.trainer.kept import replay
 from sensorium.trainer.run import train

@@ -10,9 +10,9 @@ import pytest
 from sensorium.engines.native.engine import NativeEngine
 from sensorium.media.store import MediaStore
 from sensorium.models.policy import Policy
+from sensorium.record.episodes import read_episodes
+from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory
-from sensorium.report.episodes import read_episodes
-from sensorium.report.metrics import read_metrics
 from sensorium.trainer.kept import replay
 from sensorium.trainer.run import open_trainer, train
 from sensorium.vocabulary import Episode, Media, Status

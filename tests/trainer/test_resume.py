@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sensorium.report.metrics import read_metrics
+from sensorium.record.metrics import read_metrics
 from studies.fork_server import ROOT, ForkServer
 from studies.kills import TRAIN, kill_and_resume
 from studies.resumed_runs import RECIPES, STEPS, differences, moved

@@ -20,11 +20,11 @@ from sensorium.models.tiny import make_tiny
 from sensorium.recipe.load import parse_recipe
 from sensorium.recipe.schema import RolloutSection
 from sensorium.record.durable import to_line
-from sensorium.report.episodes import episode_from_json, episode_row, read_episodes
-from sensorium.report.metrics import read_metrics
+from sensorium.record.episodes import episode_from_json, episode_row, read_episodes
+from sensorium.record.ledger import Ledger
+from sensorium.record.metrics import read_metrics
 from sensorium.rewards.scorer import Scorer
 from sensorium.rollout.play import Attempt, Rollout
-from sensorium.trainer.ledger import Ledger
 from sensorium.trainer.run import train
 from sensorium.vocabulary import Episode, Status, Task, system, user
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from sensorium.recipe.load import parse_recipe
 from sensorium.recipe.plan import make_plan
 from sensorium.recipe.schema import Recipe
+from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory
-from sensorium.report.metrics import read_metrics
 from sensorium.trainer.run import train
 
 SHAPES = {"source": "shapes", "options": {"size": 16, "picture_size": 64}}

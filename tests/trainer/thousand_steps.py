@@ -43,7 +43,7 @@ async def step(trainer: Trainer, number: int) -> None:
     trainer._look_ahead(collected.position)
     trainer._record(number, collected)
     trainer.position, trainer.step = collected.position, number
-    trainer.watcher.stepped(number, collected.metrics | trainer.meter.row())
+    trainer.metrics.append(number, collected.metrics | trainer.meter.row())
 
 
 def main(folder: Path) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 from sensorium.api.table import Table
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
+from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.html import write_report
-from sensorium.report.metrics import read_metrics
 from sensorium.vocabulary.errors import CheckpointError
 
 PathType = type(Path())

@@ -6,8 +6,8 @@ from itertools import islice
 from typing import Literal, TypeVar
 
 from sensorium.record.durable import read_rows
+from sensorium.record.episodes import read_groups_of
 from sensorium.record.run_directory import RunDirectory, step_of
-from sensorium.report.episodes import read_groups_of
 from sensorium.vocabulary.episode import Episode, Group
 from sensorium.vocabulary.task import Task
 

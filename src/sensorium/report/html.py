@@ -16,13 +16,13 @@ from sensorium.recipe.schema import MediaSection
 from sensorium.recipe.yaml import read_yaml
 from sensorium.record.durable import write_whole
 from sensorium.record.findings import read_health
+from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.album import Album
 from sensorium.report.cards import comparison_card, group_card
 from sensorium.report.console import duration
 from sensorium.report.examples import Comparisons, Kind, compare_evaluations, training_groups
 from sensorium.report.health_panel import health_panel
-from sensorium.report.metrics import read_metrics
 from sensorium.report.run_charts import detail_charts, learning_charts, step_axis
 from sensorium.report.stages import stage_table, stages_of, warm_steps, widest_first
 from sensorium.report.tables import interval_text, share

@@ -1,6 +1,6 @@
 """Watchers: what looks on while a run goes. The trainer tells; a watcher shows, and never changes the run.
 
-Console, tensorboard, wandb and metrics.jsonl are watchers. A watcher overrides only what it cares about.
+Console, tensorboard and wandb are watchers. A watcher overrides only what it cares about.
 """
 
 from collections.abc import Iterable, Mapping

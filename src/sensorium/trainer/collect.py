@@ -14,6 +14,7 @@ from sensorium.assembly.session import Session, sampling_of
 from sensorium.engines.protocol import Sampling
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.traits import estimator_traits
+from sensorium.record.ledger import Ledger
 from sensorium.report.watcher import Watcher
 from sensorium.rewards.scoring import GroupScoring
 from sensorium.rollout.early_stop import CANCELLED, EarlyStop
@@ -21,7 +22,6 @@ from sensorium.rollout.play import Attempt, Deadlines
 from sensorium.tasks.mixture import Skipped
 from sensorium.trainer.credit import groups_with_signal
 from sensorium.trainer.drawing import Drawing, prompt_too_long, skip_metrics
-from sensorium.trainer.ledger import Ledger
 from sensorium.trainer.metrics import environment_metrics
 from sensorium.trainer.selection import NO_SIGNAL, Selection, first, most_varied, select, why_unfit
 from sensorium.vocabulary.episode import Group

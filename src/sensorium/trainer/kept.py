@@ -18,8 +18,8 @@ from sensorium.media.store import MediaStore
 from sensorium.models.policy import Policy
 from sensorium.recipe.load import load_recipe
 from sensorium.record.durable import read_json, write_whole
+from sensorium.record.episodes import read_groups, write_episodes
 from sensorium.record.run_directory import RunDirectory, step_name
-from sensorium.report.episodes import read_groups, write_episodes
 from sensorium.trainer.plain_state import load_state, save_state
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import CheckpointError, NonFiniteUpdate

@@ -18,10 +18,12 @@ from sensorium.assembly.session import Session, make_learner, sampling_of
 from sensorium.learner.learner import Learner, Sample
 from sensorium.models.reference import Reference
 from sensorium.recipe.schema import Recipe
+from sensorium.record.episodes import write_episodes
+from sensorium.record.ledger import Ledger
 from sensorium.record.lock import refuse_moved
+from sensorium.record.metrics import MetricsFile
 from sensorium.record.retention import GIB, Retention
 from sensorium.record.run_directory import RunDirectory
-from sensorium.report.episodes import write_episodes
 from sensorium.report.watcher import RunStart, Watcher
 from sensorium.rollout.play import Attempt
 from sensorium.tasks.mixture import TaskStream
@@ -34,7 +36,6 @@ from sensorium.trainer.health.facts import Evidence, unanswered
 from sensorium.trainer.health.finite import refuse_ruined
 from sensorium.trainer.health.monitor import Health
 from sensorium.trainer.kept import keep_batch
-from sensorium.trainer.ledger import Ledger
 from sensorium.trainer.metrics import MediaMeter, episode_metrics, evaluation_metrics
 from sensorium.trainer.run_evaluation import RunEvaluator
 from sensorium.vocabulary.episode import Group
@@ -57,6 +58,7 @@ class Trainer:
     ) -> None:
         self.recipe, self.session = recipe, session
         self.directory, self.ledger, self.watcher = directory, ledger, watcher
+        self.metrics = MetricsFile(directory.metrics)
         self.drawing = Drawing(recipe.tasks, stream, session.rollout)
         self.meter = MediaMeter(session.policy)
         self.collector = Collector(recipe, session, self.drawing, ledger, watcher)
@@ -209,6 +211,7 @@ class Trainer:
         row["time/checkpoint_s"] = self.last_saving_s
         row |= self.meter.row()
         row |= self.health.examine(self.step, row, evidence)
+        self.metrics.append(self.step, row)
         self.watcher.stepped(self.step, row)
         improved = self._improved(row)
         every = self.recipe.checkpoint.every

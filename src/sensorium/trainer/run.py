@@ -20,16 +20,15 @@ from sensorium.recipe.names import build
 from sensorium.recipe.schema import Recipe
 from sensorium.record.checkpoint_files import has_digests
 from sensorium.record.durable import cannot_write, full_disk_error, read_rows
+from sensorium.record.ledger import Ledger
 from sensorium.record.lock import lock_run, refuse_moved
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.html import write_report
-from sensorium.report.metrics import MetricsFile
 from sensorium.report.watcher import Watcher, Watchers
 from sensorium.tasks.mixture import a_few, each_once
 from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.claim import begin, begin_again, go_on, no_checkpoint, refuse_fewer_steps, write_recipe
 from sensorium.trainer.health.at_start import refuse_without_demonstrations, start_notes
-from sensorium.trainer.ledger import Ledger
 from sensorium.trainer.loop import Trainer
 from sensorium.vocabulary.errors import RecordError, SensoriumError
 from sensorium.workers.event_loop import run_async
@@ -82,7 +81,7 @@ def open_trainer(
     unanswered = refuse_unanswered(session, few, held_out)
     given = {"run_dir": directory.path, "logging": recipe.logging}
     loggers = [build("logger", name, {}, "logging.loggers", **given) for name in recipe.logging.loggers]
-    watcher = Watchers([MetricsFile(directory.metrics), *loggers, *watchers])
+    watcher = Watchers([*loggers, *watchers])
     for note in (*notes, *found):
         if note.startswith("ATTENTION"):  # whoever looks on or does not
             print(note, file=sys.stderr)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from sensorium.assembly.session import Session, sampling_of
 from sensorium.evaluation.evaluate import Evaluation, evaluate
 from sensorium.recipe.schema import Recipe
+from sensorium.record.episodes import write_episodes
 from sensorium.record.findings import SightResult
 from sensorium.record.run_directory import RunDirectory
-from sensorium.report.episodes import write_episodes
 from sensorium.report.watcher import Watcher
 from sensorium.trainer.drawing import Drawing
 from sensorium.trainer.health.sight import check_sight

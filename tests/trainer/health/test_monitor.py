@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from sensorium.record.findings import Notice, SightResult, read_health
+from sensorium.record.metrics import MetricsFile
 from sensorium.record.run_directory import RunDirectory
-from sensorium.report.metrics import MetricsFile
 from sensorium.report.watcher import Watcher
 from sensorium.trainer.health.facts import Evidence
 from sensorium.trainer.health.monitor import Courses, Health, run_untrained
@@ -39,7 +39,7 @@ def go(health: Health, folder: Path, rows: list[dict[str, float]], first: int = 
     """Steps as the loop takes them."""
     file = MetricsFile(RunDirectory(folder).metrics)
     for step, row in enumerate(rows, start=first):
-        file.stepped(step, row | health.examine(step, row, Evidence()))
+        file.append(step, row | health.examine(step, row, Evidence()))
 
 
 def test_a_lasting_finding_is_told_ever_less_often() -> None:

@@ -14,7 +14,7 @@ from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
 from sensorium.recipe.load import parse_recipe
 from sensorium.record.findings import read_health
-from sensorium.report.metrics import read_metrics
+from sensorium.record.metrics import read_metrics
 from sensorium.trainer.run import train
 from sensorium.vocabulary import Episode, Message, Score, Task, system, user
 from sensorium.vocabulary.errors import EnvironmentFailure, NothingTrained, TaskError

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from sensorium.recipe.schema import Recipe
 from sensorium.record.findings import Finding, Notice, SightResult, State, read_health, write_notice, write_sight
+from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory
-from sensorium.report.metrics import read_metrics
 from sensorium.report.watcher import Watcher
 from sensorium.trainer.health.facts import Evidence, History, Row, StepFacts
 from sensorium.trainer.health.pay_rules import IN_A_ROW

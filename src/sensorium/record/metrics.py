@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from sensorium.record.durable import append_row, read_rows
-from sensorium.report.watcher import Metrics, Watcher
 
 FAMILIES = (
     "reward", "accuracy", "missing", "retries", "environment", "tasks", "groups", "episodes", "policy", "value", "mismatch",
@@ -27,13 +26,13 @@ def ordered(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: metrics[name] for name in sorted(metrics, key=place)}
 
 
-class MetricsFile(Watcher):
+class MetricsFile:
     """Appends a row a step. A number that is not finite is written as null: it was not measured."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def stepped(self, step: int, metrics: Metrics) -> None:
+    def append(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write a step's row."""
         append_row(self.path, {"step": step, **{name: _plain(value) for name, value in ordered(metrics).items()}})
 

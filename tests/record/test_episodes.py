@@ -6,7 +6,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sensorium.report.episodes import (
+from sensorium.record.episodes import (
     episode_from_json,
     episode_to_json,
     group_from_json,

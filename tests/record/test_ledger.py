@@ -3,7 +3,7 @@
 import sqlite3
 from pathlib import Path
 
-from sensorium.trainer.ledger import Ledger
+from sensorium.record.ledger import Ledger
 from sensorium.vocabulary import Episode, Group, Score, Status, Task
 
 
