@@ -13,7 +13,10 @@ def small(folder: Path, *overrides: str, **changes: Any) -> Recipe:
     data = folder.parent / "rows.jsonl"
     folder.parent.mkdir(parents=True, exist_ok=True)
     if not data.exists():
-        rows = [{"messages": [{"role": "user", "content": f"{n} + {n}?"}], "answer": str(2 * n)} for n in range(8)]
+        rows = [
+            {"messages": [{"role": "user", "content": f"{n} + {n}?"}], "answer": str(2 * n), "demonstration": str(2 * n)}
+            for n in range(8)
+        ]
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe: dict[str, Any] = {
         "name": "small",

@@ -8,13 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from sensorium.assembly.learner import LocalLearner
+from sensorium.learner.plain_state import load_state, save_state
 from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
+from sensorium.record.run_directory import RunDirectory
 from sensorium.trainer.checkpoint import Best, Checkpoints
-from sensorium.trainer.plain_state import load_state, save_state
 from sensorium.vocabulary.errors import CheckpointError, NonFiniteModel
+
+from .small import small
 
 WATCHED = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "os.listdir", "os.scandir")
 
@@ -26,7 +30,13 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
     return load_policy(str(folder), store=MediaStore(), device="cpu")
 
 
-def save_and_die_at(event: int, checkpoints: Checkpoints, policy: Policy) -> bool:
+@pytest.fixture(scope="module")
+def learner(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> LocalLearner:
+    folder = tmp_path_factory.mktemp("run")
+    return LocalLearner(small(folder / "run"), policy, RunDirectory(folder / "run"))
+
+
+def save_and_die_at(event: int, checkpoints: Checkpoints, learner: LocalLearner) -> bool:
     """Save step 2 in a child that kills itself at the n-th file-system event; True if it lived to the end."""
     child = os.fork()
     if child == 0:
@@ -41,13 +51,13 @@ def save_and_die_at(event: int, checkpoints: Checkpoints, policy: Policy) -> boo
                     os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(hook)
-        checkpoints.save(2, policy, {"step": 2}, None)
+        checkpoints.save(2, learner, {"step": 2}, None)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     return not os.WIFSIGNALED(status)
 
 
-def test_a_kill_at_any_write_point_leaves_a_complete_checkpoint(policy: Policy, tmp_path: Path) -> None:
+def test_a_kill_at_any_write_point_leaves_a_complete_checkpoint(learner: LocalLearner, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     checkpoints = Checkpoints(tmp_path, keep=1)
     event, lived = 1, False
@@ -55,8 +65,8 @@ def test_a_kill_at_any_write_point_leaves_a_complete_checkpoint(policy: Policy, 
     while not lived:
         checkpoints = Checkpoints(tmp_path, keep=1)
         checkpoints.clear_after(0)
-        checkpoints.save(1, policy, {"step": 1}, None)
-        lived = save_and_die_at(event, checkpoints, policy)
+        checkpoints.save(1, learner, {"step": 1}, None)
+        lived = save_and_die_at(event, checkpoints, learner)
         complete = checkpoints.complete()
         assert complete, f"killed at event {event}: no complete checkpoint is left"
         assert checkpoints.load(complete[-1]) == {"step": complete[-1]}
@@ -66,27 +76,27 @@ def test_a_kill_at_any_write_point_leaves_a_complete_checkpoint(policy: Policy, 
     assert seen == {1, 2}, "kills before and after the rename were both tried"
 
 
-def test_a_killed_save_is_cleared_and_the_next_one_succeeds(policy: Policy, tmp_path: Path) -> None:
+def test_a_killed_save_is_cleared_and_the_next_one_succeeds(learner: LocalLearner, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.save(1, policy, {"step": 1}, None)
-    assert not save_and_die_at(8, checkpoints, policy)
+    checkpoints.save(1, learner, {"step": 1}, None)
+    assert not save_and_die_at(8, checkpoints, learner)
     checkpoints.clear_after(1)
-    checkpoints.save(2, policy, {"step": 2}, None)
+    checkpoints.save(2, learner, {"step": 2}, None)
     assert checkpoints.complete() == [1, 2]
     assert not list(tmp_path.glob(".*"))
 
 
-def test_retention_keeps_the_newest_and_the_best(policy: Policy, tmp_path: Path) -> None:
+def test_retention_keeps_the_newest_and_the_best(learner: LocalLearner, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in range(1, 6):
-        checkpoints.save(step, policy, {"step": step}, Best(2, 0.9) if step >= 2 else None)
+        checkpoints.save(step, learner, {"step": step}, Best(2, 0.9) if step >= 2 else None)
     assert checkpoints.complete() == [2, 4, 5]
     assert checkpoints.best() == Best(2, 0.9)
 
 
-def test_a_checkpoint_with_a_short_file_is_not_complete(policy: Policy, tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_short_file_is_not_complete(learner: LocalLearner, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
-    path = checkpoints.save(1, policy, {"step": 1}, None)
+    path = checkpoints.save(1, learner, {"step": 1}, None)
     weights = next(path.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1])
     assert checkpoints.complete() == []
@@ -94,10 +104,12 @@ def test_a_checkpoint_with_a_short_file_is_not_complete(policy: Policy, tmp_path
         checkpoints.load(1)
 
 
-def test_a_checkpoint_loads_with_transformers_and_gives_the_same_logits(policy: Policy, tmp_path: Path) -> None:
+def test_a_checkpoint_loads_with_transformers_and_gives_the_same_logits(
+    policy: Policy, learner: LocalLearner, tmp_path: Path
+) -> None:
     from transformers import AutoModelForImageTextToText
 
-    path = Checkpoints(tmp_path, keep=1).save(1, policy, {"step": 1}, None)
+    path = Checkpoints(tmp_path, keep=1).save(1, learner, {"step": 1}, None)
     loaded = AutoModelForImageTextToText.from_pretrained(path)
     ids_BT = torch.arange(300, 340)[None]
     with torch.no_grad():
@@ -108,16 +120,16 @@ def test_a_checkpoint_loads_with_transformers_and_gives_the_same_logits(policy: 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_a_model_that_is_not_finite_does_not_take_a_good_checkpoints_place(
-    number: float, policy: Policy, tmp_path: Path
+    number: float, policy: Policy, learner: LocalLearner, tmp_path: Path
 ) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(1, policy, {"step": 1}, None)
+    checkpoints.save(1, learner, {"step": 1}, None)
     weight = policy.model.lm_head.weight
     was = weight.data[0, 0].item()
     try:
         weight.data[0, 0] = number
         with pytest.raises(NonFiniteModel, match=r"after step 2 .* Complete checkpoints are of step: 1\."):
-            checkpoints.save(2, policy, {"step": 2}, None)
+            checkpoints.save(2, learner, {"step": 2}, None)
     finally:
         weight.data[0, 0] = was
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
@@ -133,9 +145,9 @@ class Payload:
         return os.system, (self.command,)
 
 
-def test_a_state_that_would_run_code_is_refused_and_nothing_runs(policy: Policy, tmp_path: Path) -> None:
+def test_a_state_that_would_run_code_is_refused_and_nothing_runs(learner: LocalLearner, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
-    path = checkpoints.save(1, policy, {"step": 1}, None)
+    path = checkpoints.save(1, learner, {"step": 1}, None)
     torch.save({"step": Payload(f"touch {tmp_path / 'ran'}")}, path / "trainer" / "state.pt")
     with pytest.raises(CheckpointError, match=r"state\.pt' holds Python objects.*refused.*older version"):
         load_state(path / "trainer" / "state.pt")

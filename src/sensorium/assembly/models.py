@@ -73,7 +73,11 @@ def load_trained(
     lora = recipe.model.lora
     if lora.rank == 0:
         path = recipe.model.path if checkpoint is None else str(checkpoint)
-        return load_model(recipe, path, store, decoder=decoder, verified=checkpoint is not None)
+        policy = load_model(recipe, path, store, decoder=decoder, verified=checkpoint is not None)
+        groups = policy.groups()
+        for parameter in (p for name in recipe.model.freeze for p in groups.get(name, {}).values()):
+            parameter.requires_grad_(False)  # what frozen towers compute is cached, wherever the learner is
+        return policy
     policy = load_model(recipe, recipe.model.path, store, lora, decoder)
     if checkpoint is not None:
         assert policy.adapters is not None

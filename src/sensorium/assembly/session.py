@@ -1,21 +1,21 @@
 """Assembling a run from its recipe: everything is named and checked first, then built once."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sensorium.assembly.models import load_beside
+import torch
+from torch import Tensor
+
 from sensorium.engines.protocol import Engine, Sampling
 from sensorium.envs.protocol import Environment
-from sensorium.learner.critic import Critic
-from sensorium.learner.learner import Learner
+from sensorium.media.decoder import Decoder
 from sensorium.media.limits import MediaLimits
 from sensorium.media.store import MediaStore
+from sensorium.models.counts import MediaCounts
 from sensorium.models.policy import Policy
-from sensorium.models.reference import Reference
 from sensorium.recipe.names import build, resolve
 from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection, SourceSection
-from sensorium.recipe.traits import estimator_traits
 from sensorium.rewards.answer import without_answer
 from sensorium.rewards.functions import build_term
 from sensorium.rewards.scorer import JudgementCache, Scorer
@@ -37,6 +37,43 @@ class Session:
     rollout: Rollout
     scorer: Scorer
 
+    @property
+    def decoder(self) -> Decoder:
+        """What decodes the run's media."""
+        return self.policy.chat.decoder
+
+    @property
+    def modalities(self) -> frozenset[str]:
+        """What the model takes."""
+        return self.policy.chat.modalities
+
+    @property
+    def media_counts(self) -> MediaCounts:
+        """What media have cost in this process so far."""
+        return self.policy.media_counts
+
+    @property
+    def patches(self) -> int:
+        """How many patches the towers in this process have taken so far."""
+        return self.policy.counters.patches
+
+    def sample_with(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Sample with a learner's weights from now on, with nothing cached of any others.
+
+        Where the learner trains the engine's own policy, they are in place already.
+        """
+        own = dict(self.policy.model.named_parameters())
+        with torch.no_grad():
+            for name, weight in weights.items():
+                if own[name].data_ptr() != weight.data_ptr():
+                    own[name].copy_(weight)
+        self.policy.version = version
+        self.forget_played()
+
+    def forget_played(self) -> None:
+        """Let the engine drop what it has cached of everything that was played."""
+        self.engine.refresh(self.policy.version)
+
     def close(self) -> None:
         """Give back what terms, worlds and the decoder of media hold."""
         self.scorer.close()
@@ -53,8 +90,6 @@ def open_store(recipe: Recipe, folder: Path | None = None) -> MediaStore:
 
 def open_session(recipe: Recipe, policy: Policy, judgements: JudgementCache | None) -> Session:
     """Everything around a loaded policy."""
-    if recipe.model.gradient_checkpointing:
-        policy.checkpoint_gradients()
     engine = build(
         "engine", recipe.rollout.engine, {}, "rollout.engine", policy=policy, lockstep=recipe.rollout.schedule == "lockstep"
     )
@@ -110,43 +145,6 @@ def make_stream(recipe: Recipe, store: MediaStore) -> TaskStream:
     sections = recipe.tasks.train
     sources = make_sources(sections, store, "tasks.train")
     return TaskStream(sources, [s.weight for s in sections], seed=recipe.seed, shuffle=recipe.tasks.shuffle)
-
-
-def make_learner(recipe: Recipe, policy: Policy, reference: Reference | None, *, warming: bool) -> Learner:
-    """The learner of a stage: the supervised warm start's, or RL's with its critic where the estimator needs one.
-
-    RL trains the distribution that is sampled. Demonstrations end with a stop token even where RL ignores them.
-    """
-    return Learner(
-        policy,
-        optimizer=recipe.warm_start.optimizer if warming else recipe.optimizer,
-        algorithm=recipe.algorithm,
-        batch=recipe.batch,
-        temperature=recipe.rollout.temperature,
-        total_steps=recipe.warm_start.steps if warming else recipe.steps,
-        freeze=recipe.model.freeze,
-        reference=reference,
-        critic=None if warming else make_critic(recipe, policy),
-        seed=recipe.seed,
-        stop_tokens=warming or not recipe.rollout.ignore_stop_tokens,
-    )
-
-
-def make_critic(recipe: Recipe, policy: Policy) -> Critic | None:
-    """The critic as RL begins: on the policy's trunk, on a copy of it, or on another checkpoint of the family."""
-    if not estimator_traits(recipe.algorithm.advantage.name).critic:
-        return None
-    section, model = recipe.algorithm.critic, recipe.model
-    trunk = policy
-    if section.trunk == "own":
-        trunk = load_beside(recipe, section.path, policy) if section.path else policy.copy()
-        if trunk.family != policy.family:
-            raise RecipeError(
-                f"algorithm.critic.path '{section.path}' is of family {trunk.family} and the policy of {policy.family}: a "
-                "critic reads the policy's own tokens. Use a checkpoint of the same family, or leave path empty."
-            )
-        trunk.checkpoint_gradients(model.gradient_checkpointing)
-    return Critic(trunk, section, total_steps=recipe.steps)
 
 
 class EnvironmentMaker:

@@ -10,6 +10,7 @@ from torch import Tensor
 from sensorium.algorithms import correction, kl
 from sensorium.algorithms.kl_control import AdaptiveKL
 from sensorium.algorithms.mismatch import mismatch
+from sensorium.learner.assessment import Assessment
 from sensorium.learner.critic import Critic
 from sensorium.learner.forward import Scorer
 from sensorium.learner.objective import Objective
@@ -34,21 +35,6 @@ class Begun:
 
     updates: int
     old: tuple[Tensor | None, ...]
-
-
-@dataclass(frozen=True)
-class Assessment:
-    """What credit must know of episodes before they are trained on, in canonical order, on the CPU.
-
-    ``values_P`` and ``after_S`` are the critic's; ``old_N`` and ``reference_N`` log-probs for a KL in the reward.
-    """
-
-    positions: Positions
-    values_P: Tensor | None = None
-    after_S: Tensor | None = None
-    old_N: Tensor | None = None
-    reference_N: Tensor | None = None
-    kl_coef: float = 0.0
 
 
 class Learner:
@@ -162,6 +148,10 @@ class Learner:
         lengths = [len(turn.response.tokens) for group in groups for s in group for turn in s.episode.turns]
         parts = iter(flat_N.split(lengths))
         return [[tuple(next(parts) for _ in sample.episode.turns) for sample in group] for group in groups]
+
+    def weights(self) -> dict[str, Tensor]:
+        """The live parameters that learn, by name."""
+        return self._optimizer.weights()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the policy's weights that is needed to go on exactly."""

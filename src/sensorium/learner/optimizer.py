@@ -63,6 +63,10 @@ class Optimizer:
         if not self._tensors:
             raise RecipeError(f"{where}.freeze {list(freeze)} leaves nothing to train; freeze fewer groups.")
 
+    def weights(self) -> dict[str, Tensor]:
+        """The parameters that learn, as the model holds them."""
+        return {name: tensor.parameter.detach() for name, tensor in self._tensors.items()}
+
     @contextmanager
     def gathering(self) -> Iterator[None]:
         """Inside, bfloat16 gradients are added to float32 sums as soon as a backward finds them, and freed."""

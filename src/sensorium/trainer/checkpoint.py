@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from sensorium.models.policy import Policy
+from sensorium.learner.plain_state import load_state, save_state
+from sensorium.learner.protocol import RunLearner
 from sensorium.record.checkpoint_files import MARKER, is_complete, problems_of
 from sensorium.record.contents import contents_of
 from sensorium.record.durable import cannot_write, flush, read_json, write_whole, writing
-from sensorium.trainer.plain_state import load_state, save_state
-from sensorium.vocabulary.errors import CheckpointError, NonFiniteModel, RecordError
+from sensorium.trainer.health.finite import refuse_ruined
+from sensorium.vocabulary.errors import CheckpointError, RecordError
 
 STATE = Path("trainer") / "state.pt"
 
@@ -51,19 +50,21 @@ class Checkpoints:
         self.keep = keep
         self._verified: set[int] = set()
 
-    def save(self, step: int, policy: Policy, state: dict[str, Any], best: Best | None, protect: int | None = None) -> Path:
-        """Write a checkpoint of the policy and everything needed to go on exactly; then apply retention.
+    def save(
+        self, step: int, learner: RunLearner, state: dict[str, Any], best: Best | None, protect: int | None = None
+    ) -> Path:
+        """Write a checkpoint of the learner's policy and everything needed to go on exactly; then apply retention.
 
         ``protect`` is the step of an earlier one that must stay, because what came after it may be damaged.
         """
-        self._refuse_non_finite(step, policy)
+        refuse_ruined(learner, step, self.complete)
         target = self.path(step)
         draft = self.folder / f".draft_{target.name}"
         shutil.rmtree(draft, ignore_errors=True)
         with _writing(draft):
             self.folder.mkdir(parents=True, exist_ok=True)
-            policy.save(draft)
-            (draft / STATE).parent.mkdir()
+            learner.save(draft)
+            (draft / STATE).parent.mkdir(exist_ok=True)
             save_state(state, draft / STATE)
             files = contents_of(draft)
             for name in files:
@@ -154,17 +155,6 @@ class Checkpoints:
         name = f"damaged_{self.path(step).name}"
         taken = len(list(self.folder.glob(f"{name}*")))
         return self.folder / (f"{name}_{taken}" if taken else name)
-
-    def _refuse_non_finite(self, step: int, policy: Policy) -> None:
-        """A model that became non-finite never takes a good one's place."""
-        bad = [name for name, tensor in policy.model.named_parameters() if not bool(torch.isfinite(tensor).all())]
-        if bad:
-            kept = ", ".join(map(str, self.complete())) or "none"
-            raise NonFiniteModel(
-                f"after step {step} the model holds numbers that are not finite, in {len(bad)} parameters (the first is "
-                f"{bad[0]}), so it is not saved. Complete checkpoints are of step: {kept}. Lower optimizer.lr or "
-                "optimizer.clip_norm and start a new run, from one of them if you like (model.path)."
-            )
 
     def _retain(self, step: int, best: Best | None, protect: int | None) -> None:
         kept = {*self.complete()[-self.keep :], step, protect}

@@ -6,18 +6,18 @@ from contextlib import contextmanager
 
 import torch
 
-from sensorium.models.policy import Policy
+from sensorium.assembly.session import Session
 from sensorium.vocabulary.episode import Group
 
 
 class Clock:
     """Times a step's phases and announces which one runs."""
 
-    def __init__(self, policy: Policy, announce: Callable[[str, int], None]) -> None:
-        self.policy, self.announce = policy, announce
+    def __init__(self, session: Session, announce: Callable[[str, int], None]) -> None:
+        self.session, self.announce = session, announce
         self.started = time.perf_counter()
         self.seconds: dict[str, float] = {}
-        self.patches = policy.counters.patches
+        self.patches = session.patches
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
@@ -38,7 +38,7 @@ class Clock:
         row["time/step_s"] = whole
         row["throughput/episodes_per_s"] = len(episodes) / whole
         row["throughput/tokens_per_s"] = sum(e.sampled_tokens for e in episodes) / whole
-        row["throughput/patches_per_s"] = (self.policy.counters.patches - self.patches) / whole
+        row["throughput/patches_per_s"] = (self.session.patches - self.patches) / whole
         row["memory/peak_gib"] = peak_memory_gib()
         return row
 

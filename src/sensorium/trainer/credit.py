@@ -7,9 +7,9 @@ import torch
 
 from sensorium.algorithms.episodes import Credit, Episodes
 from sensorium.algorithms.threshold import optimize_threshold
-from sensorium.learner.learner import Assessment, Sample
+from sensorium.learner.assessment import Assessment
 from sensorium.learner.positions import find_positions
-from sensorium.learner.sample import Valued
+from sensorium.learner.sample import Sample, Valued
 from sensorium.models.layout import Layout
 from sensorium.recipe.names import resolve
 from sensorium.recipe.schema import AdvantageSection, AlgorithmSection, KLSection

@@ -8,19 +8,17 @@ from typing import Any
 
 from torch import Tensor
 
+from sensorium.assembly.learner import LocalLearner
 from sensorium.assembly.models import load_trained
-from sensorium.assembly.reference import resume_reference
-from sensorium.assembly.session import make_learner
-from sensorium.learner.learner import Learner, Sample
-from sensorium.learner.sample import Valued
+from sensorium.learner.plain_state import load_state, save_state
+from sensorium.learner.protocol import RunLearner
+from sensorium.learner.sample import Sample, Valued
 from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
-from sensorium.models.policy import Policy
 from sensorium.recipe.load import load_recipe
 from sensorium.record.durable import read_json, write_whole
 from sensorium.record.episodes import read_groups, write_episodes
 from sensorium.record.run_directory import RunDirectory, step_name
-from sensorium.trainer.plain_state import load_state, save_state
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import CheckpointError, NonFiniteUpdate
 
@@ -28,8 +26,8 @@ from sensorium.vocabulary.errors import CheckpointError, NonFiniteUpdate
 def keep_batch(
     directory: RunDirectory,
     step: int,
-    policy: Policy,
-    learner: Learner,
+    learner: RunLearner,
+    media: MediaStore,
     loss: str,
     groups: Sequence[Group],
     samples: Sequence[Sequence[Sample]],
@@ -38,18 +36,17 @@ def keep_batch(
     """Write model, learner state, episodes, advantages and media; returns the error with the command that reproduces it."""
     folder = directory.kept / step_name(step)
     shutil.rmtree(folder, ignore_errors=True)
-    policy.save(folder / "model")
-    save_state(learner.state_dict(), folder / "learner.pt")
+    learner.save(folder / "model")
     shutil.copy(directory.recipe, folder / "recipe.yaml")
     write_episodes(folder / "episodes.jsonl", step, groups)
     store = MediaStore(folder / "media")
-    for media in {
+    for shown in {
         span.media for group in groups for e in group.episodes for t in e.threads for s in t.segments for span in s.media
     }:
-        store.take(media, policy.chat.store)
+        store.take(shown, media)
     credited = [[(s.episode.id, s.advantages, _values_of(s)) for s in row] for row in samples]
     save_state(credited, folder / "credit.pt")
-    write_whole(folder / "batch.json", json.dumps({"step": step, "loss": loss, "policy_version": policy.version}))
+    write_whole(folder / "batch.json", json.dumps({"step": step, "loss": loss}))
     return NonFiniteUpdate(
         f"step {step}: {error} Nothing was updated. The batch and the weights are kept in '{folder}'; run "
         f"'sensorium replay {folder}' to reproduce it."
@@ -65,11 +62,8 @@ def replay(folder: Path) -> dict[str, float]:
     store = MediaStore(folder / "media")
     # A decoder of its own: what was kept stays as it is, and nothing is decoded into it.
     policy = load_trained(recipe, store, folder / "model", Decoder(store))
-    policy.version = batch["policy_version"]
-    warming = batch["loss"] == "likelihood"
-    reference = resume_reference(recipe, policy, RunDirectory(folder.parents[1]))
-    learner = make_learner(recipe, policy, reference, warming=warming)
-    learner.load_state_dict(load_state(folder / "learner.pt"))
+    learner = LocalLearner(recipe, policy, RunDirectory(folder.parents[1]))
+    learner.load(folder / "model")
     episodes = {e.id: e for group in read_groups(folder / "episodes.jsonl") for e in group.episodes}
     credited = load_state(folder / "credit.pt")
     samples = [

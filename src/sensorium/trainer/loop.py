@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from sensorium.assembly.determinism import random_state, restore_random_state, surroundings, warn_if_changed
-from sensorium.assembly.reference import begin_reference, resume_reference
-from sensorium.assembly.session import Session, make_learner, sampling_of
-from sensorium.learner.learner import Learner, Sample
-from sensorium.models.reference import Reference
+from sensorium.assembly.session import Session, sampling_of
+from sensorium.learner.protocol import RunLearner
+from sensorium.learner.sample import Sample
 from sensorium.recipe.schema import Recipe
 from sensorium.record.episodes import write_episodes
 from sensorium.record.ledger import Ledger
@@ -25,6 +24,7 @@ from sensorium.record.metrics import MetricsFile
 from sensorium.record.retention import GIB, Retention
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.watcher import RunStart, Watcher
+from sensorium.rollout.early_stop import CANCELLED
 from sensorium.rollout.play import Attempt
 from sensorium.tasks.mixture import TaskStream
 from sensorium.trainer.checkpoint import Best, Checkpoints
@@ -38,7 +38,7 @@ from sensorium.trainer.health.monitor import Health
 from sensorium.trainer.kept import keep_batch
 from sensorium.trainer.metrics import MediaMeter, episode_metrics, evaluation_metrics
 from sensorium.trainer.run_evaluation import RunEvaluator
-from sensorium.vocabulary.episode import Group
+from sensorium.vocabulary.episode import Group, Status
 from sensorium.vocabulary.errors import NonFiniteUpdate
 from sensorium.vocabulary.task import Task
 
@@ -50,21 +50,21 @@ class Trainer:
         self,
         recipe: Recipe,
         session: Session,
+        learner: RunLearner,
         stream: TaskStream,
         held_out: Sequence[Task],
         directory: RunDirectory,
         ledger: Ledger,
         watcher: Watcher,
     ) -> None:
-        self.recipe, self.session = recipe, session
+        self.recipe, self.session, self.learner = recipe, session, learner
         self.directory, self.ledger, self.watcher = directory, ledger, watcher
         self.metrics = MetricsFile(directory.metrics)
         self.drawing = Drawing(recipe.tasks, stream, session.rollout)
-        self.meter = MediaMeter(session.policy)
+        self.meter = MediaMeter(session)
         self.collector = Collector(recipe, session, self.drawing, ledger, watcher)
         self.evaluator = RunEvaluator(recipe, session, held_out, self.drawing, directory, watcher, self.meter)
         self.health = Health(recipe, directory, watcher)
-        self.reference: Reference | None = None
         self.checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
         logging = recipe.logging
         self.retention = Retention(directory, logging.full_steps, logging.sampled_steps, round(logging.episodes_gib * GIB))
@@ -73,7 +73,6 @@ class Trainer:
         self.best: Best | None = None
         self.saved_at = self.sound_at = -1
         self.last_saving_s = 0.0
-        self.learner = self._learner()
 
     @property
     def total_steps(self) -> int:
@@ -114,18 +113,18 @@ class Trainer:
     async def advance(self) -> None:
         """One whole step: of the warm start, or of RL."""
         if self.step == self.recipe.warm_start.steps:
-            self.reference = begin_reference(self.recipe, self.session.policy, self.directory)
-            if self.recipe.warm_start.steps:
-                self.learner = self._learner()
-            self.learner.reference = self.reference
+            self.learner.begin_rl()
         row, evidence = await (self._supervised_step() if self.warming else self._step())
         await self._close_step(row, evidence)
 
     async def _step(self) -> tuple[dict[str, float], Evidence]:
         """One step of RL; returns its row of metrics, and what its health is judged by."""
-        clock = Clock(self.session.policy, self._announce)
+        clock = Clock(self.session, self._announce)
         recipe, step = self.recipe, self.step + 1
         collected = await self.collector.collect(step, self.position, clock)
+        episodes = [episode for group in collected.played for episode in group.episodes]
+        if any(episode.status == Status.ABORTED and episode.failure != CANCELLED for episode in episodes):
+            self._refuse_ruined()  # the engine refuses to sample from logits that are not finite
         self._look_ahead(collected.position)
         groups, selection = collected.groups, collected.selection
         if self.step == recipe.warm_start.steps and groups:
@@ -149,7 +148,7 @@ class Trainer:
 
     async def _supervised_step(self) -> tuple[dict[str, float], Evidence]:
         """One step of the warm start: play demonstrations, raise their likelihood."""
-        clock = Clock(self.session.policy, self._announce)
+        clock = Clock(self.session, self._announce)
         recipe, step = self.recipe, self.step + 1
         with clock("draw"):
             drawn = await self.drawing.draw(self.position, recipe.warm_start.prompts_per_step)
@@ -185,15 +184,19 @@ class Trainer:
         try:
             learned = self.learner.step(samples, loss)
         except NonFiniteUpdate as error:
-            policy = self.session.policy
-            raise keep_batch(self.directory, self.step + 1, policy, self.learner, loss, groups, samples, error) from error
-        refuse_ruined(self.learner, samples, self.step + 1, learned.get("policy/lr", 0.0), self.saved_at)
+            media = self.session.store
+            raise keep_batch(self.directory, self.step + 1, self.learner, media, loss, groups, samples, error) from error
         self._forget_played()
         return learned
 
+    def _refuse_ruined(self) -> None:
+        """End the run if its last update left a model that cannot be used any more."""
+        with self.meter.pause():
+            refuse_ruined(self.learner, self.step, self.checkpoints.complete)
+
     def _forget_played(self) -> None:
         """Every step begins with an engine that knows of no earlier one, as a resumed run's does."""
-        self.session.engine.refresh(self.session.policy.version)
+        self.session.sample_with(self.learner.weights(), self.learner.version)
 
     def _record(self, step: int, collected: Collected) -> None:
         """Write the step's episodes and their fates."""
@@ -239,6 +242,7 @@ class Trainer:
         row: dict[str, float] = {}
         if self.evaluator.due(self.step):
             self._announce("evaluate")
+            self._refuse_ruined()
             row |= evaluation_metrics((await self.evaluator.evaluate(self.step)).summary)
             self._forget_played()
         if self.evaluator.sight_due(self.step):
@@ -256,14 +260,13 @@ class Trainer:
         state = {
             "step": self.step,
             "position": self.position,
-            "learner": self.learner.state_dict(),
-            "policy_version": self.session.policy.version,
             "best": None if self.best is None else {"step": self.best.step, "value": float(self.best.value)},
             "sound_at": self.sound_at,
             "random": random_state(),
             "surroundings": surroundings(),
         }
-        self.checkpoints.save(self.step, self.session.policy, state, self.best, protect=self.sound_at if damaged else None)
+        with self.meter.pause():
+            self.checkpoints.save(self.step, self.learner, state, self.best, protect=self.sound_at if damaged else None)
         oldest = self.checkpoints.complete()[-self.recipe.checkpoint.keep :][0]
         if self.recipe.logging.full_steps:
             self.ledger.forget_judgements(min(oldest, self.step - self.recipe.logging.full_steps))
@@ -275,14 +278,10 @@ class Trainer:
         warn_if_changed(state["surroundings"])
         self.step = self.saved_at = state["step"]
         self.position = state["position"]
-        self.session.policy.version = state["policy_version"]
-        self.session.engine.refresh(state["policy_version"])
         self.best = None if state["best"] is None else Best(**state["best"])
         self.sound_at = state["sound_at"]
-        if self.step > self.recipe.warm_start.steps:
-            self.reference = resume_reference(self.recipe, self.session.policy, self.directory)
-        self.learner = self._learner(warming=0 < self.step <= self.recipe.warm_start.steps)
-        self.learner.load_state_dict(state["learner"])
+        self.learner.load(self.checkpoints.path(self.step))
+        self._forget_played()
         restore_random_state(state["random"])
         self.directory.drop_after(self.step)
         self.health.restore()
@@ -293,14 +292,10 @@ class Trainer:
         """Let the watchers go, give the terms and worlds' threads back, and close the ledger."""
         self.watcher.finished()
         self.drawing.close()
+        self.learner.close()
         self.session.close()
         self.ledger.close()
         gc.unfreeze()  # what the run held may go: a process may train more than once
-
-    def _learner(self, warming: bool | None = None) -> Learner:
-        """The learner of the stage that the next step belongs to."""
-        warming = self.warming if warming is None else warming
-        return make_learner(self.recipe, self.session.policy, self.reference, warming=warming)
 
     def _announce(self, phase: str, total: int = 0) -> None:
         self.watcher.phase(self.step + 1, phase, total)

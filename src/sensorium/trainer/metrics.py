@@ -1,10 +1,11 @@
 """The metrics row of a step: the names of DESIGN.md, the same everywhere. A mean over nothing is left out, not zero."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from sensorium.models.policy import Policy
+from sensorium.assembly.session import Session
 from sensorium.trainer.selection import EMPTY, SET_ASIDE, Selection, zero_variance
 from sensorium.vocabulary.episode import Episode, Group, Status
 from sensorium.workers.pool import WorkerPool
@@ -72,23 +73,30 @@ def evaluation_metrics(summary: dict[str, Any]) -> dict[str, float]:
 class MediaMeter:
     """What media cost, from row to row of a run; of a policy that only reads there is nothing to tell."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy, self._before = policy, policy.media_counts
+    def __init__(self, session: Session) -> None:
+        self._session, self._before = session, session.media_counts
         self._row: dict[str, float] = {}
 
     def lap(self, name: str = "media") -> None:
         """Put what was counted since the last lap under a name, on top of what stands there in this row already."""
-        now = self._policy.media_counts
+        now = self._session.media_counts
         for key, count in now.since(self._before).items():
             self._row[f"{name}/{key}"] = self._row.get(f"{name}/{key}", 0) + count
         self._before = now
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What media cost within this is in no row."""
+        self.lap()
+        yield
+        self._before = self._session.media_counts
 
     def row(self) -> dict[str, float]:
         """The metrics since the last row, and what is kept now."""
         self.lap()
         row, self._row = self._row, {}
         sizes = {f"media/{key}": size for key, size in self._before.sizes.items()}
-        return row | sizes if len(self._policy.chat.modalities) > 1 else {}
+        return row | sizes if len(self._session.modalities) > 1 else {}
 
 
 def _sum_of_parts(episode: Episode, term: str) -> float | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sensorium.algorithms import kl
 from sensorium.algorithms.episodes import Episodes, SpanScores, TermScores
-from sensorium.learner.learner import Assessment
+from sensorium.learner.assessment import Assessment
 from sensorium.learner.positions import Positions
 from sensorium.recipe.schema import KLSection
 from sensorium.vocabulary.episode import Episode, Group

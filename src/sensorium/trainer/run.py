@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sensorium.assembly.determinism import settle
+from sensorium.assembly.learner import LearnerMaker, local_learner
 from sensorium.assembly.models import load_trained
 from sensorium.assembly.session import (
     make_sources,
@@ -64,8 +65,12 @@ def open_trainer(
     resume: bool = False,
     watchers: Iterable[Watcher] = (),
     notes: Iterable[str] = (),
+    make_learner: LearnerMaker | None = None,
 ) -> Trainer:
-    """Everything built and, on resume, put back as it was; nothing spent yet. ``notes`` are told to the watchers first."""
+    """Everything built and, on resume, put back as it was; nothing spent yet. ``notes`` are told to the watchers first.
+
+    The learner is the one of this process, unless another is made.
+    """
     settle(recipe)
     ledger = Ledger(directory.ledger)
     checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
@@ -90,7 +95,8 @@ def open_trainer(
         watcher.noted(f"{len(skipped)} held-out rows were skipped; the first because: {skipped[0].reason}")
     for note in (*cautions(recipe), *start_notes(recipe, few), *unanswered):
         watcher.noted(note)
-    trainer = Trainer(recipe, session, stream, held_out, directory, ledger, watcher)
+    learner = (make_learner or local_learner)(recipe, session, directory, saved)
+    trainer = Trainer(recipe, session, learner, stream, held_out, directory, ledger, watcher)
     if last is not None:
         trainer.restore(checkpoints.load(last))
     return trainer

@@ -203,17 +203,19 @@ def test_rows_none_of_which_has_an_answer_are_refused_at_the_start(tmp_path: Pat
         )
 
 
+@pytest.mark.parametrize("every", [1, 0], ids=["saved_each_step", "saved_at_the_end"])
 def test_a_learning_rate_that_ruins_the_model_stops_the_run_and_saves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    every: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     terms = {"terms": [{"name": f"{HERE}:ByIndex"}]}
     rate = {"lr": 1e10, "warmup_steps": 1}
-    recipe = write_recipe(tmp_path, rewards=terms, optimizer=rate, steps=6, checkpoint={"every": 1, "keep": 2})
+    recipe = write_recipe(tmp_path, rewards=terms, optimizer=rate, steps=6, checkpoint={"every": every, "keep": 2})
     assert main(["train", str(recipe)]) == 2
     said = capsys.readouterr()
     assert "optimizer.lr 1e+10 is larger than most weights are" in " ".join(said.out.split())
     ended = " ".join(said.err.split())
     assert "gives log-probs that are not finite, so it is ruined and was not saved" in ended
+    assert "after step 1 the model" in ended, "the next step's samples tell where nothing was saved"
     for saved in (tmp_path / "run/checkpoints").glob("step_*"):
         assert all(bool(tensor.isfinite().all()) for tensor in load_file(saved / "model.safetensors").values())
 

@@ -1,26 +1,29 @@
-"""A model that can no longer give finite log-probs is found right after the update that ruined it, and never saved."""
+"""A model that can no longer give finite log-probs is never measured or saved, and never trained any further.
 
-from collections.abc import Sequence
+The learner is asked where a model is about to be evaluated or saved, and where the engine could not sample from it. So a
+step that goes well pays nothing for it.
+"""
 
-from sensorium.learner.learner import Learner, Sample
-from sensorium.vocabulary.errors import NonFiniteUpdate
+from collections.abc import Callable, Sequence
+
+from sensorium.learner.protocol import RunLearner
+from sensorium.vocabulary.errors import NonFiniteModel
+
+Complete = Callable[[], Sequence[int]]
+"""Finds the steps with a complete checkpoint."""
 
 
-def refuse_ruined(learner: Learner, samples: Sequence[Sequence[Sample]], step: int, rate: float, saved_at: int) -> None:
-    """Raise if the weights, as an update left them, give log-probs that are not finite for its shortest episode."""
-    trained = [sample for group in samples for sample in group if sample.episode.sampled_tokens]
-    if not trained:
-        return
-    shortest = min(trained, key=_length)
-    ((found,),) = learner.logprobs([[shortest]])
-    if all(bool(logprobs_T.isfinite().all()) for logprobs_T in found):
-        return
-    kept = f"The last checkpoint, of step {saved_at}, is as it was" if saved_at > 0 else "No checkpoint was written"
-    raise NonFiniteUpdate(
-        f"step {step}: after its update the model gives log-probs that are not finite, so it is ruined and was not saved. "
-        f"The learning rate was {rate:g}; lower it (optimizer.lr, for a warm start warm_start.optimizer.lr). {kept}."
+def refuse_ruined(learner: RunLearner, step: int, complete: Complete) -> None:
+    """Raise if the model, as the update of ``step`` left it, must not be saved."""
+    problem = learner.problem()
+    if problem:
+        way_out = _way_out(complete())
+        raise NonFiniteModel(f"after step {step} the model {problem}, so it is ruined and was not saved. {way_out}")
+
+
+def _way_out(complete: Sequence[int]) -> str:
+    kept = ", ".join(map(str, complete)) or "none"
+    return (
+        f"Complete checkpoints are of step: {kept}. Lower optimizer.lr or optimizer.clip_norm (of a warm start: "
+        "warm_start.optimizer) and start a new run, from one of them if you like (model.path)."
     )
-
-
-def _length(sample: Sample) -> int:
-    return sum(len(segment.tokens) for thread in sample.episode.threads for segment in thread.segments)

@@ -36,7 +36,7 @@ async def check_sight(recipe: Recipe, session: Session, tasks: Sequence[Task]) -
             results.append(_compared(kind, shown, blanked))
         return results
     finally:
-        session.engine.refresh(session.policy.version)
+        session.forget_played()
 
 
 def spread(tasks: Sequence[Task], most: int) -> list[Task]:
@@ -72,7 +72,7 @@ class Blanking:
         if media.kind != self.kind:
             return media
         if media not in self._blanks:
-            self._blanks[media] = blank(media, self.session.policy.chat.decoder, self.session.store)
+            self._blanks[media] = blank(media, self.session.decoder, self.session.store)
         return self._blanks[media]
 
 
