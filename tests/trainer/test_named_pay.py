@@ -9,10 +9,10 @@ import pytest
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.media.store import MediaStore
 from sensorium.recipe.load import parse_recipe
+from sensorium.record.episodes import read_episodes
+from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory
-from sensorium.report.episodes import read_episodes
 from sensorium.report.html import write_report
-from sensorium.report.metrics import read_metrics
 from sensorium.trainer.run import train
 from sensorium.vocabulary import Message, system, user
 
