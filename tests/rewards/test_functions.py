@@ -1,18 +1,22 @@
 """Plain functions as rewards, of both signatures, through the recipe's names and as objects."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from sensorium.media.store import MediaStore
 from sensorium.recipe.names import wrong_options
+from sensorium.rewards.context import RewardContext
 from sensorium.rewards.functions import as_term, build_term
 from sensorium.rewards.scorer import Scorer
 from sensorium.vocabulary.content import user
-from sensorium.vocabulary.episode import Episode
+from sensorium.vocabulary.episode import Episode, Group
 from sensorium.vocabulary.errors import RecipeError
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
@@ -131,3 +135,44 @@ def test_what_a_function_does_wrong_is_its_missing_score(function: Any, reason: 
     (score,) = scores(as_term(function), episode_of("x"))
     assert score.missing
     assert reason in score.reason
+
+
+def test_a_term_or_function_that_asks_for_a_context_is_given_one(episode_of: MakeEpisode) -> None:
+    context = RewardContext(MediaStore())
+
+    class Looking:
+        name = "looking"
+
+        def __init__(self, scale: float = 1.0, *, context: RewardContext) -> None:
+            self.scale, self.store = scale, context.store
+
+        def score(self, task: Task, episode: Episode) -> float:
+            return self.scale
+
+    def looking(task: Task, episode: Episode, scale: float = 1.0, *, context: RewardContext) -> float:
+        return scale * isinstance(context.store, MediaStore)
+
+    assert as_term(Looking, context=context, scale=2.0).store is context.store  # type: ignore[union-attr]
+    assert scores(as_term(looking, context=context, scale=2.0), episode_of("x"))[0].value == 2.0
+    assert scores(partial(as_term, looking)(context=context, scale=3.0), episode_of("x"))[0].value == 3.0
+    with pytest.raises(RecipeError, match="has no option 'context'"):
+        build_term(f"{HERE}:in_context", {"context": 1}, "rewards.terms.0", context)
+    assert build_term(f"{HERE}:in_context", {}, "rewards.terms.0", context).name == "in_context"
+
+
+def in_context(task: Task, episode: Episode, *, context: RewardContext) -> float:
+    return 1.0
+
+
+def test_a_function_may_judge_a_whole_group(episode_of: MakeEpisode) -> None:
+    def longest(task: Task, episodes: Sequence[Episode]) -> list[float]:
+        return [float(len(e.response) == max(len(other.response) for other in episodes)) for e in episodes]
+
+    async def distinct(completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:
+        return [None if text == "" else 1.0 / completions.count(text) for text in completions]
+
+    episodes = tuple(replace(episode_of(text), id=text + str(i)) for i, text in enumerate(("a", "bb", "bb", "")))
+    scorer = Scorer([(as_term(longest), 1.0), (as_term(distinct, group=True), 1.0)], retries=0)
+    scored = asyncio.run(scorer.score_group(Group("g", TASK, episodes))).episodes
+    assert [e.scores[0].value for e in scored] == [0.0, 1.0, 1.0, 0.0]
+    assert [e.scores[1].value for e in scored] == [1.0, 0.5, 0.5, None]

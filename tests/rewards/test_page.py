@@ -5,12 +5,17 @@ import re
 from inspect import Parameter, signature
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
+from sensorium.media.picture import encode_png
+from sensorium.media.store import MediaStore
 from sensorium.recipe.names import resolve, table
+from sensorium.rewards.context import RewardContext
 from sensorium.rewards.functions import as_term, build_term
 from sensorium.rewards.scorer import Scorer
+from sensorium.vocabulary.content import user
 from sensorium.vocabulary.task import Task
 from tests.rewards.conftest import MakeEpisode
 
@@ -72,4 +77,10 @@ def test_the_code_on_the_page_is_a_reward(episode_of: MakeEpisode) -> None:
         exec(block, code)
     task = Task("t")
     assert as_term(code["brevity"], scale=2.0).score(task, episode_of("a")) == 2.0
+    assert as_term(code["longest"]).score_group(task, [episode_of("a"), episode_of("bb")]) == [0.0, 1.0]
+    store = MediaStore()
+    day = store.put(encode_png(np.full((4, 4, 3), 200, np.uint8)), "picture", "day.png")
+    light = as_term(code["Light"], context=RewardContext(store))
+    scored = asyncio.run(Scorer([(light, 1.0)]).score(Task("t", (user(day),)), episode_of("day")))
+    assert scored.reward == 1.0
     assert as_term(code["Mentions"], word="cat").score(task, episode_of("a cat")).value == 1.0

@@ -90,7 +90,7 @@ def test_a_slow_term_does_not_hold_up_other_episodes(episode_of: MakeEpisode) ->
     scorer = Scorer([(Judge(lambda: all_there.wait() * 0.0 + 1.0), 1.0)], retries=0, deadline_s=60)
 
     async def many() -> list[Episode]:
-        return await asyncio.gather(*(scorer.score(TASK, episode_of("x")) for _ in range(20)))
+        return await asyncio.gather(*(scorer.score(TASK, episode_of(f"x{i}")) for i in range(20)))
 
     assert [e.reward for e in asyncio.run(many())] == [1.0] * 20, "they all work at the same time"
 
@@ -203,7 +203,7 @@ def test_a_scorer_serves_several_event_loops(episode_of: MakeEpisode) -> None:
     scorer = Scorer([(Judge(lambda: 1.0), 1.0)], concurrency=1)
 
     async def several() -> list[Episode]:
-        return await asyncio.gather(*(scorer.score(TASK, episode_of("x")) for _ in range(5)))
+        return await asyncio.gather(*(scorer.score(TASK, episode_of(f"x{i}")) for i in range(5)))
 
     assert [e.reward for _ in range(2) for e in asyncio.run(several())] == [1.0] * 10
 

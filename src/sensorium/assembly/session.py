@@ -17,8 +17,10 @@ from sensorium.models.policy import Policy
 from sensorium.recipe.names import build, resolve
 from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection, SourceSection
 from sensorium.rewards.answer import without_answer
+from sensorium.rewards.context import RewardContext
 from sensorium.rewards.functions import build_term
-from sensorium.rewards.scorer import JudgementCache, Scorer
+from sensorium.rewards.judgements import JudgementCache, term_identity
+from sensorium.rewards.scorer import Scorer
 from sensorium.rollout.modalities import refuse_strange_worlds
 from sensorium.rollout.play import Rollout
 from sensorium.tasks.mixture import TaskStream
@@ -94,7 +96,7 @@ def open_session(recipe: Recipe, policy: Policy, judgements: JudgementCache | No
         "engine", recipe.rollout.engine, {}, "rollout.engine", policy=policy, lockstep=recipe.rollout.schedule == "lockstep"
     )
     rollout = Rollout(policy.chat, engine, recipe.rollout, EnvironmentMaker(policy.chat.store))
-    return Session(policy.chat.store, policy, engine, rollout, make_scorer(recipe.rewards, judgements))
+    return Session(policy.chat.store, policy, engine, rollout, make_scorer(recipe.rewards, judgements, policy.chat.store))
 
 
 def refuse_strange_tasks(session: Session, tasks: Sequence[Task]) -> None:
@@ -116,10 +118,12 @@ def refuse_unanswered(session: Session, training: Sequence[Task], held_out: Sequ
     return found
 
 
-def make_scorer(section: RewardsSection, judgements: JudgementCache | None) -> Scorer:
+def make_scorer(section: RewardsSection, judgements: JudgementCache | None, store: MediaStore) -> Scorer:
     """The recipe's reward terms behind one scorer."""
+    context = RewardContext(store)
     terms = [
-        (build_term(term.name, term.options, f"rewards.terms.{i}"), term.weight) for i, term in enumerate(section.terms)
+        (build_term(term.name, term.options, f"rewards.terms.{i}", context), term.weight)
+        for i, term in enumerate(section.terms)
     ]
     names = [term.name for term, _ in terms]
     if len(set(names)) < len(names):
@@ -132,6 +136,10 @@ def make_scorer(section: RewardsSection, judgements: JudgementCache | None) -> S
         retries=section.retries,
         retry_wait_s=section.retry_wait_s,
         judgements=judgements,
+        identities={
+            term.name: term_identity(asked.name, asked.options, getattr(term, "version", ""))
+            for (term, _), asked in zip(terms, section.terms, strict=True)
+        },
     )
 
 

@@ -7,8 +7,9 @@ from sensorium.media.store import MediaStore
 from sensorium.recipe.names import build, resolve, table, wrong_options
 from sensorium.recipe.schema import Recipe, SourceSection
 from sensorium.rewards.answer import without_answer
+from sensorium.rewards.context import RewardContext
 from sensorium.rewards.functions import build_term
-from sensorium.rewards.protocol import RewardTerm
+from sensorium.rewards.protocol import Term
 from sensorium.trainer.health.at_start import refuse_without_demonstrations
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError, TaskError
@@ -54,12 +55,12 @@ def _find_names(recipe: Recipe) -> None:
                 raise RecipeError(f"logging.loggers.{i}: '{name}' is not installed; run: pip install {name}") from error
 
 
-def _build_terms(recipe: Recipe) -> list[tuple[RewardTerm, float]]:
-    terms = []
+def _build_terms(recipe: Recipe) -> list[tuple[Term, float]]:
+    terms, context = [], RewardContext(MediaStore())
     for i, term in enumerate(recipe.rewards.terms):
         place = f"rewards.terms.{i}"
         try:
-            terms.append((build_term(term.name, term.options, place), term.weight))
+            terms.append((build_term(term.name, term.options, place, context), term.weight))
         except SensoriumError:
             raise
         except Exception as error:

@@ -5,7 +5,7 @@ from importlib import import_module
 from inspect import signature
 from typing import Any
 
-from sensorium.recipe.functions import reward_style, wrong_function_options
+from sensorium.recipe.functions import reward_style, takes_context, wrong_function_options
 from sensorium.recipe.objects import SCHEME, passed_object
 from sensorium.vocabulary.errors import RecipeError, nearest
 
@@ -119,7 +119,8 @@ def wrong_options(kind: str, name: str, options: Mapping[str, Any]) -> tuple[str
     target = resolve(kind, name)
     if kind == "reward" and (style := reward_style(target)):
         return wrong_function_options(name, target, style, options)
-    return _unfit(kind, name, target, options, GIVEN.get(kind, ()))
+    given = ("context",) if kind == "reward" and takes_context(target) else GIVEN.get(kind, ())
+    return _unfit(kind, name, target, options, given)
 
 
 def resolve(kind: str, name: str, where: str = "") -> Any:

@@ -72,9 +72,11 @@ class Ledger:
 
     def get(self, key: str) -> tuple[Score, ...] | None:
         """A judgement received earlier."""
-        row = self._read("SELECT scores FROM judgements WHERE key = ?", (key,))
+        row = self._read("SELECT scores, step FROM judgements WHERE key = ?", (key,))
         if not row:
             return None
+        if row[0][1] < self._step:  # a run that goes back to this step meets it again, so it must not be forgotten before
+            self._write("UPDATE judgements SET step = ? WHERE key = ?", [(self._step, key)])
         scores = [Score(**{**s, "span": tuple(s["span"]) if s["span"] else None}) for s in json.loads(row[0][0])]
         return tuple(scores)
 

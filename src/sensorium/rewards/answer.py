@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from sensorium.rewards.protocol import RewardTerm
+from sensorium.rewards.protocol import Term
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RewardFailure, TaskError
 from sensorium.vocabulary.task import Task
@@ -46,7 +46,7 @@ def boxed(text: str) -> str | None:
     return None
 
 
-def without_answer(terms: Sequence[tuple[RewardTerm, float]], tasks: Sequence[Task]) -> str:
+def without_answer(terms: Sequence[tuple[Term, float]], tasks: Sequence[Task]) -> str:
     """A sentence about tasks that a term cannot judge, since they have no answer; empty if there are none."""
     needing = [term.name for term, _ in terms if getattr(term, "needs_answer", False)]
     lacking = [task.id for task in tasks if task.answer is None]

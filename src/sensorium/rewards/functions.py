@@ -1,19 +1,22 @@
 """Plain Python functions and callable objects as reward terms.
 
 ``def brevity(task, episode): return -len(episode.response)`` returns a number, ``{name: number}``, a Score or several.
-``def brevity(prompts, completions, answer, **columns): return [...]`` is TRL's form: it gets lists of one, and returns a
-list of one number (None: no score). The columns are ``answer``, ``task_id`` and what stands in the task's metadata.
-Completions and prompts are texts; with ``messages: true`` lists of ``{"role", "content"}``, TRL's form of conversations.
-Both may be ``async``. A function is asked in a thread under the deadline, unless it has ``instant = True``.
+``def ranks(task, episodes): return [...]`` is asked about a group, and returns a list with one of these for each episode.
+``def brevity(prompts, completions, answer, **columns): return [...]`` is TRL's form: it gets lists of one, or with the
+option ``group: true`` of a whole group, and returns a list of as many numbers (None: no score). The columns are ``answer``,
+``task_id`` and what stands in the task's metadata. Completions and prompts are texts; with ``messages: true`` lists of
+``{"role", "content"}``, TRL's form of conversations. All may be ``async``, and have a keyword-only parameter ``context``. A
+function is asked in a thread under the deadline, unless it has ``instant = True``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, isawaitable
 from typing import Any
 
-from sensorium.recipe.functions import Style, parameters_of, reward_style, wrong_function_options
+from sensorium.recipe.functions import Style, parameters_of, reward_style, takes_context, wrong_function_options
 from sensorium.recipe.names import build, resolve
-from sensorium.rewards.protocol import RewardTerm
+from sensorium.rewards.context import RewardContext
+from sensorium.rewards.protocol import Term
 from sensorium.vocabulary.content import Message, Text
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RecipeError, TaskError
@@ -21,71 +24,80 @@ from sensorium.vocabulary.plain import shown
 from sensorium.vocabulary.task import Task
 
 BLOCKS = {"picture": "image", "video": "video", "sound": "audio"}
-SIGNATURES = "(task, episode) or (prompts, completions, **columns)"
+SIGNATURES = "(task, episode), (task, episodes) or (prompts, completions, **columns)"
 
 
-def as_term(thing: Any, **options: Any) -> RewardTerm:
-    """A reward term from anything that can be one: a term, its class, or a function or callable object of either signature.
+def as_term(thing: Any, *, context: RewardContext | None = None, **options: Any) -> Term:
+    """A reward term from anything that can be one: a term, its class, or a function or callable object of any signature.
 
-    ``options`` are the class's or function's own; for a function also ``name``, ``instant`` and ``messages``.
+    ``options`` are the class's or function's own; for a function also ``name``, ``instant``, ``messages`` and ``group``.
     """
     if isinstance(thing, type):
-        return _term(thing(**options), thing.__name__)
-    if callable(getattr(thing, "score", None)):
+        given = {"context": context} if takes_context(thing) else {}
+        return _term(thing(**given, **options), thing.__name__)
+    if _judges(thing):
         if options:
             raise RecipeError(f"reward {shown(thing)} is built already, so it takes no options: {', '.join(options)}.")
         return _term(thing, type(thing).__name__)
     if not callable(thing):
         raise RecipeError(f"a reward is a term with a method score, or a function {SIGNATURES}; not {shown(thing)}.")
-    name = _name_of(thing)
-    style = reward_style(thing) or _style_by_count(thing, name)
-    _, problem = wrong_function_options(name, thing, style, options)
+    return _function_term(thing, reward_style(thing) or _style_by_count(thing, _name_of(thing)), options, context)
+
+
+def _function_term(function: Any, style: Style, options: Mapping[str, Any], context: RewardContext | None) -> Term:
+    name = _name_of(function)
+    _, problem = wrong_function_options(name, function, style, options)
     if problem:
         raise RecipeError(f"rewards: {problem}")
-    return FunctionTerm(thing, style, name, options)
+    given = {"context": context} if takes_context(function) else {}
+    whole = style == "episodes" or (style == "completions" and bool(options.get("group", False)))
+    return (GroupFunctionTerm if whole else FunctionTerm)(function, style, name, {**options, **given})
 
 
-def build_term(name: str, options: Mapping[str, Any], where: str) -> RewardTerm:
+def build_term(name: str, options: Mapping[str, Any], where: str, context: RewardContext | None = None) -> Term:
     """The reward term that a recipe names: a registered one, ``module:Class``, or ``module:function``."""
     target = resolve("reward", name, where)
-    if reward_style(target):
-        return as_term(target, **options)
-    built = build("reward", name, options, where)
-    if callable(getattr(built, "score", None)):
+    if style := reward_style(target):
+        return _function_term(target, style, options, context)
+    built = build("reward", name, options, where, **({"context": context} if takes_context(target) else {}))
+    if _judges(built):
         return _term(built, getattr(target, "__name__", name))
     raise RecipeError(
         f"{where}: '{name}' gave {shown(built)}, which is no reward term. A reward is a class with a method score(task, "
-        f"episode), or a function whose parameters are called {SIGNATURES}."
+        f"episode) or score_group(task, episodes), or a function whose parameters are called {SIGNATURES}."
     )
 
 
-class FunctionTerm:
-    """A function as a reward term."""
+class _Function:
+    """What functions of every signature have in common."""
 
     def __init__(self, function: Callable[..., Any], style: Style, name: str, options: Mapping[str, Any]) -> None:
         parameters = parameters_of(function)
         kept = dict(options)
-        own = {key: kept.pop(key) for key in ("name", "instant", "messages") if key in kept and key not in parameters}
+        wrapping = ("name", "instant", "messages", "group")
+        own = {key: kept.pop(key) for key in wrapping if key in kept and key not in parameters}
         self.name = str(own.get("name", name))
         self.instant = bool(own.get("instant", getattr(function, "instant", False)))
+        self.deterministic = bool(getattr(function, "deterministic", True))
+        self.version = getattr(function, "version", "")
         known = parameters.get("answer") if style == "completions" else None
         self.needs_answer = known is not None and known.default is Parameter.empty
         self._messages = bool(own.get("messages", False))
         self._function, self._style, self._options, self._parameters = function, style, kept, parameters
 
-    def score(self, task: Task, episode: Episode) -> Any:
-        """Whatever the function returns; the scorer turns it into scores."""
-        if self._style == "episode":
-            return self._function(task, episode, **self._options)
-        returned = self._function(**self._columns(task, episode))
-        return _first_later(self.name, returned) if isawaitable(returned) else _first(self.name, returned)
+    def _ask_in_columns(self, task: Task, episodes: Sequence[Episode]) -> Any:
+        """What a function of TRL's form returns: a list, or something to be awaited for one."""
+        returned = self._function(**self._columns(task, episodes))
+        count = len(episodes)
+        return _listed_later(self.name, returned, count) if isawaitable(returned) else _listed(self.name, returned, count)
 
-    def _columns(self, task: Task, episode: Episode) -> dict[str, Any]:
-        """The arguments of TRL's form: lists of one, of those that the function takes."""
-        known: dict[str, Any] = {key: [value] for key, value in task.metadata.items() if isinstance(key, str)}
-        known |= {"task_id": [task.id], "answer": [task.answer]}
-        known |= {"prompts": [self._prompt(task, episode)], "completions": [self._completion(episode)]}
-        known["completion_ids"] = [[token for turn in episode.turns for token in turn.response.tokens]]
+    def _columns(self, task: Task, episodes: Sequence[Episode]) -> dict[str, Any]:
+        """The arguments of TRL's form, lists with an entry for each episode: of those that the function takes."""
+        known = {key: [value] * len(episodes) for key, value in task.metadata.items() if isinstance(key, str)}
+        known |= {"task_id": [task.id] * len(episodes), "answer": [task.answer] * len(episodes)}
+        known["prompts"] = [self._prompt(task, episode) for episode in episodes]
+        known["completions"] = [self._completion(episode) for episode in episodes]
+        known["completion_ids"] = [[t for turn in episode.turns for t in turn.response.tokens] for episode in episodes]
         known |= self._options
         named = [p for p in self._parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         for parameter in named:
@@ -99,7 +111,7 @@ class FunctionTerm:
         return {p.name: known[p.name] for p in named if p.name in known}
 
     def _prompt(self, task: Task, episode: Episode) -> Any:
-        shown_first = task.messages or (episode.turns[0].observation if episode.turns else ())
+        shown_first = task.messages or (*episode.head, *(episode.turns[0].observation if episode.turns else ()))
         if self._messages:
             return [{"role": message.role, "content": _content(message)} for message in shown_first]
         return "\n".join(message.text for message in shown_first)
@@ -115,6 +127,27 @@ class FunctionTerm:
         return said
 
 
+class FunctionTerm(_Function):
+    """A function that is asked about one episode at a time."""
+
+    def score(self, task: Task, episode: Episode) -> Any:
+        """Whatever the function returns; the scorer turns it into scores."""
+        if self._style == "episode":
+            return self._function(task, episode, **self._options)
+        listed = self._ask_in_columns(task, [episode])
+        return _first_later(self.name, listed) if isawaitable(listed) else _first(self.name, listed)
+
+
+class GroupFunctionTerm(_Function):
+    """A function that is asked about all episodes of a group at once."""
+
+    def score_group(self, task: Task, episodes: Sequence[Episode]) -> Any:
+        """Whatever the function returns; the scorer turns it into scores, episode by episode."""
+        if self._style == "episodes":
+            return self._function(task, episodes, **self._options)
+        return self._ask_in_columns(task, episodes)
+
+
 def _content(message: Message) -> Any:
     """A message's text, or its blocks where it shows media."""
     if not message.media:
@@ -125,29 +158,45 @@ def _content(message: Message) -> Any:
     ]
 
 
-def _first(name: str, returned: Any) -> Any:
-    """The one score of a list of one; arrays of numpy and torch are lists too."""
+def _listed(name: str, returned: Any, count: int) -> Sequence[Any]:
+    """A list with as many entries as there are completions; arrays of numpy and torch are lists too."""
     listed = returned.tolist() if hasattr(returned, "tolist") and getattr(returned, "shape", ()) != () else returned
-    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes) or len(listed) != 1:
-        raise TypeError(
-            f"reward function '{name}' got 1 completion and must return a list of 1 score, not {shown(returned)}"
-        )
+    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes) or len(listed) != count:
+        few = f"{count} completion{'' if count == 1 else 's'}"
+        scores = f"{count} score{'' if count == 1 else 's'}"
+        raise TypeError(f"reward function '{name}' got {few} and must return a list of {scores}, not {shown(returned)}")
+    return listed
+
+
+async def _listed_later(name: str, returned: Any, count: int) -> Sequence[Any]:
+    return _listed(name, await returned, count)
+
+
+def _first(name: str, listed: Sequence[Any]) -> Any:
+    """The one score of a list of one."""
     if listed[0] is None:
         raise TypeError(f"reward function '{name}' returned None: it does not judge this task")
     return listed[0]
 
 
-async def _first_later(name: str, returned: Any) -> Any:
-    return _first(name, await returned)
+async def _first_later(name: str, listed: Any) -> Any:
+    return _first(name, await listed)
 
 
-def _term(built: Any, name: str) -> RewardTerm:
+def _judges(thing: Any) -> bool:
+    return callable(getattr(thing, "score", None)) or callable(getattr(thing, "score_group", None))
+
+
+def _term(built: Any, name: str) -> Term:
     """A term that has a name; ``instant`` may be left out."""
-    if not callable(getattr(built, "score", None)):
-        raise RecipeError(f"reward '{name}' has no method score(task, episode), so it cannot judge: {shown(built)}.")
+    if not _judges(built):
+        raise RecipeError(
+            f"reward '{name}' has no method score(task, episode) or score_group(task, episodes), so it cannot judge: "
+            f"{shown(built)}."
+        )
     if not isinstance(getattr(built, "name", None), str) or not built.name:
         built.name = name
-    term: RewardTerm = built
+    term: Term = built
     return term
 
 

@@ -3,7 +3,7 @@
 A term may return a number, one Score, a tuple or list of Scores, or ``{name: number}``, one score each.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from typing import Any, get_args
@@ -28,6 +28,32 @@ def scores_of(name: str, returned: Any, episode: Episode, others: Container[str]
         raise RewardFailure(f"reward term '{name}': {told}") from error
     unsaid = f"reward term '{name}' gave no value and said no reason"
     return tuple(replace(s, reason=unsaid) if s.value is None and not s.reason else s for s in scores)
+
+
+def group_scores_of(
+    name: str, returned: Any, episodes: Sequence[Episode], others: Container[str] = ()
+) -> list[tuple[Score, ...]]:
+    """The scores of each episode of a group. RewardFailure if they are no list with an entry for each.
+
+    An entry that is none of the forms is that episode's missing score.
+    """
+    listed, _ = attempt(lambda: returned.tolist() if getattr(returned, "shape", ()) else returned)
+    if not isinstance(listed, list | tuple) or len(listed) != len(episodes):
+        raise RewardFailure(
+            f"reward term '{name}': score_group must return a list of {len(episodes)} entries, one for each episode, not "
+            f"{shown(returned)}"
+        )
+    found = []
+    for entry, episode in zip(listed, episodes, strict=True):
+        try:
+            found.append(scores_of(name, entry, episode, others) if entry is not None else (_unsaid(name),))
+        except RewardFailure as refused:
+            found.append((Score(name, None, reason=str(refused)),))
+    return found
+
+
+def _unsaid(name: str) -> Score:
+    return Score(name, None, reason=f"reward term '{name}' gave no score")
 
 
 def _checked(name: str, returned: Any, episode: Episode, others: Container[str]) -> tuple[Score, ...]:

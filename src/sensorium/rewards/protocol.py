@@ -1,5 +1,6 @@
 """The reward-term protocol: a named function of a task and an episode."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from sensorium.vocabulary.episode import Episode
@@ -13,11 +14,30 @@ class RewardTerm(Protocol):
     slow, or ``async``: it runs off the event loop under a deadline and is retried. A term with ``instant = True`` is plain
     computation: it runs in place, and its scores are not kept in the ledger's cache of judgements. Without ``instant`` a
     term is taken for slow. One with ``needs_answer = True`` cannot judge a task without an answer.
+
+    A judgement is made once for equal content (``rewards/judgements.py``): ``version`` tells a term that has changed from
+    what it was, and ``deterministic = False`` says that equal content may be judged differently.
+    A constructor with a keyword-only parameter ``context`` is given a RewardContext.
     """
 
     name: str
 
     def score(self, task: Task, episode: Episode) -> Any: ...
+
+
+class GroupTerm(Protocol):
+    """Scores the episodes of a group together: ``score_group`` returns a list with an entry for each, in their order.
+
+    An entry is what ``score`` may return, or None for no score. A term that has both methods is asked by this one. Episodes
+    that failed are not among those it gets.
+    """
+
+    name: str
+
+    def score_group(self, task: Task, episodes: Sequence[Episode]) -> Any: ...
+
+
+Term = RewardTerm | GroupTerm
 
 
 @runtime_checkable

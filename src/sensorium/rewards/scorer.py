@@ -3,19 +3,20 @@
 Invariants: a judgement is waited for at most (retries + 1) · (deadline + wait), once it has a place among those that run,
 and the wait names its term. Slow terms run in the daemon threads of a pool, so a judge that never returns can neither stop
 the run nor keep the process alive; their judgements, missing ones included, go to the cache, so that a resumed run meets
-the same ones. That a term had to be asked again is counted, and said the first time and whenever it is ten times as often.
+the same ones, and equal content is judged once (``judgements.py``). That a term had to be asked again is counted, and said
+the first time and whenever it is ten times as often.
 """
 
 import asyncio
-import hashlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import isawaitable
-from typing import Any, Protocol
+from typing import Any, TypeGuard, cast
 
-from sensorium.rewards.intake import scores_of
-from sensorium.rewards.protocol import ComparingTerm, RewardTerm
+from sensorium.rewards.intake import group_scores_of, scores_of
+from sensorium.rewards.judgements import JudgementCache, JudgementKeys, JudgementMemory, Scores, judgement_keys
+from sensorium.rewards.protocol import ComparingTerm, GroupTerm, RewardTerm, Term
 from sensorium.vocabulary.episode import Episode, Group, Status
 from sensorium.vocabulary.errors import RewardFailure, TaskError
 from sensorium.vocabulary.plain import attempt, printable, words
@@ -23,14 +24,6 @@ from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 from sensorium.workers.pool import CallOverdue, WorkerFailure, WorkerPool
 from sensorium.workers.side_by_side import side_by_side
-
-
-class JudgementCache(Protocol):
-    """Where judgements of slow terms are kept (a run's ledger)."""
-
-    def get(self, key: str) -> tuple[Score, ...] | None: ...
-
-    def put(self, key: str, scores: tuple[Score, ...]) -> None: ...
 
 
 @dataclass
@@ -51,20 +44,26 @@ class TermCounts:
 
 
 class Scorer:
-    """Runs reward terms over episodes. ``noted`` hears, in a line, that a term has to be asked again."""
+    """Runs reward terms over episodes. ``noted`` hears, in a line, that a term has to be asked again.
+
+    ``identities`` says by term name what else tells its judgements apart: options and version (``term_identity``).
+    """
 
     def __init__(
         self,
-        terms: Sequence[tuple[RewardTerm, float]],
+        terms: Sequence[tuple[Term, float]],
         deadline_s: float = 30.0,
         retries: int = 2,
         retry_wait_s: float = 0.5,
         judgements: JudgementCache | None = None,
         concurrency: int = 64,
+        identities: Mapping[str, str] | None = None,
     ) -> None:
         self.terms = tuple(terms)
         self.deadline_s, self.retries, self.retry_wait_s = deadline_s, retries, retry_wait_s
-        self.judgements = judgements
+        self.judgements: JudgementCache = JudgementMemory() if judgements is None else judgements
+        self._identities = identities or {}
+        self._running: dict[str, asyncio.Future[list[Scores] | None]] = {}
         self.noted: Callable[[str], None] = lambda text: warnings.warn(text, stacklevel=2)
         self._names = frozenset(term.name for term, _ in self.terms)
         self._pool = WorkerPool("reward term", concurrency)
@@ -72,31 +71,39 @@ class Scorer:
         self._retried = dict.fromkeys(self._names, 0)
 
     async def score(self, task: Task, episode: Episode) -> Episode:
-        """The episode with a score from every term. One that failed or was aborted is judged by none, with the reason."""
-        if episode.status in (Status.FAILED, Status.ABORTED):
-            reason = f"the episode {episode.status.value}: {episode.failure}"
-            return episode.with_scores(tuple(Score(term.name, None, weight, reason=reason) for term, weight in self.terms))
-        judged = await self._slow_terms(task, episode)
-        scores: list[Score] = []
-        for term, weight in self.terms:
-            found = self._in_place(term, task, episode) if _instant(term) else judged[term.name]
-            self._counts[term.name].missing += sum(score.missing for score in found)
-            scores += [replace(score, weight=weight) for score in found]
-        return episode.with_scores(tuple(scores))
+        """The episode with a score from every term, as the only one of its group."""
+        return (await self.score_group(Group(episode.group_id, task, (episode,)))).episodes[0]
 
     async def score_group(self, group: Group) -> Group:
-        """The group with every episode scored."""
-        if all(_instant(term) for term, _ in self.terms):
-            return replace(group, episodes=tuple([await self.score(group.task, episode) for episode in group.episodes]))
-        return replace(group, episodes=tuple(await side_by_side(self.score(group.task, e) for e in group.episodes)))
+        """The group with a score from every term for every episode. One that failed or was aborted is judged by none."""
+        sound = [episode for episode in group.episodes if episode.status not in (Status.FAILED, Status.ABORTED)]
+        found = await self._judged(group.task, sound) if sound else {}
+        places = {id(episode): place for place, episode in enumerate(sound)}
+        episodes = []
+        for episode in group.episodes:
+            scores: list[Score] = []
+            for term, weight in self.terms:
+                if id(episode) in places:
+                    given = found[term.name][places[id(episode)]]
+                    self._counts[term.name].missing += sum(score.missing for score in given)
+                else:
+                    given = (Score(term.name, None, reason=f"the episode {episode.status.value}: {episode.failure}"),)
+                scores += [replace(score, weight=weight) for score in given]
+            episodes.append(episode.with_scores(tuple(scores)))
+        return replace(group, episodes=tuple(episodes))
 
-    async def _slow_terms(self, task: Task, episode: Episode) -> dict[str, tuple[Score, ...]]:
-        """What the terms that run in threads say, side by side."""
-        slow = [term for term, _ in self.terms if not _instant(term)]
-        if not slow:
-            return {}
-        found = await side_by_side(self._slow(term, task, episode) for term in slow)
-        return {term.name: scores for term, scores in zip(slow, found, strict=True)}
+    async def _judged(self, task: Task, episodes: Sequence[Episode]) -> dict[str, list[Scores]]:
+        """What each term says of each episode: slow ones side by side, instant ones in place."""
+        slow = [(term, call) for term, _ in self.terms if not _instant(term) for call in _calls(term, episodes)]
+        asked = await side_by_side(self._kept(term, task, call) for term, call in slow) if slow else []
+        found: dict[str, list[Scores]] = {term.name: [] for term, _ in self.terms}
+        for (term, _), scores in zip(slow, asked, strict=True):
+            found[term.name] += scores
+        for term, _ in self.terms:
+            if _instant(term):
+                for call in _calls(term, episodes):
+                    found[term.name] += self._in_place(term, task, call)
+        return found
 
     @property
     def comparing(self) -> ComparingTerm | None:
@@ -143,9 +150,9 @@ class Scorer:
                 self.noted(f"reward term '{term.name}' could not be closed: {problem}.")
         self._pool.close()
 
-    def _in_place(self, term: RewardTerm, task: Task, episode: Episode) -> tuple[Score, ...]:
+    def _in_place(self, term: Term, task: Task, episodes: Sequence[Episode]) -> list[Scores]:
         """Ask a term that is plain computation; it has no event loop to wait in."""
-        returned, error = attempt(term.score, task, episode)
+        returned, error = attempt(_call, term, task, episodes)
         awaitable, unreadable = attempt(isawaitable, returned)
         error = error or unreadable
         if awaitable:
@@ -153,29 +160,50 @@ class Scorer:
             error = RewardFailure(f"reward term '{term.name}' is async, so it cannot be instant; set instant = False")
         try:
             if error is None:
-                return self._scores(term, returned, episode)
+                return self._scores(term, returned, episodes)
         except RewardFailure as refused:
             error = refused
-        return (Score(term.name, None, reason=_reason(error)),)
+        return _missing(term, _reason(error), episodes)
 
-    def _scores(self, term: RewardTerm, returned: Any, episode: Episode) -> tuple[Score, ...]:
-        return scores_of(term.name, returned, episode, self._names)
+    def _scores(self, term: Term, returned: Any, episodes: Sequence[Episode]) -> list[Scores]:
+        if judges_groups(term):
+            return group_scores_of(term.name, returned, episodes, self._names)
+        return [scores_of(term.name, returned, episodes[0], self._names)]
 
-    async def _slow(self, term: RewardTerm, task: Task, episode: Episode) -> tuple[Score, ...]:
-        key = _judgement_key(term, task, episode)
-        known = self.judgements.get(key) if self.judgements is not None else None
-        if known is not None:
-            return known
-        found = await self._persistently(term, task, episode)
-        if self.judgements is not None:
-            self.judgements.put(key, found)
-        return found
+    async def _kept(self, term: Term, task: Task, episodes: Sequence[Episode]) -> list[Scores]:
+        """What a slow term says: from the cache, from an equal call that runs at this moment, or by asking it."""
+        keys = judgement_keys(
+            self._identities.get(term.name, term.name), task, episodes, deterministic=getattr(term, "deterministic", True)
+        )
+        running: asyncio.Future[list[Scores] | None] | None
+        while True:
+            known = keys.look_up(self.judgements)
+            if known is not None:
+                return known
+            running = self._running.get(keys.content[0])
+            if running is None:
+                return await self._ask_and_keep(term, task, episodes, keys)
+            found = await asyncio.shield(running)
+            if found is not None:  # None: whoever asked was cancelled
+                keys.keep(self.judgements, found)
+                return found
 
-    async def _persistently(self, term: RewardTerm, task: Task, episode: Episode) -> tuple[Score, ...]:
+    async def _ask_and_keep(self, term: Term, task: Task, episodes: Sequence[Episode], keys: JudgementKeys) -> list[Scores]:
+        running = self._running[keys.content[0]] = asyncio.get_running_loop().create_future()
+        found = None
+        try:
+            found = await self._persistently(term, task, episodes)
+            keys.keep(self.judgements, found)
+            return found
+        finally:
+            del self._running[keys.content[0]]
+            running.set_result(found)
+
+    async def _persistently(self, term: Term, task: Task, episodes: Sequence[Episode]) -> list[Scores]:
         """Ask until it answers or the retries are spent; a task that is at fault is not asked again."""
         for tries in range(1, self.retries + 2):
-            found = await self._asked(term, task, episode)
-            if isinstance(found, tuple):
+            found = await self._asked(term, task, episodes)
+            if isinstance(found, list):
                 return found
             reason = _reason(found) + (f" (tried {tries} times)" if tries > 1 else "")
             if isinstance(found, TaskError):
@@ -183,12 +211,12 @@ class Scorer:
             if tries <= self.retries:
                 self._note_retry(term.name, reason)
                 await asyncio.sleep(self.retry_wait_s)
-        return (Score(term.name, None, reason=reason),)
+        return _missing(term, reason, episodes)
 
-    async def _asked(self, term: RewardTerm, task: Task, episode: Episode) -> tuple[Score, ...] | BaseException:
+    async def _asked(self, term: Term, task: Task, episodes: Sequence[Episode]) -> list[Scores] | BaseException:
         """The scores of one call in a thread, or what went wrong."""
         try:
-            call = await self._pool.call(lambda: term.score(task, episode), self.deadline_s)
+            call = await self._pool.call(lambda: _call(term, task, episodes), self.deadline_s)
         except CallOverdue as overdue:
             self._counts[term.name].add(self.deadline_s)
             return RewardFailure(f"reward term '{term.name}' {overdue}")
@@ -198,7 +226,7 @@ class Scorer:
         if call.error is not None:
             return call.error
         try:
-            return self._scores(term, call.value, episode)
+            return self._scores(term, call.value, episodes)
         except RewardFailure as refused:
             return refused
 
@@ -213,16 +241,30 @@ class Scorer:
             self.noted(f"reward term '{name}' was asked again {times} times by now; the last time: {reason}.")
 
 
-def _instant(term: RewardTerm) -> bool:
+def judges_groups(term: Term) -> TypeGuard[GroupTerm]:
+    """True for a term that is asked about a whole group at once."""
+    return callable(getattr(term, "score_group", None))
+
+
+def _call(term: Term, task: Task, episodes: Sequence[Episode]) -> Any:
+    if judges_groups(term):
+        return term.score_group(task, tuple(episodes))
+    return cast(RewardTerm, term).score(task, episodes[0])
+
+
+def _calls(term: Term, episodes: Sequence[Episode]) -> list[Sequence[Episode]]:
+    """The episodes of each call that a term needs: all of them at once, or one at a time."""
+    return [episodes] if judges_groups(term) else [(episode,) for episode in episodes]
+
+
+def _missing(term: Term, reason: str, episodes: Sequence[Episode]) -> list[Scores]:
+    return [(Score(term.name, None, reason=reason),) for _ in episodes]
+
+
+def _instant(term: Term) -> bool:
     return bool(getattr(term, "instant", False))
 
 
 def _reason(error: BaseException) -> str:
     told = isinstance(error, RewardFailure | TaskError) and str(error)
     return printable(str(error)) if told else words(error)
-
-
-def _judgement_key(term: RewardTerm, task: Task, episode: Episode) -> str:
-    said = [(turn.response.text, turn.reward) for turn in episode.turns]
-    body = repr((term.name, episode.id, task.id, task.answer, said)).encode()
-    return hashlib.blake2b(body, digest_size=16).hexdigest()
