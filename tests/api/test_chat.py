@@ -72,15 +72,26 @@ def test_chat_works_inside_a_loop_and_repeats_by_seed(model: sn.Model, shown: tu
     assert len({reply.tokens for reply in replies}) > 1
 
 
-def test_a_conversation_with_a_system_prompt_and_an_earlier_reply(model: sn.Model) -> None:
-    turns = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "One?"},
-        {"role": "assistant", "content": "One."},
-        {"role": "user", "content": "Two?"},
+def test_a_greedy_reply_is_what_transformers_generates_from_the_same_checkpoint(
+    model: sn.Model, shown: tuple[str, Image.Image], tmp_path: Path
+) -> None:
+    """A picture, and a conversation with a system prompt and an earlier reply, through the stock processor and model."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    model.policy.save(tmp_path)
+    processor, stock = AutoProcessor.from_pretrained(tmp_path), AutoModelForImageTextToText.from_pretrained(tmp_path)
+    said = [("system", "Be brief."), ("user", "One?"), ("assistant", "One."), ("user", "Two?")]
+    asked = {"type": "image", "image": shown[1]}, {"type": "text", "text": shown[0]}
+    conversations = [
+        [{"role": "user", "content": list(asked)}],
+        [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in said],
     ]
-    reply = model.chat(turns, max_new_tokens=3)
-    assert reply.tokens != model.chat(turns[:2], max_new_tokens=3).tokens or reply.logprobs
+    for conversation in conversations:
+        inputs = processor.apply_chat_template(
+            conversation, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        generated = stock.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        assert model.chat(conversation, max_new_tokens=8).tokens == tuple(generated.tolist())
 
 
 def test_what_cannot_be_said_is_refused_by_name(model: sn.Model, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from sensorium.trainer.selection import (
     UNUSED,
     Selection,
     first,
+    masked,
     most_varied,
     select,
     why_unfit,
@@ -54,6 +55,19 @@ def test_a_group_left_with_one_member_is_trained_on_only_where_nothing_is_compar
 def test_an_episode_that_broke_off_is_not_trained_on_even_with_a_score(status: Status) -> None:
     assert why_unfit(replace(episode(0, 1.0, status=status), failure="it hung")) == f"{status}: it hung"
     assert why_unfit(episode(0, 1.0, status=Status.TRUNCATED)) == ""
+
+
+def test_masked_episodes_are_counted_and_a_group_of_nothing_else_is_not_trained_on() -> None:
+    cut = group(episode(0, 1.0, status=Status.TRUNCATED), episode(1, 0.0, status=Status.TRUNCATED))
+    mixed = group(episode(2, 1.0), episode(3, 0.0, status=Status.TRUNCATED))
+    selection = select([cut, mixed], "drop_episode", smallest=2)
+    assert set(masked(selection.groups)) == {"e0", "e1", "e3"}
+    row = episode_metrics([cut, mixed], selection, mask_truncated=True)
+    assert (row["episodes/masked"], row["episodes/truncated"], row["episodes/dropped"]) == (3, 3, 0)
+    assert (row["groups/trained"], row["groups/dropped"]) == (1, 0)
+    plain = episode_metrics([cut, mixed], selection)
+    assert plain["groups/trained"] == 2
+    assert "episodes/masked" not in plain
 
 
 def test_a_group_that_left_nobody_is_not_trained_on_at_all() -> None:

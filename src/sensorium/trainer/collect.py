@@ -23,7 +23,7 @@ from sensorium.tasks.mixture import Skipped
 from sensorium.trainer.credit import groups_with_signal
 from sensorium.trainer.drawing import Drawing, prompt_too_long, skip_metrics
 from sensorium.trainer.metrics import environment_metrics
-from sensorium.trainer.selection import NO_SIGNAL, Selection, first, most_varied, select, why_unfit
+from sensorium.trainer.selection import NO_SIGNAL, Selection, first, masked, most_varied, select, why_unfit
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.task import Task
 
@@ -189,6 +189,7 @@ class Collector:
         taken = first(found.selection, wanted, found.ranks)
         kept = most_varied(taken, section.kept(len(taken.groups))) if section.variance_share < 1 else taken
         fates = kept.fates | {e.id: CANCELLED for group in found.cancelled for e in group.episodes}
+        fates |= masked(kept.groups) if self.recipe.rollout.mask_truncated else {}
         fates |= {e.id: BASELINE for group in found.baselines for e in group.episodes}
         return Collected(
             selection=kept,

@@ -143,7 +143,8 @@ class Trainer:
         with clock("record"):
             self._record(step, collected)
         self.position = collected.position
-        row = episode_metrics(groups, selection) | learned | collected.metrics | clock.metrics(collected.played)
+        measured = episode_metrics(groups, selection, mask_truncated=recipe.rollout.mask_truncated)
+        row = measured | learned | collected.metrics | clock.metrics(collected.played)
         return row, Evidence(groups, collected.fates, unanswered(self.session.scorer, groups))
 
     async def _supervised_step(self) -> tuple[dict[str, float], Evidence]:

@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from sensorium.assembly.session import Session
-from sensorium.trainer.selection import EMPTY, SET_ASIDE, Selection, zero_variance
+from sensorium.trainer.selection import EMPTY, SET_ASIDE, Selection, masked, zero_variance
 from sensorium.vocabulary.episode import Episode, Group, Status
 from sensorium.workers.pool import WorkerPool
 
 
-def episode_metrics(groups: Sequence[Group], selection: Selection) -> dict[str, float]:
-    """Rewards by term and by named part, accuracy, and what the episodes were like."""
+def episode_metrics(groups: Sequence[Group], selection: Selection, *, mask_truncated: bool = False) -> dict[str, float]:
+    """Rewards by term and by named part, accuracy, what the episodes were like. A group masked whole is not trained on."""
     episodes = [episode for group in groups for episode in group.episodes]
     row: dict[str, float] = {}
     _put_mean(row, "reward/mean", [e.reward for e in episodes if e.reward is not None])
@@ -29,8 +29,10 @@ def episode_metrics(groups: Sequence[Group], selection: Selection) -> dict[str, 
     for term in sorted({name.partition("/")[0] for name in terms if "/" in name} - terms.keys()):
         _put_mean(row, f"reward/{term}", [paid for e in episodes if (paid := _sum_of_parts(e, term)) is not None])
     _put_mean(row, "accuracy", [float(e.correct) for e in episodes if e.correct is not None])
-    row["groups/zero_variance"] = zero_variance(selection.groups)
-    row["groups/trained"] = len(selection.groups)
+    unseen = masked(selection.groups) if mask_truncated else {}
+    trained = [group for group in selection.groups if any(e.id not in unseen for e in group.episodes)]
+    row["groups/zero_variance"] = zero_variance(trained)
+    row["groups/trained"] = len(trained)
     aside = sum(any(selection.fates.get(e.id) in SET_ASIDE for e in group.episodes) for group in groups)
     row["groups/dropped"] = len(groups) - len(selection.groups) - aside
     lengths = [e.sampled_tokens for e in episodes]
@@ -40,6 +42,8 @@ def episode_metrics(groups: Sequence[Group], selection: Selection) -> dict[str, 
     row["episodes/truncated"] = _count(episodes, Status.TRUNCATED)
     row["episodes/out_of_context"] = sum(bool(e.info.get("out_of_context")) for e in episodes)
     row["episodes/empty"] = sum(fate == EMPTY for fate in selection.fates.values())
+    if mask_truncated:
+        row["episodes/masked"] = len(unseen)
     row["episodes/failed"] = _count(episodes, Status.FAILED) + _count(episodes, Status.ABORTED)
     row["episodes/dropped"] = sum(fate not in SET_ASIDE for fate in selection.fates.values())
     return row

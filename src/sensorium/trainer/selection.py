@@ -12,6 +12,7 @@ NO_SIGNAL = "dropped: nobody in its group has an advantage (all were paid the sa
 UNUSED = "unused: enough other groups were complete before"
 TOO_ALIKE = "dropped: the members of other groups were paid more differently (selection.variance_share)"
 EMPTY = "dropped: nothing was written, so there is no token to credit"
+MASKED = "masked: a budget cut it off, so it is not trained on (rollout.mask_truncated), but counts in its group's baseline"
 SET_ASIDE = frozenset({NO_SIGNAL, UNUSED, TOO_ALIKE})
 """Fates of what could have been trained on, but was not wanted."""
 
@@ -64,6 +65,11 @@ def why_unfit(episode: Episode) -> str:
     if bad or unusable(episode.reward):
         return f"dropped: no number to train on ({', '.join(bad) or f'in all {episode.reward:g}'})"
     return ""
+
+
+def masked(groups: Sequence[Group]) -> dict[str, str]:
+    """The fate of every truncated member, where truncated episodes are masked."""
+    return {e.id: MASKED for group in groups for e in group.episodes if e.status == Status.TRUNCATED}
 
 
 def first(selection: Selection, wanted: int, ranks: Mapping[str, tuple[int, int]]) -> Selection:
