@@ -17,10 +17,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from sensorium.algorithms.episodes import Credit, Episodes
+from sensorium.evaluation.variants import SAMPLED_AND_GREEDY
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.names import register, resolve, table
 from sensorium.recipe.traits import ESTIMATORS
-from sensorium.trainer.study import SAMPLED_AND_GREEDY, study
+from sensorium.trainer.study import study
 from studies.seeds import add_run, by_name, chosen_seeds, circumstances, cpu_minutes
 
 RESULTS = Path(__file__).parent / "results" / "algorithms"

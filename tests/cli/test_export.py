@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from sensorium.cli.export import export, find_checkpoint
+from sensorium.cli.export import export
 from sensorium.cli.main import main
+from sensorium.record.checkpoint_files import checkpoint_of_run
 from sensorium.vocabulary.errors import CheckpointError
 
 
@@ -94,18 +95,18 @@ def test_a_run_without_adapters_has_none_to_export(tmp_path: Path, capsys: pytes
 def test_best_last_and_named_steps_are_found_and_half_ones_never(tmp_path: Path) -> None:
     run = tmp_path / "run"
     first, last = checkpoint(run, 1), checkpoint(run, 2)
-    assert find_checkpoint(run) == last
+    assert checkpoint_of_run(run) == last
     checkpoint(run, 3, complete=False)
     with pytest.raises(CheckpointError, match=r"of step 3, is damaged: it has no COMPLETE.*--step 2"):
-        find_checkpoint(run)
+        checkpoint_of_run(run)
     (run / "checkpoints" / "best.json").write_text(json.dumps({"step": 1, "value": 0.5}))
-    assert find_checkpoint(run) == first
+    assert checkpoint_of_run(run) == first
     with pytest.raises(CheckpointError, match=r"of step 3, is damaged"):
-        find_checkpoint(run, last=True)
-    assert find_checkpoint(run, step=1) == first
-    assert find_checkpoint(first) == first
+        checkpoint_of_run(run, last=True)
+    assert checkpoint_of_run(run, step=1) == first
+    assert checkpoint_of_run(first) == first
     with pytest.raises(CheckpointError, match="no complete checkpoint of step 3; there are: 1, 2"):
-        find_checkpoint(run, step=3)
+        checkpoint_of_run(run, step=3)
 
 
 def test_an_existing_folder_is_never_written_into(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from sensorium.cli.evaluate import default_folder
 from sensorium.cli.main import main
+from sensorium.evaluation.places import default_folder
 from sensorium.recipe.load import load_recipe
 from sensorium.record.episodes import task_from_json
 from sensorium.tasks.lookalikes import make_daily_omni

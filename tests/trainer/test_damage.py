@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sensorium.cli.export import export, find_checkpoint
+from sensorium.cli.export import export
 from sensorium.recipe.load import load_recipe
+from sensorium.record.checkpoint_files import checkpoint_of_run
 from sensorium.record.metrics import read_metrics, repeatable
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.html import write_report
@@ -60,7 +61,7 @@ def damage(run: Path, draw: random.Random) -> str:
 def test_random_damage_never_gives_a_traceback_nor_another_result(whole: Path, tmp_path: Path) -> None:
     rows = [repeatable(row) for row in read_metrics(whole / "metrics.jsonl")]
     weights = {path.parent.name: load_file(path) for path in whole.glob("checkpoints/*/model.safetensors")}
-    chosen = find_checkpoint(whole).name
+    chosen = checkpoint_of_run(whole).name
     draw, resumed = random.Random(0), 0
     for tried in range(TRIES):
         run = tmp_path / f"run{tried}"
@@ -70,7 +71,7 @@ def test_random_damage_never_gives_a_traceback_nor_another_result(whole: Path, t
             with suppress(SensoriumError):
                 write_report(RunDirectory(run))
             with suppress(SensoriumError):
-                found = find_checkpoint(run)
+                found = checkpoint_of_run(run)
                 export(found, run / "exported")
                 assert found.name == chosen
                 assert_same(load_file(run / "exported" / "model.safetensors"), weights[chosen])

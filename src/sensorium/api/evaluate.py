@@ -8,6 +8,7 @@ from sensorium.api.outside import outside_loop
 from sensorium.api.recipes import recipe_of
 from sensorium.api.run import Run
 from sensorium.api.table import Table
+from sensorium.evaluation.places import default_folder, evaluated_model
 from sensorium.record.durable import read_rows
 from sensorium.report.evaluations import markdown, summary_grid
 from sensorium.vocabulary.errors import RecipeError
@@ -58,8 +59,7 @@ def evaluate(
     Greedy unless told otherwise (then at ``evaluation.temperature``). An evaluation that was interrupted goes on when it is
     asked for again; ``fresh`` forgets it.
     """
-    from sensorium.cli.evaluate import default_folder, model_of
-    from sensorium.trainer.held_out import evaluate_into
+    from sensorium.evaluation.held_out import evaluate_into
 
     run = recipe if isinstance(recipe, Run) else Run(recipe) if _is_run(recipe) else None
     section: dict[str, Any] = {"samples": samples, "limit": limit} | ({"temperature": 0.0} if greedy else {})
@@ -67,7 +67,7 @@ def evaluate(
     if not checked.tasks.evaluate:
         raise RecipeError("tasks.evaluate names no source, so there is nothing to evaluate on.")
     wanted = model.directory if isinstance(model, Run) else model
-    path = model_of(None if wanted is None else str(wanted), checked, None if run is None else run.directory)
+    path = evaluated_model(None if wanted is None else str(wanted), checked, None if run is None else run.directory)
     folder = Path(out) if out is not None else default_folder(checked, path)
     return Evaluation(outside_loop(lambda: evaluate_into(folder, checked, path, fresh=fresh)), folder)
 

@@ -42,16 +42,16 @@ class Run:
     @property
     def checkpoint(self) -> Path:
         """The best checkpoint by ``checkpoint.best``, else the last: a Hugging Face model."""
-        from sensorium.cli.export import find_checkpoint
+        from sensorium.record.checkpoint_files import checkpoint_of_run
 
-        return find_checkpoint(self.directory)
+        return checkpoint_of_run(self.directory)
 
     @property
     def last_checkpoint(self) -> Path:
         """The last complete checkpoint."""
-        from sensorium.cli.export import find_checkpoint
+        from sensorium.record.checkpoint_files import checkpoint_of_run
 
-        return find_checkpoint(self.directory, last=True)
+        return checkpoint_of_run(self.directory, last=True)
 
     def report(self) -> "Report":
         """Write report.html anew; returns its path, which a notebook shows as the page itself."""

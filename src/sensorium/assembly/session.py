@@ -1,12 +1,15 @@
 """Assembling a run from its recipe: everything is named and checked first, then built once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from sensorium.assembly.determinism import settle
+from sensorium.assembly.models import load_model
 from sensorium.engines.protocol import Engine, Sampling
 from sensorium.envs.protocol import Environment
 from sensorium.media.decoder import Decoder
@@ -97,6 +100,17 @@ def open_session(recipe: Recipe, policy: Policy, judgements: JudgementCache | No
     )
     rollout = Rollout(policy.chat, engine, recipe.rollout, EnvironmentMaker(policy.chat.store))
     return Session(policy.chat.store, policy, engine, rollout, make_scorer(recipe.rewards, judgements, policy.chat.store))
+
+
+@contextmanager
+def model_session(recipe: Recipe, model: str) -> Iterator[Session]:
+    """A session with any model instead of the recipe's, to be measured: its random numbers are the recipe's seed's."""
+    settle(recipe)
+    session = open_session(recipe, load_model(recipe, model, open_store(recipe)), None)
+    try:
+        yield session
+    finally:
+        session.close()
 
 
 def refuse_strange_tasks(session: Session, tasks: Sequence[Task]) -> None:

@@ -37,8 +37,9 @@ def run(arguments: Namespace) -> int:
     console.print(INTRO, highlight=False)
     show_plan(recipe, console)
     _clear_earlier(recipe)
+    from sensorium.evaluation.variants import SAMPLED_AND_GREEDY, Variant
     from sensorium.report.console import ConsoleWatcher
-    from sensorium.trainer.study import SAMPLED_AND_GREEDY, Variant, study
+    from sensorium.trainer.study import study
 
     taken_away = (Variant("blank", 1.0, {"picture": "blank"}), Variant("swapped", 1.0, {"picture": "swapped"}))
     found = study(recipe, [*SAMPLED_AND_GREEDY, *taken_away], [ConsoleWatcher(console)])

@@ -4,7 +4,6 @@ Samples, summary and table go to a folder. A killed evaluation goes on when its 
 """
 
 import json
-import re
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
@@ -12,10 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sensorium.cli.show import say, show_dry_run
+from sensorium.evaluation.places import default_folder, evaluated_model
 from sensorium.recipe.load import load_recipe
-from sensorium.recipe.schema import Recipe
 from sensorium.record.durable import write_whole
-from sensorium.record.run_directory import RunDirectory
 from sensorium.report.evaluations import print_grid, summary_grid
 from sensorium.vocabulary.errors import RecipeError
 
@@ -53,9 +51,9 @@ def run(arguments: Namespace) -> int:
     if arguments.dry_run:
         show_dry_run(recipe, console, train=False)
         return 0
-    from sensorium.trainer.held_out import evaluate_into
+    from sensorium.evaluation.held_out import evaluate_into
 
-    model = model_of(arguments.model, recipe, Path(arguments.recipe))
+    model = evaluated_model(arguments.model, recipe, Path(arguments.recipe))
     folder = arguments.out or default_folder(recipe, model)
     say(f"evaluating {model} into {folder}", console)
     with _Bar(console) as bar:
@@ -67,19 +65,6 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def default_folder(recipe: Recipe, model: str) -> Path:
-    """Where an evaluation goes if nothing else is said: into the run a checkpoint belongs to, else runs/eval_…"""
-    section, path = recipe.evaluation, Path(model)
-    drawn = "greedy" if section.temperature == 0 else f"t{section.temperature:g}"
-    many = f"_x{section.samples}" if section.samples > 1 else ""
-    limit = f"_first{section.limit}" if section.limit else ""
-    name = f"{re.sub(r'[^A-Za-z0-9._-]+', '_', path.name)}_{drawn}{many}{limit}"
-    run = RunDirectory(path.parent.parent)
-    if path.parent.name == run.checkpoints.name and run.exists():
-        return run.path / "evaluations" / name
-    return Path("runs") / f"eval_{recipe.name}_{name}"
-
-
 def _settings(arguments: Namespace) -> list[str]:
     """The options that are keys of the recipe, as overrides of it."""
     if arguments.greedy and arguments.temperature:
@@ -88,16 +73,6 @@ def _settings(arguments: Namespace) -> list[str]:
     if arguments.greedy:
         given |= {"temperature": 0.0, "samples": arguments.samples or 1}
     return [f"evaluation.{key}={value}" for key, value in given.items() if value is not None]
-
-
-def model_of(given: str | None, recipe: Recipe, source: Path | None) -> str:
-    """The model that is meant: of a run its best or last checkpoint, else the path as it is."""
-    place = Path(given) if given is not None else source
-    if place is not None and place.is_dir() and not (place / "config.json").exists():
-        from sensorium.cli.export import find_checkpoint
-
-        return str(find_checkpoint(place))
-    return given if given is not None else recipe.model.path
 
 
 class _Bar:

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sensorium.engines.protocol import Sampling
+from sensorium.assembly.session import Session, sampling_of
 from sensorium.evaluation.chunks import cut, play_chunks
 from sensorium.evaluation.sample import sample_of
 from sensorium.evaluation.summary import summarize_samples
-from sensorium.rewards.scorer import Scorer
-from sensorium.rollout.play import Attempt, Rollout
+from sensorium.recipe.schema import Recipe
+from sensorium.rollout.play import Attempt
 from sensorium.vocabulary.episode import Episode, Group
 from sensorium.vocabulary.task import Task
 
@@ -25,11 +25,12 @@ class Evaluation:
 
 
 async def evaluate(
-    rollout: Rollout, scorer: Scorer, tasks: Sequence[Task], sampling: Sampling, *, samples: int, seed: int, name: str
+    session: Session, recipe: Recipe, tasks: Sequence[Task], *, name: str, temperature: float, samples: int = 1
 ) -> Evaluation:
     """Play every task ``samples`` times. The same seed and name draw the same random numbers at every call."""
-    groups: list[Group] = []
-    async for scored in play_chunks(rollout, scorer, tasks, cut(tasks), samples, attempt_of(seed, name), sampling):
+    scorer, groups = session.scorer, list[Group]()
+    attempt, sampling = attempt_of(recipe.seed, name), sampling_of(recipe.rollout, temperature)
+    async for scored in play_chunks(session.rollout, scorer, tasks, cut(tasks), samples, attempt, sampling):
         groups += scored
     return Evaluation(summarize(groups, name, scorer.extract if scorer.comparing else None), tuple(groups))
 

@@ -57,6 +57,18 @@ def summarize_samples(samples: Sequence[Sample], name: str, columns: Mapping[str
     }
 
 
+def summary_metrics(summary: dict[str, Any]) -> dict[str, float]:
+    """An evaluation summary as ``eval/…`` metrics."""
+    row = {f"eval/{key}": summary[key] for key in ("accuracy", "reward", "length_mean", "turns_mean", "failed", "missing")}
+    terms = summary["terms"]
+    row |= {f"eval/reward/{term}": value for term, value in terms.items()}
+    for term in {name.partition("/")[0] for name in terms if "/" in name} - terms.keys():
+        row[f"eval/reward/{term}"] = sum(value for name, value in terms.items() if name.startswith(f"{term}/"))
+    row |= {f"eval/{name}": part["value"] for name, part in summary.items() if "@" in name}
+    row |= {f"eval/accuracy/{name}": part["accuracy"] for name, part in summary["categories"].items()}
+    return {key: float(value) for key, value in row.items() if value is not None}
+
+
 def _part(tasks: Tasks, k: int) -> dict[str, Any]:
     """What is told of all tasks and of each category alike. ``tasks`` counts those that were judged."""
     accuracy = _over(tasks, mean_at_k, k)

@@ -1,12 +1,132 @@
-"""Whether a checkpoint folder is whole: its marker lists every file with its size and digest."""
+"""The checkpoints of a run as they lie on disk: which are there, whole, or the best.
+
+A checkpoint's marker lists every file with its size and digest.
+"""
 
 import json
+import os
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from sensorium.record.contents import FileContent, differences, size_differences
-from sensorium.vocabulary.errors import CheckpointError
+from sensorium.record.durable import read_json, write_whole, writing
+from sensorium.record.run_directory import RunDirectory
+from sensorium.vocabulary.errors import CheckpointError, RecordError
 
 MARKER = "COMPLETE"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best checkpoint so far."""
+
+    step: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A checkpoint that cannot be trusted, why, and where it was put."""
+
+    step: int
+    reason: str
+    place: Path
+
+
+class CheckpointFolder:
+    """The ``checkpoints/`` folder of a run. ``verified`` are the steps whose every byte was read and found good."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.verified: set[int] = set()
+
+    def path(self, step: int) -> Path:
+        """Where a step's checkpoint lies."""
+        return self.folder / f"step_{step:06d}"
+
+    def complete(self) -> list[int]:
+        """Steps with a complete checkpoint, oldest first, by a look at names and sizes."""
+        return [step for step in self._steps() if is_complete(self.path(step))]
+
+    def best(self) -> Best | None:
+        """The best checkpoint, where one was marked."""
+        path = self.folder / "best.json"
+        if not path.exists():
+            return None
+        way_out = "Remove it, or name a checkpoint yourself (--last or --step)."
+        data = read_json(path, way_out)
+        step, value = data.get("step"), data.get("value")
+        if not isinstance(step, int) or not isinstance(value, int | float):
+            raise RecordError(f"'{path}' is damaged: it names no step with its value. {way_out}")
+        return Best(step, value)
+
+    def set_damaged_aside(self) -> list[Damage]:
+        """Verify from the newest backwards until one is good; the damaged ones before it get another name and are told."""
+        found = []
+        for step in reversed(self._steps()):
+            problems = problems_of(self.path(step))
+            if not problems:
+                self.verified.add(step)
+                break
+            place = self._free_name(step)
+            with writing(place):
+                os.replace(self.path(step), place)
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            found.append(Damage(step, f"{problems[0]}{more}", place))
+        return found
+
+    def newer_than_complete(self) -> tuple[int, str] | None:
+        """The newest checkpoint and what is wrong with it, if it is not complete."""
+        steps = self._steps()
+        if not steps or is_complete(self.path(steps[-1])):
+            return None
+        return steps[-1], problems_of(self.path(steps[-1]))[0]
+
+    def clear_after(self, step: int, best: Best | None = None) -> None:
+        """Drop drafts and checkpoints past a step: the run goes on from there, with ``best`` as it was then."""
+        for path in [*self.folder.glob(".draft_*"), *self.folder.glob(".removed_*")]:
+            shutil.rmtree(path, ignore_errors=True)
+        for later in self.complete():
+            if later > step:
+                remove_checkpoint(self.path(later))
+        if best is None:
+            (self.folder / "best.json").unlink(missing_ok=True)
+        elif self.folder.is_dir():
+            write_whole(self.folder / "best.json", json.dumps({"step": best.step, "value": best.value}))
+
+    def _steps(self) -> list[int]:
+        """Steps that have a folder, whole or not, oldest first."""
+        return sorted(int(p.name[5:]) for p in self.folder.glob("step_*") if p.is_dir() and p.name[5:].isdecimal())
+
+    def _free_name(self, step: int) -> Path:
+        name = f"damaged_{self.path(step).name}"
+        taken = len(list(self.folder.glob(f"{name}*")))
+        return self.folder / (f"{name}_{taken}" if taken else name)
+
+
+def checkpoint_of_run(source: Path, *, step: int | None = None, last: bool = False) -> Path:
+    """The checkpoint that is meant: a folder that is one, or of a run a given step's, the best, or the last."""
+    if is_complete(source):
+        return source
+    directory = RunDirectory(source)
+    if not directory.checkpoints.is_dir():
+        refuse_damaged(source)
+        raise CheckpointError(f"'{source}' is neither a complete checkpoint nor a run directory.")
+    checkpoints = CheckpointFolder(directory.checkpoints)
+    complete = checkpoints.complete()
+    best = None if last else checkpoints.best()
+    if step is None and best is None and (unfit := checkpoints.newer_than_complete()):
+        instead = f"take the last complete one with --step {complete[-1]}" if complete else "there is no complete one"
+        raise CheckpointError(
+            f"the newest checkpoint of '{source}', of step {unfit[0]}, is damaged: {unfit[1]}. Resume the run, which makes "
+            f"it again, or {instead}."
+        )
+    wanted = step if step is not None else best.step if best is not None else complete[-1] if complete else None
+    if wanted not in complete:
+        there = ", ".join(str(known) for known in complete) or "none"
+        raise CheckpointError(f"'{source}' has no complete checkpoint of step {wanted}; there are: {there}.")
+    return directory.checkpoint_of(wanted)
 
 
 def is_complete(path: Path) -> bool:
@@ -58,3 +178,11 @@ def listed_files(path: Path) -> dict[str, FileContent]:
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"its {MARKER} is damaged") from error
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Take a checkpoint away at once (by renaming), then delete it."""
+    hidden = path.with_name(f".removed_{path.name}")
+    shutil.rmtree(hidden, ignore_errors=True)
+    os.replace(path, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)

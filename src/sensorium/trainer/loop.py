@@ -14,6 +14,7 @@ import torch
 
 from sensorium.assembly.determinism import random_state, restore_random_state, surroundings, warn_if_changed
 from sensorium.assembly.session import Session, sampling_of
+from sensorium.evaluation.summary import summary_metrics
 from sensorium.learner.protocol import RunLearner
 from sensorium.learner.sample import Sample
 from sensorium.recipe.schema import Recipe
@@ -36,7 +37,7 @@ from sensorium.trainer.health.facts import Evidence, unanswered
 from sensorium.trainer.health.finite import refuse_ruined
 from sensorium.trainer.health.monitor import Health
 from sensorium.trainer.kept import keep_batch
-from sensorium.trainer.metrics import MediaMeter, episode_metrics, evaluation_metrics
+from sensorium.trainer.metrics import MediaMeter, episode_metrics
 from sensorium.trainer.run_evaluation import RunEvaluator
 from sensorium.vocabulary.episode import Group, Status
 from sensorium.vocabulary.errors import NonFiniteUpdate
@@ -244,7 +245,7 @@ class Trainer:
         if self.evaluator.due(self.step):
             self._announce("evaluate")
             self._refuse_ruined()
-            row |= evaluation_metrics((await self.evaluator.evaluate(self.step)).summary)
+            row |= summary_metrics((await self.evaluator.evaluate(self.step)).summary)
             self._forget_played()
         if self.evaluator.sight_due(self.step):
             self._announce("sight check")
@@ -256,8 +257,8 @@ class Trainer:
         refuse_moved(self.directory.path)
         self._announce("checkpoint")
         started = time.perf_counter()
-        damaged = self.health.damaged
-        self.sound_at = self.sound_at if damaged else self.saved_at  # what was saved before has since sampled well
+        if not self.health.damaged:
+            self.sound_at = self.saved_at  # what was saved before has since sampled well
         state = {
             "step": self.step,
             "position": self.position,
@@ -267,7 +268,7 @@ class Trainer:
             "surroundings": surroundings(),
         }
         with self.meter.pause():
-            self.checkpoints.save(self.step, self.learner, state, self.best, protect=self.sound_at if damaged else None)
+            self.checkpoints.save(self.step, self.learner, state, self.best, protect=self.sound_at)
         oldest = self.checkpoints.complete()[-self.recipe.checkpoint.keep :][0]
         if self.recipe.logging.full_steps:
             self.ledger.forget_judgements(min(oldest, self.step - self.recipe.logging.full_steps))

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from sensorium.assembly.session import Session
 from sensorium.trainer.selection import EMPTY, SET_ASIDE, Selection, masked, zero_variance
@@ -60,18 +59,6 @@ def environment_metrics(pool: WorkerPool) -> dict[str, float]:
         "time/environment_wait_max_s": counted.waited_most_s,
         "environment/hung": pool.hung,
     }
-
-
-def evaluation_metrics(summary: dict[str, Any]) -> dict[str, float]:
-    """An evaluation summary as ``eval/…`` metrics."""
-    row = {f"eval/{key}": summary[key] for key in ("accuracy", "reward", "length_mean", "turns_mean", "failed", "missing")}
-    terms = summary["terms"]
-    row |= {f"eval/reward/{term}": value for term, value in terms.items()}
-    for term in {name.partition("/")[0] for name in terms if "/" in name} - terms.keys():
-        row[f"eval/reward/{term}"] = sum(value for name, value in terms.items() if name.startswith(f"{term}/"))
-    row |= {f"eval/{name}": part["value"] for name, part in summary.items() if "@" in name}
-    row |= {f"eval/accuracy/{name}": part["accuracy"] for name, part in summary["categories"].items()}
-    return {key: float(value) for key, value in row.items() if value is not None}
 
 
 class MediaMeter:

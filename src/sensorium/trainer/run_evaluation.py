@@ -6,7 +6,7 @@ the warm start gave and what RL gave can be told apart.
 
 from collections.abc import Sequence
 
-from sensorium.assembly.session import Session, sampling_of
+from sensorium.assembly.session import Session
 from sensorium.evaluation.evaluate import Evaluation, evaluate
 from sensorium.recipe.schema import Recipe
 from sensorium.record.episodes import write_episodes
@@ -45,14 +45,14 @@ class RunEvaluator:
         """Evaluate on the held-out tasks and write what was found."""
         recipe = self.recipe
         self.meter.lap()
+        section = recipe.evaluation
         evaluation = await evaluate(
-            self.session.rollout,
-            self.session.scorer,
+            self.session,
+            recipe,
             await self.tasks(),
-            sampling_of(recipe.rollout, recipe.evaluation.temperature),
-            samples=recipe.evaluation.samples,
-            seed=recipe.seed,
             name="eval",
+            temperature=section.temperature,
+            samples=section.samples,
         )
         self.meter.lap("media/eval")
         self.directory.write_summary(step, evaluation.summary)

@@ -220,14 +220,17 @@ def test_a_learning_rate_that_ruins_the_model_stops_the_run_and_saves_nothing(
         assert all(bool(tensor.isfinite().all()) for tensor in load_file(saved / "model.safetensors").values())
 
 
-def test_a_checkpoint_from_before_the_damage_is_not_rotated_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("keep", "left"), [(2, [1, 4, 5]), (1, [1, 5])])
+def test_a_checkpoint_from_before_the_damage_is_not_rotated_away(
+    keep: int, left: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from sensorium.trainer.health.monitor import Health
 
     monkeypatch.setattr(Health, "damaged", property(lambda self: self.history.steps >= 3))
-    changes = {"rewards": {"terms": [{"name": f"{HERE}:ByIndex"}]}, "steps": 5, "checkpoint": {"every": 1, "keep": 2}}
+    changes = {"rewards": {"terms": [{"name": f"{HERE}:ByIndex"}]}, "steps": 5, "checkpoint": {"every": 1, "keep": keep}}
     train(parse_recipe(json.dumps(RECIPE | changes | {"run_dir": str(tmp_path / "run")}), "test", []))
     kept = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step_*"))
-    assert kept == ["step_000001", "step_000004", "step_000005"], "what step 2 sampled was the last that was well"
+    assert kept == [f"step_{step:06d}" for step in left], "what step 2 sampled was the last that was well"
 
 
 SIGHTED: dict[str, Any] = {

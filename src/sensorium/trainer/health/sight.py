@@ -10,13 +10,12 @@ from dataclasses import replace
 from inspect import isawaitable
 from typing import Any
 
-from sensorium.assembly.session import Session, sampling_of
+from sensorium.assembly.session import Session
 from sensorium.envs.protocol import Environment, Observation, StepResult
 from sensorium.evaluation.evaluate import evaluate
 from sensorium.media.blank import blank
 from sensorium.recipe.schema import Recipe
 from sensorium.record.findings import SightResult
-from sensorium.rollout.play import Rollout
 from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.task import Task
@@ -28,12 +27,13 @@ async def check_sight(recipe: Recipe, session: Session, tasks: Sequence[Task]) -
     if not any(task.environment or any(message.media for message in task.messages) for task in few):
         return []
     try:
-        shown = await _play(recipe, session, session.rollout, few)
+        shown = (await evaluate(session, recipe, few, name="sight", temperature=0.0)).groups
         results = []
         for kind in sorted({item.kind for group in shown for item in _seen(group)}):
             without = Blanking(kind, session)
-            blanked = await _play(recipe, session, without.rollout, few)
-            results.append(_compared(kind, shown, blanked))
+            unseeing = replace(session, rollout=without.rollout)
+            blanked = await evaluate(unseeing, recipe, few, name="sight", temperature=0.0)
+            results.append(_compared(kind, shown, blanked.groups))
         return results
     finally:
         session.forget_played()
@@ -114,12 +114,6 @@ def _then(returned: Any, follow: Callable[[Any], Any]) -> Any:
         return follow(await returned)
 
     return later()
-
-
-async def _play(recipe: Recipe, session: Session, rollout: Rollout, tasks: Sequence[Task]) -> tuple[Group, ...]:
-    sampling = sampling_of(recipe.rollout, 0.0)
-    found = await evaluate(rollout, session.scorer, tasks, sampling, samples=1, seed=recipe.seed, name="sight")
-    return found.groups
 
 
 def _seen(group: Group) -> list[Media]:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sensorium.assembly.determinism import settle, surroundings, warn_if_changed
-from sensorium.assembly.models import load_model
-from sensorium.assembly.session import Session, make_sources, open_session, open_store, sampling_of
+from sensorium.assembly.determinism import surroundings, warn_if_changed
+from sensorium.assembly.session import Session, make_sources, model_session, sampling_of
 from sensorium.evaluation.chunks import cut, play_chunks
 from sensorium.evaluation.evaluate import attempt_of
 from sensorium.evaluation.folder import EvaluationFolder, Journal
@@ -43,9 +42,7 @@ def evaluate_into(
     claim = _claim(recipe, chunk)
     if not fresh:
         folder.refuse_other(claim)  # before a model is loaded for nothing
-    settle(recipe)
-    session = open_session(recipe, load_model(recipe, model, open_store(recipe)), None)
-    try:
+    with model_session(recipe, model) as session:
         sources = make_sources(recipe.tasks.evaluate, session.store, "tasks.evaluate")
         tasks, skipped = each_once(sources, limit=section.limit, on_bad_row=recipe.tasks.on_bad_row)
         if not tasks:
@@ -65,8 +62,6 @@ def evaluate_into(
             summary = summarize_samples(folder.read_so_far(), _name(recipe), table_columns(sources))
             summary |= {"skipped": len(skipped), "model": model, "temperature": section.temperature, "seed": recipe.seed}
             folder.finish(summary, markdown(summary_grid(summary)))
-    finally:
-        session.close()
     return summary
 
 
