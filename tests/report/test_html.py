@@ -222,7 +222,8 @@ def test_what_is_wrong_stands_on_top_with_its_cause_and_since_when(tmp_path: Pat
     )
     write_notice(run.health, Notice(4, "truncated", "began", "responses were cut", False))
     write_notice(run.health, Notice(9, "truncated", "ended", "responses were cut", False))
-    write_sight(run.health, 12, [SightResult("picture", 32, 0.75, 0.25, 4)])
+    rewarded = SightResult("sound", 32, -0.5, -0.75, 4, "mean reward")
+    write_sight(run.health, 12, [SightResult("picture", 32, 0.75, 0.25, 4), rewarded])
     page = render_report(run)
     panel = page[page.index('<section class="health') : page.index('<div class="tiles"')]
     assert 'class="health grave"' in panel
@@ -230,6 +231,7 @@ def test_what_is_wrong_stands_on_top_with_its_cause_and_since_when(tmp_path: Pat
     assert "&lt;answer&gt; is missing. Ask for it" in panel
     assert "truncated</b> from step 4 to step 9" in panel
     assert "<b>75.0 %</b> right with pictures, <b>25.0 %</b> with pictures blanked" in panel
+    assert "mean reward <b>-0.50</b> with" in panel
 
 
 def test_a_run_without_findings_says_so_and_one_that_needs_a_look_is_not_called_sick(tmp_path: Path) -> None:

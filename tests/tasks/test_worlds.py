@@ -139,3 +139,24 @@ class Constant(Keyless):
     def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
         cls.asked += 1
         return "map"
+
+
+class HangingKey:
+    instant = True
+
+    def __init__(self, store: MediaStore) -> None: ...
+
+    @classmethod
+    def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
+        threading.Event().wait()
+        return str(seed)
+
+    def close(self) -> None: ...
+
+
+def test_a_content_key_that_hangs_is_told_instead_of_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sensorium.tasks.worlds.DEADLINE_S", 0.2)
+    with pytest.raises(
+        RecipeError, match=r"the content_key of environment 'tests\.tasks\.test_worlds:HangingKey' did not ans"
+    ):
+        Worlds("tests.tasks.test_worlds:HangingKey", MediaStore(), size=2)

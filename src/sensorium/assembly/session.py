@@ -26,6 +26,7 @@ from sensorium.rewards.judgements import JudgementCache, term_identity
 from sensorium.rewards.scorer import Scorer
 from sensorium.rollout.modalities import refuse_strange_worlds
 from sensorium.rollout.play import Rollout
+from sensorium.tasks.bounded import bounded
 from sensorium.tasks.mixture import TaskStream
 from sensorium.tasks.source import TaskSource
 from sensorium.vocabulary.errors import RecipeError, TaskError
@@ -159,7 +160,10 @@ def make_scorer(section: RewardsSection, judgements: JudgementCache | None, stor
 
 def make_sources(sections: Sequence[SourceSection], store: MediaStore, where: str) -> list[TaskSource]:
     """The sources of a mixture."""
-    return [build("source", s.source, s.options, f"{where}.{i}", store=store) for i, s in enumerate(sections)]
+    return [
+        bounded(build("source", s.source, s.options, f"{where}.{i}", store=store), s.source, f"{where}.{i}")
+        for i, s in enumerate(sections)
+    ]
 
 
 def make_stream(recipe: Recipe, store: MediaStore) -> TaskStream:

@@ -10,6 +10,7 @@ from sensorium.rewards.answer import without_answer
 from sensorium.rewards.context import RewardContext
 from sensorium.rewards.functions import build_term
 from sensorium.rewards.protocol import Term
+from sensorium.tasks.bounded import bounded
 from sensorium.trainer.health.at_start import refuse_without_demonstrations
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError, TaskError
@@ -73,7 +74,7 @@ def _look_at_sources(recipe: Recipe, sections: Sequence[SourceSection], place: s
     looked_at: list[Task] = []
     for i, section in enumerate(sections):
         at = f"{place}.{i}"
-        source = build("source", section.source, section.options, at, store=store)
+        source = bounded(build("source", section.source, section.options, at, store=store), section.source, at)
         if len(source) == 0:
             raise TaskError(f"{at} ({section.source}): the source has no rows. {section.options or ''}")
         first = min(ROWS, len(source))

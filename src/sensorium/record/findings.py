@@ -45,7 +45,7 @@ class Notice:
 
 @dataclass(frozen=True)
 class SightResult:
-    """Accuracy (or mean reward, where nothing is right or wrong) with media of a kind shown, and with them blanked.
+    """Accuracy (or mean reward, as ``measure`` says) with media of a kind shown, and with them blanked.
 
     ``same`` counts the tasks that were answered in the same words both times.
     """
@@ -55,6 +55,7 @@ class SightResult:
     shown: float
     blanked: float
     same: int
+    measure: str = "accuracy"
 
 
 def write_notice(path: Path, notice: Notice) -> None:
@@ -96,4 +97,5 @@ def read_health(path: Path) -> HealthRecord:
 
 
 def _sight(found: dict[str, Any]) -> SightResult:
-    return SightResult(**{key: found[key] for key in ("kind", "tasks", "shown", "blanked", "same")})
+    fields = ("kind", "tasks", "shown", "blanked", "same", "measure")
+    return SightResult(**{key: found[key] for key in fields if key in found})

@@ -49,6 +49,11 @@ def _name(notice: Notice) -> str:
 def _sight(step: int, found: SightResult) -> str:
     shown, blanked = WORDS.get(found.kind, (found.kind, f"{found.kind} blanked"))
     when = "at the start" if step == 0 else f"after step {step}"
+    if found.measure != "accuracy":
+        return (
+            f"Sight check {when}, {found.tasks} held-out tasks: {escape(found.measure)} <b>{found.shown:.2f}</b> with "
+            f"{shown}, <b>{found.blanked:.2f}</b> with {blanked}."
+        )
     return (
         f"Sight check {when}, {found.tasks} held-out tasks: <b>{share(found.shown)}</b> right with {shown}, "
         f"<b>{share(found.blanked)}</b> with {blanked}."

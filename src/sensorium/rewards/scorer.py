@@ -175,20 +175,20 @@ class Scorer:
         keys = judgement_keys(
             self._identities.get(term.name, term.name), task, episodes, deterministic=getattr(term, "deterministic", True)
         )
-        running: asyncio.Future[list[Scores] | None] | None
-        while True:
-            known = keys.look_up(self.judgements)
-            if known is not None:
-                return known
-            running = self._running.get(keys.content[0])
-            if running is None:
-                return await self._ask_and_keep(term, task, episodes, keys)
-            found = await asyncio.shield(running)
-            if found is not None:  # None: whoever asked was cancelled
-                keys.keep(self.judgements, found)
-                return found
+        known = keys.look_up(self.judgements)
+        if known is not None:
+            return known
+        running = self._running.get(keys.content[0])
+        if running is None:
+            return await self._ask_for_all(term, task, episodes, keys)
+        found = await asyncio.shield(running)
+        if found is None or any(score.missing for scores in found for score in scores):
+            found = await self._persistently(term, task, episodes)  # that it failed for another says nothing of this one
+            keys.keep(self.judgements, found)
+        return found
 
-    async def _ask_and_keep(self, term: Term, task: Task, episodes: Sequence[Episode], keys: JudgementKeys) -> list[Scores]:
+    async def _ask_for_all(self, term: Term, task: Task, episodes: Sequence[Episode], keys: JudgementKeys) -> list[Scores]:
+        """Ask, and let whoever wants the same judgement meanwhile wait for it; None if this one is cancelled."""
         running = self._running[keys.content[0]] = asyncio.get_running_loop().create_future()
         found = None
         try:

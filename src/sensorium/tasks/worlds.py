@@ -5,18 +5,23 @@ sources can put the same world on both sides.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import islice
 from typing import Any, Literal
 
 from sensorium.media.store import MediaStore
 from sensorium.vocabulary.errors import RecipeError, SensoriumError, TaskError, nearest
-from sensorium.vocabulary.plain import words
+from sensorium.vocabulary.plain import attempt, words
 from sensorium.vocabulary.task import EnvironmentSpec, Task
 from sensorium.workers.pool import WorkerFailure, WorkerPool
 
 TEST_SHARE = 0.25
 DEADLINE_S = 60.0
-"""How long the one environment that is built to check its options may take."""
+"""How long the one environment that is built to check its options may take, and a few calls of content_key."""
+
+AT_A_TIME = 50
+"""Seeds whose content is asked for in one call: going to a thread for each would take longer than most of them do."""
 
 ALIKE = 100
 """Seeds after which a content that never changed is taken for constant."""
@@ -71,9 +76,8 @@ class Worlds:
         seen: set[str] = set()
         contents: set[str] = set()
         candidates = 1000 + 100 * size
-        for nth in range(candidates):
-            candidate = _hash(f"{seed}/{nth}") % 2**31
-            content = str(kind.content_key(candidate, self.options))
+        found = self._contents(kind, (_hash(f"{seed}/{nth}") % 2**31 for nth in range(candidates)))
+        for nth, (candidate, content) in enumerate(found):
             contents.add(content)
             if nth + 1 == ALIKE and len(contents) == 1 and (distinct or not chosen):
                 raise TaskError(
@@ -90,6 +94,38 @@ class Worlds:
             f"worlds: {candidates} seeds of '{self.environment}' hold only {len(chosen)} different worlds for split "
             f"'{self.split}', and size is {size}. Lower size, set distinct: false, or make the worlds larger."
         )
+
+    def _contents(self, kind: Any, seeds: Iterator[int]) -> Iterator[tuple[int, str]]:
+        """Seeds with what they lead to. The environment's class is asked in a thread, about a few at a time."""
+        pool = WorkerPool("content_key")
+        worker = pool.lease()
+        try:
+            while few := list(islice(seeds, AT_A_TIME)):
+                asked = partial(_keys, kind, few, self.options)
+                for candidate, (content, error) in zip(few, pool.call_now(asked, DEADLINE_S, worker).value, strict=True):
+                    if isinstance(error, SensoriumError):
+                        raise error
+                    if error is not None:
+                        raise RecipeError(
+                            f"worlds: the content_key of environment '{self.environment}' failed for seed {candidate}: "
+                            f"{words(error)}"
+                        ) from error
+                    yield candidate, content
+        except WorkerFailure as overdue:
+            raise RecipeError(
+                f"worlds: the content_key of environment '{self.environment}' {overdue}, asked about {len(few)} seeds from "
+                f"{few[0]} on. See what it waits for; it must tell quickly what a seed leads to."
+            ) from overdue
+        finally:
+            pool.give_back(worker)
+            pool.close()
+
+
+def _keys(kind: Any, seeds: list[int], options: Mapping[str, Any]) -> list[tuple[str, BaseException | None]]:
+    def key(seed: int) -> str:
+        return str(kind.content_key(seed, options))
+
+    return [attempt(key, seed) for seed in seeds]
 
 
 def _try(environment: str, options: Mapping[str, Any], store: MediaStore) -> None:

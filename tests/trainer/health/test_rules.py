@@ -210,3 +210,8 @@ def test_history_is_the_same_from_rows_as_they_are_written() -> None:
     rows = [HEALTHY | {"step": i, "policy/loss": float("nan")} for i in range(12)]
     written = [{name: value for name, value in row.items() if name != "policy/loss"} for row in rows]
     assert vars(History(rows)) == vars(History(written))
+
+
+def test_a_sight_check_of_rewards_does_not_call_them_accuracy() -> None:
+    checked = facts(HEALTHY, sight=(SightResult("picture", 32, 0.5, 0.5, 30, "mean reward"),))
+    assert "mean reward on 32 held-out tasks is 0.50, and 0.50 with pictures blanked" in found(checked)["blind"].text

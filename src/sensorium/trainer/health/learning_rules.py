@@ -128,7 +128,7 @@ def blind(facts: StepFacts) -> Finding | None:
     for found in facts.sight:
         if found.shown > 0 and found.shown <= found.blanked:
             what = (
-                f"accuracy on {found.tasks} held-out tasks is {found.shown:.2f}, and {found.blanked:.2f} with "
+                f"{found.measure} on {found.tasks} held-out tasks is {found.shown:.2f}, and {found.blanked:.2f} with "
                 f"{BLANKED.get(found.kind, found.kind)} ({found.same} answers are the same)"
             )
             cause = "the tasks can be guessed from the text, or the model does not use what it is shown"

@@ -125,12 +125,21 @@ def _seen(group: Group) -> list[Media]:
 def _compared(kind: str, shown: Sequence[Group], blanked: Sequence[Group]) -> SightResult:
     answers = [[episode.response for group in groups for episode in group.episodes] for groups in (shown, blanked)]
     same = sum(a == b for a, b in zip(*answers, strict=True))
-    return SightResult(kind, len(shown), _accuracy(shown), _accuracy(blanked), same)
+    judged = any(episode.correct is not None for group in (*shown, *blanked) for episode in group.episodes)
+    measure = _accuracy if judged else _mean_reward
+    name = "accuracy" if judged else "mean reward"
+    return SightResult(kind, len(shown), measure(shown), measure(blanked), same, name)
 
 
 def _accuracy(groups: Sequence[Group]) -> float:
-    """The share of right answers; the mean reward where nothing is right or wrong."""
-    episodes = [episode for group in groups for episode in group.episodes]
-    judged = [float(e.correct) for e in episodes if e.correct is not None]
-    judged = judged or [e.reward for e in episodes if e.reward is not None]
-    return sum(judged) / len(judged) if judged else 0.0
+    """The share of right answers among those that are right or wrong."""
+    return _mean([float(e.correct) for group in groups for e in group.episodes if e.correct is not None])
+
+
+def _mean_reward(groups: Sequence[Group]) -> float:
+    """What is compared where nothing is right or wrong."""
+    return _mean([e.reward for group in groups for e in group.episodes if e.reward is not None])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

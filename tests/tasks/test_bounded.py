@@ -1,0 +1,56 @@
+"""A source of the user's own that hangs is waited for no longer than its deadline, and names itself."""
+
+import threading
+
+import pytest
+
+from sensorium.tasks.bounded import BoundedSource, bounded
+from sensorium.tasks.mixture import TaskStream, each_once
+from sensorium.tasks.source import table_columns
+from sensorium.vocabulary import Task
+from sensorium.vocabulary.errors import RecipeError, TaskError
+
+NEVER = threading.Event()
+
+
+class Rows:
+    """Four rows. Row 2 is bad; row 3 never comes."""
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+        self.table_columns = {"all": "All"}
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Task:
+        self.threads.add(threading.get_ident())
+        if index == 2:
+            raise TaskError("row 2 has no question")
+        if index == 3:
+            NEVER.wait()
+        return Task(str(index))
+
+
+def test_a_row_that_never_comes_ends_the_reading_by_name_and_is_not_skipped_as_a_bad_one_is() -> None:
+    source = BoundedSource(Rows(), "my_rows:Rows", "tasks.train.0", deadline_s=0.2)
+    with pytest.raises(RecipeError, match=r"tasks\.train\.0: source 'my_rows:Rows' was asked for row 3 and did not answer"):
+        each_once([source], on_bad_row="skip")
+    assert source[0] == Task("0"), "another thread reads on"
+
+
+def test_rows_come_through_in_one_thread_and_bad_ones_say_what_they_said() -> None:
+    rows = Rows()
+    source = BoundedSource(rows, "my_rows:Rows", "tasks.train.0")
+    assert [task.id for task in TaskStream([source], [1.0], seed=0, shuffle=False).draw(0, 2).tasks] == ["0", "1"]
+    with pytest.raises(TaskError, match="row 2 has no question"):
+        source[2]
+    assert len(rows.threads) == 1
+    assert rows.threads != {threading.get_ident()}
+    assert table_columns([source]) == {"all": "All"}
+
+
+def test_sources_of_the_package_are_read_in_place() -> None:
+    rows = Rows()
+    assert bounded(rows, "jsonl", "tasks.train.0") is rows
+    assert bounded(rows, "my_rows:Rows", "tasks.train.0") is not rows
