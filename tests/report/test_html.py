@@ -5,6 +5,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from io import BytesIO
 from pathlib import Path
+from random import Random
 
 import pytest
 from PIL import Image
@@ -266,3 +267,28 @@ def test_why_a_score_is_missing_can_be_read_without_hovering(tmp_path: Path) -> 
     unjudged = replace(episode, scores=(Score("judge", None, reason="the <judge> did not answer within 30 s"),))
     write_episodes(run.episodes_of(12), 12, [Group("g", task, (unjudged,))])
     assert "judge missing</b>: the &lt;judge&gt; did not answer within 30 s</span>" in render_report(run)
+
+
+def test_first_and_last_steps_of_a_short_run_do_not_overlap(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    told = {}
+    for rewards in ([0.25], [0.0, 0.5, 1.0], [0.1] * 4 + [0.9] * 4):
+        rows = [f'{{"step": {i}, "reward/mean": {reward}}}\n' for i, reward in enumerate(rewards, start=1)]
+        directory.metrics.write_text("".join(rows))
+        told[len(rewards)] = Page(render_report(directory)).text
+    assert "mean reward0.250one step" in told[1]
+    assert "mean reward1.000from 0.000first and last step" in told[3]
+    assert "mean reward0.900from 0.100first and last 4 steps" in told[8]
+
+
+def test_counts_of_compared_questions_say_that_the_first_of_several_samples_is_meant(tmp_path: Path) -> None:
+    directory, random = RunDirectory(tmp_path), Random(0)
+    directory.eval.mkdir(parents=True)
+    task = Task("t", (user("Which?"),), "red", metadata={"category": "colour"})
+    for samples in (1, 3):
+        for step in (0, 1):
+            members = tuple(attempt(task, "g", i, bool(step), random) for i in range(samples))
+            write_episodes(directory.eval_episodes_of(step, "eval"), step, [Group("g", task, members)])
+        told = Page(render_report(directory)).text
+        assert "1 held-out questions at step 0 and at step 1" in told
+        assert ("Of the 3 samples of a question the first is compared" in told) == (samples == 3)

@@ -40,10 +40,14 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Comparisons:
-    """Two evaluations of the same tasks: which steps, how many of each kind, and a few to show."""
+    """Two evaluations of the same tasks: which steps, how many of each kind, and a few to show.
+
+    Where a task was sampled several times (``samples``), its first sample is compared.
+    """
 
     first: int
     last: int
+    samples: int
     counts: dict[Kind, int]
     shown: tuple[Comparison, ...]
 
@@ -61,12 +65,15 @@ def compare_evaluations(directory: RunDirectory, limit: int, warm: int = 0) -> C
         steps = steps[steps.index(warm) :]
     if len(steps) < 2:
         return None
-    before, after = (_first_attempts(directory, step, name) for step in (steps[0], steps[-1]))
-    pairs = [Comparison(task, before[id][1], episode) for id, (task, episode) in after.items() if id in before]
+    before, after = (_groups_of(directory, step, name) for step in (steps[0], steps[-1]))
+    pairs = [
+        Comparison(group.task, before[id].episodes[0], group.episodes[0]) for id, group in after.items() if id in before
+    ]
+    samples = max((len(group.episodes) for group in after.values()), default=1)
     counts: dict[Kind, int] = {}
     for pair in pairs:
         counts[pair.kind] = counts.get(pair.kind, 0) + 1
-    return Comparisons(steps[0], steps[-1], counts, tuple(choose(pairs, limit)))
+    return Comparisons(steps[0], steps[-1], samples, counts, tuple(choose(pairs, limit)))
 
 
 def choose(pairs: Sequence[Comparison], limit: int) -> list[Comparison]:
@@ -99,9 +106,10 @@ def category_of(task: Task) -> str:
     return str(task.metadata.get("category", ""))
 
 
-def _first_attempts(directory: RunDirectory, step: int, name: str) -> dict[str, tuple[Task, Episode]]:
+def _groups_of(directory: RunDirectory, step: int, name: str) -> dict[str, Group]:
+    """The logged attempts at each task of an evaluation, by task id."""
     groups = read_groups_of(islice(read_rows(directory.eval_episodes_of(step, name)), ROWS))
-    return {group.task.id: (group.task, group.episodes[0]) for group in groups if group.episodes}
+    return {group.task.id: group for group in groups if group.episodes}
 
 
 def _by_turns(pairs: list[Comparison]) -> list[Comparison]:

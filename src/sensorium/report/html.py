@@ -125,9 +125,7 @@ def _tiles(rows: Sequence[Mapping[str, Any]], summaries: Sequence[Mapping[str, A
             )
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     if rewards:
-        tiles.append(
-            _tile("mean reward", f"{_tail(rewards):.3f}", f"from {_tail(rewards[::-1]):.3f}", "first and last 5 steps")
-        )
+        tiles.append(_reward_tile(rewards))
     if rows:
         seconds = sum(row.get("time/step_s", 0.0) for row in rows)
         episodes = sum(row.get("throughput/episodes_per_s", 0.0) * row.get("time/step_s", 0.0) for row in rows)
@@ -163,6 +161,8 @@ def _tally(found: Comparisons, warm: int) -> str:
     keys = "".join(f'<span class="{kind.split()[0]}"><i></i>{kind} <b>{count}</b></span>' for kind, count in kinds)
     first = f"at step {found.first}{', where RL began,' if warm and found.first == warm else ''}"
     words = f"{total} held-out questions {first} and at step {found.last}; examples of each kind, chosen by rule."
+    if found.samples > 1:
+        words += f" Of the {found.samples} samples of a question the first is compared: the counts are not the accuracy."
     tally = f'<div class="tally"><div class="tally-bar">{bar}</div><div class="tally-keys">{keys}</div></div>'
     return f'<p class="note">{words}</p>{tally}'
 
@@ -176,6 +176,11 @@ def _groups(directory: RunDirectory, album: Album, each: int) -> str:
     return f'<p class="note">{note}</p><div class="cards">{cards}</div>'
 
 
-def _tail(values: Sequence[float]) -> float:
-    last = values[-5:]
-    return sum(last) / len(last)
+def _reward_tile(rewards: Sequence[float]) -> str:
+    """The mean of the last steps, and of as many first ones, at most five; no step is in both."""
+    if len(rewards) < 2:
+        return _tile("mean reward", f"{rewards[0]:.3f}", "", "one step")
+    count = min(5, len(rewards) // 2)
+    first, last = sum(rewards[:count]) / count, sum(rewards[-count:]) / count
+    below = f"first and last {count} steps" if count > 1 else "first and last step"
+    return _tile("mean reward", f"{last:.3f}", f"from {first:.3f}", below)
