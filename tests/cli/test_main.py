@@ -10,6 +10,8 @@ import pytest
 
 import sensorium as package
 from sensorium.cli.main import COMMANDS, MODULES, main
+from sensorium.cli.train import after_interrupt
+from sensorium.record.run_directory import RunDirectory
 
 SOURCES = str(Path(package.__file__).resolve().parents[1])
 ENVIRONMENT = os.environ | {"PYTHONPATH": SOURCES}
@@ -144,3 +146,22 @@ def test_the_demo_replaces_only_its_own_earlier_run(tmp_path: Path, monkeypatch:
     shutil.copytree(other, mine)
     _clear_earlier(recipe)
     assert mine.exists()
+
+
+def test_resuming_what_is_no_run_speaks_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "shapes_a").mkdir()
+    (tmp_path / "shapes_a" / "recipe.yaml").write_text(RECIPE)
+    assert main(["train", str(tmp_path / "shapes_b"), "--resume"]) == 2
+    said = capsys.readouterr().err
+    assert "there is no run" in said
+    assert "shapes_a" in said
+    assert "recipe file" not in said
+
+
+def test_an_interrupt_before_the_first_checkpoint_does_not_promise_one(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run").create()
+    assert "the same command starts over" in after_interrupt(directory)
+    directory.metrics.write_text("{}")
+    assert "the same command with --restart starts over" in after_interrupt(directory)
+    directory.checkpoint_of(1).mkdir()
+    assert after_interrupt(directory).endswith(f"sensorium train {directory.path} --resume")

@@ -161,6 +161,12 @@ def test_what_is_wrong_in_the_file_is_named_with_its_line(text: str, said: str) 
         ("model.gradient_checkpointing=yes", "'model.gradient_checkpointing' is 'yes'; it must be true or false."),
         ("tasks.train=[]", "'tasks.train' needs at least 1 items and has 0."),
         ("batch.group_size=" + "[" * 5000, "not valid YAML: it is nested too deep"),
+        ("tasks.train.0.options.size=many", "source 'shapes' has 'size' as 'many'; it must be a whole number."),
+        ("tasks.train.0.options.size=2.5", "it must be a whole number"),
+        (f"tasks.train.0.options.size={10**30}", "a whole number of at most 62 bits"),
+        (f"steps={10**30}", "'steps' is 1000000000000000000000000000000; it must be at most 1,000,000,000,000."),
+        ("optimizer.lr=1e-320", "a number here lies between 1e-30 and 1e+30, or is 0."),
+        ("logging.episodes_gib=1e308", "a number here lies between"),
         ("batch.group_size=[", "override 'batch.group_size=[': not valid YAML"),
     ],
 )

@@ -1,6 +1,7 @@
 """The dry run's numbers are those of the recipe and of the checkpoint on disk."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,13 @@ def test_batch_numbers_are_resolved() -> None:
     assert plan.total_episodes == 320
     assert plan.sampled_tokens_per_step == 32 * 60
     assert plan.evaluations == 6  # after steps 0, 3 (the warm start), 4, 8, 12 and 13
+
+
+def test_evaluations_are_counted_as_the_run_makes_them_and_without_walking_through_its_steps() -> None:
+    for warm, every, at_start, steps in product((0, 3, 4), (0, 1, 4, 50), (False, True), (0, 1, 8, 13)):
+        made = recipe(steps=steps, warm_start={"steps": warm}, evaluation={"every": every, "at_start": at_start})
+        assert make_plan(made).evaluations == sum(made.evaluates_after(step) for step in range(made.total_steps + 1))
+    assert make_plan(recipe(steps=10**9, evaluation={"every": 7})).evaluations == 10**9 // 7 + 1
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "qwen2", "qwen3"])

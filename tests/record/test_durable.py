@@ -4,11 +4,23 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
+import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from sensorium.record.durable import append_row, read_json, read_rows, rewrite_rows, write_all, write_whole
+from sensorium.record.durable import (
+    append_row,
+    cannot_write,
+    full_disk_error,
+    read_json,
+    read_rows,
+    rewrite_rows,
+    write_all,
+    write_whole,
+)
 from sensorium.vocabulary.errors import RecordError
 
 
@@ -51,7 +63,7 @@ def test_a_write_that_takes_only_a_part_goes_on(monkeypatch: pytest.MonkeyPatch,
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RecordError, match=r"A file .*choose another run_dir"):
+    with pytest.raises(RecordError, match=r"A file .*choose another place"):
         write_whole(tmp_path / "file" / "inside.json", "{}")
 
 
@@ -83,3 +95,14 @@ def test_a_pipe_is_not_waited_for_and_deep_nesting_is_damage(tmp_path: Path) -> 
             rewrite_rows(path, lambda row: True)
         with pytest.raises(RecordError, match=reason):
             read_json(path, "Remove it.")
+
+
+def test_what_sqlite_calls_an_input_output_error_is_a_full_disk_where_there_is_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = sqlite3.OperationalError("disk I/O error")
+    assert full_disk_error(error, tmp_path / "ledger.sqlite") is None
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    found = full_disk_error(error, tmp_path / "ledger.sqlite")
+    assert found is not None
+    assert "The disk is full" in str(cannot_write(tmp_path, found))

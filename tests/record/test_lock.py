@@ -85,9 +85,9 @@ def test_a_file_system_without_locks_is_said_and_does_not_stop_the_run(
 
 def test_a_directory_that_cannot_be_made_is_one_paragraph(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RecordError, match="choose another run_dir"), lock_run(tmp_path / "file" / "run"):
+    with pytest.raises(RecordError, match="choose another place"), lock_run(tmp_path / "file" / "run"):
         pass
-    with pytest.raises(RecordError, match="choose another run_dir"), lock_run(tmp_path / "file"):
+    with pytest.raises(RecordError, match="choose another place"), lock_run(tmp_path / "file"):
         pass
 
 

@@ -15,8 +15,9 @@ from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
 from sensorium.record.run_directory import RunDirectory
+from sensorium.trainer import checkpoint
 from sensorium.trainer.checkpoint import Best, Checkpoints
-from sensorium.vocabulary.errors import CheckpointError, NonFiniteModel
+from sensorium.vocabulary.errors import CheckpointError, NonFiniteModel, RecordError
 
 from .small import small
 
@@ -169,3 +170,16 @@ def test_a_state_cut_short_is_one_paragraph(tmp_path: Path) -> None:
         (tmp_path / "state.pt").write_bytes(data[:size])
         with pytest.raises(CheckpointError, match=r"state\.pt' "):
             load_state(tmp_path / "state.pt")
+
+
+@pytest.mark.parametrize(
+    ("said", "way_out"),
+    [
+        ("Error while serializing: I/O error: No space left on device (os error 28)", "The disk is full"),
+        ("[enforce fail at inline_container.cc:672] . unexpected pos 3956608 vs 3956560", "ulimit -f"),
+    ],
+)
+def test_a_failed_write_in_a_library_tells_the_way_out(said: str, way_out: str, tmp_path: Path) -> None:
+    """The probe that follows such an error may succeed: the library wrote more than it does."""
+    with pytest.raises(RecordError, match=way_out), checkpoint._writing(tmp_path):
+        raise RuntimeError(said)

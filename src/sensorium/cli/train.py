@@ -1,12 +1,14 @@
 """Train a model by a recipe: a YAML file, a shipped recipe by name, or a run directory to go on with."""
 
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 
 from rich.console import Console
 
 from sensorium.cli.show import say, show_dry_run, show_plan
-from sensorium.recipe.load import load_recipe
-from sensorium.vocabulary.errors import RecipeError
+from sensorium.recipe.load import load_recipe, shipped_recipes
+from sensorium.record.run_directory import RunDirectory
+from sensorium.vocabulary.errors import CheckpointError, RecipeError, nearest
 
 UNTRAINED = 3
 """Exit code of a short run that came to its end and trained nothing, which the run itself has said."""
@@ -26,12 +28,13 @@ def run(arguments: Namespace) -> int:
     console = Console()
     if arguments.resume and arguments.restart:
         raise RecipeError("--resume goes on from a checkpoint and --restart starts over; drop one of them.")
+    if arguments.resume:
+        refuse_no_run(arguments.recipe)
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
         show_dry_run(recipe, console)
         return 0
     show_plan(recipe, console)
-    from sensorium.record.run_directory import RunDirectory
     from sensorium.report.console import ConsoleWatcher
     from sensorium.trainer.health.monitor import run_untrained
     from sensorium.trainer.run import train
@@ -39,7 +42,25 @@ def run(arguments: Namespace) -> int:
     try:
         directory = train(recipe, resume=arguments.resume, restart=arguments.restart, watchers=[ConsoleWatcher(console)])
     except KeyboardInterrupt:
-        say(f"to go on from the last checkpoint: sensorium train {recipe.directory} --resume", console)
+        say(after_interrupt(RunDirectory(recipe.directory)), console)
         raise
     say(f"report  {directory / 'report.html'}", console)
     return UNTRAINED if run_untrained(RunDirectory(directory), recipe) else 0
+
+
+def refuse_no_run(source: str) -> None:
+    """Refuse to resume what is neither a recipe nor a run, in the words of who looks for a run."""
+    place = Path(source)
+    if place.exists() or source in shipped_recipes():
+        return
+    runs = sorted(path.parent.name for path in place.parent.glob("*/recipe.yaml")) if place.parent.is_dir() else []
+    others = f"Runs in '{place.parent}'{nearest(place.name, runs)}" if runs else f"There are no runs in '{place.parent}'."
+    raise CheckpointError(f"there is no run '{source}' to resume. {others}")
+
+
+def after_interrupt(directory: RunDirectory) -> str:
+    """How an interrupted run goes on: from its last checkpoint, or anew where none was written yet."""
+    if any(directory.checkpoints.glob("step_*")):
+        return f"to go on from the last checkpoint: sensorium train {directory.path} --resume"
+    again = "the same command starts over" if directory.is_barren() else "the same command with --restart starts over"
+    return f"no checkpoint was written yet (checkpoint.every says how often that is done): {again}"

@@ -12,7 +12,6 @@ from sensorium.evaluation.folder import EvaluationFolder
 from sensorium.evaluation.intervals import mean_interval, paired_interval, sign_test
 from sensorium.evaluation.sample import Sample
 from sensorium.evaluation.summary import by_task
-from sensorium.record.durable import read_json
 from sensorium.vocabulary.errors import TaskError
 
 Name = tuple[str, int]
@@ -22,8 +21,8 @@ Name = tuple[str, int]
 def compare_folders(a: EvaluationFolder, b: EvaluationFolder) -> dict[str, Any]:
     """Compare two finished evaluations. Whatever differs beside the model is noted."""
     found = compare(a.read(), b.read())
-    claims = [folder.known() or {} for folder in (a, b)]
-    told = read_json(b.summary, "Run its evaluation again; it goes on and writes the summary anew.")
+    claims = [folder.claimed() for folder in (a, b)]
+    told = b.told()
     order = [category for category in told["categories"] if category in found["categories"]]
     sides = {
         side: {"folder": str(folder.path), "model": claim["model"], "settings": claim["settings"]}
@@ -112,7 +111,8 @@ def _notes(found: Mapping[str, Any], a: Mapping[str, Any], b: Mapping[str, Any])
     if found["asked_otherwise"]:
         yield f"{found['asked_otherwise']:,} tasks were put to B in other words or with other media than to A."
     for name in ("temperature", "samples", "seed"):
-        if a["settings"][name] != b["settings"][name]:
-            yield f"Not only the model differs: {name} is {a['settings'][name]} for A and {b['settings'][name]} for B."
+        one, other = a["settings"].get(name), b["settings"].get(name)
+        if one != other:
+            yield f"Not only the model differs: {name} is {one} for A and {other} for B."
     if a["weights"] == b["weights"]:
         yield "A and B are the same model, weight by weight."

@@ -111,7 +111,22 @@ class EvaluationFolder:
             raise CheckpointError(f"'{self.path}' holds no evaluation; 'sensorium eval' makes one (it says where).")
         if not self.summary.exists():
             raise CheckpointError(f"the evaluation in '{self.path}' is not finished. Run its command again; it goes on.")
-        return self.read_so_far()
+        samples, expected = self.read_so_far(), self.told()["episodes"]
+        if len(samples) != expected:
+            raise RecordError(
+                f"'{self.samples}' is damaged: it has {len(samples)} samples and '{self.summary.name}' tells of "
+                f"{expected}. Run its evaluation again, which plays what is missing."
+            )
+        return samples
+
+    def claimed(self) -> dict[str, Any]:
+        """What the evaluation here is of; a file that does not say so is damaged."""
+        return _having(self.known() or {}, ("model", "settings", "weights"), self.claim, _way_out())
+
+    def told(self) -> dict[str, Any]:
+        """What was found, as it was written."""
+        way_out = "Run its evaluation again; it goes on and writes the summary anew."
+        return _having(read_json(self.summary, way_out), ("categories", "episodes"), self.summary, way_out)
 
     def read_so_far(self) -> list[Sample]:
         """The samples that are there."""
@@ -158,6 +173,14 @@ class Journal:
                     place += len(line)
                 ends.append(place)
         return ends
+
+
+def _having(data: dict[str, Any], keys: Sequence[str], path: Path, way_out: str) -> dict[str, Any]:
+    """The data of a file that has these keys; else it is damaged."""
+    lacking = [key for key in keys if key not in data]
+    if lacking:
+        raise RecordError(f"'{path}' is damaged: it lacks '{lacking[0]}'. {way_out}")
+    return data
 
 
 def _key(line: bytes) -> Key | None:

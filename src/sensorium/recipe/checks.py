@@ -18,6 +18,7 @@ from sensorium.vocabulary.errors import RecipeError, nearest
 Problem = tuple[str, str]
 """A dotted place in the recipe, and what is wrong there."""
 
+MOST, LARGEST = 10**12, 1e30
 DEVICES = ("auto", "cpu", "cuda")
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 
@@ -25,6 +26,7 @@ ASSETS = Path(__file__).resolve().parents[1] / "assets"
 def problems(recipe: Recipe) -> list[Problem]:
     """Everything wrong with a recipe that its types do not show; names first, since the rest leans on them."""
     return list(_names(recipe)) or [
+        *_sizes(recipe.model_dump(), ""),
         *_options(recipe),
         *_batch(recipe),
         *_selection(recipe),
@@ -34,6 +36,18 @@ def problems(recipe: Recipe) -> list[Problem]:
         *_lora(recipe),
         *_pay(recipe),
     ]
+
+
+def _sizes(section: Mapping[str, Any], at: str) -> Iterator[Problem]:
+    """Numbers that no run can mean, and that would overflow somewhere in the middle of one."""
+    for key, value in section.items():
+        place = f"{at}{key}"
+        if isinstance(value, Mapping) and key != "options":
+            yield from _sizes(value, f"{place}.")
+        elif isinstance(value, int) and place != "seed" and abs(value) > MOST:
+            yield place, f"'{place}' is {value!r:.40}; it must be at most {MOST:,}."
+        elif isinstance(value, float) and value and not 1 / LARGEST <= abs(value) <= LARGEST:
+            yield place, f"'{place}' is {value:g}; a number here lies between {1 / LARGEST:g} and {LARGEST:g}, or is 0."
 
 
 def _names(recipe: Recipe) -> Iterator[Problem]:

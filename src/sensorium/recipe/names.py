@@ -153,7 +153,11 @@ def build(kind: str, name: str, options: Mapping[str, Any], where: str = "", **g
     _, problem = _unfit(kind, name, target, options, tuple(given))
     if problem:
         raise RecipeError(f"{where or kind}: {problem}")
-    return target(**given, **options)
+    try:
+        return target(**given, **options)
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise RecipeError(f"{where or kind}: {kind} '{name}' cannot be built with these options: {said}.") from error
 
 
 def _unfit(kind: str, name: str, target: Any, options: Mapping[str, Any], given: Sequence[str]) -> tuple[str, str]:
@@ -168,4 +172,21 @@ def _unfit(kind: str, name: str, target: Any, options: Mapping[str, Any], given:
     for key, parameter in named.items():
         if parameter.default is parameter.empty and key not in options:
             return key, f"{kind} '{name}' needs the option '{key}'."
+        if key in options and (wanted := _wanted(parameter.annotation, options[key])):
+            return key, f"{kind} '{name}' has '{key}' as {options[key]!r:.60}; it must be {wanted}."
     return "", ""
+
+
+def _wanted(annotation: Any, value: Any) -> str:
+    """What an option must be where its annotation is a plain type and its value is not of it; empty if it fits."""
+    kinds: dict[Any, tuple[str, Any]] = {
+        int: ("a whole number", int),
+        float: ("a number", int | float),
+        bool: ("true or false", bool),
+        str: ("a text", str),
+    }
+    by_name = {kind.__name__: kind for kind in kinds}
+    words, kind = kinds.get(by_name.get(annotation) if isinstance(annotation, str) else annotation, ("", object))
+    if not isinstance(value, kind) or (isinstance(value, bool) and words in ("a whole number", "a number")):
+        return words
+    return f"{words} of at most 62 bits" if words and isinstance(value, int) and value.bit_length() > 62 else ""

@@ -11,8 +11,10 @@ from sensorium.recipe.traits import estimator_traits
 
 BYTES = {"float32": 4, "bfloat16": 2}
 GIB = 1 << 30
-EPISODE_BYTES, TOKEN_BYTES = 2500, 60  # measured: an episode's log has its task and prompt, and 50 to 60 bytes a token
+EPISODE_BYTES, TOKEN_BYTES = 2500, 60
 METRICS_BYTES, LEDGER_BYTES = 2500, 60
+"""Estimates, not measurements: bytes of an episode's log without its tokens, of a token in it, of a row in each file."""
+
 REPEATS = "rollout.schedule=lockstep repeats bit for bit on CPU"
 
 
@@ -179,7 +181,11 @@ def _evaluations(recipe: Recipe) -> int:
     """How many times the held-out tasks are played."""
     if not recipe.tasks.evaluate:
         return 0
-    return sum(recipe.evaluates_after(step) for step in range(recipe.total_steps + 1))
+    every, warm, total = recipe.evaluation.every, recipe.warm_start.steps, recipe.total_steps
+    counted = recipe.evaluates_after(0) + (warm > 0 and recipe.evaluates_after(warm))
+    if every and total > warm:
+        counted += total // every - warm // every + (total % every > 0)  # and the last step is always measured
+    return counted
 
 
 def _sight_check(recipe: Recipe) -> str:

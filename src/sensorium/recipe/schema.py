@@ -69,7 +69,7 @@ class MediaSection(Section):
     cache: Path | None = Field(default=None, description="folder of decoded clips; default: decoded/ in the run directory")
     cache_gib: float = Field(default=8.0, ge=0, description="0: no clips are kept on disk")
     memory_gib: float = Field(default=1.0, ge=0)
-    threads: int = Field(default=2, ge=1, description="media decoded at once")
+    threads: int = Field(default=2, ge=1, le=1024, description="media decoded at once")
     max_pixels: int = Field(default=64_000_000, gt=0, le=178_956_970, description="of a picture or frame; more is refused")
     max_file_mib: float = Field(default=2048, gt=0, description="of a medium's file")
     max_clip_s: float = Field(default=7200, gt=0, description="seconds of a video or sound, after its trim")
@@ -105,7 +105,9 @@ class RolloutSection(Section):
     ignore_stop_tokens: bool = False
     concurrency: int = Field(default=0, ge=0, description="episodes in flight; 0: all of the step")
     environment_deadline_s: float = Field(default=30.0, gt=0, description="for each call of an environment, once it begins")
-    environment_calls: int = Field(default=64, ge=1, description="calls of environments that run at once, in threads")
+    environment_calls: int = Field(
+        default=64, ge=1, le=100_000, description="calls of environments that run at once, in threads"
+    )
     mask_truncated: bool = Field(default=False, description="leave truncated episodes out of the loss")
 
 
@@ -334,7 +336,7 @@ class Recipe(Section):
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)
     steps: int = Field(ge=0)
     run_dir: Path | None = Field(default=None, description="default: runs/NAME")
-    threads: int = Field(default=0, ge=0, description="CPU threads; 0: as the machine has")
+    threads: int = Field(default=0, ge=0, le=1024, description="CPU threads; 0: as the machine has")
     model: ModelSection
     tasks: TasksSection
     media: MediaSection = MediaSection()

@@ -7,6 +7,7 @@ beside and renamed into place. Whatever cannot be written or read is a ``RecordE
 import errno
 import json
 import os
+import shutil
 import sqlite3
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -16,18 +17,28 @@ from typing import Any
 
 from sensorium.vocabulary.errors import RecordError
 
+TIGHT = 64 * 1024
+"""Bytes free on a disk below which a failed write is blamed on it."""
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+PLACE = " (of a run: run_dir)"
 WAYS_OUT = {
     errno.ENOSPC: "The disk is full: make room, then go on with --resume.",
     errno.EDQUOT: "Your quota on this disk is used up: make room, then go on with --resume.",
     errno.EFBIG: "Files may not grow this large here (ulimit -f): raise the limit, then go on with --resume.",
-    errno.EROFS: "The file system is read-only: choose another run_dir.",
-    errno.EACCES: "Permission is missing: choose another run_dir, or have it made writable.",
-    errno.EPERM: "Permission is missing: choose another run_dir, or have it made writable.",
-    errno.EEXIST: "A file is in the way: remove it, or choose another run_dir.",
-    errno.ENOTDIR: "A file stands where a folder should be: remove it, or choose another run_dir.",
-    errno.EISDIR: "A folder stands where a file should be: remove it, or choose another run_dir.",
+    errno.EIO: "The disk may be full, failing, or bounded (ulimit -f): mend that, then go on with --resume.",
+    errno.EMFILE: "This process has too many files open (ulimit -n): raise the limit, then go on with --resume.",
+    errno.EROFS: f"The file system is read-only: choose another place{PLACE}.",
+    errno.EACCES: f"Permission is missing: choose another place{PLACE}, or have it made writable.",
+    errno.EPERM: f"Permission is missing: choose another place{PLACE}, or have it made writable.",
+    errno.EEXIST: f"A file is in the way: remove it, or choose another place{PLACE}.",
+    errno.ENOTDIR: f"A file stands where a folder should be: remove it, or choose another place{PLACE}.",
+    errno.EISDIR: f"A folder stands where a file should be: remove it, or choose another place{PLACE}.",
+    errno.ENOENT: f"No folder can be made there: choose another place{PLACE}.",
+    errno.ENAMETOOLONG: f"The name is too long for this file system: choose another place{PLACE}.",
+    errno.ELOOP: f"Its links lead in a circle: choose another place{PLACE}.",
 }
+"""What to do about a write that failed, by the system's number for it."""
 
 
 def to_line(row: Any) -> str:
@@ -154,15 +165,20 @@ def writing(path: Path) -> Iterator[None]:
 def cannot_write(path: object, error: OSError) -> RecordError:
     """A failed write in words."""
     reason = error.strerror or str(error)
-    way_out = WAYS_OUT.get(error.errno or 0, "Mend that, then go on with --resume.")
+    way_out = WAYS_OUT.get(error.errno or 0, "Mend that, then run the command again.")
     return RecordError(f"cannot write '{path}': {reason}. {way_out} What was complete before is as it was.")
 
 
-def full_disk_error(error: BaseException) -> OSError | None:
-    """The system's error for a disk without room, if that is what an error, its cause or a part of it says."""
+def full_disk_error(error: BaseException, place: Path | None = None) -> OSError | None:
+    """The system's error for a disk without room, if that is what an error, its cause or a part of it says.
+
+    SQLite calls it an I/O error where its first pages find no room; then the disk of ``place`` is asked.
+    """
     if isinstance(error, OSError) and error.errno in FULL:
         return error
     if isinstance(error, sqlite3.OperationalError) and "disk is full" in str(error):
+        return OSError(errno.ENOSPC, str(error))
+    if isinstance(error, sqlite3.OperationalError) and place is not None and shutil.disk_usage(place.parent).free < TIGHT:
         return OSError(errno.ENOSPC, str(error))
     inner = [*error.exceptions] if isinstance(error, BaseExceptionGroup) else []
     if error.__cause__ is not None:

@@ -149,7 +149,7 @@ class Ledger:
         except sqlite3.DatabaseError as error:
             if hasattr(self, "_db") and self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-            full = full_disk_error(error)
+            full = full_disk_error(error, self._path)
             if full is not None:
                 raise cannot_write(self._path, full) from error
             raise RecordError(

@@ -78,8 +78,8 @@ class Shapes:
             raise TaskError(f"shapes: there is no split '{split}'{nearest(split, ['train', 'test'])}")
         if picture not in ("own", "blank", "swapped"):
             raise TaskError(f"shapes: there is no picture '{picture}'{nearest(picture, ['own', 'blank', 'swapped'])}")
-        if not kinds or size < 1 or picture_size < 16:
-            raise TaskError("shapes: needs at least one kind of question, a size of 1 and a picture_size of 16.")
+        if not kinds or size < 1 or not 16 <= picture_size <= 4096:
+            raise TaskError("shapes: needs at least one kind of question, a size of 1 and a picture_size of 16 to 4096.")
         self.store = store
         self.split = split
         self.size = size

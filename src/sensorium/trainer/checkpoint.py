@@ -5,6 +5,7 @@ into place. A kill at any point, and a disk that is full, leave the last complet
 is not finite is never written.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -115,4 +116,6 @@ def _failed_write(error: Exception, draft: Path) -> RecordError | None:
             os.fsync(probe.fileno())
     except OSError as reason:
         return cannot_write(draft, reason)
-    return RecordError(f"cannot write '{draft}': {text.splitlines()[0]} What was complete before is as it was.")
+    told = {"No space left": errno.ENOSPC, "Disk quota": errno.EDQUOT, "File too large": errno.EFBIG}
+    number = next((number for word, number in told.items() if word in text), errno.EIO)
+    return cannot_write(draft, OSError(number, text.splitlines()[0].rstrip(".")))
