@@ -9,6 +9,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+def cell(summary: dict[str, Any]) -> str:
+    low, high = summary["interval"]
+    return f"{summary['accuracy']:.3f} [{low:.3f}–{high:.3f}]"
+
+
 def result(name: str) -> dict[str, Any]:
     return json.loads((ROOT / "studies/results" / f"{name}.json").read_text())
 
@@ -105,3 +110,26 @@ def test_the_page_of_algorithms_quotes_the_committed_results() -> None:
         for kind in ("sampled", "greedy"):
             row = " | ".join(over_seeds(part[kind]) for part in (right["before"], right["after"], flipped["after"]))
             assert row in text, (name, kind)
+
+
+def test_the_digits_tutorial_reaches_nine_in_ten_with_every_seed_and_its_page_quotes_that() -> None:
+    found = result("digits")
+    page = (ROOT / "docs/tutorials/digits.md").read_text()
+    assert [run["seed"] for run in found["runs"]] == [0, 1, 2]
+    for run in found["runs"]:
+        sft, rl = run["sft"], run["rl"]
+        assert sft["tasks"] == rl["tasks"] == 500
+        assert rl["accuracy"] >= 0.9
+        assert rl["interval"][0] > sft["interval"][1], "RL, not SFT, made the difference"
+        assert run["cpu_minutes"] <= 10
+        assert f"| {run['seed']} | {cell(sft)} | {cell(rl)} | {run['cpu_minutes']} |" in page
+
+
+def test_two_hundred_kills_changed_nothing() -> None:
+    found = result("kills")
+    assert found["kills"] >= 200
+    assert set(found["recipes"]) == {"LoRA", "PPO with a critic", "multi-turn", "sight and sound"}
+    for name, recipe in found["recipes"].items():
+        assert recipe["kills"] >= 50, name
+        assert recipe["differences"] == [], name
+        assert len(recipe["phases"]) >= 5, "kills fell into many phases of a run"
