@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.trainer.health.sight import _Blanked
-from sensorium.vocabulary import Message, system, user
+from sensorium.trainer.health.sight import _Blanked, _compared
+from sensorium.vocabulary import Episode, Group, Message, Score, Status, Task, system, user
 
 
 class Veil:
@@ -49,3 +49,11 @@ def test_what_an_environment_shows_is_blanked_and_what_it_pays_is_not(environmen
     assert [message.text for message in (*head, *observation.messages)] == ["blank", "blank"]
     assert result.observation.messages[0].text == "blank"
     assert (result.reward, result.info) == (0.5, {"said": "left"})
+
+
+@pytest.mark.parametrize(("correct", "measure", "shown"), [(True, "accuracy", 1.0), (None, "mean reward", -0.25)])
+def test_what_is_compared_is_called_by_its_name(correct: bool | None, measure: str, shown: float) -> None:
+    scores = (Score("judge", -0.25, correct=correct),)
+    episode = Episode("e", "t", "g", 0, (), (), Status.FINISHED, scores=scores)
+    found = _compared("picture", [Group("g", Task("t"), (episode,))], [Group("g", Task("t"), (episode,))])
+    assert (found.measure, found.shown, found.blanked) == (measure, shown, shown)

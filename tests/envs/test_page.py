@@ -1,0 +1,68 @@
+"""docs/environments.md: its asynchronous environment plays against a real service, and pays by name."""
+
+import asyncio
+import re
+import socketserver
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sensorium.engines.protocol import Request, Sampling
+from sensorium.engines.scripted import ScriptedEngine
+from sensorium.media.store import MediaStore
+from sensorium.models.load import load_policy
+from sensorium.models.tiny import make_tiny
+from sensorium.recipe.schema import RolloutSection
+from sensorium.rewards.environment import EnvironmentReward
+from sensorium.rewards.scorer import Scorer
+from sensorium.rollout.play import Attempt, Rollout
+from sensorium.vocabulary import EnvironmentSpec, Status, Task
+
+PAGE = (Path(__file__).parents[2] / "docs/environments.md").read_text()
+
+
+class Service(socketserver.StreamRequestHandler):
+    """Thinks of the number it is sent first, and says of each guess how the number lies."""
+
+    def handle(self) -> None:
+        number = int(self.rfile.readline())
+        for line in self.rfile:
+            guess = int(line)
+            self.wfile.write(b"right\n" if guess == number else b"higher\n" if guess < number else b"lower\n")
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Service) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+def test_an_environment_whose_methods_are_coroutines_plays_with_a_service(port: int, tmp_path: Path) -> None:
+    code: dict[str, Any] = {}
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(block, code)
+    policy = load_policy(str(make_tiny("qwen2_5_vl", tmp_path)), store=MediaStore(), device="cpu")
+
+    def guess(request: Request) -> str:
+        return str(1 + request.order[-1])  # 1, 2, 3, …, turn by turn
+
+    rollout = Rollout(
+        policy.chat,
+        ScriptedEngine(policy.chat, guess),
+        RolloutSection(max_turns=5),
+        lambda task: code["Guess"](None, port=port),
+    )
+    task = Task("three", environment=EnvironmentSpec("guess", seed=3))
+    (group,) = asyncio.run(rollout.groups([task], 2, Attempt(0, 1), Sampling()))
+    for episode in group.episodes:
+        assert (episode.status, episode.failure, episode.info) == (Status.FINISHED, "", {"success": True})
+        assert [turn.parts for turn in episode.turns] == [{"goal": 0.0, "turn": -0.1}] * 2 + [{"goal": 1.0, "turn": -0.1}]
+    scored = asyncio.run(Scorer([(EnvironmentReward(), 1.0)]).score_group(group)).episodes[0]
+    assert {s.name: s.value for s in scored.scores} == {"environment/goal": 1.0, "environment/turn": pytest.approx(-0.3)}
+    rollout.close()
