@@ -1,6 +1,6 @@
 """Benchmarks on the reference workloads; each prints one JSON object.
 
-python -m bench step --workload W1 [--steps 3] [--tokens-per-microbatch 16384] [--no-recompute] [--profile]
+python -m bench step --workload W1|W2 [--steps 3] [--tokens-per-microbatch 16384] [--no-recompute] [--moments float32]
 python -m bench rollout --workload W1|W3 [--prompts 64] [--rounds 2] [--max-rows 512] [--profile]
 
 They need a CUDA GPU. Weights are random: speed does not depend on their values. ``bench/w0.py`` times W0 on the CPU.
@@ -20,11 +20,12 @@ def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("what", choices=["step", "rollout"])
-    parser.add_argument("--workload", default="W1", choices=["W1", "W3"])
+    parser.add_argument("--workload", default="W1", choices=["W1", "W2", "W3"])
     parser.add_argument("--prompts", type=int, help="prompts a step, instead of the workload's")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tokens-per-microbatch", type=int, default=16384)
     parser.add_argument("--no-recompute", action="store_true", help="without gradient checkpointing")
+    parser.add_argument("--moments", default="bfloat16", choices=["float32", "bfloat16"], help="optimizer.moments")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--max-rows", type=int, default=512)
     parser.add_argument("--profile", action="store_true", help="list kernels by their time, of a rollout also functions")
@@ -34,18 +35,24 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("these workloads need a CUDA GPU, and torch sees none; on a CPU run: python bench/w0.py")
     logging.disable(logging.WARNING)
-    from workload import W1, W3
+    from workload import W1, W2, W3
 
-    work = {"W1": W1, "W3": W3}[given.workload]
+    work = {"W1": W1, "W2": W2, "W3": W3}[given.workload]
     if given.prompts:
         work = replace(work, prompts=given.prompts)
     if given.what == "step":
-        if given.workload != "W1":
+        if given.workload == "W3":
             sys.exit("a step of W3 is not measured yet; use: python -m bench rollout --workload W3")
         from step import time_steps
 
         result = time_steps(
-            given.workload, work, given.steps, given.tokens_per_microbatch, not given.no_recompute, given.profile
+            given.workload,
+            work,
+            given.steps,
+            given.tokens_per_microbatch,
+            not given.no_recompute,
+            given.moments,
+            given.profile,
         )
     else:
         from rollout import time_rollouts

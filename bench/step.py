@@ -13,13 +13,48 @@ import torch
 from kernels import host_of, kernels_of
 from workload import Workload, recipe_for, write_3b
 
+from sensorium.models.policy import Policy
 from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory
 from sensorium.trainer.run import open_trainer
 
+PEAK = 989e12  # bf16 operations a second of an H200, as NVIDIA states them
+
+
+def _update_flops(policy: Policy, work: Workload, metrics: dict[str, float]) -> float:
+    """6 operations for each parameter and token that it meets once: layers, head, tower. Recomputation does not count."""
+    layers = sum(p.numel() for p in policy.adapter.language_model.layers.parameters())
+    tower = sum(p.numel() for p in policy.adapter.towers["picture"].module.parameters())
+    patches = metrics["packing/tower_items"] * (work.pixels // 14) ** 2
+    head = policy.adapter.head.weight.numel()
+    return 6 * (layers * metrics["packing/tokens"] + head * metrics["packing/trained_tokens"] + tower * patches)
+
+
+def _sharing(trainer: Any, loop: asyncio.AbstractEventLoop) -> dict[str, float]:
+    """One update of a step's episodes with groups as they are, and with every episode as a group of its own."""
+    learner, seen = trainer.learner, []
+    step = learner.step
+
+    def watched(groups: Any, *rest: Any, **more: Any) -> Any:
+        seen.append((groups, rest, more))
+        return step(groups, *rest, **more)
+
+    learner.step = watched
+    loop.run_until_complete(trainer.advance())
+    learner.step = step
+    together, rest, more = seen[0]
+    alone = [[sample] for group in together for sample in group]
+    found: dict[str, float] = {}
+    for name, groups in (("shared", together), ("alone", alone), ("shared again", together)):
+        started = time.perf_counter()
+        tokens = step(groups, *rest, **more)["packing/tokens"]
+        torch.cuda.synchronize()
+        found |= {f"{name} s": round(time.perf_counter() - started, 3), f"{name} tokens": tokens}
+    return found | {"ratio": round(found["alone s"] / found["shared again s"], 2)}
+
 
 def time_steps(
-    name: str, work: Workload, steps: int, tokens_per_microbatch: int, recompute: bool, profile: bool
+    name: str, work: Workload, steps: int, tokens_per_microbatch: int, recompute: bool, moments: str, profile: bool
 ) -> dict[str, Any]:
     """The medians of some steps, the first left out, and what the first took: it compiles and captures."""
     warnings.filterwarnings("ignore", message=".*deterministic.*")
@@ -32,6 +67,7 @@ def time_steps(
             directory.path,
             model={"dtype": "bfloat16", "device": "cuda", "gradient_checkpointing": recompute},
             batch={"tokens_per_microbatch": tokens_per_microbatch},
+            optimizer={"lr": 1e-6, "moments": moments},
         )
         trainer = open_trainer(recipe, directory)
         gc.collect()
@@ -59,14 +95,19 @@ def time_steps(
             "first_step_s": round(seconds[0], 2),
             "rollout_s": round(middle["time/rollout_s"], 3),
             "update_s": round(middle["time/update_s"], 3),
+            "update_mfu": round(_update_flops(trainer.session.policy, work, middle) / middle["time/update_s"] / PEAK, 3),
             "rollout_tokens_per_s": round(tokens / middle["time/rollout_s"]),
             "peak_gib": round(middle["memory/peak_gib"], 1),
             "reserved_gib": round(after["reserved_bytes.all.peak"] / 2**30, 1),
             "device_allocations": (after["num_device_alloc"] - before["num_device_alloc"]) / steps,
             "prob_error": middle.get("mismatch/prob_error"),
+            "effective_share": middle.get("mismatch/effective_share"),
+            "moments": moments,
             "engine": vars(engine.counters) | {"notes": list(engine.notes)},
             "metrics": middle,
         }
+        if work.pictures > 1:
+            result["sharing"] = _sharing(trainer, loop)
         if profile:
             result["host"] = host_of(lambda: loop.run_until_complete(trainer.advance()))
             result["kernels"] = kernels_of(lambda: loop.run_until_complete(trainer.advance()))

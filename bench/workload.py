@@ -35,6 +35,8 @@ class Workload:
     new_tokens: int
     tail: float = 1.0
     """The longest response over the mean one; ``new_tokens`` is the mean."""
+    pictures: int = 1
+    """Pictures of a prompt. Sixteen cost what a video of 32 frames costs: a temporal patch is two frames."""
 
     def lengths(self, seed: int) -> list[list[int]]:
         """Tokens of every response: all alike, or from a heavy tail that is cut at ``tail`` times the mean."""
@@ -53,21 +55,24 @@ class Workload:
 
 W0 = Workload(prompts=8, group=8, pixels=112, new_tokens=64)
 W1 = Workload(prompts=16, group=8, pixels=448, new_tokens=256)
+W2 = Workload(prompts=8, group=8, pixels=448, new_tokens=256, pictures=16)
 W3 = Workload(prompts=64, group=8, pixels=448, new_tokens=256, tail=6.0)
 
 
 class NoisePictures:
     """Tasks with one noise picture each: as good as any for timing."""
 
-    def __init__(self, *, store: MediaStore, pixels: int, size: int = 1024) -> None:
-        self.store, self.pixels, self.size = store, pixels, size
+    def __init__(self, *, store: MediaStore, pixels: int, pictures: int = 1, size: int = 1024) -> None:
+        self.store, self.pixels, self.pictures, self.size = store, pixels, pictures, size
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> Task:
-        pixels = np.random.default_rng(index).integers(0, 255, (self.pixels, self.pixels, 3), dtype=np.uint8)
-        return Task(f"noise/{index}", (user(self.store.put(encode_png(pixels), "picture"), QUESTION),))
+        shape = (self.pictures, self.pixels, self.pixels, 3)
+        pictures = np.random.default_rng(index).integers(0, 255, shape, dtype=np.uint8)
+        shown = [self.store.put(encode_png(pixels), "picture") for pixels in pictures]
+        return Task(f"noise/{index}", (user(*shown, QUESTION),))
 
 
 class LengthModulo:
@@ -83,15 +88,16 @@ class LengthModulo:
 
 def recipe_for(work: Workload, path: Path, run_dir: Path, **changes: Any) -> Recipe:
     """Our side of a workload: no early stop, one update a step, nothing logged but metrics."""
+    shown = {"pixels": work.pixels, "pictures": work.pictures}
     return Recipe.model_validate(
         {
             "name": "bench",
             "steps": 10**6,
             "run_dir": run_dir,
             "model": {"path": str(path)} | changes.pop("model", {}),
-            "tasks": {"train": [{"source": "workload:NoisePictures", "options": {"pixels": work.pixels}}]},
+            "tasks": {"train": [{"source": "workload:NoisePictures", "options": shown}]},
             "batch": {"prompts_per_step": work.prompts, "group_size": work.group} | changes.pop("batch", {}),
-            "rollout": {"max_new_tokens": work.new_tokens, "ignore_stop_tokens": True},
+            "rollout": {"max_new_tokens": work.new_tokens, "ignore_stop_tokens": True, "max_context_tokens": 8192},
             "rewards": {"terms": [{"name": "workload:LengthModulo"}]},
             "optimizer": {"lr": 1e-6},
             "checkpoint": {"best": ""},

@@ -11,7 +11,7 @@ from sensorium.engines.native.decode_ops import TorchOps
 from sensorium.engines.native.decode_state import DecodeRows, DecodeState, RowLayout
 from sensorium.engines.native.pages import PAGE
 from sensorium.engines.protocol import Sampling
-from sensorium.models.layer_parts import NormWeights
+from sensorium.models.layer_parts import GatedMLP, LayerParts, NormWeights
 
 pytestmark = [pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")]
 if torch.cuda.is_available():
@@ -148,3 +148,44 @@ def test_logits_that_are_not_finite_spoil_only_their_row(kernels: TorchOps, bad:
     kernels.draw(logits, rows, none, none, truncated=False)
     assert rows.packed_3B[1].isnan().tolist() == [False, True, False]
     assert int(rows.tokens_B[1]) < VOCAB
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [3, 24])
+def test_products_in_parts_are_products(kernels: TorchOps, dtype: torch.dtype, rows: int) -> None:
+    plain = TorchOps()
+    x, residual = normal(rows, 256, dtype=dtype), normal(rows, 128, seed=1)
+    norm = NormWeights(normal(128, dtype=dtype, seed=2), 1e-6)
+    for bias in (True, False):
+        layer = torch.nn.Linear(256, 128, bias=bias, device=DEVICE, dtype=dtype).requires_grad_(False)
+        found, expected = (ops.add_product(layer, x, residual, norm) for ops in (kernels, plain))
+        assert all(close(one, other) for one, other in zip(found, expected, strict=True))
+        assert (found[0].dtype, found[1].dtype) == (dtype, torch.float32)
+    gate, up = (torch.nn.Linear(256, 384, bias=False, device=DEVICE, dtype=dtype).requires_grad_(False) for _ in range(2))
+    inner = GatedMLP(gate, up, torch.nn.Identity())
+    assert close(kernels.gated(inner, x), plain.gated(inner, x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_projections_in_parts_go_to_their_places(kernels: TorchOps, dtype: torch.dtype, normed: bool, bias: bool) -> None:
+    rows = make_rows([0, 63, 64, 200], [0, 0, 0, 0], [0, 1, 2, 3])
+    size, heads, kv_heads = 32, 8, 4
+    layers = [
+        torch.nn.Linear(256, n * size, bias=bias, device=DEVICE, dtype=dtype).requires_grad_(False)
+        for n in (heads, kv_heads, kv_heads)
+    ]
+    unit = NormWeights(normal(256, dtype=dtype), 1e-6)
+    norms = (NormWeights(normal(size, dtype=dtype), 1e-6), NormWeights(normal(size, dtype=dtype, seed=1), 1e-6))
+    parts = LayerParts(
+        index=0, before=unit, query=layers[0], key=layers[1], value=layers[2], out=layers[0],
+        norms=norms if normed else None, head_dim=size, scaling=1.0, between=unit, inner=layers[0],
+    )  # fmt: skip
+    rotary = normal(4, size, dtype=dtype, seed=8), normal(4, size, dtype=dtype, seed=9)
+    blocks, queries = [], []
+    for ops in (kernels, TorchOps()):
+        blocks.append(torch.zeros(2, 12, kv_heads, PAGE, size, dtype=dtype, device=DEVICE))
+        queries.append(ops.project(parts, normal(4, 256, dtype=dtype, seed=4), rotary, rows, blocks[-1]))
+    assert close(*queries)
+    assert close(*blocks)

@@ -60,11 +60,13 @@ def test_adapters_learn_through_fused_layers(tmp_path: Path) -> None:
 @needs_triton
 def test_layers_that_disagree_are_left_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = policy_of("qwen2", tmp_path)
-    layers = policy.adapter.language_model.layers
+    model = policy.adapter.language_model
     original = fused.FusedLayer.__call__
     monkeypatch.setattr(fused.FusedLayer, "__call__", lambda self, *x, **more: original(self, *x, **more) * 1.001)
     with pytest.warns(UserWarning, match="stock layers.*off the stock one"):
-        assert fused_layers(layers, policy.adapter.rotary) == list(layers)
+        stack = fused_layers(model, policy.adapter.rotary)
+    assert stack.layers is model.layers
+    assert stack.norm is model.norm
 
 
 def test_a_layer_of_other_parts_is_refused(tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ The policy is softmax(logits / temperature) over the ids that are not forbidden;
 forbidden too. The head runs only where a token was predicted, in chunks, so that full logits never exist.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sensorium.learner.packing import MicroBatch, Packing, media_of
@@ -18,6 +19,8 @@ from sensorium.vocabulary.content import Media
 
 # Logits held at once: 256 MiB of float32.
 CHUNK_ELEMENTS = 1 << 26
+# How far log-probs of the head's kernels may be from plain ones, in nats, on this many rows.
+HEAD_BOUND, TRIAL_ROWS = 0.02, 64
 # Stands for minus infinity, but makes 0 when multiplied by a probability of 0.
 FORBIDDEN = -1e30
 
@@ -79,6 +82,7 @@ class Scorer:
         )
         self.scale = 0.0
         self._exact = policy.device.type == "cpu" and policy.dtype == torch.float32
+        self._fused: bool | None = None
         self._bias_V = torch.zeros(policy.vocab_size, device=policy.device)
         self._bias_V[sorted(self.forbidden)] = FORBIDDEN
 
@@ -97,11 +101,41 @@ class Scorer:
         return logprobs_N
 
     def _head(self, hidden_MH: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
+        if self._fused is None:
+            self._fused = self._fuses(hidden_MH.detach(), targets_M)
+        if self._fused:
+            from sensorium.learner.head_kernels import HeadLogprobs
+
+            weight_VH = self.policy.adapter.head.weight
+            found: tuple[Tensor, Tensor] = HeadLogprobs.apply(
+                hidden_MH, weight_VH, targets_M, self._bias_V, self.temperature
+            )
+            return found
         rows = max(1, CHUNK_ELEMENTS // self.policy.vocab_size)
         if len(targets_M) <= rows:
             return self._chunk(hidden_MH, targets_M)
         parts = [self._recomputed(*chunk) for chunk in _chunks(hidden_MH, targets_M, rows)]
         return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropies for _, entropies in parts])
+
+    def _fuses(self, hidden_MH: Tensor, targets_M: Tensor) -> bool:
+        """Whether the head runs through its kernels: on CUDA, a plain one, and where they give what the plain way gives."""
+        head = self.policy.adapter.head
+        if not hidden_MH.is_cuda or not len(hidden_MH) or type(head) is not nn.Linear or head.bias is not None:
+            return False
+        try:
+            from sensorium.learner.head_kernels import HeadLogprobs
+
+            given = hidden_MH[:TRIAL_ROWS], targets_M[:TRIAL_ROWS]
+            with torch.no_grad():
+                expected = self._chunk(*given)
+                found = HeadLogprobs.apply(given[0], head.weight, given[1], self._bias_V, self.temperature)
+            gap = max(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True))
+            wrong = "" if gap <= HEAD_BOUND else f"they are {gap:.2g} off the plain ones (bound {HEAD_BOUND:g})"
+        except Exception as error:  # a kernel that this GPU or Triton cannot build is a reason to be slow, not to stop
+            wrong = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if wrong:
+            warnings.warn(f"log-probs are computed without the head's kernels, which is slower: {wrong}", stacklevel=2)
+        return not wrong
 
     def _chunk(self, hidden_MH: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
         logits_MV = self.policy.logits(hidden_MH)

@@ -1,7 +1,9 @@
 """Norm, rotation and gate of a decoder layer as Triton kernels with gradients: one launch each, nothing kept twice.
 
 The stock modules keep float32 copies of what they normalise and launch five to fifteen kernels for each of these. The
-values have the stock modules' roundings; gradients are computed in float32 from them. Axes: N rows, W width, D head size.
+values have the stock modules' roundings; gradients are computed in float32 from them. What is normalised may be wider than
+the weight (a float32 residual stream under bfloat16 weights): then it is rounded once, at the end, to the weight's kind.
+Axes: N rows, W width, D head size.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -22,32 +24,35 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
-        out, scale_N = _normed(x, None, weight_W, eps, None)
+        out, scale_N = normed(x, weight_W, eps)
         ctx.save_for_backward(x, weight_W, scale_N)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight_W, scale_N = ctx.saved_tensors
-        gradient, weight_gradient = _norm_gradients(x, weight_W, scale_N, gradients[0], None)
+        gradient, _, weight_gradient = norm_gradients(x, weight_W, scale_N, gradients[0], None)
         return gradient, weight_gradient, None
 
 
 class AddNorm(torch.autograd.Function):
-    """(x, residual, weight, eps) → RMSNorm of their sum, and the sum."""
+    """(x, residual, weight, eps) → RMSNorm of their sum, and the sum in the residual's kind."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor, weight_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        summed = torch.empty_like(residual, memory_format=torch.contiguous_format)
-        out, scale_N = _normed(x.contiguous(), residual.contiguous(), weight_W, eps, summed)
+        out, summed, scale_N = add_normed(x.contiguous(), residual.contiguous(), weight_W, eps)
         ctx.save_for_backward(summed, weight_W, scale_N)
+        ctx.kind = x.dtype
         return out, summed
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         summed, weight_W, scale_N = ctx.saved_tensors
-        gradient, weight_gradient = _norm_gradients(summed, weight_W, scale_N, gradients[0], gradients[1])
-        return gradient, gradient, weight_gradient, None
+        kind = None if ctx.kind == summed.dtype else ctx.kind
+        gradient, narrow, weight_gradient = norm_gradients(
+            summed, weight_W, scale_N, gradients[0], gradients[1], narrow=kind
+        )
+        return gradient if narrow is None else narrow, gradient, weight_gradient, None
 
 
 class Rotate(torch.autograd.Function):
@@ -71,26 +76,49 @@ class Gate(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
-        out, count = torch.empty_like(gate), gate.numel()
-        _gate[(triton.cdiv(count, 2048),)](gate, up, out, count, BLOCK=2048, num_warps=8)
-        return out
+        return gated(gate, up)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        gate_gradient, up_gradient, count = torch.empty_like(gate), torch.empty_like(up), gate.numel()
-        _gate_gradients[(triton.cdiv(count, 2048),)](
-            gate, up, gradients[0].contiguous(), gate_gradient, up_gradient, count, BLOCK=2048, num_warps=8
-        )
-        return gate_gradient, up_gradient
+        return gate_gradients(gate, up, gradients[0].contiguous())
 
 
-def _normed(
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up of contiguous tensors."""
+    out, count = torch.empty_like(gate), gate.numel()
+    _gate[(triton.cdiv(count, 2048),)](gate, up, out, count, BLOCK=2048, num_warps=8)
+    return out
+
+
+def gate_gradients(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up."""
+    gate_gradient, up_gradient, count = torch.empty_like(gate), torch.empty_like(up), gate.numel()
+    _gate_gradients[(triton.cdiv(count, 2048),)](
+        gate, up, gradient, gate_gradient, up_gradient, count, BLOCK=2048, num_warps=8
+    )
+    return gate_gradient, up_gradient
+
+
+def normed(x: Tensor, weight_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The RMSNorm of contiguous rows, in the weight's kind, and its scales [N]."""
+    return _launch_norm(x, None, weight_W, eps, None)
+
+
+def add_normed(x: Tensor, residual: Tensor, weight_W: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The RMSNorm of a sum of contiguous rows, the sum in the residual's kind, and the norm's scales."""
+    summed = torch.empty_like(residual)
+    out, scale_N = _launch_norm(x, residual, weight_W, eps, summed)
+    return out, summed, scale_N
+
+
+def _launch_norm(
     x: Tensor, residual: Tensor | None, weight_W: Tensor, eps: float, summed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     rows = x.numel() // width
-    out, scale_N = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
+    out = torch.empty_like(x, dtype=weight_W.dtype)
+    scale_N = torch.empty(rows, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
     _norm[(rows,)](
         x, x if residual is None else residual, weight_W, out, x if summed is None else summed, scale_N, width, eps,
@@ -99,22 +127,28 @@ def _normed(
     return out, scale_N
 
 
-def _norm_gradients(
-    x: Tensor, weight_W: Tensor, scale_N: Tensor, gradient: Tensor, more: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Gradients of input and weight; ``more`` is added to the input's."""
+def norm_gradients(
+    x: Tensor,
+    weight_W: Tensor,
+    scale_N: Tensor,
+    gradient: Tensor,
+    more: Tensor | None,
+    narrow: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gradients of input, the same in a narrower kind, and weight; ``more`` is added to the input's."""
     width = x.shape[-1]
     rows = x.numel() // width
     programs = min(rows, NORM_PROGRAMS)
     gradient, out = gradient.contiguous(), torch.empty_like(x)
     more = gradient if more is None else more.contiguous()
+    second = None if narrow is None else torch.empty_like(x, dtype=narrow)
     sums_PW = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
     _norm_gradient[(programs,)](
-        x, weight_W, scale_N, gradient, more, out, sums_PW, rows, width,
-        MORE=more is not gradient, W=block, num_warps=8 if block >= 1024 else 1,
+        x, weight_W, scale_N, gradient, more, out, out if second is None else second, sums_PW, rows, width,
+        MORE=more is not gradient, TWICE=second is not None, W=block, num_warps=8 if block >= 1024 else 1,
     )  # fmt: skip
-    return out, sums_PW.sum(0).to(weight_W.dtype)
+    return out, second, sums_PW.sum(0).to(weight_W.dtype)
 
 
 def _rotated(x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, back: bool) -> Tensor:
@@ -134,22 +168,22 @@ def _norm(x, residual, weight, out, summed, scales, width, eps, ADD: tl.constexp
     place = tl.arange(0, W)
     inside = place < width
     value = tl.load(x + row * width + place, mask=inside, other=0.0)
-    kind = value.dtype
     if ADD:
         other = tl.load(residual + row * width + place, mask=inside, other=0.0)
-        value = (other.to(tl.float32) + value.to(tl.float32)).to(kind)
+        value = (other.to(tl.float32) + value.to(tl.float32)).to(other.dtype)
         tl.store(summed + row * width + place, value, mask=inside)
     wide = value.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / width + eps)
     tl.store(scales + row, scale)
-    rounded = (wide * scale).to(kind).to(tl.float32)
+    rounded = (wide * scale).to(value.dtype).to(tl.float32)
     gain = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + place, (gain * rounded).to(kind), mask=inside)
+    tl.store(out + row * width + place, (gain * rounded).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _norm_gradient(
-    x, weight, scales, gradient, more, out, sums, rows, width, MORE: tl.constexpr, W: tl.constexpr
+    x, weight, scales, gradient, more, out, narrow, sums, rows, width,
+    MORE: tl.constexpr, TWICE: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     place = tl.arange(0, W)
@@ -159,16 +193,17 @@ def _norm_gradient(
     for index in range(program, rows, tl.num_programs(0)):
         row = index + program.to(tl.int64) * 0  # as 64 bits: rows times width may not fit in 32
         value = tl.load(x + row * width + place, mask=inside, other=0.0)
-        kind = value.dtype
         scale = tl.load(scales + row)
         normed = value.to(tl.float32) * scale
         given = tl.load(gradient + row * width + place, mask=inside, other=0.0).to(tl.float32)
-        summed += given * normed.to(kind).to(tl.float32)
+        summed += given * normed.to(value.dtype).to(tl.float32)
         wide = given * gain
         result = scale * (wide - normed * (tl.sum(wide * normed, 0) / width))
         if MORE:
             result += tl.load(more + row * width + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row * width + place, result.to(kind), mask=inside)
+        tl.store(out + row * width + place, result.to(value.dtype), mask=inside)
+        if TWICE:
+            tl.store(narrow + row * width + place, result.to(narrow.dtype.element_ty), mask=inside)
     tl.store(sums + program.to(tl.int64) * width + place, summed, mask=inside)
 
 
@@ -205,7 +240,7 @@ def _gate(gate, up, out, count, BLOCK: tl.constexpr):
     opened = tl.load(gate + place, mask=inside, other=0.0)
     kind = opened.dtype
     wide = opened.to(tl.float32)
-    silu = (wide / (1.0 + tl.exp(-wide))).to(kind).to(tl.float32)
+    silu = wide / (1.0 + tl.exp(-wide))
     tl.store(out + place, (silu * tl.load(up + place, mask=inside, other=0.0).to(tl.float32)).to(kind), mask=inside)
 
 
@@ -220,5 +255,5 @@ def _gate_gradients(gate, up, gradient, gate_gradient, up_gradient, count, BLOCK
     given = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
     sigmoid = 1.0 / (1.0 + tl.exp(-wide))
     silu = wide * sigmoid
-    tl.store(up_gradient + place, (given * silu.to(kind).to(tl.float32)).to(kind), mask=inside)
+    tl.store(up_gradient + place, (given * silu).to(kind), mask=inside)
     tl.store(gate_gradient + place, (given * value * (sigmoid + silu * (1.0 - sigmoid))).to(kind), mask=inside)

@@ -19,7 +19,7 @@ from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.counts import MediaCounts, count_media
 from sensorium.models.encoding import Counters, Encoder
 from sensorium.models.family import Family, group_of
-from sensorium.models.fused import DecoderLayer, fused_layers
+from sensorium.models.fused import LayerStack, fused_layers
 from sensorium.models.layout import Features, Placement
 from sensorium.models.lora import FOLDER, Adapters
 from sensorium.models.quiet import quiet
@@ -47,7 +47,7 @@ class Policy:
         assert self.vocab_size == chat.vocab_size, "the head has a row for every token of the config's vocabulary"
         self._encoder = Encoder(adapter, chat, self.device)
         self._recompute = False
-        self._fused: list[DecoderLayer] | None = None
+        self._fused: LayerStack | None = None
         self.groups()  # refuses a parameter that belongs to none
         _refuse_sliding_window(adapter.language_model.config)
 
@@ -93,14 +93,16 @@ class Policy:
     ) -> Tensor:
         """Hidden states [B, T, H] after the final norm. ``stock``: through the layers' own forward on every device."""
         model = self.adapter.language_model
+        stack = LayerStack(model.layers, model.norm) if stock else self._stack()
         hidden_BTH = model.embed_tokens(ids_BT)
+        rotary = self.adapter.rotary(hidden_BTH, positions_3BT)
+        hidden_BTH = stack.enter(hidden_BTH)
         levels: list[Tensor] = []
         if placements:
             places_N, embeds_NH, levels = _gather(placements, hidden_BTH)
             hidden_BTH = hidden_BTH.flatten(0, 1).index_copy(0, places_N, embeds_NH).view_as(hidden_BTH)
-        rotary = self.adapter.rotary(hidden_BTH, positions_3BT)
         recompute = self._recompute and torch.is_grad_enabled()
-        for i, layer in enumerate(model.layers if stock else self._layers()):
+        for i, layer in enumerate(stack.layers):
             if recompute:
                 hidden_BTH = checkpoint(
                     layer, hidden_BTH, position_embeddings=rotary, sensorium_attention=attention,
@@ -110,15 +112,15 @@ class Policy:
                 hidden_BTH = layer(hidden_BTH, position_embeddings=rotary, sensorium_attention=attention)
             if i < len(levels):
                 hidden_BTH = hidden_BTH.flatten(0, 1).index_add(0, places_N, levels[i]).view_as(hidden_BTH)
-        return model.norm(hidden_BTH)
+        return stack.norm(hidden_BTH)
 
-    def _layers(self) -> Sequence[DecoderLayer]:
+    def _stack(self) -> LayerStack:
         """The decoder layers: fused on CUDA, where they give what the stock ones give."""
         model = self.adapter.language_model
         if self.device.type != "cuda":
-            return model.layers
+            return LayerStack(model.layers, model.norm)
         if self._fused is None:
-            self._fused = fused_layers(model.layers, self.adapter.rotary)
+            self._fused = fused_layers(model, self.adapter.rotary)
         return self._fused
 
     @property
@@ -133,13 +135,24 @@ class Policy:
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Float32 logits of chosen positions."""
-        return self.adapter.head(hidden_NH).float()
+        return self.head_logits(hidden_NH).float()
+
+    def head_logits(self, hidden_NH: Tensor) -> Tensor:
+        """Logits as the head gives them; on CUDA a plain bfloat16 head gives float32, not rounded to eight bits."""
+        head = self.adapter.head
+        narrow = hidden_NH.dtype != torch.float32 and hidden_NH.is_cuda
+        if not narrow or torch.is_grad_enabled() or type(head) is not nn.Linear or head.bias is not None:
+            return head(hidden_NH)
+        return torch.mm(hidden_NH.flatten(0, -2), head.weight.T, out_dtype=torch.float32)
 
     def checkpoint_gradients(self, on: bool = True) -> None:
-        """Recompute the layers of language model and towers in the backward pass instead of keeping their activations."""
+        """Recompute the layers of the language model in the backward pass instead of keeping their activations.
+
+        Those of towers too; on CUDA always, since what a tower keeps would stay through a whole update.
+        """
         self._recompute = on
         for tower in self.adapter.towers.values():
-            recompute_blocks(tower.module, on)
+            recompute_blocks(tower.module, on or self.device.type == "cuda")
 
     def frozen_copy(self) -> "Policy":
         """A copy that is never trained: a reference."""

@@ -9,19 +9,21 @@ merges these. A row's entries are cut into a fixed number of splits, so that few
 # mypy: disable-error-code="no-untyped-def"
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 
 from sensorium.engines.native.attention_kernels import attend_own, attend_shared, merge
 from sensorium.engines.native.decode_ops import TorchOps
 from sensorium.engines.native.decode_state import TILE_ROWS, DecodeRows
+from sensorium.engines.native.product_kernels import LARGEST_GATED, fits, gated_products, product_parts
 from sensorium.engines.native.sampler import unit_bits
 from sensorium.engines.native.sampler_kernels import chunk_mass, draw_tokens, largest_logits
-from sensorium.models.layer_parts import NormWeights
+from sensorium.models.layer_kernels import add_normed, gated, normed
+from sensorium.models.layer_parts import GatedMLP, LayerParts, NormWeights
 
 CHUNK = 4096  # entries of the vocabulary that one program of the sampler reads
 PROGRAMS = 528  # programs of attention that keep a GPU busy: four for each multiprocessor of an H200
@@ -61,28 +63,54 @@ class TritonOps(TorchOps):
 
     def norm(self, x_BW: Tensor, norm: NormWeights) -> Tensor:
         """RMSNorm over the last axis."""
-        out_BW = torch.empty_like(x_BW)
-        width = x_BW.shape[-1]
-        block = triton.next_power_of_2(width)
-        _norm[(x_BW.shape[0],)](x_BW, x_BW, norm.weight, out_BW, x_BW, width, norm.eps, ADD=False, W=block, num_warps=8)
-        return out_BW
+        return normed(x_BW, norm.weight, norm.eps)[0]
 
     def add_norm(self, x_BW: Tensor, residual_BW: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
         """The norm of the sum, and the sum."""
-        out_BW, summed_BW = torch.empty_like(x_BW), torch.empty_like(x_BW)
-        width = x_BW.shape[-1]
-        block = triton.next_power_of_2(width)
-        _norm[(x_BW.shape[0],)](
-            x_BW, residual_BW, norm.weight, out_BW, summed_BW, width, norm.eps, ADD=True, W=block, num_warps=8
-        )
+        return add_normed(x_BW, residual_BW, norm.weight, norm.eps)[:2]
+
+    def add_product(self, layer: nn.Module, x_BK: Tensor, residual_BW: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
+        """A linear layer's result added to the residual: the norm of the sum, and the sum."""
+        if not fits([layer], x_BK):
+            return super().add_product(layer, x_BK, residual_BW, norm)
+        assert isinstance(layer, nn.Linear)
+        parts_PBW = product_parts(x_BK, [layer.weight])
+        parts, rows, width = parts_PBW.shape
+        out_BW, summed_BW = x_BK.new_empty(rows, width), torch.empty_like(residual_BW)
+        _add_parts_norm[(rows,)](
+            parts_PBW, layer.bias if layer.bias is not None else norm.weight, residual_BW, norm.weight, out_BW, summed_BW,
+            rows, width, norm.eps, PARTS=parts, BIAS=layer.bias is not None, W=triton.next_power_of_2(width), num_warps=8,
+        )  # fmt: skip
         return out_BW, summed_BW
 
     def gate(self, gate_BF: Tensor, up_BF: Tensor) -> Tensor:
         """SwiGLU."""
-        out_BF = torch.empty_like(gate_BF)
-        count = out_BF.numel()
-        _gate[(triton.cdiv(count, 2048),)](gate_BF, up_BF, out_BF, count, BLOCK=2048, num_warps=8)
-        return out_BF
+        return gated(gate_BF, up_BF)
+
+    def gated(self, inner: GatedMLP, x_BW: Tensor) -> Tensor:
+        """The inner values of a gated MLP."""
+        layers = (inner.gate, inner.up)
+        if not fits(layers, x_BW, LARGEST_GATED) or any(layer.bias is not None for layer in layers):
+            return super().gated(inner, x_BW)
+        assert isinstance(inner.gate, nn.Linear)
+        assert isinstance(inner.up, nn.Linear)
+        return gated_products(x_BW, inner.gate.weight, inner.up.weight)
+
+    def project(
+        self, layer: LayerParts, x_BW: Tensor, rotary: tuple[Tensor, Tensor], rows: DecodeRows, layer_block: Tensor
+    ) -> Tensor:
+        """Queries, keys and values of a layer, normed and rotated; keys and values go to the rows' pages."""
+        layers = [part for part in (layer.query, layer.key, layer.value) if isinstance(part, nn.Linear)]
+        biases = [part.bias for part in layers if part.bias is not None]
+        if len(layers) < 3 or len(biases) not in (0, 3) or not fits(layers, x_BW):
+            return super().project(layer, x_BW, rotary, rows, layer_block)
+        parts_PBN = product_parts(x_BW, [part.weight for part in layers])
+        size = layer_block.shape[-1]
+        heads = layers[0].out_features // size
+        return self._placed(
+            (parts_PBN,) * 3, biases, parts_PBN.shape[0], x_BW.new_empty(x_BW.shape[0], heads, size), rotary, layer.norms,
+            rows, layer_block,
+        )  # fmt: skip
 
     def place(
         self,
@@ -95,15 +123,30 @@ class TritonOps(TorchOps):
         layer_block: Tensor,
     ) -> Tensor:
         """Norm and rotate queries and keys, write keys and values to the rows' pages; the queries [B, H, D]."""
+        size = layer_block.shape[-1]
+        query_BHD = query_BN.new_empty(query_BN.shape[0], query_BN.shape[1] // size, size)
+        return self._placed((query_BN, key_BN, value_BN), [], 0, query_BHD, rotary, norms, rows, layer_block)
+
+    def _placed(
+        self,
+        projected: tuple[Tensor, Tensor, Tensor],
+        biases: Sequence[Tensor],
+        parts: int,
+        query_BHD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        norms: tuple[NormWeights, NormWeights] | None,
+        rows: DecodeRows,
+        layer_block: Tensor,
+    ) -> Tensor:
+        """``place`` of three products, or of one in ``parts`` that are summed on the way; writes ``query_BHD``."""
         _, _, kv_heads, page, size = layer_block.shape
-        batch, heads = query_BN.shape[0], query_BN.shape[1] // size
-        query_BHD = query_BN.new_empty(batch, heads, size)
-        first, second = norms if norms is not None else (NormWeights(query_BN, 0.0), NormWeights(query_BN, 0.0))
+        batch, heads, _ = query_BHD.shape
+        first, second = norms if norms is not None else (NormWeights(query_BHD, 0.0), NormWeights(query_BHD, 0.0))
         _place[(batch, heads + 2 * kv_heads)](
-            query_BN, key_BN, value_BN, *rotary, first.weight, second.weight, query_BHD, layer_block[0], layer_block[1],
-            rows.table_BP, rows.lengths_B, rows.table_BP.shape[1], first.eps,
-            NORM=norms is not None, HEADS=heads, KV=kv_heads, SIZE=size, D=triton.next_power_of_2(size), PAGE=page,
-            num_warps=1,
+            *projected, *(biases or (query_BHD,) * 3), *rotary, first.weight, second.weight, query_BHD, layer_block[0],
+            layer_block[1], rows.table_BP, rows.lengths_B, rows.table_BP.shape[1], batch, first.eps,
+            PARTS=parts, BIAS=bool(biases), NORM=norms is not None, HEADS=heads, KV=kv_heads, SIZE=size,
+            D=triton.next_power_of_2(size), PAGE=page, num_warps=1,
         )  # fmt: skip
         return query_BHD
 
@@ -187,65 +230,85 @@ def splits(batch: int, kv_heads: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _norm(x, residual, weight, out, summed, width, eps, ADD: tl.constexpr, W: tl.constexpr):
+def _add_parts_norm(
+    parts, bias, residual, weight, out, summed, rows, width, eps,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """``add_norm`` of a product that comes in parts."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, W)
     inside = place < width
-    value = tl.load(x + row * width + place, mask=inside, other=0.0)
-    kind = value.dtype
-    if ADD:
-        value = (tl.load(residual + row * width + place, mask=inside, other=0.0).to(tl.float32) + value.to(tl.float32)).to(
-            kind
-        )
-        tl.store(summed + row * width + place, value, mask=inside)
-    wide = value.to(tl.float32)
+    kind = out.dtype.element_ty
+    value = tl.zeros((W,), tl.float32)
+    for part in tl.static_range(PARTS):
+        value += tl.load(parts + (part * rows + row) * width + place, mask=inside, other=0.0)
+    if BIAS:
+        value += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(residual + row * width + place, mask=inside, other=0.0)
+    total = (other.to(tl.float32) + value).to(other.dtype)
+    tl.store(summed + row * width + place, total, mask=inside)
+    wide = total.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / width + eps)
-    rounded = (wide * scale).to(kind).to(tl.float32)
+    rounded = (wide * scale).to(other.dtype).to(tl.float32)
     gain = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + place, (gain * rounded).to(kind), mask=inside)
 
 
 @triton.jit
-def _gate(gate, up, out, count, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    opened = tl.load(gate + place, mask=inside, other=0.0)
-    kind = opened.dtype
-    wide = opened.to(tl.float32)
-    silu = (wide / (1.0 + tl.exp(-wide))).to(kind).to(tl.float32)
-    tl.store(out + place, (silu * tl.load(up + place, mask=inside, other=0.0).to(tl.float32)).to(kind), mask=inside)
+def _taken(
+    projected, bias, row, rows, begin, width, place, inside, kind: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr
+):  # fmt: skip
+    """Values at places of one head: as they are, or summed from parts and rounded."""
+    if PARTS == 0:
+        return tl.load(projected + row * width + begin + place, mask=inside, other=0.0).to(tl.float32)
+    value = tl.zeros(place.shape, tl.float32)
+    for part in tl.static_range(PARTS):
+        value += tl.load(projected + (part * rows + row) * width + begin + place, mask=inside, other=0.0)
+    if BIAS:
+        value += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
+    return value.to(kind).to(tl.float32)
 
 
 @triton.jit
 def _place(
-    query, key, value, cos, sin, query_gain, key_gain, query_out, key_pages, value_pages, table, lengths, width, eps,
-    NORM: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    query, key, value, query_bias, key_bias, value_bias, cos, sin, query_gain, key_gain, query_out, key_pages, value_pages,
+    table, lengths, width, rows, eps,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, SIZE: tl.constexpr,
+    D: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     d = tl.arange(0, D)
     inside = d < SIZE
     other = (d + SIZE // 2) % SIZE
+    kind: tl.constexpr = query_out.dtype.element_ty
     entry = tl.minimum(tl.load(lengths + row), width * PAGE - 1)
     page = tl.load(table + row * width + entry // PAGE).to(tl.int64)
+    # Three tensors, or one that holds queries, keys and values side by side.
+    whole: tl.constexpr = (HEADS + 2 * KV) * SIZE
+    query_width: tl.constexpr = HEADS * SIZE if PARTS == 0 else whole
+    key_width: tl.constexpr = KV * SIZE if PARTS == 0 else whole
+    key_from: tl.constexpr = 0 if PARTS == 0 else HEADS * SIZE
+    value_from: tl.constexpr = 0 if PARTS == 0 else (HEADS + KV) * SIZE
     if head >= HEADS + KV:
         v = head - HEADS - KV
-        copied = tl.load(value + row * KV * SIZE + v * SIZE + d, mask=inside, other=0.0)
-        tl.store(value_pages + ((page * KV + v) * PAGE + entry % PAGE) * SIZE + d, copied, mask=inside)
+        copied = _taken(
+            value, value_bias + v * SIZE, row, rows, value_from + v * SIZE, key_width, d, inside, kind, PARTS, BIAS
+        )
+        tl.store(value_pages + ((page * KV + v) * PAGE + entry % PAGE) * SIZE + d, copied.to(kind), mask=inside)
     else:
         is_key = head >= HEADS
         k = head - HEADS
         if is_key:
-            base = key + row * KV * SIZE + k * SIZE
+            begin = key_from + k * SIZE
+            x = _taken(key, key_bias + k * SIZE, row, rows, begin, key_width, d, inside, kind, PARTS, BIAS)
+            turned = _taken(key, key_bias + k * SIZE, row, rows, begin, key_width, other, inside, kind, PARTS, BIAS)
             gain = key_gain
         else:
-            base = query + row * HEADS * SIZE + head * SIZE
+            begin = head * SIZE
+            x = _taken(query, query_bias + begin, row, rows, begin, query_width, d, inside, kind, PARTS, BIAS)
+            turned = _taken(query, query_bias + begin, row, rows, begin, query_width, other, inside, kind, PARTS, BIAS)
             gain = query_gain
-        x = tl.load(base + d, mask=inside, other=0.0)
-        turned = tl.load(base + other, mask=inside, other=0.0)
-        kind = x.dtype
-        x = x.to(tl.float32)
-        turned = turned.to(tl.float32)
         if NORM:
             scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
             own_gain = tl.load(gain + d, mask=inside, other=0.0).to(tl.float32)

@@ -5,16 +5,18 @@ K key heads, D head size, W hidden size, F inner size, V vocabulary.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from sensorium.engines.native.decode_state import DecodeRows
 from sensorium.engines.native.pages import PAGE, attend
 from sensorium.engines.native.randomness import uniforms
 from sensorium.engines.native.sampler import sample
-from sensorium.models.layer_parts import NormWeights
+from sensorium.models.layer_parts import GatedMLP, LayerParts, NormWeights
+from sensorium.models.wide_products import wide_linear
 
 
 class TorchOps:
@@ -31,19 +33,35 @@ class TorchOps:
         return [work() for work in (first, *others)]
 
     def norm(self, x_BW: Tensor, norm: NormWeights) -> Tensor:
-        """RMSNorm over the last axis: float32 inside, rounded before the weight."""
+        """RMSNorm over the last axis in the weight's kind: float32 inside, rounded to x's kind before the weight."""
         wide = x_BW.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
-        return norm.weight * wide.to(x_BW.dtype)
+        return (norm.weight * wide.to(x_BW.dtype)).to(norm.weight.dtype)
 
     def add_norm(self, x_BW: Tensor, residual_BW: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        """The norm of the sum, and the sum."""
+        """The norm of the sum, and the sum in the residual's kind."""
         summed_BW = residual_BW + x_BW
         return self.norm(summed_BW, norm), summed_BW
+
+    def add_product(self, layer: nn.Module, x_BK: Tensor, residual_BW: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
+        """A linear layer's result added to the residual: the norm of the sum, and the sum."""
+        return self.add_norm(wide_linear(layer, x_BK), residual_BW, norm)
 
     def gate(self, gate_BF: Tensor, up_BF: Tensor) -> Tensor:
         """SwiGLU."""
         return silu(gate_BF) * up_BF
+
+    def gated(self, inner: GatedMLP, x_BW: Tensor) -> Tensor:
+        """The inner values of a gated MLP."""
+        return self.gate(*self.together(partial(inner.gate, x_BW), partial(inner.up, x_BW)))
+
+    def project(
+        self, layer: LayerParts, x_BW: Tensor, rotary: tuple[Tensor, Tensor], rows: DecodeRows, layer_block: Tensor
+    ) -> Tensor:
+        """Queries, keys and values of a layer, normed and rotated; keys and values go to the rows' pages."""
+        # key and value are small: they take no longer than the query does if they run beside it
+        projected = self.together(*(partial(part, x_BW) for part in (layer.query, layer.key, layer.value)))
+        return self.place(*projected, rotary, layer.norms, rows, layer_block)
 
     def place(
         self,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sensorium.engines.native.contexts import Kept, Known
 from sensorium.engines.native.decode_state import RowLayout
-from sensorium.engines.native.graphs import DecodeRunner
+from sensorium.engines.native.graphs import DecodeRunner, bucket_of
 from sensorium.engines.native.pages import PAGE, PagedPrefill, PagePool
 from sensorium.engines.native.prefill import Entry, prefill
 from sensorium.engines.native.randomness import signed64, uniforms
@@ -164,8 +164,9 @@ class PagedWriter(Writer):
                 self._kept.put(row.job.request.thread, kept)
             self._pool.release(row.pages)
         if gone:
+            # The batch stays as the device has it until it fits a smaller bucket: what rows that left still draw is
+            # dropped, and their pages are given to nobody before the batch is laid out anew.
             self._rows = [row for row in self._rows if not row.job.future.done()]
-            self._stale = True
 
     # Joining.
 
@@ -234,9 +235,11 @@ class PagedWriter(Writer):
 
     def _launch(self) -> bool:
         """One more step of every row that wants one, if any does."""
-        if not any(row.wants_more for row in self._rows):
+        wanting = sum(row.wants_more for row in self._rows)
+        if not wanting:
             return False
-        if self._stale or any(row.room <= 0 for row in self._laid if row.wants_more):
+        shrinks = bucket_of(wanting) < bucket_of(len(self._laid))
+        if self._stale or shrinks or any(row.room <= 0 for row in self._laid if row.wants_more):
             self._lay_out()
         packed_3B = self._runner.step()
         self.counters.decode_steps += 1
