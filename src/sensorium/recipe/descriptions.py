@@ -12,7 +12,7 @@ DESCRIPTIONS = {
     "ModelSection.dtype": "what it computes in; with bfloat16, updates move weights as float32 masters would",
     "ModelSection.device": "auto (the GPU where there is one), cpu, cuda or cuda:N",
     "ModelSection.freeze": "parts that do not learn: vision, audio, projector, language, head",
-    "ModelSection.gradient_checkpointing": "recompute activations in the backward pass: slower, less memory (on CUDA always for towers)",
+    "ModelSection.gradient_checkpointing": "recompute activations: slower, less memory (towers on CUDA: always)",
     "ModelSection.lora": "low-rank adapters",
     "SourceSection.source": "a registered source (jsonl, parquet, hub, worlds, shapes, …) or your own, module:Name",
     "SourceSection.weight": "its share of the mixture, relative to the other sources'",
