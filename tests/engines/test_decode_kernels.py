@@ -159,7 +159,8 @@ def test_products_in_parts_are_products(kernels: TorchOps, dtype: torch.dtype, r
     for bias in (True, False):
         layer = torch.nn.Linear(256, 128, bias=bias, device=DEVICE, dtype=dtype).requires_grad_(False)
         found, expected = (ops.add_product(layer, x, residual, norm) for ops in (kernels, plain))
-        assert all(close(one, other) for one, other in zip(found, expected, strict=True))
+        assert close(found[0], expected[0])
+        assert (found[1] - expected[1]).abs().max() <= 1e-5 * expected[1].abs().max()  # not rounded on the way
         assert (found[0].dtype, found[1].dtype) == (dtype, torch.float32)
     gate, up = (torch.nn.Linear(256, 384, bias=False, device=DEVICE, dtype=dtype).requires_grad_(False) for _ in range(2))
     inner = GatedMLP(gate, up, torch.nn.Identity())

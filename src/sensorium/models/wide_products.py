@@ -31,8 +31,8 @@ class WideLinear(torch.autograd.Function):
 
 
 def wide_linear(layer: nn.Module, x: Tensor) -> Tensor:
-    """What a linear layer gives, in float32 where it is a plain one without bias; any other as it is."""
-    if type(layer) is not nn.Linear or layer.bias is not None or layer._forward_hooks or layer._forward_pre_hooks:
+    """What a linear layer gives, in float32 where it is a plain one; any other as it is."""
+    if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
         return layer(x)
     wide: Tensor = WideLinear.apply(x, layer.weight)
-    return wide
+    return wide if layer.bias is None else wide + layer.bias
