@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -84,6 +85,11 @@ def time_steps(
         after = torch.cuda.memory_stats()
         rows = read_metrics(directory.metrics)[1:]
         middle = {name: round(statistics.median(row[name] for row in rows), 4) for name in rows[0] if name != "step"}
+        if "packing/tokens" not in middle:
+            failed = middle.get("episodes/failed", 0)
+            sys.exit(
+                f"the steps made no update: {failed:g} of {work.episodes} episodes failed; look at the engine's errors."
+            )
         step, engine = statistics.median(seconds[1:]), trainer.session.engine
         tokens = work.episodes * work.new_tokens
         result = {

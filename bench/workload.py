@@ -19,6 +19,7 @@ W0_SIZES = {
 QWEN2_5_VL_3B = {
     "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
     "num_attention_heads": 16, "num_key_value_heads": 2, "initializer_range": 0.02,
+    "max_position_embeddings": 128000,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
     "vision_depth": 32, "vision_hidden_size": 1280, "vision_intermediate_size": 3420, "vision_num_heads": 16,
     "vision_fullatt_block_indexes": [7, 15, 23, 31], "vision_initializer_range": 0.02,

@@ -60,8 +60,8 @@ class TorchOps:
     ) -> Tensor:
         """Queries, keys and values of a layer, normed and rotated; keys and values go to the rows' pages."""
         # key and value are small: they take no longer than the query does if they run beside it
-        projected = self.together(*(partial(part, x_BW) for part in (layer.query, layer.key, layer.value)))
-        return self.place(*projected, rotary, layer.norms, rows, layer_block)
+        query_BN, key_BN, value_BN = self.together(*(partial(part, x_BW) for part in (layer.query, layer.key, layer.value)))
+        return self.place(query_BN, key_BN, value_BN, rotary, layer.norms, rows, layer_block)
 
     def place(
         self,

@@ -56,7 +56,7 @@ def product_parts(x_BK: Tensor, weights: Sequence[Tensor], tiling: Tiling | None
     sizes = [weight.shape[0] for weight in weights]
     total = sum(sizes)
     tiling = tiling or narrow_tiling(rows, total, inner)
-    first, second, third = (*weights, *weights[:1] * 2)[:3]
+    first, second, third = [*weights, weights[0], weights[0]][:3]
     second_from, third_from = sizes[0], sum(sizes[:2]) if len(sizes) > 1 else sizes[0]
     parts_PBN = x_BK.new_empty(tiling.parts, rows, total, dtype=torch.float32)
     _parts[(total // tiling.outputs, tiling.parts)](
