@@ -2,11 +2,13 @@
 
 import asyncio
 import warnings
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from sensorium.engines.native import decode_step, graphs, pipeline
+from sensorium.engines.native.decode_state import RowLayout
 from sensorium.engines.native.decode_step import FusedStep
 from sensorium.engines.native.engine import NativeEngine
 from sensorium.engines.native.graphs import BUCKETS, bucket_of
@@ -63,6 +65,27 @@ def test_text_models_too(text: Bench) -> None:
     context = [text.policy.chat.render([user("what? " * 40)])]
     requests = [ask(f"{i}", context, Sampling(max_new_tokens=80), order=(i,), key=i) for i in range(10)]
     same(generate(paged(text), *requests), generate(NativeEngine(text.policy), *requests))
+
+
+def test_a_batch_is_laid_out_anew_only_when_its_bucket_shrinks(text: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight responses that end one after the other: buckets of 8, 4, 2 and 1, not eight layouts; the same tokens."""
+    context = [text.policy.chat.render([user("what?")])]
+    lengths = [3 + 4 * i for i in range(8)]
+    requests = [
+        ask(f"{i}", context, Sampling(max_new_tokens=length, stop_tokens=False), order=(i,), key=i)
+        for i, length in enumerate(lengths)
+    ]
+    laid = []
+    original = graphs.DecodeRunner.lay_out
+
+    def counted(self: graphs.DecodeRunner, rows: Sequence[RowLayout], latest_N: torch.Tensor) -> None:
+        laid.append(len(rows))
+        original(self, rows, latest_N)
+
+    monkeypatch.setattr(graphs.DecodeRunner, "lay_out", counted)
+    found = generate(paged(text), *requests)
+    assert laid == [8, 4, 2, 1]
+    same(found, generate(NativeEngine(text.policy), *requests))
 
 
 def test_a_response_that_stops_is_cut_where_it_stopped(bench: Bench) -> None:
