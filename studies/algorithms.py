@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,7 @@ def __getattr__(name: str) -> Any:
 def flip(estimator: str) -> Iterator[str]:
     """An estimator with the wrong sign and the traits of the right one, by name, while this lasts."""
     name = f"flipped_{estimator}"
-    ESTIMATORS[name] = ESTIMATORS[estimator]
-    register("advantage", name, f"{__name__}:{name}")
+    register("advantage", name, **asdict(ESTIMATORS[estimator]) | {"place": f"{__name__}:{name}"})
     try:
         yield name
     finally:

@@ -76,7 +76,11 @@ def test_a_first_update_is_not_clipped_and_has_the_policy_gradient(name: str, dt
         assert slopes(out, tokens).equal(-tokens.advantages_N)
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSES if name not in ("likelihood", "kl_cov")])
+def test_all_losses_but_two_move_credited_tokens_only() -> None:
+    assert {name for name, traits in LOSSES.items() if not traits.credited_only} == {"kl_cov", "likelihood"}
+
+
+@pytest.mark.parametrize("name", [name for name, traits in LOSSES.items() if traits.credited_only])
 @given(updates())
 def test_a_token_without_advantage_has_no_gradient(name: str, update: Update) -> None:
     """So groups without signal may run forward only; kl_cov may hold such a token, likelihood knows no advantages."""

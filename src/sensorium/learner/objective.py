@@ -5,9 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-import torch
-
-from sensorium.algorithms.tokens import TokenLoss, Tokens, UpdateTokens
+from sensorium.algorithms.tokens import TokenLoss, Tokens
 from sensorium.learner.packing import MicroBatch
 from sensorium.recipe.names import resolve
 from sensorium.recipe.schema import AlgorithmSection
@@ -60,13 +58,4 @@ class Objective:
         if not self.policy_learns:
             return True
         pulled = self.kl_coef or self.entropy_coef or self.algorithm.router_coef
-        return microbatch.silent and self._vanishes and not pulled
-
-    @cached_property
-    def _vanishes(self) -> bool:
-        """Whether a token without advantage has no gradient, asked of the loss itself."""
-        logprobs_N = torch.linspace(-4, 0, 17, requires_grad=True)
-        still_N, old_N, zeros_N = logprobs_N.detach(), logprobs_N.detach().flip(0), torch.zeros(17)
-        update = UpdateTokens(still_N, old_N, zeros_N, zeros_N.long(), torch.tensor([17]), zeros_N)
-        loss_N = self.loss(Tokens(logprobs_N, old_N, zeros_N, zeros_N.long(), torch.arange(17), update)).loss_N
-        return not torch.autograd.grad(loss_N.sum(), logprobs_N)[0].any()
+        return microbatch.silent and loss_traits(self.name).credited_only and not pulled

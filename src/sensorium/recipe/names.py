@@ -7,6 +7,7 @@ from typing import Any
 
 from sensorium.recipe.functions import reward_style, takes_context, wrong_function_options
 from sensorium.recipe.objects import SCHEME, passed_object
+from sensorium.recipe.traits import ESTIMATORS, LOSSES, EstimatorTraits, LossTraits, estimator_places, loss_places
 from sensorium.vocabulary.errors import RecipeError, nearest
 
 NAMES: dict[str, dict[str, str]] = {
@@ -50,33 +51,8 @@ NAMES: dict[str, dict[str, str]] = {
         "native": "sensorium.engines.native.engine:NativeEngine",
         "scripted": "sensorium.engines.scripted:ScriptedEngine",
     },
-    "advantage": {
-        "grpo": "sensorium.algorithms.grpo:estimate",
-        "rloo": "sensorium.algorithms.rloo:estimate",
-        "opo": "sensorium.algorithms.opo:estimate",
-        "remax": "sensorium.algorithms.remax:estimate",
-        "gpg": "sensorium.algorithms.gpg:estimate",
-        "pass_at_k": "sensorium.algorithms.pass_at_k:estimate",
-        "gdpo": "sensorium.algorithms.gdpo:estimate",
-        "reinforce_plus_plus": "sensorium.algorithms.reinforce_plus_plus:estimate",
-        "reinforce_plus_plus_baseline": "sensorium.algorithms.reinforce_plus_plus:estimate_with_baseline",
-        "gae": "sensorium.algorithms.gae:estimate",
-        "masked_gae": "sensorium.algorithms.masked_gae:estimate",
-        "turn_wise_gae": "sensorium.algorithms.turn_wise_gae:estimate",
-        "bi_level_gae": "sensorium.algorithms.bi_level_gae:estimate",
-    },
-    "loss": {
-        "clip": "sensorium.algorithms.clip:loss",
-        "gspo": "sensorium.algorithms.gspo:loss",
-        "cispo": "sensorium.algorithms.cispo:loss",
-        "gmpo": "sensorium.algorithms.gmpo:loss",
-        "sapo": "sensorium.algorithms.sapo:loss",
-        "gpg": "sensorium.algorithms.gpg:loss",
-        "dppo": "sensorium.algorithms.dppo:loss",
-        "clip_cov": "sensorium.algorithms.clip_cov:loss",
-        "kl_cov": "sensorium.algorithms.kl_cov:loss",
-        "likelihood": "sensorium.algorithms.likelihood:loss",
-    },
+    "advantage": estimator_places(),
+    "loss": loss_places(),
     "logger": {
         "tensorboard": "sensorium.report.tensorboard:TensorboardLogger",
         "wandb": "sensorium.report.wandb:WandbLogger",
@@ -90,9 +66,18 @@ PARAMETER_GROUPS = ("vision", "audio", "projector", "language", "head")
 """The named parts of a model that can be frozen or given a learning rate of their own."""
 
 
-def register(kind: str, name: str, place: str) -> None:
-    """Add a name of your own: ``register("reward", "brevity", "my_package.terms:Brevity")``."""
+def register(kind: str, name: str, place: str, **traits: Any) -> None:
+    """Add a name of your own: ``register("reward", "brevity", "my_package.terms:Brevity")``.
+
+    ``traits`` say what an estimator or a loss needs: ``register("advantage", "mine", "my_package:mine", critic=True)``.
+    """
     table(kind)[name] = place
+    if kind == "advantage":
+        ESTIMATORS[name] = EstimatorTraits(**traits)
+    elif kind == "loss":
+        LOSSES[name] = LossTraits(**traits)
+    elif traits:
+        raise TypeError(f"a {kind} has no traits such as {', '.join(traits)}; only estimators (advantage) and losses do")
 
 
 def table(kind: str) -> dict[str, str]:

@@ -1,6 +1,8 @@
-"""What estimators and losses need and take, free of torch: for checks at start, the learner, and docs/algorithms.md.
+"""The table of estimators and losses: a line here and a file in ``algorithms/`` are all that a new one needs.
 
-A name of the user's own (``module:attribute``) has the default traits: no critic, groups of any size, single tokens.
+A line says what it needs and takes, for checks at start, the learner and docs/algorithms.md. The function is ``estimate``
+or ``loss`` of the file of that name, unless ``place`` says otherwise. Free of torch. A name of the user's own
+(``module:attribute``) has the default traits: no critic, groups of any size, single tokens.
 """
 
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ class EstimatorTraits:
     """``settings``: keys of algorithm.advantage it takes. ``compares``: its episodes against others of their group.
 
     ``critic``: it needs values; ``observations``: also those at the environment's tokens. ``greedy``: it needs each task
-    played once greedily. ``per_term``: it works on the terms apart.
+    played once greedily. ``per_term``: it works on the terms apart. ``place``: where the function is.
     """
 
     settings: tuple[str, ...] = ()
@@ -25,6 +27,7 @@ class EstimatorTraits:
     observations: bool = False
     greedy: bool = False
     per_term: bool = False
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,16 @@ class LossTraits:
     """``settings``: keys of algorithm.loss it takes. ``over``: what it must know whole. ``aggregations``: those allowed.
 
     Empty: any. The first is what ``aggregation: auto`` means; token_mean where any is allowed. ``clip``: the published
-    (clip_low, clip_high), which are meant where a recipe leaves them out.
+    (clip_low, clip_high), which are meant where a recipe leaves them out. ``credited_only``: a token without an advantage
+    has no gradient, so that where there is no advantage no backward pass is needed. ``place``: where the function is.
     """
 
     settings: tuple[str, ...] = ()
     over: Over = "token"
     aggregations: tuple[str, ...] = ()
     clip: tuple[float, float] = PPO_CLIP
+    credited_only: bool = False
+    place: str = ""
 
     @property
     def aggregation(self) -> str:
@@ -59,7 +65,9 @@ ESTIMATORS: dict[str, EstimatorTraits] = {
     "pass_at_k": EstimatorTraits(compares=True),
     "gdpo": EstimatorTraits(("std", "leave_one_out"), compares=True, per_term=True),
     "reinforce_plus_plus": EstimatorTraits(("gamma",)),
-    "reinforce_plus_plus_baseline": EstimatorTraits(compares=True),
+    "reinforce_plus_plus_baseline": EstimatorTraits(
+        compares=True, place="sensorium.algorithms.reinforce_plus_plus:estimate_with_baseline"
+    ),
     "gae": EstimatorTraits(("gamma", "lam"), critic=True, observations=True),
     "masked_gae": EstimatorTraits(("gamma", "lam"), critic=True),
     "turn_wise_gae": EstimatorTraits(TURN, critic=True),
@@ -67,14 +75,18 @@ ESTIMATORS: dict[str, EstimatorTraits] = {
 }
 
 LOSSES: dict[str, LossTraits] = {
-    "clip": LossTraits((*CLIP, "dual_clip")),
-    "gspo": LossTraits((*CLIP, "dual_clip"), over="sequence", aggregations=SEQUENCE_MEAN, clip=(3e-4, 4e-4)),
-    "cispo": LossTraits(CLIP, clip=(1.0, 4.0)),
-    "gmpo": LossTraits((*CLIP, "dual_clip"), over="sequence", aggregations=SEQUENCE_MEAN, clip=(0.4, 0.4)),
-    "sapo": LossTraits(("tau_positive", "tau_negative"), aggregations=SEQUENCE_MEAN),
-    "gpg": LossTraits(),
-    "dppo": LossTraits((*CLIP, "ratio_cap"), clip=(0.15, 0.15)),
-    "clip_cov": LossTraits((*COV, "dual_clip", "cov_low", "cov_high"), over="update"),
+    "clip": LossTraits((*CLIP, "dual_clip"), credited_only=True),
+    "gspo": LossTraits(
+        (*CLIP, "dual_clip"), over="sequence", aggregations=SEQUENCE_MEAN, clip=(3e-4, 4e-4), credited_only=True
+    ),
+    "cispo": LossTraits(CLIP, clip=(1.0, 4.0), credited_only=True),
+    "gmpo": LossTraits(
+        (*CLIP, "dual_clip"), over="sequence", aggregations=SEQUENCE_MEAN, clip=(0.4, 0.4), credited_only=True
+    ),
+    "sapo": LossTraits(("tau_positive", "tau_negative"), aggregations=SEQUENCE_MEAN, credited_only=True),
+    "gpg": LossTraits(credited_only=True),
+    "dppo": LossTraits((*CLIP, "ratio_cap"), clip=(0.15, 0.15), credited_only=True),
+    "clip_cov": LossTraits((*COV, "dual_clip", "cov_low", "cov_high"), over="update", credited_only=True),
     "kl_cov": LossTraits(("cov_share", "cov_kl_coef", "ratio_cap"), over="update"),
     "likelihood": LossTraits(),
 }
@@ -93,3 +105,13 @@ def loss_takes(name: str, setting: str) -> bool:
 def loss_traits(name: str) -> LossTraits:
     """The traits of a named loss."""
     return LOSSES.get(name, LossTraits())
+
+
+def estimator_places() -> dict[str, str]:
+    """Where each estimator of the table is."""
+    return {name: traits.place or f"sensorium.algorithms.{name}:estimate" for name, traits in ESTIMATORS.items()}
+
+
+def loss_places() -> dict[str, str]:
+    """Where each loss of the table is."""
+    return {name: traits.place or f"sensorium.algorithms.{name}:loss" for name, traits in LOSSES.items()}
