@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sensorium.trainer.ledger import Ledger
 
 from sensorium.record.ledger import Ledger
 from sensorium.rewards.judgements import JudgementMemory, judgement_keys, term_identity
