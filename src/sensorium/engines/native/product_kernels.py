@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 # Rows; above, the library's products are as fast. Measured on an H200 with Qwen2.5-VL-3B's shapes, µs at 32 and 128 rows:
 # queries, keys and values 5.6 and 8.1 (library, as one product 6.6 and 7.1), out 4.7 and 6.1 (6.3 and 6.8), down 14 and 19
-# (17 and 20), gate and up 25 and 38 (29 and 31).
+# (17 and 20), gate and up 25 and 38 (29 and 31; one tiling only was tried at 128). Other numbers of rows were not timed.
 LARGEST, LARGEST_GATED = 128, 64
 
 
