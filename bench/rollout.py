@@ -13,7 +13,7 @@ from kernels import host_of, kernels_of
 from workload import QUESTION, Workload, write_3b
 
 from sensorium.engines.native.engine import NativeEngine
-from sensorium.engines.protocol import Request, Sampling
+from sensorium.engines.protocol import LiveEpisodes, Request, Sampling
 from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
@@ -38,7 +38,7 @@ def time_rollouts(name: str, work: Workload, rounds: int, max_rows: int, profile
         seconds.append(time.perf_counter() - started)
         steps.append(engine.counters.decode_steps - before)
         policy.version += 1
-        engine.refresh(policy.version)
+        engine.update_weights(policy, policy.version)
     took = float(np.median(seconds[1:]))
     short = _requests(policy, store, replace(work, new_tokens=1, tail=1.0), rounds + 3)
     started = time.perf_counter()
@@ -86,14 +86,16 @@ def _requests(policy: Any, store: MediaStore, work: Workload, index: int) -> lis
 
 
 async def _written(engine: NativeEngine, requests: list[Request]) -> int:
+    episodes = LiveEpisodes()
+
     async def one(request: Request) -> int:
         try:
-            response = await engine.generate(request)
+            response = await engine.generate(request, episodes)
             engine.release(request.thread)
             return len(response.segment.tokens)
         finally:
-            engine.leave()
+            episodes.leave()
 
     for _ in requests:
-        engine.enter()
+        episodes.enter()
     return sum(await asyncio.gather(*(one(request) for request in requests)))

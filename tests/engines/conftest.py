@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sensorium.engines.native.engine import NativeEngine
-from sensorium.engines.protocol import Request, Response, Sampling
+from sensorium.engines.protocol import LiveEpisodes, Request, Response, Sampling
 from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
@@ -143,15 +143,17 @@ def ask(
 def generate(engine: NativeEngine, *requests: Request) -> list[Response]:
     """All responses, asked for at once by as many live episodes; threads are kept."""
 
+    episodes = LiveEpisodes()
+
     async def one(request: Request) -> Response:
         try:
-            return await engine.generate(request)
+            return await engine.generate(request, episodes)
         finally:
-            engine.leave()
+            episodes.leave()
 
     async def everyone() -> list[Response]:
         for _ in requests:
-            engine.enter()
+            episodes.enter()
         return list(await asyncio.gather(*(one(request) for request in requests)))
 
     return asyncio.run(everyone())

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from sensorium.engines.native.engine import NativeEngine
-from sensorium.engines.native.randomness import response_key
 from sensorium.engines.native.rows import StopStrings
 from sensorium.engines.protocol import Request, Response, Sampling
+from sensorium.engines.random_keys import response_key
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import EngineError, SpanMismatch
@@ -279,7 +279,7 @@ def test_a_refresh_forgets_keys_values_and_features(bench: Bench) -> None:
         with torch.no_grad():
             weight.mul_(0.5)
         policy.version += 1
-        engine.refresh(policy.version)
+        engine.update_weights(policy, policy.version)
         after = generate(engine, request)[0].segment
         assert engine.counters.prefills == 2
         assert engine.counters.features == 2
@@ -324,7 +324,7 @@ def test_a_frozen_tower_is_not_asked_again_after_an_update(bench: Bench) -> None
     request = group(bench, 31, 1)[0]
     generate(engine, request)
     policy.version += 1
-    engine.refresh(policy.version)
+    engine.update_weights(policy, policy.version)
     generate(engine, request)
     assert engine.counters.prefills == 2
     assert (policy.counters.tower_items, policy.counters.tower_hits) == (1, 1)

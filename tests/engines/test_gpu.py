@@ -117,7 +117,7 @@ def test_graphs_see_new_weights_adapters_and_parameters_that_moved(tmp_path: Pat
                 elif change == "moved":
                     parameter.data = parameter.data * 2
         policy.version += 1
-        engine.refresh(policy.version)
+        engine.update_weights(policy, policy.version)
         found = [response.segment.tokens for response in generate(engine, *requests)]
         expected = generate(NativeEngine(policy, record=False), *requests)
         assert found == [response.segment.tokens for response in expected], change

@@ -2,13 +2,14 @@
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 
 from sensorium.engines.native.engine import NativeEngine
-from sensorium.engines.native.randomness import response_key
-from sensorium.engines.protocol import Request, Response, Sampling
+from sensorium.engines.protocol import LiveEpisodes, Request, Response, Sampling
+from sensorium.engines.random_keys import response_key
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import EngineError
@@ -26,10 +27,16 @@ class Spy:
 
 
 async def play(
-    bench: Bench, engine: NativeEngine, episodes: int, turns: int, jitter: random.Random | None
+    bench: Bench,
+    engine: NativeEngine,
+    episodes: int,
+    turns: int,
+    jitter: random.Random | None,
+    between_ticks: Callable[[], bool] | None = None,
+    name: str = "e",
 ) -> list[Segment]:
     """Multi-turn episodes that wait at random between turns, some of which end early."""
-    policy = bench.policy
+    policy, live = bench.policy, LiveEpisodes(between_ticks)
 
     async def pause() -> None:
         if jitter is not None:
@@ -39,20 +46,21 @@ async def play(
 
     async def episode(index: int) -> list[Segment]:
         segments: list[Segment] = []
-        engine.enter()
+        live.enter()
         try:
             for turn in range(turns - index % 3):
                 await pause()
                 message = [user(bench.picture(100 + index % 2 + 10 * turn), "what? " * (1 + (index + turn) % 3))]
                 segments.append(policy.chat.extend(message, after=segments[-1]) if turn else policy.chat.render(message))
                 key = response_key(0, 0, "task", index, turn)
-                request = Request(f"e{index}", tuple(segments), SAMPLING, (0, index, turn), key, f"e{index}/{turn}")
-                segments.append((await engine.generate(request)).segment)
+                thread = f"{name}{index}"
+                request = Request(thread, tuple(segments), SAMPLING, (0, index, turn), key, f"{thread}/{turn}")
+                segments.append((await engine.generate(request, live)).segment)
                 await pause()
             return segments
         finally:
-            engine.release(f"e{index}")
-            engine.leave()
+            engine.release(f"{name}{index}")
+            live.leave()
 
     runs = [asyncio.create_task(episode(index)) for index in range(episodes)]
     return [segment for run in runs for segment in await run]
@@ -94,17 +102,18 @@ def test_a_tick_waits_for_a_live_episode_but_not_for_ever(bench: Bench) -> None:
     request = ask("a", [bench.policy.chat.render([user("what?")])], SAMPLING)
 
     async def idle() -> None:
-        engine.enter()
-        engine.enter()
+        live = LiveEpisodes()
+        live.enter()
+        live.enter()
         try:
             with pytest.raises(EngineError, match=r"1 episodes waited 0\.2 s for 1"):
-                await engine.generate(request)
+                await engine.generate(request, live)
         finally:
-            engine.leave()
+            live.leave()
         assert engine.counters.decoded_tokens == 0
-        response = await engine.generate(request)  # the other one left: the engine goes on
+        response = await engine.generate(request, live)  # the other one left: the engine goes on
         assert response.segment.tokens
-        engine.leave()
+        live.leave()
 
     asyncio.run(idle())
 
@@ -116,20 +125,21 @@ def test_a_cancelled_wait_leaves_the_batch(bench: Bench) -> None:
 
     async def run() -> None:
         tasks = []
+        live = LiveEpisodes()
         for i, context in enumerate(contexts):
-            engine.enter()
+            live.enter()
             sampling = long if i else Sampling(max_new_tokens=20, stop_tokens=False)
-            tasks.append(asyncio.create_task(engine.generate(ask(f"{i}", context, sampling, order=(i,), key=i))))
+            tasks.append(asyncio.create_task(engine.generate(ask(f"{i}", context, sampling, order=(i,), key=i), live)))
         while engine.counters.decode_steps < 5:
             await asyncio.sleep(0)
         tasks[1].cancel()
         with pytest.raises(asyncio.CancelledError):
             await tasks[1]
-        engine.leave()
+        live.leave()
         first = await tasks[0]
-        engine.leave()
+        live.leave()
         last = await asyncio.wait_for(tasks[2], 60)
-        engine.leave()
+        live.leave()
         assert len(first.segment.tokens) == 20
         assert len(last.segment.tokens) == 300
         assert engine.counters.decoded_tokens < 350
@@ -147,11 +157,11 @@ def test_between_ticks_is_when_every_live_episode_waits(bench: Bench, seed: int)
     whole, live, moments = engine.generate, set[str](), list[tuple[int, int]]()
     asking: set[str] = set()
 
-    async def generate(request: Request) -> Response:
+    async def generate(request: Request, episodes: LiveEpisodes | None = None) -> Response:
         live.add(request.thread)
         asking.add(request.thread)
         try:
-            return await whole(request)
+            return await whole(request, episodes)
         finally:
             asking.discard(request.thread)
 
@@ -163,8 +173,8 @@ def test_between_ticks_is_when_every_live_episode_waits(bench: Bench, seed: int)
     def release(thread: str) -> None:
         live.discard(thread)
 
-    engine.generate, engine.release, engine.between_ticks = generate, release, look  # type: ignore[method-assign]
-    asyncio.run(play(bench, engine, 5, 3, random.Random(seed)))
+    engine.generate, engine.release = generate, release  # type: ignore[method-assign]
+    asyncio.run(play(bench, engine, 5, 3, random.Random(seed), look))
     assert moments[0] == (0, 5)
     steps = [step for step, _ in moments]
     assert steps[1:] == sorted(set(steps[1:])), "once a tick at most"
@@ -177,14 +187,14 @@ def test_what_is_cancelled_between_ticks_is_written_no_more_and_its_rows_are_fre
     lengths = {"short": 5, "written": 300, "waiting": 300, "last": 30, "again": 5}
     tasks: dict[str, asyncio.Task[Response]] = {}
 
-    async def one(order: int, thread: str) -> Response:
-        engine.enter()
+    async def one(order: int, thread: str, live: LiveEpisodes) -> Response:
+        live.enter()
         try:
             sampling = Sampling(max_new_tokens=lengths[thread], stop_tokens=False)
-            return await engine.generate(ask(thread, context, sampling, order=(order,), key=order))
+            return await engine.generate(ask(thread, context, sampling, order=(order,), key=order), live)
         finally:
             engine.release(thread)
-            engine.leave()
+            live.leave()
 
     def cancel() -> bool:
         if not tasks["short"].done() or tasks["written"].cancelled():
@@ -192,21 +202,61 @@ def test_what_is_cancelled_between_ticks_is_written_no_more_and_its_rows_are_fre
         return all([tasks["written"].cancel(), tasks["waiting"].cancel()])
 
     async def run() -> None:
-        engine.between_ticks = cancel
-        tasks.update({thread: asyncio.create_task(one(i, thread)) for i, thread in enumerate(list(lengths)[:4])})
+        live = LiveEpisodes(cancel)
+        tasks.update({thread: asyncio.create_task(one(i, thread, live)) for i, thread in enumerate(list(lengths)[:4])})
         await asyncio.wait(tasks.values())
         assert [thread for thread, task in tasks.items() if task.cancelled()] == ["written", "waiting"]
         assert len(tasks["last"].result().segment.tokens) == 30
         assert engine.counters.decoded_tokens == 5 + 5 + 30
-        engine.between_ticks = None
-        engine.refresh(bench.policy.version)  # no response is open
+        engine.update_weights(bench.policy, bench.policy.version)  # no response is open
         steps = engine.counters.decode_steps
-        pair = await asyncio.gather(one(0, "short"), one(1, "again"))
+        pair = await asyncio.gather(*(one(i, thread, LiveEpisodes()) for i, thread in enumerate(("short", "again"))))
         assert [len(response.segment.tokens) for response in pair] == [5, 5]
         assert engine.counters.decode_steps - steps == 4, "both rows are free for the next"
         assert engine.counters.decoded_tokens == 5 + 5 + 30 + 10
 
     asyncio.run(run())
+
+
+def test_two_rollouts_run_at_once_and_each_decides_for_itself(bench: Bench) -> None:
+    """One of them cancels its second episode between ticks; the other is written as if it were alone."""
+    engine = NativeEngine(bench.policy)
+    alone = asyncio.run(play(bench, engine, 3, 3, None))
+    engine.reset_cache()
+    context = [bench.policy.chat.render([user("what?")])]
+    tasks: list[asyncio.Task[Response]] = []
+    looks: dict[str, int] = {"first": 0, "second": 0}
+
+    async def one(index: int, live: LiveEpisodes) -> Response:
+        live.enter()
+        try:
+            sampling = Sampling(max_new_tokens=4 if index == 0 else 300, stop_tokens=False)
+            return await engine.generate(ask(f"b{index}", context, sampling, order=(9, index), key=index), live)
+        finally:
+            engine.release(f"b{index}")
+            live.leave()
+
+    def first() -> bool:
+        looks["first"] += 1
+        return False
+
+    def second() -> bool:
+        looks["second"] += 1
+        return tasks[0].done() and not tasks[1].done() and tasks[1].cancel()
+
+    async def both() -> list[Segment]:
+        live = LiveEpisodes(second)
+        tasks.extend(asyncio.create_task(one(index, live)) for index in range(2))
+        written = await play(bench, engine, 3, 3, None, first)
+        await asyncio.wait(tasks)
+        return written
+
+    together = asyncio.run(both())
+    assert [segment.tokens for segment in together] == [segment.tokens for segment in alone]
+    assert len(tasks[0].result().segment.tokens) == 4
+    assert tasks[1].cancelled()
+    assert looks["first"]
+    assert 1 <= looks["second"] < 10, "a rollout that waits for nothing is not asked"
 
 
 def test_a_thread_has_one_response_at_a_time(bench: Bench) -> None:
@@ -232,7 +282,7 @@ def test_weights_may_not_change_under_a_response(bench: Bench) -> None:
         while engine.counters.decode_steps < 3:
             await asyncio.sleep(0)
         with pytest.raises(EngineError, match="responses were open"):
-            engine.refresh(1)
+            engine.update_weights(bench.policy, 1)
         bench.policy.version += 1
         try:
             with pytest.raises(EngineError, match="weights changed"):

@@ -98,5 +98,5 @@ def test_engine_learner_and_peft_agree_and_the_engine_follows_an_update(
         seen.append([segment.logprobs for segment in written])
         if moment == "before":
             learner.step(groups)
-            engine.refresh(policy.version)
+            engine.update_weights(policy, policy.version)
     assert seen[0] != seen[1]

@@ -153,7 +153,7 @@ def test_new_weights_are_seen_also_when_parameters_move(bench: Bench) -> None:
     try:
         layer.weight = torch.nn.Parameter(kept.detach() * 0.5)
         policy.version += 1
-        engine.refresh(policy.version)
+        engine.update_weights(policy, policy.version)
         same(generate(engine, *requests), generate(NativeEngine(policy), *requests))
     finally:
         layer.weight = kept

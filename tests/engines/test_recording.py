@@ -131,7 +131,7 @@ def test_fresh_adapters_are_followed_through_updates(fresh: Callable[..., Policy
             for parameter in policy.adapters.parameters.values():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
         policy.version += 1
-        engine.refresh(policy.version)
+        engine.update_weights(policy, policy.version)
         plain = generate(NativeEngine(policy, record=False), *requests)
         assert [r.segment for r in generate(engine, *requests)] == [r.segment for r in plain]
 

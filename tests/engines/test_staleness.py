@@ -34,7 +34,7 @@ def perturb(policy: Policy, engine: NativeEngine, part: str) -> None:
         for parameter in named.values():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     policy.version += 1
-    engine.refresh(policy.version)
+    engine.update_weights(policy, policy.version)
 
 
 @pytest.mark.parametrize("kv", ["rows", "pages"])

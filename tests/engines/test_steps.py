@@ -67,7 +67,7 @@ def test_a_recording_sees_weights_that_change_in_place_and_notices_replaced_ones
                 with torch.no_grad():
                     layer.weight.mul_(2.0)
             policy.version += 1
-            engine.refresh(policy.version)
+            engine.update_weights(policy, policy.version)
             expected = generate(NativeEngine(policy, record=False), *requests)
             assert [r.segment for r in generate(engine, *requests)] == [r.segment for r in expected], change
     finally:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.engines.protocol import Request, Sampling
+from sensorium.engines.protocol import Capabilities, Request, Sampling
 from sensorium.engines.scripted import ScriptedEngine
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.envs.question import Question
@@ -157,7 +157,7 @@ def test_media_that_the_family_or_the_engine_lacks_are_refused_by_task_and_name(
     sound = Task("listen-7", (user(policy.chat.store.put(b"...", "sound", "clip.wav"), "what?"),))
     with pytest.raises(ModelError, match=r"task listen-7: family qwen2_5_vl takes .* not sound, which clip\.wav is"):
         rollout.prepare([Task("read-1", (user("what?"),)), sound])
-    engine.modalities = frozenset(["text", "picture"])
+    engine.capabilities = Capabilities(frozenset(["text", "picture"]), deterministic=True)
     video = Task("watch-3", (user(policy.chat.store.put(b"...", "video", "clip.mp4"), "what?"),))
     with pytest.raises(ModelError, match=r"task watch-3: the engine takes picture, text and not video, which clip\.mp4 is"):
         asyncio.run(rollout.groups([video], 1, Attempt(0, 1), Sampling()))

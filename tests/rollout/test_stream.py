@@ -123,7 +123,7 @@ def test_leaving_a_stream_early_ends_what_is_still_played(policy: Policy) -> Non
 def test_an_error_of_our_own_ends_the_stream_as_one_error(policy: Policy) -> None:
     rollout = rollout_of(policy, threading.Event())
 
-    async def broken(request: object) -> None:
+    async def broken(request: object, episodes: object) -> None:
         raise RuntimeError("a defect")
 
     rollout.engine.generate = broken  # type: ignore[assignment, method-assign]

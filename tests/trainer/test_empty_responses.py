@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from sensorium.engines.protocol import Request, Response
+from sensorium.engines.protocol import Capabilities, LiveEpisodes, Request, Response, WeightSource
 from sensorium.models.policy import Policy
 from sensorium.recipe.load import parse_recipe
 from sensorium.record.metrics import read_metrics
@@ -30,14 +30,13 @@ class Taciturn:
     """Writes two tokens, and nothing in the first attempt at every task."""
 
     def __init__(self, policy: Policy, lockstep: bool) -> None:
-        self.modalities, self.deterministic, self.between_ticks = policy.chat.modalities, True, None
+        self.capabilities = Capabilities(policy.chat.modalities, deterministic=True)
+        self.version = 0
         self._policy = policy
 
-    def enter(self) -> None: ...
+    def start(self) -> None: ...
 
-    def leave(self) -> None: ...
-
-    async def generate(self, request: Request) -> Response:
+    async def generate(self, request: Request, episodes: LiveEpisodes | None = None) -> Response:
         count = 0 if request.name.endswith("/0/0") else 2  # named by episode, whose last part is its place, and turn
         tokens = self._policy.chat.respond("red blue", request.name).tokens[:count]
         zeros = (-1.0,) * len(tokens)
@@ -45,7 +44,11 @@ class Taciturn:
 
     def release(self, thread: str) -> None: ...
 
-    def refresh(self, policy_version: int) -> None: ...
+    def update_weights(self, source: WeightSource, version: int) -> None: ...
+
+    def reset_cache(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class ByIndex:

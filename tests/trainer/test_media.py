@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,7 @@ class Deaf(NativeEngine):
 
     def __init__(self, policy: Policy, *, lockstep: bool = True) -> None:
         super().__init__(policy, lockstep=lockstep)
-        self.modalities = policy.chat.modalities - {"sound"}
+        self.capabilities = replace(self.capabilities, modalities=policy.chat.modalities - {"sound"})
 
 
 PICTURES = {"source": "shapes", "options": {"size": 8}}

@@ -82,6 +82,7 @@ class Model:
     def close(self) -> None:
         """Give back the threads that the model holds."""
         self._rollout.close()
+        self._rollout.engine.close()
         self.policy.chat.decoder.close()
 
     def __repr__(self) -> str:

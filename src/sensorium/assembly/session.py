@@ -11,6 +11,7 @@ from torch import Tensor
 from sensorium.assembly.determinism import settle
 from sensorium.assembly.models import load_model
 from sensorium.engines.protocol import Engine, Sampling
+from sensorium.engines.requirements import refuse_unable
 from sensorium.envs.protocol import Environment
 from sensorium.media.decoder import Decoder
 from sensorium.media.limits import MediaLimits
@@ -74,16 +75,17 @@ class Session:
                 if own[name].data_ptr() != weight.data_ptr():
                     own[name].copy_(weight)
         self.policy.version = version
-        self.forget_played()
+        self.engine.update_weights(self.policy, version)
 
     def forget_played(self) -> None:
         """Let the engine drop what it has cached of everything that was played."""
-        self.engine.refresh(self.policy.version)
+        self.engine.reset_cache()
 
     def close(self) -> None:
         """Give back what terms, worlds and the decoder of media hold."""
         self.scorer.close()
         self.rollout.close()
+        self.engine.close()
         self.policy.chat.decoder.close()
 
 
@@ -96,9 +98,12 @@ def open_store(recipe: Recipe, folder: Path | None = None) -> MediaStore:
 
 def open_session(recipe: Recipe, policy: Policy, judgements: JudgementCache | None) -> Session:
     """Everything around a loaded policy."""
-    engine = build(
-        "engine", recipe.rollout.engine, {}, "rollout.engine", policy=policy, lockstep=recipe.rollout.schedule == "lockstep"
+    section, lockstep = recipe.rollout.engine, recipe.rollout.schedule == "lockstep"
+    engine: Engine = build(
+        "engine", section.name, section.options, "rollout.engine.options", policy=policy, lockstep=lockstep
     )
+    refuse_unable(engine.capabilities, recipe.rollout)
+    engine.start()
     rollout = Rollout(policy.chat, engine, recipe.rollout, EnvironmentMaker(policy.chat.store))
     return Session(policy.chat.store, policy, engine, rollout, make_scorer(recipe.rewards, judgements, policy.chat.store))
 

@@ -43,10 +43,15 @@ def _find_names(recipe: Recipe) -> None:
     """Names of the user's own are imported; shipped ones are in the table, and importing them would load torch."""
     named = [("advantage", recipe.algorithm.advantage.name, "algorithm.advantage.name")]
     named += [("loss", recipe.algorithm.loss.name, "algorithm.loss.name")]
-    named += [("engine", recipe.rollout.engine, "rollout.engine")]
+    named += [("engine", recipe.rollout.engine.name, "rollout.engine.name")]
     for kind, name, place in named:
         if name not in table(kind):
             resolve(kind, name, place)
+    engine = recipe.rollout.engine
+    if engine.options:
+        option, problem = wrong_options("engine", engine.name, engine.options)
+        if problem:
+            raise RecipeError(f"rollout.engine.options.{option}: {problem}".replace("options.:", "options:"))
     for i, name in enumerate(recipe.logging.loggers):
         resolve("logger", name, f"logging.loggers.{i}")
         if name in table("logger"):

@@ -1,12 +1,23 @@
-"""The engine protocol: tokens in, tokens out, with log-probs. Asynchronous; an engine declares its modalities."""
+"""The engine protocol: tokens in, tokens out, with log-probs.
 
-from collections.abc import Callable
+The life of an engine, as a run drives it:
+
+    engine = NAME(policy=…, lockstep=…, **options)   rollout.engine in the recipe; nothing heavy happens yet
+    engine.start()                                   ready to sample, with the weights of ``policy``
+    await engine.generate(request, episodes)         any number at once, of one rollout or of several
+    engine.release(thread)                           that thread will not be continued
+    engine.update_weights(source, version)           between rollouts: what follows is sampled with these weights
+    engine.close()                                   processes and memory are given back
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from sensorium.vocabulary.episode import Segment
 
 FinishReason = Literal["stop", "length"]
+SAMPLING_OPTIONS = frozenset(["temperature", "greedy", "top_p", "top_k", "stop", "ignore_stop_tokens"])
 
 
 @dataclass(frozen=True)
@@ -32,8 +43,9 @@ class Request:
 
     ``context`` are the thread's segments so far (the last one by the environment). ``order`` is the canonical place of the
     request among others of its tick: (group, episode, turn). ``key`` is the 64-bit random key of this response: token t
-    draws from hash(key, t), whatever else is in the batch. ``thread`` names the thread: an engine may keep its keys and
-    values until ``release(thread)``. ``name`` becomes the model segment's unique name.
+    draws from hash(key, t), whatever else is in the batch. ``thread`` names the thread, and is unique among all rollouts
+    that run at once: an engine may keep its keys and values until ``release(thread)``. ``name`` becomes the model
+    segment's unique name.
     """
 
     thread: str
@@ -52,31 +64,88 @@ class Response:
     finish: FinishReason
 
 
-class Engine(Protocol):
-    """A sampler. ``version`` counts the updates of the weights it samples with, and is stamped on what it writes.
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine can do; a recipe that asks for more is refused before anything is sampled.
 
-    Lockstep: a rollout declares how many episodes are live with ``enter``/``leave``; a lockstep engine advances only when
-    every live episode waits for it, so what is batched together is a function of the recipe, not of the clock.
-
-    ``between_ticks``, where it is set, is called whenever every live episode waits, before the engine goes on; by an engine
-    that is not in lockstep, whenever an episode leaves. It may cancel some of those that wait, and says so with True.
+    ``deterministic``: the same requests give the same bits. ``lockstep``: it advances only when every live episode waits
+    for it, so what is batched together is a function of the recipe and not of the clock. ``sampling`` names the options of
+    the recipe's rollout section (and ``greedy``, for evaluation) that it follows.
     """
 
     modalities: frozenset[str]
     deterministic: bool
-    between_ticks: Callable[[], bool] | None
+    lockstep: bool = False
+    sampling: frozenset[str] = SAMPLING_OPTIONS
+
+
+class LiveEpisodes:
+    """The episodes of one rollout that are being played now, and what that rollout decides between ticks.
+
+    A lockstep engine waits for all of them, and calls ``between_ticks`` whenever they all wait for it, before it goes on.
+    That may cancel some of them, and says so with True. Other engines never call it.
+    """
+
+    def __init__(self, between_ticks: Callable[[], bool] | None = None) -> None:
+        self.count = 0
+        self.between_ticks = between_ticks
+        self._listeners: set[Callable[[], None]] = set()
+
+    def enter(self) -> None:
+        """One more is played."""
+        self._change(1)
+
+    def leave(self) -> None:
+        """One less."""
+        self._change(-1)
+
+    def listen(self, changed: Callable[[], None]) -> None:
+        """Have a function called whenever the count changes."""
+        self._listeners.add(changed)
+
+    def _change(self, by: int) -> None:
+        self.count += by
+        for changed in self._listeners:
+            changed()
+
+
+class WeightSource(Protocol):
+    """Where an engine gets weights from: the policy that is trained."""
+
+    def tensors(self) -> Mapping[str, Any]:
+        """Every parameter and buffer by name, as torch tensors; not copies."""
+        ...
+
+
+class Engine(Protocol):
+    """A sampler. ``version`` counts the updates of the weights it samples with, and is stamped on what it writes."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
 
     @property
     def version(self) -> int: ...
 
-    def enter(self) -> None: ...
+    def start(self) -> None:
+        """Get ready to sample; what cannot be had is said now."""
+        ...
 
-    def leave(self) -> None: ...
+    async def generate(self, request: Request, episodes: LiveEpisodes | None = None) -> Response:
+        """Write one response for an episode among ``episodes``. Cancelling the wait withdraws the request."""
+        ...
 
-    async def generate(self, request: Request) -> Response: ...
+    def release(self, thread: str) -> None:
+        """The thread will not be continued: what is kept of it may go."""
+        ...
 
-    def release(self, thread: str) -> None: ...
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """Sample with these weights from now on, and keep nothing of earlier ones. No response may be open."""
+        ...
 
-    def refresh(self, policy_version: int) -> None:
-        """New weights are in place: drop keys, values and features of the old ones."""
+    def reset_cache(self) -> None:
+        """Keep nothing of earlier rollouts: what follows is as in an engine that has just started."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back; a closed engine samples no more."""
         ...

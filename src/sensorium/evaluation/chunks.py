@@ -47,7 +47,7 @@ async def play_chunks(
     """
     for i, chunk in enumerate(chunks):
         if i:
-            rollout.engine.refresh(rollout.engine.version)
+            rollout.engine.reset_cache()
         before, these = tasks[: chunk.start], tasks[chunk.start : chunk.stop]
         async with GroupScoring(scorer) as scoring:
             async with rollout.stream(these, samples, attempt, sampling, progress=progress, before=before) as stream:

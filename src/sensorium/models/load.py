@@ -14,7 +14,7 @@ from sensorium.models.load_chat import chat_processor_of, read_config
 from sensorium.models.lora import add_adapters
 from sensorium.models.policy import Policy
 from sensorium.models.quiet import quiet
-from sensorium.models.skeleton import LOADING, model_class
+from sensorium.models.skeleton import LOADING, builder_of, model_class
 from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary.errors import ModelError, nearest
 
@@ -84,6 +84,25 @@ def _load(
     if lora is not None and lora.rank:
         adapters = add_adapters(model, adapter_class.groups, lora, seed, _base_name(path, checkpoint.place))
     return Policy(chat, adapter_class(model), model, adapters)
+
+
+def build_policy(
+    path: str, *, store: MediaStore, dtype: str, device: str, family: str = "auto", lora: LoraSection | None = None
+) -> Policy:
+    """The policy that a checkpoint's small files describe, its weights unset: they come from elsewhere, all of them."""
+    from transformers.initialization import no_init_weights
+
+    checkpoint = read_config(path, family)
+    adapter_class, chosen = checkpoint.adapter_class, find_device(device)
+    with LOADING, naming(path, checkpoint.place), quiet(), no_init_weights():
+        build = builder_of(model_class(checkpoint.config))
+        model = build(checkpoint.config, dtype=DTYPES[dtype], attn_implementation=adapter_class.attention)
+    model.tie_weights()  # left out with their initialization
+    model.to(chosen).eval()
+    adapters = None
+    if lora is not None:
+        adapters = add_adapters(model, adapter_class.groups, lora, 0, path)
+    return Policy(chat_processor_of(checkpoint, store, None, 1 << 29), adapter_class(model), model, adapters)
 
 
 def find_device(device: str) -> torch.device:

@@ -169,6 +169,10 @@ class Policy:
         copy._encoder = self._encoder.copied(adapter)
         return copy
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Every parameter and buffer by name, tied ones once; not copies."""
+        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+
     def groups(self) -> dict[str, dict[str, nn.Parameter]]:
         """Named parameters by group: vision, audio, projector, language, head. A tied head is in language only.
 
@@ -193,6 +197,13 @@ class Policy:
             group: {name: parameter for name, parameter in named.items() if name in learning}
             for group, named in self.groups().items()
         }
+
+    def save_description(self, folder: Path) -> None:
+        """All of a checkpoint but its weights, for ``build_policy``."""
+        with quiet():
+            self.model.config.save_pretrained(folder)
+            self.model.generation_config.save_pretrained(folder)
+            self.chat.save(folder)
 
     def save(self, folder: Path) -> None:
         """A complete Hugging Face checkpoint: weights, configs, tokenizer, processor, chat template.

@@ -21,9 +21,13 @@ class Skeleton:
     @cached_property
     def model(self) -> Any:
         """The model's modules, none of whose parameters have values."""
-        build = getattr(self._model_class, "from_config", None) or self._model_class._from_config
         with LOADING, torch.device("meta"):
-            return build(self.config)
+            return builder_of(self._model_class)(self.config)
+
+
+def builder_of(model_class: Any) -> Any:
+    """What builds a model of a config alone: an auto class and a class of its own call it by two names."""
+    return getattr(model_class, "from_config", None) or model_class._from_config
 
 
 def model_class(config: Any) -> Any:

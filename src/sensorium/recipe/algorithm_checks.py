@@ -71,9 +71,9 @@ def cautions(recipe: Recipe) -> list[str]:
             "algorithm.correction.engine_logprobs: sampled is the same as policy here, since neither rollout.top_p nor "
             "rollout.top_k cuts anything off."
         )
-    if correction.weights != "none" and rollout.engine == "native" and not (truncated and sampled):
+    if correction.weights != "none" and rollout.engine.name in ("native", "process") and not (truncated and sampled):
         found.append(
-            "algorithm.correction: the native engine samples with the learner's own weights and log-probs of the whole "
+            "algorithm.correction: this engine samples with the learner's own weights and log-probs of the whole "
             "policy, so the correction's weights are about 1."
         )
     return [*found, *_loss_cautions(recipe)]

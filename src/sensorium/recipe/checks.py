@@ -53,7 +53,7 @@ def _sizes(section: Mapping[str, Any], at: str) -> Iterator[Problem]:
 def _names(recipe: Recipe) -> Iterator[Problem]:
     yield from _model(recipe)
     named = [
-        ("engine", recipe.rollout.engine, "rollout.engine"),
+        ("engine", recipe.rollout.engine.name, "rollout.engine.name"),
         ("advantage", recipe.algorithm.advantage.name, "algorithm.advantage.name"),
         ("loss", recipe.algorithm.loss.name, "algorithm.loss.name"),
     ]

@@ -49,6 +49,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "engine": {
         "native": "sensorium.engines.native.engine:NativeEngine",
+        "process": "sensorium.engines.process.engine:ProcessEngine",
         "scripted": "sensorium.engines.scripted:ScriptedEngine",
     },
     "advantage": estimator_places(),
@@ -59,7 +60,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
 }
 
-GIVEN = {"source": ("store",), "environment": ("store",)}
+GIVEN = {"source": ("store",), "environment": ("store",), "engine": ("policy", "lockstep")}
 """What the trainer gives beside the options of a recipe, by kind."""
 
 PARAMETER_GROUPS = ("vision", "audio", "projector", "language", "head")

@@ -86,10 +86,22 @@ class BatchSection(Section):
     tokens_per_microbatch: int = Field(default=16384, ge=16)
 
 
+class EngineSection(Section):
+    """What samples. A plain text is short for the name alone: `engine: native`."""
+
+    name: str = "native"
+    options: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, given: Any) -> Any:
+        return {"name": given} if isinstance(given, str) else given
+
+
 class RolloutSection(Section):
     """How episodes are played: sampling, budgets, windows, deadlines."""
 
-    engine: str = "native"
+    engine: EngineSection = EngineSection()
     schedule: Literal["lockstep", "eager"] = "lockstep"
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)

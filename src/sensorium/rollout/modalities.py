@@ -20,7 +20,7 @@ def media_of(messages: Iterable[Message]) -> list[Media]:
 def refuse_strange_media(task: Task, messages: Sequence[Message], chat: ChatProcessor, engine: Engine) -> None:
     """Raise for the first medium of a kind that the model family or the engine lacks; names the task and the medium."""
     for item in media_of(messages):
-        for who, able in ((f"family {chat.family}", chat.modalities), ("the engine", engine.modalities)):
+        for who, able in ((f"family {chat.family}", chat.modalities), ("the engine", engine.capabilities.modalities)):
             if item.kind not in able:
                 raise ModelError(
                     f"task {task.id}: {who} takes {', '.join(sorted(able))} and not {item.kind}, which {item.name} is. "

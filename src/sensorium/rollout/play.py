@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sensorium.engines.native.randomness import response_key
-from sensorium.engines.protocol import Engine, Request, Response, Sampling
+from sensorium.engines.protocol import Engine, LiveEpisodes, Request, Response, Sampling
+from sensorium.engines.random_keys import response_key
 from sensorium.envs.protocol import StepResult
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.recipe.schema import RolloutSection
@@ -127,20 +127,22 @@ class Rollout:
         async def one(place: int, play: _Play) -> Episode:
             nonlocal done
             async with gate:
-                self.engine.enter()
+                live.enter()
                 try:
-                    episodes[play.id] = episode = await play.episode()
+                    episodes[play.id] = episode = await play.episode(live)
                     if stop is not None:
                         stop.ended(episode)
                     if all(member.id in episodes for member in groups[place]):
                         emit(place, _group(groups[place], episodes))
                     return episode
                 finally:
-                    self.engine.leave()
+                    live.leave()
+                    if stop is not None and not self.engine.capabilities.lockstep:
+                        stop.between_ticks()  # there are no ticks to wait for
                     done += 1
                     progress(done)
 
-        self.engine.between_ticks = stop.between_ticks if stop is not None else None
+        live = LiveEpisodes(stop.between_ticks if stop is not None else None)
         try:
             async with asyncio.TaskGroup() as crowd:
                 plays = [(place, play) for place, members in enumerate(groups) for play in members]
@@ -149,8 +151,6 @@ class Rollout:
                     stop.begin(runs)
         except BaseExceptionGroup as failed:  # an error of our own, or of the recipe
             raise first_error(failed) from failed
-        finally:
-            self.engine.between_ticks = None
         for place, members in enumerate(groups):
             if any(play.id not in episodes for play in members):
                 emit(place, _group(members, episodes))
@@ -236,11 +236,13 @@ class _Play:
         self.info: dict[str, Any] = {}
         self.builder: ThreadBuilder | None = None
         self.opened: set[str] = set()
+        self.live: LiveEpisodes | None = None
         deadline_s = rollout.section.environment_deadline_s
         self.environment = LiveEnvironment(rollout.pool, rollout.make_environment, task, deadline_s, deadlines, self.id)
 
-    async def episode(self) -> Episode:
-        """Play to the end; failures become the episode's status."""
+    async def episode(self, live: LiveEpisodes) -> Episode:
+        """Play to the end, as one of the live episodes of a rollout; failures become the episode's status."""
+        self.live = live
         at = f"task {self.task.id}, turn"
         try:
             status, failure = await self.run()
@@ -333,7 +335,7 @@ class _Play:
         attempt = self.attempt
         key = response_key(attempt.seed, attempt.step, f"{attempt.prefix}:{self.task.id}", self.number, turn)
         request = Request(thread, context, sampling, (*self.order, turn), key, f"{self.id}/{turn}")
-        return await self.rollout.engine.generate(request)
+        return await self.rollout.engine.generate(request, self.live)
 
     async def demonstration(self, turn: int) -> str:
         """A worked response to this turn."""

@@ -74,6 +74,7 @@ class Trainer:
         self.best: Best | None = None
         self.saved_at = self.sound_at = -1
         self.last_saving_s = 0.0
+        self._forget_played()  # the engine hears what learns and what is frozen
 
     @property
     def total_steps(self) -> int:

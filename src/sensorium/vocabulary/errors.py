@@ -37,6 +37,10 @@ class EngineError(SensoriumError):
     """The sampler failed or was asked for something it does not do."""
 
 
+class EngineLost(SensoriumError):
+    """The process that samples has ended or does not answer. Ends the run: nothing more can be sampled."""
+
+
 class EnvironmentFailure(SensoriumError):
     """An environment raised, or overran its deadline. Costs the episode, not the run."""
 

@@ -1,22 +1,17 @@
 """The native engine: the learner's own parameters, one prefill per distinct context, continuous batching.
 
-This file is the asynchronous half: who waits, and when a tick may happen; ``writer`` does what happens in one. In lockstep
-a tick happens only when every live episode waits, so what is batched together is a function of the requests, not of the
-clock. A request that fails fails alone; one whose wait is cancelled leaves the batch at the next tick.
+``scheduler`` says when a tick may happen; ``writer`` does what happens in one.
 """
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Literal
 
 from sensorium.engines.native.pipeline import PagedWriter
-from sensorium.engines.native.rows import Job
 from sensorium.engines.native.writer import Writer, WriterCounters
-from sensorium.engines.protocol import Request, Response
+from sensorium.engines.protocol import Capabilities, LiveEpisodes, Request, Response, WeightSource
+from sensorium.engines.scheduler import Job, TickScheduler
 from sensorium.models.policy import Policy
 from sensorium.vocabulary.errors import EngineError
-
-QUIET_TURNS = 3  # turns of the event loop without news before a lockstep tick: whoever just woke may still enter or ask
 
 
 class NativeEngine:
@@ -42,25 +37,17 @@ class NativeEngine:
         record: bool = True,
         kv: Literal["auto", "rows", "pages"] = "auto",
     ) -> None:
-        self.modalities = policy.chat.modalities
-        self.deterministic = lockstep
-        self.between_ticks: Callable[[], bool] | None = None
+        self.capabilities = Capabilities(policy.chat.modalities, deterministic=lockstep, lockstep=lockstep)
         paged = kv == "pages" or (kv == "auto" and policy.device.type == "cuda")
         make = PagedWriter if paged else Writer
         self._policy = policy
         self._writer = make(policy, max_rows=max_rows, max_context=max_context, keep_bytes=keep_bytes, record=record)
-        self._patience_s = patience_s
-        self._live = 0
-        self._open: dict[str, Job] = {}
-        self._waiting: list[Job] = []
-        self._pump: asyncio.Task[None] | None = None
-        self._news = asyncio.Event()
-        self._events = 0
+        self._scheduler = TickScheduler(self._tick, lockstep=lockstep, patience_s=patience_s)
 
     @property
     def version(self) -> int:
         """How many updates the weights have had that it samples with."""
-        return self._policy.version
+        return self._writer.version
 
     @property
     def counters(self) -> WriterCounters:
@@ -72,101 +59,32 @@ class NativeEngine:
         """What decoding does the slow way, and why."""
         return self._writer.notes
 
-    def enter(self) -> None:
-        """One more episode is live."""
-        self._live += 1
-        self._happened()
+    def start(self) -> None:
+        """Nothing to do: the weights are the policy's own."""
 
-    def leave(self) -> None:
-        """One episode less."""
-        self._live -= 1
-        self._happened()
-        if not self.deterministic and self.between_ticks is not None:
-            self.between_ticks()
-
-    async def generate(self, request: Request) -> Response:
+    async def generate(self, request: Request, episodes: LiveEpisodes | None = None) -> Response:
         """Write one response. Cancelling the wait withdraws the request."""
-        if request.thread in self._open:
-            raise EngineError(f"thread '{request.thread}' is being continued already; a thread has one response at a time.")
-        if request.sampling.max_new_tokens < 1:
-            raise EngineError(
-                f"'{request.name}' asks for {request.sampling.max_new_tokens} new tokens; ask for one at least."
-            )
-        job = Job(request, asyncio.get_running_loop().create_future())
-        self._open[request.thread] = job
-        self._waiting.append(job)
-        if self._pump is None or self._pump.done():
-            self._news = asyncio.Event()
-            self._pump = asyncio.get_running_loop().create_task(self._run(), name="native engine")
-        self._happened()
-        try:
-            return await job.future
-        finally:
-            if self._open.get(request.thread) is job:
-                del self._open[request.thread]
-                self._happened()
+        return await self._scheduler.generate(request, episodes)
 
     def release(self, thread: str) -> None:
         """The thread will not be continued: forget its keys and values."""
         self._writer.release(thread)
 
-    def refresh(self, policy_version: int) -> None:
-        """New weights are in place: drop keys, values and features of the old ones."""
-        if self._open:
-            raise EngineError(f"the weights changed while {len(self._open)} responses were open; finish the rollout first.")
-        self._writer.forget(policy_version)
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """New weights are in place, for they are the policy's: drop keys, values and features of the old ones."""
+        if source is not self._policy:
+            raise EngineError("the native engine samples with the policy it was made of; it takes no other weights.")
+        self._scheduler.refuse_open()
+        self._writer.forget(version)
 
-    def _happened(self) -> None:
-        self._events += 1
-        self._news.set()
+    def reset_cache(self) -> None:
+        """Drop all keys, values and features."""
+        self._scheduler.refuse_open()
+        self._writer.forget(self._writer.version)
 
-    async def _run(self) -> None:
-        """The pump: one task, alive while any request is open."""
-        seen = -1
-        try:
-            while self._open:
-                if self.deterministic and seen != self._events:
-                    await self._all_wait()
-                    if self._open and self.between_ticks is not None and self.between_ticks():
-                        continue  # those that were cancelled leave before the others go on
-                    seen = self._events
-                if self._open:
-                    self._tick()
-                await asyncio.sleep(0)
-        except Exception as error:
-            for job in self._open.values():
-                job.fail(error if isinstance(error, EngineError) else EngineError(f"the engine failed: {error!r}"))
-        finally:
-            for job in self._open.values():
-                job.future.cancel()
-            self._open.clear()
-            self._waiting.clear()
+    def close(self) -> None:
+        """Drop what is kept."""
+        self._writer.forget(self._writer.version)
 
-    async def _all_wait(self) -> None:
-        """Wait until every live episode waits for the engine, and nothing stirs."""
-        quiet, seen = 0, self._events
-        while quiet < QUIET_TURNS and self._open:
-            if len(self._open) >= self._live:
-                await asyncio.sleep(0)
-                quiet = quiet + 1 if seen == self._events else 0
-                seen = self._events
-                continue
-            quiet = 0
-            self._news.clear()
-            try:
-                await asyncio.wait_for(self._news.wait(), self._patience_s)
-            except TimeoutError:
-                raise EngineError(
-                    f"{len(self._open)} episodes waited {self._patience_s:g} s for {self._live - len(self._open)} that "
-                    "neither asked for a response nor ended; give their environments shorter deadlines, or set "
-                    "rollout.schedule: eager."
-                ) from None
-
-    def _tick(self) -> None:
-        """One tick of the writer; answered requests are closed."""
-        waiting = sorted((job for job in self._waiting if not job.future.done()), key=lambda job: job.request.order)
-        admitted = self._writer.tick(waiting) if waiting else self._writer.tick(())
-        self._waiting = waiting[admitted:]
-        for thread in [thread for thread, job in self._open.items() if job.future.done()]:
-            del self._open[thread]
-            self._events += 1
+    async def _tick(self, waiting: Sequence[Job]) -> int:
+        return self._writer.tick(waiting)

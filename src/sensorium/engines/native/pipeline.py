@@ -23,9 +23,10 @@ from sensorium.engines.native.graphs import DecodeRunner, bucket_of
 from sensorium.engines.native.pages import PAGE, PagedPrefill, PagePool
 from sensorium.engines.native.prefill import Entry, prefill
 from sensorium.engines.native.randomness import signed64, uniforms
-from sensorium.engines.native.rows import Job, Row
+from sensorium.engines.native.rows import Row
 from sensorium.engines.native.sampler import SamplingRows, sample
 from sensorium.engines.native.writer import RESERVE_AHEAD, Writer
+from sensorium.engines.scheduler import Job
 from sensorium.models.policy import Policy
 from sensorium.vocabulary.errors import EngineError
 

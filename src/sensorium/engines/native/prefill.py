@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sensorium.engines.native.contexts import Fill, Kept, Known, plan
-from sensorium.engines.native.rows import Job
+from sensorium.engines.scheduler import Job
 from sensorium.models.attention import Attention
 from sensorium.models.layout import Features
 from sensorium.models.policy import Policy

@@ -4,8 +4,6 @@ A response has a 64-bit key; its token t draws ``hash(key, t)``. The hash is int
 CPU and GPU give the same bits, and it can be captured in a graph.
 """
 
-import hashlib
-
 import torch
 from torch import Tensor
 
@@ -13,12 +11,6 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _BITS = 52  # with half a unit added, 52 bits stay strictly inside (0, 1) in float64; 53 would round up to 1
-
-
-def response_key(seed: int, step: int, task_id: str, episode: int, turn: int) -> int:
-    """The 64-bit key (as a signed integer) of one response of a run."""
-    body = repr((seed, step, task_id, episode, turn)).encode()
-    return int.from_bytes(hashlib.blake2b(body, digest_size=8).digest(), "little", signed=True)
 
 
 def signed64(value: int) -> int:

@@ -1,6 +1,5 @@
 """Rows: the responses being written, as the host knows them and as the device holds them."""
 
-import asyncio
 from collections.abc import Sequence
 
 import torch
@@ -10,22 +9,9 @@ from sensorium.engines.native.cache import KVCache, causal_bias, write_places
 from sensorium.engines.native.contexts import Known
 from sensorium.engines.native.randomness import signed64
 from sensorium.engines.native.sampler import SamplingRows
-from sensorium.engines.protocol import FinishReason, Request, Response
+from sensorium.engines.protocol import FinishReason
+from sensorium.engines.scheduler import Job
 from sensorium.models.policy import Policy
-
-
-class Job:
-    """A request and the future its episode awaits. ``keep`` is False once the thread was released."""
-
-    def __init__(self, request: Request, future: "asyncio.Future[Response]") -> None:
-        self.request = request
-        self.future = future
-        self.keep = True
-
-    def fail(self, error: Exception) -> None:
-        """Tell the episode what went wrong, if it still waits."""
-        if not self.future.done():
-            self.future.set_exception(error)
 
 
 class StopStrings:

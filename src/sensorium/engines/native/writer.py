@@ -16,9 +16,10 @@ from sensorium.engines.native.cache import KVCache
 from sensorium.engines.native.contexts import Kept, KeptStore, context_key
 from sensorium.engines.native.features import FeatureCache, check_features
 from sensorium.engines.native.prefill import Entry, prefill
-from sensorium.engines.native.rows import Batch, Job, Row
+from sensorium.engines.native.rows import Batch, Row
 from sensorium.engines.native.steps import Steps
 from sensorium.engines.protocol import FinishReason, Response
+from sensorium.engines.scheduler import Job
 from sensorium.models.frozen import spare_bytes
 from sensorium.models.layout import Features
 from sensorium.models.policy import Policy
@@ -72,7 +73,7 @@ class Writer:
         self._kept = KeptStore(keep_bytes)
         self._steps = Steps(policy, record)
         self._on_cpu = policy.device.type == "cpu"
-        self._version = policy.version
+        self.version = policy.version
         self._stop_ids = frozenset(policy.chat.stop_ids)
         self._stop_S = torch.tensor(policy.chat.stop_ids, device=policy.device)
         self._forbidden_F = torch.tensor(policy.chat.forbidden_ids, dtype=torch.int64, device=policy.device)
@@ -118,10 +119,10 @@ class Writer:
         self._rows.clear()
         self._jobs.clear()
         self._batch = None
-        self._version = version
+        self.version = version
 
     def _check_version(self) -> None:
-        if self._policy.version != self._version:
+        if self._policy.version != self.version:
             if any(not row.job.future.done() for row in self._rows):
                 raise EngineError("the weights changed in the middle of a response; finish the rollout before an update.")
             self.forget(self._policy.version)
@@ -235,7 +236,7 @@ class Writer:
 
     def _finish(self, row: Row, finish: FinishReason) -> None:
         segment = self._policy.chat.written(
-            row.tokens, row.logprobs, row.sampled_logprobs, row.job.request.name, self._version
+            row.tokens, row.logprobs, row.sampled_logprobs, row.job.request.name, self.version
         )
         if not row.job.future.done():
             row.job.future.set_result(Response(segment, finish))

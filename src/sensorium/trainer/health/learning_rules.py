@@ -84,7 +84,7 @@ def mismatch(facts: StepFacts) -> Finding | None:
     ``mismatch/relative`` is in the row where float32 is computed on the CPU, where only rounding may part them; it compares
     log-probs of the whole policy, so that top-p and top-k are no excuse. Elsewhere the KL is bounded.
     """
-    row, native = facts.row, facts.recipe.rollout.engine == "native"
+    row, native = facts.row, facts.recipe.rollout.engine.name in ("native", "process")
     relative, kl = row.get("mismatch/relative"), row.get("mismatch/kl", 0.0)
     if relative is not None and native and relative > ROUNDING:
         what = (

@@ -1,0 +1,222 @@
+"""The engine ``process``: the native engine's model and writer in a child process with weights of its own.
+
+When ticks happen is decided here, by the same scheduler as the native engine's; the child does what happens in one. So
+tokens and log-probs are those of the native engine, bit for bit on a CPU. Weights go by a safetensors file, in shared
+memory where there is room; media by their files; all else as JSON over a socket.
+"""
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sensorium.engines.native.writer import WriterCounters
+from sensorium.engines.process.connection import ChildProcess
+from sensorium.engines.process.messages import error_of, plain_request
+from sensorium.engines.protocol import Capabilities, LiveEpisodes, Request, Response, WeightSource
+from sensorium.engines.scheduler import Job, TickScheduler
+from sensorium.media.store import MediaStore
+from sensorium.models.policy import Policy
+from sensorium.vocabulary.content import Media
+from sensorium.vocabulary.errors import EngineError, EngineLost, SensoriumError
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class ProcessEngine:
+    """Samples in a child process. Options are the native engine's, and bounds on how long the child is waited for.
+
+    ``start_s`` bounds its start (imports and the model without weights), ``reply_s`` every later answer: a tick, or taking
+    over weights.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        lockstep: bool = True,
+        max_rows: int = 512,
+        max_context: int | None = None,
+        keep_bytes: int | None = None,
+        patience_s: float = 600.0,
+        record: bool = True,
+        kv: Literal["auto", "rows", "pages"] = "auto",
+        start_s: float = 600.0,
+        reply_s: float = 600.0,
+    ) -> None:
+        self.capabilities = Capabilities(policy.chat.modalities, deterministic=lockstep, lockstep=lockstep)
+        self.version = policy.version
+        self.counters = WriterCounters()
+        self.notes: tuple[str, ...] = ()
+        self._policy = policy
+        self._paged = kv == "pages" or (kv == "auto" and policy.device.type == "cuda")
+        self._writer = {"max_rows": max_rows, "max_context": max_context, "keep_bytes": keep_bytes, "record": record}
+        self._start_s, self._reply_s = start_s, reply_s
+        self._scheduler = TickScheduler(self._tick, lockstep=lockstep, patience_s=patience_s)
+        self._child: ChildProcess | None = None
+        self._folder: Path | None = None
+        self._media: MediaStore | None = None
+        self._shown: set[Media] = set()
+        self._jobs: dict[str, Job] = {}  # what the child knows of, by thread
+        self._released: list[str] = []
+        self._sent: dict[str, tuple[int, int]] = {}
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id, once it is started."""
+        return None if self._child is None else self._child.pid
+
+    def start(self) -> None:
+        """Start the child, and give it the policy's weights."""
+        if self._child is not None:
+            return
+        self._folder = Path(tempfile.mkdtemp(prefix="sensorium-engine-"))
+        self._child = ChildProcess(self._folder / "child.log")
+        try:
+            self._child.ask({"do": "start", **self._description(self._folder)}, self._start_s)
+            self.update_weights(self._policy, self._policy.version)
+        except BaseException:
+            self.close()
+            raise
+
+    async def generate(self, request: Request, episodes: LiveEpisodes | None = None) -> Response:
+        """Write one response. Cancelling the wait withdraws the request."""
+        return await self._scheduler.generate(request, episodes)
+
+    def release(self, thread: str) -> None:
+        """The thread will not be continued; the child hears of it with the next tick."""
+        self._released.append(thread)
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """Hand over what may have moved since the last time, in a file that is gone afterwards."""
+        self._scheduler.refuse_open()
+        tensors = source.tensors()
+        learning = [name for name, tensor in tensors.items() if tensor.requires_grad]
+        state = {name: (tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()}
+        # What learns is always sent: it may be written to in ways that torch does not count.
+        moved = {
+            name: tensors[name] for name in tensors if tensors[name].requires_grad or self._sent.get(name) != state[name]
+        }
+        file = _write_tensors(moved)
+        try:
+            self._ask({"do": "weights", "file": str(file), "learning": learning, "version": version})
+        finally:
+            file.unlink(missing_ok=True)
+        self._sent, self.version = state, version
+        self._forget()
+
+    def reset_cache(self) -> None:
+        """Keep nothing of earlier rollouts."""
+        self._scheduler.refuse_open()
+        self._ask({"do": "reset"})
+        self._forget()
+
+    def close(self) -> None:
+        """End the child and remove its folder."""
+        if self._child is not None:
+            self._child.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._child = self._folder = None
+
+    async def _tick(self, waiting: Sequence[Job]) -> int:
+        """One tick of the child. It queues what it has no room for yet, so all that wait are taken."""
+        cancelled = [thread for thread, job in self._jobs.items() if job.future.done()]
+        for thread in cancelled:
+            del self._jobs[thread]
+        shown = [job for job in waiting if self._show(job)]
+        new = [plain_request(job.request) for job in shown]
+        self._jobs |= {job.request.thread: job for job in shown}
+        released, self._released = self._released, []
+        message = {"do": "tick", "new": new, "cancelled": cancelled, "released": released}
+        answer = await asyncio.to_thread(self._ask, message)
+        self.counters = WriterCounters(**answer["counters"])
+        self.notes = tuple(answer["notes"])
+        for plain in answer["done"]:
+            if job := self._jobs.pop(plain["thread"], None):
+                self._answer(job, plain)
+        return len(waiting)
+
+    def _answer(self, job: Job, plain: Mapping[str, Any]) -> None:
+        """Answer a request with what the child wrote, stamped with the version of the weights that wrote it."""
+        if job.future.done():
+            return
+        if "error" in plain:
+            job.fail(error_of(plain))
+            return
+        written = self._policy.chat.written(
+            plain["tokens"], plain["logprobs"], plain["sampled_logprobs"], job.request.name, self.version
+        )
+        job.future.set_result(Response(written, plain["finish"]))
+
+    def _show(self, job: Job) -> bool:
+        """Put media that are only in memory where the child can read them; a request whose media are gone fails alone."""
+        if self._media is None:
+            return True
+        media = {span.media for segment in job.request.context for span in segment.media}
+        try:
+            for item in media - self._shown:
+                self._media.take(item, self._policy.chat.store)
+        except SensoriumError as error:
+            job.fail(error)
+            return False
+        self._shown |= media
+        return True
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        if self._child is None:
+            raise EngineLost("the engine process was not started, or is closed; call start() first.")
+        return self._child.ask(message, self._reply_s)
+
+    def _forget(self) -> None:
+        self._jobs.clear()
+        self._released.clear()
+
+    def _description(self, folder: Path) -> dict[str, Any]:
+        """Everything that the child needs to build the same model without weights."""
+        policy = self._policy
+        policy.save_description(folder / "model")
+        media = policy.chat.store.folder
+        if media is None:
+            media = folder / "media"
+            self._media = MediaStore(media, limits=policy.chat.store.limits)
+        return {
+            "folder": str(folder / "model"),
+            "family": policy.family,
+            "dtype": str(policy.dtype).removeprefix("torch."),
+            "device": str(policy.device),
+            "lora": None if policy.adapters is None else policy.adapters.section.model_dump(mode="json"),
+            "media": str(media.absolute()),
+            "limits": asdict(policy.chat.store.limits),
+            "threads": torch.get_num_threads(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "paged": self._paged,
+            "writer": self._writer,
+        }
+
+
+def _write_tensors(tensors: Mapping[str, Tensor]) -> Path:
+    """A safetensors file, in shared memory where there is room for it."""
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    roomy = (
+        SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > 2 * size
+    )
+    handle, name = tempfile.mkstemp(".safetensors", "sensorium-weights-", SHARED_MEMORY if roomy else None)
+    os.close(handle)
+    try:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, name)
+    except Exception as error:
+        Path(name).unlink(missing_ok=True)
+        raise EngineError(
+            f"the weights ({size / 2**30:.1f} GiB) cannot be handed to the engine process by '{name}': {error}. Make room "
+            "there, or set TMPDIR to a disk that has some."
+        ) from error
+    return Path(name)

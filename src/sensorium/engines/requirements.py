@@ -1,0 +1,29 @@
+"""What a recipe asks of its engine, held against what the engine can do."""
+
+from sensorium.engines.protocol import Capabilities
+from sensorium.recipe.schema import RolloutSection
+from sensorium.vocabulary.errors import RecipeError
+
+
+def refuse_unable(capabilities: Capabilities, section: RolloutSection) -> None:
+    """Raise for the first thing that a recipe's rollout section asks for and its engine does not do."""
+    engine = section.engine.name
+    asked = {
+        "temperature": section.temperature != 1,
+        "top_p": section.top_p < 1,
+        "top_k": section.top_k > 0,
+        "stop": bool(section.stop),
+        "ignore_stop_tokens": section.ignore_stop_tokens,
+    }
+    for option, wanted in asked.items():
+        if wanted and option not in capabilities.sampling:
+            able = ", ".join(sorted(capabilities.sampling)) or "none"
+            raise RecipeError(
+                f"rollout.{option} is {getattr(section, option)!r}, and engine '{engine}' does not follow it (of the "
+                f"sampling options it follows: {able}). Leave it at its default, or use another rollout.engine."
+            )
+    if section.schedule == "lockstep" and not capabilities.deterministic:
+        raise RecipeError(
+            f"rollout.schedule is lockstep, which promises that a run repeats, and engine '{engine}' is not deterministic. "
+            "Set rollout.schedule: eager, or use another rollout.engine."
+        )

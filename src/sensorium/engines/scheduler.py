@@ -1,0 +1,149 @@
+"""When an engine's ticks happen, and who waits for them. What happens in a tick is the engine's own.
+
+In lockstep a tick happens only when every live episode waits, so what is batched together is a function of the requests,
+not of the clock. For example, with two episodes of one rollout, of which B's environment is slow:
+
+    A asks    B asks    tick, tick, …    A ends    (B still writes: tick, …)    A asks again    tick with both
+
+A request that fails fails alone; one whose wait is cancelled leaves the batch at the next tick.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from sensorium.engines.protocol import LiveEpisodes, Request, Response
+from sensorium.vocabulary.errors import EngineError, EngineLost
+
+QUIET_TURNS = 3  # turns of the event loop without news before a lockstep tick: whoever just woke may still enter or ask
+
+
+class Job:
+    """A request and the future its episode awaits. ``keep`` is False once the thread was released."""
+
+    def __init__(self, request: Request, future: "asyncio.Future[Response]", episodes: LiveEpisodes | None = None) -> None:
+        self.request = request
+        self.future = future
+        self.episodes = episodes
+        self.keep = True
+
+    def fail(self, error: Exception) -> None:
+        """Tell the episode what went wrong, if it still waits."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+Tick = Callable[[Sequence[Job]], Awaitable[int]]
+"""Advances all responses and answers those that end; admits waiting jobs in order, and says how many."""
+
+
+class TickScheduler:
+    """Calls ``tick`` as long as any request is open; any number of rollouts may ask at once.
+
+    ``patience_s`` bounds how long a lockstep tick waits for an episode that neither asks nor leaves.
+    """
+
+    def __init__(self, tick: Tick, *, lockstep: bool, patience_s: float) -> None:
+        self._tick_once, self._lockstep, self._patience_s = tick, lockstep, patience_s
+        self._rollouts: set[LiveEpisodes] = set()
+        self._open: dict[str, Job] = {}
+        self._waiting: list[Job] = []
+        self._pump: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
+        self._events = 0
+
+    async def generate(self, request: Request, episodes: LiveEpisodes | None) -> Response:
+        """Write one response. Cancelling the wait withdraws the request."""
+        if request.thread in self._open:
+            raise EngineError(f"thread '{request.thread}' is being continued already; a thread has one response at a time.")
+        if request.sampling.max_new_tokens < 1:
+            raise EngineError(
+                f"'{request.name}' asks for {request.sampling.max_new_tokens} new tokens; ask for one at least."
+            )
+        if episodes is not None and episodes not in self._rollouts:
+            self._rollouts = {episodes, *(other for other in self._rollouts if other.count)}
+            episodes.listen(self._happened)
+        job = Job(request, asyncio.get_running_loop().create_future(), episodes)
+        self._open[request.thread] = job
+        self._waiting.append(job)
+        if self._pump is None or self._pump.done():
+            self._news = asyncio.Event()
+            self._pump = asyncio.get_running_loop().create_task(self._run(), name="engine ticks")
+        self._happened()
+        try:
+            return await job.future
+        finally:
+            if self._open.get(request.thread) is job:
+                del self._open[request.thread]
+                self._happened()
+
+    def refuse_open(self) -> None:
+        """Raise if any response is being written: its weights may not change under it."""
+        if self._open:
+            raise EngineError(f"the weights changed while {len(self._open)} responses were open; finish the rollout first.")
+
+    def _happened(self) -> None:
+        self._events += 1
+        self._news.set()
+
+    @property
+    def _live(self) -> int:
+        return sum(episodes.count for episodes in self._rollouts)
+
+    async def _run(self) -> None:
+        """The pump: one task, alive while any request is open."""
+        seen = -1
+        try:
+            while self._open:
+                if self._lockstep and seen != self._events:
+                    await self._all_wait()
+                    if self._any_cancelled():
+                        continue  # those that were cancelled leave before the others go on
+                    seen = self._events
+                if self._open:
+                    await self._tick()
+                await asyncio.sleep(0)
+        except Exception as error:
+            known = isinstance(error, EngineError | EngineLost)
+            for job in self._open.values():
+                job.fail(error if known else EngineError(f"the engine failed: {error!r}"))
+        finally:
+            for job in self._open.values():
+                job.future.cancel()
+            self._open.clear()
+            self._waiting.clear()
+
+    def _any_cancelled(self) -> bool:
+        """Let every rollout that waits decide what is to be cancelled before the next tick; True if anything was."""
+        asking = dict.fromkeys(job.episodes for job in self._open.values() if job.episodes is not None)
+        decided = [episodes.between_ticks() for episodes in asking if episodes.between_ticks is not None]
+        return any(decided)
+
+    async def _all_wait(self) -> None:
+        """Wait until every live episode waits for the engine, and nothing stirs."""
+        quiet, seen = 0, self._events
+        while quiet < QUIET_TURNS and self._open:
+            if len(self._open) >= self._live:
+                await asyncio.sleep(0)
+                quiet = quiet + 1 if seen == self._events else 0
+                seen = self._events
+                continue
+            quiet = 0
+            self._news.clear()
+            try:
+                await asyncio.wait_for(self._news.wait(), self._patience_s)
+            except TimeoutError:
+                raise EngineError(
+                    f"{len(self._open)} episodes waited {self._patience_s:g} s for {self._live - len(self._open)} that "
+                    "neither asked for a response nor ended; give their environments shorter deadlines, or set "
+                    "rollout.schedule: eager."
+                ) from None
+
+    async def _tick(self) -> None:
+        """One tick; answered requests are closed. Others may ask while it is under way."""
+        waiting = sorted((job for job in self._waiting if not job.future.done()), key=lambda job: job.request.order)
+        self._waiting = []
+        admitted = await self._tick_once(waiting)
+        self._waiting = [*waiting[admitted:], *self._waiting]
+        for thread in [thread for thread, job in self._open.items() if job.future.done()]:
+            del self._open[thread]
+            self._events += 1

@@ -1,0 +1,157 @@
+"""The engine in another process writes what the native one writes, bit for bit, and its end is told."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from sensorium.engines.native.engine import NativeEngine
+from sensorium.engines.process.engine import ProcessEngine
+from sensorium.engines.protocol import LiveEpisodes, Request, Sampling
+from sensorium.vocabulary.content import user
+from sensorium.vocabulary.episode import Segment
+from sensorium.vocabulary.errors import EngineError, EngineLost, MediaError
+
+from .conftest import Bench, ask
+
+SAMPLING = Sampling(max_new_tokens=8, temperature=1.1)
+
+
+@pytest.fixture(scope="module")
+def engine(benches: Any) -> Iterator[ProcessEngine]:
+    """One child of the family that sees and hears; tests leave it as they found it."""
+    engine = ProcessEngine(benches("qwen2_5_omni").policy)
+    engine.start()
+    yield engine
+    engine.close()
+
+
+def talk(bench: Bench, engine: Any, turns: int = 2) -> list[Segment]:
+    """Three episodes of some turns: two of one prompt with a picture, a video and a sound, one of text that stops early."""
+    chat, live = bench.policy.chat, LiveEpisodes()
+    question = user(bench.picture(1), bench.clip(2), bench.tone(3), "what?")
+
+    async def episode(index: int) -> list[Segment]:
+        segments: list[Segment] = []
+        live.enter()
+        try:
+            for turn in range(turns):
+                messages = [question if index < 2 else user("which?")]
+                segments.append(chat.extend(messages, after=segments[-1]) if turn else chat.render(messages))
+                sampling = SAMPLING if index < 2 else Sampling(max_new_tokens=20, top_k=50, stop=("e", "a"))
+                name = f"e{index}/{turn}"
+                request = Request(f"e{index}", tuple(segments), sampling, (0, index, turn), 100 * index + turn, name)
+                segments.append((await engine.generate(request, live)).segment)
+            return segments
+        finally:
+            engine.release(f"e{index}")
+            live.leave()
+
+    async def everyone() -> list[Segment]:
+        return [segment for found in await asyncio.gather(*(episode(i) for i in range(3))) for segment in found]
+
+    return asyncio.run(everyone())
+
+
+def test_tokens_and_logprobs_are_those_of_the_native_engine(omni: Bench, engine: ProcessEngine) -> None:
+    native = NativeEngine(omni.policy)
+    assert talk(omni, engine) == talk(omni, native)
+    assert engine.counters == native.counters, "the same was computed, and no more"
+    assert engine.capabilities == native.capabilities
+
+
+def test_it_follows_an_update_and_stamps_the_version(omni: Bench, engine: ProcessEngine) -> None:
+    policy, native = omni.policy, NativeEngine(omni.policy)
+    before = talk(omni, engine, 1)
+    moved = policy.adapter.language_model.layers[0].mlp.down_proj.weight
+    kept = moved.detach().clone()
+    try:
+        with torch.no_grad():
+            moved.mul_(1.5)
+        policy.version += 1
+        for one in (engine, native):
+            one.update_weights(policy, policy.version)
+        after = talk(omni, engine, 1)
+        assert after == talk(omni, native, 1)
+        assert after != before
+        assert {segment.policy_version for segment in after if segment.author == "model"} == {policy.version}
+    finally:
+        with torch.no_grad():
+            moved.copy_(kept)
+        policy.version -= 1
+        engine.update_weights(policy, policy.version)
+    assert talk(omni, engine, 1) == before
+
+
+def test_requests_fail_alone_and_cancelled_ones_leave(omni: Bench, engine: ProcessEngine) -> None:
+    chat = omni.policy.chat
+    context = [chat.render([user("what?")])]
+    broken = [chat.render([user(chat.store.put(b"no picture", "picture", "bad.png"), "what?")])]
+    long = Sampling(max_new_tokens=300, stop_tokens=False)
+
+    async def run() -> None:
+        alone = (await engine.generate(ask("a", context, SAMPLING))).segment
+        engine.release("a")
+        wrong = asyncio.create_task(engine.generate(ask("b", broken, SAMPLING, order=(1,))))
+        endless = asyncio.create_task(engine.generate(ask("c", context, long, order=(2,))))
+        fine = asyncio.create_task(engine.generate(ask("a", context, SAMPLING)))
+        with pytest.raises(MediaError, match=r"bad\.png"):
+            await wrong
+        assert (await fine).segment.tokens == alone.tokens
+        endless.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await endless
+        assert (await engine.generate(ask("c", context, SAMPLING, name="again"))).segment.tokens == alone.tokens
+        with pytest.raises(EngineError, match="ask for one at least"):
+            await engine.generate(ask("d", context, Sampling(max_new_tokens=0)))
+
+    asyncio.run(run())
+    engine.reset_cache()
+
+
+def test_a_loop_that_ends_in_the_middle_leaves_an_engine_that_works(omni: Bench, engine: ProcessEngine) -> None:
+    request = ask("a", [omni.policy.chat.render([user("what?")])], SAMPLING)
+    steps = engine.counters.decode_steps
+
+    async def interrupted() -> None:
+        task = asyncio.create_task(engine.generate(request))
+        while engine.counters.decode_steps <= steps:
+            await asyncio.sleep(0.001)
+        assert not task.done()
+
+    asyncio.run(interrupted())
+    assert asyncio.run(engine.generate(request)).segment.tokens
+
+
+def test_its_death_is_told_in_one_paragraph_and_close_ends_it(text: Bench) -> None:
+    engine = ProcessEngine(text.policy)
+    with pytest.raises(EngineLost, match=r"not started.*start\(\)"):
+        asyncio.run(engine.generate(ask("a", [text.policy.chat.render([user("what?")])], SAMPLING)))
+    engine.start()
+    pid, folder = engine.pid, engine._folder
+    assert pid is not None
+    assert folder is not None
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineLost, match=r"engine process \(pid \d+\) was killed by SIGKILL.* Resume the run") as told:
+        asyncio.run(engine.generate(ask("a", [text.policy.chat.render([user("what?")])], SAMPLING)))
+    assert "\n" not in str(told.value)
+    engine.close()
+    engine.close()
+    assert not folder.exists()
+
+
+def test_close_ends_a_living_child_and_a_start_that_takes_too_long_is_told(text: Bench) -> None:
+    engine = ProcessEngine(text.policy, start_s=0.01)
+    with pytest.raises(EngineLost, match=r"did not answer 'start' within 0\.01 s.*start_s"):
+        engine.start()
+    assert engine.pid is None
+    engine = ProcessEngine(text.policy)
+    engine.start()
+    child = engine._child
+    assert child is not None
+    engine.close()
+    assert child._process.returncode is not None

@@ -1,0 +1,70 @@
+"""A run whose engine lives in another process is the native engine's run: episodes, weights and resume, bit for bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from sensorium.recipe.schema import Recipe
+from sensorium.trainer.run import train
+from sensorium.vocabulary.errors import EngineLost
+
+from .small import small
+
+PROCESS = "rollout.engine={name: process, options: {max_rows: 3}}"
+NATIVE = "rollout.engine={name: native, options: {max_rows: 3}}"
+
+
+def weights_of(run: Path) -> dict[str, Any]:
+    """The last checkpoint's tensors, as lists."""
+    folder = max((run / "checkpoints").glob("step_*"))
+    return {name: tensor.tolist() for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
+def episodes_of(run: Path) -> dict[str, list[dict[str, Any]]]:
+    return {
+        path.name: [json.loads(line) for line in path.read_text().splitlines()]
+        for path in sorted(run.rglob("step_*.jsonl"))
+    }
+
+
+def test_a_run_of_three_steps_and_a_resumed_one_equal_the_native_engines(tmp_path: Path) -> None:
+    native = train(small(tmp_path / "native", NATIVE))
+    process = train(small(tmp_path / "process", PROCESS))
+    assert episodes_of(process) == episodes_of(native)
+    assert len(episodes_of(native)) == 3
+    assert weights_of(process) == weights_of(native)
+    short = train(small(tmp_path / "short", PROCESS, "steps=2"))
+    train(small(tmp_path / "short", PROCESS), resume=True)
+    assert weights_of(short) == weights_of(native)
+    assert episodes_of(short) == episodes_of(native)
+
+
+def test_under_lora_with_pictures_and_a_frozen_tower_too(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "steps": 2,
+        "model": {"path": "tiny:qwen2_5_vl", "device": "cpu", "lora": {"rank": 2}},
+        "tasks": {"train": [{"source": "shapes"}]},
+    }
+    runs = [train(small(tmp_path / name, how, **changes)) for name, how in (("native", NATIVE), ("process", PROCESS))]
+    assert episodes_of(runs[1]) == episodes_of(runs[0])
+    assert weights_of(runs[1]) == weights_of(runs[0])
+
+
+def test_a_dead_engine_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not go on with steps in which every episode was aborted."""
+    from sensorium.engines.process.engine import ProcessEngine
+
+    start = ProcessEngine.start
+
+    def start_and_lose(self: ProcessEngine) -> None:
+        start(self)
+        assert self._child is not None
+        self._child._process.kill()
+
+    monkeypatch.setattr(ProcessEngine, "start", start_and_lose)
+    recipe: Recipe = small(tmp_path / "dead", PROCESS)
+    with pytest.raises(EngineLost, match="SIGKILL"):
+        train(recipe)
