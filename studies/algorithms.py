@@ -23,27 +23,12 @@ from sensorium.recipe.load import load_recipe
 from sensorium.recipe.names import register, resolve, table
 from sensorium.recipe.traits import ESTIMATORS
 from sensorium.trainer.study import study
+from studies.recipes import ALGORITHMS
 from studies.seeds import add_run, by_name, chosen_seeds, circumstances, cpu_minutes
 
 RESULTS = Path(__file__).parent / "results" / "algorithms"
 SIGNS = ("right", "flipped")
-SHAPES = ["steps=80", "batch.prompts_per_step=48", "optimizer.lr=3e-4", "tasks.evaluate.0.options.seed=7"]
-LAKE = ["steps=40", "batch.prompts_per_step=32", "batch.group_size=6", "tasks.evaluate.0.options.seed=7"]
-LAKE += ["tasks.evaluate.0.options.distinct=true", "optimizer.lr=1e-4", "optimizer.schedule=constant"]
-CRITIC = ["algorithm.critic.optimizer.lr=3e-4", "algorithm.advantage.lam=0.95"]
-DISCOUNT = ["algorithm.advantage.gamma=0.98"]
-TURNS = ["rewards.terms.0.options.per_turn=true", "algorithm.advantage.turn_gamma=0.95"]
-SEQUENCES = ["algorithm.loss.name=gspo", "algorithm.loss.clip_low=3e-4", "algorithm.loss.clip_high=4e-4"]
-SEQUENCES += ["batch.updates_per_epoch=2"]
 QUIET = ["threads=1", "evaluation.every=0", "evaluation.at_start=false", "checkpoint.every=0", "logging.episodes=1"]
-
-ALGORITHMS = {
-    "grpo+clip": ("shapes", "grpo", SHAPES),
-    "rloo+clip": ("shapes", "rloo", SHAPES),
-    "grpo+gspo": ("shapes", "grpo", [*SHAPES, *SEQUENCES]),
-    "ppo+masked_gae": ("frozen_lake", "masked_gae", [*LAKE, *CRITIC, *DISCOUNT]),
-    "ppo+bi_level_gae": ("frozen_lake", "bi_level_gae", [*LAKE, *CRITIC, *TURNS]),
-}
 
 
 def __getattr__(name: str) -> Any:

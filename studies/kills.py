@@ -17,7 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from studies.fork_server import Ended, ForkServer
-from studies.resumed_runs import RECIPES, differences, moved, phase_file
+from studies.recipes import RESUMED
+from studies.resumed_runs import differences, moved, phase_file
 from studies.seeds import circumstances
 
 RESULTS = Path(__file__).parent / "results"
@@ -45,7 +46,7 @@ class Killed:
 def kill_and_resume(name: str, folder: Path, server: ForkServer, moments: random.Random, kills: int) -> Killed:
     """Run a recipe whole; then run, kill and resume it until so many kills fell, comparing each run at its end."""
     recipe = folder / "recipe.yaml"
-    recipe.write_text(RECIPES[KILLED[name]])
+    recipe.write_text(RESUMED[KILLED[name]])
     found = Killed()
 
     def start(directory: Path, mode: str = "", kill_at_cpu_s: float | None = None) -> Ended:

@@ -1,7 +1,7 @@
 """Runs that are killed and resumed, and what they must share with the uninterrupted run: all but times.
 
-The recipes are small and cover what a run carries from step to step. tests/trainer/test_resume.py kills each once at a
-chosen moment; studies/kills.py kills some of them at random moments, many times.
+The recipes are those of studies/recipes.py. tests/trainer/test_resume.py kills each once at a chosen moment;
+studies/kills.py kills some of them at random moments, many times.
 """
 
 import os
@@ -16,126 +16,6 @@ from sensorium.recipe.load import load_recipe
 from sensorium.record.metrics import read_metrics, repeatable
 from sensorium.report.watcher import Metrics, Watcher
 from sensorium.trainer.run import train
-
-SHAPES = "train: [{source: shapes, options: {split: train, size: 64, picture_size: 64}}]"
-LAKES = "train: [{source: worlds, options: {environment: frozen_lake, size: 64, options: {cell: 32}}}]"
-RECIPES = {
-    "single turn, with KL": f"""
-        name: single
-        steps: 4
-        threads: 2
-        model: {{path: "package:shapes"}}
-        tasks:
-          {SHAPES}
-          evaluate: [{{source: shapes, options: {{split: test, size: 8, picture_size: 64}}}}]
-        batch: {{prompts_per_step: 4, group_size: 4, updates_per_epoch: 2}}
-        rollout: {{max_new_tokens: 6}}
-        rewards: {{terms: [{{name: exact}}, {{name: format, weight: 0.2}}]}}
-        algorithm: {{kl: {{coef: 0.01}}}}
-        optimizer: {{lr: 2.0e-4, warmup_steps: 2, schedule: cosine}}
-        evaluation: {{every: 2}}
-        checkpoint: {{every: 2, keep: 2}}
-        """,
-    "multi-turn, with a warm start": f"""
-        name: multi
-        steps: 3
-        threads: 1
-        model: {{path: "package:frozen_lake"}}
-        tasks:
-          {LAKES}
-        batch: {{prompts_per_step: 2, group_size: 4}}
-        rollout: {{max_new_tokens: 6, max_turns: 8, window: 2}}
-        rewards: {{terms: [{{name: environment}}, {{name: format, weight: 0.2}}]}}
-        optimizer: {{lr: 1.0e-4}}
-        warm_start: {{steps: 1, prompts_per_step: 4, optimizer: {{lr: 1.0e-4}}}}
-        checkpoint: {{every: 2, keep: 2}}
-        """,
-    "multi-turn, with a critic of its own and an adaptive KL in the reward": f"""
-        name: own_critic
-        steps: 4
-        threads: 1
-        model: {{path: "package:frozen_lake"}}
-        tasks:
-          {LAKES}
-        batch: {{prompts_per_step: 4, group_size: 2, updates_per_epoch: 2}}
-        rollout: {{max_new_tokens: 4, max_turns: 3, window: 2}}
-        rewards: {{terms: [{{name: environment, options: {{per_turn: true}}}}, {{name: format, weight: 0.2}}]}}
-        algorithm:
-          advantage: {{name: bi_level_gae, turn_gamma: 0.9, lam: 0.95}}
-          kl: {{coef: 0.05, estimator: k1, place: reward, control: adaptive, target: 0.01, horizon: 50}}
-          critic: {{warmup_steps: 1, optimizer: {{lr: 3.0e-4}}}}
-        optimizer: {{lr: 1.0e-4}}
-        checkpoint: {{every: 2, keep: 2}}
-        """,
-    "single turn, with a critic on the policy's trunk, an adaptive KL in the loss and random choices": f"""
-        name: shared_critic
-        steps: 4
-        threads: 1
-        model: {{path: "package:shapes"}}
-        tasks:
-          {SHAPES}
-        batch: {{prompts_per_step: 4, group_size: 4, epochs_per_step: 2}}
-        rollout: {{max_new_tokens: 6}}
-        rewards: {{terms: [{{name: exact}}, {{name: format, weight: 0.2}}]}}
-        algorithm:
-          advantage: {{name: masked_gae}}
-          loss: {{name: clip_cov, cov_share: 0.1, cov_low: 0.001}}
-          kl: {{coef: 0.05, control: adaptive, target: 0.01, horizon: 50}}
-          critic: {{trunk: shared, trunk_coef: 0.1, optimizer: {{lr: 1.0e-3}}}}
-        optimizer: {{lr: 2.0e-4}}
-        checkpoint: {{every: 2, keep: 2}}
-        """,
-    "rounds and early stop": """
-        name: rounds
-        steps: 4
-        threads: 1
-        model: {path: "package:frozen_lake"}
-        tasks:
-          train: [{source: worlds, options: {environment: frozen_lake, size: 16, options: {cell: 32}}}]
-        batch: {prompts_per_step: 2, group_size: 4}
-        selection: {dynamic: true, max_rounds: 3, oversample: 1.5}
-        rollout: {max_new_tokens: 6, max_turns: 7, window: 2}
-        rewards: {terms: [{name: environment}]}
-        optimizer: {lr: 1.0e-4}
-        checkpoint: {every: 2, keep: 2}
-        """,
-    "adapters, with KL to those after a warm start": f"""
-        name: adapters
-        steps: 3
-        threads: 1
-        model: {{path: "package:shapes", lora: {{rank: 4, groups: [vision, language]}}}}
-        tasks:
-          {SHAPES}
-          evaluate: [{{source: shapes, options: {{split: test, size: 8, picture_size: 64}}}}]
-        batch: {{prompts_per_step: 4, group_size: 4, updates_per_epoch: 2}}
-        rollout: {{max_new_tokens: 6}}
-        rewards: {{terms: [{{name: exact}}, {{name: format, weight: 0.2}}]}}
-        algorithm: {{kl: {{coef: 0.01}}, loss: {{aggregation: token_mean}}}}
-        optimizer: {{lr: 1.0e-3, group_lr: {{vision: 2.0e-3}}}}
-        warm_start: {{steps: 1, prompts_per_step: 4, optimizer: {{lr: 1.0e-3}}}}
-        evaluation: {{every: 2, at_start: true}}
-        checkpoint: {{every: 2, keep: 2}}
-        """,
-    "video and sound, of which little is kept": """
-        name: clips
-        steps: 4
-        threads: 1
-        model: {path: "package:sight_and_sound", freeze: [audio]}
-        tasks:
-          train: [{source: sight_and_sound, options: {size: 24}}]
-          evaluate: [{source: sight_and_sound, options: {split: test, size: 4}}]
-        media: {cache_gib: 0.0005, memory_gib: 0.001}
-        batch: {prompts_per_step: 4, group_size: 4, updates_per_epoch: 2}
-        rollout: {max_new_tokens: 6}
-        rewards: {terms: [{name: exact}]}
-        algorithm: {kl: {coef: 0.01}}
-        optimizer: {lr: 1.0e-3}
-        evaluation: {every: 2}
-        checkpoint: {every: 2, keep: 2}
-        """,
-}
-STEPS = 4
-"""Rows of every recipe, warm start included."""
 
 
 class PhaseFile(Watcher):

@@ -13,7 +13,8 @@ import pytest
 from sensorium.record.metrics import read_metrics
 from studies.fork_server import ROOT, ForkServer
 from studies.kills import TRAIN, kill_and_resume
-from studies.resumed_runs import RECIPES, STEPS, differences, moved
+from studies.recipes import RESUMED, STEPS
+from studies.resumed_runs import differences, moved
 
 from ..cpu_budget import count
 
@@ -43,10 +44,10 @@ def run_afresh(recipe: Path, directory: Path, mode: str = "") -> int:
     return subprocess.run(command, env=environment, check=False).returncode
 
 
-@pytest.mark.parametrize("name", sorted(RECIPES))
+@pytest.mark.parametrize("name", sorted(RESUMED))
 def test_a_killed_and_resumed_run_repeats_the_uninterrupted_one(name: str, tmp_path: Path, server: ForkServer) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPES[name])
+    recipe.write_text(RESUMED[name])
     whole, broken = tmp_path / "whole", tmp_path / "broken"
 
     def start(directory: Path, mode: str = "") -> int:
