@@ -11,15 +11,18 @@ from PIL import Image
 
 from sensorium.media.store import MediaStore
 from sensorium.recipe.names import GIVEN, resolve, table
+from sensorium.record.episodes import read_groups
 from sensorium.rewards.functions import build_term
 from sensorium.rewards.scorer import Scorer
 from sensorium.tasks.layout import FIELDS, PARTS
 from sensorium.tasks.rows import JsonlRows
 from sensorium.trainer.health.rules import RULES
+from sensorium.trainer.run import train
 from tests.rewards.conftest import (
     MakeEpisode,
     episode_of,  # noqa: F401  (a fixture)
 )
+from tests.trainer.small import small
 
 ROOT = Path(__file__).parents[1]
 ROW = re.compile(r'\{"id": "1", "messages".*\}(?=`|\n)')
@@ -64,6 +67,24 @@ def test_the_page_on_environments_names_every_one_and_every_option() -> None:
     assert first_cells(page, "option of `worlds`") == options_of("source", "worlds")
     (line,) = re.findall(r"^\| `frozen_lake` \|.*$", page, re.MULTILINE)
     assert set(re.findall(r"`(\w+)`", line.rsplit("|", 2)[1])) == options_of("environment", "frozen_lake")
+
+
+def test_the_page_on_tasks_names_every_planner_and_every_option() -> None:
+    page = (ROOT / "docs/tasks.md").read_text()
+    assert first_cells(page, "planner") == set(table("planner"))
+    for name in table("planner"):
+        (line,) = re.findall(rf"^\| `{name}` \|.*$", page, re.MULTILINE)
+        assert set(re.findall(r"`(\w+)`", line.split("|")[2])) == options_of("planner", name)
+
+
+def test_the_planner_shown_on_the_page_on_tasks_plans_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = re.findall(r"```python\n(.*?class Diary.*?)```", (ROOT / "docs/tasks.md").read_text(), re.DOTALL)
+    (tmp_path / "shown_diary.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    train(small(tmp_path / "run", "tasks.planner.name=shown_diary:Diary", "steps=2"))
+    first, second = (read_groups(tmp_path / f"run/episodes/step_00000{step}.jsonl") for step in (1, 2))
+    said = " ".join(group.episodes[0].response for group in first)
+    assert {group.task.messages[0].text for group in second} == {f"So far: {said}"}
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/tasks.md"])

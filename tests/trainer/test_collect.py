@@ -99,8 +99,8 @@ def collect(folder: Path, **changes: Any) -> tuple[Collected, list[Task]]:
     directory.create()
     trainer = open_trainer(recipe_of(folder, changes), directory)
     try:
-        collected = asyncio.run(trainer.collector.collect(1, 0, lambda *phase: nullcontext()))
-        return collected, list(asyncio.run(trainer.drawing.draw(0, 64)).tasks)
+        collected = asyncio.run(trainer.collector.collect(1, lambda *phase: nullcontext()))
+        return collected, list(trainer.drawing.planner.stream.draw(0, 64).tasks)
     finally:
         trainer.close()
 
@@ -120,7 +120,7 @@ def test_rounds_draw_what_is_missing_until_enough_groups_have_signal(tmp_path: P
     assert rounds > 1, "the seeds ask for more than one round"
     assert ids(collected.selection.groups) == [task.id for task in even[:4]]
     assert ids(collected.groups) == [task.id for task in stream[:drawn]]
-    assert collected.position == drawn
+    assert collected.drawn == drawn
     assert collected.metrics["groups/rounds"] == rounds
     assert collected.metrics["groups/without_signal"] == drawn - 4
     assert collected.metrics["groups/short"] == 0
@@ -190,7 +190,7 @@ def test_over_sampling_takes_the_first_complete_and_cancels_the_rest(tmp_path: P
     assert sorted(ids(collected.aside)) == sorted(set(turns) - set(complete))
     assert collected.metrics["groups/cancelled"] == 8 - len(complete)
     assert collected.metrics["groups/unused"] == len(complete) - 4
-    assert collected.position == 8
+    assert collected.drawn == 8
     for group in collected.aside:
         assert all(collected.fates[e.id] == CANCELLED and e.scores == () for e in group.episodes)
         assert all(len(e.turns) == last for e in group.episodes)
@@ -205,7 +205,7 @@ def test_rounds_and_over_sampling_combine(tmp_path: Path) -> None:
     assert all(seed_of(group.task) % 2 == 0 for group in collected.selection.groups)
     assert collected.metrics["groups/rounds"] > 1
     assert collected.metrics["groups/cancelled"] > 0
-    assert len({group.id for group in collected.played}) == len(collected.played) == collected.position
+    assert len({group.id for group in collected.played}) == len(collected.played) == collected.drawn
     trained = {e.id for group in collected.selection.groups for e in group.episodes}
     everyone = {e.id for group in collected.played for e in group.episodes}
     assert collected.fates.keys() == everyone - trained
@@ -243,7 +243,7 @@ def test_a_group_without_a_greedy_score_is_dropped_and_says_why(tmp_path: Path) 
     selection = {"dynamic": True, "max_rounds": 9}
     advantage = {"advantage": {"name": "remax"}}
     collected, stream = collect(tmp_path, algorithm=advantage, rewards=rewards, selection=selection)
-    played = stream[: collected.position]
+    played = stream[: collected.drawn]
     with_signal = [task.id for task in played if seed_of(task) % 2 == 0 and seed_of(task) % 3]
     assert ids(collected.selection.groups) == with_signal[:4]
     assert collected.greedy.keys() == {group.id for group in collected.selection.groups}

@@ -120,11 +120,10 @@ def test_the_next_step_is_decoded_while_this_one_is_trained_on(tmp_path: Path) -
     async def first_step() -> None:
         await trainer.advance()
         assert trainer.drawing._ahead is not None
-        (position, count), reading = trainer.drawing._ahead
-        assert (position, count) == (trainer.position, 3)
-        ahead = reading.result()
+        assert trainer.drawing._ahead.count == 3
+        ahead = trainer.drawing._ahead.reading.result()
         before = trainer.session.policy.media_counts
-        drawn = await trainer.drawing.draw(position, count)
+        drawn = await trainer.drawing.draw(3)
         assert drawn.tasks == ahead.tasks
         assert trainer.drawing._ahead is None
         since = trainer.session.policy.media_counts.since(before)

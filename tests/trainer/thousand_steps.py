@@ -39,10 +39,10 @@ async def step(trainer: Trainer, number: int) -> None:
     if number % UPDATE_EVERY == 0:
         await trainer.advance()
         return
-    collected = await trainer.collector.collect(number, trainer.position, lambda *phase: nullcontext())
-    trainer._look_ahead(collected.position)
+    collected = await trainer.collector.collect(number, lambda *phase: nullcontext())
+    trainer._look_ahead()
     trainer._record(number, collected)
-    trainer.position, trainer.step = collected.position, number
+    trainer.step = number
     trainer.metrics.append(number, collected.metrics | trainer.meter.row())
 
 

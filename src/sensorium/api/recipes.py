@@ -107,6 +107,15 @@ class _Names:
         for side in ("train", "evaluate"):
             if side in section:
                 section[side] = self._sources(section[side], side)
+        if "planner" in section:
+            section["planner"] = self._planner(section["planner"])
+        return section
+
+    def _planner(self, given: Any) -> Any:
+        """The section ``tasks.planner``: a name or a class stands for its name."""
+        section = dict(given) if isinstance(given, Mapping) else {"name": given}
+        if isinstance(kind := section.get("name"), type):
+            section["name"] = importable_name(kind) or self._pass("planner", own_name(kind), kind)
         return section
 
     def _term(self, given: Any) -> Any:

@@ -175,7 +175,13 @@ def make_stream(recipe: Recipe, store: MediaStore) -> TaskStream:
     """The training tasks, as an endless stream addressed by position."""
     sections = recipe.tasks.train
     sources = make_sources(sections, store, "tasks.train")
-    return TaskStream(sources, [s.weight for s in sections], seed=recipe.seed, shuffle=recipe.tasks.shuffle)
+    return TaskStream(
+        sources,
+        [s.weight for s in sections],
+        seed=recipe.seed,
+        shuffle=recipe.tasks.shuffle,
+        on_bad_row=recipe.tasks.on_bad_row,
+    )
 
 
 class EnvironmentMaker:

@@ -11,6 +11,9 @@ from sensorium.rewards.context import RewardContext
 from sensorium.rewards.functions import build_term
 from sensorium.rewards.protocol import Term
 from sensorium.tasks.bounded import bounded
+from sensorium.tasks.mixture import TaskStream
+from sensorium.tasks.planner import make_planner
+from sensorium.tasks.source import TaskSource
 from sensorium.trainer.health.at_start import refuse_without_demonstrations
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError, TaskError
@@ -27,7 +30,10 @@ def look_at(recipe: Recipe, *, train: bool = True) -> Iterator[str]:
     _find_names(recipe)
     terms = _build_terms(recipe)
     if train:
-        few = yield from _look_at_sources(recipe, recipe.tasks.train, "tasks.train")
+        sources: list[TaskSource] = []
+        few = yield from _look_at_sources(recipe, recipe.tasks.train, "tasks.train", sources)
+        stream = TaskStream(sources, [section.weight for section in recipe.tasks.train], seed=recipe.seed)
+        make_planner(recipe.tasks.planner, stream, MediaStore())
         refuse_without_demonstrations(recipe, few)
         if problem := without_answer(terms, few):
             weighty = [(term, weight) for term, weight in terms if weight]
@@ -74,7 +80,10 @@ def _build_terms(recipe: Recipe) -> list[tuple[Term, float]]:
     return terms
 
 
-def _look_at_sources(recipe: Recipe, sections: Sequence[SourceSection], place: str) -> Generator[str, None, list[Task]]:
+def _look_at_sources(
+    recipe: Recipe, sections: Sequence[SourceSection], place: str, opened: list[TaskSource] | None = None
+) -> Generator[str, None, list[Task]]:
+    """Read the first rows of each source; the sources themselves are added to ``opened``."""
     store = MediaStore()
     looked_at: list[Task] = []
     for i, section in enumerate(sections):
@@ -82,6 +91,8 @@ def _look_at_sources(recipe: Recipe, sections: Sequence[SourceSection], place: s
         source = bounded(build("source", section.source, section.options, at, store=store), section.source, at)
         if len(source) == 0:
             raise TaskError(f"{at} ({section.source}): the source has no rows. {section.options or ''}")
+        if opened is not None:
+            opened.append(source)
         first = min(ROWS, len(source))
         bad: list[str] = []
         tasks: list[Task] = []

@@ -14,7 +14,8 @@ PLAIN = (str, int, float, bool, type(None))
 
 def save_state(state: Any, path: Path) -> None:
     """Write a state; whatever is not plain is a bug, since it could not be read back."""
-    _refuse_objects(state, "state")
+    problem = not_plain(state, "state")
+    assert not problem, problem
     torch.save(state, path)
 
 
@@ -33,13 +34,14 @@ def load_state(path: Path) -> Any:
         raise CheckpointError(f"'{path}' cannot be read: {reason} Use an earlier checkpoint.") from error
 
 
-def _refuse_objects(state: Any, place: str) -> None:
+def not_plain(state: Any, place: str) -> str:
+    """Which part of a state is neither a plain value nor a tensor, in words; empty if all of it can be read back."""
     if isinstance(state, dict):
-        for key, value in state.items():
-            assert isinstance(key, PLAIN), f"{place} has the key {key!r}"
-            _refuse_objects(value, f"{place}.{key}")
-    elif isinstance(state, list | tuple):
-        for i, value in enumerate(state):
-            _refuse_objects(value, f"{place}.{i}")
-    else:
-        assert type(state) in PLAIN or isinstance(state, Tensor), f"{place} is {type(state).__name__}, which is not plain"
+        strange = [key for key in state if not isinstance(key, PLAIN)]
+        if strange:
+            return f"{place} has the key {strange[0]!r}"
+        return next(filter(None, (not_plain(value, f"{place}.{key}") for key, value in state.items())), "")
+    if isinstance(state, list | tuple):
+        return next(filter(None, (not_plain(value, f"{place}.{i}") for i, value in enumerate(state))), "")
+    fits = type(state) in PLAIN or isinstance(state, Tensor)
+    return "" if fits else f"{place} is {type(state).__name__}, which is not plain"

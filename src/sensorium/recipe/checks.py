@@ -56,6 +56,7 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
         ("engine", recipe.rollout.engine.name, "rollout.engine.name"),
         ("advantage", recipe.algorithm.advantage.name, "algorithm.advantage.name"),
         ("loss", recipe.algorithm.loss.name, "algorithm.loss.name"),
+        ("planner", recipe.tasks.planner.name, "tasks.planner.name"),
     ]
     named += [("logger", name, f"logging.loggers.{i}") for i, name in enumerate(recipe.logging.loggers)]
     named += [("reward", term.name, f"rewards.terms.{i}.name") for i, term in enumerate(recipe.rewards.terms)]
@@ -116,7 +117,7 @@ def _group(name: str, place: str) -> Iterator[Problem]:
 
 
 def _options(recipe: Recipe) -> Iterator[Problem]:
-    """Options of sources, environments and reward terms against what they are; those packages are free of torch.
+    """Options of sources, environments, planners and reward terms against what they are; those packages are free of torch.
 
     What cannot be loaded is told once, though training and evaluation name it both.
     """
@@ -133,6 +134,8 @@ def _each_option(recipe: Recipe) -> Iterator[Problem]:
         if section.source == "worlds" and "environment" in section.options:
             world, options = section.options["environment"], section.options.get("options") or {}
             yield from _unfit("environment", world, options, f"{place}.options.environment", f"{place}.options.options")
+    planner = recipe.tasks.planner
+    yield from _unfit("planner", planner.name, planner.options, "tasks.planner.name", "tasks.planner.options")
     for i, term in enumerate(recipe.rewards.terms):
         yield from _unfit("reward", term.name, term.options, f"rewards.terms.{i}.name", f"rewards.terms.{i}.options")
 

@@ -29,6 +29,10 @@ NAMES: dict[str, dict[str, str]] = {
         "daily_omni": "sensorium.tasks.daily_omni:DailyOmni",
         "sight_and_sound": "sensorium.tasks.sight_and_sound:SightAndSound",
     },
+    "planner": {
+        "mixture": "sensorium.tasks.planner:MixturePlanner",
+        "success_curriculum": "sensorium.tasks.success_curriculum:SuccessCurriculum",
+    },
     "environment": {
         "question": "sensorium.envs.question:Question",
         "frozen_lake": "sensorium.envs.frozen_lake:FrozenLake",
@@ -60,8 +64,13 @@ NAMES: dict[str, dict[str, str]] = {
     },
 }
 
-GIVEN = {"source": ("store",), "environment": ("store",), "engine": ("policy", "lockstep")}
-"""What the trainer gives beside the options of a recipe, by kind."""
+GIVEN = {
+    "source": ("store",),
+    "environment": ("store",),
+    "planner": ("stream", "store"),
+    "engine": ("policy", "lockstep"),
+}
+"""What the trainer gives beside the options of a recipe, by kind. A planner is given those it has a parameter for."""
 
 PARAMETER_GROUPS = ("vision", "audio", "projector", "language", "head")
 """The named parts of a model that can be frozen or given a learning rate of their own."""
@@ -139,6 +148,8 @@ def build(kind: str, name: str, options: Mapping[str, Any], where: str = "", **g
     _, problem = _unfit(kind, name, target, options, tuple(given))
     if problem:
         raise RecipeError(f"{where or kind}: {problem}")
+    if kind == "planner":
+        given = {key: value for key, value in given.items() if key in signature(target).parameters}
     try:
         return target(**given, **options)
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:

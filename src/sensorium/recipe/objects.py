@@ -52,4 +52,4 @@ def passed_object(kind: str, name: str, where: str = "") -> Any:
 
 
 def _argument(kind: str) -> str:
-    return "rewards=[…]" if kind == "reward" else "tasks=…"
+    return {"reward": "rewards=[…]", "planner": "tasks={'planner': …}"}.get(kind, "tasks=…")

@@ -49,6 +49,13 @@ class SourceSection(Section):
     options: dict[str, Any] = {}
 
 
+class PlannerSection(Section):
+    """What decides which training task comes next."""
+
+    name: str = "mixture"
+    options: dict[str, Any] = {}
+
+
 class TasksSection(Section):
     """Tasks to train on and to evaluate on. Bad rows and over-long prompts are refused, or skipped and counted."""
 
@@ -57,6 +64,7 @@ class TasksSection(Section):
     on_bad_row: Literal["refuse", "skip"] = "refuse"
     on_long_prompt: Literal["refuse", "skip"] = "refuse"
     shuffle: bool = True
+    planner: PlannerSection = PlannerSection()
 
 
 class MediaSection(Section):

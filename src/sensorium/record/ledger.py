@@ -53,7 +53,7 @@ class Ledger:
                     self._db.execute(f"ALTER TABLE {table} ADD COLUMN step INTEGER DEFAULT 0")
 
     def plan(self, step: int, first: int, following: int) -> None:
-        """A step takes the tasks from stream position ``first`` up to ``following``."""
+        """A step takes the rows drawn from number ``first`` up to ``following``, counted from the run's beginning."""
         self._step = step
         self._write("INSERT OR REPLACE INTO steps VALUES (?, 'planned', ?, ?)", [(step, first, following)])
 

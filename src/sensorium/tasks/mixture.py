@@ -40,9 +40,20 @@ class Draw:
 
 
 class TaskStream:
-    """Sources mixed by weight. Holds no state of its own: every call names the position it reads from."""
+    """Sources mixed by weight. Holds no state of its own: every call names the position it reads from.
 
-    def __init__(self, sources: Sequence[TaskSource], weights: Sequence[float], *, seed: int, shuffle: bool = True) -> None:
+    ``on_bad_row``: whether rows that cannot be read are refused or skipped, unless a draw says so itself.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[TaskSource],
+        weights: Sequence[float],
+        *,
+        seed: int,
+        shuffle: bool = True,
+        on_bad_row: Treatment = "refuse",
+    ) -> None:
         if len(sources) != len(weights) or not sources:
             raise TaskError(
                 f"a mixture needs one weight per source; it has {len(sources)} sources, {len(weights)} weights."
@@ -55,6 +66,7 @@ class TaskStream:
         self.sources = tuple(sources)
         self.seed = seed
         self.shuffle = shuffle
+        self.on_bad_row: Treatment = on_bad_row
         parts = [Fraction(weight).limit_denominator(10**6) or Fraction(1, 10**6) for weight in weights]
         self.shares = tuple(part / sum(parts) for part in parts)
         self._splits = tuple(part / sum(parts[i:]) for i, part in enumerate(parts))
@@ -77,7 +89,7 @@ class TaskStream:
         position: int,
         count: int,
         *,
-        on_bad_row: Treatment = "refuse",
+        on_bad_row: Treatment | None = None,
         on_long_prompt: Treatment = "refuse",
         check: Callable[[Task], None] | None = None,
     ) -> Draw:
@@ -93,7 +105,7 @@ class TaskStream:
                     check(task)
             except (TaskError, MediaError) as error:
                 long_prompt = isinstance(error, PromptTooLong)
-                if (on_long_prompt if long_prompt else on_bad_row) == "refuse":
+                if (on_long_prompt if long_prompt else on_bad_row or self.on_bad_row) == "refuse":
                     raise
                 skipped.append(Skipped(source, row, str(error), long_prompt))
                 in_a_row += 1

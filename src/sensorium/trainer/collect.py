@@ -1,6 +1,6 @@
 """What a step trains on: draw tasks, play them, score them, select; in rounds where sampling is dynamic.
 
-Invariants: what is collected is a function of recipe, seed, step, weights and the position in the stream (in lockstep; an
+Invariants: what is collected is a function of recipe, seed, step, weights and what the planner draws (in lockstep; an
 eager schedule with early stop follows the clock). Every episode that was begun is in ``Collected.played``, and has a fate
 unless it is trained on. A round draws as many tasks as groups are still missing, times ``oversample``: what was played and
 has signal is then seldom thrown away, and a step plays at most ``max_rounds`` times what one round does.
@@ -38,7 +38,8 @@ class Collected:
     """What a step plays. ``groups`` were played to their end and are scored; ``selection`` is what is trained of them.
 
     ``aside`` are cancelled groups and greedy episodes. ``fates`` are of everybody who is not trained on. ``greedy`` is what
-    each selected group's task earned when played greedily, by group id, for estimators that ask for it.
+    each selected group's task earned when played greedily, by group id, for estimators that ask for it. ``drawn`` counts
+    the rows that were drawn for the step, skipped ones included.
     """
 
     selection: Selection
@@ -46,7 +47,7 @@ class Collected:
     aside: tuple[Group, ...]
     fates: dict[str, str]
     greedy: dict[str, float]
-    position: int
+    drawn: int
     metrics: dict[str, float]
 
     @property
@@ -57,9 +58,12 @@ class Collected:
 
 @dataclass
 class _Found:
-    """What the rounds of a step have brought so far. ``ranks``: by group id, the round and the moment it was complete."""
+    """What the rounds of a step have brought so far.
 
-    position: int
+    ``first`` is the number of rows drawn before; ``ranks``: by group id, the round and the moment it was complete.
+    """
+
+    first: int
     deadlines: Deadlines
     rounds: int = 0
     tasks: list[Task] = field(default_factory=list)
@@ -83,32 +87,32 @@ class Collector:
         session.scorer.noted = watcher.noted
         self.traits = estimator_traits(recipe.algorithm.advantage.name)
 
-    async def collect(self, step: int, position: int, clock: Clock) -> Collected:
+    async def collect(self, step: int, clock: Clock) -> Collected:
         """Play rounds until there are enough groups to train on, or as many rounds as the recipe allows."""
-        found = _Found(position, Deadlines(known=self.ledger.deadlines()))
+        found = _Found(self.drawing.drawn, Deadlines(known=self.ledger.deadlines()))
         self.session.scorer.take_counts()  # of an evaluation before this step
         self.session.rollout.pool.take_counters()
         wanted = self.recipe.batch.prompts_per_step
         while found.rounds < self.recipe.selection.rounds and len(found.selection.groups) < wanted:
             missing = wanted - len(found.selection.groups)
             found.rounds += 1
-            complete = await self._play(step, position, missing, found, clock)
+            complete = await self._play(step, missing, found, clock)
             await self._judge(step, complete, found, clock)
         return self._settle(found)
 
-    async def _play(self, step: int, position: int, missing: int, found: _Found, clock: Clock) -> list[Group]:
+    async def _play(self, step: int, missing: int, found: _Found, clock: Clock) -> list[Group]:
         """Draw, play and score a round; the groups that were played to their end, scored."""
         recipe = self.recipe
         with clock("draw"):
-            drawn = await self.drawing.draw(found.position, recipe.selection.played(missing))
-            self.ledger.plan(step, position, drawn.position)
+            drawn = await self.drawing.draw(recipe.selection.played(missing))
+            self.ledger.plan(step, found.first, self.drawing.drawn)
         stop = EarlyStop(missing) if len(drawn.tasks) > missing else None
         groups, scored = await self._scored_as_complete(
             drawn.tasks, recipe.batch.group_size, Attempt(recipe.seed, step), sampling_of(recipe.rollout), found, clock,
             before=found.tasks, stop=stop,
         )  # fmt: skip
         groups, long = self.drawing.without_long_prompts(groups)
-        found.position, found.long = drawn.position, found.long + long
+        found.long += long
         found.tasks += drawn.tasks
         found.skipped += drawn.skipped
         moments = stop.complete if stop is not None else {group.id: 0 for group in groups}
@@ -197,7 +201,7 @@ class Collector:
             aside=(*found.cancelled, *found.baselines),
             fates=fates,
             greedy={group.id: found.greedy[group.id] for group in kept.groups if group.id in found.greedy},
-            position=found.position,
+            drawn=self.drawing.drawn - found.first,
             metrics=self._metrics(found, taken, kept),
         )
 

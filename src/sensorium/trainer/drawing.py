@@ -1,52 +1,111 @@
-"""Drawing tasks from the stream; bad rows and over-long prompts are refused, or skipped and counted, as the recipe says.
+"""Drawing tasks from the planner; bad rows and over-long prompts are refused, or skipped and counted, as the recipe says.
 
 Rows are read, and their media decoded and preprocessed, in threads: the event loop stays free. While a step is trained on,
-the rows of the next are read and their media decoded ahead.
+the tasks of the next are drawn and their media decoded ahead, unless the planner waits for this step's outcomes.
+
+Invariant: the state in a checkpoint is that after the last draw that was delivered, whatever was drawn ahead since.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+from sensorium.learner.plain_state import not_plain
 from sensorium.recipe.schema import TasksSection
 from sensorium.rollout.modalities import media_of
 from sensorium.rollout.play import Rollout
-from sensorium.tasks.mixture import Draw, Skipped, TaskStream
+from sensorium.tasks.mixture import Skipped
+from sensorium.tasks.planner import GroupOutcome, PlannedTasks, Planner
 from sensorium.vocabulary.episode import Group
-from sensorium.vocabulary.errors import MediaError, PromptTooLong, TaskError
+from sensorium.vocabulary.errors import CheckpointError, MediaError, PromptTooLong, SensoriumError, TaskError
+from sensorium.vocabulary.plain import words
 from sensorium.vocabulary.task import Task
 
 SKIPPED_AT_ONCE = 10_000
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A draw ahead of its time: how many tasks, the planner's state before it, and what comes of it."""
+
+    count: int
+    before: dict[str, Any]
+    reading: "Future[PlannedTasks]"
 
 
 class Drawing:
     """Draws what can be played: media are sound, and the prompt leaves room for a response."""
 
-    def __init__(self, section: TasksSection, stream: TaskStream, rollout: Rollout) -> None:
-        self.section, self.stream, self.rollout = section, stream, rollout
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")  # a source is read by one thread at a time
-        self._ahead: tuple[tuple[int, int], Future[Draw]] | None = None
+    def __init__(self, section: TasksSection, planner: Planner, rollout: Rollout) -> None:
+        self.section, self.planner, self.rollout = section, planner, rollout
+        self.drawn = 0
+        """Rows that were drawn since the run began, skipped ones included."""
+        self._observes = bool(getattr(planner, "observes", True))
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")  # planner and sources are used by one thread
+        self._ahead: _Ahead | None = None
+        self._planner_state()  # one that cannot be saved is refused now, not at the first checkpoint
 
-    async def draw(self, position: int, count: int) -> Draw:
-        """The next ``count`` tasks from a position of the stream."""
+    async def draw(self, count: int) -> PlannedTasks:
+        """The next ``count`` tasks that can be played."""
         tasks: list[Task] = []
         skipped: list[Skipped] = []
         while len(tasks) < count:
-            drawn = await asyncio.wrap_future(self._reading(position, count - len(tasks)))
-            position = drawn.position
+            drawn = await asyncio.wrap_future(self._reading(count - len(tasks)))
+            self.drawn += len(drawn.tasks) + len(drawn.skipped)
             skipped += drawn.skipped
             fitting, unfit = await self.fitting(drawn.tasks)
             tasks += fitting
             skipped += unfit
             if len(skipped) > SKIPPED_AT_ONCE:
                 raise TaskError(f"{len(skipped)} tasks were skipped at once; the last because: {skipped[-1].reason}")
-        return Draw(tuple(tasks), position, tuple(skipped))
+        return PlannedTasks(tuple(tasks), tuple(skipped))
 
-    def look_ahead(self, position: int, count: int) -> None:
-        """Begin to read what will be drawn next, and to decode its media. What is wrong with it is said when drawn."""
-        reading = self._reader.submit(self._read, position, count)
+    def look_ahead(self, count: int) -> None:
+        """Begin to read what will be drawn next, and to decode its media. What is wrong with it is said when drawn.
+
+        Nothing is read where the planner waits for outcomes: which tasks come next is not decided yet.
+        """
+        if self._observes:
+            return
+        before = deepcopy(self._planner_state())
+        reading = self._reader.submit(self._plan, count)
         reading.add_done_callback(self._request)
-        self._ahead = ((position, count), reading)
+        self._ahead = _Ahead(count, before, reading)
+
+    async def observe(self, groups: Sequence[Group], trained: Collection[str]) -> None:
+        """Tell the planner what became of a step's groups, if it asks; ``trained`` are the ids of those in the update."""
+        if self._observes:
+            outcomes = [outcome_of(group, group.id in trained) for group in groups]
+            await asyncio.wrap_future(self._reader.submit(self._asked, "observe", self.planner.observe, outcomes))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to draw on exactly: the planner's name and state, and how many rows were drawn."""
+        state = self._planner_state() if self._ahead is None else self._ahead.before
+        return {"planner": self.section.planner.name, "drawn": self.drawn, "state": state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Draw on from a checkpoint's state."""
+        name = self.section.planner.name
+        if state["planner"] != name:
+            raise CheckpointError(
+                f"the checkpoint's tasks were drawn by the planner '{state['planner']}' and the recipe names '{name}' "
+                "(tasks.planner), which cannot go on from there. Name the planner that the run began with, or start a new "
+                "run from the checkpoint's weights (model.path)."
+            )
+        try:
+            self.planner.load_state_dict(state["state"])
+        except SensoriumError:
+            raise
+        except Exception as error:  # a planner of the user's own may raise anything
+            raise CheckpointError(
+                f"the planner '{name}' cannot go on from the state in the checkpoint: {words(error)}. Use the version of "
+                "it that the run began with, or start a new run from the checkpoint's weights (model.path)."
+            ) from error
+        self.drawn = state["drawn"]
 
     async def fitting(self, tasks: Sequence[Task]) -> tuple[list[Task], list[Skipped]]:
         """Tasks whose media are sound and whose prompt leaves room for a response; media are preprocessed together."""
@@ -67,7 +126,7 @@ class Drawing:
         return fitting, unfit
 
     def without_long_prompts(self, groups: Sequence[Group]) -> tuple[list[Group], int]:
-        """Groups whose prompt did fit (a world shows its own only when played), and how many did not."""
+        """Groups whose prompt did fit (an environment shows its own only when played), and how many did not."""
         fit = []
         for group in groups:
             failure = prompt_too_long(group)
@@ -81,20 +140,67 @@ class Drawing:
         """Give the reader's thread back."""
         self._reader.shutdown(cancel_futures=True)
 
-    def _reading(self, position: int, count: int) -> "Future[Draw]":
+    def _reading(self, count: int) -> "Future[PlannedTasks]":
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == (position, count):
-            return ahead[1]
-        return self._reader.submit(self._read, position, count)
+        if ahead is not None and ahead.count == count:
+            return ahead.reading
+        return self._reader.submit(self._plan, count, None if ahead is None else ahead.before)
 
-    def _read(self, position: int, count: int) -> Draw:
-        return self.stream.draw(position, count, on_bad_row=self.section.on_bad_row)
+    def _plan(self, count: int, before: dict[str, Any] | None = None) -> PlannedTasks:
+        """What the planner draws, from the state ``before`` if given; it must be as many tasks as were asked for."""
+        if before is not None:  # as if nothing had been drawn ahead
+            self._asked("load_state_dict", self.planner.load_state_dict, before)
+        drawn = self._asked("draw", self.planner.draw, count)
+        name = self.section.planner.name
+        if not isinstance(drawn, PlannedTasks) or not all(isinstance(task, Task) for task in drawn.tasks):
+            raise TaskError(
+                f"planner '{name}': draw({count}) returned {drawn!r:.80}; return PlannedTasks of {count} Tasks."
+            )
+        if len(drawn.tasks) != count:
+            raise TaskError(f"planner '{name}': draw({count}) returned {len(drawn.tasks)} tasks; return as many as asked.")
+        return drawn
 
-    def _request(self, reading: "Future[Draw]") -> None:
+    def _asked(self, what: str, call: Callable[..., T], *arguments: Any) -> T:
+        """What a call of the planner returns; whatever it raises is said in one paragraph."""
+        try:
+            return call(*arguments)
+        except SensoriumError:
+            raise
+        except Exception as error:
+            raise TaskError(f"planner '{self.section.planner.name}': {what}() failed: {words(error)}") from error
+
+    def _planner_state(self) -> dict[str, Any]:
+        """The planner's state, which must be plain data."""
+        state = self._asked("state_dict", self.planner.state_dict)
+        if problem := not_plain(state, "state_dict()"):
+            raise TaskError(
+                f"planner '{self.section.planner.name}': {problem}, and a checkpoint keeps plain data only (dicts, lists, "
+                "texts, numbers)."
+            )
+        return state
+
+    def _request(self, reading: "Future[PlannedTasks]") -> None:
         """Start to decode the media of what was read, unless reading was cut off or went wrong."""
         if reading.cancelled() or reading.exception() is not None:
             return
         self.rollout.chat.request(media_of(message for task in reading.result().tasks for message in task.messages))
+
+
+def outcome_of(group: Group, trained: bool) -> GroupOutcome:
+    """What became of a group, as planners are told."""
+    episodes = group.episodes
+    return GroupOutcome(
+        task_id=group.task.id,
+        rewards=tuple(e.reward for e in episodes),
+        correct=tuple(e.correct for e in episodes),
+        responses=tuple(e.response for e in episodes),
+        trained=trained,
+    )
+
+
+def drawn_by_position(position: int) -> dict[str, Any]:
+    """The state of a checkpoint from before there were planners: the mixture, at a position."""
+    return {"planner": "mixture", "drawn": position, "state": {"position": position}}
 
 
 def prompt_too_long(group: Group) -> str:
@@ -103,6 +209,6 @@ def prompt_too_long(group: Group) -> str:
 
 
 def skip_metrics(skipped: Sequence[Skipped], long: int) -> dict[str, float]:
-    """How many tasks were left out by policy; ``long`` more for a prompt that a world showed when played."""
+    """How many tasks were left out by policy; ``long`` more for a prompt that an environment showed when played."""
     too_long = sum(skip.long_prompt for skip in skipped)
     return {"tasks/skipped_bad": len(skipped) - too_long, "tasks/skipped_long": too_long + long}

@@ -27,12 +27,12 @@ from sensorium.record.run_directory import RunDirectory
 from sensorium.report.watcher import RunStart, Watcher
 from sensorium.rollout.early_stop import CANCELLED
 from sensorium.rollout.play import Attempt
-from sensorium.tasks.mixture import TaskStream
+from sensorium.tasks.planner import Planner
 from sensorium.trainer.checkpoint import Best, Checkpoints
 from sensorium.trainer.clock import Clock
 from sensorium.trainer.collect import Collected, Collector
 from sensorium.trainer.credit import credit
-from sensorium.trainer.drawing import Drawing, skip_metrics
+from sensorium.trainer.drawing import Drawing, drawn_by_position, skip_metrics
 from sensorium.trainer.health.facts import Evidence, unanswered
 from sensorium.trainer.health.finite import refuse_ruined
 from sensorium.trainer.health.monitor import Health
@@ -52,7 +52,7 @@ class Trainer:
         recipe: Recipe,
         session: Session,
         learner: RunLearner,
-        stream: TaskStream,
+        planner: Planner,
         held_out: Sequence[Task],
         directory: RunDirectory,
         ledger: Ledger,
@@ -61,7 +61,7 @@ class Trainer:
         self.recipe, self.session, self.learner = recipe, session, learner
         self.directory, self.ledger, self.watcher = directory, ledger, watcher
         self.metrics = MetricsFile(directory.metrics)
-        self.drawing = Drawing(recipe.tasks, stream, session.rollout)
+        self.drawing = Drawing(recipe.tasks, planner, session.rollout)
         self.meter = MediaMeter(session)
         self.collector = Collector(recipe, session, self.drawing, ledger, watcher)
         self.evaluator = RunEvaluator(recipe, session, held_out, self.drawing, directory, watcher, self.meter)
@@ -70,7 +70,6 @@ class Trainer:
         logging = recipe.logging
         self.retention = Retention(directory, logging.full_steps, logging.sampled_steps, round(logging.episodes_gib * GIB))
         self.step = 0
-        self.position = 0
         self.best: Best | None = None
         self.saved_at = self.sound_at = -1
         self.last_saving_s = 0.0
@@ -123,11 +122,11 @@ class Trainer:
         """One step of RL; returns its row of metrics, and what its health is judged by."""
         clock = Clock(self.session, self._announce)
         recipe, step = self.recipe, self.step + 1
-        collected = await self.collector.collect(step, self.position, clock)
+        collected = await self.collector.collect(step, clock)
         episodes = [episode for group in collected.played for episode in group.episodes]
         if any(episode.status == Status.ABORTED and episode.failure != CANCELLED for episode in episodes):
             self._refuse_ruined()  # the engine refuses to sample from logits that are not finite
-        self._look_ahead(collected.position)
+        self._look_ahead()
         groups, selection = collected.groups, collected.selection
         if self.step == recipe.warm_start.steps and groups:
             self.watcher.began(groups[0])
@@ -144,7 +143,7 @@ class Trainer:
             learned = self._update(samples, recipe.algorithm.loss.name, groups)
         with clock("record"):
             self._record(step, collected)
-        self.position = collected.position
+            await self.drawing.observe(groups, {group.id for group in selection.groups})
         measured = episode_metrics(groups, selection, mask_truncated=recipe.rollout.mask_truncated)
         row = measured | learned | collected.metrics | clock.metrics(collected.played)
         return row, Evidence(groups, collected.fates, unanswered(self.session.scorer, groups))
@@ -154,30 +153,30 @@ class Trainer:
         clock = Clock(self.session, self._announce)
         recipe, step = self.recipe, self.step + 1
         with clock("draw"):
-            drawn = await self.drawing.draw(self.position, recipe.warm_start.prompts_per_step)
-            self.ledger.plan(step, self.position, drawn.position)
+            before = self.drawing.drawn
+            drawn = await self.drawing.draw(recipe.warm_start.prompts_per_step)
+            self.ledger.plan(step, before, self.drawing.drawn)
         attempt = Attempt(recipe.seed, step, "warm", demonstrate=True)
         with clock("rollout"):
             groups = await self.session.rollout.groups(drawn.tasks, 1, attempt, sampling_of(recipe.rollout))
         self.ledger.advance(step, "rolled_out")
-        self._look_ahead(drawn.position)
+        self._look_ahead()
         groups, long = self.drawing.without_long_prompts(groups)
         played = [e for group in groups for e in group.episodes if e.sampled_tokens]
         samples = [[Sample(e, tuple(torch.ones(len(turn.response.tokens)) for turn in e.turns))] for e in played]
         with clock("update"):
             learned = self._update(samples, "likelihood", groups)
         self.ledger.advance(step, "trained")
-        self.position = drawn.position
         failed = len(groups) - len(played)
         row = learned | {"episodes/failed": failed} | skip_metrics(drawn.skipped, long) | clock.metrics(groups)
         return row, Evidence(tuple(groups))
 
-    def _look_ahead(self, position: int) -> None:
+    def _look_ahead(self) -> None:
         """Begin to read the tasks of the step after this one, and to decode their media."""
         following, section = self.step + 1, self.recipe.warm_start
         if following < self.total_steps:
             wanted = self.recipe.selection.played(self.recipe.batch.prompts_per_step)
-            self.drawing.look_ahead(position, section.prompts_per_step if following < section.steps else wanted)
+            self.drawing.look_ahead(section.prompts_per_step if following < section.steps else wanted)
 
     def _update(self, samples: list[list[Sample]], loss: str, groups: Sequence[Group]) -> dict[str, float]:
         """Update on what was credited; a non-finite update stops here with the batch kept on disk."""
@@ -262,7 +261,7 @@ class Trainer:
             self.sound_at = self.saved_at  # what was saved before has since sampled well
         state = {
             "step": self.step,
-            "position": self.position,
+            "tasks": self.drawing.state_dict(),
             "best": None if self.best is None else {"step": self.best.step, "value": float(self.best.value)},
             "sound_at": self.sound_at,
             "random": random_state(),
@@ -280,7 +279,7 @@ class Trainer:
         """Go on from a checkpoint's state; rows past it are dropped and rolled out again."""
         warn_if_changed(state["surroundings"])
         self.step = self.saved_at = state["step"]
-        self.position = state["position"]
+        self.drawing.load_state_dict(state["tasks"] if "tasks" in state else drawn_by_position(state["position"]))
         self.best = None if state["best"] is None else Best(**state["best"])
         self.sound_at = state["sound_at"]
         self.learner.load(self.checkpoints.path(self.step))

@@ -27,6 +27,7 @@ from sensorium.record.run_directory import RunDirectory
 from sensorium.report.html import write_report
 from sensorium.report.watcher import Watcher, Watchers
 from sensorium.tasks.mixture import a_few, each_once
+from sensorium.tasks.planner import make_planner
 from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.claim import begin, begin_again, go_on, no_checkpoint, refuse_fewer_steps, write_recipe
 from sensorium.trainer.health.at_start import refuse_without_demonstrations, start_notes
@@ -78,6 +79,7 @@ def open_trainer(
     saved = None if last is None else checkpoints.path(last)
     session = open_session(recipe, load_trained(recipe, open_store(recipe, directory.media), saved), ledger)
     stream = make_stream(recipe, session.store)
+    planner = make_planner(recipe.tasks.planner, stream, session.store)
     sources = make_sources(recipe.tasks.evaluate, session.store, "tasks.evaluate")
     held_out, skipped = each_once(sources, limit=recipe.evaluation.limit, on_bad_row=recipe.tasks.on_bad_row)
     few = a_few(stream.sources)
@@ -96,7 +98,7 @@ def open_trainer(
     for note in (*cautions(recipe), *start_notes(recipe, few), *unanswered):
         watcher.noted(note)
     learner = (make_learner or local_learner)(recipe, session, directory, saved)
-    trainer = Trainer(recipe, session, learner, stream, held_out, directory, ledger, watcher)
+    trainer = Trainer(recipe, session, learner, planner, held_out, directory, ledger, watcher)
     if last is not None:
         trainer.restore(checkpoints.load(last))
     return trainer
