@@ -87,7 +87,7 @@ def test_a_bad_row_among_the_first_is_refused_or_counted(recipe: Path, capsys: p
     ("change", "words"),
     [
         ("tasks.train.0.options.path=nowhere.jsonl", "nowhere.jsonl"),
-        ("rewards.terms=[{name: 'tests.cli.test_dry_run:Fragile'}]", "test_dry_run:Fragile' cannot be built with these options: KeyError"),
+        ("rewards.terms=[{name: 'tests.cli.test_dry_run:Fragile'}]", "cannot be built with these options: KeyError"),
         ("algorithm.advantage.name=no_such_module:estimate", "cannot load advantage 'no_such_module:estimate'"),
         ("warm_start.steps=3", "none of 8 tasks looked at has a demonstration to learn from"),
         ("tasks.train.0.options.path=unanswered.jsonl", "tasks.train: 8 of 8 tasks looked at have no answer"),

@@ -17,7 +17,7 @@ from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.schema import RolloutSection
 from sensorium.rollout.intake import checked_step
-from sensorium.rollout.modalities import refuse_strange_worlds
+from sensorium.rollout.modalities import refuse_strange_environments
 from sensorium.rollout.play import Attempt, Deadlines, Rollout
 from sensorium.vocabulary import EnvironmentSpec, Episode, Message, Status, Task, system, user
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
@@ -205,13 +205,13 @@ def test_the_first_look_at_environments_ends_although_they_hang(policy: Policy) 
     engine = ScriptedEngine(policy.chat, lambda request: "one")
     task = Task("t", environment=EnvironmentSpec("slow"))
     for fault, deed in (("create", hang), ("reset", hang), ("close", hang), ("create", leave), ("reset", leave)):
-        refuse_strange_worlds([task], lambda task, f=fault, d=deed: Slow(f, d), policy.chat, engine, 0.1)  # type: ignore[misc]
+        refuse_strange_environments([task], lambda task, f=fault, d=deed: Slow(f, d), policy.chat, engine, 0.1)  # type: ignore[misc]
 
     def unfit(task: Task) -> Any:
         raise RecipeError("there is no option 'sise'")
 
     with pytest.raises(RecipeError, match="sise"):
-        refuse_strange_worlds([task], unfit, policy.chat, engine, 0.1)
+        refuse_strange_environments([task], unfit, policy.chat, engine, 0.1)
 
 
 def test_an_environment_without_a_message_type_is_told_what_is_wrong(policy: Policy) -> None:

@@ -25,7 +25,7 @@ from sensorium.rewards.context import RewardContext
 from sensorium.rewards.functions import build_term
 from sensorium.rewards.judgements import JudgementCache, term_identity
 from sensorium.rewards.scorer import Scorer
-from sensorium.rollout.modalities import refuse_strange_worlds
+from sensorium.rollout.modalities import refuse_strange_environments
 from sensorium.rollout.play import Rollout
 from sensorium.tasks.bounded import bounded
 from sensorium.tasks.mixture import TaskStream
@@ -123,7 +123,7 @@ def refuse_strange_tasks(session: Session, tasks: Sequence[Task]) -> None:
     """Before anything is played: refuse tasks and worlds that show what the model family or the engine cannot take."""
     rollout, deadline_s = session.rollout, session.rollout.section.environment_deadline_s
     rollout.refuse_strange(tasks)
-    refuse_strange_worlds(tasks, rollout.make_environment, session.policy.chat, session.engine, deadline_s)
+    refuse_strange_environments(tasks, rollout.make_environment, session.policy.chat, session.engine, deadline_s)
 
 
 def refuse_unanswered(session: Session, training: Sequence[Task], held_out: Sequence[Task]) -> list[str]:

@@ -91,8 +91,8 @@ def term_identity(name: str, options: Any, version: Any) -> str:
 
 def _task(task: Task) -> list[Any]:
     spec = task.environment
-    world = None if spec is None else [spec.name, dict(spec.options), spec.seed]
-    return [task.id, _messages(task.messages), task.answer, world, list(task.demonstration), dict(task.metadata)]
+    played = None if spec is None else [spec.name, dict(spec.options), spec.seed]
+    return [task.id, _messages(task.messages), task.answer, played, list(task.demonstration), dict(task.metadata)]
 
 
 def _episode(episode: Episode) -> list[Any]:

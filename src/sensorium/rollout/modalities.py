@@ -28,7 +28,7 @@ def refuse_strange_media(task: Task, messages: Sequence[Message], chat: ChatProc
                 )
 
 
-def refuse_strange_worlds(
+def refuse_strange_environments(
     tasks: Sequence[Task], make: MakeEnvironment, chat: ChatProcessor, engine: Engine, seconds: float
 ) -> None:
     """Begin one environment of each kind among the tasks, and refuse those that show what the model or the engine lacks.

@@ -44,7 +44,7 @@ from sensorium.workers.side_by_side import first_error
 class Attempt:
     """What decides one step's random numbers and names: the run's seed, the step, and a prefix for ids.
 
-    ``demonstrate`` plays the tasks' or the worlds' own demonstrations instead of asking the engine.
+    ``demonstrate`` plays the tasks' or the environments' own demonstrations instead of asking the engine.
     """
 
     seed: int
@@ -190,7 +190,7 @@ class Rollout:
         return self.chat.prepare(media_of(message for task in tasks for message in task.messages))
 
     def check_prompt(self, task: Task) -> None:
-        """Raise PromptTooLong if a question's prompt leaves no room for a response (worlds show theirs when played)."""
+        """Raise PromptTooLong if a question's prompt leaves no room for a response (environments show theirs in play)."""
         if task.environment is None:
             room = self.room((self.renderer.start(task.messages),))
             if room <= 0:
@@ -307,19 +307,19 @@ class _Play:
         return min(self.sampling.max_new_tokens, room, left)
 
     def without_room(self, context: tuple[Segment, ...]) -> str:
-        """Why a further turn cannot be answered, where what the world shows is too much for the context."""
+        """Why a further turn cannot be answered, where what the environment shows is too much for the context."""
         room = self.rollout.room(context)
         if room > 0:
             return ""
         self.info["out_of_context"] = True
         limit = self.rollout.section.max_context_tokens
         return (
-            f"task {self.task.id}, turn {len(self.turns)}: with what the world shows now the context takes {limit - room} "
-            f"tokens and rollout.max_context_tokens is {limit}. Raise it, or set rollout.window; media are never cut."
+            f"task {self.task.id}, turn {len(self.turns)}: with what the environment shows the context takes "
+            f"{limit - room} tokens and rollout.max_context_tokens is {limit}. Raise it, or set rollout.window; media are never cut."
         )
 
     async def generate(self, context: tuple[Segment, ...], budget: int) -> Response:
-        """Ask the engine for the next response, or the task or world for a demonstration."""
+        """Ask the engine for the next response, or the task or environment for a demonstration."""
         assert self.builder is not None
         turn = len(self.turns)
         if self.attempt.demonstrate:

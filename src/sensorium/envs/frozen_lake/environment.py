@@ -58,14 +58,14 @@ class FrozenLake:
         self.grammar = Grammar(max_actions_per_turn, thought=prompt == "full", bare=bare)
         self.pay = Pay(goal_reward, format_reward)
         self.demonstration_noise = demonstration_noise
-        self._world: Any = None
+        self._walk: Any = None
         self._grid: Grid = ()
         self._seed = self._turn = self._place = 0
         self._over = True
 
     @classmethod
     def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
-        """What the seed leads to: the map. Equal maps are the same world, whatever their seeds."""
+        """What the seed leads to: the map. Equal maps are the same environment, whatever their seeds."""
         return "/".join(lake(options.get("size", 4), options.get("p", 0.8), seed))
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
@@ -75,8 +75,8 @@ class FrozenLake:
         self.close()
         self._seed, self._turn, self._over = seed, 0, False
         self._grid = lake(self.size, self.p, seed)
-        self._world = FrozenLakeEnv(desc=list(self._grid), is_slippery=self.slippery)
-        self._place = int(self._world.reset(seed=seed)[0])
+        self._walk = FrozenLakeEnv(desc=list(self._grid), is_slippery=self.slippery)
+        self._place = int(self._walk.reset(seed=seed)[0])
         rules = self.grammar.rules(in_letters=self.view == "text", slippery=self.slippery)
         return (system(rules),), self._observe(self.grammar.opening())
 
@@ -87,7 +87,7 @@ class FrozenLake:
         actions, well_formed = self.grammar.read(response)
         before, reached, ended = self._place, False, False
         for action in actions:
-            place, reward, ended, _, _ = self._world.step(action)
+            place, reward, ended, _, _ = self._walk.step(action)
             self._place, reached = int(place), reward > 0
             if ended:
                 break
@@ -126,10 +126,10 @@ class FrozenLake:
         return self.grammar.write(actions)
 
     def close(self) -> None:
-        """Give the gymnasium world back."""
-        if self._world is not None:
-            self._world.close()
-            self._world = None
+        """Give the gymnasium environment back."""
+        if self._walk is not None:
+            self._walk.close()
+            self._walk = None
 
     def _observe(self, words: str) -> Observation:
         if self.view == "text":
