@@ -315,7 +315,8 @@ class _Play:
         limit = self.rollout.section.max_context_tokens
         return (
             f"task {self.task.id}, turn {len(self.turns)}: with what the environment shows the context takes "
-            f"{limit - room} tokens and rollout.max_context_tokens is {limit}. Raise it, or set rollout.window; media are never cut."
+            f"{limit - room} tokens and rollout.max_context_tokens is {limit}. Raise it, or set rollout.window; media are "
+            "never cut."
         )
 
     async def generate(self, context: tuple[Segment, ...], budget: int) -> Response:
