@@ -1,8 +1,18 @@
-"""What a request's context needs computed: which of its tokens are in a cache already, and where the rest stand."""
+"""Prefix matching and the prefix cache: how much of a request's context is cached, and what is left to compute.
+
+Example. A thread had a prompt of 10 tokens and got a response of 3. The last sampled token was never fed, so its KV are 12:
+
+    stored:  prefix = [prompt: length 10, response: length 13], length = 12
+    context: [prompt, response, observation of 4 tokens]
+    plan:    held = 12; to compute: the last token of the response and the 4 new ones, 5 tokens at positions 12 to 16
+
+Had the response been rewritten, only the prompt would match: held = 10, and everything after it is computed.
+"""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -15,34 +25,38 @@ from sensorium.vocabulary.errors import EngineError
 
 
 @dataclass(frozen=True)
-class Known:
-    """A segment of a thread (its key and stored tokens), and the cache length and rotary position right after it."""
+class PrefixEntry:
+    """A segment of a cached context: its key, its tokens, and the context's length and rotary position after it."""
 
     key: str
-    stored: int
+    tokens: int
     length: int
     position: int
 
+    def matches(self, segment: Segment) -> bool:
+        """Whether this is the entry of that very segment."""
+        return (self.key, self.tokens) == (segment.key, len(segment.tokens))
+
 
 @dataclass(frozen=True)
-class Kept:
-    """Keys and values set aside: of a thread between its turns, or of a prompt for members of its group that come later.
+class StoredKV:
+    """Keys and values set aside: of a thread between its turns, or of a prompt for later requests of its group.
 
-    ``length`` entries are held; after a response that is one less than its segments have, since the last token drawn was
-    never fed. A prompt also keeps ``hidden_H`` of its last token, so that nothing is computed again for the next member.
+    ``block`` has ``length`` tokens. After a response that is one less than in ``prefix``: the last sampled token was
+    never fed. A prompt is stored with ``hidden_H`` of its last token, so that the next request computes nothing of it.
     """
 
-    known: tuple[Known, ...]
+    prefix: tuple[PrefixEntry, ...]
     length: int
     block: Tensor
     hidden_H: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class Fill:
-    """The tokens of a context that are not cached, right after the ``held`` ones that are."""
+class UncachedSuffix:
+    """The tokens of a context to compute, right after its ``held`` cached ones. ``prefix`` describes the whole context."""
 
-    known: tuple[Known, ...]
+    prefix: tuple[PrefixEntry, ...]
     held: int
     ids_T: Tensor
     positions_3T: Tensor
@@ -58,19 +72,15 @@ def context_key(context: Sequence[Segment]) -> tuple[tuple[str, int], ...]:
     return tuple((segment.key, len(segment.tokens)) for segment in context)
 
 
-def plan(policy: Policy, context: Sequence[Segment], known: Sequence[Known] = (), held: int = 0) -> Fill:
-    """What is left to compute of a context when ``held`` tokens of a thread with segments ``known`` are cached."""
-    same = 0
-    while same < min(len(known), len(context)):
-        if (known[same].key, known[same].stored) != (context[same].key, len(context[same].tokens)):
-            break
-        same += 1
-    held = min(held, known[same - 1].length if same else 0)
+def plan(policy: Policy, context: Sequence[Segment], prefix: Sequence[PrefixEntry] = (), held: int = 0) -> UncachedSuffix:
+    """What is left to compute of a context when ``held`` tokens of a thread with segments ``prefix`` are cached."""
+    same = _common_segments(prefix, context)
+    held = min(held, prefix[same - 1].length if same else 0)
     if same == len(context) and same:
-        held = min(held, known[same - 1].length - 1)  # the last token has to be fed: its hidden state gives the next
-    first = next((i for i in range(same) if known[i].length > held), same)
-    begin = known[first - 1] if first else Known("", 0, 0, 0)
-    after, ids, positions, slots = list(known[:first]), [], [], []
+        held = min(held, prefix[same - 1].length - 1)  # the last token must be fed: its hidden state gives the next token
+    first = next((i for i in range(same) if prefix[i].length > held), same)  # the first segment that is not wholly cached
+    begin = prefix[first - 1] if first else PrefixEntry("", 0, 0, 0)
+    entries, ids, positions, slots = list(prefix[:first]), [], [], []
     length, position = begin.length, begin.position
     for segment in context[first:]:
         layout = policy.chat.layout(segment)
@@ -79,46 +89,52 @@ def plan(policy: Policy, context: Sequence[Segment], known: Sequence[Known] = ()
         slots += [slot.moved(length - begin.length) for slot in layout.slots]
         length += len(layout)
         position += layout.advance
-        after.append(Known(segment.key, len(segment.tokens), length, position))
-    cut = held - begin.length
+        entries.append(PrefixEntry(segment.key, len(segment.tokens), length, position))
+    cut = held - begin.length  # cached tokens of the first segment
     if any(slot.start < cut for slot in slots):
-        cut, held = 0, begin.length  # never enter a segment in the middle of its media
+        cut, held = 0, begin.length  # never start in the middle of a segment's media
     if length == held:
         raise EngineError("a context without tokens: there is nothing to continue.")
     slots = [slot.moved(-cut) for slot in slots]
-    return Fill(tuple(after), held, torch.cat(ids)[cut:], torch.cat(positions, 1)[:, cut:], tuple(slots))
+    return UncachedSuffix(tuple(entries), held, torch.cat(ids)[cut:], torch.cat(positions, 1)[:, cut:], tuple(slots))
 
 
-class KeptStore:
-    """Keys and values set aside, by thread name or context key; the least recently used leave when the limit is reached."""
+def _common_segments(prefix: Sequence[PrefixEntry], context: Sequence[Segment]) -> int:
+    """How many segments at the start are the same in both."""
+    pairs = zip(prefix, context, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0].matches(pair[1]), pairs))
+
+
+class PrefixCache:
+    """Stored keys and values, by thread name or context key. The least recently used are dropped first."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
         self._held = 0
-        self._items: OrderedDict[Hashable, Kept] = OrderedDict()
+        self._items: OrderedDict[Hashable, StoredKV] = OrderedDict()
 
-    def put(self, key: Hashable, kept: Kept) -> None:
-        """Set keys and values aside."""
+    def put(self, key: Hashable, stored: StoredKV) -> None:
+        """Store keys and values."""
         self.pop(key)
-        self._items[key] = kept
-        self._held += kept.block.nbytes
+        self._items[key] = stored
+        self._held += stored.block.nbytes
         while self._held > self._limit:
             self.pop(next(iter(self._items)))
 
-    def get(self, key: Hashable) -> Kept | None:
-        """Look up without taking away."""
+    def get(self, key: Hashable) -> StoredKV | None:
+        """Look up."""
         if key in self._items:
             self._items.move_to_end(key)
         return self._items.get(key)
 
-    def pop(self, key: Hashable) -> Kept | None:
-        """Take away."""
-        kept = self._items.pop(key, None)
-        if kept is not None:
-            self._held -= kept.block.nbytes
-        return kept
+    def pop(self, key: Hashable) -> StoredKV | None:
+        """Remove and return."""
+        stored = self._items.pop(key, None)
+        if stored is not None:
+            self._held -= stored.block.nbytes
+        return stored
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop everything."""
         self._items.clear()
         self._held = 0

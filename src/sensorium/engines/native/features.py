@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from sensorium.engines.native.contexts import Fill
+from sensorium.engines.native.contexts import UncachedSuffix
 from sensorium.models.layout import Features
 from sensorium.models.policy import Policy
 from sensorium.vocabulary.content import Media
@@ -59,9 +59,11 @@ class FeatureCache:
         self._held = 0
 
 
-def check_features(fill: Fill | None, features: Mapping[Media, Features], errors: Mapping[Media, SensoriumError]) -> None:
+def check_features(
+    suffix: UncachedSuffix | None, features: Mapping[Media, Features], errors: Mapping[Media, SensoriumError]
+) -> None:
     """Raise what is wrong with the media of a context: the tower's error, or a span that does not fit its features."""
-    for slot in fill.slots if fill is not None else ():
+    for slot in suffix.slots if suffix is not None else ():
         if slot.media in errors:
             raise errors[slot.media]
         slot.place(features[slot.media])

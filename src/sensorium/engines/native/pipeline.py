@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sensorium.engines.native.contexts import Kept, Known
+from sensorium.engines.native.contexts import PrefixEntry, StoredKV
 from sensorium.engines.native.decode_state import RowLayout
 from sensorium.engines.native.graphs import DecodeRunner, bucket_of
 from sensorium.engines.native.pages import PAGE, PagedPrefill, PagePool
-from sensorium.engines.native.prefill import Entry, prefill
+from sensorium.engines.native.prefill import SharedContext, prefill
 from sensorium.engines.native.randomness import signed64, uniforms
 from sensorium.engines.native.rows import Row
 from sensorium.engines.native.sampler import SamplingRows, sample
@@ -41,9 +41,15 @@ class PagedRow(Row):
     """
 
     def __init__(
-        self, job: Job, known: tuple[Known, ...], limit: int, stop_ids: frozenset[int], group: object, pages: list[int]
+        self,
+        job: Job,
+        prefix: tuple[PrefixEntry, ...],
+        limit: int,
+        stop_ids: frozenset[int],
+        group: object,
+        pages: list[int],
     ) -> None:
-        super().__init__(job, known, limit, stop_ids)
+        super().__init__(job, prefix, limit, stop_ids)
         self.group = group
         self.pages = pages
         self.shared_pages = self.length // PAGE
@@ -101,9 +107,9 @@ class _PrefillRows:
         self._pool, self._pages = pool, pages
         self.device = pool.block.device
 
-    def put(self, row: int, kept: Tensor, length: int) -> None:
-        """Lay kept keys and values into a row."""
-        self._pool.put(self._pages[row], kept, length)
+    def put(self, row: int, stored: Tensor, length: int) -> None:
+        """Copy stored keys and values into a row."""
+        self._pool.put(self._pages[row], stored, length)
 
     def attention(self, first: int, held: Sequence[int], new: Sequence[int]) -> PagedPrefill:
         """Attention of new tokens of rows from ``first`` on."""
@@ -160,9 +166,9 @@ class PagedWriter(Writer):
             future = row.job.future
             self._jobs.pop(row.job.request.thread, None)
             if row.job.keep and not future.cancelled() and future.exception() is None:
-                known = row.known_after(future.result().segment.key)
-                kept = Kept(known, row.cached, self._pool.take(row.pages, row.cached))
-                self._kept.put(row.job.request.thread, kept)
+                prefix = row.prefix_after(future.result().segment.key)
+                stored = StoredKV(prefix, row.cached, self._pool.take(row.pages, row.cached))
+                self._prefix_cache.put(row.job.request.thread, stored)
             self._pool.release(row.pages)
         if gone:
             # The batch stays as the device has it until it fits a smaller bucket: what rows that left still draw is
@@ -182,7 +188,7 @@ class PagedWriter(Writer):
             group[0].pages = self._pool.allocate(group[0].pages_needed())
         laid = _PrefillRows(self._pool, [group[0].pages for group in groups])
         hidden_NH = prefill(self._policy, laid, entries, 0, features, self.counters)
-        self._keep_prompts(entries, groups, hidden_NH)
+        self._store_paged_prompts(entries, groups, hidden_NH)
         for group in groups:
             self._follow(group)
         rows = [row for group in groups for row in group]
@@ -194,8 +200,8 @@ class PagedWriter(Writer):
         self._stale = True
         return True
 
-    def _group(self, entry: Entry) -> list[PagedRow]:
-        return [PagedRow(job, entry.known, self._max_context, self._stop_ids, entry, []) for job in entry.jobs]
+    def _group(self, entry: SharedContext) -> list[PagedRow]:
+        return [PagedRow(job, entry.prefix, self._max_context, self._stop_ids, entry, []) for job in entry.jobs]
 
     def _follow(self, group: Sequence[PagedRow]) -> None:
         """Members after the first share the full pages of the prompt and copy the one it ends in."""
@@ -212,13 +218,15 @@ class PagedWriter(Writer):
                 targets.append(own[0])
         self._pool.copy(sources, targets)
 
-    def _keep_prompts(self, entries: Sequence[Entry], groups: Sequence[Sequence[PagedRow]], hidden_NH: Tensor) -> None:  # type: ignore[override]
-        """Prompts that others may share later are kept, with their last hidden state."""
+    def _store_paged_prompts(
+        self, entries: Sequence[SharedContext], groups: Sequence[Sequence[PagedRow]], hidden_NH: Tensor
+    ) -> None:
+        """Store the KV of prompts that later requests may share, with the hidden state of their last token."""
         for i, (entry, group) in enumerate(zip(entries, groups, strict=True)):
-            if entry.shareable and entry.fill is not None:
-                length = entry.known[-1].length
+            if entry.shareable and entry.suffix is not None:
+                length = entry.prefix[-1].length
                 block = self._pool.take(group[0].pages, length)
-                self._kept.put(entry.key, Kept(entry.known, length, block, hidden_NH[i].clone()))
+                self._prefix_cache.put(entry.key, StoredKV(entry.prefix, length, block, hidden_NH[i].clone()))
 
     def _first_draw(self, rows: Sequence[PagedRow], logits_BV: Tensor) -> None:
         device = logits_BV.device

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from sensorium.engines.native.contexts import Fill, Kept, Known, plan
+from sensorium.engines.native.contexts import PrefixEntry, StoredKV, UncachedSuffix, plan
 from sensorium.engines.scheduler import Job
 from sensorium.models.attention import Attention
 from sensorium.models.layout import Features
@@ -25,7 +25,7 @@ class PrefillRows(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def put(self, row: int, kept: Tensor, length: int) -> None: ...
+    def put(self, row: int, stored: Tensor, length: int) -> None: ...
 
     def attention(self, first: int, held: Sequence[int], new: Sequence[int]) -> Attention: ...
 
@@ -40,25 +40,27 @@ class PrefillCounters(Protocol):
 
 
 @dataclass
-class Entry:
+class SharedContext:
     """A distinct context of a tick and the requests that share it.
 
-    ``kept`` is laid into the row before ``fill`` is computed; no fill: the prompt is kept whole, its last hidden state too.
+    ``stored`` is copied into the row before ``suffix`` is computed. Without a suffix, the stored prompt is whole.
     """
 
     key: object
-    known: tuple[Known, ...]
-    fill: Fill | None
-    kept: Kept | None
+    prefix: tuple[PrefixEntry, ...]
+    suffix: UncachedSuffix | None
+    stored: StoredKV | None
     jobs: list[Job]
 
     @classmethod
-    def plan(cls, policy: Policy, job: Job, key: object, kept: Kept | None) -> "Entry":
-        """What a request's context needs, given what was kept of its thread or prompt."""
-        if kept is not None and kept.hidden_H is not None:
-            return cls(key, kept.known, None, kept, [job])
-        fill = plan(policy, job.request.context, kept.known, kept.length) if kept else plan(policy, job.request.context)
-        return cls(key, fill.known, fill, kept if fill.held else None, [job])
+    def plan(cls, policy: Policy, job: Job, key: object, stored: StoredKV | None) -> "SharedContext":
+        """What a request's context needs, given what was stored of its thread or prompt."""
+        if stored is not None and stored.hidden_H is not None:
+            return cls(key, stored.prefix, None, stored, [job])
+        suffix = (
+            plan(policy, job.request.context, stored.prefix, stored.length) if stored else plan(policy, job.request.context)
+        )
+        return cls(key, suffix.prefix, suffix, stored if suffix.held else None, [job])
 
     @property
     def shareable(self) -> bool:
@@ -68,32 +70,32 @@ class Entry:
     @property
     def media(self) -> tuple[Media, ...]:
         """The media whose features it needs."""
-        return tuple(slot.media for slot in self.fill.slots) if self.fill is not None else ()
+        return tuple(slot.media for slot in self.suffix.slots) if self.suffix is not None else ()
 
     def work(self) -> tuple[int, int]:
         """Sorting key: fresh contexts first, then continued ones, longest first, then those with nothing to compute."""
-        if self.fill is None:
+        if self.suffix is None:
             return 2, 0
-        return (1 if self.fill.held else 0), -self.fill.ids_T.shape[0]
+        return (1 if self.suffix.held else 0), -self.suffix.ids_T.shape[0]
 
 
 def prefill(
     policy: Policy,
     cache: PrefillRows,
-    entries: Sequence[Entry],
+    entries: Sequence[SharedContext],
     first: int,
     features: Mapping[Media, Features],
     counters: PrefillCounters,
 ) -> Tensor:
     """Compute entry i (sorted by ``work``) in cache row ``first + i``; the hidden state of each context's last token."""
     for i, entry in enumerate(entries):
-        if entry.kept is not None:
-            cache.put(first + i, entry.kept.block, entry.fill.held if entry.fill else entry.kept.length)
-    fills = [entry.fill for entry in entries if entry.fill is not None]
+        if entry.stored is not None:
+            cache.put(first + i, entry.stored.block, entry.suffix.held if entry.suffix else entry.stored.length)
+    suffixes = [entry.suffix for entry in entries if entry.suffix is not None]
     hidden = []
-    for start, chunk in _chunks(fills):
+    for start, chunk in _chunks(suffixes):
         hidden.append(_forward(policy, cache, chunk, first + start, features))
-        new = sum(fill.ids_T.shape[0] for fill in chunk)
+        new = sum(suffix.ids_T.shape[0] for suffix in chunk)
         if chunk[0].held:
             counters.extensions += len(chunk)
             counters.extension_tokens += new
@@ -101,37 +103,39 @@ def prefill(
             counters.prefills += len(chunk)
             counters.prefill_tokens += new
     hidden += [
-        entry.kept.hidden_H[None] for entry in entries if not entry.fill and entry.kept and entry.kept.hidden_H is not None
+        entry.stored.hidden_H[None]
+        for entry in entries
+        if not entry.suffix and entry.stored and entry.stored.hidden_H is not None
     ]
     return torch.cat(hidden)
 
 
-def _chunks(fills: Sequence[Fill]) -> Iterator[tuple[int, list[Fill]]]:
-    """Runs of fills of one kind, none shorter than half the longest, within a bound of padded tokens."""
+def _chunks(suffixes: Sequence[UncachedSuffix]) -> Iterator[tuple[int, list[UncachedSuffix]]]:
+    """Runs of suffixes of one kind, none shorter than half the longest, within a bound of padded tokens."""
     start = 0
-    chunk: list[Fill] = []
-    for i, fill in enumerate(fills):
+    chunk: list[UncachedSuffix] = []
+    for i, suffix in enumerate(suffixes):
         if chunk:
             longest = chunk[0].ids_T.shape[0]
             padded = (len(chunk) + 1) * longest
-            seen = max(other.held for other in (*chunk, fill)) + longest
-            fits = padded <= CHUNK_TOKENS and 2 * fill.ids_T.shape[0] >= longest
-            if not fits or bool(fill.held) != bool(chunk[0].held) or (fill.held and padded * seen > CHUNK_SCORES):
+            seen = max(other.held for other in (*chunk, suffix)) + longest
+            fits = padded <= CHUNK_TOKENS and 2 * suffix.ids_T.shape[0] >= longest
+            if not fits or bool(suffix.held) != bool(chunk[0].held) or (suffix.held and padded * seen > CHUNK_SCORES):
                 yield start, chunk
                 start, chunk = i, []
-        chunk.append(fill)
+        chunk.append(suffix)
     if chunk:
         yield start, chunk
 
 
 def _forward(
-    policy: Policy, cache: PrefillRows, chunk: Sequence[Fill], first: int, features: Mapping[Media, Features]
+    policy: Policy, cache: PrefillRows, chunk: Sequence[UncachedSuffix], first: int, features: Mapping[Media, Features]
 ) -> Tensor:
     device = cache.device
-    ids_BT = pad_sequence([fill.ids_T for fill in chunk], batch_first=True, padding_value=policy.chat.stop_ids[0])
-    positions_BT3 = pad_sequence([fill.positions_3T.T for fill in chunk], batch_first=True)
-    attention = cache.attention(first, [fill.held for fill in chunk], [fill.ids_T.shape[0] for fill in chunk])
-    placements = [place for row, fill in enumerate(chunk) for place in fill.placements(row, features)]
+    ids_BT = pad_sequence([suffix.ids_T for suffix in chunk], batch_first=True, padding_value=policy.chat.stop_ids[0])
+    positions_BT3 = pad_sequence([suffix.positions_3T.T for suffix in chunk], batch_first=True)
+    attention = cache.attention(first, [suffix.held for suffix in chunk], [suffix.ids_T.shape[0] for suffix in chunk])
+    placements = [place for row, suffix in enumerate(chunk) for place in suffix.placements(row, features)]
     hidden_BTH = policy.language(ids_BT.to(device), positions_BT3.permute(2, 0, 1).to(device), attention, placements)
-    last_B = torch.tensor([fill.ids_T.shape[0] - 1 for fill in chunk], device=device)
+    last_B = torch.tensor([suffix.ids_T.shape[0] - 1 for suffix in chunk], device=device)
     return hidden_BTH[torch.arange(len(chunk), device=device), last_B]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sensorium.engines.native.cache import KVCache, causal_bias, write_places
-from sensorium.engines.native.contexts import Known
+from sensorium.engines.native.contexts import PrefixEntry
 from sensorium.engines.native.randomness import signed64
 from sensorium.engines.native.sampler import SamplingRows
 from sensorium.engines.protocol import FinishReason
@@ -35,11 +35,11 @@ class Row:
     With n tokens drawn, the last of them goes to cache entry ``length + n - 1`` when it is fed.
     """
 
-    def __init__(self, job: Job, known: tuple[Known, ...], limit: int, stop_ids: frozenset[int]) -> None:
+    def __init__(self, job: Job, prefix: tuple[PrefixEntry, ...], limit: int, stop_ids: frozenset[int]) -> None:
         self.job = job
-        self.known = known
-        self.length = known[-1].length
-        self.position = known[-1].position
+        self.prefix = prefix
+        self.length = prefix[-1].length
+        self.position = prefix[-1].position
         self.sampling = job.request.sampling
         self.budget = min(self.sampling.max_new_tokens, limit - self.length)
         self.tokens: list[int] = []
@@ -59,10 +59,10 @@ class Row:
             return "stop"
         return "length" if len(self.tokens) >= self.budget else None
 
-    def known_after(self, key: str) -> tuple[Known, ...]:
+    def prefix_after(self, key: str) -> tuple[PrefixEntry, ...]:
         """The thread's segments with the response behind the context."""
         drawn = len(self.tokens)
-        return (*self.known, Known(key, drawn, self.length + drawn, self.position + drawn))
+        return (*self.prefix, PrefixEntry(key, drawn, self.length + drawn, self.position + drawn))
 
     @property
     def cached(self) -> int:

@@ -15,7 +15,7 @@ from sensorium.engines.protocol import Sampling
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SamplerOutput:
     """A token per row, its log-prob under the policy, and under the distribution it was drawn from."""
 
     tokens_B: Tensor
@@ -63,7 +63,7 @@ class SamplingRows:
         return list(vars(self).values()), lambda tensors: SamplingRows(*tensors)
 
 
-def sample(logits_BV: Tensor, rows: SamplingRows, uniforms_B: Tensor) -> Drawn:
+def sample(logits_BV: Tensor, rows: SamplingRows, uniforms_B: Tensor) -> SamplerOutput:
     """Draw one token per row from one uniform per row."""
     vocab_size = int(logits_BV.shape[-1])  # a plain number also while it is being recorded
     scaled_BV = policy_logits(logits_BV, rows)
@@ -83,7 +83,7 @@ def sample(logits_BV: Tensor, rows: SamplingRows, uniforms_B: Tensor) -> Drawn:
         logprobs_B = chosen_B - weights_BV.sum(-1).double().log()
     if rows.greedy_B is not None:
         sampled_B = sampled_B.masked_fill(rows.greedy_B, 0.0)
-    return Drawn(tokens_B1[:, 0], logprobs_B, sampled_B)
+    return SamplerOutput(tokens_B1[:, 0], logprobs_B, sampled_B)
 
 
 def policy_logits(logits_BV: Tensor, rows: SamplingRows) -> Tensor:

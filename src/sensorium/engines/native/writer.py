@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from sensorium.engines.native.cache import KVCache
-from sensorium.engines.native.contexts import Kept, KeptStore, context_key
+from sensorium.engines.native.contexts import PrefixCache, StoredKV, context_key
 from sensorium.engines.native.features import FeatureCache, check_features
-from sensorium.engines.native.prefill import Entry, prefill
+from sensorium.engines.native.prefill import SharedContext, prefill
 from sensorium.engines.native.rows import Batch, Row
 from sensorium.engines.native.steps import Steps
 from sensorium.engines.protocol import FinishReason, Response
@@ -56,7 +56,7 @@ class WriterCounters:
 
 
 class Writer:
-    """The synchronous half of the native engine: rows, their cache, and what is kept between turns."""
+    """The synchronous half of the native engine: rows, their cache, and the prefix cache between turns."""
 
     def __init__(
         self, policy: Policy, *, max_rows: int, max_context: int | None, keep_bytes: int | None, record: bool
@@ -70,7 +70,7 @@ class Writer:
         self._max_context = max_context or config.max_position_embeddings
         self._cache = KVCache(config.num_hidden_layers, config.num_key_value_heads, head_dim, policy.dtype, policy.device)
         self._features = FeatureCache(policy, keep_bytes)
-        self._kept = KeptStore(keep_bytes)
+        self._prefix_cache = PrefixCache(keep_bytes)
         self._steps = Steps(policy, record)
         self._on_cpu = policy.device.type == "cpu"
         self.version = policy.version
@@ -107,13 +107,13 @@ class Writer:
 
     def release(self, thread: str) -> None:
         """Forget the keys and values of a thread, or do not set them aside when its response ends."""
-        self._kept.pop(thread)
+        self._prefix_cache.pop(thread)
         if thread in self._jobs:
             self._jobs[thread].keep = False
 
     def forget(self, version: int) -> None:
         """Drop everything made with other weights; no response may be open."""
-        self._kept.clear()
+        self._prefix_cache.clear()
         self._features.clear()
         self._steps.refresh()
         self._rows.clear()
@@ -148,8 +148,8 @@ class Writer:
         future = row.job.future
         self._jobs.pop(row.job.request.thread, None)
         if row.job.keep and not future.cancelled() and future.exception() is None:
-            known = row.known_after(future.result().segment.key)
-            self._kept.put(row.job.request.thread, Kept(known, row.cached, self._cache.take(i, row.cached)))
+            prefix = row.prefix_after(future.result().segment.key)
+            self._prefix_cache.put(row.job.request.thread, StoredKV(prefix, row.cached, self._cache.take(i, row.cached)))
 
     # Joining.
 
@@ -160,11 +160,11 @@ class Writer:
             return [], self._forbidden_F
         owners = [(job, entry) for entry in entries for job in entry.jobs[:1]]
         owners += [(job, entry) for entry in entries for job in entry.jobs[1:]]
-        rows = [Row(job, entry.known, self._max_context, self._stop_ids) for job, entry in owners]
+        rows = [Row(job, entry.prefix, self._max_context, self._stop_ids) for job, entry in owners]
         first = len(self._rows)
         self._reserve([*self._rows, *rows])
         hidden_NH = prefill(self._policy, self._cache, entries, first, features, self.counters)
-        self._keep_prompts(entries, first, hidden_NH)
+        self._store_prompts(entries, first, hidden_NH)
         logits_NV = self._policy.logits(hidden_NH)
         leaders = [i for i, entry in enumerate(entries) for _ in entry.jobs[1:]]
         if leaders:
@@ -173,9 +173,9 @@ class Writer:
             logits_NV = logits_NV[torch.tensor([*range(len(entries)), *leaders], device=logits_NV.device)]
         return rows, logits_NV
 
-    def _entries(self, jobs: Sequence[Job]) -> list[Entry]:
+    def _entries(self, jobs: Sequence[Job]) -> list[SharedContext]:
         """One entry per distinct context; a request that cannot be planned fails alone."""
-        entries: dict[object, Entry] = {}
+        entries: dict[object, SharedContext] = {}
         for job in jobs:
             request = job.request
             try:
@@ -183,10 +183,12 @@ class Writer:
                 if key in entries:
                     entries[key].jobs.append(job)
                     continue
-                entry = Entry.plan(self._policy, job, key, self._kept.pop(request.thread) or self._kept.get(key))
-                if entry.known[-1].length >= self._max_context:
+                entry = SharedContext.plan(
+                    self._policy, job, key, self._prefix_cache.pop(request.thread) or self._prefix_cache.get(key)
+                )
+                if entry.prefix[-1].length >= self._max_context:
                     raise EngineError(
-                        f"the context of '{request.name}' has {entry.known[-1].length} tokens and this engine holds "
+                        f"the context of '{request.name}' has {entry.prefix[-1].length} tokens and this engine holds "
                         f"{self._max_context}, response included. Shorten it, or raise the engine's max_context."
                     )
                 entries[key] = entry
@@ -194,27 +196,27 @@ class Writer:
                 job.fail(error)
         return list(entries.values())
 
-    def _with_features(self, entries: Sequence[Entry]) -> tuple[list[Entry], Mapping[Media, Features]]:
+    def _with_features(self, entries: Sequence[SharedContext]) -> tuple[list[SharedContext], Mapping[Media, Features]]:
         """Entries whose media have features that fit, by work; the others fail. One tower pass for what is new."""
         features, errors = self._features.get([media for entry in entries for media in entry.media])
         self.counters.features = self._features.encoded
         good = []
         for entry in entries:
             try:
-                check_features(entry.fill, features, errors)
+                check_features(entry.suffix, features, errors)
                 good.append(entry)
             except Exception as error:
                 for job in entry.jobs:
                     job.fail(error)
-        return sorted(good, key=Entry.work), features
+        return sorted(good, key=SharedContext.work), features
 
-    def _keep_prompts(self, entries: Sequence[Entry], first: int, hidden_NH: Tensor) -> None:
-        """Prompts that others may share later are kept, with their last hidden state."""
+    def _store_prompts(self, entries: Sequence[SharedContext], first: int, hidden_NH: Tensor) -> None:
+        """Store the KV of prompts that later requests may share, with the hidden state of their last token."""
         for i, entry in enumerate(entries):
-            if entry.shareable and entry.fill is not None:
-                length = entry.known[-1].length
-                kept = Kept(entry.known, length, self._cache.take(first + i, length), hidden_NH[i].clone())
-                self._kept.put(entry.key, kept)
+            if entry.shareable and entry.suffix is not None:
+                length = entry.prefix[-1].length
+                stored = StoredKV(entry.prefix, length, self._cache.take(first + i, length), hidden_NH[i].clone())
+                self._prefix_cache.put(entry.key, stored)
 
     # Feeding and drawing.
 
