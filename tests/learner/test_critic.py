@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sensorium.learner.critic import Critic
 from sensorium.learner.learner import Learner
-from sensorium.learner.sample import Sample, Valued
+from sensorium.learner.sample import CriticValues, Sample
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import AdvantageSection, AlgorithmSection, BatchSection, CriticSection, OptimizerSection
 from sensorium.vocabulary import Status
@@ -52,7 +52,7 @@ def taught(learner: Learner, groups: Groups) -> Groups:
         values_P = next(values)
         targets_P = values_P + torch.randn(len(values_P), generator=random)
         targets_P[torch.rand(len(values_P), generator=random) < 0.2] = float("nan")
-        return replace(sample, valued=Valued(values_P, targets_P))
+        return replace(sample, critic_values=CriticValues(values_P, targets_P))
 
     return [[one(sample) for sample in group] for group in groups]
 
@@ -198,8 +198,11 @@ def test_a_value_that_is_not_finite_stops_before_anything_moves(
     policy = open_policy(checkpoints["qwen2_5_vl"])
     learner = with_critic(policy, section)
     groups = taught(learner, play(policy))
-    valued = groups[0][0].valued
-    groups[0][0] = replace(groups[0][0], valued=Valued(valued.values_P, torch.full_like(valued.targets_P, float("inf"))))
+    critic_values = groups[0][0].critic_values
+    groups[0][0] = replace(
+        groups[0][0],
+        critic_values=CriticValues(critic_values.values_P, torch.full_like(critic_values.targets_P, float("inf"))),
+    )
     before = {name: p.clone() for name, p in policy.model.state_dict().items()}
     head = learner.critic.head.weight.detach().clone()
     with pytest.raises(NonFiniteUpdate, match="not finite"):

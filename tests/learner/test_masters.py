@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 
-from sensorium.learner.adam import Rates, Trained, step_all
+from sensorium.learner.adam import ParameterState, Rates, step_all
 from sensorium.learner.masters import join, noise_bits, noise_key, rounded_at_random, split
 
 RATES = Rates(lr=3e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.01)
@@ -49,9 +49,9 @@ def test_the_weight_is_the_master_rounded_to_nearest(words: list[int]) -> None:
 def test_steps_are_those_of_a_float32_master_bit_for_bit(words: list[int], seed: int) -> None:
     """The same AdamW on whole masters, whose weights are rounded after each step."""
     whole = floats(words).clamp(-1e30, 1e30)
-    halves = Trained(Parameter(torch.zeros(len(words), dtype=torch.bfloat16)), 0, torch.float32)
+    halves = ParameterState(Parameter(torch.zeros(len(words), dtype=torch.bfloat16)), 0, torch.float32)
     halves.master = whole
-    reference = Trained(Parameter(whole.clone()), 0, torch.float32)
+    reference = ParameterState(Parameter(whole.clone()), 0, torch.float32)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(3):
         gradient = torch.randn(len(words), generator=generator)
@@ -77,7 +77,7 @@ def test_moments_in_bfloat16_decay_and_lead_to_nearly_the_same_weights() -> None
     start = torch.randn(2000, generator=torch.Generator().manual_seed(1))
     moved = {}
     for kind in (torch.float32, torch.bfloat16):
-        tensor = Trained(Parameter(start.clone()), 0, kind)
+        tensor = ParameterState(Parameter(start.clone()), 0, kind)
         generator = torch.Generator().manual_seed(0)
         rates = Rates(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
         for step in range(300):
@@ -102,7 +102,8 @@ def test_the_kernel_does_what_plain_torch_does(moments: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(5000, generator=generator)
     found, expected = (
-        Trained(Parameter(torch.zeros(5000, dtype=torch.bfloat16, device=where)), 3, moments) for where in (device, "cpu")
+        ParameterState(Parameter(torch.zeros(5000, dtype=torch.bfloat16, device=where)), 3, moments)
+        for where in (device, "cpu")
     )
     for tensor in (found, expected):
         tensor.master = start.to(tensor.parameter.device)

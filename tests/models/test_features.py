@@ -15,7 +15,7 @@ from PIL import Image
 from sensorium.media.store import MediaStore
 from sensorium.models import features
 from sensorium.models.attention import MaskedAttention
-from sensorium.models.features import Extent, Prepared, PreparedMedia
+from sensorium.models.features import Extent, PreparedMedia, TowerInput
 from sensorium.models.layout import Features, Placement, placements
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
@@ -39,9 +39,9 @@ class Counting:
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
 
-    def __call__(self, items: Sequence[tuple[Media, bytes]]) -> list[Prepared]:
+    def __call__(self, items: Sequence[tuple[Media, bytes]]) -> list[TowerInput]:
         self.asked.append([data.decode() for _, data in items])
-        return [Prepared(torch.zeros(1, 25), EXTENT) for _ in items]
+        return [TowerInput(torch.zeros(1, 25), EXTENT) for _ in items]
 
 
 class Bytes:
@@ -104,7 +104,7 @@ def test_a_broken_medium_does_not_cost_the_others_and_kinds_are_prepared_apart()
 class Choosy(Counting):
     """Refuses a whole batch for one item that it does not like."""
 
-    def __call__(self, items: Sequence[tuple[Media, bytes]]) -> list[Prepared]:
+    def __call__(self, items: Sequence[tuple[Media, bytes]]) -> list[TowerInput]:
         made = super().__call__(items)
         if any(data == b"thin" for _, data in items):
             raise MediaError(f"{', '.join(media.name for media, _ in items)}: too thin")
@@ -253,7 +253,7 @@ def test_a_tower_that_disagrees_with_the_expansion_is_caught(pairs: Pairs, monke
     policy = pairs("qwen2_5_vl").policy
     whole = VisionTower.__call__
 
-    def short(self: VisionTower, prepared: Sequence[Prepared]) -> list[Features]:
+    def short(self: VisionTower, prepared: Sequence[TowerInput]) -> list[Features]:
         return [Features(features.embeds_NH[1:]) for features in whole(self, prepared)]
 
     monkeypatch.setattr(VisionTower, "__call__", short)

@@ -190,9 +190,9 @@ def test_a_critic_is_taught_the_return_and_truncated_episodes_bootstrap() -> Non
     found = replace(assess(members), values_P=values_P, after_S=torch.tensor([0.0, 0.7]))
     algorithm = AlgorithmSection(advantage=AdvantageSection(name="masked_gae"))
     finished, cut = credit([members], found, algorithm)[0]
-    assert finished.valued.targets_P.tolist() == pytest.approx([1.0] * 3)
-    assert cut.valued.targets_P.tolist() == pytest.approx([0.7] * 3)
-    assert torch.equal(torch.cat([finished.valued.values_P, cut.valued.values_P]), values_P)
+    assert finished.critic_values.targets_P.tolist() == pytest.approx([1.0] * 3)
+    assert cut.critic_values.targets_P.tolist() == pytest.approx([0.7] * 3)
+    assert torch.equal(torch.cat([finished.critic_values.values_P, cut.critic_values.values_P]), values_P)
 
 
 def test_the_threshold_never_pushes_a_good_memory_down() -> None:

@@ -27,7 +27,7 @@ class Rates:
     weight_decay: float
 
 
-class Trained:
+class ParameterState:
     """A parameter that learns: its gradient, its moments, and its remainder where it is bfloat16.
 
     ``place`` is its number among the optimizer's tensors. Moments are made at the first step.
@@ -85,9 +85,9 @@ class Trained:
         return self.first, self.second
 
 
-def step_all(tensors: Sequence[Trained], rates: Sequence[Rates], scale: Tensor) -> None:
+def step_all(tensors: Sequence[ParameterState], rates: Sequence[Rates], scale: Tensor) -> None:
     """Move tensors by their gradients times ``scale``."""
-    plain: dict[tuple[Rates, int], list[Trained]] = {}
+    plain: dict[tuple[Rates, int], list[ParameterState]] = {}
     for tensor, rate in zip(tensors, rates, strict=True):
         tensor.steps += 1
         if _fits_kernel(tensor):
@@ -105,21 +105,21 @@ def step_all(tensors: Sequence[Trained], rates: Sequence[Rates], scale: Tensor) 
             _step(together, rate)
 
 
-def _fits_kernel(tensor: Trained) -> bool:
+def _fits_kernel(tensor: ParameterState) -> bool:
     return tensor.remainder is not None and tensor.parameter.is_cuda and find_spec("triton") is not None
 
 
-def _is_whole(tensor: Trained) -> bool:
+def _is_whole(tensor: ParameterState) -> bool:
     """Whether everything is held in float32, so that a step needs no copies."""
     return tensor.remainder is None and tensor.make_moments()[0].dtype == torch.float32
 
 
-def _gradient(tensor: Trained) -> Tensor:
+def _gradient(tensor: ParameterState) -> Tensor:
     assert tensor.gradient is not None, "grad_norm has given every tensor a gradient"
     return tensor.gradient
 
 
-def _step(tensors: Sequence[Trained], rates: Rates) -> None:
+def _step(tensors: Sequence[ParameterState], rates: Rates) -> None:
     """Move tensors that have taken the same number of steps."""
     masters = [tensor.master for tensor in tensors]
     kept = [tensor.make_moments() for tensor in tensors]

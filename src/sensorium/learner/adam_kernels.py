@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sensorium.learner.adam import Rates, Trained
+from sensorium.learner.adam import ParameterState, Rates
 from sensorium.learner.masters import noise_key
 
 BLOCK = 2048
 
 
-def step_halves(tensor: Trained, rates: Rates, scale: Tensor) -> None:
+def step_halves(tensor: ParameterState, rates: Rates, scale: Tensor) -> None:
     """One step of a bfloat16 tensor; its gradient is multiplied by ``scale`` on the way."""
     weight, remainder, gradient = tensor.parameter.detach(), tensor.remainder, tensor.gradient
     first, second = tensor.make_moments()

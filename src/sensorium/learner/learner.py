@@ -18,7 +18,7 @@ from sensorium.learner.optimizer import Optimizer, rate_share
 from sensorium.learner.packing import Packing, pack
 from sensorium.learner.positions import Positions, find_positions
 from sensorium.learner.sample import Groups, Sample, asked_values, sampled_tokens, uncredited
-from sensorium.learner.update import Measured, Shares, UpdateBatch, corrections, update
+from sensorium.learner.update import Shares, UpdateBatch, UpdateResult, corrections, update
 from sensorium.models.policy import Policy
 from sensorium.models.reference import Reference
 from sensorium.recipe.schema import AlgorithmSection, BatchSection, OptimizerSection
@@ -30,8 +30,8 @@ __all__ = ["Assessment", "Learner", "Sample"]
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A step that stopped: how many updates it had made, and its old log-probs. So that it can be gone on with exactly."""
+class InterruptedStep:
+    """A step that stopped between updates: how many it had made, and its old log-probs, to continue exactly."""
 
     updates: int
     old: tuple[Tensor | None, ...]
@@ -62,7 +62,7 @@ class Learner:
         self.reference = reference
         self.critic = critic
         self.steps = 0
-        self._begun: Begun | None = None
+        self._interrupted: InterruptedStep | None = None
         self._optimizer_section, self._algorithm, self._batch = optimizer, algorithm, batch
         self._total_steps = total_steps
         self._temperature, self._stop_tokens = temperature, stop_tokens
@@ -108,16 +108,16 @@ class Learner:
         seen = self.policy.counters.tower_items
         batches = [self._prepare(part, objective) for part in _partition(groups, self._batch.updates_per_epoch)]
         count = len(batches) * self._batch.epochs_per_step
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            batches = [replace(batch, old_N=old_N) for batch, old_N in zip(batches, begun.old, strict=True)]
+        interrupted, self._interrupted = self._interrupted, None
+        if interrupted is not None:
+            batches = [replace(batch, old_N=old_N) for batch, old_N in zip(batches, interrupted.old, strict=True)]
         elif not objective.supervised:
             batches = self._with_old(batches)
         batches = [self._corrected(batch, objective) for batch in batches]
         share = rate_share(self._optimizer_section, self.steps, self._total_steps)
         shares = Shares(share, self.critic.share(self.steps) if self.critic is not None else 0.0)
         measured = []
-        for index in range(begun.updates if begun is not None else 0, count):
+        for index in range(interrupted.updates if interrupted is not None else 0, count):
             place = index % len(batches)
             batch = replace(batches[place], key=(self._seed, self.steps, index))
             if index == 0:  # the weights are those that sampled: old is current, and every ratio exactly 1
@@ -125,7 +125,7 @@ class Learner:
             try:
                 measured.append(update(self._scorer, self._optimizer, batch, objective, shares, self.critic))
             except NonFiniteUpdate as error:
-                self._begun = Begun(index, tuple(batch.old_N for batch in batches))
+                self._interrupted = InterruptedStep(index, tuple(batch.old_N for batch in batches))
                 raise NonFiniteUpdate(f"update {index + 1} of {count}: {error}") from error
             if index == 0 and batches[0].old_N is None:
                 batches[0] = replace(batches[0], old_N=measured[0].logprobs_N)
@@ -155,12 +155,15 @@ class Learner:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the policy's weights that is needed to go on exactly."""
+        interrupted = self._interrupted
         return {
             "steps": self.steps,
             "optimizer": self._optimizer.state_dict(),
             "critic": None if self.critic is None else self.critic.state_dict(),
             "kl": self._kl.state_dict(),
-            "begun": None if self._begun is None else {"updates": self._begun.updates, "old": self._begun.old},
+            "begun": None
+            if self._interrupted is None
+            else {"updates": self._interrupted.updates, "old": self._interrupted.old},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -170,10 +173,10 @@ class Learner:
         if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
         self._kl.load_state_dict(state["kl"])
-        begun, self._begun = state["begun"], None
-        if begun is not None:
-            moved = tuple(None if old_N is None else old_N.to(self.policy.device) for old_N in begun["old"])
-            self._begun = Begun(begun["updates"], moved)
+        interrupted, self._interrupted = state["begun"], None
+        if interrupted is not None:
+            moved = tuple(None if old_N is None else old_N.to(self.policy.device) for old_N in interrupted["old"])
+            self._interrupted = InterruptedStep(interrupted["updates"], moved)
 
     def _objective(self, name: str) -> Objective:
         objective = Objective(name, self._algorithm, policy_learns=self.policy_learns)
@@ -273,7 +276,7 @@ def _over_updates(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: together(name) for name in rows[0]}
 
 
-def _mismatch(batches: Sequence[UpdateBatch], measured: Sequence[Measured], scale: float) -> dict[str, float]:
+def _mismatch(batches: Sequence[UpdateBatch], measured: Sequence[UpdateResult], scale: float) -> dict[str, float]:
     """Over all tokens of the step, once. A single update has found its own old log-probs.
 
     Where the logits' ``scale`` is known, rounding bounds the largest gap: ``mismatch/relative`` is the gap in units of it.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from sensorium.learner.adam import MOMENTS, Rates, Trained, step_all
+from sensorium.learner.adam import MOMENTS, ParameterState, Rates, step_all
 from sensorium.recipe.schema import OptimizerSection
 from sensorium.vocabulary.errors import CheckpointError, RecipeError, nearest
 
@@ -51,14 +51,14 @@ class Optimizer:
         if adapted:
             _check_adapted(groups, freeze, section)
         self._section = section
-        self._tensors: dict[str, Trained] = {}
+        self._tensors: dict[str, ParameterState] = {}
         self._rates: dict[str, float] = {}
         for group, named in groups.items():
             if group in freeze:
                 continue
             for name, parameter in named.items():
                 parameter.requires_grad_()
-                self._tensors[name] = Trained(parameter, len(self._tensors), MOMENTS[section.moments])
+                self._tensors[name] = ParameterState(parameter, len(self._tensors), MOMENTS[section.moments])
                 self._rates[name] = section.group_lr.get(group, section.lr)
         if not self._tensors:
             raise RecipeError(f"{where}.freeze {list(freeze)} leaves nothing to train; freeze fewer groups.")
@@ -156,11 +156,11 @@ class Optimizer:
                     second.copy_(moments["exp_avg_sq"])
 
 
-def _gather(tensor: Trained, _: Tensor) -> None:
+def _gather(tensor: ParameterState, _: Tensor) -> None:
     tensor.gather()
 
 
-def _moments(tensor: Trained) -> dict[str, Tensor]:
+def _moments(tensor: ParameterState) -> dict[str, Tensor]:
     if tensor.first is None or tensor.second is None:
         return {}
     return {"step": torch.tensor(float(tensor.steps)), "exp_avg": tensor.first, "exp_avg_sq": tensor.second}

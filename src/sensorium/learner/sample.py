@@ -12,7 +12,7 @@ from sensorium.vocabulary.episode import Episode
 
 
 @dataclass(frozen=True)
-class Valued:
+class CriticValues:
     """At an episode's positions: what the critic said before the step, and what it should have said (NaN: not asked)."""
 
     values_P: Tensor
@@ -25,7 +25,7 @@ class Sample:
 
     episode: Episode
     advantages: tuple[Tensor, ...]
-    valued: Valued | None = None
+    critic_values: CriticValues | None = None
 
     def __post_init__(self) -> None:
         assert len(self.advantages) == len(self.episode.turns), f"{self.episode.id}: advantages for every turn"
@@ -98,11 +98,11 @@ class AskedValues:
 
 def asked_values(groups: Groups, device: torch.device) -> AskedValues | None:
     """Gather what the critic is taught; None where the samples carry nothing for it."""
-    valued = [sample.valued for group in groups for sample in group]
-    known = [one for one in valued if one is not None]
+    critic_values = [sample.critic_values for group in groups for sample in group]
+    known = [one for one in critic_values if one is not None]
     if not known:
         return None
-    assert len(known) == len(valued), "either every sample is valued or none"
+    assert len(known) == len(critic_values), "either every episode has critic values or none"
     targets_P = torch.cat([one.targets_P for one in known]).to(device, torch.float32)
     asked_P = ~targets_P.isnan()
     weights_P = asked_P / asked_P.sum().clamp(min=1)

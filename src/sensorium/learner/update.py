@@ -57,7 +57,7 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Measured:
+class UpdateResult:
     """What an update saw, per sampled token in canonical order; ``loss`` and ``grad_norm`` of the whole.
 
     ``advantages_N`` of rejected sequences are 0. ``others`` are the metrics of critic and routers, which are not per
@@ -105,7 +105,7 @@ class Measured:
 
 def update(
     scorer: Scorer, optimizer: Optimizer, batch: UpdateBatch, objective: Objective, shares: Shares, critic: Critic | None
-) -> Measured:
+) -> UpdateResult:
     """Run one update; raises NonFiniteUpdate with all weights as they were."""
     learners = [optimizer] if critic is None else [optimizer, critic.optimizer]
     try:
@@ -270,7 +270,7 @@ class _Pass:
         engine_M = tokens.engine(section.engine_logprobs)[places_M]
         return corrections(section, old_M, engine_M, tokens.sequences_N[places_M], tokens.counts_S)
 
-    def measured(self, norms: list[Tensor]) -> Measured:
+    def measured(self, norms: list[Tensor]) -> UpdateResult:
         """What was seen, once all micro-batches have run."""
         loss, grad_norm = torch.stack([(self.losses_N.double() * self.weights_N).sum(), norms[0].double()]).tolist()
         batch = self.batch
@@ -278,7 +278,7 @@ class _Pass:
         others = self.routers.metrics()
         if self.value is not None:
             others |= self.value.metrics() | {"value/grad_norm": float(norms[1])}
-        return Measured(
+        return UpdateResult(
             loss,
             grad_norm,
             self.logprobs_N,
@@ -293,7 +293,7 @@ class _Pass:
         )
 
 
-def _complaint(measured: Measured, learners: list[Optimizer]) -> str:
+def _complaint(measured: UpdateResult, learners: list[Optimizer]) -> str:
     tokens = int((~measured.logprobs_N.isfinite()).sum())
     advantages = int((~measured.advantages_N.isfinite()).sum())
     parameters = [name for one in learners for name in one.not_finite()]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
-from sensorium.models.features import Extent, Prepared, Preprocessor
+from sensorium.models.features import Extent, Preprocessor, TowerInput
 from sensorium.models.layout import Expansion, Features
 from sensorium.vocabulary.content import MediaKind
 
@@ -42,7 +42,7 @@ class Tower(Protocol):
 
     module: nn.Module
 
-    def __call__(self, prepared: Sequence[Prepared]) -> list[Features]:
+    def __call__(self, prepared: Sequence[TowerInput]) -> list[Features]:
         """One pass over media, split per item."""
         ...
 

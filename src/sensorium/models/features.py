@@ -38,7 +38,7 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class TowerInput:
     """A medium as a tower takes it: flat patches of a picture or video, or mel frames of a sound, as [P, C]."""
 
     patches_PC: Tensor
@@ -54,7 +54,7 @@ class Decoder(Protocol):
 class Preprocessor(Protocol):
     """Turns several decoded media of one kind into tower inputs, in order."""
 
-    def __call__(self, items: Sequence[tuple[Media, Any]]) -> list[Prepared]: ...
+    def __call__(self, items: Sequence[tuple[Media, Any]]) -> list[TowerInput]: ...
 
 
 class PreparedMedia:
@@ -68,7 +68,7 @@ class PreparedMedia:
         self._decoder = decoder
         self._preprocessors = preprocessors
         self._capacity = capacity
-        self._known: OrderedDict[Media, Prepared] = OrderedDict()
+        self._known: OrderedDict[Media, TowerInput] = OrderedDict()
         self._extents: OrderedDict[Media, Extent] = OrderedDict()
         self._making = threading.Lock()
         self._lock = threading.Lock()
@@ -96,7 +96,7 @@ class PreparedMedia:
             made = self._make(item for item in missing if item not in self._known)
             return {item: one for item, one in made if isinstance(one, MediaError)}
 
-    def get(self, media: Iterable[Media]) -> list[Prepared]:
+    def get(self, media: Iterable[Media]) -> list[TowerInput]:
         """Tower inputs of media, in order; those not yet known are preprocessed together.
 
         Where one cannot be prepared, the others are all the same before its error is raised.
@@ -125,7 +125,7 @@ class PreparedMedia:
                 able = " and ".join(["text", *self._preprocessors])
                 raise ModelError(f"this model takes {able}; it cannot take {item.kind} {item.name}. Use a family that can.")
 
-    def _recall(self, media: Sequence[Media]) -> dict[Media, Prepared]:
+    def _recall(self, media: Sequence[Media]) -> dict[Media, TowerInput]:
         """What is kept of some media, which makes it the latest."""
         with self._lock:
             found = {item: self._known[item] for item in dict.fromkeys(media) if item in self._known}
@@ -134,7 +134,7 @@ class PreparedMedia:
             self.hits += sum(item in found for item in media)
         return found
 
-    def _make(self, media: Iterable[Media]) -> Iterator[tuple[Media, Prepared | MediaError]]:
+    def _make(self, media: Iterable[Media]) -> Iterator[tuple[Media, TowerInput | MediaError]]:
         """Decode and preprocess media, a batch at a time."""
         batch: list[tuple[Media, Any]] = []
         size = 0
@@ -149,7 +149,7 @@ class PreparedMedia:
                 batch, size = [], 0
         yield from self._preprocess(batch)
 
-    def _preprocess(self, batch: Sequence[tuple[Media, Any]]) -> Iterator[tuple[Media, Prepared | MediaError]]:
+    def _preprocess(self, batch: Sequence[tuple[Media, Any]]) -> Iterator[tuple[Media, TowerInput | MediaError]]:
         for kind in self._preprocessors:
             items = [(item, decoded) for item, decoded in batch if item.kind == kind]
             if items:
@@ -157,7 +157,7 @@ class PreparedMedia:
 
     def _together(
         self, kind: MediaKind, items: Sequence[tuple[Media, Any]]
-    ) -> Iterator[tuple[Media, Prepared | MediaError]]:
+    ) -> Iterator[tuple[Media, TowerInput | MediaError]]:
         """Media of one kind preprocessed and kept; if they are refused, one by one, to find out which it was."""
         try:
             with torch.inference_mode(False):  # what is remembered must also serve training
@@ -173,7 +173,7 @@ class PreparedMedia:
             self._keep(item, prepared)
             yield item, prepared
 
-    def _keep(self, media: Media, prepared: Prepared) -> None:
+    def _keep(self, media: Media, prepared: TowerInput) -> None:
         with self._lock:
             self.preprocessed += 1
             self._extents[media] = prepared.extent

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sensorium.models.features import Extent, Grid, Prepared
+from sensorium.models.features import Extent, Grid, TowerInput
 from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.errors import MediaError
 
@@ -28,7 +28,7 @@ class PicturePreprocessor:
     def __init__(self, image_processor: Any) -> None:
         self._image_processor = image_processor
 
-    def __call__(self, items: "Sequence[tuple[Media, Image.Image]]") -> list[Prepared]:
+    def __call__(self, items: "Sequence[tuple[Media, Image.Image]]") -> list[TowerInput]:
         """Patches of each picture."""
         with _naming(items, "image"):
             made = self._image_processor(images=[picture for _, picture in items], return_tensors="pt")
@@ -46,9 +46,9 @@ class VideoPreprocessor:
         self._video_processor = video_processor
         self._settings = {"do_sample_frames": False, "return_tensors": "pt", **settings}
 
-    def __call__(self, items: "Sequence[tuple[Media, DecodedVideo]]") -> list[Prepared]:
+    def __call__(self, items: "Sequence[tuple[Media, DecodedVideo]]") -> list[TowerInput]:
         """Patches of each clip."""
-        prepared: list[Prepared] = []
+        prepared: list[TowerInput] = []
         for several in _by_size(items):
             with _naming(several, "video"):
                 made = self._video_processor(videos=[_two_or_more(clip.frames) for _, clip in several], **self._settings)
@@ -70,11 +70,11 @@ class SoundPreprocessor:
     def __init__(self, extractor: Any) -> None:
         self._extractor = extractor
 
-    def __call__(self, items: "Sequence[tuple[Media, DecodedAudio]]") -> list[Prepared]:
+    def __call__(self, items: "Sequence[tuple[Media, DecodedAudio]]") -> list[TowerInput]:
         """Mel frames of each sound."""
         return [self._spectrogram(media, sound) for media, sound in items]
 
-    def _spectrogram(self, media: Media, sound: "DecodedAudio") -> Prepared:
+    def _spectrogram(self, media: Media, sound: "DecodedAudio") -> TowerInput:
         extractor, length = self._extractor, len(sound.samples)
         rate, hop = extractor.sampling_rate, extractor.hop_length
         if sound.sample_rate != rate:
@@ -99,7 +99,7 @@ class SoundPreprocessor:
             truncation=False,
             return_tensors="pt",
         )
-        return Prepared(made["input_features"][0, :, :frames].T.contiguous(), Extent("sound", (frames, 1, 1)))
+        return TowerInput(made["input_features"][0, :, :frames].T.contiguous(), Extent("sound", (frames, 1, 1)))
 
 
 def sound_tokens(frames: int) -> int:
@@ -135,11 +135,11 @@ def _grids(grids_M3: Tensor) -> list[Grid]:
     return [(time, height, width) for time, height, width in grids_M3.tolist()]
 
 
-def _split(patches_PC: Tensor, extents: Sequence[Extent]) -> list[Prepared]:
+def _split(patches_PC: Tensor, extents: Sequence[Extent]) -> list[TowerInput]:
     sizes = [time * height * width for time, height, width in (extent.grid for extent in extents)]
     # A copy of each: a view would keep the whole batch alive in the cache.
     parts = [part.clone() for part in torch.split(patches_PC, sizes)]
-    return [Prepared(part, extent) for part, extent in zip(parts, extents, strict=True)]
+    return [TowerInput(part, extent) for part, extent in zip(parts, extents, strict=True)]
 
 
 @contextmanager

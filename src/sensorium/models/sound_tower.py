@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from sensorium.models.features import Prepared
+from sensorium.models.features import TowerInput
 from sensorium.models.layout import Features
 from sensorium.models.preprocessing import sound_tokens
 from sensorium.models.tower import SEGMENTS
@@ -18,7 +18,7 @@ class SoundTower:
         audio_tower.config._attn_implementation = SEGMENTS
         self.module = audio_tower
 
-    def __call__(self, prepared: Sequence[Prepared]) -> list[Features]:
+    def __call__(self, prepared: Sequence[TowerInput]) -> list[Features]:
         """Embeddings of each sound, 25 a second."""
         weight = self.module.conv1.weight
         lengths = [len(item.patches_PC) for item in prepared]

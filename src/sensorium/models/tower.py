@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from sensorium.models.features import Grid, Prepared
+from sensorium.models.features import Grid, TowerInput
 from sensorium.models.layout import Features
 
 # The towers hand over the whole batch with the ends of its segments to any implementation with "flash" in its name.
@@ -87,7 +87,7 @@ class VisionTower:
         self.module = visual
         self._tables = Tables(tables)
 
-    def __call__(self, prepared: Sequence[Prepared]) -> list[Features]:
+    def __call__(self, prepared: Sequence[TowerInput]) -> list[Features]:
         """Embeddings, and deepstack levels where the tower has them; both come whole and are split per item."""
         weight = self.module.patch_embed.proj.weight
         patches_PC = torch.cat([item.patches_PC for item in prepared]).to(weight.device, weight.dtype)

@@ -9,7 +9,7 @@ from sensorium.algorithms.episodes import Credit, Episodes
 from sensorium.algorithms.threshold import optimize_threshold
 from sensorium.learner.assessment import Assessment
 from sensorium.learner.positions import find_positions
-from sensorium.learner.sample import Sample, Valued
+from sensorium.learner.sample import CriticValues, Sample
 from sensorium.models.layout import Layout
 from sensorium.recipe.names import resolve
 from sensorium.recipe.schema import AdvantageSection, AlgorithmSection, KLSection
@@ -75,10 +75,12 @@ def _samples(groups: Sequence[Group], assessment: Assessment, found: Credit) -> 
         advantages_P = found.advantages_P[start : start + length].float()
         parts = advantages_P.split([stretch.length for stretch in stretches])
         written = tuple(part for part, stretch in zip(parts, stretches, strict=True) if stretch.written)
-        valued = None
+        critic_values = None
         if values_P is not None and targets_P is not None:
-            valued = Valued(values_P[start : start + length].float(), targets_P[start : start + length].float())
-        samples.append(Sample(episode, written, valued))
+            critic_values = CriticValues(
+                values_P[start : start + length].float(), targets_P[start : start + length].float()
+            )
+        samples.append(Sample(episode, written, critic_values))
         start += length
     return samples
 

@@ -12,7 +12,7 @@ from sensorium.assembly.learner import LocalLearner
 from sensorium.assembly.models import load_trained
 from sensorium.learner.plain_state import load_state, save_state
 from sensorium.learner.protocol import RunLearner
-from sensorium.learner.sample import Sample, Valued
+from sensorium.learner.sample import CriticValues, Sample
 from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
 from sensorium.recipe.load import load_recipe
@@ -67,7 +67,10 @@ def replay(folder: Path) -> dict[str, float]:
     episodes = {e.id: e for group in read_groups(folder / "episodes.jsonl") for e in group.episodes}
     credited = load_state(folder / "credit.pt")
     samples = [
-        [Sample(episodes[id], advantages, None if values is None else Valued(*values)) for id, advantages, values in row]
+        [
+            Sample(episodes[id], advantages, None if values is None else CriticValues(*values))
+            for id, advantages, values in row
+        ]
         for row in credited
     ]
     try:
@@ -78,4 +81,4 @@ def replay(folder: Path) -> dict[str, float]:
 
 def _values_of(sample: Sample) -> tuple[Tensor, Tensor] | None:
     """What a critic is taught of a sample, as plain tensors."""
-    return None if sample.valued is None else (sample.valued.values_P, sample.valued.targets_P)
+    return None if sample.critic_values is None else (sample.critic_values.values_P, sample.critic_values.targets_P)
