@@ -132,3 +132,24 @@ def test_a_signal_in_the_middle_of_scoring_is_followed_by_no_traceback_where_int
     environ = os.environ | {"PYTHONPATH": SOURCES}
     ended = subprocess.run([sys.executable, "-c", SCORING], env=environ, capture_output=True, text=True, timeout=600)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "terminated\n", "")
+
+
+LINGERING = """\
+import time
+from concurrent.futures import ThreadPoolExecutor
+from sensorium.cli import stopping
+stopping.LINGER_S = 0.2
+ThreadPoolExecutor(1, thread_name_prefix="of_a_reward").submit(time.sleep, 3600)
+stopping.end_without_hung_threads(3)
+"""
+
+
+def test_a_command_that_is_over_ends_although_a_thread_of_a_users_code_does_not() -> None:
+    """Python would wait at exit for the executor's thread, for ever."""
+    environment = os.environ | {"PYTHONPATH": SOURCES}
+    done = subprocess.run(
+        [sys.executable, "-c", LINGERING], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 3
+    assert "1 threads" in done.stderr
+    assert "of_a_reward" in done.stderr

@@ -172,3 +172,20 @@ def test_a_tensor_that_is_neither_parameter_nor_buffer_is_not_recorded(
     hidden_away.mul_(3.0)
     with torch.no_grad():
         assert torch.equal(steps.feed(batch), feed(policy, *batch.fed()))
+
+
+def test_what_cannot_be_recorded_is_said_where_the_engine_is_told_to(
+    fresh: Callable[..., Policy], recwarn: pytest.WarningsRecorder
+) -> None:
+    policy = fresh("qwen3_vl_moe")
+    policy.model.set_experts_implementation("eager")
+    steps, told = Steps(policy, record=True), list[str]()
+    steps.noted = told.append
+    batch = few_rows(policy)
+    with torch.no_grad():
+        for _ in range(RECORD_AFTER):
+            steps.feed(batch)
+    assert steps.refusal is not None
+    assert len(told) == 1
+    assert "without a recording" in told[0]
+    assert not [warning for warning in recwarn if "without a recording" in str(warning.message)]

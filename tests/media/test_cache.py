@@ -157,3 +157,15 @@ def test_the_folder_comes_with_its_first_entry(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     cache.put("a", video(3))
     assert same(cache.get("a"), video(3))
+
+
+def test_a_folder_that_cannot_be_written_is_said_once_and_costs_only_decodings(tmp_path: Path) -> None:
+    """A file stands where the folder should be, which stops root as well."""
+    (tmp_path / "cache").write_text("")
+    cache, told = DiskCache(tmp_path / "cache", 10**6), list[str]()
+    cache.noted = told.append
+    cache.put("a", video())
+    cache.put("b", video())
+    assert cache.get("a") is None
+    assert len(told) == 1
+    assert "media.cache" in told[0]

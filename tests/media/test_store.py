@@ -184,3 +184,12 @@ def test_a_medium_is_taken_from_another_store_without_loading_it(tmp_path: Path,
     memory.put(b"abc", "sound")
     second.take(small, memory)
     assert (memory.size_of(small), second.size_of(small), second.bytes_of(small)) == (3, 3, b"abc")
+
+
+def test_a_store_knows_how_much_its_folder_holds(tmp_path: Path) -> None:
+    store = MediaStore(tmp_path / "media")
+    store.put(b"x" * 100, "picture")
+    store.put(b"x" * 100, "picture")
+    store.put(b"y" * 50, "picture")
+    assert store.stored_bytes == 150
+    assert MediaStore(tmp_path / "media").stored_bytes == 150

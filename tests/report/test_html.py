@@ -17,6 +17,7 @@ from sensorium.record.findings import Notice, SightResult, write_notice, write_s
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.examples import Comparison, choose, compare_evaluations, training_groups
 from sensorium.report.html import render_report, write_report
+from sensorium.report.stages import stage_table
 from sensorium.report.svg import Series, line_chart, ticks
 from sensorium.tasks.shapes import Shapes
 from sensorium.vocabulary import Episode, Group, Media, Score, Segment, Status, Task, Thread, Turn, user
@@ -292,3 +293,8 @@ def test_counts_of_compared_questions_say_that_the_first_of_several_samples_is_m
         told = Page(render_report(directory)).text
         assert "1 held-out questions at step 0 and at step 1" in told
         assert ("Of the 3 samples of a question the first is compared" in told) == (samples == 3)
+
+
+def test_a_whole_share_and_its_interval_do_not_touch() -> None:
+    parts = [{"step": step, "name": "eval", "tasks": 20, "accuracy": 1.0, "interval": [0.839, 1.0]} for step in (0, 1)]
+    assert '</span> <span class="interval">' in stage_table(parts, 0)

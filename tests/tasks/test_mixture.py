@@ -119,3 +119,17 @@ def test_each_once_reads_everything_or_takes_turns_under_a_limit() -> None:
     assert [t.id for t in each_once(sources, limit=3, on_bad_row="skip")[0]] == ["a0", "b0", "b1"]
     with pytest.raises(MediaError):
         each_once(sources)
+
+
+def test_a_refused_row_names_the_way_out() -> None:
+    class Broken:
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> Task:
+            raise MediaError("rows.jsonl:1: cannot read the picture 'no.png': No such file or directory.")
+
+    with pytest.raises(MediaError, match=r"no\.png.*tasks\.on_bad_row: skip"):
+        TaskStream([Broken()], [1.0], seed=0).draw(0, 1)
+    with pytest.raises(MediaError, match=r"tasks\.on_bad_row: skip"):
+        each_once([Broken()])

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from safetensors.torch import load_file
 
 from sensorium.recipe.load import load_recipe
 from sensorium.record.metrics import read_metrics, repeatable
-from sensorium.report.watcher import Watcher
+from sensorium.report.console import ConsoleWatcher
+from sensorium.report.watcher import RunStart, Watcher
 from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import CheckpointError, RecordError
@@ -293,3 +295,42 @@ def test_a_run_stays_where_it_is_when_somebody_changes_the_working_directory(
     train(recipe, watchers=[Wanders()])
     assert not list((tmp_path / "elsewhere").iterdir())
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 3
+
+
+def test_files_that_were_removed_are_said_and_notes_of_the_start_are_not_repeated(run: Path) -> None:
+    (run / "metrics.jsonl").unlink()
+    (run / "ledger.sqlite").unlink()
+    (run / "episodes" / "step_000003.jsonl").unlink()
+    notes = Notes()
+    train(load_recipe(run), resume=True, watchers=[notes])
+    told = "\n".join(notes.texts)
+    for name in ("metrics.jsonl' lacks the rows of 3 steps", "ledger.sqlite' is missing", "step_000003.jsonl' is missing"):
+        assert name in told
+    start = Notes()
+    train(load_recipe(run, [f"run_dir={run}_b", "optimizer.warmup_steps=9", "steps=1"]), watchers=[start])
+    assert any("warmup_steps" in text for text in start.texts)
+    again = Notes()
+    train(load_recipe(Path(f"{run}_b")), resume=True, watchers=[again])
+    assert not any("warmup_steps" in text for text in again.texts)
+
+
+def test_what_somebody_is_shown_is_not_printed_a_second_time(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "metrics.jsonl").unlink()
+    train(load_recipe(run), resume=True, watchers=[ConsoleWatcher()])
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("lacks the rows of 3 steps") == 1
+
+
+def test_a_second_run_in_the_same_process_is_told_what_it_shares(tmp_path: Path) -> None:
+    inner = Notes()
+
+    class StartsAnother(Watcher):
+        def started(self, run: RunStart) -> None:
+            other = threading.Thread(target=lambda: train(small(tmp_path / "b" / "run", steps=1), watchers=[inner]))
+            other.start()
+            other.join()
+
+    outer = Notes()
+    train(small(tmp_path / "a" / "run", steps=1), watchers=[StartsAnother(), outer])
+    assert any("goes on in this process too" in text for text in inner.texts)
+    assert not any("goes on in this process too" in text for text in outer.texts)

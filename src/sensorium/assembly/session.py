@@ -1,6 +1,6 @@
 """Assembling a run from its recipe: everything is named and checked first, then built once."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +58,15 @@ class Session:
     def media_counts(self) -> MediaCounts:
         """What media have cost in this process so far."""
         return self.policy.media_counts
+
+    def tell_by(self, noted: Callable[[str], None]) -> None:
+        """Say by this what is slow or does not work as it should: terms, decoded clips, the engine's decode step."""
+        self.scorer.noted = noted
+        if self.decoder.cache is not None:
+            self.decoder.cache.noted = noted
+        tell_by = getattr(self.engine, "tell_by", None)  # an engine may have nothing to say
+        if tell_by is not None:
+            tell_by(noted)
 
     @property
     def patches(self) -> int:

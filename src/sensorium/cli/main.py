@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sensorium import __version__
-from sensorium.cli.stopping import stopping_in_order
+from sensorium.cli.stopping import end_without_hung_threads, stopping_in_order
 from sensorium.record.durable import cannot_write, full_disk_error
 from sensorium.vocabulary.errors import SensoriumError, nearest
 
@@ -57,6 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _tell(cannot_write(error.filename or "the output", error))
 
 
+def entry() -> None:
+    """The program: run the command of the arguments and end the process with its exit code."""
+    code = main()
+    end_without_hung_threads(code)
+    sys.exit(code)
+
+
 def _tell(error: SensoriumError) -> int:
     """A user's mistake in one paragraph; returns the exit code."""
     text = Text.assemble(("error: ", "bold red"), " ".join(str(error).split()))
@@ -96,4 +103,4 @@ def print_help(console: Console) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

@@ -4,13 +4,19 @@ A run started with SIGINT ignored (``nohup``, a background job of a script) goes
 wants; SIGTERM ends it all the same.
 """
 
+import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from sensorium.workers.event_loop import interrupt_here
+
+LINGER_S = 30.0
+"""How long a command that is over waits for threads that others started before it ends without them."""
 
 
 @dataclass
@@ -53,3 +59,21 @@ def stopping_in_order() -> Iterator[Stop]:
         yield stop
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def end_without_hung_threads(code: int) -> None:
+    """See to it that the process ends with this code soon, also if a thread of a user's code never does.
+
+    At exit Python waits for every thread that is no daemon, such as those of a ``ThreadPoolExecutor`` in a reward term.
+    """
+
+    def leave() -> None:
+        time.sleep(LINGER_S)
+        others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+        hung = [thread.name for thread in others if not thread.daemon]
+        told = f"{len(hung)} threads that an environment, a reward or a source started do not end ({', '.join(hung[:5])})"
+        print(f"{told}; the process ends without them.", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(code)
+
+    threading.Thread(target=leave, name="leave", daemon=True).start()

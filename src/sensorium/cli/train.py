@@ -8,7 +8,7 @@ from rich.console import Console
 from sensorium.cli.show import say, show_dry_run, show_plan
 from sensorium.recipe.load import load_recipe, shipped_recipes
 from sensorium.record.run_directory import RunDirectory
-from sensorium.vocabulary.errors import CheckpointError, RecipeError, nearest
+from sensorium.vocabulary.errors import CheckpointError, NothingTrained, RecipeError, nearest
 
 UNTRAINED = 3
 """Exit code of a short run that came to its end and trained nothing, which the run itself has said."""
@@ -41,6 +41,8 @@ def run(arguments: Namespace) -> int:
 
     try:
         directory = train(recipe, resume=arguments.resume, restart=arguments.restart, watchers=[ConsoleWatcher(console)])
+    except NothingTrained as error:
+        raise NothingTrained(error.short) from error
     except KeyboardInterrupt:
         say(after_interrupt(RunDirectory(recipe.directory)), console)
         raise

@@ -9,8 +9,9 @@ import json
 import os
 import threading
 import time
+import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -41,11 +42,16 @@ class CacheCounters:
 
 
 class DiskCache:
-    """Decoded clips in a folder, within ``limit`` bytes. Several threads and processes may share the folder."""
+    """Decoded clips in a folder, within ``limit`` bytes. Several threads and processes may share the folder.
+
+    ``noted`` is told once if nothing can be written there: every clip is then decoded again when it is needed.
+    """
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
         self.counters = CacheCounters()
+        self.noted: Callable[[str], None] = lambda text: warnings.warn(text, stacklevel=2)
+        self._told = False
         self._lock = threading.Lock()
         self._since_count = 0
         self.bytes = 0
@@ -64,7 +70,8 @@ class DiskCache:
         with self._lock:
             if clip is None:
                 self.counters.damaged += 1
-                path.unlink(missing_ok=True)
+                with suppress(OSError):  # of a folder that is only read, it stays and is decoded anew each time
+                    path.unlink(missing_ok=True)
             else:
                 self.counters.hits += 1
         return clip
@@ -81,15 +88,25 @@ class DiskCache:
             with draft.open("wb") as file:
                 file.writelines(body)
             os.replace(draft, self._place(key))
-        except OSError:  # a cache that cannot be written to is no cache, and no reason to stop
+        except OSError as error:  # a cache that cannot be written to is no cache, and no reason to stop
             with suppress(OSError):
                 draft.unlink()
+            self._tell(error)
             return
         with self._lock:
             self.bytes += size
             self._since_count += 1
             if self.bytes > self.limit or self._since_count >= RECOUNT_EVERY:
                 self._trim()
+
+    def _tell(self, error: OSError) -> None:
+        with self._lock:
+            told, self._told = self._told, True
+        if not told:
+            self.noted(
+                f"decoded clips cannot be kept in '{self.folder}' ({error.strerror}), so each is decoded again whenever it "
+                "is needed. Make room there, or choose another folder (media.cache)."
+            )
 
     def _place(self, key: str) -> Path:
         return self.folder / f"{key}.{FORMAT}-{_decoder_version()}"

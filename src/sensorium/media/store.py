@@ -29,7 +29,10 @@ HASHES_KEPT = 1 << 16
 
 
 class MediaStore:
-    """Bytes by content hash, in memory or below a folder (a run directory's ``media/``)."""
+    """Bytes by content hash, in memory or below a folder (a run directory's ``media/``).
+
+    ``stored_bytes`` is what the folder holds; linked clips count from the next time it is opened.
+    """
 
     def __init__(self, folder: Path | None = None, memory_mib: int = 256, limits: MediaLimits | None = None) -> None:
         self.folder, self.limits = folder, limits or MediaLimits()
@@ -40,8 +43,10 @@ class MediaStore:
         self._pictures: Recent[Image.Image] = Recent(memory_mib * MIB, lambda image: image.width * image.height * 3)
         self._files: dict[str, Path] = {}
         self._digests: Recent[str] = Recent(HASHES_KEPT, lambda _: 1)
+        self.stored_bytes = 0
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
+            self.stored_bytes = sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file())
 
     def put(self, data: bytes, kind: MediaKind, origin: str = "", parameters: Parameters | None = None) -> Media:
         """Keep bytes and return the reference to them; the same bytes are kept once."""
@@ -179,12 +184,16 @@ class MediaStore:
                 os.link(path, draft)
             except OSError:  # another file system, or somebody else's file
                 shutil.copyfile(path, draft)
+                self._count(draft.stat().st_size)
             os.replace(draft, place)
         finally:
             draft.unlink(missing_ok=True)
 
-    @staticmethod
-    def _write(folder: Path, digest: str, data: bytes) -> None:
+    def _count(self, size: int) -> None:
+        with self._counting:
+            self.stored_bytes += size
+
+    def _write(self, folder: Path, digest: str, data: bytes) -> None:
         place = folder / digest
         try:
             if place.stat().st_size == len(data):
@@ -194,6 +203,7 @@ class MediaStore:
         draft = _draft(folder, digest)
         draft.write_bytes(data)
         os.replace(draft, place)
+        self._count(len(data))
 
 
 def _draft(folder: Path, digest: str) -> Path:

@@ -38,6 +38,8 @@ TROUBLES = {
 class ConsoleWatcher(Watcher):
     """Shows a run on the terminal. ``console`` is rich's; it decides whether there is a terminal."""
 
+    shown = True
+
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
         self.lively = (

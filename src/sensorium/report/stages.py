@@ -84,7 +84,7 @@ def _bar(part: Summary) -> str:
     accuracy = part.get("accuracy")
     if accuracy is None:
         return "–"
-    interval = f'<span class="interval">{interval_text(part)}</span>' if part.get("interval") else ""
+    interval = f' <span class="interval">{interval_text(part)}</span>' if part.get("interval") else ""
     return f'<span class="bar" style="--share:{accuracy:.4f}"></span><span class="share">{share(accuracy)}</span>{interval}'
 
 

@@ -34,7 +34,9 @@ class RunStart:
 
 
 class Watcher:
-    """Looks on. Every method may be left out."""
+    """Looks on. Every method may be left out. ``shown``: a person sees what it is told, at once."""
+
+    shown = False
 
     def started(self, run: RunStart) -> None:
         """The run begins, or goes on."""

@@ -106,7 +106,7 @@ class TaskStream:
             except (TaskError, MediaError) as error:
                 long_prompt = isinstance(error, PromptTooLong)
                 if (on_long_prompt if long_prompt else on_bad_row or self.on_bad_row) == "refuse":
-                    raise
+                    raise with_way_out(error) from error
                 skipped.append(Skipped(source, row, str(error), long_prompt))
                 in_a_row += 1
                 if in_a_row >= self._whole_pass():
@@ -152,9 +152,17 @@ def each_once(
             tasks.append(sources[i][row])
         except (TaskError, MediaError) as error:
             if on_bad_row == "refuse":
-                raise
+                raise with_way_out(error) from error
             skipped.append(Skipped(i, row, str(error)))
     return tasks, skipped
+
+
+def with_way_out(error: TaskError | MediaError) -> TaskError | MediaError:
+    """The error of a bad row with what the recipe can do about it; a prompt that is too long names its own key."""
+    if isinstance(error, PromptTooLong):
+        return error
+    kind = MediaError if isinstance(error, MediaError) else TaskError
+    return kind(f"{error} To leave such rows out, and have them counted: tasks.on_bad_row: skip.")
 
 
 def a_few(sources: Sequence[TaskSource], each: int = 8) -> list[Task]:

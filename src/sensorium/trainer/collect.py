@@ -84,7 +84,7 @@ class Collector:
     def __init__(self, recipe: Recipe, session: Session, drawing: Drawing, ledger: Ledger, watcher: Watcher) -> None:
         self.recipe, self.session, self.drawing = recipe, session, drawing
         self.ledger, self.watcher = ledger, watcher
-        session.scorer.noted = watcher.noted
+        session.tell_by(watcher.noted)
         self.traits = estimator_traits(recipe.algorithm.advantage.name)
 
     async def collect(self, step: int, clock: Clock) -> Collected:

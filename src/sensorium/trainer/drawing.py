@@ -17,7 +17,7 @@ from sensorium.learner.plain_state import not_plain
 from sensorium.recipe.schema import TasksSection
 from sensorium.rollout.modalities import media_of
 from sensorium.rollout.play import Rollout
-from sensorium.tasks.mixture import Skipped
+from sensorium.tasks.mixture import Skipped, with_way_out
 from sensorium.tasks.planner import GroupOutcome, PlannedTasks, Planner
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import CheckpointError, MediaError, PromptTooLong, SensoriumError, TaskError
@@ -121,7 +121,7 @@ class Drawing:
             except (PromptTooLong, MediaError) as error:
                 long = isinstance(error, PromptTooLong)
                 if (self.section.on_long_prompt if long else self.section.on_bad_row) == "refuse":
-                    raise
+                    raise with_way_out(error) from error
                 unfit.append(Skipped(0, 0, str(error), long_prompt=long))
         return fitting, unfit
 

@@ -215,6 +215,8 @@ class Trainer:
         self._thin_logs()
         row["time/checkpoint_s"] = self.last_saving_s
         row |= self.meter.row()
+        for note in self.meter.notes():
+            self.watcher.noted(note)
         row |= self.health.examine(self.step, row, evidence)
         self.metrics.append(self.step, row)
         self.watcher.stepped(self.step, row)
@@ -286,7 +288,7 @@ class Trainer:
         self._forget_played()
         restore_random_state(state["random"])
         self.directory.drop_after(self.step)
-        self.health.restore()
+        self.health.restore(self.step)
         self.checkpoints.clear_after(self.step, self.best)
         self.ledger.rewind(self.step + 1)
 

@@ -61,12 +61,18 @@ def environment_metrics(pool: WorkerPool) -> dict[str, float]:
     }
 
 
+GIB = 1 << 30
+FIRST_TOLD_GIB = 2.0
+"""Size of a run's media at which it is first said, then at each doubling."""
+
+
 class MediaMeter:
     """What media cost, from row to row of a run; of a policy that only reads there is nothing to tell."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._before = session, session.media_counts
         self._row: dict[str, float] = {}
+        self._told_gib = FIRST_TOLD_GIB
 
     def lap(self, name: str = "media") -> None:
         """Put what was counted since the last lap under a name, on top of what stands there in this row already."""
@@ -82,11 +88,25 @@ class MediaMeter:
         yield
         self._before = self._session.media_counts
 
+    def notes(self) -> list[str]:
+        """What to say of the media store: nothing, or that it has grown to twice what was last said."""
+        size = self._session.store.stored_bytes / GIB
+        if size < self._told_gib:
+            return []
+        while self._told_gib <= size:
+            self._told_gib *= 2
+        folder = self._session.store.folder
+        return [
+            f"'{folder}' holds {size:.1f} GiB of media: every picture that tasks and environments show is kept, for the "
+            "report and for resuming, and nothing bounds it. See that the disk has room."
+        ]
+
     def row(self) -> dict[str, float]:
         """The metrics since the last row, and what is kept now."""
         self.lap()
         row, self._row = self._row, {}
         sizes = {f"media/{key}": size for key, size in self._before.sizes.items()}
+        sizes["media/store_gib"] = self._session.store.stored_bytes / GIB
         return row | sizes if len(self._session.modalities) > 1 else {}
 
 

@@ -43,10 +43,9 @@ def train(recipe: Recipe, *, resume: bool = False, restart: bool = False, watche
     process at a time may do so.
     """
     directory = RunDirectory(recipe.directory.absolute())  # a reward or an environment may change the working directory
-    with lock_run(directory.path), _disk_errors_said(directory):
-        notes: list[str] = []
+    with lock_run(directory.path), _disk_errors_said(directory), _beside_others(directory) as notes:
         if resume:
-            notes = go_on(recipe, directory)
+            notes += go_on(recipe, directory)
         else:
             (begin_again if restart else begin)(recipe, directory)
         trainer = open_trainer(recipe, directory, resume=resume, watchers=watchers, notes=notes)
@@ -73,9 +72,9 @@ def open_trainer(
     The learner is the one of this process, unless another is made.
     """
     settle(recipe)
-    ledger = Ledger(directory.ledger)
     checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
     last, found = _last_good(recipe, directory, checkpoints) if resume else (None, [])
+    ledger = Ledger(directory.ledger)
     saved = None if last is None else checkpoints.path(last)
     session = open_session(recipe, load_trained(recipe, open_store(recipe, directory.media), saved), ledger)
     stream = make_stream(recipe, session.store)
@@ -90,18 +89,42 @@ def open_trainer(
     loggers = [build("logger", name, {}, "logging.loggers", **given) for name in recipe.logging.loggers]
     watcher = Watchers([*loggers, *watchers])
     for note in (*notes, *found):
-        if note.startswith("ATTENTION"):  # whoever looks on or does not
+        if note.startswith("ATTENTION") and not any(one.shown for one in watcher.watchers):  # somebody must see it
             print(note, file=sys.stderr)
         watcher.noted(note)
     if skipped:
         watcher.noted(f"{len(skipped)} held-out rows were skipped; the first because: {skipped[0].reason}")
-    for note in (*cautions(recipe), *start_notes(recipe, few), *unanswered):
-        watcher.noted(note)
+    if not resume or notes:  # a run that goes on as it was has been told them
+        for note in (*cautions(recipe), *start_notes(recipe, few), *unanswered):
+            watcher.noted(note)
     learner = (make_learner or local_learner)(recipe, session, directory, saved)
     trainer = Trainer(recipe, session, learner, planner, held_out, directory, ledger, watcher)
     if last is not None:
         trainer.restore(checkpoints.load(last))
     return trainer
+
+
+_going_on: list[Path] = []
+"""The runs of this process; more than one where threads train at the same time."""
+
+
+@contextmanager
+def _beside_others(directory: RunDirectory) -> Iterator[list[str]]:
+    """What to say to a run that starts while another one goes on in the same process: they share what is global."""
+    others = [path for path in _going_on if path != directory.path]
+    _going_on.append(directory.path)
+    try:
+        yield [_shared_with(others[0])] if others else []
+    finally:
+        _going_on.remove(directory.path)
+
+
+def _shared_with(other: Path) -> str:
+    return (
+        f"ATTENTION: the run in '{other}' goes on in this process too. The global random numbers of Python, numpy and "
+        "torch belong to both, and so does torch's number of threads: a reward, an environment or a model's first "
+        "weights that draw from them may not repeat. For runs that repeat bit for bit start each in its own process."
+    )
 
 
 def _last_good(recipe: Recipe, directory: RunDirectory, checkpoints: Checkpoints) -> tuple[int, list[str]]:
@@ -123,8 +146,10 @@ def _last_good(recipe: Recipe, directory: RunDirectory, checkpoints: Checkpoints
     if lost:
         notes.append(
             f"ATTENTION: '{directory.metrics}' lacks the rows of {len(lost)} steps, the first of step {lost[0]}: they were "
-            "lost or removed. The model does not depend on them; curves and report have a gap."
+            "lost or removed. The model does not depend on them; curves and report have a gap, and health rules that look "
+            "back, such as whether anything was trained, know of no earlier step."
         )
+    notes += _lost_files(recipe, directory, last)
     if not has_digests(checkpoints.path(last)):
         notes.append(f"the checkpoint of step {last} has no digests (an older version wrote it); only sizes were checked.")
     if last == recipe.warm_start.steps + recipe.steps:
@@ -133,6 +158,20 @@ def _last_good(recipe: Recipe, directory: RunDirectory, checkpoints: Checkpoints
             "sn.resume(run, steps=…)"
         )
     return last, notes
+
+
+def _lost_files(recipe: Recipe, directory: RunDirectory, last: int) -> Iterator[str]:
+    """What to say of other files of the run that were there when its last checkpoint was written."""
+    if not directory.ledger.exists():
+        yield (
+            f"ATTENTION: '{directory.ledger}' is missing: judgements that were paid for are asked for again, and what "
+            "became of earlier episodes is no longer on record."
+        )
+    if last > recipe.warm_start.steps and not directory.episodes_of(last).exists():
+        yield (
+            f"ATTENTION: '{directory.episodes_of(last)}' is missing: episodes were lost or removed. The model does not "
+            "depend on them; the report cannot show them."
+        )
 
 
 @contextmanager

@@ -54,7 +54,14 @@ class NonFiniteUpdate(SensoriumError):
 
 
 class NothingTrained(SensoriumError):
-    """A run made no update, at all or for as many steps as the recipe allows; what it has is saved."""
+    """A run made no update, at all or for as many steps as the recipe allows; what it has is saved.
+
+    ``short`` is for who has seen the run's findings already: it does not repeat them.
+    """
+
+    def __init__(self, text: str, short: str = "") -> None:
+        super().__init__(text)
+        self.short = short or text
 
 
 class NonFiniteModel(SensoriumError):

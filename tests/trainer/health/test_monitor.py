@@ -145,3 +145,24 @@ def test_a_resumed_run_whose_health_file_was_taken_away_still_tells(tmp_path: Pa
     resumed.remind()
     assert ear.heard
     assert all("health.jsonl" in notice.text for notice in ear.heard)
+
+
+def test_an_error_that_follows_its_findings_does_not_repeat_them(tmp_path: Path) -> None:
+    health, _ = monitor(tmp_path)
+    go(health, tmp_path, [{"groups/trained": 0, "policy/skipped": 1}] * 3)
+    with pytest.raises(NothingTrained) as stopped:
+        health.refuse_untrained()
+    cause = "the first episode was left out"
+    assert cause in str(stopped.value)
+    assert cause not in stopped.value.short
+    assert "health.jsonl" in stopped.value.short
+
+
+def test_rows_that_are_lost_may_have_trained_so_nothing_is_claimed_of_them(tmp_path: Path) -> None:
+    health, _ = monitor(tmp_path)
+    go(health, tmp_path, [HEALTHY, IDLE, IDLE])
+    rows = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(rows[1:]))
+    again, _ = monitor(tmp_path)
+    again.restore(3)
+    assert not again.untrained()

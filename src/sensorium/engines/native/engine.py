@@ -3,7 +3,7 @@
 ``scheduler`` says when a tick may happen; ``writer`` does what happens in one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from sensorium.engines.native.pipeline import PagedWriter
@@ -53,6 +53,10 @@ class NativeEngine:
     def counters(self) -> WriterCounters:
         """What the engine did so far."""
         return self._writer.counters
+
+    def tell_by(self, noted: Callable[[str], None]) -> None:
+        """Say by this, instead of as a warning, what decoding does the slow way."""
+        self._writer.tell_by(noted)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -61,6 +61,7 @@ class Steps:
 
     def __init__(self, policy: Policy, record: bool) -> None:
         self.refusal: str | None = None
+        self.noted: Callable[[str], None] = _warn
         self._policy = policy
         self._record = record and policy.device.type == "cpu"
         self._fed = 0
@@ -89,7 +90,7 @@ class Steps:
             return draw(make([None if absent else next(rest) for absent in variant]), *tensors[: len(inputs)])
 
         if self._record and calls == RECORD_AFTER:
-            recorded = _record_draw(plain, (*inputs, *parts))
+            recorded = self._record_draw(plain, (*inputs, *parts))
         self._draws[variant] = (calls + 1, recorded)
         packed_3B = (recorded or plain)(*inputs, *parts)
         batch.reach += 1
@@ -116,19 +117,21 @@ class Steps:
             self._feed, self.refusal = record(plain, trials, self._modules), None
         except CannotRecord as error:
             self.refusal = str(error)
-            warnings.warn(
+            self.noted(
                 f"sampling on the CPU runs without a recording of its decode step, so this {self._policy.family} model is "
-                f"sampled more slowly; the numbers are the same. The step cannot be recorded because {error}.",
-                stacklevel=2,
+                f"sampled more slowly; the numbers are the same. The step cannot be recorded because {error}."
             )
 
+    def _record_draw(self, plain: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Recording | None:
+        try:
+            return record(plain, [inputs])
+        except CannotRecord as error:
+            self.noted(f"drawing tokens runs without a recording, more slowly: {error}.")
+            return None
 
-def _record_draw(plain: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Recording | None:
-    try:
-        return record(plain, [inputs])
-    except CannotRecord as error:
-        warnings.warn(f"drawing tokens runs without a recording, more slowly: {error}.", stacklevel=2)
-        return None
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=3)
 
 
 def _trial(block: Tensor, rows: int, reach: int) -> tuple[Tensor, ...]:

@@ -5,7 +5,7 @@ from the end. What a row draws depends on its context and key alone. Rows whose 
 tick, by when their episode has released the thread or may come back to it. Weights never change under a row.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -80,6 +80,10 @@ class Writer:
         self._rows: list[Row] = []
         self._jobs: dict[str, Job] = {}  # of the rows, by thread
         self._batch: Batch | None = None
+
+    def tell_by(self, noted: Callable[[str], None]) -> None:
+        """Say by this, instead of as a warning, what is done the slow way."""
+        self._steps.noted = noted
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -76,6 +76,7 @@ class Health:
         self.recipe, self.directory, self.watcher = recipe, directory, watcher
         self.history, self.courses = History(), Courses()
         self.sight: tuple[SightResult, ...] = ()
+        self._rows_lost = False
         self._texts: dict[str, tuple[str, bool]] = {}  # by rule: what was last told, and whether it is grave
 
     @property
@@ -83,8 +84,8 @@ class Health:
         """True while a finding says that updates have damaged the model."""
         return not DAMAGING.isdisjoint(self.courses.open)
 
-    def restore(self) -> None:
-        """Read back what the rows of this run directory come to."""
+    def restore(self, done: int = 0) -> None:
+        """Read back what the rows of this run directory come to; ``done`` steps were made, or those that the rows tell."""
         record = read_health(self.directory.health)
         for notice in record.notices:
             self._texts[notice.rule] = (notice.text, notice.grave)
@@ -94,6 +95,8 @@ class Health:
             self.history.add(row)
             found = [name.removeprefix("health/") for name in row if name.startswith("health/")]
             self.courses.advance(row["step"], found, looked="sight/shown" in row)
+            done = max(done, int(row["step"]))
+        self._rows_lost = self.history.steps < done
 
     def remind(self) -> None:
         """Tell the watchers of a resumed run what lasts."""
@@ -136,20 +139,28 @@ class Health:
         if chance and not self.courses.open.keys() & {"no_update", "no_answer"}:
             self.watcher.noted(told)
         else:
-            raise NothingTrained(f"{told} What the run has is saved in '{self.directory.path}'.")
+            saved = f"What the run has is saved in '{self.directory.path}'."
+            seen = "Why stands in the lines “health” above, in health.jsonl and on top of the report."
+            short = f"{self._stage()}. {seen} {saved}" if self.courses.open else ""
+            raise NothingTrained(f"{told} {saved}", short)
 
     def untrained(self) -> str:
         """Why the run as it is has trained nothing, or stopped; empty if it has."""
+        stage = self._stage()
+        return f"{stage}. {self._causes()}" if stage else ""
+
+    def _stage(self) -> str:
+        """Which steps have trained nothing; empty if that cannot be said. Rows that are lost may have told of an update."""
         history, limit = self.history, self.recipe.health.stop_after
         if self.idle and history.steps < self.recipe.total_steps:
-            stage = f"the last {history.idle} steps made no update, so the run was stopped (health.stop_after: {limit})"
-        elif history.steps and not history.trained:
-            stage = f"none of the {history.steps} steps made an update"
-        elif history.rl_steps and not history.rl_trained:
-            stage = f"none of the {history.rl_steps} steps of RL made an update, only the warm start did"
-        else:
+            return f"the last {history.idle} steps made no update, so the run was stopped (health.stop_after: {limit})"
+        if self._rows_lost:
             return ""
-        return f"{stage}. {self._causes()}"
+        if history.steps and not history.trained:
+            return f"none of the {history.steps} steps made an update"
+        if history.rl_steps and not history.rl_trained:
+            return f"none of the {history.rl_steps} steps of RL made an update, only the warm start did"
+        return ""
 
     def _causes(self) -> str:
         """What is known of the reasons, the grave ones first."""
