@@ -9,7 +9,7 @@ import torch
 from sensorium.engines.native.engine import NativeEngine
 from sensorium.engines.native.steps import RECORD_AFTER
 from sensorium.engines.protocol import Request, Sampling
-from sensorium.learner.learner import Learner, Sample
+from sensorium.learner.learner import CreditedEpisode, Learner
 from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
@@ -52,13 +52,13 @@ def requests(bench: Bench) -> list[Request]:
     ]
 
 
-def samples(asked: list[Request], written: list[Segment]) -> list[list[Sample]]:
+def samples(asked: list[Request], written: list[Segment]) -> list[list[CreditedEpisode]]:
     made = []
     for request, response in zip(asked, written, strict=True):
         turns = (Turn(0, (), response, 0, 1),)
         thread = Thread((*request.context, response), (False, True))
         episode = Episode(request.thread, "task", "group", 0, (thread,), turns, Status.FINISHED)
-        made.append(Sample(episode, (torch.linspace(-1, 1, len(response.tokens)),)))
+        made.append(CreditedEpisode(episode, (torch.linspace(-1, 1, len(response.tokens)),)))
     return [made[:2], made[2:]]
 
 

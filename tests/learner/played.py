@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sensorium.learner.learner import Learner, Sample
+from sensorium.learner.learner import CreditedEpisode, Learner
 from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
@@ -17,7 +17,7 @@ from sensorium.vocabulary import Episode, Media, Segment, Status, Thread, Turn, 
 
 from ..models.clips import clip, noise, row_inputs, tone
 
-Groups = list[list[Sample]]
+Groups = list[list[CreditedEpisode]]
 
 
 def open_policy(folder: Path, dtype: str = "float32", store: MediaStore | None = None, device: str = "cpu") -> Policy:
@@ -60,7 +60,7 @@ class Player:
         logprobs = (-self.rng.random(len(tokens)) * 6).tolist()
         return self.policy.chat.written(tokens, logprobs, logprobs, f"response {self.count}")
 
-    def sample(self, threads: list[Thread], places: list[tuple[int, int]]) -> Sample:
+    def sample(self, threads: list[Thread], places: list[tuple[int, int]]) -> CreditedEpisode:
         turns = [
             Turn(i, (), threads[thread].segments[segment], thread, segment) for i, (thread, segment) in enumerate(places)
         ]
@@ -68,11 +68,11 @@ class Player:
         name = f"episode {self.episodes}"
         episode = Episode(name, "task", "group", 0, tuple(threads), tuple(turns), Status.FINISHED)
         advantages = tuple(torch.from_numpy(self.rng.normal(size=len(turn.response.tokens))).float() for turn in turns)
-        return Sample(episode, advantages)
+        return CreditedEpisode(episode, advantages)
 
     def single_turn(
         self, size: int = 3, pictures: int = 1, longest: int = 9, side: int = 84, more: Sequence[Media] = ()
-    ) -> list[Sample]:
+    ) -> list[CreditedEpisode]:
         """A question with pictures of sides up to ``side`` and with ``more``, answered ``size`` times."""
         sides = self.rng.integers(1, side // 28 + 1, (pictures, 2)) * 28
         shown = [*more, *(self.picture(int(width), int(height)) for width, height in sides)]
@@ -80,7 +80,7 @@ class Player:
         threads = [Thread((prompt, self.write(longest)), (False, True)) for _ in range(size)]
         return [self.sample([thread], [(0, 1)]) for thread in threads]
 
-    def conversation(self, size: int = 3, turns: int = 3, late: Callable[[], Media] | None = None) -> list[Sample]:
+    def conversation(self, size: int = 3, turns: int = 3, late: Callable[[], Media] | None = None) -> list[CreditedEpisode]:
         """One thread an episode; a picture in the first question, and in every third turn one of its own (or ``late``)."""
         late = late or (lambda: self.picture(56, 28))
         prompt = self.policy.chat.render([user(self.picture(), "Where?")])
@@ -99,7 +99,7 @@ class Player:
             samples.append(self.sample([Thread(tuple(segments), tuple(home))], places))
         return samples
 
-    def windowed(self, size: int = 2, turns: int = 4, window: int = 2) -> list[Sample]:
+    def windowed(self, size: int = 2, turns: int = 4, window: int = 2) -> list[CreditedEpisode]:
         """A sliding window of turns: several threads an episode, answers recurring as context, pictures in every turn."""
         head = self.policy.chat.render([system("Answer briefly.")], generate=False)
         first = [user(self.picture(), "start")]
@@ -128,7 +128,9 @@ def stock_model(folder: Path) -> Any:
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def stock_rows(model: Any, policy: Policy, groups: Groups, row: Callable[[Sample, int, Tensor, Tensor], None]) -> float:
+def stock_rows(
+    model: Any, policy: Policy, groups: Groups, row: Callable[[CreditedEpisode, int, Tensor, Tensor], None]
+) -> float:
     """Every turn's home thread as one plain forward: calls ``row(sample, turn, logits [T, V], tokens [T])``.
 
     Returns the largest logit seen.
@@ -144,14 +146,14 @@ def stock_rows(model: Any, policy: Policy, groups: Groups, row: Callable[[Sample
     return scale
 
 
-def stock_hidden(model: Any, policy: Policy, sample: Sample, turn: int) -> Tensor:
+def stock_hidden(model: Any, policy: Policy, sample: CreditedEpisode, turn: int) -> Tensor:
     """The hidden states [T, H] of a turn's home thread up to its response, by a plain forward."""
     with torch.no_grad():
         hidden: Tensor = model.model(**stock_inputs(policy, sample, turn)).last_hidden_state[0]
     return hidden
 
 
-def stock_inputs(policy: Policy, sample: Sample, turn: int) -> dict[str, Tensor]:
+def stock_inputs(policy: Policy, sample: CreditedEpisode, turn: int) -> dict[str, Tensor]:
     """What a plain forward over a turn's home thread takes."""
     place = sample.episode.turns[turn]
     segments = sample.episode.threads[place.thread].segments[: place.segment + 1]

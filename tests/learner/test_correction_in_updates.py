@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sensorium.algorithms import correction
-from sensorium.learner.learner import Sample
-from sensorium.learner.sample import sampled_tokens
+from sensorium.learner.credited_episode import sampled_tokens
+from sensorium.learner.learner import CreditedEpisode
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import AlgorithmSection, BatchSection, CorrectionSection, LossSection, OptimizerSection
 
@@ -143,7 +143,9 @@ def test_where_nobody_has_an_advantage_the_metrics_say_so(checkpoints: dict[str,
     learner = make_learner(policy)
     assert learner.step(groups)["policy/learning_share"] == 1
     first, *others = groups[0]
-    quiet = [[Sample(s.episode, tuple(torch.zeros_like(a) for a in s.advantages)) for s in group] for group in groups]
+    quiet = [
+        [CreditedEpisode(s.episode, tuple(torch.zeros_like(a) for a in s.advantages)) for s in group] for group in groups
+    ]
     row = learner.step(quiet)
     assert (row["policy/learning_share"], row["policy/loss"]) == (0, 0)
     one = learner.step([[first, *quiet[0][1:]], *quiet[1:]])

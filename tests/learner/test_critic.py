@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sensorium.learner.credited_episode import CreditedEpisode, CriticValues
 from sensorium.learner.critic import Critic
 from sensorium.learner.learner import Learner
-from sensorium.learner.sample import CriticValues, Sample
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import AdvantageSection, AlgorithmSection, BatchSection, CriticSection, OptimizerSection
 from sensorium.vocabulary import Status
@@ -37,7 +37,7 @@ def play(policy: Policy) -> Groups:
     return [[_cut(sample) if i % 3 == 2 else sample for i, sample in enumerate(group)] for group in groups]
 
 
-def _cut(sample: Sample) -> Sample:
+def _cut(sample: CreditedEpisode) -> CreditedEpisode:
     return replace(sample, episode=replace(sample.episode, status=Status.TRUNCATED))
 
 
@@ -48,7 +48,7 @@ def taught(learner: Learner, groups: Groups) -> Groups:
     lengths = [sum(stretch.length for stretch in several) for several in found.positions.stretches]
     values = iter(found.values_P.split(lengths))
 
-    def one(sample: Sample) -> Sample:
+    def one(sample: CreditedEpisode) -> CreditedEpisode:
         values_P = next(values)
         targets_P = values_P + torch.randn(len(values_P), generator=random)
         targets_P[torch.rand(len(values_P), generator=random) < 0.2] = float("nan")

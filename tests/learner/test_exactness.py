@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sensorium.learner import forward
-from sensorium.learner.learner import Learner, Sample
+from sensorium.learner.learner import CreditedEpisode, Learner
 from sensorium.models.policy import Policy
 from sensorium.models.reference import FrozenCopy
 from sensorium.models.tiny import make_tiny
@@ -36,7 +36,7 @@ SOUNDS = {
 }
 
 
-def layouts(policy: Policy) -> dict[str, Callable[[Player], list[Sample]]]:
+def layouts(policy: Policy) -> dict[str, Callable[[Player], list[CreditedEpisode]]]:
     """What the family must get right."""
     return LAYOUTS | (SOUNDS if "sound" in policy.chat.modalities else {})
 
@@ -57,7 +57,7 @@ def test_logprobs_equal_the_stock_model_row_by_row(family: str, temperature: flo
         }
         gaps = []
 
-        def compare(sample: Sample, turn: int, logits: Tensor, tokens: Tensor, found=found, gaps=gaps) -> None:
+        def compare(sample: CreditedEpisode, turn: int, logits: Tensor, tokens: Tensor, found=found, gaps=gaps) -> None:
             expected = distribution(policy, logits, temperature).gather(1, tokens[:, None])[:, 0]
             gaps.append(float((found[sample.episode.id, turn] - expected).abs().max()))
 
@@ -103,7 +103,7 @@ def stock_gradients(folder: Path, other: Path, learner: Learner, groups: Groups)
     episodes = sum(len(group) for group in groups)
     waiting = iter(references)
 
-    def descend(sample: Sample, turn: int, logits: Tensor, tokens: Tensor) -> None:
+    def descend(sample: CreditedEpisode, turn: int, logits: Tensor, tokens: Tensor) -> None:
         logp_TV = distribution(policy, logits, TEMPERATURE)
         entropy = -(logp_TV.exp() * logp_TV.masked_fill(logp_TV.isinf(), 0)).sum(1)
         logp = logp_TV.gather(1, tokens[:, None])[:, 0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sensorium.learner.learner import Sample
+from sensorium.learner.learner import CreditedEpisode
 from sensorium.recipe.schema import BatchSection, OptimizerSection
 
 from .played import Player, distribution, make_learner, open_policy, stock_model, stock_rows
@@ -30,7 +30,7 @@ def test_logprobs_and_gradients_on_the_gpu(family: str, dtype: str, checkpoints:
     count = sum(sample.episode.sampled_tokens for group in groups for sample in group)
     gaps = []
 
-    def descend(sample: Sample, turn: int, logits: Tensor, tokens: Tensor) -> None:
+    def descend(sample: CreditedEpisode, turn: int, logits: Tensor, tokens: Tensor) -> None:
         expected = distribution(policy, logits, 1.0).gather(1, tokens[:, None])[:, 0]
         gaps.append(float((next(found) - expected).detach().abs().max()))
         (-(sample.advantages[turn] * expected).sum() / count).backward()

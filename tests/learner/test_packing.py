@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sensorium.learner.attention import Run, TreeAttention, arrange
+from sensorium.learner.attention import TokenRun, TreeAttention, arrange
 from sensorium.learner.packing import pack
 from sensorium.models.attention import MaskedAttention
 from sensorium.models.policy import Policy
@@ -110,18 +110,18 @@ def test_one_tower_pass_per_distinct_picture_per_update(policy: Policy) -> None:
 
 
 @st.composite
-def forests(draw: st.DrawFn) -> list[Run]:
+def forests(draw: st.DrawFn) -> list[TokenRun]:
     """Runs of random trees, parents first."""
-    runs: list[Run] = []
+    runs: list[TokenRun] = []
     for _ in range(draw(st.integers(1, 8))):
         above = draw(st.sampled_from([None, *runs]))
-        runs.append(Run(draw(st.integers(0, 6)), above))
+        runs.append(TokenRun(draw(st.integers(0, 6)), above))
     return runs
 
 
 @settings(deadline=None, max_examples=60)
 @given(forests(), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_tree_attention_is_attention_with_the_block_mask(runs: list[Run], dtype: torch.dtype) -> None:
+def test_tree_attention_is_attention_with_the_block_mask(runs: list[TokenRun], dtype: torch.dtype) -> None:
     batches = arrange(runs)
     count = sum(run.length for run in runs)
     if not count:

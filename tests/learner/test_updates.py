@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sensorium.learner.learner import Sample
+from sensorium.learner.learner import CreditedEpisode
 from sensorium.learner.update import Objective
 from sensorium.models.policy import Policy
 from sensorium.models.reference import FrozenCopy
@@ -94,7 +94,7 @@ def test_mismatch_is_nothing_when_the_engine_agrees(checkpoints: dict[str, Path]
 def test_good_answers_become_likelier_and_bad_ones_less(checkpoints: dict[str, Path]) -> None:
     policy = open_policy(checkpoints["qwen2_5_vl"])
     group = [
-        Sample(sample.episode, tuple(torch.full_like(a, sign) for a in sample.advantages))
+        CreditedEpisode(sample.episode, tuple(torch.full_like(a, sign) for a in sample.advantages))
         for sample, sign in zip(Player(policy).single_turn(size=2), (1.0, -1.0), strict=True)
     ]
     learner = make_learner(policy, optimizer=OptimizerSection(lr=1e-4))
@@ -128,7 +128,7 @@ def test_a_non_finite_update_stops_before_the_weights_move(what: str, checkpoint
     learner.step(groups)
     if what == "advantage":
         first = groups[0][0]
-        groups[0][0] = Sample(first.episode, tuple(a * float("nan") for a in first.advantages))
+        groups[0][0] = CreditedEpisode(first.episode, tuple(a * float("nan") for a in first.advantages))
     else:
         with torch.no_grad():
             policy.model.get_decoder().layers[0].mlp.down_proj.weight[0, 0] = float("inf")
@@ -158,7 +158,7 @@ def test_a_step_that_stopped_at_a_later_update_is_gone_on_with_exactly(checkpoin
     policy = open_policy(checkpoints["qwen2_5_vl"])
     groups = play(policy)
     last = groups[-1][0]
-    bad = [*groups[:-1], [Sample(last.episode, tuple(a * float("inf") for a in last.advantages)), *groups[-1][1:]]]
+    bad = [*groups[:-1], [CreditedEpisode(last.episode, tuple(a * float("inf") for a in last.advantages)), *groups[-1][1:]]]
     batch = BatchSection(updates_per_epoch=2)
     learner = make_learner(policy, batch=batch)
     with pytest.raises(NonFiniteUpdate, match="update 2 of 2"):
@@ -185,7 +185,7 @@ def test_groups_without_advantages_are_measured_but_need_no_backward(
         policy = open_policy(checkpoints["qwen2_5_vl"])
         player = Player(policy)
         loud, quiet = player.conversation(), player.windowed()
-        quiet = [Sample(s.episode, tuple(torch.zeros_like(a) for a in s.advantages)) for s in quiet]
+        quiet = [CreditedEpisode(s.episode, tuple(torch.zeros_like(a) for a in s.advantages)) for s in quiet]
         learner = make_learner(policy)
         with monkeypatch.context() as patch:
             if not skip:
@@ -209,7 +209,7 @@ def test_groups_without_advantages_are_measured_but_need_no_backward(
 def test_an_update_without_any_advantage_still_counts(checkpoints: dict[str, Path]) -> None:
     policy = open_policy(checkpoints["qwen2_5_vl"])
     group = Player(policy).single_turn()
-    quiet = [Sample(s.episode, tuple(torch.zeros_like(a) for a in s.advantages)) for s in group]
+    quiet = [CreditedEpisode(s.episode, tuple(torch.zeros_like(a) for a in s.advantages)) for s in group]
     learner = make_learner(policy)
     before = weights(policy)
     metrics = learner.step([quiet])

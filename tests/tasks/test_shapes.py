@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from sensorium.media.store import MediaStore
-from sensorium.tasks.shapes import ANSWERS, COLOURS, KINDS, PLACES, Scene, Shapes
+from sensorium.tasks.shapes import ANSWERS, COLOURS, KINDS, PLACES, Shapes, ShapesScene
 from sensorium.vocabulary.errors import TaskError
 from sensorium.vocabulary.task import Task
 
@@ -19,7 +19,7 @@ def pixels(store: MediaStore, task: Task) -> np.ndarray:
     return np.array(Image.open(io.BytesIO(store.bytes_of(media))).convert("RGB"))
 
 
-def truth(scene: Scene) -> str:
+def truth(scene: ShapesScene) -> str:
     """The answer read off the scene by someone who did not make it."""
     word = scene.question.rstrip("?").split()[-1]
     found = [thing for thing in scene.things if word in (thing.colour, thing.shape)]

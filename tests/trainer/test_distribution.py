@@ -137,7 +137,7 @@ def test_the_correction_weighs_by_the_probability_that_top_p_kept(tmp_path: Path
 
 
 def test_old_over_truncated_by_hand() -> None:
-    from sensorium.learner.sample import SampledTokens
+    from sensorium.learner.credited_episode import SampledTokens
     from sensorium.learner.update import corrections
     from sensorium.recipe.schema import CorrectionSection
 

@@ -10,11 +10,11 @@ from sensorium.assembly.models import load_beside
 from sensorium.assembly.reference import begin_reference, resume_reference
 from sensorium.assembly.session import Session
 from sensorium.learner.assessment import Assessment
+from sensorium.learner.credited_episode import CreditedEpisode, Groups
 from sensorium.learner.critic import Critic
 from sensorium.learner.learner import Learner
 from sensorium.learner.plain_state import load_state, save_state
 from sensorium.learner.protocol import RunLearner
-from sensorium.learner.sample import Groups, Sample
 from sensorium.models.policy import Policy
 from sensorium.models.reference import Reference
 from sensorium.recipe.schema import Recipe
@@ -34,7 +34,7 @@ class LocalLearner:
         policy.checkpoint_gradients(recipe.model.gradient_checkpointing)
         self._warming = recipe.warm_start.steps > 0
         self._stage = make_learner(recipe, policy, None, warming=self._warming)
-        self._shortest: Sample | None = None
+        self._shortest: CreditedEpisode | None = None
         self._sound: int | None = None
 
     @property
@@ -152,5 +152,5 @@ def make_critic(recipe: Recipe, policy: Policy) -> Critic | None:
     return Critic(trunk, section, total_steps=recipe.steps)
 
 
-def _length(sample: Sample) -> int:
+def _length(sample: CreditedEpisode) -> int:
     return sum(len(segment.tokens) for thread in sample.episode.threads for segment in thread.segments)

@@ -17,7 +17,7 @@ Extract = Callable[[Task, Episode], str | None]
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationResult:
     """What an evaluation found: a summary of plain numbers, and the scored groups behind it."""
 
     summary: dict[str, Any]
@@ -26,13 +26,13 @@ class Evaluation:
 
 async def evaluate(
     session: Session, recipe: Recipe, tasks: Sequence[Task], *, name: str, temperature: float, samples: int = 1
-) -> Evaluation:
+) -> EvaluationResult:
     """Play every task ``samples`` times. The same seed and name draw the same random numbers at every call."""
     scorer, groups = session.scorer, list[Group]()
     attempt, sampling = attempt_of(recipe.seed, name), sampling_of(recipe.rollout, temperature)
     async for scored in play_chunks(session.rollout, scorer, tasks, cut(tasks), samples, attempt, sampling):
         groups += scored
-    return Evaluation(summarize(groups, name, scorer.extract if scorer.comparing else None), tuple(groups))
+    return EvaluationResult(summarize(groups, name, scorer.extract if scorer.comparing else None), tuple(groups))
 
 
 def attempt_of(seed: int, name: str) -> Attempt:

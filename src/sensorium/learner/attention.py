@@ -22,11 +22,11 @@ FREE_CELLS = 8192
 
 
 @dataclass(eq=False)
-class Run:
+class TokenRun:
     """Unbranched tokens of a tree, below the run they branch off from. ``start`` is their place in the flat row."""
 
     length: int
-    above: "Run | None"
+    above: "TokenRun | None"
     prefix: int = 0
     start: int = 0
 
@@ -38,9 +38,9 @@ class Run:
         return np.concatenate([self.above.ancestors(), own])
 
 
-def arrange(runs: Sequence[Run]) -> list[list[Run]]:
+def arrange(runs: Sequence[TokenRun]) -> list[list[TokenRun]]:
     """Batch runs of like shape, so that little of a rectangle is padding, and give each its place in the flat row."""
-    batches: list[list[Run]] = []
+    batches: list[list[TokenRun]] = []
     needed = rows = width = above = start = 0
     for run in runs:
         run.prefix = 0 if run.above is None else run.above.prefix + run.above.length
@@ -60,7 +60,7 @@ def arrange(runs: Sequence[Run]) -> list[list[Run]]:
 class TreeAttention:
     """Attention of one flat row [1, T] that holds trees, their runs arranged in batches."""
 
-    def __init__(self, batches: Sequence[Sequence[Run]], device: torch.device) -> None:
+    def __init__(self, batches: Sequence[Sequence[TokenRun]], device: torch.device) -> None:
         self._rectangles = [_rectangle(runs, device) for runs in batches]
         self._sizes = [sum(run.length for run in runs) for runs in batches]
 
@@ -105,7 +105,7 @@ class _Rectangle:
         return out_NHD if self.real_N is None else out_NHD.index_select(0, self.real_N)
 
 
-def _rectangle(runs: Sequence[Run], device: torch.device) -> _Rectangle:
+def _rectangle(runs: Sequence[TokenRun], device: torch.device) -> _Rectangle:
     lengths_R = np.array([run.length for run in runs])
     width = int(lengths_R.max())
     own_RQ = real_N = None
@@ -120,7 +120,7 @@ def _rectangle(runs: Sequence[Run], device: torch.device) -> _Rectangle:
     if not above:
         return _Rectangle(len(runs), own_RQ, real_N, None, None)
     above_RP = np.zeros((len(runs), above), dtype=np.int64)
-    known: dict[Run | None, np.ndarray] = {}
+    known: dict[TokenRun | None, np.ndarray] = {}
     for row, run in enumerate(runs):
         if run.above not in known:
             known[run.above] = run.ancestors()

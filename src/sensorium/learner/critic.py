@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from sensorium.algorithms.value import value_loss
+from sensorium.learner.credited_episode import AskedValues
 from sensorium.learner.forward import UpdateFeatures, hidden_states
 from sensorium.learner.optimizer import Optimizer, rate_share
 from sensorium.learner.packing import MicroBatch, Packing
-from sensorium.learner.sample import AskedValues
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import CriticSection
 

@@ -67,7 +67,7 @@ def hidden_states(policy: Policy, microbatch: MicroBatch, features: UpdateFeatur
     return policy.language(microbatch.ids_T[None], microbatch.positions_3T[:, None], microbatch.attention, placements)[0]
 
 
-class Scorer:
+class LogprobScorer:
     """Log-probs and entropies of a policy at a temperature, with or without its stop tokens.
 
     ``scale`` is the largest size of a scaled logit seen so far where float32 is computed on the CPU, and 0 elsewhere: by it

@@ -11,13 +11,13 @@ from sensorium.algorithms import correction, kl
 from sensorium.algorithms.kl_control import AdaptiveKL
 from sensorium.algorithms.mismatch import mismatch
 from sensorium.learner.assessment import Assessment
+from sensorium.learner.credited_episode import CreditedEpisode, Groups, asked_values, sampled_tokens, uncredited
 from sensorium.learner.critic import Critic
-from sensorium.learner.forward import Scorer
+from sensorium.learner.forward import LogprobScorer
 from sensorium.learner.objective import Objective
 from sensorium.learner.optimizer import Optimizer, rate_share
 from sensorium.learner.packing import Packing, pack
 from sensorium.learner.positions import Positions, find_positions
-from sensorium.learner.sample import Groups, Sample, asked_values, sampled_tokens, uncredited
 from sensorium.learner.update import Shares, UpdateBatch, UpdateResult, corrections, update
 from sensorium.models.policy import Policy
 from sensorium.models.reference import Reference
@@ -26,7 +26,7 @@ from sensorium.recipe.traits import estimator_traits
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import ModelError, NonFiniteUpdate, RecipeError
 
-__all__ = ["Assessment", "Learner", "Sample"]
+__all__ = ["Assessment", "CreditedEpisode", "Learner"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Learner:
         policy.model.requires_grad_(False)
         adapted = policy.adapters is not None
         self._optimizer = Optimizer(policy.trainable(), optimizer, freeze, adapted=adapted)
-        self._scorer = Scorer(policy, temperature, stop_tokens=stop_tokens)
+        self._scorer = LogprobScorer(policy, temperature, stop_tokens=stop_tokens)
         if algorithm.router_coef and not policy.experts_per_token:
             raise RecipeError(
                 f"algorithm.router_coef {algorithm.router_coef} balances a mixture of experts, and this {policy.family} "
@@ -155,7 +155,6 @@ class Learner:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the policy's weights that is needed to go on exactly."""
-        interrupted = self._interrupted
         return {
             "steps": self.steps,
             "optimizer": self._optimizer.state_dict(),
@@ -200,7 +199,7 @@ class Learner:
         if self.reference is None:
             raise ValueError("algorithm.kl.coef is not 0, but the learner was given no reference policy")
         with self.reference.active() as reference:
-            return Scorer(reference, self._temperature, stop_tokens=self._stop_tokens).logprobs(packing)
+            return LogprobScorer(reference, self._temperature, stop_tokens=self._stop_tokens).logprobs(packing)
 
     def _with_old(self, batches: list[UpdateBatch]) -> list[UpdateBatch]:
         """Old log-probs of all batches but the first, which meets the old weights themselves unless it is asked about."""

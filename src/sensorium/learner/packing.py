@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sensorium.learner.attention import Run, TreeAttention, arrange
+from sensorium.learner.attention import TokenRun, TreeAttention, arrange
+from sensorium.learner.credited_episode import CreditedEpisode, Groups
 from sensorium.learner.positions import LayOut, Positions
-from sensorium.learner.sample import Groups, Sample
 from sensorium.learner.tree import Node, Part, ask_values, grow, split
 from sensorium.models.layout import Slot
 from sensorium.vocabulary.content import Media
@@ -87,7 +87,7 @@ def media_of(microbatches: Sequence[MicroBatch]) -> list[Media]:
     return list(dict.fromkeys(slot.media for microbatch in microbatches for slot in microbatch.slots))
 
 
-def _silent(group: Sequence[Sample]) -> bool:
+def _silent(group: Sequence[CreditedEpisode]) -> bool:
     return not any(bool(advantages.any()) for sample in group for advantages in sample.advantages)
 
 
@@ -108,7 +108,7 @@ def _fill(parts: Sequence[Part], limit: int) -> list[list[Part]]:
 class _Laid:
     """A node's place: ``offset`` in its run, ``count`` tokens computed, and the node whose last token comes before it."""
 
-    run: Run
+    run: TokenRun
     offset: int
     count: int
     before: Node | None
@@ -116,7 +116,7 @@ class _Laid:
 
 def _lay_out(parts: Sequence[Part], device: torch.device, silent: bool) -> MicroBatch:
     laid: dict[tuple[int, Node], _Laid] = {}
-    runs: list[Run] = []
+    runs: list[TokenRun] = []
     for i, part in enumerate(parts):
         runs += _runs(part, i, laid)
     batches = arrange(runs)
@@ -181,19 +181,19 @@ def _joined(parts: list[np.ndarray], device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *parts])).to(device)
 
 
-def _runs(part: Part, index: int, laid: dict[tuple[int, Node], _Laid]) -> list[Run]:
+def _runs(part: Part, index: int, laid: dict[tuple[int, Node], _Laid]) -> list[TokenRun]:
     """Join the nodes of a part into unbranched runs and note where each node stands in its run."""
     heirs: dict[Node, int] = dict.fromkeys(part.nodes, 0)
     for node in part.nodes:
         if node.parent is not None:
             heirs[node.parent] += 1
-    runs: list[Run] = []
+    runs: list[TokenRun] = []
     for node in part.nodes:
         above = None if node.parent is None else laid[index, node.parent]
         if node.parent is not None and above is not None and heirs[node.parent] == 1:
             run = above.run
         else:
-            run = Run(0, None if above is None else above.run)
+            run = TokenRun(0, None if above is None else above.run)
             runs.append(run)
         count = len(node.ids_T) - (0 if heirs[node] else node.unread)
         before = node.parent if above is None or above.count else above.before

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sensorium.learner.credited_episode import CreditedEpisode
 from sensorium.learner.positions import LayOut, Positions
-from sensorium.learner.sample import Sample
 from sensorium.models.layout import Slot
 from sensorium.vocabulary.episode import Segment
 
@@ -59,7 +59,7 @@ class Part:
     tokens: int
 
 
-def grow(samples: Sequence[Sample], first: int, lay_out: LayOut) -> list[Node]:
+def grow(samples: Sequence[CreditedEpisode], first: int, lay_out: LayOut) -> list[Node]:
     """The roots of a group's tree; the sampled tokens are numbered from ``first`` on, in order of episodes and turns."""
     roots: dict[str, Node] = {}
     for sample in samples:
@@ -79,7 +79,12 @@ def grow(samples: Sequence[Sample], first: int, lay_out: LayOut) -> list[Node]:
 
 
 def ask_values(
-    roots: Sequence[Node], samples: Sequence[Sample], positions: Positions, sequence: int, place: int, lay_out: LayOut
+    roots: Sequence[Node],
+    samples: Sequence[CreditedEpisode],
+    positions: Positions,
+    sequence: int,
+    place: int,
+    lay_out: LayOut,
 ) -> int:
     """Mark where a group's values are read, from episode ``sequence`` and value ``place`` on; returns the next place."""
     known = {node.key: node for node in roots}

@@ -19,13 +19,13 @@ from sensorium.algorithms.aggregation import sequence_weights
 from sensorium.algorithms.mismatch import effective_share
 from sensorium.algorithms.ratio import log_ratio
 from sensorium.algorithms.tokens import Tokens, UpdateTokens
+from sensorium.learner.credited_episode import AskedValues, SampledTokens
 from sensorium.learner.critic import Critic, ValuePass
-from sensorium.learner.forward import Scorer, UpdateFeatures, hidden_states
+from sensorium.learner.forward import LogprobScorer, UpdateFeatures, hidden_states
 from sensorium.learner.objective import Objective
 from sensorium.learner.optimizer import Optimizer
 from sensorium.learner.packing import MicroBatch, Packing
 from sensorium.learner.routers import Routers
-from sensorium.learner.sample import AskedValues, SampledTokens
 from sensorium.recipe.schema import CorrectionSection
 from sensorium.vocabulary.errors import NonFiniteUpdate
 
@@ -104,7 +104,12 @@ class UpdateResult:
 
 
 def update(
-    scorer: Scorer, optimizer: Optimizer, batch: UpdateBatch, objective: Objective, shares: Shares, critic: Critic | None
+    scorer: LogprobScorer,
+    optimizer: Optimizer,
+    batch: UpdateBatch,
+    objective: Objective,
+    shares: Shares,
+    critic: Critic | None,
 ) -> UpdateResult:
     """Run one update; raises NonFiniteUpdate with all weights as they were."""
     learners = [optimizer] if critic is None else [optimizer, critic.optimizer]
@@ -148,7 +153,7 @@ def corrections(
 class _Pass:
     """Forward and backward over micro-batches, filling whole-update vectors."""
 
-    def __init__(self, scorer: Scorer, batch: UpdateBatch, objective: Objective, value: ValuePass | None) -> None:
+    def __init__(self, scorer: LogprobScorer, batch: UpdateBatch, objective: Objective, value: ValuePass | None) -> None:
         self.scorer, self.batch, self.objective, self.value = scorer, batch, objective, value
         counts_S = batch.tokens.counts_S
         self.kept_N: Tensor | None = None

@@ -45,7 +45,7 @@ class TowerInput:
     extent: Extent
 
 
-class Decoder(Protocol):
+class MediaDecoder(Protocol):
     """Decodes media, each once: each medium in order with what it is decoded to, or with the error that it is."""
 
     def each(self, media: Iterable[Media]) -> "Iterator[tuple[Media, Any | MediaError]]": ...
@@ -64,7 +64,9 @@ class PreparedMedia:
     was answered from here, an eviction a medium that there was no room to keep.
     """
 
-    def __init__(self, decoder: Decoder, preprocessors: Mapping[MediaKind, Preprocessor], capacity: int = 1 << 29) -> None:
+    def __init__(
+        self, decoder: MediaDecoder, preprocessors: Mapping[MediaKind, Preprocessor], capacity: int = 1 << 29
+    ) -> None:
         self._decoder = decoder
         self._preprocessors = preprocessors
         self._capacity = capacity

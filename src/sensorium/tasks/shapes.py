@@ -43,7 +43,7 @@ class Thing:
 
 
 @dataclass(frozen=True)
-class Scene:
+class ShapesScene:
     """A question, its answer, and what the picture shows."""
 
     kind: str
@@ -109,7 +109,7 @@ class Shapes:
             metadata={"category": scene.kind},
         )
 
-    def scene(self, index: int) -> Scene:
+    def scene(self, index: int) -> ShapesScene:
         """What task ``index`` asks and shows; drawn again until it belongs to this split."""
         random = self._random("scene", index)
         kind = self.kinds[index % len(self.kinds)]
@@ -118,9 +118,9 @@ class Shapes:
             if _is_test(scene.things) == (self.split == "test"):
                 return scene
 
-    def _drawing(self, index: int, scene: Scene) -> bytes:
+    def _drawing(self, index: int, scene: ShapesScene) -> bytes:
         if self.picture == "blank":
-            scene = Scene(scene.kind, scene.question, scene.answer, ())
+            scene = ShapesScene(scene.kind, scene.question, scene.answer, ())
         elif self.picture == "swapped":
             index = (index + self.size // 2 + 1) % self.size
             scene = self.scene(index)
@@ -136,7 +136,7 @@ def _is_test(things: tuple[Thing, ...]) -> bool:
     return hashlib.sha256(body).digest()[0] % TEST_SHARE == 0
 
 
-def _draw_scene(kind: str, random: Random) -> Scene:
+def _draw_scene(kind: str, random: Random) -> ShapesScene:
     """A question with a uniformly drawn answer, and two to four things among which only that answer is right."""
     colour, shape = random.choice(list(COLOURS)), random.choice(SHAPES)
     quarters = random.sample(range(4), 4)
@@ -165,14 +165,14 @@ def _draw_scene(kind: str, random: Random) -> Scene:
         other_colours = [c for c in COLOURS if by_shape or c != colour]
         other_shapes = [s for s in SHAPES if not by_shape or s != shape]
         things.append(Thing(random.choice(other_colours), random.choice(other_shapes), quarter))
-    return Scene(kind, question, answer, tuple(things))
+    return ShapesScene(kind, question, answer, tuple(things))
 
 
-def _listing(things: Sequence[Thing]) -> Scene:
+def _listing(things: Sequence[Thing]) -> ShapesScene:
     """What stands in each quarter, in reading order: a caption, which teaches a tower to see faster than questions do."""
     words = {thing.quarter: f"{thing.colour} {thing.shape}" for thing in things}
     answer = ", ".join(words.get(quarter, "none") for quarter in range(4))
-    return Scene(LIST, "What is in the picture?", answer, tuple(things))
+    return ShapesScene(LIST, "What is in the picture?", answer, tuple(things))
 
 
 def _paint(things: Sequence[Thing], size: int, random: Random) -> np.ndarray:

@@ -45,7 +45,7 @@ FPS = 4.0
 
 
 @dataclass(frozen=True)
-class Scene:
+class SightAndSoundScene:
     """What one task shows, sounds and asks; variants tell squares of one colour, and tones of one pitch, apart."""
 
     kind: str
@@ -119,7 +119,7 @@ class SightAndSound:
             metadata={"category": scene.kind, "colour": scene.colour, "tone": scene.tone},
         )
 
-    def scene(self, index: int) -> Scene:
+    def scene(self, index: int) -> SightAndSoundScene:
         """What task ``index`` shows, sounds and asks."""
         random = self._random("scene", index)
         kind = self.kinds[index % len(self.kinds)]
@@ -136,13 +136,15 @@ class SightAndSound:
             "colour": colour,
             "tone": tone,
         }[kind]
-        return Scene(kind, colour, tone, answer, random.choice(self._squares[colour]), random.choice(self._tones[tone]))
+        return SightAndSoundScene(
+            kind, colour, tone, answer, random.choice(self._squares[colour]), random.choice(self._tones[tone])
+        )
 
     def _of_split(self, clips: Iterable[np.ndarray]) -> list[int]:
         """The variants whose content is on this source's side."""
         return [variant for variant, clip in enumerate(clips) if _is_test(clip) == (self.split == "test")]
 
-    def _video(self, scene: Scene) -> Media:
+    def _video(self, scene: SightAndSoundScene) -> Media:
         what, variant = ("blank", 0) if self.blank else (scene.colour, scene.square_variant)
         if (what, variant) not in self._made:
             frames_THWC = square_frames(None if self.blank else what, variant, self.frames, self.picture_size)
@@ -151,7 +153,7 @@ class SightAndSound:
             self._made[what, variant] = self.store.put(encode_clip(frames_THWC, FPS), "video", origin, asked)
         return self._made[what, variant]
 
-    def _sound(self, scene: Scene) -> Media:
+    def _sound(self, scene: SightAndSoundScene) -> Media:
         what, variant = ("silence", 0) if self.mute else (scene.tone, scene.tone_variant)
         if (what, variant) not in self._made:
             samples = tone_samples(None if self.mute else what, variant, self.seconds)

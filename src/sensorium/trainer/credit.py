@@ -8,8 +8,8 @@ import torch
 from sensorium.algorithms.episodes import Credit, Episodes
 from sensorium.algorithms.threshold import optimize_threshold
 from sensorium.learner.assessment import Assessment
+from sensorium.learner.credited_episode import CreditedEpisode, CriticValues
 from sensorium.learner.positions import find_positions
-from sensorium.learner.sample import CriticValues, Sample
 from sensorium.models.layout import Layout
 from sensorium.recipe.names import resolve
 from sensorium.recipe.schema import AdvantageSection, AlgorithmSection, KLSection
@@ -25,7 +25,7 @@ def credit(
     *,
     mask_truncated: bool = False,
     greedy: Mapping[str, float] | None = None,
-) -> list[list[Sample]]:
+) -> list[list[CreditedEpisode]]:
     """Samples by the recipe's estimator. Masked truncated episodes still count in baselines, but are not trained on."""
     if not groups:
         return []
@@ -65,7 +65,7 @@ def estimate(episodes: Episodes, section: AdvantageSection) -> Credit:
     return optimize_threshold(episodes, found) if section.post == "optimize_threshold" else found
 
 
-def _samples(groups: Sequence[Group], assessment: Assessment, found: Credit) -> list[Sample]:
+def _samples(groups: Sequence[Group], assessment: Assessment, found: Credit) -> list[CreditedEpisode]:
     """Cut the step's vectors back into episodes and turns."""
     episodes = [episode for group in groups for episode in group.episodes]
     positions, values_P, targets_P = assessment.positions, assessment.values_P, found.targets_P
@@ -80,7 +80,7 @@ def _samples(groups: Sequence[Group], assessment: Assessment, found: Credit) -> 
             critic_values = CriticValues(
                 values_P[start : start + length].float(), targets_P[start : start + length].float()
             )
-        samples.append(Sample(episode, written, critic_values))
+        samples.append(CreditedEpisode(episode, written, critic_values))
         start += length
     return samples
 
@@ -89,5 +89,5 @@ def _no_observation(segment: Segment) -> Layout:
     raise AssertionError("estimators that compare rewards look at no observation")
 
 
-def _truncated(sample: Sample) -> bool:
+def _truncated(sample: CreditedEpisode) -> bool:
     return sample.episode.status == Status.TRUNCATED

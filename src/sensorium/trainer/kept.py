@@ -10,9 +10,9 @@ from torch import Tensor
 
 from sensorium.assembly.learner import LocalLearner
 from sensorium.assembly.models import load_trained
+from sensorium.learner.credited_episode import CreditedEpisode, CriticValues
 from sensorium.learner.plain_state import load_state, save_state
 from sensorium.learner.protocol import RunLearner
-from sensorium.learner.sample import CriticValues, Sample
 from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
 from sensorium.recipe.load import load_recipe
@@ -30,7 +30,7 @@ def keep_batch(
     media: MediaStore,
     loss: str,
     groups: Sequence[Group],
-    samples: Sequence[Sequence[Sample]],
+    samples: Sequence[Sequence[CreditedEpisode]],
     error: NonFiniteUpdate,
 ) -> NonFiniteUpdate:
     """Write model, learner state, episodes, advantages and media; returns the error with the command that reproduces it."""
@@ -68,7 +68,7 @@ def replay(folder: Path) -> dict[str, float]:
     credited = load_state(folder / "credit.pt")
     samples = [
         [
-            Sample(episodes[id], advantages, None if values is None else CriticValues(*values))
+            CreditedEpisode(episodes[id], advantages, None if values is None else CriticValues(*values))
             for id, advantages, values in row
         ]
         for row in credited
@@ -79,6 +79,6 @@ def replay(folder: Path) -> dict[str, float]:
         policy.chat.decoder.close()
 
 
-def _values_of(sample: Sample) -> tuple[Tensor, Tensor] | None:
+def _values_of(sample: CreditedEpisode) -> tuple[Tensor, Tensor] | None:
     """What a critic is taught of a sample, as plain tensors."""
     return None if sample.critic_values is None else (sample.critic_values.values_P, sample.critic_values.targets_P)

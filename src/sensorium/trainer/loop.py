@@ -15,8 +15,8 @@ import torch
 from sensorium.assembly.determinism import random_state, restore_random_state, surroundings, warn_if_changed
 from sensorium.assembly.session import Session, sampling_of
 from sensorium.evaluation.summary import summary_metrics
+from sensorium.learner.credited_episode import CreditedEpisode
 from sensorium.learner.protocol import RunLearner
-from sensorium.learner.sample import Sample
 from sensorium.recipe.schema import Recipe
 from sensorium.record.episodes import write_episodes
 from sensorium.record.ledger import Ledger
@@ -163,7 +163,7 @@ class Trainer:
         self._look_ahead()
         groups, long = self.drawing.without_long_prompts(groups)
         played = [e for group in groups for e in group.episodes if e.sampled_tokens]
-        samples = [[Sample(e, tuple(torch.ones(len(turn.response.tokens)) for turn in e.turns))] for e in played]
+        samples = [[CreditedEpisode(e, tuple(torch.ones(len(turn.response.tokens)) for turn in e.turns))] for e in played]
         with clock("update"):
             learned = self._update(samples, "likelihood", groups)
         self.ledger.advance(step, "trained")
@@ -178,7 +178,7 @@ class Trainer:
             wanted = self.recipe.selection.played(self.recipe.batch.prompts_per_step)
             self.drawing.look_ahead(section.prompts_per_step if following < section.steps else wanted)
 
-    def _update(self, samples: list[list[Sample]], loss: str, groups: Sequence[Group]) -> dict[str, float]:
+    def _update(self, samples: list[list[CreditedEpisode]], loss: str, groups: Sequence[Group]) -> dict[str, float]:
         """Update on what was credited; a non-finite update stops here with the batch kept on disk."""
         if not samples:
             self._forget_played()

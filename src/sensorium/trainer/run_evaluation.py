@@ -7,7 +7,7 @@ the warm start gave and what RL gave can be told apart.
 from collections.abc import Sequence
 
 from sensorium.assembly.session import Session
-from sensorium.evaluation.evaluate import Evaluation, evaluate
+from sensorium.evaluation.evaluate import EvaluationResult, evaluate
 from sensorium.recipe.schema import Recipe
 from sensorium.record.episodes import write_episodes
 from sensorium.record.findings import SightResult
@@ -41,7 +41,7 @@ class RunEvaluator:
         """True if the model is to be evaluated as it is after this step (0: before the first)."""
         return bool(self._tasks) and self.recipe.evaluates_after(step)
 
-    async def evaluate(self, step: int) -> Evaluation:
+    async def evaluate(self, step: int) -> EvaluationResult:
         """Evaluate on the held-out tasks and write what was found."""
         recipe = self.recipe
         self.meter.lap()

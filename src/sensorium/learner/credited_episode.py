@@ -20,7 +20,7 @@ class CriticValues:
 
 
 @dataclass(frozen=True)
-class Sample:
+class CreditedEpisode:
     """An episode with one tensor of advantages per turn, as long as the turn's response."""
 
     episode: Episode
@@ -33,12 +33,14 @@ class Sample:
             assert len(advantages) == len(turn.response.tokens), f"{self.episode.id}: an advantage for every token"
 
 
-Groups = Sequence[Sequence[Sample]]
+Groups = Sequence[Sequence[CreditedEpisode]]
 
 
-def uncredited(groups: Sequence[Sequence[Episode]]) -> list[list[Sample]]:
+def uncredited(groups: Sequence[Sequence[Episode]]) -> list[list[CreditedEpisode]]:
     """Episodes before anything is known of their worth."""
-    return [[Sample(e, tuple(torch.zeros(len(t.response.tokens)) for t in e.turns)) for e in group] for group in groups]
+    return [
+        [CreditedEpisode(e, tuple(torch.zeros(len(t.response.tokens)) for t in e.turns)) for e in group] for group in groups
+    ]
 
 
 @dataclass(frozen=True)
