@@ -199,8 +199,8 @@ def test_examples_are_chosen_by_rule(run: RunDirectory) -> None:
     assert sum(found.counts.values()) == 64
     assert (found.first, found.last) == (0, 30)
     groups = training_groups(run, 3)
-    assert [step for step, _ in groups] == [1, 1, 1, 30, 30, 30]
-    assert all(len({e.reward for e in group.episodes}) > 1 for step, group in groups if step == 1)
+    assert [logged.step for logged in groups] == [1, 1, 1, 30, 30, 30]
+    assert all(len({e.reward for e in logged.group.episodes}) > 1 for logged in groups if logged.step == 1)
 
 
 def test_ticks_are_round_and_inside() -> None:

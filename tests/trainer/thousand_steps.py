@@ -41,7 +41,7 @@ async def step(trainer: Trainer, number: int) -> None:
         return
     collected = await trainer.collector.collect(number, lambda *phase: nullcontext())
     trainer._look_ahead()
-    trainer._record(number, collected)
+    trainer._record(number, collected, [])
     trainer.step = number
     trainer.metrics.append(number, collected.metrics | trainer.meter.row())
 

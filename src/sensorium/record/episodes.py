@@ -5,11 +5,12 @@ written once and comes back shared. ``info``, ``metadata`` and ``answer`` must b
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from sensorium.record.credits import EpisodeCredit, credit_from_json, credit_to_json, missing_scores
 from sensorium.record.durable import read_rows, write_rows
 from sensorium.vocabulary.content import USUAL, Block, Media, Message, Text
 from sensorium.vocabulary.decoding import parameters_from, parameters_to_data
@@ -20,18 +21,31 @@ from sensorium.vocabulary.task import EnvironmentSpec, Task
 Json = dict[str, Any]
 
 
-def write_episodes(path: Path, step: int, groups: Iterable[Group], limit: int = 0) -> None:
-    """Write a step's episodes, one row each with its task and what it earned; ``limit`` of them at most (0: all)."""
+def write_episodes(
+    path: Path,
+    step: int,
+    groups: Iterable[Group],
+    limit: int = 0,
+    credits: Mapping[str, EpisodeCredit] | None = None,
+) -> None:
+    """Write a step's episodes, one row each with its task and what it earned; ``limit`` of them at most (0: all).
+
+    ``credits``, by episode id, is what training made of them.
+    """
     members = ((group.task, episode) for group in groups for episode in group.episodes)
-    write_rows(path, (episode_row(step, task, episode) for task, episode in islice(members, limit or None)))
+    known = credits or {}
+    rows = (episode_row(step, task, episode, known.get(episode.id)) for task, episode in islice(members, limit or None))
+    write_rows(path, rows)
 
 
-def episode_row(step: int, task: Task, episode: Episode) -> Json:
-    """The log row of one episode: reward and correctness stand in front, for people and for jq."""
+def episode_row(step: int, task: Task, episode: Episode, credit: EpisodeCredit | None = None) -> Json:
+    """The log row of one episode: what is short and often asked for stands in front, for people and for jq."""
     return {
         "step": step,
         "reward": _number(episode.reward),
         "correct": episode.correct,
+        **_sparse(missing=missing_scores(episode)),
+        **({} if credit is None else credit_to_json(credit)),
         "task": task_to_json(task),
         "episode": episode_to_json(episode),
     }
@@ -59,6 +73,15 @@ def read_groups_of(rows: Iterable[Json]) -> list[Group]:
     return [Group(id, tasks[id], tuple(members[id])) for id in members]
 
 
+def read_credits_of(rows: Iterable[Json]) -> dict[str, EpisodeCredit]:
+    """What training made of the episodes of some rows, by episode id; rows that do not say so are left out."""
+    found = {}
+    for row in rows:
+        if (credit := credit_from_json(row, episode_from_json(row["episode"]))) is not None:
+            found[row["episode"]["id"]] = credit
+    return found
+
+
 def group_to_json(group: Group) -> Json:
     """A group with its task and episodes."""
     return {"id": group.id, "task": task_to_json(group.task), "episodes": [episode_to_json(e) for e in group.episodes]}
@@ -71,11 +94,11 @@ def group_from_json(data: Json) -> Group:
 
 def task_to_json(task: Task) -> Json:
     """A task."""
-    world = task.environment
+    spec = task.environment
     answer = {} if task.answer is None else {"answer": task.answer}
     return {"id": task.id, **answer} | _sparse(
         messages=messages_to_json(task.messages),
-        environment=world and {"name": world.name, "options": dict(world.options), "seed": world.seed},
+        environment=spec and {"name": spec.name, "options": dict(spec.options), "seed": spec.seed},
         demonstration=list(task.demonstration),
         metadata=dict(task.metadata),
     )
@@ -83,12 +106,12 @@ def task_to_json(task: Task) -> Json:
 
 def task_from_json(data: Json) -> Task:
     """A task as it was."""
-    world = data.get("environment")
+    spec = data.get("environment")
     return Task(
         id=data["id"],
         messages=_messages_from_json(data.get("messages", [])),
         answer=data.get("answer"),
-        environment=EnvironmentSpec(**world) if world else None,
+        environment=EnvironmentSpec(**spec) if spec else None,
         demonstration=tuple(data.get("demonstration", ())),
         metadata=data.get("metadata", {}),
     )

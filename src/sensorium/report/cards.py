@@ -4,10 +4,12 @@ import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from sensorium.record.credits import TRAINED, EpisodeCredit
+from sensorium.report.advantages import advantage_line, tinted, untrained
 from sensorium.report.album import Album
-from sensorium.report.examples import Comparison, category_of
+from sensorium.report.examples import Comparison, LoggedGroup, category_of
 from sensorium.vocabulary.content import Message, Text
-from sensorium.vocabulary.episode import Episode, Group, Status
+from sensorium.vocabulary.episode import Episode, Status, Turn
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 
@@ -25,18 +27,19 @@ def comparison_card(pair: Comparison, album: Album) -> str:
     return _card(pair.task, pair.after, album, f'<div class="sides">{sides}</div>', pair.kind)
 
 
-def group_card(step: int, group: Group, album: Album) -> str:
-    """A group: one task and all its attempts, those alike shown once."""
+def group_card(logged: LoggedGroup, album: Album) -> str:
+    """A group: one task and all its attempts, those alike shown once, with the advantages they were trained with."""
+    group, credits = logged.group, logged.credits
     if len(group.episodes[0].turns) > 1:
         ranked = sorted(group.episodes, key=lambda e: (e.reward is None, -(e.reward or 0.0)))
         ends = ranked if len(ranked) < 2 else [ranked[0], ranked[-1]]
-        rows = "".join(f"<li>{_attempt(episode, album)}</li>" for episode in ends)
+        rows = "".join(f"<li>{_attempt(episode, album, credit=credits.get(episode.id))}</li>" for episode in ends)
         note = f"{len(group.episodes)} attempts; the best and the worst are shown" if len(ranked) > 2 else ""
     else:
-        rows = "".join(_alike(episodes, album) for episodes in _by_answer(group.episodes))
+        rows = "".join(_alike(episodes, album, credits.get(episodes[0].id)) for episodes in _by_answer(group.episodes))
         note = f"{len(group.episodes)} attempts"
     body = f'<p class="note">{note}</p><ul class="attempts">{rows}</ul>'
-    return _card(group.task, group.episodes[0], album, body, f"step {step}")
+    return _card(group.task, group.episodes[0], album, body, f"step {logged.step}")
 
 
 def _card(task: Task, episode: Episode, album: Album, body: str, label: str) -> str:
@@ -56,26 +59,42 @@ def _card(task: Task, episode: Episode, album: Album, body: str, label: str) -> 
     )
 
 
-def _attempt(episode: Episode, album: Album, times: int = 1) -> str:
-    """What the model said in one attempt, and what it was paid."""
+def _attempt(episode: Episode, album: Album, times: int = 1, credit: EpisodeCredit | None = None) -> str:
+    """What the model said in one attempt, what it was paid, and what training made of it."""
     if len(episode.turns) > 1:
-        turns = "".join(_turn(episode, i, album) for i in range(min(TURNS, len(episode.turns))))
+        turns = "".join(_turn(episode, i, album, credit) for i in range(min(TURNS, len(episode.turns))))
         more = len(episode.turns) - TURNS
         said = f'<ol class="turns">{turns}</ol>' + (f'<p class="note">and {more} more turns</p>' if more > 0 else "")
     else:
-        said = f"<pre>{_marked(episode.response)}</pre>"
+        said = _response(episode.turns[0], credit) if episode.turns else f"<pre>{_marked('')}</pre>"
+    fate = untrained(credit.fate) if credit is not None and credit.fate != TRAINED else ""
     many = f'<span class="times" title="{times} attempts said this">×{times}</span>' if times > 1 else ""
     total = "no total" if episode.reward is None else f"{episode.reward:.2f}"
     paid = f'<span class="total">paid <b>{total}</b></span>' if episode.scores else ""
     verdict = f'<div class="verdict"><span>{_verdict(episode)}</span>{many}{paid}</div>'
-    return f'<div class="attempt {_class(episode)}">{verdict}{said}{_pay(episode)}</div>'
+    return f'<div class="attempt {_class(episode)}">{verdict}{said}{fate}{_pay(episode)}</div>'
 
 
-def _turn(episode: Episode, index: int, album: Album) -> str:
+def _turn(episode: Episode, index: int, album: Album, credit: EpisodeCredit | None) -> str:
     turn = episode.turns[index]
-    paid = f'<span class="chip">{turn.reward:+.2f}</span>' if turn.reward and not turn.parts else ""
-    paid += "".join(f'<span class="chip">{escape(name)} {value:+.2f}</span>' for name, value in turn.parts.items() if value)
-    return f"<li>{_messages(turn.observation, album)}<pre>{_marked(turn.response.text)}</pre>{paid}</li>"
+    own = turn.parts or ({"": turn.reward} if turn.reward else {})
+    paid = "".join(f'<span class="chip">{escape(name)} {value:+.2f}</span>' for name, value in own.items() if value)
+    paid += "".join(_chip(s) for s in episode.scores if s.turn == turn.index and not _environments_own(s, turn))
+    return f"<li>{_messages(turn.observation, album)}{_response(turn, credit)}{paid}</li>"
+
+
+def _environments_own(score: Score, turn: Turn) -> bool:
+    """True for a score that repeats what the environment paid at a turn, which is shown already."""
+    paid = turn.parts.get(score.name.rpartition("/")[2]) if turn.parts else turn.reward
+    return paid is not None and score.value == paid
+
+
+def _response(turn: Turn, credit: EpisodeCredit | None) -> str:
+    """What the model said in a turn; its tokens tinted where their advantages differ."""
+    advantages = credit.advantages[turn.index] if credit is not None and turn.index < len(credit.advantages) else ()
+    differ = len(set(advantages)) > 1 and len(advantages) == len(turn.response.byte_ends)
+    text = tinted(turn.response, advantages, _marked, CHARACTERS) if differ else _marked(turn.response.text)
+    return f"<pre>{text}</pre>{advantage_line(advantages)}"
 
 
 def _messages(messages: Sequence[Message], album: Album) -> str:
@@ -89,8 +108,8 @@ def _messages(messages: Sequence[Message], album: Album) -> str:
     return "".join(parts)
 
 
-def _alike(episodes: list[Episode], album: Album) -> str:
-    return f"<li>{_attempt(episodes[0], album, len(episodes))}</li>"
+def _alike(episodes: list[Episode], album: Album, credit: EpisodeCredit | None) -> str:
+    return f"<li>{_attempt(episodes[0], album, len(episodes), credit)}</li>"
 
 
 def _by_answer(episodes: Iterable[Episode]) -> list[list[Episode]]:
@@ -114,7 +133,8 @@ def _verdict(episode: Episode) -> str:
 
 
 def _pay(episode: Episode) -> str:
-    chips = "".join(_chip(score) for score in episode.scores if score.scope == "episode")
+    shown = [score for score in episode.scores if score.scope == "episode" or len(episode.turns) < 2]
+    chips = "".join(map(_chip, shown))
     return f'<div class="pay">{chips}</div>' if chips else ""
 
 

@@ -1,12 +1,13 @@
 """Which episodes a report shows, chosen by rule and not by hand: what was learned, what was known, what is still wrong."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal, TypeVar
 
+from sensorium.record.credits import EpisodeCredit
 from sensorium.record.durable import read_rows
-from sensorium.record.episodes import read_groups_of
+from sensorium.record.episodes import read_credits_of, read_groups_of
 from sensorium.record.run_directory import RunDirectory, step_of
 from sensorium.vocabulary.episode import Episode, Group
 from sensorium.vocabulary.task import Task
@@ -89,15 +90,27 @@ def choose(pairs: Sequence[Comparison], limit: int) -> list[Comparison]:
     return chosen[:limit]
 
 
-def training_groups(directory: RunDirectory, each: int) -> list[tuple[int, Group]]:
+@dataclass(frozen=True)
+class LoggedGroup:
+    """A group of a training step, and what training made of its episodes, by id (empty in logs of older versions)."""
+
+    step: int
+    group: Group
+    credits: Mapping[str, EpisodeCredit] = field(default_factory=dict)
+
+
+def training_groups(directory: RunDirectory, each: int) -> list[LoggedGroup]:
     """A few groups of the first and of the last logged step; those whose members were paid differently come first."""
     paths = sorted(directory.episodes.glob("step_*.jsonl"))
     chosen = []
     for path in dict.fromkeys([*paths[:1], *paths[-1:]]):
-        groups = [group for group in read_groups_of(islice(read_rows(path), ROWS)) if group.episodes]
+        rows = list(islice(read_rows(path), ROWS))
+        groups = [group for group in read_groups_of(rows) if group.episodes]
         mixed = [group for group in groups if len({episode.reward for episode in group.episodes}) >= 2]
         plain = [group for group in groups if group not in mixed]
-        chosen += [(step_of(path), group) for group in [*_spread(mixed), *_spread(plain)][:each]]
+        for group in [*_spread(mixed), *_spread(plain)][:each]:
+            own = [row for row in rows if row["episode"]["group_id"] == group.id]
+            chosen.append(LoggedGroup(step_of(path), group, read_credits_of(own)))
     return chosen
 
 

@@ -172,7 +172,9 @@ def _groups(directory: RunDirectory, album: Album, each: int) -> str:
     if not found:
         return ""
     note = "Attempts at one question are compared with each other: what is paid above the group’s mean becomes more likely."
-    cards = "".join(group_card(step, group, album) for step, group in found)
+    if any(credit.advantages for logged in found for credit in logged.credits.values()):
+        note += " The advantage says how much: above 0 (green) tokens were made likelier, below 0 (red) less likely."
+    cards = "".join(group_card(logged, album) for logged in found)
     return f'<p class="note">{note}</p><div class="cards">{cards}</div>'
 
 

@@ -18,6 +18,7 @@ from sensorium.evaluation.summary import summary_metrics
 from sensorium.learner.credited_episode import CreditedEpisode
 from sensorium.learner.protocol import RunLearner
 from sensorium.recipe.schema import Recipe
+from sensorium.record.credits import credits_of
 from sensorium.record.episodes import write_episodes
 from sensorium.record.ledger import Ledger
 from sensorium.record.lock import refuse_moved
@@ -142,7 +143,7 @@ class Trainer:
         with clock("update"):
             learned = self._update(samples, recipe.algorithm.loss.name, groups)
         with clock("record"):
-            self._record(step, collected)
+            self._record(step, collected, samples)
             await self.drawing.observe(groups, {group.id for group in selection.groups})
         measured = episode_metrics(groups, selection, mask_truncated=recipe.rollout.mask_truncated)
         row = measured | learned | collected.metrics | clock.metrics(collected.played)
@@ -200,10 +201,13 @@ class Trainer:
         """Every step begins with an engine that knows of no earlier one, as a resumed run's does."""
         self.session.sample_with(self.learner.weights(), self.learner.version)
 
-    def _record(self, step: int, collected: Collected) -> None:
-        """Write the step's episodes and their fates."""
+    def _record(self, step: int, collected: Collected, samples: Sequence[Sequence[Sample]]) -> None:
+        """Write the step's episodes, their fates, and the advantages they were trained with."""
         refuse_moved(self.directory.path)
-        write_episodes(self.directory.episodes_of(step), step, collected.played, self.recipe.logging.episodes)
+        advantages = {s.episode.id: [a.tolist() for a in s.advantages] for members in samples for s in members}
+        credits = credits_of(collected.played, collected.fates, advantages)
+        path, limit = self.directory.episodes_of(step), self.recipe.logging.episodes
+        write_episodes(path, step, collected.played, limit, credits)
         self.ledger.record(step, collected.played, collected.fates)
         self.ledger.advance(step, "trained")
 
