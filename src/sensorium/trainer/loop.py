@@ -201,7 +201,7 @@ class Trainer:
         """Every step begins with an engine that knows of no earlier one, as a resumed run's does."""
         self.session.sample_with(self.learner.weights(), self.learner.version)
 
-    def _record(self, step: int, collected: Collected, samples: Sequence[Sequence[Sample]]) -> None:
+    def _record(self, step: int, collected: Collected, samples: Sequence[Sequence[CreditedEpisode]]) -> None:
         """Write the step's episodes, their fates, and the advantages they were trained with."""
         refuse_moved(self.directory.path)
         advantages = {s.episode.id: [a.tolist() for a in s.advantages] for members in samples for s in members}
