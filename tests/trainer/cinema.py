@@ -9,28 +9,25 @@ import numpy as np
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.media.making import encode_clip, encode_wav
 from sensorium.media.store import MediaStore
-from sensorium.recipe.load import parse_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.vocabulary import Episode, Media, Message, Score, Task, system, user
 from sensorium.vocabulary.decoding import VideoParameters
+from tests.recipes import parsed, quick
 
 HERE = "tests.trainer.cinema"
-RECIPE: dict[str, Any] = {
-    "name": "cinema",
-    "steps": 2,
-    "threads": 1,
-    "model": {"path": "tiny:qwen2_5_omni"},
-    "tasks": {"train": [{"source": "sight_and_sound", "options": {"size": 6}}]},
-    "batch": {"prompts_per_step": 3, "group_size": 2},
-    "rollout": {"max_new_tokens": 3, "ignore_stop_tokens": True},
-    "rewards": {"terms": [{"name": f"{HERE}:ByIndex"}]},
-    "optimizer": {"lr": 1e-4},
-}
+RECIPE = quick(
+    "cinema",
+    model={"path": "tiny:qwen2_5_omni"},
+    tasks={"train": [{"source": "sight_and_sound", "options": {"size": 6}}]},
+    batch={"prompts_per_step": 3, "group_size": 2},
+    rollout={"max_new_tokens": 3, "ignore_stop_tokens": True},
+    rewards={"terms": [{"name": f"{HERE}:ByIndex"}]},
+)
 
 
 def recipe_of(folder: Path, **changes: Any) -> Recipe:
     """The short run's recipe with some sections changed."""
-    return parse_recipe(json.dumps(RECIPE | changes | {"run_dir": str(folder)}), "test", [])
+    return parsed(RECIPE, folder, **changes)
 
 
 class ByIndex:

@@ -6,6 +6,7 @@ from typing import Any
 
 from sensorium.recipe.load import parse_recipe
 from sensorium.recipe.schema import Recipe
+from tests.recipes import quick
 
 
 def small(folder: Path, *overrides: str, **changes: Any) -> Recipe:
@@ -18,10 +19,8 @@ def small(folder: Path, *overrides: str, **changes: Any) -> Recipe:
             for n in range(8)
         ]
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe: dict[str, Any] = {
-        "name": "small",
+    sections: dict[str, Any] = {
         "steps": 3,
-        "threads": 1,
         "run_dir": str(folder),
         "model": {"path": "tiny:qwen2", "device": "cpu"},
         "tasks": {"train": [{"source": "jsonl", "options": {"path": str(data)}}]},
@@ -31,7 +30,7 @@ def small(folder: Path, *overrides: str, **changes: Any) -> Recipe:
         "optimizer": {"lr": 1e-3},
         "checkpoint": {"every": 1, "keep": 2},
     }
-    return parse_recipe(json.dumps(recipe | changes), "small", list(overrides))
+    return parse_recipe(json.dumps(quick("small", **sections | changes)), "small", list(overrides))
 
 
 class ByParity:

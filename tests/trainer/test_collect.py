@@ -1,7 +1,6 @@
 """What a step collects: rounds until enough groups have signal, early stop, shares of variance, greedy baselines."""
 
 import asyncio
-import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.media.store import MediaStore
-from sensorium.recipe.load import parse_recipe
 from sensorium.record.episodes import read_episodes
 from sensorium.record.ledger import Ledger
 from sensorium.record.metrics import read_metrics
@@ -21,19 +19,17 @@ from sensorium.trainer.run import open_trainer, train
 from sensorium.trainer.selection import NO_SIGNAL, TOO_ALIKE, UNUSED
 from sensorium.vocabulary import Episode, Message, Score, Task, system, user
 from sensorium.vocabulary.errors import NothingTrained, RewardFailure
+from tests.recipes import parsed, quick
 
 HERE = "tests.trainer.test_collect"
-RECIPE: dict[str, Any] = {
-    "name": "collecting",
-    "steps": 2,
-    "threads": 1,
-    "model": {"path": "tiny:qwen2_5_vl"},
-    "tasks": {"train": [{"source": "worlds", "options": {"environment": f"{HERE}:Ladder", "size": 64}}]},
-    "batch": {"prompts_per_step": 4, "group_size": 2},
-    "rollout": {"max_new_tokens": 3, "max_turns": 4, "ignore_stop_tokens": True},
-    "rewards": {"terms": [{"name": f"{HERE}:EvenSeeds"}], "retries": 0},
-    "optimizer": {"lr": 1e-4},
-}
+RECIPE = quick(
+    "collecting",
+    model={"path": "tiny:qwen2_5_vl"},
+    tasks={"train": [{"source": "worlds", "options": {"environment": f"{HERE}:Ladder", "size": 64}}]},
+    batch={"prompts_per_step": 4, "group_size": 2},
+    rollout={"max_new_tokens": 3, "max_turns": 4, "ignore_stop_tokens": True},
+    rewards={"terms": [{"name": f"{HERE}:EvenSeeds"}], "retries": 0},
+)
 
 
 class Ladder:
@@ -90,7 +86,7 @@ def seed_of(task: Task) -> int:
 
 
 def recipe_of(folder: Path, changes: dict[str, Any]) -> Any:
-    return parse_recipe(json.dumps(RECIPE | changes | {"run_dir": str(folder)}), "test", [])
+    return parsed(RECIPE, folder, **changes)
 
 
 def collect(folder: Path, **changes: Any) -> tuple[Collected, list[Task]]:

@@ -1,6 +1,5 @@
 """What is sampled is what is trained: one distribution in engine, learner and reference, and a word where they part."""
 
-import json
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 from sensorium.engines.native import steps
-from sensorium.recipe.load import parse_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.record.episodes import read_episodes
 from sensorium.record.findings import Notice
@@ -19,23 +17,22 @@ from sensorium.report.watcher import Watcher
 from sensorium.trainer.health.facts import StepFacts
 from sensorium.trainer.health.learning_rules import ROUNDING, mismatch
 from sensorium.trainer.run import train
+from tests.recipes import parsed, quick
 
-RECIPE: dict[str, Any] = {
-    "name": "distribution",
-    "steps": 2,
-    "threads": 1,
-    "model": {"path": "tiny:qwen2_5_vl"},
-    "tasks": {"train": [{"source": "shapes", "options": {"size": 16, "picture_size": 56}}]},
-    "batch": {"prompts_per_step": 2, "group_size": 3},
-    "rollout": {"max_new_tokens": 12},
-    "rewards": {"terms": [{"name": "tests.trainer.test_failures:ByIndex"}]},
-    "optimizer": {"lr": 1e-3},
-    "checkpoint": {"best": ""},
-}
+RECIPE = quick(
+    "distribution",
+    model={"path": "tiny:qwen2_5_vl"},
+    tasks={"train": [{"source": "shapes", "options": {"size": 16, "picture_size": 56}}]},
+    batch={"prompts_per_step": 2, "group_size": 3},
+    rollout={"max_new_tokens": 12},
+    rewards={"terms": [{"name": "tests.trainer.test_failures:ByIndex"}]},
+    optimizer={"lr": 1e-3},
+    checkpoint={"best": ""},
+)
 
 
 def recipe(folder: Path, **changes: Any) -> Recipe:
-    return parse_recipe(json.dumps(RECIPE | changes | {"run_dir": str(folder)}), "test", [])
+    return parsed(RECIPE, folder, **changes)
 
 
 class Notes(Watcher):

@@ -1,7 +1,6 @@
 """A run whose model now and then writes nothing at all goes on, and counts those episodes."""
 
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -11,19 +10,17 @@ from sensorium.recipe.load import parse_recipe
 from sensorium.record.metrics import read_metrics
 from sensorium.trainer.run import train
 from sensorium.vocabulary import Episode, Score, Task
+from tests.recipes import quick
 
 HERE = "tests.trainer.test_empty_responses"
-RECIPE: dict[str, Any] = {
-    "name": "empty",
-    "steps": 2,
-    "threads": 1,
-    "model": {"path": "tiny:qwen2_5_vl"},
-    "tasks": {"train": [{"source": "shapes"}]},
-    "batch": {"prompts_per_step": 2, "group_size": 4},
-    "rollout": {"engine": f"{HERE}:Taciturn", "max_new_tokens": 4},
-    "rewards": {"terms": [{"name": f"{HERE}:ByIndex"}]},
-    "optimizer": {"lr": 1e-4},
-}
+RECIPE = quick(
+    "empty",
+    model={"path": "tiny:qwen2_5_vl"},
+    tasks={"train": [{"source": "shapes"}]},
+    batch={"prompts_per_step": 2, "group_size": 4},
+    rollout={"engine": f"{HERE}:Taciturn", "max_new_tokens": 4},
+    rewards={"terms": [{"name": f"{HERE}:ByIndex"}]},
+)
 
 
 class Taciturn:

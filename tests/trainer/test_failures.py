@@ -31,26 +31,20 @@ from sensorium.vocabulary.errors import (
     RecipeError,
     TaskError,
 )
+from tests.recipes import parsed, quick
 
 HERE = "tests.trainer.test_failures"
 DEADLINE_S = 4.0
 """Of what hangs for ever. Long enough for what does not, on a machine that is busy with other things."""
-RECIPE: dict[str, Any] = {
-    "name": "failing",
-    "steps": 2,
-    "threads": 1,
-    "model": {"path": "package:shapes"},
-    "tasks": {"train": [{"source": "shapes", "options": {"size": 16, "picture_size": 64}}]},
-    "batch": {"prompts_per_step": 3, "group_size": 3},
-    "rollout": {"max_new_tokens": 5},
-    "rewards": {"terms": [{"name": "exact"}], "retries": 1, "retry_wait_s": 0.0, "deadline_s": 300.0},
-    "optimizer": {"lr": 1e-4},
-}
+RECIPE = quick(
+    "failing",
+    rewards={"terms": [{"name": "exact"}], "retries": 1, "retry_wait_s": 0.0, "deadline_s": 300.0},
+)
 
 
 def run(folder: Path, **changes: Any) -> tuple[list[dict[str, Any]], list[Episode]]:
     """Train and return metrics and the first step's episodes. That nothing could be learned is another test's business."""
-    recipe = parse_recipe(json.dumps(RECIPE | changes | {"run_dir": str(folder)}), "test", [])
+    recipe = parsed(RECIPE, folder, **changes)
     with suppress(NothingTrained):
         train(recipe)
     path = folder / "episodes/step_000001.jsonl"

@@ -12,6 +12,7 @@ from typing import Any
 from sensorium.record.episodes import read_episodes
 from sensorium.record.metrics import read_metrics
 from sensorium.vocabulary import Episode, Status
+from tests.recipes import quick
 
 ROOT = Path(__file__).parents[2]
 # A background job ignores Ctrl-C, and so would its children.
@@ -20,16 +21,12 @@ COMMAND = (
 )
 DEADLINE_S = 3.0
 """Of what hangs for ever. Long enough for what does not, on a machine that is busy with other things."""
-RECIPE: dict[str, Any] = {
-    "name": "hanging",
-    "steps": 2,
-    "threads": 1,
-    "model": {"path": "package:shapes"},
-    "batch": {"prompts_per_step": 6, "group_size": 4},
-    "rollout": {"max_new_tokens": 3, "max_turns": 3, "environment_deadline_s": DEADLINE_S},
-    "rewards": {"terms": [{"name": "environment"}], "retries": 0, "deadline_s": DEADLINE_S},
-    "optimizer": {"lr": 1e-4},
-}
+RECIPE = quick(
+    "hanging",
+    batch={"prompts_per_step": 6, "group_size": 4},
+    rollout={"max_new_tokens": 3, "max_turns": 3, "environment_deadline_s": DEADLINE_S},
+    rewards={"terms": [{"name": "environment"}], "retries": 0, "deadline_s": DEADLINE_S},
+)
 UNWELL = {"source": "worlds", "options": {"environment": "tests.trainer.hanging:Unwell", "size": 12}}
 
 

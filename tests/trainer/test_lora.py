@@ -1,6 +1,5 @@
 """Runs with adapters: complete checkpoints, a reference without a copy, and kept batches that come back exactly."""
 
-import json
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -10,30 +9,25 @@ import torch
 from safetensors.torch import load_file
 
 from sensorium.cli.main import main
-from sensorium.recipe.load import parse_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.record.metrics import read_metrics
 from sensorium.report.watcher import Watcher
 from sensorium.trainer.kept import replay
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import NonFiniteUpdate
+from tests.recipes import parsed, quick
 
-RECIPE: dict[str, Any] = {
-    "name": "adapted",
-    "steps": 2,
-    "threads": 1,
-    "model": {"path": "package:shapes", "lora": {"rank": 4, "groups": ["vision", "language"]}},
-    "tasks": {"train": [{"source": "shapes", "options": {"size": 16, "picture_size": 64}}]},
-    "batch": {"prompts_per_step": 3, "group_size": 3},
-    "rollout": {"max_new_tokens": 5},
-    "rewards": {"terms": [{"name": "tests.trainer.test_failures:ByIndex"}]},
-    "algorithm": {"kl": {"coef": 0.1}, "loss": {"aggregation": "token_mean"}},
-    "optimizer": {"lr": 1e-2},
-}
+RECIPE = quick(
+    "adapted",
+    model={"path": "package:shapes", "lora": {"rank": 4, "groups": ["vision", "language"]}},
+    rewards={"terms": [{"name": "tests.trainer.test_failures:ByIndex"}]},
+    algorithm={"kl": {"coef": 0.1}, "loss": {"aggregation": "token_mean"}},
+    optimizer={"lr": 1e-2},
+)
 
 
 def recipe(folder: Path, **changes: Any) -> Recipe:
-    return parse_recipe(json.dumps(RECIPE | changes | {"run_dir": str(folder)}), "test", [])
+    return parsed(RECIPE, folder, **changes)
 
 
 class Breaker(Watcher):

@@ -1,6 +1,5 @@
 """What an environment pays by name keeps its name: turn, scores, metrics, episodes file, evaluation and report."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +7,13 @@ import pytest
 
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.media.store import MediaStore
-from sensorium.recipe.load import parse_recipe
 from sensorium.record.episodes import read_episodes
 from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.html import write_report
 from sensorium.trainer.run import train
 from sensorium.vocabulary import Message, system, user
+from tests.recipes import parsed, quick
 
 HERE = "tests.trainer.test_named_pay"
 GOAL = {0: 0.25, 1: 0.75}
@@ -53,20 +52,17 @@ def test_a_part_is_followed_from_the_environment_to_the_report(per_turn: bool, t
     worlds = {"environment": f"{HERE}:Paying", "size": 8}
     training = [{"source": "worlds", "options": worlds}]
     held_out = [{"source": "worlds", "options": worlds | {"split": "test", "size": 2}}]
-    recipe = {
-        "name": "paying",
-        "steps": 1,
-        "threads": 1,
-        "run_dir": str(tmp_path / "run"),
-        "model": {"path": "tiny:qwen2_5_vl"},
-        "tasks": {"train": training, "evaluate": held_out},
-        "batch": {"prompts_per_step": 2, "group_size": 2},
-        "rollout": {"max_new_tokens": 3, "max_turns": 2},
-        "rewards": {"terms": [{"name": "environment", "weight": 2.0, "options": {"per_turn": per_turn}}]},
-        "evaluation": {"every": 1, "at_start": False, "samples": 1},
-        "optimizer": {"lr": 1e-4},
-    }
-    train(parse_recipe(json.dumps(recipe), "paying"))
+    recipe = quick(
+        "paying",
+        steps=1,
+        model={"path": "tiny:qwen2_5_vl"},
+        tasks={"train": training, "evaluate": held_out},
+        batch={"prompts_per_step": 2, "group_size": 2},
+        rollout={"max_new_tokens": 3, "max_turns": 2},
+        rewards={"terms": [{"name": "environment", "weight": 2.0, "options": {"per_turn": per_turn}}]},
+        evaluation={"every": 1, "at_start": False, "samples": 1},
+    )
+    train(parsed(recipe, tmp_path / "run"))
     directory = RunDirectory(tmp_path / "run")
 
     (step, _, episode), *_ = read_episodes(directory.episodes_of(1))

@@ -17,7 +17,6 @@ from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
-from sensorium.recipe.load import parse_recipe
 from sensorium.recipe.schema import RolloutSection
 from sensorium.record.durable import to_line
 from sensorium.record.episodes import episode_from_json, episode_row, read_episodes
@@ -27,6 +26,7 @@ from sensorium.rewards.scorer import Scorer
 from sensorium.rollout.play import Attempt, Rollout
 from sensorium.trainer.run import train
 from sensorium.vocabulary import Episode, Status, Task, system, user
+from tests.recipes import parsed, quick
 
 from . import strange
 
@@ -168,16 +168,12 @@ def test_random_values_of_a_term(one: Episode, ledger: Ledger, value: Any, field
 
 def test_a_run_with_a_strange_environment_and_strange_terms_goes_on(tmp_path: Path) -> None:
     here = "tests.trainer.strange"
-    recipe = {
-        "name": "strange",
-        "steps": 2,
-        "threads": 1,
-        "run_dir": str(tmp_path / "run"),
-        "model": {"path": "package:shapes"},
-        "tasks": {"train": [{"source": "worlds", "options": {"environment": f"{here}:StrangeWorld", "size": 40}}]},
-        "batch": {"prompts_per_step": 12, "group_size": 6},
-        "rollout": {"max_new_tokens": 3, "max_turns": 3},
-        "rewards": {
+    recipe = quick(
+        "strange",
+        tasks={"train": [{"source": "worlds", "options": {"environment": f"{here}:StrangeWorld", "size": 40}}]},
+        batch={"prompts_per_step": 12, "group_size": 6},
+        rollout={"max_new_tokens": 3, "max_turns": 3},
+        rewards={
             "terms": [
                 {"name": f"{here}:StrangeTerm", "options": {"instant": True, "name": "quick"}},
                 {"name": f"{here}:StrangeTerm", "options": {"name": "slow"}, "weight": 0.0},
@@ -185,9 +181,9 @@ def test_a_run_with_a_strange_environment_and_strange_terms_goes_on(tmp_path: Pa
             "retries": 1,
             "retry_wait_s": 0.0,
         },
-        "optimizer": {"lr": 1e-5},
-    }
-    train(parse_recipe(json.dumps(recipe), "test"))
+        optimizer={"lr": 1e-5},
+    )
+    train(parsed(recipe, tmp_path / "run"))
     rows = read_metrics(tmp_path / "run/metrics.jsonl")
     assert len(rows) == 2
     episodes = [e for path in sorted((tmp_path / "run/episodes").glob("*")) for _, _, e in read_episodes(path)]

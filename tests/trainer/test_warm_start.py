@@ -1,37 +1,29 @@
 """The warm start is measured at its end, so that what RL gave is told apart from what the demonstrations gave."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from sensorium.recipe.load import parse_recipe
 from sensorium.recipe.plan import make_plan
 from sensorium.recipe.schema import Recipe
 from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory
 from sensorium.trainer.run import train
+from tests.recipes import HELD_OUT, SHAPES, parsed, quick
 
-SHAPES = {"source": "shapes", "options": {"size": 16, "picture_size": 64}}
-RECIPE: dict[str, Any] = {
-    "name": "warmed",
-    "steps": 2,
-    "threads": 1,
-    "model": {"path": "package:shapes"},
-    "tasks": {"train": [SHAPES], "evaluate": [{"source": "shapes", "options": SHAPES["options"] | {"split": "test"}}]},
-    "batch": {"prompts_per_step": 4, "group_size": 3},
-    "rollout": {"max_new_tokens": 5},
-    "rewards": {"terms": [{"name": "exact"}]},
-    "optimizer": {"lr": 1e-4},
-    "warm_start": {"steps": 2, "prompts_per_step": 2, "optimizer": {"lr": 1e-3}},
-    "evaluation": {"every": 2, "at_start": True, "limit": 4},
-}
+RECIPE = quick(
+    "warmed",
+    tasks={"train": [SHAPES], "evaluate": [HELD_OUT]},
+    batch={"prompts_per_step": 4, "group_size": 3},
+    warm_start={"steps": 2, "prompts_per_step": 2, "optimizer": {"lr": 1e-3}},
+    evaluation={"every": 2, "at_start": True, "limit": 4},
+)
 
 
 def recipe(folder: Path, **changes: Any) -> Recipe:
-    return parse_recipe(json.dumps(RECIPE | changes | {"run_dir": str(folder)}), "test", [])
+    return parsed(RECIPE, folder, **changes)
 
 
 @pytest.mark.parametrize(

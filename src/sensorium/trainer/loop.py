@@ -199,7 +199,11 @@ class Trainer:
 
     def _forget_played(self) -> None:
         """Every step begins with an engine that knows of no earlier one, as a resumed run's does."""
-        self.session.sample_with(self.learner.weights(), self.learner.version)
+        version = self.learner.version
+        if version == self.session.engine.version:
+            self.session.forget_played()
+        else:
+            self.session.sample_with(self.learner.weights(), version)
 
     def _record(self, step: int, collected: Collected, samples: Sequence[Sequence[CreditedEpisode]]) -> None:
         """Write the step's episodes, their fates, and the advantages they were trained with."""

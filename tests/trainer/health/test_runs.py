@@ -18,21 +18,13 @@ from sensorium.record.metrics import read_metrics
 from sensorium.trainer.run import train
 from sensorium.vocabulary import Episode, Message, Score, Task, system, user
 from sensorium.vocabulary.errors import EnvironmentFailure, NothingTrained, TaskError
+from tests.recipes import HELD_OUT, SHAPES, quick
 
 HERE = "tests.trainer.health.test_runs"
-SHAPES = {"source": "shapes", "options": {"size": 16, "picture_size": 64}}
-HELD_OUT = {"source": "shapes", "options": SHAPES["options"] | {"split": "test"}}
-RECIPE: dict[str, Any] = {
-    "name": "unwell",
-    "steps": 2,
-    "threads": 1,
-    "model": {"path": "package:shapes"},
-    "tasks": {"train": [SHAPES]},
-    "batch": {"prompts_per_step": 3, "group_size": 3},
-    "rollout": {"max_new_tokens": 5},
-    "rewards": {"terms": [{"name": "exact"}], "retries": 0, "retry_wait_s": 0.0},
-    "optimizer": {"lr": 1e-4},
-}
+RECIPE = quick(
+    "unwell",
+    rewards={"terms": [{"name": "exact"}], "retries": 0, "retry_wait_s": 0.0},
+)
 
 
 def write_recipe(folder: Path, **changes: Any) -> Path:
