@@ -24,7 +24,7 @@ studies: .venv/tutorial
 	$(BIN)/python studies/kills.py
 
 docs: .venv/installed
-	$(BIN)/python -m sensorium.recipe.reference > docs/recipe.md
+	$(BIN)/python -m sensorium.recipe.reference_page > docs/recipe.md
 
 bench: .venv/bench
 	$(BIN)/python bench/w0.py

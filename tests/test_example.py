@@ -35,7 +35,7 @@ def library(
             await trainer.advance()
 
     asyncio.run(advance())
-    from sensorium.record.episodes import read_groups
+    from sensorium.record.episode_json import read_groups
 
     groups = [read_groups(directory.episodes_of(step)) for step in range(1, STEPS + 1)]
     trainer.close()

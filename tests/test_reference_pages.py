@@ -11,10 +11,10 @@ from PIL import Image
 
 from sensorium.media.store import MediaStore
 from sensorium.recipe.names import GIVEN, resolve, table
-from sensorium.record.episodes import read_groups
+from sensorium.record.episode_json import read_groups
 from sensorium.rewards.functions import build_term
 from sensorium.rewards.scorer import Scorer
-from sensorium.tasks.layout import FIELDS, PARTS
+from sensorium.tasks.row_format import FIELDS, PARTS
 from sensorium.tasks.rows import JsonlRows
 from sensorium.trainer.health.rules import RULES
 from sensorium.trainer.run import train

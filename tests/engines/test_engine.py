@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sensorium.engines.native.engine import NativeEngine
-from sensorium.engines.native.rows import StopStrings
+from sensorium.engines.native.response_rows import StopStrings
 from sensorium.engines.protocol import Request, Response, Sampling
 from sensorium.engines.random_keys import response_key
 from sensorium.vocabulary.content import Media, user

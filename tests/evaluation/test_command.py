@@ -9,7 +9,7 @@ import pytest
 from sensorium.cli.main import main
 from sensorium.evaluation.places import default_folder
 from sensorium.recipe.load import load_recipe
-from sensorium.record.episodes import task_from_json
+from sensorium.record.episode_json import task_from_json
 from sensorium.tasks.lookalikes import make_daily_omni
 from sensorium.vocabulary import Media
 from sensorium.vocabulary.decoding import VideoParameters

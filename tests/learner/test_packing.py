@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sensorium.learner.attention import TokenRun, TreeAttention, arrange
 from sensorium.learner.packing import pack
+from sensorium.learner.tree_attention import TokenRun, TreeAttention, arrange
 from sensorium.models.attention import MaskedAttention
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import BatchSection

@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 
 from sensorium.media import decoder as decoding
-from sensorium.media.cache import Clip, DiskCache
 from sensorium.media.container import Source
+from sensorium.media.decoded_cache import Clip, DiskCache
 from sensorium.media.decoder import Decoder, open_decoder
 from sensorium.media.limits import MediaLimits
 from sensorium.media.making import encode_clip, encode_wav

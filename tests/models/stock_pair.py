@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from sensorium.models.attention import MaskedAttention
-from sensorium.models.layout import Placement, placements
 from sensorium.models.policy import Policy
 from sensorium.models.rendering import TEMPLATE_KINDS
+from sensorium.models.segment_layout import Placement, placements
 from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Segment
 

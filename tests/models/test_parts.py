@@ -9,9 +9,9 @@ from transformers import AutoModelForImageTextToText
 
 from sensorium.media.store import MediaStore
 from sensorium.models.attention import MaskedAttention
-from sensorium.models.layout import Features, Placement
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
+from sensorium.models.segment_layout import Features, Placement
 from sensorium.vocabulary.content import Message, assistant, system, user
 from sensorium.vocabulary.episode import Segment
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sensorium.media.audio import DecodedAudio
 from sensorium.media.making import encode_wav
-from sensorium.models.features import Extent
+from sensorium.models.prepared_media import Extent
 from sensorium.models.preprocessing import SoundPreprocessor, sound_tokens
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.decoding import AudioParameters, VideoParameters

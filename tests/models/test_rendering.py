@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sensorium.media.store import MediaStore
 from sensorium.models.policy import Policy
 from sensorium.models.rendering import ChatRenderer
-from sensorium.models.tokens import TokenTable
+from sensorium.models.token_bytes import TokenTable
 from sensorium.vocabulary.content import Media, Message, Text, assistant, system, user
 from sensorium.vocabulary.errors import ModelError
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sensorium.recipe.descriptions import DESCRIPTIONS
-from sensorium.recipe.reference import description, reference
+from sensorium.recipe.reference_page import description, reference
 from sensorium.recipe.schema import Section
 
 PAGE = Path(__file__).parents[2] / "docs/recipe.md"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sensorium.record.credits import EpisodeCredit, credit_from_json, credit_to_json, credits_of
 from sensorium.record.durable import read_rows
-from sensorium.record.episodes import episode_row, read_credits_of, write_episodes
+from sensorium.record.episode_json import episode_row, read_credits_of, write_episodes
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn
 
 float32s = st.floats(width=32, allow_nan=False, allow_infinity=False)

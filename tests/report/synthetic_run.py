@@ -6,7 +6,7 @@ from random import Random
 
 from sensorium.media.store import MediaStore
 from sensorium.record.durable import write_whole
-from sensorium.record.episodes import write_episodes
+from sensorium.record.episode_json import write_episodes
 from sensorium.record.metrics import MetricsFile
 from sensorium.record.run_directory import RunDirectory
 from sensorium.tasks.shapes import ANSWERS, Shapes

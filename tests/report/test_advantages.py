@@ -4,7 +4,7 @@ from pathlib import Path
 
 from sensorium.record.credits import EpisodeCredit
 from sensorium.record.durable import write_whole
-from sensorium.record.episodes import write_episodes
+from sensorium.record.episode_json import write_episodes
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.advantages import tinted
 from sensorium.report.html import render_report

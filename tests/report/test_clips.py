@@ -9,7 +9,7 @@ import pytest
 from sensorium.media.decoder import open_decoder
 from sensorium.media.making import encode_clip, encode_wav
 from sensorium.media.store import MediaStore
-from sensorium.record.episodes import write_episodes
+from sensorium.record.episode_json import write_episodes
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.html import render_report
 from sensorium.vocabulary import Episode, Group, Media, Segment, Status, Task, Thread, Turn, user
@@ -140,7 +140,7 @@ def test_names_of_clips_are_text_and_never_markup(tmp_path: Path) -> None:
 
 
 def test_episodes_keep_what_was_asked_of_a_clip(tmp_path: Path) -> None:
-    from sensorium.record.episodes import read_groups
+    from sensorium.record.episode_json import read_groups
 
     asked: Any = VideoParameters(fps=3.0, max_frames=4, start=0.5)
     video = MediaStore(tmp_path / "media").put(CLIP, "video", "row 1", asked)

@@ -12,7 +12,7 @@ from PIL import Image
 
 from sensorium.media.store import MediaStore
 from sensorium.record.durable import write_whole
-from sensorium.record.episodes import read_episodes, write_episodes
+from sensorium.record.episode_json import read_episodes, write_episodes
 from sensorium.record.findings import Notice, SightResult, write_notice, write_sight
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.examples import Comparison, choose, compare_evaluations, training_groups

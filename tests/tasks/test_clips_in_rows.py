@@ -15,8 +15,8 @@ from sensorium.media.making import encode_clip, encode_wav
 from sensorium.media.store import MediaStore
 from sensorium.media.video import DecodedVideo
 from sensorium.recipe.names import build
-from sensorium.tasks.content import Place, fill_placeholders
 from sensorium.tasks.hub import HubRows
+from sensorium.tasks.message_parsing import Place, fill_placeholders
 from sensorium.tasks.rows import JsonlRows, ParquetRows
 from sensorium.vocabulary.content import Media, Text, user
 from sensorium.vocabulary.decoding import AudioParameters, VideoParameters

@@ -12,7 +12,7 @@ from sensorium.media.store import MediaStore
 from sensorium.models.counts import COUNTS
 from sensorium.recipe.names import wrong_options
 from sensorium.recipe.schema import MediaSection
-from sensorium.tasks.layout import layout_of
+from sensorium.tasks.row_format import layout_of
 from sensorium.tasks.rows import JsonlRows
 from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
 from tests.media.clips import numbered, tone

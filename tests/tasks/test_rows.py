@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
 from sensorium.recipe.names import build
-from sensorium.tasks.content import Place, fill_placeholders, messages_of
+from sensorium.tasks.message_parsing import Place, fill_placeholders, messages_of
 from sensorium.tasks.mixture import TaskStream
 from sensorium.tasks.rows import JsonlRows, ParquetRows
 from sensorium.vocabulary.content import Media, Text, assistant, system, user

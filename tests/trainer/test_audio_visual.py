@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sensorium.recipe.load import load_recipe
-from sensorium.record.episodes import read_groups
+from sensorium.record.episode_json import read_groups
 from sensorium.record.metrics import read_metrics
 from sensorium.tasks.daily_omni import COLUMNS
 from sensorium.tasks.lookalikes import make_daily_omni, make_intent

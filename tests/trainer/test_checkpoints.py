@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sensorium.assembly.learner import LocalLearner
+from sensorium.assembly.local_learner import LocalLearner
 from sensorium.learner.plain_state import load_state, save_state
 from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy

@@ -9,7 +9,7 @@ import torch
 
 from sensorium.engines.native import steps
 from sensorium.recipe.schema import Recipe
-from sensorium.record.episodes import read_episodes
+from sensorium.record.episode_json import read_episodes
 from sensorium.record.findings import Notice
 from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory

@@ -15,7 +15,7 @@ from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
 from sensorium.models.policy import Policy
 from sensorium.recipe.load import parse_recipe
-from sensorium.record.episodes import read_episodes
+from sensorium.record.episode_json import read_episodes
 from sensorium.record.ledger import Ledger
 from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sensorium.record.episodes import read_episodes
+from sensorium.record.episode_json import read_episodes
 from sensorium.record.metrics import read_metrics
 from sensorium.vocabulary import Episode, Status
 from tests.recipes import quick

@@ -11,7 +11,7 @@ import pytest
 from sensorium.engines.native.engine import NativeEngine
 from sensorium.media.store import MediaStore
 from sensorium.models.policy import Policy
-from sensorium.record.episodes import read_episodes
+from sensorium.record.episode_json import read_episodes
 from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory
 from sensorium.trainer.kept import replay

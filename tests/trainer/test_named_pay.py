@@ -7,7 +7,7 @@ import pytest
 
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.media.store import MediaStore
-from sensorium.record.episodes import read_episodes
+from sensorium.record.episode_json import read_episodes
 from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.html import write_report

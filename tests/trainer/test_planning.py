@@ -12,7 +12,7 @@ import torch
 from sensorium.recipe.load import parse_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.record.contents import digest_of
-from sensorium.record.episodes import read_groups
+from sensorium.record.episode_json import read_groups
 from sensorium.record.run_directory import RunDirectory
 from sensorium.tasks.mixture import TaskStream
 from sensorium.tasks.planner import GroupOutcome, MixturePlanner, PlannedTasks

@@ -19,7 +19,7 @@ from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.schema import RolloutSection
 from sensorium.record.durable import to_line
-from sensorium.record.episodes import episode_from_json, episode_row, read_episodes
+from sensorium.record.episode_json import episode_from_json, episode_row, read_episodes
 from sensorium.record.ledger import Ledger
 from sensorium.record.metrics import read_metrics
 from sensorium.rewards.scorer import Scorer

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sensorium.assembly.learner import LearnerMaker, local_learner
+from sensorium.assembly.local_learner import LearnerMaker, local_learner
 from sensorium.learner.plain_state import load_state
 from sensorium.recipe.schema import Recipe
 from sensorium.record.run_directory import RunDirectory

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sensorium.assembly.learner import LocalLearner
+from sensorium.assembly.local_learner import LocalLearner
 from sensorium.assembly.models import load_trained
 from sensorium.assembly.session import Session, open_store
 from sensorium.learner.assessment import Assessment

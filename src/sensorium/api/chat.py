@@ -113,7 +113,7 @@ def conversation(given: Any, store: Any) -> tuple[Message, ...]:
 
 
 def _message(raw: Mapping[str, Any], number: int, store: Any) -> Message:
-    from sensorium.tasks.content import ROLES
+    from sensorium.tasks.message_parsing import ROLES
 
     role, content = raw.get("role"), raw.get("content", "")
     if role not in ROLES:
@@ -130,7 +130,7 @@ def _blocks(content: Any, number: int, store: Any) -> tuple[Text | Media, ...]:
 def _block(block: Any, origin: str, store: Any) -> Text | Media:
     """A text, a medium in any of its forms, or a block as rows have it."""
     from sensorium.media.picture import picture_bytes
-    from sensorium.tasks.content import Place, messages_of
+    from sensorium.tasks.message_parsing import Place, messages_of
     from sensorium.tasks.passed import with_bytes
 
     if isinstance(block, str):

@@ -126,7 +126,7 @@ class _Names:
     def _reward(self, thing: Any) -> Any:
         if thing is None or isinstance(thing, str):
             return thing
-        from sensorium.recipe.functions import reward_style
+        from sensorium.recipe.function_signatures import reward_style
         from sensorium.rewards.functions import as_term
 
         importable = importable_name(thing)

@@ -15,7 +15,7 @@ from sensorium.evaluation.sample import Row, row_of, sample_of
 from sensorium.evaluation.summary import summarize_samples
 from sensorium.models.identity import identity
 from sensorium.recipe.schema import Recipe
-from sensorium.record.episodes import task_to_json
+from sensorium.record.episode_json import task_to_json
 from sensorium.report.evaluations import markdown, summary_grid
 from sensorium.rewards.scorer import Scorer
 from sensorium.tasks.mixture import each_once

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sensorium.record.episodes import messages_to_json
+from sensorium.record.episode_json import messages_to_json
 from sensorium.vocabulary.episode import Episode, Status
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task

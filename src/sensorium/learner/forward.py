@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sensorium.learner.packing import MicroBatch, Packing, media_of
-from sensorium.models.layout import Features
 from sensorium.models.policy import Policy
+from sensorium.models.segment_layout import Features
 from sensorium.vocabulary.content import Media
 
 # Logits held at once: 256 MiB of float32.

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sensorium.learner.attention import TokenRun, TreeAttention, arrange
 from sensorium.learner.credited_episode import CreditedEpisode, Groups
 from sensorium.learner.positions import LayOut, Positions
 from sensorium.learner.tree import Node, Part, ask_values, grow, split
-from sensorium.models.layout import Slot
+from sensorium.learner.tree_attention import TokenRun, TreeAttention, arrange
+from sensorium.models.segment_layout import Slot
 from sensorium.vocabulary.content import Media
 
 

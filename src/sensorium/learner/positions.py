@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sensorium.models.layout import Layout
+from sensorium.models.segment_layout import Layout
 from sensorium.vocabulary.episode import Episode, Segment, Status
 
 LayOut = Callable[[Segment], Layout]

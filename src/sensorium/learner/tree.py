@@ -11,7 +11,7 @@ import numpy as np
 
 from sensorium.learner.credited_episode import CreditedEpisode
 from sensorium.learner.positions import LayOut, Positions
-from sensorium.models.layout import Slot
+from sensorium.models.segment_layout import Slot
 from sensorium.vocabulary.episode import Segment
 
 

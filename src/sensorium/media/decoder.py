@@ -14,8 +14,8 @@ from pathlib import Path
 from PIL import Image
 
 from sensorium.media.audio import decode_audio
-from sensorium.media.cache import Clip, DiskCache
 from sensorium.media.container import BadClip, Source
+from sensorium.media.decoded_cache import Clip, DiskCache
 from sensorium.media.limits import MediaLimits
 from sensorium.media.recent import Recent
 from sensorium.media.store import MIB, MediaStore

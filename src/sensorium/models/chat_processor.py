@@ -10,11 +10,11 @@ from typing import Any
 from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
 from sensorium.models.family import MediaFormat
-from sensorium.models.features import PreparedMedia
-from sensorium.models.laying_out import Layouts
-from sensorium.models.layout import Layout
+from sensorium.models.prepared_media import PreparedMedia
 from sensorium.models.rendering import ChatRenderer
-from sensorium.models.tokens import TokenTable
+from sensorium.models.segment_expansion import Layouts
+from sensorium.models.segment_layout import Layout
+from sensorium.models.token_bytes import TokenTable
 from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import MediaError

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 from sensorium.media.decoder import DecodeCounters
 from sensorium.models.encoding import Encoder
-from sensorium.models.features import PreparedMedia
+from sensorium.models.prepared_media import PreparedMedia
 
 GIB = 1 << 30
 

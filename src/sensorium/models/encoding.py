@@ -7,8 +7,8 @@ import torch
 
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.family import Family, Tower
-from sensorium.models.frozen import FrozenFeatures, Weights, spare_bytes
-from sensorium.models.layout import Features, mismatch
+from sensorium.models.frozen_features import FrozenFeatures, Weights, spare_bytes
+from sensorium.models.segment_layout import Features, mismatch
 from sensorium.vocabulary.content import Media
 
 

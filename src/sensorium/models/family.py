@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
-from sensorium.models.features import Extent, Preprocessor, TowerInput
-from sensorium.models.layout import Expansion, Features
+from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput
+from sensorium.models.segment_layout import Expansion, Features
 from sensorium.vocabulary.content import MediaKind
 
 

@@ -20,11 +20,11 @@ from sensorium.models.counts import MediaCounts, count_media
 from sensorium.models.encoding import Counters, Encoder
 from sensorium.models.family import Family, group_of
 from sensorium.models.fused import LayerStack, fused_layers
-from sensorium.models.layout import Features, Placement
 from sensorium.models.lora import FOLDER, Adapters
 from sensorium.models.quiet import quiet
 from sensorium.models.recomputing import recompute_blocks
 from sensorium.models.routing import routers_of, watched
+from sensorium.models.segment_layout import Features, Placement
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import ModelError, SpanMismatch
 

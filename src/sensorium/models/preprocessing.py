@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sensorium.models.features import Extent, Grid, TowerInput
+from sensorium.models.prepared_media import Extent, Grid, TowerInput
 from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.errors import MediaError
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from sensorium.models.attention import IMPLEMENTATION
 from sensorium.models.family import MediaFormat, Tower
-from sensorium.models.features import Extent, Preprocessor
-from sensorium.models.layout import Expansion
+from sensorium.models.prepared_media import Extent, Preprocessor
 from sensorium.models.preprocessing import (
     PicturePreprocessor,
     SoundPreprocessor,
@@ -21,6 +20,7 @@ from sensorium.models.preprocessing import (
     video_settings,
 )
 from sensorium.models.qwen2_5_vl import grids_of, merged_patches, repeated, seconds_per_grid, window_tables
+from sensorium.models.segment_layout import Expansion
 from sensorium.models.sound_tower import SoundTower
 from sensorium.models.tower import VisionTower
 from sensorium.vocabulary.content import MediaKind

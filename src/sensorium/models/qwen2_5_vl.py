@@ -9,9 +9,9 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 
 from sensorium.models.attention import IMPLEMENTATION
 from sensorium.models.family import MediaFormat, Tower
-from sensorium.models.features import Extent, Preprocessor
-from sensorium.models.layout import Expansion
+from sensorium.models.prepared_media import Extent, Preprocessor
 from sensorium.models.preprocessing import PicturePreprocessor, VideoPreprocessor, video_settings
+from sensorium.models.segment_layout import Expansion
 from sensorium.models.tower import VisionTower
 from sensorium.vocabulary.content import MediaKind
 

@@ -19,9 +19,9 @@ from transformers.vision_utils import (
 )
 
 from sensorium.models.family import MediaFormat
-from sensorium.models.features import Extent
-from sensorium.models.layout import Expansion
+from sensorium.models.prepared_media import Extent
 from sensorium.models.qwen2_5_vl import MakeTables, Qwen25VL, Qwen25VLMedia
+from sensorium.models.segment_layout import Expansion
 
 
 class Qwen3VLMedia(Qwen25VLMedia):

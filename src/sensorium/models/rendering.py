@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from sensorium.models.tokens import TokenTable
+from sensorium.models.token_bytes import TokenTable
 from sensorium.vocabulary.content import Media, MediaKind, Message, Text
 from sensorium.vocabulary.episode import MediaSpan, Segment
 from sensorium.vocabulary.errors import ModelError

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from sensorium.models.features import TowerInput
-from sensorium.models.layout import Features
+from sensorium.models.prepared_media import TowerInput
 from sensorium.models.preprocessing import sound_tokens
+from sensorium.models.segment_layout import Features
 from sensorium.models.tower import SEGMENTS
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sensorium.models.attention import IMPLEMENTATION
 from sensorium.models.family import MediaFormat, Tower
-from sensorium.models.features import Extent, Preprocessor
+from sensorium.models.prepared_media import Extent, Preprocessor
 from sensorium.vocabulary.content import MediaKind
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from sensorium.models.features import Grid, TowerInput
-from sensorium.models.layout import Features
+from sensorium.models.prepared_media import Grid, TowerInput
+from sensorium.models.segment_layout import Features
 
 # The towers hand over the whole batch with the ends of its segments to any implementation with "flash" in its name.
 SEGMENTS = "sensorium_flash_segments"

@@ -5,7 +5,7 @@ from importlib import import_module
 from inspect import signature
 from typing import Any
 
-from sensorium.recipe.functions import reward_style, takes_context, wrong_function_options
+from sensorium.recipe.function_signatures import reward_style, takes_context, wrong_function_options
 from sensorium.recipe.objects import SCHEME, passed_object
 from sensorium.recipe.traits import ESTIMATORS, LOSSES, EstimatorTraits, LossTraits, estimator_places, loss_places
 from sensorium.vocabulary.errors import RecipeError, nearest

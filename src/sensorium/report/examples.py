@@ -7,7 +7,7 @@ from typing import Literal, TypeVar
 
 from sensorium.record.credits import EpisodeCredit
 from sensorium.record.durable import read_rows
-from sensorium.record.episodes import read_credits_of, read_groups_of
+from sensorium.record.episode_json import read_credits_of, read_groups_of
 from sensorium.record.run_directory import RunDirectory, step_of
 from sensorium.vocabulary.episode import Episode, Group
 from sensorium.vocabulary.task import Task

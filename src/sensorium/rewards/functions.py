@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, isawaitable
 from typing import Any
 
-from sensorium.recipe.functions import Style, parameters_of, reward_style, takes_context, wrong_function_options
+from sensorium.recipe.function_signatures import Style, parameters_of, reward_style, takes_context, wrong_function_options
 from sensorium.recipe.names import build, resolve
 from sensorium.rewards.context import RewardContext
 from sensorium.rewards.protocol import Term

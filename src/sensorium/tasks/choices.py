@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from sensorium.tasks.content import Place
+from sensorium.tasks.message_parsing import Place
 
 LETTERED = re.compile(r"\s*\(?[A-Za-z]\s*[.):、]")
 

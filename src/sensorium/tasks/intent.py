@@ -11,9 +11,9 @@ from typing import Any
 from sensorium.media.files import roots_of
 from sensorium.media.store import MediaStore
 from sensorium.tasks.choices import LETTER, LETTERS, NUMBER, WORDS, YES_OR_NO, options_of, question
-from sensorium.tasks.clips import ClipOptions
-from sensorium.tasks.content import Place
+from sensorium.tasks.clip_options import ClipOptions
 from sensorium.tasks.manifest import read_manifest, text_of, unzip_once
+from sensorium.tasks.message_parsing import Place
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
 from sensorium.vocabulary.task import Task

@@ -10,9 +10,9 @@ from PIL import Image
 
 from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
-from sensorium.tasks.clips import ClipOptions
-from sensorium.tasks.content import Place
-from sensorium.tasks.layout import layout_of
+from sensorium.tasks.clip_options import ClipOptions
+from sensorium.tasks.message_parsing import Place
+from sensorium.tasks.row_format import layout_of
 from sensorium.vocabulary.errors import RecipeError, TaskError
 from sensorium.vocabulary.task import Task
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from sensorium.media.files import open_regular, roots_of
 from sensorium.media.store import MediaStore
-from sensorium.tasks.clips import ClipOptions
-from sensorium.tasks.content import Place
-from sensorium.tasks.layout import layout_of
+from sensorium.tasks.clip_options import ClipOptions
+from sensorium.tasks.message_parsing import Place
+from sensorium.tasks.row_format import layout_of
 from sensorium.vocabulary.errors import DataChanged, TaskError
 from sensorium.vocabulary.task import Task
 

@@ -10,7 +10,7 @@ from sensorium.algorithms.threshold import optimize_threshold
 from sensorium.learner.assessment import Assessment
 from sensorium.learner.credited_episode import CreditedEpisode, CriticValues
 from sensorium.learner.positions import find_positions
-from sensorium.models.layout import Layout
+from sensorium.models.segment_layout import Layout
 from sensorium.recipe.names import resolve
 from sensorium.recipe.schema import AdvantageSection, AlgorithmSection, KLSection
 from sensorium.recipe.traits import estimator_traits

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sensorium.assembly.learner import LocalLearner
+from sensorium.assembly.local_learner import LocalLearner
 from sensorium.assembly.models import load_trained
 from sensorium.learner.credited_episode import CreditedEpisode, CriticValues
 from sensorium.learner.plain_state import load_state, save_state
@@ -17,7 +17,7 @@ from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
 from sensorium.recipe.load import load_recipe
 from sensorium.record.durable import read_json, write_whole
-from sensorium.record.episodes import read_groups, write_episodes
+from sensorium.record.episode_json import read_groups, write_episodes
 from sensorium.record.run_directory import RunDirectory, step_name
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import CheckpointError, NonFiniteUpdate

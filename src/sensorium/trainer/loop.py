@@ -19,7 +19,7 @@ from sensorium.learner.credited_episode import CreditedEpisode
 from sensorium.learner.protocol import RunLearner
 from sensorium.recipe.schema import Recipe
 from sensorium.record.credits import credits_of
-from sensorium.record.episodes import write_episodes
+from sensorium.record.episode_json import write_episodes
 from sensorium.record.ledger import Ledger
 from sensorium.record.lock import refuse_moved
 from sensorium.record.metrics import MetricsFile

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sensorium.assembly.determinism import settle
-from sensorium.assembly.learner import LearnerMaker, local_learner
+from sensorium.assembly.local_learner import LearnerMaker, local_learner
 from sensorium.assembly.models import load_trained
 from sensorium.assembly.session import (
     make_sources,

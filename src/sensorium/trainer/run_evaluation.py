@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from sensorium.assembly.session import Session
 from sensorium.evaluation.evaluate import EvaluationResult, evaluate
 from sensorium.recipe.schema import Recipe
-from sensorium.record.episodes import write_episodes
+from sensorium.record.episode_json import write_episodes
 from sensorium.record.findings import SightResult
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.watcher import Watcher

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sensorium.engines.native.contexts import PrefixEntry, StoredKV
 from sensorium.engines.native.decode_state import RowLayout
 from sensorium.engines.native.graphs import DecodeRunner, bucket_of
 from sensorium.engines.native.pages import PAGE, PagedPrefill, PagePool
 from sensorium.engines.native.prefill import SharedContext, prefill
+from sensorium.engines.native.prefix_cache import PrefixEntry, StoredKV
 from sensorium.engines.native.randomness import signed64, uniforms
-from sensorium.engines.native.rows import Row
+from sensorium.engines.native.response_rows import Row
 from sensorium.engines.native.sampler import SamplingRows, sample
 from sensorium.engines.native.writer import RESERVE_AHEAD, Writer
 from sensorium.engines.scheduler import Job

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from sensorium.engines.native.contexts import PrefixEntry, StoredKV, UncachedSuffix, plan
+from sensorium.engines.native.prefix_cache import PrefixEntry, StoredKV, UncachedSuffix, plan
 from sensorium.engines.scheduler import Job
 from sensorium.models.attention import Attention
-from sensorium.models.layout import Features
 from sensorium.models.policy import Policy
+from sensorium.models.segment_layout import Features
 from sensorium.vocabulary.content import Media
 
 CHUNK_TOKENS = 8192  # padded tokens of one forward

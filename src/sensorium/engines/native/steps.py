@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from sensorium.engines.native.cache import CachedAttention
+from sensorium.engines.native.kv_cache import CachedAttention
 from sensorium.engines.native.randomness import uniforms
 from sensorium.engines.native.recording import CannotRecord, Recording, record
-from sensorium.engines.native.rows import Batch
+from sensorium.engines.native.response_rows import Batch
 from sensorium.engines.native.sampler import SamplingRows, sample
 from sensorium.models.policy import Policy
 

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sensorium.engines.native.cache import KVCache
-from sensorium.engines.native.contexts import PrefixCache, StoredKV, context_key
-from sensorium.engines.native.features import FeatureCache, check_features
+from sensorium.engines.native.feature_cache import FeatureCache, check_features
+from sensorium.engines.native.kv_cache import KVCache
 from sensorium.engines.native.prefill import SharedContext, prefill
-from sensorium.engines.native.rows import Batch, Row
+from sensorium.engines.native.prefix_cache import PrefixCache, StoredKV, context_key
+from sensorium.engines.native.response_rows import Batch, Row
 from sensorium.engines.native.steps import Steps
 from sensorium.engines.protocol import FinishReason, Response
 from sensorium.engines.scheduler import Job
-from sensorium.models.frozen import spare_bytes
-from sensorium.models.layout import Features
+from sensorium.models.frozen_features import spare_bytes
 from sensorium.models.policy import Policy
+from sensorium.models.segment_layout import Features
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import EngineError
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sensorium.media.audio import DecodedAudio
-from sensorium.media.cache import Clip, DiskCache, packed, unpacked
+from sensorium.media.decoded_cache import Clip, DiskCache, packed, unpacked
 from sensorium.media.video import DecodedVideo
 
 
@@ -117,7 +117,7 @@ WRITER = """
 import sys, numpy as np
 from pathlib import Path
 from sensorium.media.audio import DecodedAudio
-from sensorium.media.cache import DiskCache
+from sensorium.media.decoded_cache import DiskCache
 cache = DiskCache(Path(sys.argv[1]), 10**9)
 samples = np.zeros(2_000_000, np.float32)
 print("ready", flush=True)

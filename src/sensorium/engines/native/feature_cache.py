@@ -3,9 +3,9 @@
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from sensorium.engines.native.contexts import UncachedSuffix
-from sensorium.models.layout import Features
+from sensorium.engines.native.prefix_cache import UncachedSuffix
 from sensorium.models.policy import Policy
+from sensorium.models.segment_layout import Features
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import SensoriumError
 

@@ -17,8 +17,8 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from sensorium.models.layout import Features, Placement, Slot
 from sensorium.models.policy import Policy
+from sensorium.models.segment_layout import Features, Placement, Slot
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import EngineError

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sensorium.models.family import MediaFormat
-from sensorium.models.features import Extent, PreparedMedia
-from sensorium.models.layout import Layout, Slot, mismatch
+from sensorium.models.prepared_media import Extent, PreparedMedia
+from sensorium.models.segment_layout import Layout, Slot, mismatch
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import SpanMismatch
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sensorium.models.layout import Features
+from sensorium.models.segment_layout import Features
 from sensorium.vocabulary.content import Media
 
 

@@ -13,11 +13,10 @@ import torch
 from PIL import Image
 
 from sensorium.media.store import MediaStore
-from sensorium.models import features
 from sensorium.models.attention import MaskedAttention
-from sensorium.models.features import Extent, PreparedMedia, TowerInput
-from sensorium.models.layout import Features, Placement, placements
 from sensorium.models.load import load_policy
+from sensorium.models.prepared_media import Extent, PreparedMedia, TowerInput
+from sensorium.models.segment_layout import Features, Placement, placements
 from sensorium.models.tiny import make_tiny
 from sensorium.models.tower import VisionTower
 from sensorium.vocabulary.content import Media, user
@@ -56,14 +55,14 @@ class Bytes:
             yield item, MediaError(f"{data.decode()}: broken") if data == b"bad" else data
 
 
-def prepared_media(store: MediaStore, preprocess: Counting, **how: Any) -> PreparedMedia:
+def made_media(store: MediaStore, preprocess: Counting, **how: Any) -> PreparedMedia:
     return PreparedMedia(Bytes(store), {"picture": preprocess, "video": preprocess}, **how)
 
 
 def test_each_medium_is_prepared_once_and_those_missing_together() -> None:
     store, preprocess = MediaStore(), Counting()
     a, b, c = (store.put(name, "picture") for name in (b"a", b"b", b"c"))
-    media = prepared_media(store, preprocess)
+    media = made_media(store, preprocess)
     media.get([a])
     media.get([b, a, b, c])
     assert media.extent(c) == EXTENT
@@ -74,7 +73,7 @@ def test_each_medium_is_prepared_once_and_those_missing_together() -> None:
 def test_the_cache_is_bounded_and_extents_outlive_it() -> None:
     store, preprocess = MediaStore(), Counting()
     a, b, c = (store.put(name, "picture") for name in (b"a", b"b", b"c"))
-    media = prepared_media(store, preprocess, capacity=200)
+    media = made_media(store, preprocess, capacity=200)
     media.get([a])
     media.get([b])
     media.get([a])
@@ -84,14 +83,14 @@ def test_the_cache_is_bounded_and_extents_outlive_it() -> None:
     assert media.extent(b) == EXTENT
     assert len(media.get([b])) == 1
     assert preprocess.asked[-1] == ["b"]
-    assert len(prepared_media(store, preprocess, capacity=50).get([a, b, c])) == 3
+    assert len(made_media(store, preprocess, capacity=50).get([a, b, c])) == 3
 
 
 def test_a_broken_medium_does_not_cost_the_others_and_kinds_are_prepared_apart() -> None:
     store, preprocess = MediaStore(), Counting()
     a, b, bad = (store.put(name, "picture") for name in (b"a", b"b", b"bad"))
     video = store.put(b"v", "video")
-    media = prepared_media(store, preprocess)
+    media = made_media(store, preprocess)
     with pytest.raises(MediaError, match="bad: broken"):
         media.get([a, bad, video, b])
     assert preprocess.asked == [["a", "b"], ["v"]]
@@ -114,7 +113,7 @@ class Choosy(Counting):
 def test_one_that_the_processor_refuses_is_found_and_fails_alone() -> None:
     store, preprocess = MediaStore(), Choosy()
     good, thin, fine = (store.put(name, "picture", name.decode()) for name in (b"good", b"thin", b"fine"))
-    media = prepared_media(store, preprocess)
+    media = made_media(store, preprocess)
     errors = media.prepare([good, thin, fine])
     assert {item: str(error) for item, error in errors.items()} == {thin: "thin: too thin"}
     assert media.unknown([good, thin, fine]) == [thin]
@@ -123,10 +122,10 @@ def test_one_that_the_processor_refuses_is_found_and_fails_alone() -> None:
 
 
 def test_preparing_ahead_holds_no_more_than_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(features, "BATCH_BYTES", 0)  # each by itself
+    monkeypatch.setattr("sensorium.models.prepared_media.BATCH_BYTES", 0)  # each by itself
     store, preprocess = MediaStore(), Counting()
     items = [store.put(bytes([65 + i]), "picture") for i in range(20)]
-    media = prepared_media(store, preprocess, capacity=300)
+    media = made_media(store, preprocess, capacity=300)
     assert media.prepare(items) == {}
     assert preprocess.asked == [[chr(65 + i)] for i in range(20)]
     assert (media.held, media.evictions) == (300, 17)
@@ -138,7 +137,7 @@ def test_preparing_ahead_holds_no_more_than_the_cache(monkeypatch: pytest.Monkey
 def test_however_many_threads_ask_each_medium_is_preprocessed_once() -> None:
     store, preprocess = MediaStore(), Counting()
     items = [store.put(bytes([65 + i]), "picture") for i in range(8)]
-    media = prepared_media(store, preprocess)
+    media = made_media(store, preprocess)
 
     def ask(i: int) -> int:
         return len(media.get(items[i % 3 :])) if i % 2 else len(media.prepare(items[i % 5 :]))

@@ -6,7 +6,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sensorium.record.episodes import (
+from sensorium.record.episode_json import (
     episode_from_json,
     episode_to_json,
     group_from_json,

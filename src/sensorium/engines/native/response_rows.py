@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sensorium.engines.native.cache import KVCache, causal_bias, write_places
-from sensorium.engines.native.contexts import PrefixEntry
+from sensorium.engines.native.kv_cache import KVCache, causal_bias, write_places
+from sensorium.engines.native.prefix_cache import PrefixEntry
 from sensorium.engines.native.randomness import signed64
 from sensorium.engines.native.sampler import SamplingRows
 from sensorium.engines.protocol import FinishReason

@@ -1,4 +1,4 @@
-"""docs/recipe.md, made from the schema: ``python -m sensorium.recipe.reference > docs/recipe.md``, or ``make docs``."""
+"""docs/recipe.md from the schema: ``python -m sensorium.recipe.reference_page > docs/recipe.md``, or ``make docs``."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sensorium.recipe.names import check, table, wrong_options
-from sensorium.tasks.content import Place, fill_placeholders, messages_of, put_first
+from sensorium.tasks.message_parsing import Place, fill_placeholders, messages_of, put_first
 from sensorium.vocabulary.content import Media, MediaKind, Message, Text, system
 from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
 from sensorium.vocabulary.plain import words

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from sensorium.media.store import MediaStore
-from sensorium.models.frozen import FrozenFeatures, Weights
-from sensorium.models.layout import Features
+from sensorium.models.frozen_features import FrozenFeatures, Weights
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.reference import FormerSelf
+from sensorium.models.segment_layout import Features
 from sensorium.recipe.schema import LoraSection
 
 from .clips import clip, noise, tone

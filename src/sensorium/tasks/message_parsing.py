@@ -9,7 +9,7 @@ from typing import Any, get_args
 from sensorium.media.files import inside
 from sensorium.media.sources import base64_bytes, located, read_bytes
 from sensorium.media.store import MediaStore
-from sensorium.tasks.clips import ClipKind, ClipOptions
+from sensorium.tasks.clip_options import ClipKind, ClipOptions
 from sensorium.vocabulary.content import Block, Media, MediaKind, Message, Role, Text
 from sensorium.vocabulary.errors import MediaError, TaskError, nearest
 from sensorium.vocabulary.plain import text_of
