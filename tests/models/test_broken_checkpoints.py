@@ -57,6 +57,12 @@ def test_the_plan_of_a_damaged_checkpoint_is_refused_and_not_a_traceback(left: i
         read_shape(str(model))
 
 
+def test_a_header_that_claims_to_be_huge_is_not_read(model: Path) -> None:
+    (model / "model.safetensors").write_bytes((1 << 62).to_bytes(8, "little") + b"{}")
+    with pytest.raises(RecipeError, match=r"header of model\.safetensors is said to be longer than the file"):
+        read_shape(str(model))
+
+
 def test_weights_of_other_shapes_than_the_config_says_are_refused(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     config["text_config"]["intermediate_size"] *= 2

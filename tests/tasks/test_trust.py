@@ -148,7 +148,7 @@ def test_a_file_that_is_changed_under_a_run_ends_it_and_a_touched_one_does_not(t
     assert rows[1].id == "2"
     text = path.read_text()
     path.write_text(text.replace('"1"', '"one"'))
-    with pytest.raises(DataChanged, match=r"rows\.jsonl: the file was changed while the run reads it"):
+    with pytest.raises(DataChanged, match=r"rows\.jsonl: the file was changed or removed while the run reads it"):
         rows[1]
     with pytest.raises(DataChanged):
         each_once([rows], on_bad_row="skip")
@@ -157,6 +157,9 @@ def test_a_file_that_is_changed_under_a_run_ends_it_and_a_touched_one_does_not(t
     path.write_text("")
     with pytest.raises(DataChanged):
         rows[0]
+    path.unlink()
+    with pytest.raises(DataChanged):
+        each_once([rows], on_bad_row="skip")
 
 
 def test_a_parquet_file_that_is_changed_under_a_run_ends_it(tmp_path: Path) -> None:

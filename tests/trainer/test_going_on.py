@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from sensorium.recipe.load import load_recipe
+from sensorium.record.contents import contents_of
 from sensorium.record.metrics import read_metrics, repeatable
 from sensorium.report.console import ConsoleWatcher
 from sensorium.report.watcher import RunStart, Watcher
@@ -334,3 +335,17 @@ def test_a_second_run_in_the_same_process_is_told_what_it_shares(tmp_path: Path)
     train(small(tmp_path / "a" / "run", steps=1), watchers=[StartsAnother(), outer])
     assert any("goes on in this process too" in text for text in inner.texts)
     assert not any("goes on in this process too" in text for text in outer.texts)
+
+
+@pytest.mark.parametrize("file", ["state.pt", "learner.pt"])
+@pytest.mark.parametrize("state", [{"step": 3}, [1]])
+def test_a_state_of_another_form_is_refused_by_its_checkpoint(file: str, state: Any, run: Path) -> None:
+    """As another version may have written it: the digests hold, the keys do not."""
+    folder = run / "checkpoints" / "step_000003"
+    torch.save(state, folder / "trainer" / file)
+    marker = json.loads((folder / "COMPLETE").read_text())
+    now = contents_of(folder)
+    marker["files"] = {name: {"size": now[name].size, "digest": now[name].digest} for name in marker["files"]}
+    (folder / "COMPLETE").write_text(json.dumps(marker))
+    with pytest.raises(CheckpointError, match=r"not one that this version can go on from"):
+        train(load_recipe(run, ["steps=4"]), resume=True)

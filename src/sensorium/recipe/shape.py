@@ -163,6 +163,8 @@ def _weight_shapes(folder: Path) -> dict[str, list[int]]:
     for file in files:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
+            if length > file.stat().st_size:
+                raise ValueError(f"the header of {file.name} is said to be longer than the file")
             header = json.loads(opened.read(length))
         shapes |= {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
     # A whole Qwen2.5-Omni: the parts that speak are not loaded.

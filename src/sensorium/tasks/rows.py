@@ -71,6 +71,8 @@ class JsonlRows:
                 row = json.loads(file.readline().decode("utf-8-sig"))
         except json.JSONDecodeError as error:
             raise place.error(f"malformed JSON: {error.msg} at column {error.colno}. Mend or delete the line.") from error
+        except FileNotFoundError as error:
+            raise DataChanged(_changed(self.path)) from error
         except (ValueError, RecursionError, OSError) as error:
             raise place.error(f"cannot read the line: {error}.") from error
         if not isinstance(row, dict):
@@ -178,6 +180,8 @@ class ParquetRows:
                         if _state(file) != self._state:
                             raise DataChanged(_changed(self.path))
                     self._cache[group] = self._read(group, place)
+                except FileNotFoundError as error:
+                    raise DataChanged(_changed(self.path)) from error
                 except (OSError, pyarrow.ArrowException) as error:
                     raise place.error(f"cannot read row group {group}: {error}") from error
             self._cache.move_to_end(group)
@@ -208,6 +212,6 @@ def _state(file: BufferedReader) -> tuple[int, int, int]:
 
 def _changed(path: Path) -> str:
     return (
-        f"{path}: the file was changed while the run reads it, so its rows are no longer those the run began with. Put it "
-        "back as it was and resume, or start a new run with the new file. Train on a copy of a file that is written to."
+        f"{path}: the file was changed or removed while the run reads it, so its rows are no longer those the run began with. "
+        "Put it back as it was and resume, or start a new run with the new file. Train on a copy of a file that is written to."
     )

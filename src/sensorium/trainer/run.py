@@ -32,7 +32,7 @@ from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.claim import begin, begin_again, go_on, no_checkpoint, refuse_fewer_steps, write_recipe
 from sensorium.trainer.health.at_start import refuse_without_demonstrations, start_notes
 from sensorium.trainer.loop import Trainer
-from sensorium.vocabulary.errors import RecordError, SensoriumError
+from sensorium.vocabulary.errors import CheckpointError, RecordError, SensoriumError
 from sensorium.workers.event_loop import run_async
 
 
@@ -100,7 +100,14 @@ def open_trainer(
     learner = (make_learner or local_learner)(recipe, session, directory, saved)
     trainer = Trainer(recipe, session, learner, planner, held_out, directory, ledger, watcher)
     if last is not None:
-        trainer.restore(checkpoints.load(last))
+        try:
+            trainer.restore(checkpoints.load(last))
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"the trainer's state in '{checkpoints.path(last)}' is whole, but not one that this version can go on from "
+                f"({type(error).__name__}: {error}). Go on with the version that wrote it, or start a new run from the "
+                "weights beside it (model.path)."
+            ) from error
     return trainer
 
 
