@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "evaluation": {*DATA, "workers", "assembly", "rollout", "engines", "models", "rewards", "tasks", "record", "report"},
     "record": {"vocabulary"},
     "report": {*DATA, "record"},
-    "trainer": {*BELOW_TRAINER},
+    "trainer": BELOW_TRAINER - {"models"},  # it knows weights by the learner's protocol and the session only
     "cli": {*BELOW_TRAINER, "trainer"},
     "api": {*BELOW_TRAINER, "trainer", "cli"},
 }

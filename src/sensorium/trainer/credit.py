@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import torch
 
@@ -10,7 +11,6 @@ from sensorium.algorithms.threshold import optimize_threshold
 from sensorium.learner.assessment import Assessment
 from sensorium.learner.credited_episode import CreditedEpisode, CriticValues
 from sensorium.learner.positions import find_positions
-from sensorium.models.segment_layout import Layout
 from sensorium.recipe.names import resolve
 from sensorium.recipe.schema import AdvantageSection, AlgorithmSection, KLSection
 from sensorium.recipe.traits import estimator_traits
@@ -85,7 +85,7 @@ def _samples(groups: Sequence[Group], assessment: Assessment, found: Credit) -> 
     return samples
 
 
-def _no_observation(segment: Segment) -> Layout:
+def _no_observation(segment: Segment) -> NoReturn:
     raise AssertionError("estimators that compare rewards look at no observation")
 
 
