@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "sensorium"
-DATA = {"vocabulary", "recipe", "media"}
+DATA = {"vocabulary", "caches", "recipe", "media"}
 BELOW_TRAINER = {
     *DATA, "workers", "tasks", "envs", "rewards", "algorithms", "models", "engines", "rollout", "learner", "assembly",
     "evaluation", "record", "report",
 }  # fmt: skip
 MAY_IMPORT = {
     "vocabulary": set(),
+    "caches": set(),
     "workers": {"vocabulary"},
     "recipe": {"vocabulary"},
-    "media": {"vocabulary"},
+    "media": {"vocabulary", "caches"},
     "tasks": {*DATA, "workers"},
     "envs": DATA,
     "rewards": {*DATA, "workers"},
@@ -43,7 +44,7 @@ MAY_IMPORT = {
     "cli": {*BELOW_TRAINER, "trainer"},
     "api": {*BELOW_TRAINER, "trainer", "cli"},
 }
-TORCH_FREE = {"vocabulary", "workers", "recipe", "media", "tasks", "envs", "rewards", "record", "report"}
+TORCH_FREE = {"vocabulary", "caches", "workers", "recipe", "media", "tasks", "envs", "rewards", "record", "report"}
 
 
 def imports_of(path: Path) -> set[str]:

@@ -26,7 +26,7 @@ def test_same_bytes_are_kept_once(tmp_path: Path) -> None:
 def test_memory_does_not_grow_with_what_was_put(tmp_path: Path) -> None:
     store = MediaStore(tmp_path, memory_mib=1)
     media = [store.put(bytes([i]) * 300_000, "picture") for i in range(20)]
-    assert sum(len(store._bytes._kept[h]) for h in store._bytes._kept) <= 1024 * 1024
+    assert sum(len(data) for _, data in store._bytes.items()) <= 1024 * 1024
     assert [store.bytes_of(m)[0] for m in media] == list(range(20))
 
 

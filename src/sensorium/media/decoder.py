@@ -13,11 +13,11 @@ from pathlib import Path
 
 from PIL import Image
 
+from sensorium.caches.lru import LRU
 from sensorium.media.audio import decode_audio
 from sensorium.media.container import BadClip, Source
 from sensorium.media.decoded_cache import Clip, DiskCache
 from sensorium.media.limits import MediaLimits
-from sensorium.media.recent import Recent
 from sensorium.media.store import MIB, MediaStore
 from sensorium.media.video import decode_video
 from sensorium.vocabulary.content import Media
@@ -53,7 +53,7 @@ class Decoder:
         self, store: MediaStore, cache: DiskCache | None = None, *, memory_mib: float = 256, threads: int = 2
     ) -> None:
         self.store, self.cache = store, cache
-        self._memory: Recent[Clip] = Recent(round(memory_mib * MIB), lambda clip: clip.nbytes)
+        self._memory: LRU[str, Clip] = LRU(round(memory_mib * MIB), lambda clip: clip.nbytes)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
         self._ahead = 2 * threads
         self._lock = threading.Lock()
@@ -102,10 +102,10 @@ class Decoder:
             memory_hits=self._memory_hits,
             disk_hits=disk.counters.hits if disk else 0,
             shared=self._shared,
-            memory_evictions=self._memory.evicted,
+            memory_evictions=self._memory.evictions,
             disk_evictions=disk.counters.evictions if disk else 0,
             disk_damaged=disk.counters.damaged if disk else 0,
-            memory_bytes=self._memory.used,
+            memory_bytes=self._memory.held,
             disk_bytes=disk.bytes if disk else 0,
         )
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from PIL import Image
 
+from sensorium.caches.lru import LRU
 from sensorium.media.files import open_regular
 from sensorium.media.limits import MediaLimits
 from sensorium.media.picture import decode_picture
-from sensorium.media.recent import Recent
 from sensorium.media.sources import read_bytes, unreadable
 from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.decoding import Parameters
@@ -39,10 +39,10 @@ class MediaStore:
         bound = memory_mib * MIB if folder is not None else None
         self.pictures_decoded = 0
         self._counting = threading.Lock()
-        self._bytes: Recent[bytes] = Recent(bound, len)
-        self._pictures: Recent[Image.Image] = Recent(memory_mib * MIB, lambda image: image.width * image.height * 3)
+        self._bytes: LRU[str, bytes] = LRU(bound, len)
+        self._pictures: LRU[str, Image.Image] = LRU(memory_mib * MIB, lambda image: image.width * image.height * 3)
         self._files: dict[str, Path] = {}
-        self._digests: Recent[str] = Recent(HASHES_KEPT, lambda _: 1)
+        self._digests: LRU[str, str] = LRU(HASHES_KEPT)
         self.stored_bytes = 0
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)

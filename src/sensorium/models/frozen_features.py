@@ -4,12 +4,12 @@ Features are kept under the name of the weights that made them. A name changes a
 is kept can be dropped, never be wrong. A copy of a model has the same weights under the same name until one of them moves.
 """
 
-from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import nn
 
+from sensorium.caches.lru import LRU
 from sensorium.models.segment_layout import Features
 from sensorium.vocabulary.content import Media
 
@@ -18,37 +18,38 @@ class FrozenFeatures:
     """Features by weights and medium; the least recently used leave when the bound is reached. Copies share it."""
 
     def __init__(self, capacity: int) -> None:
-        self.hits = self.evictions = self.held = 0
-        self._capacity = capacity
-        self._kept: OrderedDict[tuple[object, Media], Features] = OrderedDict()
+        self._kept: LRU[tuple[object, Media], Features] = LRU(capacity, lambda features: features.nbytes)
+
+    @property
+    def hits(self) -> int:
+        """How often features were still known."""
+        return self._kept.hits
+
+    @property
+    def evictions(self) -> int:
+        """How many were dropped for want of room."""
+        return self._kept.evictions
+
+    @property
+    def held(self) -> int:
+        """Bytes of all that is kept."""
+        return self._kept.held
 
     def get(self, weights: object, media: Media) -> Features | None:
-        """What these weights said of a medium, if it is still known."""
-        found = self._kept.get((weights, media))
-        if found is not None:
-            self._kept.move_to_end((weights, media))
-            self.hits += 1
-        return found
+        """Features that these weights computed for a medium, if they are still known."""
+        return self._kept.get((weights, media))
 
     def add(self, weights: object, media: Media, features: Features) -> None:
-        """Keep what these weights said of a medium."""
-        self._drop((weights, media))
+        """Keep the features that these weights computed for a medium."""
         # A copy of each: a view would keep the features of a whole batch alive.
-        features = Features(features.embeds_NH.clone(), tuple(level.clone() for level in features.deepstack_NH))
-        self._kept[weights, media] = features
-        self.held += features.nbytes
-        while self.held > self._capacity:
-            self._drop(next(iter(self._kept)))
-            self.evictions += 1
+        copies = Features(features.embeds_NH.clone(), tuple(level.clone() for level in features.deepstack_NH))
+        self._kept.put((weights, media), copies)
 
     def forget(self, weights: object) -> None:
-        """Drop what weights said that are no more."""
-        for key in [key for key in self._kept if key[0] is weights]:
-            self._drop(key)
-
-    def _drop(self, key: tuple[object, Media]) -> None:
-        dropped = self._kept.pop(key, None)
-        self.held -= dropped.nbytes if dropped is not None else 0
+        """Drop features computed with weights that have since changed."""
+        for key, _ in self._kept.items():
+            if key[0] is weights:
+                self._kept.pop(key)
 
 
 class Weights:

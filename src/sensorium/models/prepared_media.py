@@ -5,7 +5,6 @@ depend on the company it is preprocessed in; one that cannot be prepared fails a
 """
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from sensorium.caches.lru import LRU
 from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.errors import MediaError, ModelError
 
@@ -69,12 +69,21 @@ class PreparedMedia:
     ) -> None:
         self._decoder = decoder
         self._preprocessors = preprocessors
-        self._capacity = capacity
-        self._known: OrderedDict[Media, TowerInput] = OrderedDict()
-        self._extents: OrderedDict[Media, Extent] = OrderedDict()
+        self._known: LRU[Media, TowerInput] = LRU(capacity, lambda prepared: prepared.patches_PC.nbytes)
+        self._extents: LRU[Media, Extent] = LRU(EXTENTS_KEPT)
         self._making = threading.Lock()
         self._lock = threading.Lock()
-        self.held = self.preprocessed = self.hits = self.evictions = 0
+        self.preprocessed = self.hits = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes of the patches that are kept."""
+        return self._known.held
+
+    @property
+    def evictions(self) -> int:
+        """Media that there was no room to keep."""
+        return self._known.evictions
 
     def extent(self, media: Media) -> Extent:
         """How large a medium is to its tower."""
@@ -129,10 +138,8 @@ class PreparedMedia:
 
     def _recall(self, media: Sequence[Media]) -> dict[Media, TowerInput]:
         """What is kept of some media, which makes it the latest."""
+        found = {item: kept for item in dict.fromkeys(media) if (kept := self._known.get(item)) is not None}
         with self._lock:
-            found = {item: self._known[item] for item in dict.fromkeys(media) if item in self._known}
-            for item in found:
-                self._known.move_to_end(item)
             self.hits += sum(item in found for item in media)
         return found
 
@@ -178,15 +185,8 @@ class PreparedMedia:
     def _keep(self, media: Media, prepared: TowerInput) -> None:
         with self._lock:
             self.preprocessed += 1
-            self._extents[media] = prepared.extent
-            if len(self._extents) > EXTENTS_KEPT:
-                self._extents.popitem(last=False)
-            self._known[media] = prepared
-            self.held += prepared.patches_PC.nbytes
-            while self.held > self._capacity:
-                _, oldest = self._known.popitem(last=False)
-                self.held -= oldest.patches_PC.nbytes
-                self.evictions += 1
+        self._extents.put(media, prepared.extent)
+        self._known.put(media, prepared)
 
 
 def _size(decoded: Any) -> int:

@@ -1,12 +1,12 @@
 """From stored segments to layouts: each placeholder becomes what the family says, and every token gets its positions."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sensorium.caches.lru import LRU
 from sensorium.models.family import MediaFormat
 from sensorium.models.prepared_media import Extent, PreparedMedia
 from sensorium.models.segment_layout import Layout, Slot, mismatch
@@ -23,9 +23,8 @@ class Layouts:
 
     def __init__(self, media_format: MediaFormat, media: PreparedMedia) -> None:
         self._format, self._media = media_format, media
-        self._known: OrderedDict[str, Layout] = OrderedDict()
-        self._held = 0
-        self._shapes: dict[tuple[Any, ...], Tensor] = {}
+        self._known: LRU[str, Layout] = LRU(TOKENS_KEPT, len)
+        self._shapes: LRU[tuple[Any, ...], Tensor] = LRU(SHAPES_KEPT)
 
     def __call__(self, segment: Segment) -> Layout:
         """The segment as the language model sees it."""
@@ -33,10 +32,8 @@ class Layouts:
             return self._lay_out(segment)
         layout = self._known.get(segment.key)
         if layout is None:
-            layout = self._known[segment.key] = self._lay_out(segment)
-            self._held += len(layout)
-            while self._held > TOKENS_KEPT:
-                self._held -= len(self._known.popitem(last=False)[1])
+            layout = self._lay_out(segment)
+            self._known.put(segment.key, layout)
         return layout
 
     @torch.inference_mode(False)  # what is remembered must also serve training
@@ -68,11 +65,11 @@ class Layouts:
     def _positions(self, ids_T: Tensor, slots: Sequence[Slot], extents: Sequence[Extent]) -> Tensor:
         """Positions depend only on where media stand and how large they are; prompts built alike share them."""
         shape = (len(ids_T), tuple(slot.runs for slot in slots), tuple(extents))
-        if shape not in self._shapes:
-            if len(self._shapes) >= SHAPES_KEPT:
-                self._shapes.clear()
-            self._shapes[shape] = self._format.positions(ids_T, extents)
-        return self._shapes[shape]
+        positions_3T = self._shapes.get(shape)
+        if positions_3T is None:
+            positions_3T = self._format.positions(ids_T, extents)
+            self._shapes.put(shape, positions_3T)
+        return positions_3T
 
 
 def check_spans(segment: Segment, media_format: MediaFormat) -> None:

@@ -13,11 +13,11 @@ the judge failed for a, a resumed run repeats that a's score is missing, and a l
 
 import hashlib
 import json
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from sensorium.caches.lru import LRU
 from sensorium.vocabulary.content import Message, Text
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.score import Score
@@ -35,11 +35,10 @@ class JudgementCache(Protocol):
 
 
 class JudgementMemory:
-    """Judgements in memory, for whoever keeps no ledger; the oldest go first."""
+    """Judgements in memory, for whoever keeps no ledger; the least recently used go first."""
 
     def __init__(self, most: int = 100_000) -> None:
-        self._most = most
-        self._kept: OrderedDict[str, Scores] = OrderedDict()
+        self._kept: LRU[str, Scores] = LRU(most)
 
     def get(self, key: str) -> Scores | None:
         """A judgement received earlier."""
@@ -47,9 +46,7 @@ class JudgementMemory:
 
     def put(self, key: str, scores: Scores) -> None:
         """Keep a judgement."""
-        self._kept[key] = scores
-        if len(self._kept) > self._most:
-            self._kept.popitem(last=False)
+        self._kept.put(key, scores)
 
 
 @dataclass(frozen=True)

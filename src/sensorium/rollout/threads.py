@@ -6,6 +6,7 @@ observations are environment text and may be rendered anew where they follow the
 
 from collections.abc import Sequence
 
+from sensorium.caches.lru import LRU
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.vocabulary.content import Message
 from sensorium.vocabulary.episode import Segment, Thread
@@ -84,8 +85,7 @@ class Renderer:
 
     def __init__(self, chat: ChatProcessor, capacity: int = 4096) -> None:
         self.chat = chat
-        self.capacity = capacity
-        self._known: dict[Key, Segment] = {}
+        self._known: LRU[Key, Segment] = LRU(capacity)
 
     def start(self, messages: tuple[Message, ...]) -> Segment:
         """The first turn of a thread."""
@@ -103,24 +103,22 @@ class Renderer:
         """An observation after a response."""
         stopped = bool(after.tokens) and after.tokens[-1] in self.chat.stop_ids
         key = ("extend", messages, stopped, _origins(messages))
-        if key not in self._known:
-            self._remember(key, self.chat.extend(messages, after=after))
-        return self._known[key]
+        segment = self._known.get(key)
+        if segment is None:
+            segment = self.chat.extend(messages, after=after)
+            self._known.put(key, segment)
+        return segment
 
     def _once(self, kind: str, messages: tuple[Message, ...]) -> Segment:
         key = (kind, messages, False, _origins(messages))
-        if key not in self._known:
+        segment = self._known.get(key)
+        if segment is None:
             if kind == "after_head":
                 segment = self.chat.render_after_head(messages)
             else:
                 segment = self.chat.render(messages, generate=kind == "start")
-            self._remember(key, segment)
-        return self._known[key]
-
-    def _remember(self, key: Key, segment: Segment) -> None:
-        if len(self._known) >= self.capacity:
-            self._known.pop(next(iter(self._known)))
-        self._known[key] = segment
+            self._known.put(key, segment)
+        return segment
 
 
 def _origins(messages: tuple[Message, ...]) -> tuple[str, ...]:

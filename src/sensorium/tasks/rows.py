@@ -6,12 +6,12 @@ import os
 import threading
 from array import array
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from sensorium.caches.lru import LRU
 from sensorium.media.files import open_regular, roots_of
 from sensorium.media.store import MediaStore
 from sensorium.tasks.clip_options import ClipOptions
@@ -153,8 +153,8 @@ class ParquetRows:
         self._length = min(limit, rows) if limit else rows
         if not rows:
             raise TaskError(f"{path}: the file has no rows.")
-        self._cache: OrderedDict[int, Any] = OrderedDict()
-        self._bound, self._group_bound = cache_mib * MIB, row_group_mib * MIB
+        self._cache: LRU[int, Any] = LRU(cache_mib * MIB, lambda table: table.nbytes, at_least=1)
+        self._group_bound = row_group_mib * MIB
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -174,20 +174,19 @@ class ParquetRows:
         import pyarrow
 
         with self._lock:
-            if group not in self._cache:
+            table = self._cache.get(group)
+            if table is None:
                 try:
                     with open_regular(self.path) as file:
                         if _state(file) != self._state:
                             raise DataChanged(_changed(self.path))
-                    self._cache[group] = self._read(group, place)
+                    table = self._read(group, place)
                 except FileNotFoundError as error:
                     raise DataChanged(_changed(self.path)) from error
                 except (OSError, pyarrow.ArrowException) as error:
                     raise place.error(f"cannot read row group {group}: {error}") from error
-            self._cache.move_to_end(group)
-            while len(self._cache) > 1 and sum(table.nbytes for table in self._cache.values()) > self._bound:
-                self._cache.popitem(last=False)
-            return self._cache[group]
+                self._cache.put(group, table)
+            return table
 
     def _read(self, group: int, place: Place) -> Any:
         """A row group, in parts: what is small on disk may be huge in memory, and then it is refused before it is."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+from sensorium.caches.lru import LRU
 from sensorium.tasks.mixture import Skipped, TaskStream
 from sensorium.tasks.planner import GroupOutcome, PlannedTasks
 from sensorium.vocabulary.errors import MediaError, RecipeError, TaskError
@@ -32,12 +33,12 @@ class SuccessCurriculum:
             raise RecipeError(f"tasks.planner: revisit is {revisit:g}; it is a share of the draws, from 0 to below 1.")
         if memory < 1:
             raise RecipeError(f"tasks.planner: memory is {memory}; at least one task must be known to be drawn again.")
-        self.stream, self.revisit, self.memory = stream, revisit, memory
+        self.stream, self.revisit = stream, revisit
         self.position = self.draws = 0
-        self.known: dict[str, tuple[int, int, float]] = {}
+        self.known: LRU[str, tuple[int, int, float]] = LRU(memory)
         """Tasks that succeed in part, by id: source, row and success; those observed last stand last."""
-        self.open: dict[str, tuple[int, int]] = {}
-        """Tasks drawn since the last observation, by id: source and row."""
+        self.open: LRU[str, tuple[int, int]] = LRU(memory)
+        """Tasks drawn since the last observation, by id: source and row (bounded: a warm start observes nothing)."""
 
     def draw(self, count: int) -> PlannedTasks:
         """Tasks to revisit and tasks from the mixture, mixed by a coin whose throws the seed decides."""
@@ -47,21 +48,17 @@ class SuccessCurriculum:
             again = self._revisited(skipped) if self._chance("coin") < self.revisit else None
             tasks.append(again if again is not None else self._fresh(skipped))
             self.draws += 1
-        while len(self.open) > self.memory:  # a warm start draws, and observes nothing
-            del self.open[next(iter(self.open))]
         return PlannedTasks(tuple(tasks), tuple(skipped))
 
     def observe(self, groups: Sequence[GroupOutcome]) -> None:
         """Know the tasks that succeeded in part, and forget those that did not or no longer do."""
         for outcome in groups:
-            place, success = self.open.get(outcome.task_id), outcome.success
+            place, success = self.open.peek(outcome.task_id), outcome.success
             if place is None or success is None:
                 continue
-            self.known.pop(outcome.task_id, None)
+            self.known.pop(outcome.task_id)
             if 0 < success < 1:
-                self.known[outcome.task_id] = (*place, success)
-        while len(self.known) > self.memory:
-            del self.known[next(iter(self.known))]
+                self.known.put(outcome.task_id, (*place, success))
         self.open.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,8 +73,12 @@ class SuccessCurriculum:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
         self.position, self.draws = state["position"], state["draws"]
-        self.known = {id: (source, row, success) for id, source, row, success in state["known"]}
-        self.open = {id: (source, row) for id, source, row in state["open"]}
+        self.known.clear()
+        self.open.clear()
+        for id, source, row, success in state["known"]:
+            self.known.put(id, (source, row, success))
+        for id, source, row in state["open"]:
+            self.open.put(id, (source, row))
 
     def _fresh(self, skipped: list[Skipped]) -> Task:
         """The next task of the mixture."""
@@ -85,7 +86,7 @@ class SuccessCurriculum:
         self.position = drawn.position
         skipped += drawn.skipped
         (task,) = drawn.tasks
-        self.open[task.id] = self.stream.at(self.position - 1)
+        self.open.put(task.id, self.stream.at(self.position - 1))
         return task
 
     def _revisited(self, skipped: list[Skipped]) -> Task | None:
@@ -102,9 +103,9 @@ class SuccessCurriculum:
             if self.stream.on_bad_row == "refuse":
                 raise
             skipped.append(Skipped(source, row, str(error)))
-            del self.known[id]
+            self.known.pop(id)
             return None
-        self.open[id] = (source, row)
+        self.open.put(id, (source, row))
         return task
 
     def _chance(self, use: str) -> float:

@@ -1,8 +1,8 @@
 """Features of media for prefill: encoded once per policy version, checked against the spans that take them."""
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
+from sensorium.caches.lru import LRU
 from sensorium.engines.native.prefix_cache import UncachedSuffix
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import Features
@@ -16,23 +16,16 @@ class FeatureCache:
     def __init__(self, policy: Policy, limit_bytes: int) -> None:
         self.encoded = 0
         self._policy = policy
-        self._limit = limit_bytes
-        self._held = 0
-        self._items: OrderedDict[Media, Features] = OrderedDict()
+        self._items: LRU[Media, Features] = LRU(limit_bytes, lambda features: features.nbytes)
 
     def get(self, media: Sequence[Media]) -> tuple[dict[Media, Features], dict[Media, SensoriumError]]:
         """Features of media, those missing in one tower pass; and the errors of those that have none."""
         missing = [item for item in dict.fromkeys(media) if item not in self._items]
         made, errors = self._encode(missing)
-        features = made | {item: self._items[item] for item in media if item not in made and item in self._items}
-        for item, given in made.items():
-            self._items[item] = given
-            self._held += given.nbytes
-        for item in features:
-            self._items.move_to_end(item)
-        while self._held > self._limit and self._items:
-            self._held -= self._items.popitem(last=False)[1].nbytes
-        return features, errors
+        known = {item: found for item in media if (found := self._items.get(item)) is not None}
+        for item, features in made.items():
+            self._items.put(item, features)
+        return made | known, errors
 
     def _encode(self, media: list[Media]) -> tuple[dict[Media, Features], dict[Media, SensoriumError]]:
         if not media:
@@ -56,7 +49,6 @@ class FeatureCache:
     def clear(self) -> None:
         """Forget the features: the weights changed."""
         self._items.clear()
-        self._held = 0
 
 
 def check_features(

@@ -9,7 +9,6 @@ Example. A thread had a prompt of 10 tokens and got a response of 3. The last sa
 Had the response been rewritten, only the prompt would match: held = 10, and everything after it is computed.
 """
 
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -17,6 +16,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
+from sensorium.caches.lru import LRU
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import Features, Placement, Slot
 from sensorium.vocabulary.content import Media
@@ -105,36 +105,8 @@ def _common_segments(prefix: Sequence[PrefixEntry], context: Sequence[Segment]) 
     return sum(1 for _ in takewhile(lambda pair: pair[0].matches(pair[1]), pairs))
 
 
-class PrefixCache:
-    """Stored keys and values, by thread name or context key. The least recently used are dropped first."""
+class PrefixCache(LRU[Hashable, StoredKV]):
+    """Stored keys and values, by thread name or context key, within a bound on bytes."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self._limit = limit_bytes
-        self._held = 0
-        self._items: OrderedDict[Hashable, StoredKV] = OrderedDict()
-
-    def put(self, key: Hashable, stored: StoredKV) -> None:
-        """Store keys and values."""
-        self.pop(key)
-        self._items[key] = stored
-        self._held += stored.block.nbytes
-        while self._held > self._limit:
-            self.pop(next(iter(self._items)))
-
-    def get(self, key: Hashable) -> StoredKV | None:
-        """Look up."""
-        if key in self._items:
-            self._items.move_to_end(key)
-        return self._items.get(key)
-
-    def pop(self, key: Hashable) -> StoredKV | None:
-        """Remove and return."""
-        stored = self._items.pop(key, None)
-        if stored is not None:
-            self._held -= stored.block.nbytes
-        return stored
-
-    def clear(self) -> None:
-        """Drop everything."""
-        self._items.clear()
-        self._held = 0
+        super().__init__(limit_bytes, lambda stored: stored.block.nbytes)
