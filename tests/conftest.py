@@ -25,5 +25,5 @@ from .cpu_budget import (  # noqa: F401
 if find_spec("hypothesis") is not None:
     from hypothesis import settings
 
-    settings.register_profile("house", deadline=None, max_examples=50)
-    settings.load_profile("house")
+    settings.register_profile("sensorium", deadline=None, max_examples=50)
+    settings.load_profile("sensorium")

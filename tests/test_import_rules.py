@@ -1,4 +1,4 @@
-"""The rooms of the house import each other only as docs/architecture.md says, without circles."""
+"""Packages import each other only as docs/architecture.md says, without cycles."""
 
 import ast
 from pathlib import Path
@@ -58,34 +58,34 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-def room_files(room: str) -> list[Path]:
-    return sorted((PACKAGE / room).rglob("*.py"))
+def files_of(package: str) -> list[Path]:
+    return sorted((PACKAGE / package).rglob("*.py"))
 
 
 def test_every_room_is_in_the_table() -> None:
-    rooms = {p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists()}
-    assert rooms == set(MAY_IMPORT)
+    packages = {p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists()}
+    assert packages == set(MAY_IMPORT)
 
 
-@pytest.mark.parametrize("room", sorted(MAY_IMPORT))
-def test_room_imports_only_what_it_may(room: str) -> None:
-    for path in room_files(room):
+@pytest.mark.parametrize("package", sorted(MAY_IMPORT))
+def test_package_imports_only_what_it_may(package: str) -> None:
+    for path in files_of(package):
         for module in imports_of(path):
             if module.startswith("sensorium."):
                 other = module.split(".")[1]
-                assert other == room or other in MAY_IMPORT[room], f"{path.relative_to(PACKAGE)} imports {module}"
+                assert other == package or other in MAY_IMPORT[package], f"{path.relative_to(PACKAGE)} imports {module}"
 
 
 def test_rollout_needs_no_weights() -> None:
     """It renders, lays out and reads with the chat processor alone, so it can live in a process without the model."""
-    for path in room_files("rollout"):
+    for path in files_of("rollout"):
         of_models = {module for module in imports_of(path) if module.startswith("sensorium.models")}
         assert of_models <= {"sensorium.models.chat_processor"}, f"{path.name} imports {of_models}"
 
 
-@pytest.mark.parametrize("room", sorted(TORCH_FREE))
-def test_room_without_torch_stays_so(room: str) -> None:
-    for path in room_files(room):
+@pytest.mark.parametrize("package", sorted(TORCH_FREE))
+def test_package_without_torch_stays_so(package: str) -> None:
+    for path in files_of(package):
         heavy = {m for m in imports_of(path) if m.split(".")[0] in ("torch", "transformers")}
         assert not heavy, f"{path.relative_to(PACKAGE)} imports {heavy}"
 
@@ -93,6 +93,6 @@ def test_room_without_torch_stays_so(room: str) -> None:
 def test_the_table_has_no_circles() -> None:
     done: set[str] = set()
     while len(done) < len(MAY_IMPORT):
-        ready = {room for room, needs in MAY_IMPORT.items() if room not in done and needs <= done}
+        ready = {package for package, needs in MAY_IMPORT.items() if package not in done and needs <= done}
         assert ready, f"circle among {set(MAY_IMPORT) - done}"
         done |= ready

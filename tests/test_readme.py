@@ -48,7 +48,7 @@ def test_own_tasks_rewards_and_worlds_train(readme_code: ModuleType, tmp_path: P
     rows = read_metrics(tmp_path / "run/metrics.jsonl")
     assert len(rows) == 2
     assert all(0 < row["reward/brevity"] <= 1 for row in rows)
-    assert any(row["episodes/turns_mean"] > 1 for row in rows), "the world was played for more than one turn"
+    assert any(row["episodes/turns_mean"] > 1 for row in rows), "the environment was played for more than one turn"
 
 
 def test_an_own_family_is_known_by_name(readme_code: ModuleType) -> None:

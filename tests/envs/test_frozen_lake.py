@@ -17,9 +17,9 @@ pytest.importorskip("gymnasium")
 
 
 def opened(seed: int = 0, **options: Any) -> FrozenLake:
-    world = FrozenLake(MediaStore(), **options)
-    world.reset(seed)
-    return world
+    environment = FrozenLake(MediaStore(), **options)
+    environment.reset(seed)
+    return environment
 
 
 def answer(*words: str) -> str:
@@ -28,8 +28,8 @@ def answer(*words: str) -> str:
 
 @given(st.integers(0, 2**31 - 1))
 def test_the_seed_decides_the_map_and_every_map_is_solvable(seed: int) -> None:
-    world = FrozenLake(MediaStore(), view="text")
-    first, again = world.reset(seed), FrozenLake(MediaStore(), view="text").reset(seed)
+    environment = FrozenLake(MediaStore(), view="text")
+    first, again = environment.reset(seed), FrozenLake(MediaStore(), view="text").reset(seed)
     assert first == again
     grid = lake(4, 0.8, seed)
     assert FrozenLake.content_key(seed, {}) == "/".join(grid)
@@ -43,11 +43,11 @@ def test_other_seeds_give_other_maps() -> None:
 @pytest.mark.parametrize("many", [1, 3])
 def test_following_the_demonstration_reaches_the_goal_by_a_shortest_way(many: int) -> None:
     for seed in range(30):
-        world = opened(seed, max_actions_per_turn=many, max_turns=20)
+        environment = opened(seed, max_actions_per_turn=many, max_turns=20)
         length = len(safe_way(lake(4, 0.8, seed), 0) or ())
         turns, result = 0, None
         while result is None or not result.done:
-            result = world.step(world.demonstrate())
+            result = environment.step(environment.demonstrate())
             turns += 1
         assert (result.success, result.reward, result.truncated) == (True, 1.0, False)
         assert turns == -(-length // many)
@@ -55,11 +55,11 @@ def test_following_the_demonstration_reaches_the_goal_by_a_shortest_way(many: in
 
 def test_on_slippery_ice_the_seed_decides_the_slips() -> None:
     def walk(seed: int) -> list[str]:
-        world, shown = opened(seed, slippery=True, view="text", p=0.99, max_turns=8), []
-        result = world.step(answer("Down"))
+        environment, shown = opened(seed, slippery=True, view="text", p=0.99, max_turns=8), []
+        result = environment.step(answer("Down"))
         while result.observation is not None:
             shown.append(result.observation.messages[0].text)
-            result = world.step(answer("Down"))
+            result = environment.step(answer("Down"))
         return shown
 
     assert walk(3) == walk(3)
@@ -79,12 +79,12 @@ def test_a_hole_ends_the_walk_without_success() -> None:
 
 
 def test_the_turn_limit_truncates() -> None:
-    world = opened(max_turns=2)
-    first, second = world.step("?"), world.step("?")
+    environment = opened(max_turns=2)
+    first, second = environment.step("?"), environment.step("?")
     assert (first.done, first.success, first.info["success"]) == (False, None, False)
     assert (second.done, second.truncated, second.success) == (True, True, False)
     with pytest.raises(EnvironmentFailure, match="over"):
-        world.step(answer("Down"))
+        environment.step(answer("Down"))
 
 
 @pytest.mark.parametrize(
@@ -105,18 +105,18 @@ def test_the_turn_limit_truncates() -> None:
     ],
 )
 def test_reading_a_response(response: str, actions: str, well_formed: bool) -> None:
-    world = FrozenLake(MediaStore(), max_actions_per_turn=3)
-    found, layout = world.grammar.read(response)
+    environment = FrozenLake(MediaStore(), max_actions_per_turn=3)
+    found, layout = environment.grammar.read(response)
     assert (", ".join(ACTIONS[a] for a in found), layout) == (actions, well_formed)
 
 
 def test_bare_words_are_read_when_allowed() -> None:
-    world = FrozenLake(MediaStore(), bare=True)
-    assert world.grammar.read(" up\n") == ((3,), True)
-    assert world.grammar.read("<answer>Up</answer>") == ((3,), True)
-    assert world.grammar.read("go up") == ((), False)
-    world.reset(0)
-    assert world.demonstrate() in ACTIONS
+    environment = FrozenLake(MediaStore(), bare=True)
+    assert environment.grammar.read(" up\n") == ((3,), True)
+    assert environment.grammar.read("<answer>Up</answer>") == ((3,), True)
+    assert environment.grammar.read("go up") == ((), False)
+    environment.reset(0)
+    assert environment.demonstrate() in ACTIONS
 
 
 @given(st.text(max_size=60))
@@ -126,24 +126,24 @@ def test_no_response_whatever_breaks_the_world(response: str) -> None:
 
 
 def test_an_invalid_answer_moves_nothing_and_says_so() -> None:
-    world = opened(view="text")
-    result = world.step("<answer>Fly</answer>")
+    environment = opened(view="text")
+    result = environment.step("<answer>Fly</answer>")
     assert (result.info["valid"], result.info["moved"]) == (False, False)
     assert result.observation is not None
     assert result.observation.messages[0].text.startswith("Not a move.\nP")
 
 
 def test_rewards_of_goal_and_format() -> None:
-    world = opened(max_actions_per_turn=20, goal_reward=10, format_reward=0.5, prompt="full")
-    assert world.step("<answer>Fly</answer>").reward == {"goal": 0.0, "format": 0.0}
-    assert world.step("<think>hm</think><answer>Fly</answer>").reward == {"goal": 0.0, "format": 0.0}
-    result = world.step(world.demonstrate())
+    environment = opened(max_actions_per_turn=20, goal_reward=10, format_reward=0.5, prompt="full")
+    assert environment.step("<answer>Fly</answer>").reward == {"goal": 0.0, "format": 0.0}
+    assert environment.step("<think>hm</think><answer>Fly</answer>").reward == {"goal": 0.0, "format": 0.0}
+    result = environment.step(environment.demonstrate())
     assert (result.reward, result.info["format"]) == ({"goal": 10.0, "format": 0.5}, True)
 
 
 def test_a_goal_that_is_all_the_pay_is_a_number() -> None:
-    world = opened(max_actions_per_turn=20, goal_reward=2)
-    assert world.step(world.demonstrate()).reward == 2.0
+    environment = opened(max_actions_per_turn=20, goal_reward=2)
+    assert environment.step(environment.demonstrate()).reward == 2.0
 
 
 def test_the_way_over_the_lake_of_the_docstring() -> None:
@@ -151,18 +151,18 @@ def test_the_way_over_the_lake_of_the_docstring() -> None:
 
 
 def test_full_prompt_wants_a_thought() -> None:
-    world = FrozenLake(MediaStore(), prompt="full")
-    assert world.grammar.read("<answer>Up</answer>") == ((3,), False)
-    assert world.grammar.read("<think>a < b</think>\n<answer>Up</answer>") == ((3,), True)
-    head, observation = world.reset(0)
+    environment = FrozenLake(MediaStore(), prompt="full")
+    assert environment.grammar.read("<answer>Up</answer>") == ((3,), False)
+    assert environment.grammar.read("<think>a < b</think>\n<answer>Up</answer>") == ((3,), True)
+    head, observation = environment.reset(0)
     assert "Left, Down, Right, Up" in head[0].text
     assert observation.messages[0].text == "You see:\n"
 
 
 def test_the_picture_shows_the_lake_cell_by_cell() -> None:
     store = MediaStore()
-    world = FrozenLake(store, cell=28)
-    _, observation = world.reset(5)
+    environment = FrozenLake(store, cell=28)
+    _, observation = environment.reset(5)
     grid, (media,) = lake(4, 0.8, 5), observation.messages[0].media
     pixels = np.asarray(store.picture(media))
     assert pixels.shape == (112, 112, 3)
@@ -170,7 +170,7 @@ def test_the_picture_shows_the_lake_cell_by_cell() -> None:
         for column in range(4):
             assert tuple(pixels[row * 28, column * 28]) == COLOURS[grid[row][column]]
     assert tuple(pixels[14, 14]) == PLAYER
-    world.step(world.demonstrate())
+    environment.step(environment.demonstrate())
     assert len({*COLOURS.values(), PLAYER}) == 5
 
 
@@ -181,8 +181,8 @@ def test_equal_sights_are_one_medium() -> None:
 
 
 def test_the_text_view_moves_the_player() -> None:
-    world = opened(1, view="text", p=0.999)
-    result = world.step(answer("Down"))
+    environment = opened(1, view="text", p=0.999)
+    result = environment.step(answer("Down"))
     assert result.observation is not None
     assert result.observation.messages[0].text == "S___\nP___\n____\n___G"
 
@@ -208,10 +208,10 @@ def test_the_blank_view_tells_nothing_of_the_lake() -> None:
     store = MediaStore()
     pictures = set()
     for seed in (1, 2):
-        world = FrozenLake(store, view="blank")
-        _, observation = world.reset(seed)
+        environment = FrozenLake(store, view="blank")
+        _, observation = environment.reset(seed)
         pictures.update(media.hash for message in observation.messages for media in message.media)
-        after = world.step("<answer>Down</answer>").observation
+        after = environment.step("<answer>Down</answer>").observation
         pictures.update(media.hash for message in (after.messages if after else ()) for media in message.media)
     assert len(pictures) == 1
 

@@ -29,7 +29,7 @@ def test_every_field_of_a_line_is_told() -> None:
     (line,) = [line for line in PAGE.splitlines() if line.startswith("| `samples.jsonl`")]
     told = set(re.findall(r"`([a-zA-Z/]+)`", line))
     scored = episode("e", Score("NAME", None, reason="?"))
-    task = Task("t", environment=EnvironmentSpec("world"))
+    task = Task("t", environment=EnvironmentSpec("environment"))
     failed = type(scored)(**{**vars(scored), "failure": "?"})
     row = row_of(sample(0, terms={"NAME": 1.0}, votes=True), task, failed, 0)
     assert told == row.keys(), told ^ row.keys()

@@ -47,7 +47,7 @@ def tone(store: MediaStore, seed: int, seconds: float = 0.5) -> Media:
 
 
 def decoded(store: MediaStore, media: Media) -> Any:
-    """A medium as the media room decodes it."""
+    """A medium as the media package decodes it."""
     return store.picture(media) if media.kind == "picture" else decode(store.bytes_of(media), media)
 
 

@@ -1,7 +1,7 @@
 """Every key of a recipe is read by something that acts on it; a key that nothing reads is a promise that nobody keeps.
 
 The type checker finds the reads: it checks the package against a schema without its leaf keys, and each complaint that a
-section has no such attribute is a read of that key. Reads by the recipe room itself (checks, plan) do not count. The keys
+section has no such attribute is a read of that key. Reads by the package recipe (checks, plan) do not count. The keys
 of an estimator or a loss count as read where one has a parameter of that name: they are handed over by name.
 """
 
@@ -52,7 +52,7 @@ def without_leaves(source: str) -> str:
 
 
 def dead_keys(source: str, folder: Path) -> set[Key]:
-    """The keys of a schema that nothing outside the recipe room reads."""
+    """The keys of a schema that nothing outside the recipe package reads."""
     stripped = folder / "schema.py"
     stripped.write_text(without_leaves(source))
     files = [str(path) for path in sorted(PACKAGE.rglob("*.py"))]

@@ -135,7 +135,7 @@ def windowed() -> Episode:
         Thread((head, one, said, two, last), (False, False, False, False, True)),
     )
     turns = (Turn(0, (system("rules"), user("look")), said, 0, 2), Turn(1, (user("and now?"),), last, 1, 4, 1.0, {"at": 3}))
-    return Episode("e", "t", "g", 0, threads, turns, Status.FINISHED, scores=(Score("world", 1.0, correct=True),))
+    return Episode("e", "t", "g", 0, threads, turns, Status.FINISHED, scores=(Score("environment", 1.0, correct=True),))
 
 
 def test_shared_history_is_written_once_and_comes_back_shared() -> None:

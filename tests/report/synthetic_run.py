@@ -129,19 +129,19 @@ def walk(store: MediaStore, seed: int, group: str, index: int, careless: float) 
     from sensorium.envs.frozen_lake.maps import ACTIONS
     from sensorium.vocabulary.task import EnvironmentSpec
 
-    random, world = Random(seed * 100 + index), FrozenLake(store)
-    _, seen = world.reset(seed)
+    random, environment = Random(seed * 100 + index), FrozenLake(store)
+    _, seen = environment.reset(seed)
     segments: list[Segment] = []
     turns: list[Turn] = []
     success = False
     while seen is not None:
-        text = f"<answer>{random.choice(ACTIONS)}</answer>" if random.random() < careless else world.demonstrate()
+        text = f"<answer>{random.choice(ACTIONS)}</answer>" if random.random() < careless else environment.demonstrate()
         said = Segment("model", (5, 6), text=text, logprobs=(-0.1,) * 2, name=f"{group}/{index}/{len(turns)}")
         segments += [Segment("environment", (len(turns),)), said]
-        result = world.step(text)
+        result = environment.step(text)
         turns.append(Turn(len(turns), seen.messages, said, 0, len(segments) - 1, result.reward, result.info))
         seen, success = result.observation, bool(result.success)
-    world.close()
+    environment.close()
     home = tuple(segment.author == "model" for segment in segments)
     task = Task(f"frozen_lake-{seed}", environment=EnvironmentSpec("frozen_lake", {}, seed))
     scores = (Score("environment", float(success), correct=success),)

@@ -172,9 +172,9 @@ def test_what_cannot_be_read_is_missing_and_no_crash(returned: object, instant: 
 @pytest.mark.parametrize("status", [Status.FAILED, Status.ABORTED])
 def test_failed_episodes_are_not_judged(status: Status, episode_of: MakeEpisode) -> None:
     judge = Judge(lambda: 1.0)
-    scorer, episode = scored(episode_of("x", status=status, failure="world fell over"), (judge, 1.0), (Exact(), 1.0))
+    scorer, episode = scored(episode_of("x", status=status, failure="environment fell over"), (judge, 1.0), (Exact(), 1.0))
     assert [s.value for s in episode.scores] == [None, None]
-    assert all("world fell over" in s.reason for s in episode.scores)
+    assert all("environment fell over" in s.reason for s in episode.scores)
     assert judge.calls == 0
     assert counts(scorer) == {}
 

@@ -38,7 +38,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 COUNTING = threading.Lock()
 
 
-class World:
+class Conversation:
     """Ends after as many turns as its task's id says; one of 0 turns is torn. Remembers who opened, worked and closed."""
 
     opened = 0
@@ -49,7 +49,7 @@ class World:
         self.turns, self.instant, self.jitter = int(task.id.split("-")[0]), instant, jitter
         self.turn, self.working = 0, False
         with COUNTING:
-            World.opened += 1
+            Conversation.opened += 1
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
         if not self.turns:
@@ -73,25 +73,25 @@ class World:
 
     def close(self) -> None:
         with COUNTING:
-            World.closed += 1
-            World.closed_at_work += self.working
+            Conversation.closed += 1
+            Conversation.closed_at_work += self.working
 
 
 def all_closed() -> bool:
     """Whether every environment is closed in the end; those of cancelled episodes are closed by threads of their own."""
     until = time.monotonic() + 120
-    while World.opened != World.closed and time.monotonic() < until:
+    while Conversation.opened != Conversation.closed and time.monotonic() < until:
         time.sleep(0.01)
-    return World.opened == World.closed
+    return Conversation.opened == Conversation.closed
 
 
 @pytest.fixture(autouse=True)
 def _count_from_zero() -> None:
-    World.opened = World.closed = World.closed_at_work = 0
+    Conversation.opened = Conversation.closed = Conversation.closed_at_work = 0
 
 
 def tasks(*turns: int) -> list[Task]:
-    """A task for each world, named by its turns and its place."""
+    """A task for each conversation, named by its turns and its place."""
     return [Task(f"{count}-{place}", (user("what?"),)) for place, count in enumerate(turns)]
 
 
@@ -105,7 +105,7 @@ def native(policy: Policy, *, lockstep: bool = True, seed: int | None = None, **
     jitter = None if seed is None else random.Random(seed)
     settings = RolloutSection(max_turns=9, **section)
     engine = NativeEngine(policy, lockstep=lockstep)
-    return Rollout(policy.chat, engine, settings, lambda task: World(task, jitter is None, jitter))
+    return Rollout(policy.chat, engine, settings, lambda task: Conversation(task, jitter is None, jitter))
 
 
 def tokens_of(rollout: Rollout) -> int:
@@ -206,7 +206,7 @@ def test_an_eager_rollout_stops_too(policy: Policy) -> None:
     assert play(rollout, None, tasks(2))[0].episodes[0].status == OVER
 
 
-class Slow(World):
+class Slow(Conversation):
     """One of several turns works for long; one of a single turn ends while such a one is at work."""
 
     at_work = threading.Event()
@@ -224,17 +224,17 @@ def test_a_world_at_work_is_closed_when_it_is_done(policy: Policy) -> None:
     engine = NativeEngine(policy, lockstep=False)
     rollout = Rollout(policy.chat, engine, RolloutSection(max_turns=9), lambda task: Slow(task, instant=False))
     groups = play(rollout, EarlyStop(1), tasks(1, 2))
-    assert World.closed < World.opened, "nobody waits for it"
+    assert Conversation.closed < Conversation.opened, "nobody waits for it"
     assert [group.episodes[0].status for group in groups] == [OVER, Status.ABORTED]
     Slow.may_end.set()
     deadline = time.monotonic() + 300
-    while World.closed < World.opened and time.monotonic() < deadline:
+    while Conversation.closed < Conversation.opened and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert World.closed == World.opened
-    assert World.closed_at_work == 0
+    assert Conversation.closed == Conversation.opened
+    assert Conversation.closed_at_work == 0
 
 
-class InPlace(World):
+class InPlace(Conversation):
     """Plain computation, its constructor too."""
 
     instant = True

@@ -29,7 +29,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 
 class Counting:
-    """A world of ``turns`` turns that pays one each, and remembers what it was told."""
+    """A environment of ``turns`` turns that pays one each, and remembers what it was told."""
 
     instant = True
 
@@ -52,13 +52,13 @@ class Counting:
 
 def play(
     policy: Policy,
-    world: Callable[[Task], Any],
+    environment: Callable[[Task], Any],
     says: Callable[[Request], str] = lambda request: "one",
     deadlines: Deadlines | None = None,
     demonstrate: bool = False,
     **section: Any,
 ) -> Episode:
-    rollout = Rollout(policy.chat, ScriptedEngine(policy.chat, says), RolloutSection(**section), world)
+    rollout = Rollout(policy.chat, ScriptedEngine(policy.chat, says), RolloutSection(**section), environment)
     sampling = Sampling(max_new_tokens=section.get("max_new_tokens", 64))
     attempt = Attempt(0, 1, demonstrate=demonstrate)
     task = Task("t", (user("what?"),), demonstration=("told",))

@@ -66,10 +66,10 @@ class Judge:
 
 def rollout_of(policy: Policy, event: threading.Event, made: list[Waiting] | None = None) -> Rollout:
     def make(task: Task) -> Waiting:
-        world = Waiting(task, event)
+        environment = Waiting(task, event)
         if made is not None:
-            made.append(world)
-        return world
+            made.append(environment)
+        return environment
 
     section = RolloutSection(environment_deadline_s=2 * WAIT)
     return Rollout(policy.chat, ScriptedEngine(policy.chat, lambda request: "one"), section, make)

@@ -48,8 +48,8 @@ def test_the_same_recipe_gives_the_same_tasks_and_each_plays() -> None:
     assert [first[i] for i in range(5)] == [second[i] for i in range(5)]
     assert len({first[i].id for i in range(5)}) == 5
     spec = first[0].environment
-    world = build("environment", spec.name, spec.options, "x", store=MediaStore())
-    head, _ = world.reset(spec.seed)
+    environment = build("environment", spec.name, spec.options, "x", store=MediaStore())
+    head, _ = environment.reset(spec.seed)
     assert head[0].role == "system"
 
 
@@ -65,7 +65,7 @@ def test_wrong_options_are_refused_with_the_right_name() -> None:
 
 
 class Keyless:
-    """A world of the user's own that cannot tell its content."""
+    """A environment of the user's own that cannot tell its content."""
 
     def __init__(self, store: MediaStore) -> None: ...
 
@@ -73,7 +73,7 @@ class Keyless:
 
 
 class Coin(Keyless):
-    """A world with two contents."""
+    """A environment with two contents."""
 
     @staticmethod
     def content_key(seed: int, options: Mapping[str, Any]) -> str:

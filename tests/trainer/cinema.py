@@ -1,4 +1,4 @@
-"""A world that shows clips turn by turn, rows of clips in files, and a short run over either on the tiny omni model."""
+"""An environment that shows a clip a turn, rows of clips in files, and a short run over either on the tiny omni model."""
 
 import json
 from pathlib import Path

@@ -14,7 +14,7 @@ from sensorium.record.ledger import Ledger
 from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory
 from sensorium.rollout.early_stop import CANCELLED
-from sensorium.trainer.collect import BASELINE, Collected
+from sensorium.trainer.collect import BASELINE, CollectedStep
 from sensorium.trainer.run import open_trainer, train
 from sensorium.trainer.selection import NO_SIGNAL, TOO_ALIKE, UNUSED
 from sensorium.vocabulary import Episode, Message, Score, Task, system, user
@@ -33,7 +33,7 @@ RECIPE = quick(
 
 
 class Ladder:
-    """A world of one to three turns, by its seed."""
+    """An environment of one to three turns, by its seed."""
 
     instant = True
 
@@ -89,14 +89,14 @@ def recipe_of(folder: Path, changes: dict[str, Any]) -> Any:
     return parsed(RECIPE, folder, **changes)
 
 
-def collect(folder: Path, **changes: Any) -> tuple[Collected, list[Task]]:
+def collect(folder: Path, **changes: Any) -> tuple[CollectedStep, list[Task]]:
     """The first step's collection, and the stream it came from."""
     directory = RunDirectory(folder)
     directory.create()
     trainer = open_trainer(recipe_of(folder, changes), directory)
     try:
         collected = asyncio.run(trainer.collector.collect(1, lambda *phase: nullcontext()))
-        return collected, list(trainer.drawing.planner.stream.draw(0, 64).tasks)
+        return collected, list(trainer.loader.planner.stream.draw(0, 64).tasks)
     finally:
         trainer.close()
 

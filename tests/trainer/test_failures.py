@@ -19,7 +19,7 @@ from sensorium.record.episode_json import read_episodes
 from sensorium.record.ledger import Ledger
 from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory
-from sensorium.trainer.kept import replay
+from sensorium.trainer.kept_batch import replay
 from sensorium.trainer.run import open_trainer, train
 from sensorium.vocabulary import Episode, Message, Score, Status, Task, system, user
 from sensorium.vocabulary.errors import (

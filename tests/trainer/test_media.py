@@ -14,7 +14,7 @@ from sensorium.models.policy import Policy
 from sensorium.record.episode_json import read_episodes
 from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory
-from sensorium.trainer.kept import replay
+from sensorium.trainer.kept_batch import replay
 from sensorium.trainer.run import open_trainer, train
 from sensorium.vocabulary import Episode, Media, Status
 from sensorium.vocabulary.errors import MediaError, ModelError, NonFiniteUpdate, NothingTrained, PromptTooLong
@@ -119,13 +119,13 @@ def test_the_next_step_is_decoded_while_this_one_is_trained_on(tmp_path: Path) -
 
     async def first_step() -> None:
         await trainer.advance()
-        assert trainer.drawing._ahead is not None
-        assert trainer.drawing._ahead.count == 3
-        ahead = trainer.drawing._ahead.reading.result()
+        assert trainer.loader._ahead is not None
+        assert trainer.loader._ahead.count == 3
+        ahead = trainer.loader._ahead.reading.result()
         before = trainer.session.policy.media_counts
-        drawn = await trainer.drawing.draw(3)
+        drawn = await trainer.loader.draw(3)
         assert drawn.tasks == ahead.tasks
-        assert trainer.drawing._ahead is None
+        assert trainer.loader._ahead is None
         since = trainer.session.policy.media_counts.since(before)
         assert since["preprocessed"] == len({item for task in drawn.tasks for item in task.messages[0].media})
 

@@ -121,7 +121,7 @@ def test_nothing_is_read_ahead_of_a_planner_that_observes(tmp_path: Path) -> Non
     }
     for name, trainer in trainers.items():
         asyncio.run(trainer.advance())
-        ahead = trainer.drawing._ahead
+        ahead = trainer.loader._ahead
         assert (ahead is None) == (name == "success_curriculum")
         trainer.close()
 
@@ -130,15 +130,15 @@ def test_a_draw_of_another_size_than_what_was_read_ahead_begins_where_it_would_h
     trainer = open_trainer(planned(tmp_path / "run", "mixture"), RunDirectory(tmp_path / "run").create())
 
     async def draw() -> list[str]:
-        trainer.drawing.look_ahead(3)
-        state = trainer.drawing.state_dict()
+        trainer.loader.look_ahead(3)
+        state = trainer.loader.state_dict()
         assert state == {"planner": "mixture", "drawn": 0, "state": {"position": 0}}
-        return [task.id for task in (await trainer.drawing.draw(5)).tasks]
+        return [task.id for task in (await trainer.loader.draw(5)).tasks]
 
-    planner = trainer.drawing.planner
+    planner = trainer.loader.planner
     assert isinstance(planner, MixturePlanner)
     assert asyncio.run(draw()) == [task.id for task in planner.stream.draw(0, 5).tasks]
-    assert trainer.drawing.state_dict() == {"planner": "mixture", "drawn": 5, "state": {"position": 5}}
+    assert trainer.loader.state_dict() == {"planner": "mixture", "drawn": 5, "state": {"position": 5}}
     trainer.close()
 
 

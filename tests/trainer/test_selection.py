@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sensorium.recipe.schema import SelectionSection
-from sensorium.trainer.metrics import episode_metrics
 from sensorium.trainer.selection import (
     EMPTY,
     TOO_ALIKE,
@@ -20,6 +19,7 @@ from sensorium.trainer.selection import (
     why_unfit,
     zero_variance,
 )
+from sensorium.trainer.step_metrics import episode_metrics
 from sensorium.vocabulary import Group, Score, Segment, Status, Thread
 
 from .scored import episode, group, paid

@@ -40,7 +40,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
     return load_policy(str(make_tiny("qwen2_5_vl", tmp_path_factory.mktemp("tiny"))), store=MediaStore(), device="cpu")
 
 
-class World:
+class StrangeEnvironment:
     """One turn, in place; does what it is told."""
 
     instant = True
@@ -74,7 +74,7 @@ class Term:
 
 def played(policy: Policy, deed: Any, when: str) -> Episode:
     engine = ScriptedEngine(policy.chat, lambda request: "one")
-    rollout = Rollout(policy.chat, engine, RolloutSection(max_turns=2), lambda task: World(deed, when))
+    rollout = Rollout(policy.chat, engine, RolloutSection(max_turns=2), lambda task: StrangeEnvironment(deed, when))
     attempt = Attempt(0, 1, demonstrate=when == "demonstrate")
     (group,) = asyncio.run(rollout.groups([Task("t", (user("?"),))], 1, attempt, Sampling(max_new_tokens=8)))
     return group.episodes[0]
@@ -86,7 +86,7 @@ def check(episode: Episode) -> None:
     assert episode_from_json(row["episode"]).status == episode.status
     assert all(turn.reward is None or type(turn.reward) is float for turn in episode.turns)
     if episode.status == Status.FAILED:
-        assert "'World'" in episode.failure or "picture" in episode.failure or "t: " in episode.failure
+        assert "'StrangeEnvironment'" in episode.failure or "picture" in episode.failure or "t: " in episode.failure
         assert len(episode.failure) < 2000
 
 
@@ -108,7 +108,7 @@ def test_anything_an_environment_raises_or_returns_at_the_start_fails_its_episod
     for error in strange.RAISED:
         episode = played(policy, raising(error), when)
         assert episode.status == Status.FAILED
-        assert f"'World' failed in {when}: {type(error).__name__}" in episode.failure
+        assert f"'StrangeEnvironment' failed in {when}: {type(error).__name__}" in episode.failure
         check(episode)
     for value in strange.VALUES:
         check(played(policy, lambda v=value: v, when))

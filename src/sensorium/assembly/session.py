@@ -91,7 +91,7 @@ class Session:
         self.engine.reset_cache()
 
     def close(self) -> None:
-        """Give back what terms, worlds and the decoder of media hold."""
+        """Give back what terms, environments and the media decoder hold."""
         self.scorer.close()
         self.rollout.close()
         self.engine.close()
@@ -129,7 +129,7 @@ def model_session(recipe: Recipe, model: str) -> Iterator[Session]:
 
 
 def refuse_strange_tasks(session: Session, tasks: Sequence[Task]) -> None:
-    """Before anything is played: refuse tasks and worlds that show what the model family or the engine cannot take."""
+    """Before anything is played, refuse tasks and environments that show what model or engine cannot take."""
     rollout, deadline_s = session.rollout, session.rollout.section.environment_deadline_s
     rollout.refuse_strange(tasks)
     refuse_strange_environments(tasks, rollout.make_environment, session.policy.chat, session.engine, deadline_s)
@@ -194,7 +194,7 @@ def make_stream(recipe: Recipe, store: MediaStore) -> TaskStream:
 
 
 class EnvironmentMaker:
-    """Builds the world a task is played in: its own, or the single-turn question."""
+    """Builds the environment a task is played in: its own, or the single-turn question."""
 
     def __init__(self, store: MediaStore) -> None:
         self.store = store

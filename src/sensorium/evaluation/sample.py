@@ -64,7 +64,7 @@ def sample_of(task: Task, position: int, episode: Episode, extracted: str | None
 def row_of(sample: Sample, task: Task, episode: Episode, seed: int) -> Row:
     """The line of a sample: what was counted, then what was shown and written."""
     reasons = {score.name: score.reason for score in episode.scores if score.missing}
-    world = task.environment
+    environment = task.environment
     return {
         "task": sample.task,
         "position": sample.position,
@@ -82,7 +82,7 @@ def row_of(sample: Sample, task: Task, episode: Episode, seed: int) -> Row:
         "turns": sample.turns,
         **({"missing": reasons} if reasons else {}),
         **({"failure": episode.failure} if episode.failure else {}),
-        **({"environment": {"name": world.name, "seed": world.seed}} if world is not None else {}),
+        **({"environment": {"name": environment.name, "seed": environment.seed}} if environment is not None else {}),
         "messages": messages_to_json(_shown(task, episode)),
         "response": episode.response,
     }
@@ -119,7 +119,7 @@ def _terms(scores: Sequence[Score]) -> dict[str, float | None]:
 
 
 def _shown(task: Task, episode: Episode) -> tuple[Any, ...]:
-    """The prompt; of a task that is played in a world, what the world showed first."""
+    """The prompt; of a task that is played in an environment, what that showed first."""
     return task.messages or (episode.turns[0].observation if episode.turns else ())
 
 

@@ -62,9 +62,9 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
     named += [("reward", term.name, f"rewards.terms.{i}.name") for i, term in enumerate(recipe.rewards.terms)]
     for place, section in _sources(recipe):
         named.append(("source", section.source, f"{place}.source"))
-        world = section.options.get("environment")
-        if section.source == "worlds" and isinstance(world, str):
-            named.append(("environment", world, f"{place}.options.environment"))
+        environment = section.options.get("environment")
+        if section.source == "worlds" and isinstance(environment, str):
+            named.append(("environment", environment, f"{place}.options.environment"))
         opened = section.options.get("environments")
         for name, kind in opened.items() if isinstance(opened, Mapping) else ():
             named.append(("environment", str(kind), f"{place}.options.environments.{name}"))
@@ -132,8 +132,10 @@ def _each_option(recipe: Recipe) -> Iterator[Problem]:
     for place, section in _sources(recipe):
         yield from _unfit("source", section.source, section.options, f"{place}.source", f"{place}.options")
         if section.source == "worlds" and "environment" in section.options:
-            world, options = section.options["environment"], section.options.get("options") or {}
-            yield from _unfit("environment", world, options, f"{place}.options.environment", f"{place}.options.options")
+            environment, options = section.options["environment"], section.options.get("options") or {}
+            yield from _unfit(
+                "environment", environment, options, f"{place}.options.environment", f"{place}.options.options"
+            )
     planner = recipe.tasks.planner
     yield from _unfit("planner", planner.name, planner.options, "tasks.planner.name", "tasks.planner.options")
     for i, term in enumerate(recipe.rewards.terms):

@@ -1,6 +1,6 @@
-"""The typed recipe. Each section is read by the room it is named after; a key that nothing reads is a bug (tested).
+"""The typed recipe. Each section is read by the package it is named after; a key that nothing reads is a bug (tested).
 
-Sections are frozen; unknown keys are refused. Names (families, sources, worlds, terms, estimators, losses) are checked
+Sections are frozen; unknown keys are refused. Names (families, sources, environments, terms, losses) are checked
 against ``recipe.names`` before anything is built.
 """
 

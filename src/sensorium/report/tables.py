@@ -122,7 +122,7 @@ def _count(part: Mapping[str, Any]) -> int:
 
 
 def house_table(title: str, *columns: str) -> Table:
-    """House style: a bold title, hairlines only, numbers to the right."""
+    """Tables of the command line: a bold title, hairlines only, numbers to the right."""
     table = Table(
         box=SIMPLE_HEAD, title=Text(title, style="bold"), title_justify="left", header_style="dim", pad_edge=False
     )

@@ -21,7 +21,7 @@ Treatment = Literal["refuse", "skip"]
 
 
 @dataclass(frozen=True)
-class Skipped:
+class SkippedRow:
     """A row that was left out, and why."""
 
     source: int
@@ -36,7 +36,7 @@ class Draw:
 
     tasks: tuple[Task, ...]
     position: int
-    skipped: tuple[Skipped, ...] = ()
+    skipped: tuple[SkippedRow, ...] = ()
 
 
 class TaskStream:
@@ -95,7 +95,7 @@ class TaskStream:
     ) -> Draw:
         """``count`` tasks from ``position`` on. Bad rows, and tasks for which ``check`` raises, are refused or skipped."""
         tasks: list[Task] = []
-        skipped: list[Skipped] = []
+        skipped: list[SkippedRow] = []
         in_a_row = 0
         while len(tasks) < count:
             source, row = self.at(position)
@@ -107,7 +107,7 @@ class TaskStream:
                 long_prompt = isinstance(error, PromptTooLong)
                 if (on_long_prompt if long_prompt else on_bad_row or self.on_bad_row) == "refuse":
                     raise with_way_out(error) from error
-                skipped.append(Skipped(source, row, str(error), long_prompt))
+                skipped.append(SkippedRow(source, row, str(error), long_prompt))
                 in_a_row += 1
                 if in_a_row >= self._whole_pass():
                     raise TaskError(f"every task of the mixture was skipped; the last one because: {error}") from error
@@ -138,13 +138,13 @@ class TaskStream:
 
 def each_once(
     sources: Sequence[TaskSource], *, limit: int = 0, on_bad_row: Treatment = "refuse"
-) -> tuple[list[Task], list[Skipped]]:
+) -> tuple[list[Task], list[SkippedRow]]:
     """Every task of every source once, in order (for evaluation). Under a limit the sources take turns."""
     rows = [(row, i) for i, source in enumerate(sources) for row in range(len(source))]
     if limit:
         rows = sorted(rows)
     tasks: list[Task] = []
-    skipped: list[Skipped] = []
+    skipped: list[SkippedRow] = []
     for row, i in rows:
         if limit and len(tasks) == limit:
             break
@@ -153,7 +153,7 @@ def each_once(
         except (TaskError, MediaError) as error:
             if on_bad_row == "refuse":
                 raise with_way_out(error) from error
-            skipped.append(Skipped(i, row, str(error)))
+            skipped.append(SkippedRow(i, row, str(error)))
     return tasks, skipped
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from sensorium.media.store import MediaStore
 from sensorium.recipe.names import build
 from sensorium.recipe.schema import PlannerSection
-from sensorium.tasks.mixture import Skipped, TaskStream
+from sensorium.tasks.mixture import SkippedRow, TaskStream
 from sensorium.vocabulary.errors import RecipeError, SensoriumError
 from sensorium.vocabulary.plain import words
 from sensorium.vocabulary.task import Task
@@ -26,7 +26,7 @@ class PlannedTasks:
     """The tasks that come next, and rows that were left out on the way."""
 
     tasks: tuple[Task, ...]
-    skipped: tuple[Skipped, ...] = ()
+    skipped: tuple[SkippedRow, ...] = ()
 
 
 @dataclass(frozen=True)

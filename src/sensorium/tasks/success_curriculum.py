@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from sensorium.caches.lru import LRU
-from sensorium.tasks.mixture import Skipped, TaskStream
+from sensorium.tasks.mixture import SkippedRow, TaskStream
 from sensorium.tasks.planner import GroupOutcome, PlannedTasks
 from sensorium.vocabulary.errors import MediaError, RecipeError, TaskError
 from sensorium.vocabulary.task import Task
@@ -43,7 +43,7 @@ class SuccessCurriculum:
     def draw(self, count: int) -> PlannedTasks:
         """Tasks to revisit and tasks from the mixture, mixed by a coin whose throws the seed decides."""
         tasks: list[Task] = []
-        skipped: list[Skipped] = []
+        skipped: list[SkippedRow] = []
         for _ in range(count):
             again = self._revisited(skipped) if self._chance("coin") < self.revisit else None
             tasks.append(again if again is not None else self._fresh(skipped))
@@ -80,7 +80,7 @@ class SuccessCurriculum:
         for id, source, row in state["open"]:
             self.open.put(id, (source, row))
 
-    def _fresh(self, skipped: list[Skipped]) -> Task:
+    def _fresh(self, skipped: list[SkippedRow]) -> Task:
         """The next task of the mixture."""
         drawn = self.stream.draw(self.position, 1)
         self.position = drawn.position
@@ -89,7 +89,7 @@ class SuccessCurriculum:
         self.open.put(task.id, self.stream.at(self.position - 1))
         return task
 
-    def _revisited(self, skipped: list[Skipped]) -> Task | None:
+    def _revisited(self, skipped: list[SkippedRow]) -> Task | None:
         """A task that succeeds in part; None if there is none that was not drawn since the last observation."""
         candidates = [(id, entry) for id, entry in self.known.items() if id not in self.open]
         if not candidates:
@@ -102,7 +102,7 @@ class SuccessCurriculum:
         except (TaskError, MediaError) as error:
             if self.stream.on_bad_row == "refuse":
                 raise
-            skipped.append(Skipped(source, row, str(error)))
+            skipped.append(SkippedRow(source, row, str(error)))
             self.known.pop(id)
             return None
         self.open.put(id, (source, row))

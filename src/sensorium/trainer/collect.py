@@ -1,7 +1,7 @@
 """What a step trains on: draw tasks, play them, score them, select; in rounds where sampling is dynamic.
 
 Invariants: what is collected is a function of recipe, seed, step, weights and what the planner draws (in lockstep; an
-eager schedule with early stop follows the clock). Every episode that was begun is in ``Collected.played``, and has a fate
+eager schedule with early stop follows the clock). Every episode that began is in ``CollectedStep.played``, and has a fate
 unless it is trained on. A round draws as many tasks as groups are still missing, times ``oversample``: what was played and
 has signal is then seldom thrown away, and a step plays at most ``max_rounds`` times what one round does.
 """
@@ -19,11 +19,11 @@ from sensorium.report.watcher import Watcher
 from sensorium.rewards.scoring import GroupScoring
 from sensorium.rollout.early_stop import CANCELLED, EarlyStop
 from sensorium.rollout.play import Attempt, Deadlines
-from sensorium.tasks.mixture import Skipped
+from sensorium.tasks.mixture import SkippedRow
 from sensorium.trainer.credit import groups_with_signal
-from sensorium.trainer.drawing import Drawing, prompt_too_long, skip_metrics
-from sensorium.trainer.metrics import environment_metrics
 from sensorium.trainer.selection import NO_SIGNAL, Selection, first, masked, most_varied, select, why_unfit
+from sensorium.trainer.step_metrics import environment_metrics
+from sensorium.trainer.task_loader import TaskLoader, prompt_too_long, skip_metrics
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.task import Task
 
@@ -34,7 +34,7 @@ BASELINE = "greedy: what its group is compared with"
 
 
 @dataclass(frozen=True)
-class Collected:
+class CollectedStep:
     """What a step plays. ``groups`` were played to their end and are scored; ``selection`` is what is trained of them.
 
     ``aside`` are cancelled groups and greedy episodes. ``fates`` are of everybody who is not trained on. ``greedy`` is what
@@ -57,7 +57,7 @@ class Collected:
 
 
 @dataclass
-class _Found:
+class _RoundsSoFar:
     """What the rounds of a step have brought so far.
 
     ``first`` is the number of rows drawn before; ``ranks``: by group id, the round and the moment it was complete.
@@ -67,7 +67,7 @@ class _Found:
     deadlines: Deadlines
     rounds: int = 0
     tasks: list[Task] = field(default_factory=list)
-    skipped: list[Skipped] = field(default_factory=list)
+    skipped: list[SkippedRow] = field(default_factory=list)
     long: int = 0
     groups: list[Group] = field(default_factory=list)
     cancelled: list[Group] = field(default_factory=list)
@@ -81,43 +81,43 @@ class _Found:
 class Collector:
     """Collects what the steps of a run train on."""
 
-    def __init__(self, recipe: Recipe, session: Session, drawing: Drawing, ledger: Ledger, watcher: Watcher) -> None:
-        self.recipe, self.session, self.drawing = recipe, session, drawing
+    def __init__(self, recipe: Recipe, session: Session, loader: TaskLoader, ledger: Ledger, watcher: Watcher) -> None:
+        self.recipe, self.session, self.loader = recipe, session, loader
         self.ledger, self.watcher = ledger, watcher
         session.tell_by(watcher.noted)
         self.traits = estimator_traits(recipe.algorithm.advantage.name)
 
-    async def collect(self, step: int, clock: Clock) -> Collected:
+    async def collect(self, step: int, clock: Clock) -> CollectedStep:
         """Play rounds until there are enough groups to train on, or as many rounds as the recipe allows."""
-        found = _Found(self.drawing.drawn, Deadlines(known=self.ledger.deadlines()))
+        so_far = _RoundsSoFar(self.loader.drawn, Deadlines(known=self.ledger.deadlines()))
         self.session.scorer.take_counts()  # of an evaluation before this step
         self.session.rollout.pool.take_counters()
         wanted = self.recipe.batch.prompts_per_step
-        while found.rounds < self.recipe.selection.rounds and len(found.selection.groups) < wanted:
-            missing = wanted - len(found.selection.groups)
-            found.rounds += 1
-            complete = await self._play(step, missing, found, clock)
-            await self._judge(step, complete, found, clock)
-        return self._settle(found)
+        while so_far.rounds < self.recipe.selection.rounds and len(so_far.selection.groups) < wanted:
+            missing = wanted - len(so_far.selection.groups)
+            so_far.rounds += 1
+            complete = await self._play(step, missing, so_far, clock)
+            await self._judge(step, complete, so_far, clock)
+        return self._settle(so_far)
 
-    async def _play(self, step: int, missing: int, found: _Found, clock: Clock) -> list[Group]:
+    async def _play(self, step: int, missing: int, so_far: _RoundsSoFar, clock: Clock) -> list[Group]:
         """Draw, play and score a round; the groups that were played to their end, scored."""
         recipe = self.recipe
         with clock("draw"):
-            drawn = await self.drawing.draw(recipe.selection.played(missing))
-            self.ledger.plan(step, found.first, self.drawing.drawn)
+            drawn = await self.loader.draw(recipe.selection.played(missing))
+            self.ledger.plan(step, so_far.first, self.loader.drawn)
         stop = EarlyStop(missing) if len(drawn.tasks) > missing else None
         groups, scored = await self._scored_as_complete(
-            drawn.tasks, recipe.batch.group_size, Attempt(recipe.seed, step), sampling_of(recipe.rollout), found, clock,
-            before=found.tasks, stop=stop,
+            drawn.tasks, recipe.batch.group_size, Attempt(recipe.seed, step), sampling_of(recipe.rollout), so_far, clock,
+            before=so_far.tasks, stop=stop,
         )  # fmt: skip
-        groups, long = self.drawing.without_long_prompts(groups)
-        found.long += long
-        found.tasks += drawn.tasks
-        found.skipped += drawn.skipped
+        groups, long = self.loader.without_long_prompts(groups)
+        so_far.long += long
+        so_far.tasks += drawn.tasks
+        so_far.skipped += drawn.skipped
         moments = stop.complete if stop is not None else {group.id: 0 for group in groups}
-        found.ranks |= {id: (found.rounds, moment) for id, moment in moments.items()}
-        found.cancelled += [group for group in groups if group.id not in moments]
+        so_far.ranks |= {id: (so_far.rounds, moment) for id, moment in moments.items()}
+        so_far.cancelled += [group for group in groups if group.id not in moments]
         return [scored[group.id] for group in groups if group.id in moments]
 
     async def _scored_as_complete(
@@ -126,7 +126,7 @@ class Collector:
         size: int,
         attempt: Attempt,
         sampling: Sampling,
-        found: _Found,
+        so_far: _RoundsSoFar,
         clock: Clock,
         *,
         before: Sequence[Task],
@@ -141,42 +141,42 @@ class Collector:
         async with GroupScoring(self.session.scorer) as scoring:
             with clock("rollout", len(tasks) * size):
                 stream = self.session.rollout.stream(
-                    tasks, size, attempt, sampling, found.deadlines, progress, before=before, stop=stop
+                    tasks, size, attempt, sampling, so_far.deadlines, progress, before=before, stop=stop
                 )
                 async with stream:
                     async for place, group in stream:
                         played[place] = group
                         if (stop is None or group.id in stop.complete) and not prompt_too_long(group):
                             scoring.begin(group)
-            self.ledger.keep_deadlines(found.deadlines.fired)
+            self.ledger.keep_deadlines(so_far.deadlines.fired)
             self.ledger.advance(attempt.step, "rolled_out")
             with clock("score"):
                 scored = await scoring.finish()
         self.ledger.advance(attempt.step, "scored")
         return [played[place] for place in sorted(played)], scored
 
-    async def _judge(self, step: int, groups: Sequence[Group], found: _Found, clock: Clock) -> None:
+    async def _judge(self, step: int, groups: Sequence[Group], so_far: _RoundsSoFar, clock: Clock) -> None:
         """Leave out those of a round's groups that cannot be trained on."""
         recipe = self.recipe
-        found.groups += groups
+        so_far.groups += groups
         chosen = select(groups, recipe.rewards.on_missing, smallest=2 if self.traits.compares else 1)
         if self.traits.greedy:
-            chosen = await self._compared(step, chosen, found, clock)
+            chosen = await self._compared(step, chosen, so_far, clock)
         if recipe.selection.dynamic:
-            loud = groups_with_signal(chosen.groups, recipe.algorithm.advantage, found.greedy)
+            loud = groups_with_signal(chosen.groups, recipe.algorithm.advantage, so_far.greedy)
             alike = [group.id for group in chosen.groups if group.id not in loud]
             chosen = chosen.without(dict.fromkeys(alike, NO_SIGNAL))
-            found.without_signal += len(alike)
-        found.selection = found.selection.joined(chosen)
+            so_far.without_signal += len(alike)
+        so_far.selection = so_far.selection.joined(chosen)
 
-    async def _compared(self, step: int, chosen: Selection, found: _Found, clock: Clock) -> Selection:
+    async def _compared(self, step: int, chosen: Selection, so_far: _RoundsSoFar, clock: Clock) -> Selection:
         """Play each group's task once greedily; a group without a greedy score has nothing to be compared with."""
         recipe, tasks = self.recipe, [group.task for group in chosen.groups]
         attempt, greedy = Attempt(recipe.seed, step, "greedy"), sampling_of(recipe.rollout, 0.0)
-        before = [group.task for group in found.baselines]
-        played, scored = await self._scored_as_complete(tasks, 1, attempt, greedy, found, clock, before=before)
+        before = [group.task for group in so_far.baselines]
+        played, scored = await self._scored_as_complete(tasks, 1, attempt, greedy, so_far, clock, before=before)
         baselines = [scored.get(group.id, group) for group in played]
-        found.baselines += baselines
+        so_far.baselines += baselines
         reasons = {}
         for group, baseline in zip(chosen.groups, baselines, strict=True):
             (episode,) = baseline.episodes
@@ -184,42 +184,42 @@ class Collector:
             if why or episode.reward is None:
                 reasons[group.id] = f"dropped: no greedy episode to compare it with ({why})"
             else:
-                found.greedy[group.id] = episode.reward
+                so_far.greedy[group.id] = episode.reward
         return chosen.without(reasons)
 
-    def _settle(self, found: _Found) -> Collected:
+    def _settle(self, so_far: _RoundsSoFar) -> CollectedStep:
         """Take no more groups than the step has room for, the first complete first, then those that vary most."""
         section, wanted = self.recipe.selection, self.recipe.batch.prompts_per_step
-        taken = first(found.selection, wanted, found.ranks)
+        taken = first(so_far.selection, wanted, so_far.ranks)
         kept = most_varied(taken, section.kept(len(taken.groups))) if section.variance_share < 1 else taken
-        fates = kept.fates | {e.id: CANCELLED for group in found.cancelled for e in group.episodes}
+        fates = kept.fates | {e.id: CANCELLED for group in so_far.cancelled for e in group.episodes}
         fates |= masked(kept.groups) if self.recipe.rollout.mask_truncated else {}
-        fates |= {e.id: BASELINE for group in found.baselines for e in group.episodes}
-        return Collected(
+        fates |= {e.id: BASELINE for group in so_far.baselines for e in group.episodes}
+        return CollectedStep(
             selection=kept,
-            groups=tuple(found.groups),
-            aside=(*found.cancelled, *found.baselines),
+            groups=tuple(so_far.groups),
+            aside=(*so_far.cancelled, *so_far.baselines),
             fates=fates,
-            greedy={group.id: found.greedy[group.id] for group in kept.groups if group.id in found.greedy},
-            drawn=self.drawing.drawn - found.first,
-            metrics=self._metrics(found, taken, kept),
+            greedy={group.id: so_far.greedy[group.id] for group in kept.groups if group.id in so_far.greedy},
+            drawn=self.loader.drawn - so_far.first,
+            metrics=self._metrics(so_far, taken, kept),
         )
 
-    def _metrics(self, found: _Found, taken: Selection, kept: Selection) -> dict[str, float]:
+    def _metrics(self, so_far: _RoundsSoFar, taken: Selection, kept: Selection) -> dict[str, float]:
         """What the recipe's selection did, as far as it asks for any."""
         section, wanted = self.recipe.selection, self.recipe.batch.prompts_per_step
-        row = skip_metrics(found.skipped, found.long) | self.session.scorer.take_metrics()
+        row = skip_metrics(so_far.skipped, so_far.long) | self.session.scorer.take_metrics()
         row |= environment_metrics(self.session.rollout.pool)
         if section.dynamic:
-            row["groups/rounds"] = found.rounds
-            row["groups/without_signal"] = found.without_signal
+            row["groups/rounds"] = so_far.rounds
+            row["groups/without_signal"] = so_far.without_signal
             row["groups/short"] = wanted - len(taken.groups)
         if section.oversample > 1:
-            row["groups/cancelled"] = len(found.cancelled)
-            row["groups/unused"] = len(found.selection.groups) - len(taken.groups)
+            row["groups/cancelled"] = len(so_far.cancelled)
+            row["groups/unused"] = len(so_far.selection.groups) - len(taken.groups)
         if section.variance_share < 1:
             row["groups/too_alike"] = len(taken.groups) - len(kept.groups)
-        rewards = [e.reward for group in found.baselines for e in group.episodes if e.reward is not None]
+        rewards = [e.reward for group in so_far.baselines for e in group.episodes if e.reward is not None]
         if rewards:
             row["reward/greedy"] = sum(rewards) / len(rewards)
         return row

@@ -31,15 +31,15 @@ from sensorium.rollout.play import Attempt
 from sensorium.tasks.planner import Planner
 from sensorium.trainer.checkpoint import Best, Checkpoints
 from sensorium.trainer.clock import Clock
-from sensorium.trainer.collect import Collected, Collector
+from sensorium.trainer.collect import CollectedStep, Collector
 from sensorium.trainer.credit import credit
-from sensorium.trainer.drawing import Drawing, drawn_by_position, skip_metrics
 from sensorium.trainer.health.facts import Evidence, unanswered
 from sensorium.trainer.health.finite import refuse_ruined
 from sensorium.trainer.health.monitor import Health
-from sensorium.trainer.kept import keep_batch
-from sensorium.trainer.metrics import MediaMeter, episode_metrics
+from sensorium.trainer.kept_batch import keep_batch
 from sensorium.trainer.run_evaluation import RunEvaluator
+from sensorium.trainer.step_metrics import MediaMeter, episode_metrics
+from sensorium.trainer.task_loader import TaskLoader, drawn_by_position, skip_metrics
 from sensorium.vocabulary.episode import Group, Status
 from sensorium.vocabulary.errors import NonFiniteUpdate
 from sensorium.vocabulary.task import Task
@@ -62,10 +62,10 @@ class Trainer:
         self.recipe, self.session, self.learner = recipe, session, learner
         self.directory, self.ledger, self.watcher = directory, ledger, watcher
         self.metrics = MetricsFile(directory.metrics)
-        self.drawing = Drawing(recipe.tasks, planner, session.rollout)
+        self.loader = TaskLoader(recipe.tasks, planner, session.rollout)
         self.meter = MediaMeter(session)
-        self.collector = Collector(recipe, session, self.drawing, ledger, watcher)
-        self.evaluator = RunEvaluator(recipe, session, held_out, self.drawing, directory, watcher, self.meter)
+        self.collector = Collector(recipe, session, self.loader, ledger, watcher)
+        self.evaluator = RunEvaluator(recipe, session, held_out, self.loader, directory, watcher, self.meter)
         self.health = Health(recipe, directory, watcher)
         self.checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
         logging = recipe.logging
@@ -144,7 +144,7 @@ class Trainer:
             learned = self._update(samples, recipe.algorithm.loss.name, groups)
         with clock("record"):
             self._record(step, collected, samples)
-            await self.drawing.observe(groups, {group.id for group in selection.groups})
+            await self.loader.observe(groups, {group.id for group in selection.groups})
         measured = episode_metrics(groups, selection, mask_truncated=recipe.rollout.mask_truncated)
         row = measured | learned | collected.metrics | clock.metrics(collected.played)
         return row, Evidence(groups, collected.fates, unanswered(self.session.scorer, groups))
@@ -154,15 +154,15 @@ class Trainer:
         clock = Clock(self.session, self._announce)
         recipe, step = self.recipe, self.step + 1
         with clock("draw"):
-            before = self.drawing.drawn
-            drawn = await self.drawing.draw(recipe.warm_start.prompts_per_step)
-            self.ledger.plan(step, before, self.drawing.drawn)
+            before = self.loader.drawn
+            drawn = await self.loader.draw(recipe.warm_start.prompts_per_step)
+            self.ledger.plan(step, before, self.loader.drawn)
         attempt = Attempt(recipe.seed, step, "warm", demonstrate=True)
         with clock("rollout"):
             groups = await self.session.rollout.groups(drawn.tasks, 1, attempt, sampling_of(recipe.rollout))
         self.ledger.advance(step, "rolled_out")
         self._look_ahead()
-        groups, long = self.drawing.without_long_prompts(groups)
+        groups, long = self.loader.without_long_prompts(groups)
         played = [e for group in groups for e in group.episodes if e.sampled_tokens]
         samples = [[CreditedEpisode(e, tuple(torch.ones(len(turn.response.tokens)) for turn in e.turns))] for e in played]
         with clock("update"):
@@ -177,7 +177,7 @@ class Trainer:
         following, section = self.step + 1, self.recipe.warm_start
         if following < self.total_steps:
             wanted = self.recipe.selection.played(self.recipe.batch.prompts_per_step)
-            self.drawing.look_ahead(section.prompts_per_step if following < section.steps else wanted)
+            self.loader.look_ahead(section.prompts_per_step if following < section.steps else wanted)
 
     def _update(self, samples: list[list[CreditedEpisode]], loss: str, groups: Sequence[Group]) -> dict[str, float]:
         """Update on what was credited; a non-finite update stops here with the batch kept on disk."""
@@ -205,7 +205,7 @@ class Trainer:
         else:
             self.session.sample_with(self.learner.weights(), version)
 
-    def _record(self, step: int, collected: Collected, samples: Sequence[Sequence[CreditedEpisode]]) -> None:
+    def _record(self, step: int, collected: CollectedStep, samples: Sequence[Sequence[CreditedEpisode]]) -> None:
         """Write the step's episodes, their fates, and the advantages they were trained with."""
         refuse_moved(self.directory.path)
         advantages = {s.episode.id: [a.tolist() for a in s.advantages] for members in samples for s in members}
@@ -271,7 +271,7 @@ class Trainer:
             self.sound_at = self.saved_at  # what was saved before has since sampled well
         state = {
             "step": self.step,
-            "tasks": self.drawing.state_dict(),
+            "tasks": self.loader.state_dict(),
             "best": None if self.best is None else {"step": self.best.step, "value": float(self.best.value)},
             "sound_at": self.sound_at,
             "random": random_state(),
@@ -289,7 +289,7 @@ class Trainer:
         """Go on from a checkpoint's state; rows past it are dropped and rolled out again."""
         warn_if_changed(state["surroundings"])
         self.step = self.saved_at = state["step"]
-        self.drawing.load_state_dict(state["tasks"] if "tasks" in state else drawn_by_position(state["position"]))
+        self.loader.load_state_dict(state["tasks"] if "tasks" in state else drawn_by_position(state["position"]))
         self.best = None if state["best"] is None else Best(**state["best"])
         self.sound_at = state["sound_at"]
         self.learner.load(self.checkpoints.path(self.step))
@@ -301,9 +301,9 @@ class Trainer:
         self.ledger.rewind(self.step + 1)
 
     def close(self) -> None:
-        """Let the watchers go, give the terms and worlds' threads back, and close the ledger."""
+        """Let the watchers go, give the threads of terms and environments back, and close the ledger."""
         self.watcher.finished()
-        self.drawing.close()
+        self.loader.close()
         self.learner.close()
         self.session.close()
         self.ledger.close()

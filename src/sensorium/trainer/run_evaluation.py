@@ -13,9 +13,9 @@ from sensorium.record.episode_json import write_episodes
 from sensorium.record.findings import SightResult
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.watcher import Watcher
-from sensorium.trainer.drawing import Drawing
 from sensorium.trainer.health.sight import check_sight
-from sensorium.trainer.metrics import MediaMeter
+from sensorium.trainer.step_metrics import MediaMeter
+from sensorium.trainer.task_loader import TaskLoader
 from sensorium.vocabulary.errors import SensoriumError
 from sensorium.vocabulary.task import Task
 
@@ -28,12 +28,12 @@ class RunEvaluator:
         recipe: Recipe,
         session: Session,
         tasks: Sequence[Task],
-        drawing: Drawing,
+        loader: TaskLoader,
         directory: RunDirectory,
         watcher: Watcher,
         meter: MediaMeter,
     ) -> None:
-        self.recipe, self.session, self.drawing = recipe, session, drawing
+        self.recipe, self.session, self.loader = recipe, session, loader
         self.directory, self.watcher, self.meter = directory, watcher, meter
         self._tasks, self._checked = tuple(tasks), False
 
@@ -78,7 +78,7 @@ class RunEvaluator:
     async def tasks(self) -> tuple[Task, ...]:
         """The held-out tasks that can be played; others are refused, or left out with a note, as in training."""
         if not self._checked:
-            fitting, unfit = await self.drawing.fitting(self._tasks)
+            fitting, unfit = await self.loader.fitting(self._tasks)
             if unfit:
                 self.watcher.noted(f"{len(unfit)} held-out tasks were skipped; the first because: {unfit[0].reason}")
             self._tasks, self._checked = tuple(fitting), True

@@ -1,4 +1,4 @@
-"""The words every other room speaks. Imports nothing of ours and no torch."""
+"""The data types that every other package uses. Imports nothing of ours and no torch."""
 
 from sensorium.vocabulary.content import Block, Media, MediaKind, Message, Role, Text, assistant, system, user
 from sensorium.vocabulary.decoding import AudioParameters, VideoParameters

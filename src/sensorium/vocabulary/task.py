@@ -9,7 +9,7 @@ from sensorium.vocabulary.content import Message
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """Which world a task is played in, its options, and the seed that determines its start."""
+    """The environment of a task, its options, and the seed that determines its start."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -18,7 +18,7 @@ class EnvironmentSpec:
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to attempt. Single-turn tasks have messages; tasks played in a world have an environment spec.
+    """One thing to attempt. Single-turn tasks have messages; tasks played in an environment have its spec.
 
     ``demonstration`` is a worked response (or one per turn) for supervised stages. ``metadata`` is free; the key
     ``category`` groups evaluation tables.

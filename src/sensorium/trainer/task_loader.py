@@ -1,4 +1,4 @@
-"""Drawing tasks from the planner; bad rows and over-long prompts are refused, or skipped and counted, as the recipe says.
+"""Loading tasks from the planner; bad rows and over-long prompts are refused, or skipped and counted, as the recipe says.
 
 Rows are read, and their media decoded and preprocessed, in threads: the event loop stays free. While a step is trained on,
 the tasks of the next are drawn and their media decoded ahead, unless the planner waits for this step's outcomes.
@@ -17,7 +17,7 @@ from sensorium.learner.plain_state import not_plain
 from sensorium.recipe.schema import TasksSection
 from sensorium.rollout.modalities import media_of
 from sensorium.rollout.play import Rollout
-from sensorium.tasks.mixture import Skipped, with_way_out
+from sensorium.tasks.mixture import SkippedRow, with_way_out
 from sensorium.tasks.planner import GroupOutcome, PlannedTasks, Planner
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import CheckpointError, MediaError, PromptTooLong, SensoriumError, TaskError
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Ahead:
+class _DrawAhead:
     """A draw ahead of its time: how many tasks, the planner's state before it, and what comes of it."""
 
     count: int
@@ -37,7 +37,7 @@ class _Ahead:
     reading: "Future[PlannedTasks]"
 
 
-class Drawing:
+class TaskLoader:
     """Draws what can be played: media are sound, and the prompt leaves room for a response."""
 
     def __init__(self, section: TasksSection, planner: Planner, rollout: Rollout) -> None:
@@ -46,13 +46,13 @@ class Drawing:
         """Rows that were drawn since the run began, skipped ones included."""
         self._observes = bool(getattr(planner, "observes", True))
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")  # planner and sources are used by one thread
-        self._ahead: _Ahead | None = None
+        self._ahead: _DrawAhead | None = None
         self._planner_state()  # one that cannot be saved is refused now, not at the first checkpoint
 
     async def draw(self, count: int) -> PlannedTasks:
         """The next ``count`` tasks that can be played."""
         tasks: list[Task] = []
-        skipped: list[Skipped] = []
+        skipped: list[SkippedRow] = []
         while len(tasks) < count:
             drawn = await asyncio.wrap_future(self._reading(count - len(tasks)))
             self.drawn += len(drawn.tasks) + len(drawn.skipped)
@@ -74,7 +74,7 @@ class Drawing:
         before = deepcopy(self._planner_state())
         reading = self._reader.submit(self._plan, count)
         reading.add_done_callback(self._request)
-        self._ahead = _Ahead(count, before, reading)
+        self._ahead = _DrawAhead(count, before, reading)
 
     async def observe(self, groups: Sequence[Group], trained: Collection[str]) -> None:
         """Tell the planner what became of a step's groups, if it asks; ``trained`` are the ids of those in the update."""
@@ -107,7 +107,7 @@ class Drawing:
             ) from error
         self.drawn = state["drawn"]
 
-    async def fitting(self, tasks: Sequence[Task]) -> tuple[list[Task], list[Skipped]]:
+    async def fitting(self, tasks: Sequence[Task]) -> tuple[list[Task], list[SkippedRow]]:
         """Tasks whose media are sound and whose prompt leaves room for a response; media are preprocessed together."""
         errors = await asyncio.to_thread(self.rollout.prepare, tasks)
         fitting, unfit = [], []
@@ -122,7 +122,7 @@ class Drawing:
                 long = isinstance(error, PromptTooLong)
                 if (self.section.on_long_prompt if long else self.section.on_bad_row) == "refuse":
                     raise with_way_out(error) from error
-                unfit.append(Skipped(0, 0, str(error), long_prompt=long))
+                unfit.append(SkippedRow(0, 0, str(error), long_prompt=long))
         return fitting, unfit
 
     def without_long_prompts(self, groups: Sequence[Group]) -> tuple[list[Group], int]:
@@ -208,7 +208,7 @@ def prompt_too_long(group: Group) -> str:
     return next((e.failure for e in group.episodes if e.info.get("prompt_too_long")), "")
 
 
-def skip_metrics(skipped: Sequence[Skipped], long: int) -> dict[str, float]:
+def skip_metrics(skipped: Sequence[SkippedRow], long: int) -> dict[str, float]:
     """How many tasks were left out by policy; ``long`` more for a prompt that an environment showed when played."""
     too_long = sum(skip.long_prompt for skip in skipped)
     return {"tasks/skipped_bad": len(skipped) - too_long, "tasks/skipped_long": too_long + long}
