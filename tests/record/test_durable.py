@@ -6,6 +6,9 @@ import os
 import resource
 import shutil
 import sqlite3
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +17,7 @@ import pytest
 from sensorium.record.durable import (
     append_row,
     cannot_write,
+    drafted,
     full_disk_error,
     read_json,
     read_rows,
@@ -106,3 +110,39 @@ def test_what_sqlite_calls_an_input_output_error_is_a_full_disk_where_there_is_n
     found = full_disk_error(error, tmp_path / "ledger.sqlite")
     assert found is not None
     assert "The disk is full" in str(cannot_write(tmp_path, found))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("flushed", [False, True])
+def test_a_draft_takes_the_place_of_a_file_or_a_folder_only_if_all_goes_well(
+    tmp_path: Path, flushed: bool, shared: bool
+) -> None:
+    file, folder = tmp_path / "file", tmp_path / "folder"
+    for content in ("first", "second"):
+        with drafted(file, flushed=flushed, shared=shared) as draft:
+            draft.write_text(content)
+        with drafted(folder, flushed=flushed, shared=shared) as draft:
+            (draft / "inner").mkdir(parents=True)
+            (draft / "inner" / content).write_text(content)
+    for path in (file, folder):
+        with suppress(ZeroDivisionError), drafted(path, flushed=flushed, shared=shared) as draft:
+            draft.write_text("half")
+            raise ZeroDivisionError
+    assert file.read_text() == "second"
+    assert [path.name for path in folder.rglob("*")] == ["inner", "second"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"], "no draft stays"
+
+
+def test_threads_that_write_one_shared_path_never_show_half_of_it(tmp_path: Path) -> None:
+    path, barrier = tmp_path / "file", threading.Barrier(4)
+
+    def write(letter: str) -> None:
+        barrier.wait()
+        for _ in range(20):
+            with drafted(path, flushed=False, shared=True) as draft:
+                draft.write_text(letter * 1000)
+            assert len(set(path.read_text())) == 1
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(write, "abcd")) == [None] * 4
+    assert len(path.read_text()) == 1000

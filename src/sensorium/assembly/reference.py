@@ -1,12 +1,10 @@
 """The reference of the KL term: the model as it was when RL began, frozen."""
 
-import os
-import shutil
-
 from sensorium.assembly.models import load_beside
 from sensorium.models.policy import Policy
 from sensorium.models.reference import FormerSelf, FrozenCopy, Reference
 from sensorium.recipe.schema import Recipe
+from sensorium.record.durable import drafted
 from sensorium.record.run_directory import RunDirectory
 
 
@@ -19,11 +17,8 @@ def begin_reference(recipe: Recipe, policy: Policy, directory: RunDirectory) -> 
         return None
     warm = recipe.warm_start.steps > 0
     if warm:
-        draft = directory.path / ".reference"
-        shutil.rmtree(draft, ignore_errors=True)
-        (policy if policy.adapters is None else policy.adapters).save(draft)
-        shutil.rmtree(directory.reference, ignore_errors=True)
-        os.replace(draft, directory.reference)
+        with drafted(directory.reference) as draft:
+            (policy if policy.adapters is None else policy.adapters).save(draft)
     if policy.adapters is not None:
         return FormerSelf(policy, policy.adapters.snapshot() if warm else None)
     return FrozenCopy(policy.frozen_copy())

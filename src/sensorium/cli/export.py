@@ -1,12 +1,11 @@
 """Copy a checkpoint out of a run as a plain Hugging Face model, ready for from_pretrained, or its LoRA adapter alone."""
 
-import os
 import shutil
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from sensorium.record.checkpoint_files import checkpoint_of_run, refuse_damaged
-from sensorium.record.durable import writing
+from sensorium.record.durable import drafted, writing
 from sensorium.vocabulary.errors import CheckpointError, RecordError
 
 ADAPTER = "adapter"
@@ -43,15 +42,10 @@ def export(checkpoint: Path, target: Path, *, adapter: bool = False) -> None:
             "without --adapter."
         )
     refuse_damaged(checkpoint)
-    draft = target.with_name(f".{target.name}.draft")
-    shutil.rmtree(draft, ignore_errors=True)
     try:
-        with writing(target):
+        with writing(target), drafted(target) as draft:
             shutil.copytree(source, draft, ignore=shutil.ignore_patterns(*NOT_THE_MODEL))
-            os.replace(draft, target)
     except shutil.Error as error:
         raise RecordError(
             f"cannot write '{target}': {error.args[0][0][-1]}. Make room, or choose another place."
         ) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)

@@ -22,6 +22,7 @@ import numpy as np
 from sensorium.media.audio import DecodedAudio
 from sensorium.media.container import library
 from sensorium.media.video import DecodedVideo
+from sensorium.record.durable import drafted
 
 Clip = DecodedVideo | DecodedAudio
 KINDS: dict[str, type[Clip]] = {"video": DecodedVideo, "sound": DecodedAudio}
@@ -82,15 +83,11 @@ class DiskCache:
         size = sum(len(part) for part in body)
         if size > self.limit:
             return
-        draft = self.folder / f".{key}.{os.getpid()}.{threading.get_ident()}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with draft.open("wb") as file:
+            with drafted(self._place(key), flushed=False, shared=True) as draft, draft.open("wb") as file:
                 file.writelines(body)
-            os.replace(draft, self._place(key))
         except OSError as error:  # a cache that cannot be written to is no cache, and no reason to stop
-            with suppress(OSError):
-                draft.unlink()
             self._tell(error)
             return
         with self._lock:

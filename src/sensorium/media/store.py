@@ -20,6 +20,7 @@ from sensorium.media.files import open_regular
 from sensorium.media.limits import MediaLimits
 from sensorium.media.picture import decode_picture
 from sensorium.media.sources import read_bytes, unreadable
+from sensorium.record.durable import drafted
 from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.decoding import Parameters
 from sensorium.vocabulary.errors import MediaError
@@ -178,16 +179,12 @@ class MediaStore:
         place = folder / digest
         if place.exists() and place.stat().st_size == path.stat().st_size:
             return
-        draft = _draft(folder, digest)
-        try:
+        with drafted(place, flushed=False, shared=True) as draft:
             try:
                 os.link(path, draft)
             except OSError:  # another file system, or somebody else's file
                 shutil.copyfile(path, draft)
                 self._count(draft.stat().st_size)
-            os.replace(draft, place)
-        finally:
-            draft.unlink(missing_ok=True)
 
     def _count(self, size: int) -> None:
         with self._counting:
@@ -200,14 +197,9 @@ class MediaStore:
                 return
         except FileNotFoundError:
             pass
-        draft = _draft(folder, digest)
-        draft.write_bytes(data)
-        os.replace(draft, place)
+        with drafted(place, flushed=False, shared=True) as draft:
+            draft.write_bytes(data)
         self._count(len(data))
-
-
-def _draft(folder: Path, digest: str) -> Path:
-    return folder / f".{digest}.{os.getpid()}.{threading.get_ident()}"
 
 
 def _state(path: Path) -> str:

@@ -10,6 +10,7 @@ import os
 import shutil
 import sqlite3
 import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -107,18 +108,32 @@ def write_rows(path: Path, rows: Iterable[Any]) -> None:
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file beside its place, flush it and rename it in: complete or absent, never half."""
     data = content.encode() if isinstance(content, str) else content
-    draft = path.with_name(f".{path.name}.draft")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with draft.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, path)
-        except OSError:
-            draft.unlink(missing_ok=True)  # on a full disk half a draft takes room that others need
-            raise
+        with drafted(path) as draft:
+            draft.write_bytes(data)
+
+
+@contextmanager
+def drafted(path: Path, *, flushed: bool = True, shared: bool = False) -> Iterator[Path]:
+    """A hidden place beside ``path`` for a file or a folder; it takes the path's place if the block ends well.
+
+    ``flushed``: it is on the disk before it is renamed; what can be made again need not wait for that. ``shared``: others
+    may write the same path at the same time, so the draft's name is this thread's own, and the last to end wins.
+    """
+    mark = f"{os.getpid()}.{threading.get_ident()}" if shared else "draft"
+    draft = path.with_name(f".{path.name}.{mark}")
+    _remove(draft)
+    try:
+        yield draft
+        if flushed:
+            for part in [*sorted(draft.rglob("*")), draft] if draft.is_dir() else [draft]:
+                flush(part)
+        if draft.is_dir() and path.is_dir():
+            shutil.rmtree(path)
+        os.replace(draft, path)
+    finally:
+        _remove(draft)  # on a full disk half a draft takes room that others need
 
 
 def read_json(path: Path, way_out: str) -> dict[str, Any]:
@@ -184,6 +199,14 @@ def full_disk_error(error: BaseException, place: Path | None = None) -> OSError 
     if error.__cause__ is not None:
         inner.append(error.__cause__)
     return next((found for one in inner if (found := full_disk_error(one)) is not None), None)
+
+
+def _remove(draft: Path) -> None:
+    if draft.is_dir() and not draft.is_symlink():
+        shutil.rmtree(draft, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            draft.unlink()
 
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:

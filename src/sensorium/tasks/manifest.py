@@ -1,14 +1,13 @@
 """Manifests: a JSON file that lists the rows of a data set whose media lie beside it, perhaps still in an archive."""
 
 import json
-import os
 import shutil
-import threading
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from sensorium.record.durable import drafted
 from sensorium.vocabulary.errors import TaskError
 
 MIB = 1024 * 1024
@@ -57,9 +56,8 @@ def unzip_once(archive: Path, folder: Path, ratio: float = 20.0) -> None:
                 _unpack(opened, member, archive, folder)
     except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, OSError) as error:
         raise TaskError(f"{archive}: cannot unpack the archive: {error}. Download it again, or free some space.") from error
-    draft = _draft(marker)
-    draft.write_text(state)
-    os.replace(draft, marker)
+    with drafted(marker, flushed=False, shared=True) as draft:
+        draft.write_text(state)
 
 
 def _refuse_bomb(opened: zipfile.ZipFile, archive: Path, folder: Path, packed: int, ratio: float) -> None:
@@ -84,14 +82,5 @@ def _unpack(opened: zipfile.ZipFile, member: zipfile.ZipInfo, archive: Path, fol
     if member.is_dir() or (place.is_file() and place.stat().st_size == member.file_size):
         return
     place.parent.mkdir(parents=True, exist_ok=True)
-    draft = _draft(place)
-    try:
-        with opened.open(member) as source, draft.open("wb") as target:
-            shutil.copyfileobj(source, target, 1 << 20)
-        os.replace(draft, place)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def _draft(place: Path) -> Path:
-    return place.with_name(f".{place.name}.{os.getpid()}.{threading.get_ident()}")
+    with drafted(place, flushed=False, shared=True) as draft, opened.open(member) as source, draft.open("wb") as target:
+        shutil.copyfileobj(source, target, 1 << 20)
