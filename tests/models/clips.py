@@ -20,6 +20,8 @@ from sensorium.models.qwen2_5_omni import frame_size
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.decoding import VideoParameters
 
+from .trained_positions import with_trained_positions
+
 
 def noise(store: MediaStore, seed: int, width: int = 64, height: int = 64) -> Media:
     """A picture of noise, kept in a store."""
@@ -90,7 +92,7 @@ def stock_inputs(policy: Policy, text: str, media: Sequence[Media]) -> dict[str,
     if "sound" in policy.chat.modalities and videos:
         made["video_second_per_grid"] = torch.tensor([2 * video.seconds_per_frame for video in videos])
     made.pop("video_metadata", None)
-    return made
+    return with_trained_positions(policy.model.config, made)
 
 
 def row_inputs(policy: Policy, ids_T: Tensor, media: Sequence[Media]) -> dict[str, Tensor]:
@@ -101,7 +103,7 @@ def row_inputs(policy: Policy, ids_T: Tensor, media: Sequence[Media]) -> dict[st
         inputs |= media_inputs(policy, tuple(media))
     if tokens and "sound" not in policy.chat.modalities:
         inputs["mm_token_type_ids"] = ((ids_T == tokens["picture"]).int() + 2 * (ids_T == tokens["video"]).int())[None]
-    return inputs
+    return with_trained_positions(policy.model.config, inputs)
 
 
 @lru_cache(maxsize=64)  # the answers of a group are about the same media

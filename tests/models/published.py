@@ -103,13 +103,13 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], bool, float]] 
 }  # fmt: skip
 
 
-def meta_model(name: str) -> Any:
-    """The published shape without memory."""
+def meta_config(name: str) -> Any:
+    """The published config."""
     prefix, family, text, vision, tied, _ = SHAPES[name]
     more: dict[str, Any] = {"image_token_id": IDS["<|image_pad|>"], "video_token_id": IDS["<|video_pad|>"]}
     if family == "qwen2_5_omni":  # whose config has Qwen's ids by default
         more = {"audio_config": whisper(text["hidden_size"])}
-    config = getattr(transformers, f"{prefix}Config")(
+    return getattr(transformers, f"{prefix}Config")(
         text_config=text | {"eos_token_id": IDS["<|im_end|>"], "pad_token_id": None, "bos_token_id": None},
         vision_config=vision,
         **more,
@@ -117,8 +117,12 @@ def meta_model(name: str) -> Any:
         vision_end_token_id=IDS["<|vision_end|>"],
         tie_word_embeddings=tied,
     )
+
+
+def meta_model(name: str) -> Any:
+    """The published shape without memory."""
     with torch.device("meta"):
-        model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config)
+        model = getattr(transformers, f"{SHAPES[name][0]}ForConditionalGeneration")(meta_config(name))
     model.generation_config.eos_token_id = [IDS["<|im_end|>"], IDS["<|endoftext|>"]]
     return model
 

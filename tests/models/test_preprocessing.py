@@ -109,7 +109,7 @@ def test_the_omni_processor_s_own_frame_sizes_hold_unless_the_checkpoint_allows_
 def test_frames_stand_at_the_seconds_they_were_taken_at(
     pairs: Pairs, parts: int, whole: int, frames: int, family: str
 ) -> None:
-    """Whatever the rate, cut off as the library cuts: exact fractions are not moved by a rounding of ours."""
+    """Whatever the rate, fractions count, in float32 as in training."""
     policy = pairs(f"qwen2_5_{family}").policy
     seconds = whole / parts
     extent = Extent("video", (-(-frames // 2), 4, 4), tuple((i + 0.5) * seconds for i in range(frames)), seconds)
@@ -118,10 +118,8 @@ def test_frames_stand_at_the_seconds_they_were_taken_at(
     ids_T = torch.tensor([1, start, *pads, policy.model.config.vision_end_token_id, 1])
     times = policy.chat.media_format.positions(ids_T, [extent])[0, 2 : 2 + len(pads) : 4] - 2
     exact = Fraction(2 * whole, parts)
-    if family == "vl":
-        a_second = policy.model.config.vision_config.tokens_per_second
-        assert times.tolist() == [a_second * int(exact) * i for i in range(extent.grid[0])]
-    else:
-        want = [float(exact * 25 * i) for i in range(extent.grid[0])]
-        assert all(w - 1 - 1e-3 < t <= w + 1e-3 for t, w in zip(times.tolist(), want, strict=True))
-        assert times.tolist() == [int(np.float32(float(exact)) * np.float32(i) * np.float32(25)) for i in range(len(want))]
+    a_second = 25 if family == "omni" else policy.model.config.vision_config.tokens_per_second
+    want = [float(exact * a_second * i) for i in range(extent.grid[0])]
+    assert all(w - 1 - 1e-3 < t <= w + 1e-3 for t, w in zip(times.tolist(), want, strict=True))
+    step, rate = np.float32(float(exact)), np.float32(a_second)
+    assert times.tolist() == [int(np.float32(i) * step * rate) for i in range(len(want))]

@@ -14,10 +14,9 @@ from sensorium.vocabulary.content import MediaKind
 
 
 class MediaFormat(Protocol):
-    """How a family's media become tokens and positions. Built as ``MediaFormat(skeleton, processor)``; both None for text.
+    """How a family's media become tokens and positions. Built as ``MediaFormat(config, processor)``; no processor for text.
 
-    ``skeleton`` is the model without weights (see ``chat_processor.Skeleton``). ``placeholders`` and ``preprocessors`` have
-    an entry for each kind of medium that the family takes.
+    ``placeholders`` and ``preprocessors`` have an entry for each kind of medium that the family takes.
     """
 
     @property
@@ -26,14 +25,14 @@ class MediaFormat(Protocol):
     @property
     def preprocessors(self) -> Mapping[MediaKind, Preprocessor]: ...
 
-    def __init__(self, skeleton: Any, processor: Any) -> None: ...
+    def __init__(self, config: Any, processor: Any) -> None: ...
 
     def expand(self, extent: Extent) -> Expansion:
         """What stands in a context for a medium of this extent."""
         ...
 
     def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> Tensor:
-        """Positions [3, T] of a segment that holds media and starts at 0, by the model's own function."""
+        """Positions [3, T] of a segment that holds media and starts at 0, as the published weights were trained."""
         ...
 
 

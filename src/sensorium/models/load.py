@@ -12,9 +12,9 @@ from sensorium.media.store import MediaStore
 from sensorium.models.checkpoint_place import naming
 from sensorium.models.load_chat import chat_processor_of, read_config
 from sensorium.models.lora import add_adapters
+from sensorium.models.model_classes import LOADING, builder_of, model_class
 from sensorium.models.policy import Policy
 from sensorium.models.quiet import quiet
-from sensorium.models.skeleton import LOADING, builder_of, model_class
 from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary.errors import ModelError, nearest
 

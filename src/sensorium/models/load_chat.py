@@ -8,8 +8,8 @@ from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.checkpoint_place import find_checkpoint, naming
+from sensorium.models.model_classes import has_towers, own_config
 from sensorium.models.quiet import quiet
-from sensorium.models.skeleton import Skeleton, has_towers, model_class
 from sensorium.recipe.names import resolve, table
 from sensorium.vocabulary.errors import ModelError, nearest
 
@@ -62,7 +62,7 @@ def chat_processor_of(
         end_ids = _end_ids(place, config, tokenizer)
     return ChatProcessor(
         checkpoint.family,
-        checkpoint.adapter_class.media_format(Skeleton(model_class(config), config), processor),
+        checkpoint.adapter_class.media_format(own_config(config), processor),
         tokenizer,
         processor,
         store,

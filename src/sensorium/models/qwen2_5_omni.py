@@ -6,7 +6,6 @@ Sound and video are blocks of their own; interleaving the sound of a video with 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from sensorium.models.attention import IMPLEMENTATION
@@ -19,7 +18,8 @@ from sensorium.models.preprocessing import (
     sound_tokens,
     video_settings,
 )
-from sensorium.models.qwen2_5_vl import grids_of, merged_patches, repeated, seconds_per_grid, window_tables
+from sensorium.models.qwen2_5_vl import merged_patches, merged_sides, repeated, seconds_per_step, window_tables
+from sensorium.models.rope_positions import grid_offsets, line_offsets, three_axis_positions, timed_steps
 from sensorium.models.segment_layout import Expansion
 from sensorium.models.sound_tower import SoundTower
 from sensorium.models.tower import VisionTower
@@ -29,9 +29,8 @@ from sensorium.vocabulary.content import MediaKind
 class Qwen25OmniMedia:
     """Pictures, videos and sounds of Qwen2.5-Omni as tokens and positions."""
 
-    def __init__(self, skeleton: Any, processor: Any) -> None:
-        config = skeleton.config
-        self.skeleton, self.vision = skeleton, config.vision_config
+    def __init__(self, config: Any, processor: Any) -> None:
+        self.vision, self.positions_a_second = config.vision_config, config.position_id_per_seconds
         self.placeholders: dict[MediaKind, int] = {
             "picture": config.image_token_id,
             "video": config.video_token_id,
@@ -50,17 +49,14 @@ class Qwen25OmniMedia:
         return repeated(self.placeholders[extent.kind], count)
 
     def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> Tensor:
-        """By ``get_rope_index``, on the CPU: it reads every grid with ``item()``."""
-        heard = [extent.grid[0] for extent in extents if extent.kind == "sound"]
-        positions_31T, _ = self.skeleton.model.get_rope_index(
-            ids_T[None],
-            image_grid_thw=grids_of("picture", extents),
-            video_grid_thw=grids_of("video", extents),
-            attention_mask=torch.ones_like(ids_T)[None],
-            audio_seqlens=torch.tensor(heard) if heard else None,
-            second_per_grids=seconds_per_grid(extents, self.vision),
-        )
-        return positions_31T[:, 0]
+        """Each medium is a block: what is seen at its seconds, what is heard one token after another."""
+        return three_axis_positions(ids_T, self.placeholders.values(), [self._block(extent) for extent in extents])
+
+    def _block(self, extent: Extent) -> Tensor:
+        if extent.kind == "sound":
+            return line_offsets(sound_tokens(extent.grid[0]))
+        times_K = timed_steps(extent.grid[0], seconds_per_step(extent, self.vision), self.positions_a_second)
+        return grid_offsets(times_K, *merged_sides(extent, self.vision))
 
 
 class Qwen25Omni:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
@@ -11,6 +10,7 @@ from sensorium.models.attention import IMPLEMENTATION
 from sensorium.models.family import MediaFormat, Tower
 from sensorium.models.prepared_media import Extent, Preprocessor
 from sensorium.models.preprocessing import PicturePreprocessor, VideoPreprocessor, video_settings
+from sensorium.models.rope_positions import grid_offsets, three_axis_positions, timed_steps
 from sensorium.models.segment_layout import Expansion
 from sensorium.models.tower import VisionTower
 from sensorium.vocabulary.content import MediaKind
@@ -21,9 +21,8 @@ MakeTables = Callable[[Tensor], dict[str, Tensor]]
 class Qwen25VLMedia:
     """Pictures and videos of Qwen2.5-VL as tokens and positions."""
 
-    def __init__(self, skeleton: Any, processor: Any) -> None:
-        config = skeleton.config
-        self.skeleton, self.processor, self.vision = skeleton, processor, config.vision_config
+    def __init__(self, config: Any, processor: Any) -> None:
+        self.processor, self.vision = processor, config.vision_config
         self.placeholders: dict[MediaKind, int] = {"picture": config.image_token_id, "video": config.video_token_id}
         self.preprocessors: dict[MediaKind, Preprocessor] = {
             "picture": PicturePreprocessor(processor.image_processor),
@@ -35,16 +34,14 @@ class Qwen25VLMedia:
         return repeated(self.placeholders[extent.kind], merged_patches(extent, self.vision))
 
     def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> Tensor:
-        """By ``get_rope_index``, on the CPU: it reads every grid with ``item()``. (Qwen3-VL's ignores the seconds.)"""
-        kinds_T = (ids_T == self.placeholders["picture"]).int() + 2 * (ids_T == self.placeholders["video"]).int()
-        positions_31T, _ = self.skeleton.model.model.get_rope_index(
-            ids_T[None],
-            kinds_T[None],
-            image_grid_thw=grids_of("picture", extents),
-            video_grid_thw=grids_of("video", extents),
-            second_per_grid_ts=seconds_per_grid(extents, self.vision),
-        )
-        return positions_31T[:, 0]
+        """Each medium is a block, whose temporal steps stand at their seconds."""
+        blocks = [block for extent in extents for block in self.blocks(extent)]
+        return three_axis_positions(ids_T, self.placeholders.values(), blocks)
+
+    def blocks(self, extent: Extent) -> list[Tensor]:
+        """The offsets [3, N] of a medium's runs of tokens."""
+        times_K = timed_steps(extent.grid[0], seconds_per_step(extent, self.vision), self.vision.tokens_per_second)
+        return [grid_offsets(times_K, *merged_sides(extent, self.vision))]
 
 
 class Qwen25VL:
@@ -83,22 +80,19 @@ def repeated(token: int, count: int) -> Expansion:
 
 def merged_patches(extent: Extent, vision: Any) -> int:
     """How many features a vision tower makes of a medium."""
-    time, height, width = extent.grid
-    return time * (height // vision.spatial_merge_size) * (width // vision.spatial_merge_size)
+    height, width = merged_sides(extent, vision)
+    return extent.grid[0] * height * width
 
 
-def grids_of(kind: MediaKind, extents: Sequence[Extent]) -> Tensor | None:
-    """The grids [M, 3] of the media of a kind, in order; None if there are none."""
-    grids = [extent.grid for extent in extents if extent.kind == kind]
-    return torch.tensor(grids) if grids else None
+def merged_sides(extent: Extent, vision: Any) -> tuple[int, int]:
+    """The rows and columns of a medium's features."""
+    _, height, width = extent.grid
+    return height // vision.spatial_merge_size, width // vision.spatial_merge_size
 
 
-def seconds_per_grid(extents: Sequence[Extent], vision: Any) -> Tensor | None:
-    """How many seconds each video's temporal patches stand for; None if there is no video."""
-    videos = [extent for extent in extents if extent.kind == "video"]
-    # Rounded, because the library cuts off fractions: 0.9999999999 s must not become 0.
-    seconds = [round(vision.temporal_patch_size * extent.seconds_per_frame, 9) for extent in videos]
-    return torch.tensor(seconds, dtype=torch.float64) if seconds else None
+def seconds_per_step(extent: Extent, vision: Any) -> float:
+    """How many seconds a temporal patch of a video stands for; 0 for a picture."""
+    return float(vision.temporal_patch_size * extent.seconds_per_frame)
 
 
 def window_tables(vision: Any) -> MakeTables:

@@ -20,20 +20,26 @@ from transformers.vision_utils import (
 
 from sensorium.models.family import MediaFormat
 from sensorium.models.prepared_media import Extent
-from sensorium.models.qwen2_5_vl import MakeTables, Qwen25VL, Qwen25VLMedia
+from sensorium.models.qwen2_5_vl import MakeTables, Qwen25VL, Qwen25VLMedia, merged_sides
+from sensorium.models.rope_positions import grid_offsets
 from sensorium.models.segment_layout import Expansion
 
 
 class Qwen3VLMedia(Qwen25VLMedia):
     """Pictures and videos of Qwen3-VL as tokens and positions."""
 
-    def __init__(self, skeleton: Any, processor: Any) -> None:
-        super().__init__(skeleton, processor)
+    def __init__(self, config: Any, processor: Any) -> None:
+        super().__init__(config, processor)
         self._told = lru_cache(maxsize=4096)(self._tell)
 
     def expand(self, extent: Extent) -> Expansion:
         """A video is its temporal patches' times and merged patches in turn, as the checkpoint's processor writes it."""
         return self._told(extent) if extent.kind == "video" else super().expand(extent)
+
+    def blocks(self, extent: Extent) -> list[Tensor]:
+        """Each temporal patch is a block of its own, behind the text that tells its time; no seconds enter."""
+        step_3N = grid_offsets(torch.zeros(1, dtype=torch.long), *merged_sides(extent, self.vision))
+        return [step_3N] * extent.grid[0]
 
     def _tell(self, extent: Extent) -> Expansion:
         # The processor divides frame numbers by a rate: at a rate of 1 they are the seconds themselves.

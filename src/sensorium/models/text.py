@@ -14,7 +14,7 @@ from sensorium.vocabulary.content import MediaKind
 class NoMedia:
     """A model of text takes no media."""
 
-    def __init__(self, skeleton: Any, processor: Any) -> None:
+    def __init__(self, config: Any, processor: Any) -> None:
         self.placeholders: dict[MediaKind, int] = {}
         self.preprocessors: dict[MediaKind, Preprocessor] = {}
 

@@ -1,28 +1,16 @@
-"""A model without weights: its config, and its modules on torch's meta device for the functions that live on them."""
+"""The transformers class that a checkpoint is loaded as, and how one is built of a config."""
 
 import threading
 from copy import deepcopy
-from functools import cached_property
 from typing import Any
-
-import torch
 
 LOADING = threading.Lock()
 """While transformers builds a model it changes torch for the whole process: two threads would spoil each other's."""
 
 
-class Skeleton:
-    """``config`` is the model's own; ``model`` is built when it is first asked for, in milliseconds and without memory."""
-
-    def __init__(self, model_class: Any, config: Any) -> None:
-        self.config = deepcopy(getattr(config, "thinker_config", config))  # a loaded model's own is changed by its towers
-        self._model_class = model_class
-
-    @cached_property
-    def model(self) -> Any:
-        """The model's modules, none of whose parameters have values."""
-        with LOADING, torch.device("meta"):
-            return builder_of(self._model_class)(self.config)
+def own_config(config: Any) -> Any:
+    """The config of the model that is trained, as a copy: a loaded model's own is changed by its towers."""
+    return deepcopy(getattr(config, "thinker_config", config))
 
 
 def builder_of(model_class: Any) -> Any:
