@@ -1,11 +1,11 @@
-"""What frozen towers said is kept while their weights stay as they are, and no longer."""
+"""Features of frozen towers are cached while their weights stay as they are, and no longer."""
 
 import pytest
 import torch
 from torch import nn
 
 from sensorium.media.store import MediaStore
-from sensorium.models.frozen_features import FrozenFeatures, Weights
+from sensorium.models.frozen_features import FrozenFeatures, WeightsVersion
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.reference import FormerSelf
@@ -24,7 +24,7 @@ def loaded() -> Policy:
 def policy(loaded: Policy) -> Policy:
     """A copy with its towers frozen, and a cache of its own."""
     copy = loaded.copy()
-    copy._encoder.kept = FrozenFeatures(1 << 30)
+    copy._encoder.cache = FrozenFeatures(1 << 30)
     for group in ("vision", "audio", "projector"):
         for parameter in copy.groups()[group].values():
             parameter.requires_grad_(False)
@@ -63,7 +63,7 @@ def test_a_tower_that_learns_is_asked_each_time_and_one_that_learned_again_says_
     learns = policy.groups()["audio"]["audio_tower.layers.0.fc1.weight"].requires_grad_(True)
     assert policy.encode([sound])[sound].embeds_NH.requires_grad
     assert looks(policy) == (3, 0)
-    assert policy._encoder.kept.held == old[picture].nbytes, "what the audio tower said before is dropped"
+    assert policy._encoder.cache.held == old[picture].nbytes, "what the audio tower said before is dropped"
     with torch.no_grad():
         learns.add_(0.1)
     learns.requires_grad_(False)
@@ -78,7 +78,7 @@ def test_weights_that_are_loaded_make_a_frozen_tower_look_again(policy: Policy) 
     picture = noise(policy.chat.store, 1)
     before = policy.encode([picture])[picture].embeds_NH
     weights = policy.model.state_dict()
-    policy.model.load_state_dict({name: weight * 1.1 for name, weight in weights.items()})
+    policy.model.load_state_dict({version: weight * 1.1 for version, weight in weights.items()})
     assert not torch.allclose(policy.encode([picture])[picture].embeds_NH, before)
     assert looks(policy) == (2, 0)
 
@@ -100,12 +100,12 @@ def test_a_copy_knows_what_its_original_saw_until_either_moves(policy: Policy) -
 def test_the_cache_is_bounded_and_counts_what_leaves(policy: Policy) -> None:
     pictures = [noise(policy.chat.store, seed) for seed in range(4)]
     size = policy.encode(pictures[:1])[pictures[0]].nbytes
-    policy._encoder.kept = FrozenFeatures(2 * size)
+    policy._encoder.cache = FrozenFeatures(2 * size)
     policy.encode(pictures[:2])
     policy.encode([pictures[0]])  # pictures[1] was used longest ago
     policy.encode([pictures[2]])
     assert policy.counters.tower_evictions == 1
-    assert policy._encoder.kept.held == 2 * size
+    assert policy._encoder.cache.held == 2 * size
     before = looks(policy)
     policy.encode([pictures[0], pictures[2], pictures[1]])
     assert looks(policy) == (before[0] + 1, before[1] + 2)
@@ -117,25 +117,25 @@ def test_room_for_nothing_keeps_nothing() -> None:
     assert (store.held, store.evictions) == (0, 1)
 
 
-def test_the_name_of_weights_is_that_of_what_is_in_them() -> None:
+def test_the_version_of_weights_changes_when_one_is_written_to() -> None:
     module = nn.Linear(2, 2).requires_grad_(False)
-    weights = Weights(module)
-    name = weights.name
-    assert weights.name is name
-    assert Weights(nn.Linear(2, 2), born_as=name).name is not name, "they learn"
-    assert Weights(nn.Linear(2, 2).requires_grad_(False), born_as=name).name is name
+    weights = WeightsVersion(module)
+    version = weights.current_version()
+    assert weights.current_version() is version
+    assert WeightsVersion(nn.Linear(2, 2), version=version).current_version() is not version, "they learn"
+    assert WeightsVersion(nn.Linear(2, 2).requires_grad_(False), version=version).current_version() is version
     with torch.no_grad():
         module.weight.add_(1)
-        assert weights.name is not name
-        name = weights.name
+        assert weights.current_version() is not version
+        version = weights.current_version()
         module.weight.requires_grad_(True)
         assert weights.learning
-        assert weights.name is name, "nothing was trained yet"
-    assert weights.name is not name, "with gradients it is"
+        assert weights.current_version() is version, "nothing was trained yet"
+    assert weights.current_version() is not version, "with gradients it is"
     module.requires_grad_(False)
-    name = weights.name
+    version = weights.current_version()
     module.register_parameter("adapter", nn.Parameter(torch.zeros(2), requires_grad=False))
-    assert weights.name is not name
+    assert weights.current_version() is not version
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -147,9 +147,9 @@ def test_a_tower_with_adapters_is_another_without_them_or_with_others(frozen: bo
     plain = policy.encode([picture])[picture].embeds_NH.detach()
     former = own.snapshot()
     with torch.no_grad():
-        for name, parameter in own.parameters.items():
+        for version, parameter in own.parameters.items():
             parameter.requires_grad_(not frozen)
-            if "lora_B" in name:
+            if "lora_B" in version:
                 parameter.add_(0.1)
     adapted = policy.encode([picture])[picture].embeds_NH.detach()
     assert not torch.allclose(adapted, plain)

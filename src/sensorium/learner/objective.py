@@ -1,4 +1,11 @@
-"""What an update minimises: the policy loss with its settings, KL, entropy, correction, and who learns."""
+"""What an update minimises: the policy loss with its settings, KL, entropy, correction, and who learns.
+
+Example. ``algorithm.loss: {name: clip, clip_low: 0.2, clip_high: 0.28, entropy_coef: 0.01}`` gives
+
+    objective.loss          the function ``clip`` with the settings it takes: clip_low, clip_high, dual_clip
+    objective.aggregation   the recipe's, or what the loss's line in ``recipe/traits.py`` says where that is ``auto``
+    objective.idles(batch)  False: the entropy bonus gives every token a gradient, also where all advantages are 0
+"""
 
 import inspect
 from collections.abc import Callable
@@ -47,7 +54,7 @@ class Objective:
 
     @cached_property
     def loss(self) -> LossFunction:
-        """The named loss with those of the recipe's settings that it takes."""
+        """The named loss, with those of the recipe's settings that are parameters of it."""
         function = resolve("loss", self.name, "algorithm.loss.name")
         settings = self.algorithm.loss.model_dump()
         taken = {key: settings[key] for key in inspect.signature(function).parameters if key in settings}

@@ -55,8 +55,8 @@ def count_media(decoding: DecodeCounters, media: PreparedMedia, encoder: Encoder
         memory_evictions=decoding.memory_evictions + media.evictions,
         damaged=decoding.disk_damaged,
         tower_items=encoder.counters.tower_items,
-        tower_hits=encoder.kept.hits,
-        tower_evictions=encoder.kept.evictions,
+        tower_hits=encoder.cache.hits,
+        tower_evictions=encoder.cache.evictions,
         cache_bytes=decoding.disk_bytes,
         memory_bytes=decoding.memory_bytes + media.held,
     )

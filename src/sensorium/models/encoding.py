@@ -7,7 +7,7 @@ import torch
 
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.family import Family, Tower
-from sensorium.models.frozen_features import FrozenFeatures, Weights, spare_bytes
+from sensorium.models.frozen_features import FrozenFeatures, WeightsVersion, spare_bytes
 from sensorium.models.segment_layout import Features, mismatch
 from sensorium.vocabulary.content import Media
 
@@ -16,7 +16,7 @@ from sensorium.vocabulary.content import Media
 class Counters:
     """What the towers did: passes, items looked at, their patches, media preprocessed.
 
-    A hit is an item whose features a frozen tower had left from before; an eviction one that there was no room to keep.
+    A hit is an item whose features were cached; an eviction an item whose features were dropped to stay within the bound.
     """
 
     tower_passes: int = 0
@@ -28,14 +28,14 @@ class Counters:
 
 
 class Encoder:
-    """The towers of a model. A frozen one looks at each medium once, as long as ``kept`` has room for what it said."""
+    """The towers of a model. A frozen tower computes each medium once, as long as ``cache`` holds its features."""
 
     def __init__(self, adapter: Family, chat: ChatProcessor, device: torch.device) -> None:
         self.counters = Counters()
         self._adapter, self._chat, self._device = adapter, chat, device
-        self.kept = FrozenFeatures(spare_bytes(device))
-        self._weights = {tower: Weights(tower.module) for tower in dict.fromkeys(adapter.towers.values())}
-        self._kept_as: dict[Tower, object] = {}
+        self.cache = FrozenFeatures(spare_bytes(device))
+        self._weights = {tower: WeightsVersion(tower.module) for tower in dict.fromkeys(adapter.towers.values())}
+        self._cached_under: dict[Tower, object] = {}
 
     def __call__(self, media: Iterable[Media]) -> dict[Media, Features]:
         """Features of the distinct media; those of a tower that learns keep their graph in grad mode."""
@@ -45,47 +45,47 @@ class Encoder:
         for tower in self._weights:
             items = [item for item in distinct if self._adapter.towers[item.kind] is tower]
             if items:
-                name = self._name(tower)
-                features |= self._look(tower, items) if name is None else self._recall(tower, name, items)
+                version = self._frozen_version(tower)
+                features |= self._look(tower, items) if version is None else self._recall(tower, version, items)
         return {item: features[item] for item in distinct}
 
     def copied(self, adapter: Family) -> "Encoder":
-        """The towers of a copied model, whose weights are these until they move; what was kept is shared."""
+        """The towers of a copied model. Its weights are the same until one is written to; cached features are shared."""
         copy = Encoder(adapter, self._chat, self._device)
-        copy.kept = self.kept
+        copy.cache = self.cache
         pairs = zip(copy._weights, self._weights.values(), strict=True)
         with torch.no_grad():
-            copy._weights = {tower: Weights(tower.module, born_as=weights.name) for tower, weights in pairs}
+            copy._weights = {tower: WeightsVersion(tower.module, weights.current_version()) for tower, weights in pairs}
         return copy
 
-    def _name(self, tower: Tower) -> object | None:
-        """The name of a frozen tower's weights, None for one that learns. What other weights said before is dropped."""
+    def _frozen_version(self, tower: Tower) -> object | None:
+        """The version of a frozen tower's weights, None if it is trained. Features of an earlier version are dropped."""
         weights = self._weights[tower]
-        name, learning = weights.name, weights.learning
-        before = self._kept_as.pop(tower, None)
-        if before is not None and (learning or before is not name):
-            self.kept.forget(before)
+        version, learning = weights.current_version(), weights.learning
+        before = self._cached_under.pop(tower, None)
+        if before is not None and (learning or before is not version):
+            self.cache.forget(before)
         if not learning:
-            self._kept_as[tower] = name
-        return None if learning else name
+            self._cached_under[tower] = version
+        return None if learning else version
 
-    def _recall(self, tower: Tower, weights: object, media: Sequence[Media]) -> dict[Media, Features]:
-        """What a frozen tower says, computed where it is not known."""
-        known = {item: self.kept.get(weights, item) for item in media}
-        features = {item: found for item, found in known.items() if found is not None}
+    def _recall(self, tower: Tower, version: object, media: Sequence[Media]) -> dict[Media, Features]:
+        """Features from a frozen tower, computed where they are not cached."""
+        cached = {item: self.cache.get(version, item) for item in media}
+        features = {item: found for item, found in cached.items() if found is not None}
         self.counters.tower_hits += len(features)
-        before = self.kept.evictions
+        before = self.cache.evictions
         missing = [item for item in media if item not in features]
-        # On a CPU one at a time: in company the last bits may differ, so that what is kept would depend on the past, and a
-        # resumed run would not repeat the uninterrupted one.
+        # On a CPU one at a time: in a batch the last bits may differ. The cache would depend on the past, and a resumed
+        # run would not repeat the uninterrupted one.
         passes = [[item] for item in missing] if self._device.type == "cpu" else [missing]
         self._chat.prepared.get(missing)
-        with torch.inference_mode(False), torch.no_grad():  # what is remembered must also serve training
+        with torch.inference_mode(False), torch.no_grad():  # cached features must also serve training
             for several in passes:
                 for item, made in self._look(tower, several).items():
                     features[item] = made
-                    self.kept.add(weights, item, made)
-        self.counters.tower_evictions += self.kept.evictions - before
+                    self.cache.add(version, item, made)
+        self.counters.tower_evictions += self.cache.evictions - before
         return features
 
     def _look(self, tower: Tower, media: Sequence[Media]) -> dict[Media, Features]:

@@ -9,7 +9,7 @@ batched together depends on the recipe alone, and so does what an early stop can
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sensorium.engines.protocol import Engine, LiveEpisodes, Request, Response, Sampling
@@ -332,7 +332,7 @@ class _Play:
             self.opened.add(thread)
         sampling = self.sampling
         if budget < sampling.max_new_tokens:
-            sampling = Sampling(**{**vars(sampling), "max_new_tokens": budget})
+            sampling = replace(sampling, max_new_tokens=budget)
         attempt = self.attempt
         key = response_key(attempt.seed, attempt.step, f"{attempt.prefix}:{self.task.id}", self.number, turn)
         request = Request(thread, context, sampling, (*self.order, turn), key, f"{self.id}/{turn}")

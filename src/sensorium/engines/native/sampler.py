@@ -2,10 +2,16 @@
 
 The policy is softmax(logits / temperature) with forbidden ids masked. Probabilities become integers before they are
 summed: an integer sum is exact in any order, so the running sum never falls, a token of probability zero owns no part of
-it and can not be drawn, and CPU and GPU agree on where a uniform lands. What a row gets depends on that row alone.
+it and cannot be sampled, and CPU and GPU agree on where a uniform lands. What a row gets depends on that row alone.
+
+Example. A row of three tokens with probabilities 1/2, 1/4, 1/4, in integer units of the most likely one:
+
+    weights  2 1 1    running sum  2 3 4    uniform 0.6: target = floor(0.6 * 4) = 2
+    sampled: token 1, the first with a running sum above 2; its log-prob is log(1/4)
+    top_k 2: weights 2 1 0, running sum 2 3 3, target floor(0.6 * 3) = 1: token 0, log(1/2) as policy, log(2/3) as sampled
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,9 +64,17 @@ class SamplingRows:
             top_p_B1=column([row.top_p for row in rows], torch.float64, truncated),
         )
 
-    def parts(self) -> tuple[list[Tensor | None], Callable[[Sequence[Tensor | None]], "SamplingRows"]]:
-        """The tensors in order, and how to put them together again."""
-        return list(vars(self).values()), lambda tensors: SamplingRows(*tensors)
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors in the order of the fields: ``SamplingRows(*rows.tensors())`` is the same again."""
+        return (
+            self.forbidden_F,
+            self.stop_S,
+            self.temperature_B1,
+            self.greedy_B,
+            self.stop_masked_B1,
+            self.top_k_B1,
+            self.top_p_B1,
+        )
 
 
 def sample(logits_BV: Tensor, rows: SamplingRows, uniforms_B: Tensor) -> SamplerOutput:

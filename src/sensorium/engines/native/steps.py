@@ -79,20 +79,21 @@ class Steps:
 
     def draw(self, batch: Batch, logits_BV: Tensor) -> Tensor:
         """The next tokens with their log-probs [3, B]; the batch moves on."""
-        given, make = batch.sampling.parts()
-        variant = tuple(part is None for part in given)
+        given = batch.sampling.tensors()
+        variant = tuple(tensor is None for tensor in given)
         calls, recorded = self._draws.get(variant, (0, None))
-        parts = tuple(part for part in given if part is not None)
+        present = tuple(tensor for tensor in given if tensor is not None)
         inputs = (logits_BV, *batch.drawn())
 
         def plain(*tensors: Tensor) -> Tensor:
             rest = iter(tensors[len(inputs) :])
-            return draw(make([None if absent else next(rest) for absent in variant]), *tensors[: len(inputs)])
+            sampling = SamplingRows(*(None if absent else next(rest) for absent in variant))  # type: ignore[arg-type]
+            return draw(sampling, *tensors[: len(inputs)])
 
         if self._record and calls == RECORD_AFTER:
-            recorded = self._record_draw(plain, (*inputs, *parts))
+            recorded = self._record_draw(plain, (*inputs, *present))
         self._draws[variant] = (calls + 1, recorded)
-        packed_3B = (recorded or plain)(*inputs, *parts)
+        packed_3B = (recorded or plain)(*inputs, *present)
         batch.reach += 1
         return packed_3B
 
