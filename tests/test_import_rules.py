@@ -62,7 +62,25 @@ def files_of(package: str) -> list[Path]:
     return sorted((PACKAGE / package).rglob("*.py"))
 
 
-def test_every_room_is_in_the_table() -> None:
+def documented() -> dict[str, tuple[set[str], bool]]:
+    """The table of docs/architecture.md: what each package may import, and whether it may import torch."""
+    page = (PACKAGE.parents[1] / "docs" / "architecture.md").read_text()
+    rows = page.partition("| package | holds |")[2].partition("\n\n")[0].splitlines()[2:]
+    table: dict[str, tuple[set[str], bool]] = {}
+    for row in rows:
+        package, _, imports, torch = (cell.strip() for cell in row.strip("|").split("|"))
+        kept, _, without = imports.partition(" but ")
+        names = {"nothing": set(), "all above": set(table)}.get(kept, set(kept.split(", ")))
+        table[package] = ((names | DATA) - {"data"} if "data" in names else names) - {without}, torch == "yes"
+    return table
+
+
+def test_the_page_shows_this_table() -> None:
+    assert {package: imports for package, (imports, _) in documented().items()} == MAY_IMPORT
+    assert {package for package, (_, torch) in documented().items() if not torch} == TORCH_FREE
+
+
+def test_every_package_is_in_the_table() -> None:
     packages = {p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists()}
     assert packages == set(MAY_IMPORT)
 
@@ -90,9 +108,9 @@ def test_package_without_torch_stays_so(package: str) -> None:
         assert not heavy, f"{path.relative_to(PACKAGE)} imports {heavy}"
 
 
-def test_the_table_has_no_circles() -> None:
+def test_the_table_has_no_cycles() -> None:
     done: set[str] = set()
     while len(done) < len(MAY_IMPORT):
         ready = {package for package, needs in MAY_IMPORT.items() if package not in done and needs <= done}
-        assert ready, f"circle among {set(MAY_IMPORT) - done}"
+        assert ready, f"cycle among {set(MAY_IMPORT) - done}"
         done |= ready
