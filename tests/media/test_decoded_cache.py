@@ -19,7 +19,8 @@ from sensorium.media.video import DecodedVideo
 
 
 def video(fill: int = 1, pixels: int = 100) -> DecodedVideo:
-    return DecodedVideo(np.full((2, 5, pixels // 5, 3), fill, np.uint8), np.array([0.5, 1.5]), 8.0, 2.0, (20, 5), 0.0, 2.0)
+    frames, times_s = np.full((2, 5, pixels // 5, 3), fill, np.uint8), np.array([0.5, 1.5])
+    return DecodedVideo(frames, times_s, 8.0, 2.0, (20, 5), 0.0, 2.0, np.array([4, 12]), 1.0)
 
 
 def same(one: Clip | None, other: Clip) -> bool:

@@ -70,9 +70,9 @@ def processor_inputs(policy: Policy, media: Sequence[Media]) -> dict[str, Any]:
         given["videos"] = [torch.tensor(video.frames) for video in videos]
         told = [
             {
-                "total_num_frames": len(video.frames),
-                "fps": 1 / video.seconds_per_frame,
-                "frames_indices": [time / video.seconds_per_frame for time in video.times_s.tolist()],
+                "total_num_frames": round(video.duration_s * video.source_fps),
+                "fps": video.source_fps,
+                "frames_indices": video.indices.tolist(),
             }
             for video in videos
         ]

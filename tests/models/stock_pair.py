@@ -75,6 +75,9 @@ def processed(policy: Policy, messages: Sequence[Message], generate: bool = True
     media = [item for message in messages for item in message.media]
     if any(item.kind != "picture" for item in media):
         text = owner.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generate)
+        if policy.chat.media_format.own_marks:
+            # As transformers 4.57 does: the steps of a video replace the template's marks as well.
+            text = text.replace("<|vision_start|><|video_pad|><|vision_end|>", "<|video_pad|>")
         return stock_inputs(policy, text, media)
     made = owner.apply_chat_template(
         conversation, tokenize=True, return_dict=True, add_generation_prompt=generate, return_tensors="pt"

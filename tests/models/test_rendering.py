@@ -33,7 +33,7 @@ class Chat:
         self.owner: Any = policy.chat.processor if policy.chat.processor is not None else policy.chat.tokenizer
         self.template = template
         table = TokenTable(policy.chat.tokenizer, policy.vocab_size)
-        self.renderer = ChatRenderer(policy.chat.tokenizer, _Templated(self), table, policy.chat.media_format.placeholders)
+        self.renderer = ChatRenderer(policy.chat.tokenizer, _Templated(self), table, policy.chat.media_format)
 
     def apply(self, conversation: list[dict[str, Any]], **options: Any) -> Any:
         return self.owner.apply_chat_template(conversation, chat_template=self.template, **options)

@@ -32,6 +32,7 @@ class DecodedVideo:
     """Frames [T, H, W, 3] of 8-bit RGB, the moments they were sampled at [T], and the clip they came from.
 
     ``size`` is the source's (width, height) as shown; ``start_s`` and ``end_s`` bound the range that was sampled.
+    ``indices`` [T] count the frames within the file, and each sampled frame stands for ``seconds_per_frame``.
     """
 
     frames: np.ndarray
@@ -41,19 +42,22 @@ class DecodedVideo:
     size: tuple[int, int]
     start_s: float
     end_s: float
+    indices: np.ndarray
+    seconds_per_frame: float
 
     def __post_init__(self) -> None:
-        self.frames.flags.writeable = self.times_s.flags.writeable = False  # shared by all who ask for this clip
+        for array in (self.frames, self.times_s, self.indices):
+            array.flags.writeable = False  # shared by all who ask for this clip
 
     @property
-    def seconds_per_frame(self) -> float:
-        """How far apart the sampled moments are."""
-        return (self.end_s - self.start_s) / len(self.times_s)
+    def frame_times_s(self) -> tuple[float, ...]:
+        """When each frame begins, by its number and the file's average rate."""
+        return tuple(index / self.source_fps for index in self.indices.tolist())
 
     @property
     def nbytes(self) -> int:
         """What the arrays take in memory."""
-        return self.frames.nbytes + self.times_s.nbytes
+        return self.frames.nbytes + self.times_s.nbytes + self.indices.nbytes
 
 
 def decode_video(source: Source, parameters: VideoParameters, name: str, limits: MediaLimits | None = None) -> DecodedVideo:
@@ -67,9 +71,12 @@ def decode_video(source: Source, parameters: VideoParameters, name: str, limits:
     for seek in (True, False):
         with opened(source, name, "video") as container:
             clip = _Clip(container, name, limits)
-            frames = clip.shown_at(times, parameters, seek=seek)
-            if frames is not None:
-                return DecodedVideo(np.stack(frames), times, clip.fps, length, clip.size, start, end)
+            shown = clip.shown_at(times, parameters, seek=seek)
+            if shown is not None:
+                frames, begins = shown
+                indices = np.array([round(begin * clip.fps) for begin in begins])
+                each = (end - start) / len(times)
+                return DecodedVideo(np.stack(frames), times, clip.fps, length, clip.size, start, end, indices, each)
         # The container's index sent us past the frame, so go through it from the start.
     raise AssertionError("without seeking no frame is passed over")
 
@@ -135,9 +142,12 @@ class _Clip:
         self.size = (0, 0)
         self._rewound()
 
-    def shown_at(self, times: np.ndarray, parameters: VideoParameters, *, seek: bool) -> list[np.ndarray] | None:
-        """The picture shown at each time, upright and within the budgets; None if seeking overshot."""
+    def shown_at(
+        self, times: np.ndarray, parameters: VideoParameters, *, seek: bool
+    ) -> tuple[list[np.ndarray], list[float]] | None:
+        """The picture shown at each time, upright and within the budgets, and when it began; None if seeking overshot."""
         pictures: list[np.ndarray] = []
+        begins: list[float] = []
         target, before, drawn = (0, 0), 0.0, None
         for time in times.tolist():
             if sought := seek and time - before > SEEK_S:
@@ -156,8 +166,9 @@ class _Clip:
                     _refuse(self.name, self.limits.refuse_decoded(3 * len(times) * target[0] * target[1]))
                 drawn = (shown, self._upright(shown[1], target))
             pictures.append(drawn[1])
+            begins.append(max(0.0, shown[0]))
             before = time
-        return pictures
+        return pictures, begins
 
     def _rewound(self) -> None:
         self._frames = self._decoded()

@@ -49,7 +49,7 @@ class ChatProcessor:
         self.modalities = frozenset(["text", *media_format.placeholders])
         self.vocab_size = vocab_size
         self._table = TokenTable(tokenizer, vocab_size)
-        self._renderer = ChatRenderer(tokenizer, self.owner, self._table, media_format.placeholders)
+        self._renderer = ChatRenderer(tokenizer, self.owner, self._table, media_format)
         self.append_only = self._renderer.append_only
         self.stop_ids = tuple(dict.fromkeys([self._renderer.close_id, *end_ids]))
         special = {*self._table.special.values(), *self._table.unowned, *media_format.placeholders.values()}

@@ -27,8 +27,8 @@ BATCH_BYTES = 1 << 26
 class Extent:
     """How large a medium is to its tower, and when its frames were: all that its expansion and positions depend on.
 
-    ``grid`` is (time, height, width) in patches; of a sound, (mel frames, 1, 1). A video's frames were sampled at
-    ``times_s``, each standing for ``seconds_per_frame``.
+    ``grid`` is (time, height, width) in patches; of a sound, (mel frames, 1, 1). A video's frames begin at
+    ``times_s`` by the file's average rate, each standing for ``seconds_per_frame``.
     """
 
     kind: MediaKind

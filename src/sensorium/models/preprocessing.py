@@ -53,7 +53,7 @@ class VideoPreprocessor:
             with _naming(several, "video"):
                 made = self._video_processor(videos=[_two_or_more(clip.frames) for _, clip in several], **self._settings)
             extents = [
-                Extent("video", grid, tuple(clip.times_s.tolist()), clip.seconds_per_frame)
+                Extent("video", grid, clip.frame_times_s, clip.seconds_per_frame)
                 for grid, (_, clip) in zip(_grids(made["video_grid_thw"]), several, strict=True)
             ]
             prepared += _split(made["pixel_values_videos"], extents)

@@ -36,6 +36,7 @@ class Qwen25OmniMedia:
             "video": config.video_token_id,
             "sound": config.audio_token_id,
         }
+        self.own_marks: dict[MediaKind, tuple[int, int]] = {}
         settings = video_settings(processor.video_processor) | {"size": frame_size(processor)}
         self.preprocessors: dict[MediaKind, Preprocessor] = {
             "picture": PicturePreprocessor(processor.image_processor),

@@ -24,6 +24,7 @@ class Qwen25VLMedia:
     def __init__(self, config: Any, processor: Any) -> None:
         self.processor, self.vision = processor, config.vision_config
         self.placeholders: dict[MediaKind, int] = {"picture": config.image_token_id, "video": config.video_token_id}
+        self.own_marks: dict[MediaKind, tuple[int, int]] = {}
         self.preprocessors: dict[MediaKind, Preprocessor] = {
             "picture": PicturePreprocessor(processor.image_processor),
             "video": VideoPreprocessor(processor.video_processor, video_settings(processor.video_processor)),

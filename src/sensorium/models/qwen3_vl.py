@@ -30,6 +30,7 @@ class Qwen3VLMedia(Qwen25VLMedia):
 
     def __init__(self, config: Any, processor: Any) -> None:
         super().__init__(config, processor)
+        self.own_marks = {"video": (config.vision_start_token_id, config.vision_end_token_id)}
         self._told = lru_cache(maxsize=4096)(self._tell)
 
     def expand(self, extent: Extent) -> Expansion:

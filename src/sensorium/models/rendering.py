@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from sensorium.models.family import MediaFormat
 from sensorium.models.token_bytes import TokenTable
 from sensorium.vocabulary.content import Media, MediaKind, Message, Text
 from sensorium.vocabulary.episode import MediaSpan, Segment
@@ -23,12 +24,13 @@ PRIVATE = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF8FF)
 class ChatRenderer:
     """Renders conversations for one checkpoint.
 
-    ``owner`` of the template is the processor, or the tokenizer of a text model. ``placeholders`` are the token ids that
-    stand for media.
+    ``owner`` of the template is the processor, or the tokenizer of a text model. ``media_format`` says which token ids
+    stand for media, and which media bring start and end marks of their own.
     """
 
-    def __init__(self, tokenizer: Any, owner: Any, table: TokenTable, placeholders: Mapping[MediaKind, int]) -> None:
+    def __init__(self, tokenizer: Any, owner: Any, table: TokenTable, media_format: MediaFormat) -> None:
         self._owner = owner
+        placeholders, self._own_marks = media_format.placeholders, media_format.own_marks
         if not getattr(owner, "chat_template", None):
             raise ModelError(
                 f"checkpoint '{tokenizer.name_or_path}' has no chat template; give it one (chat_template.jinja)."
@@ -100,8 +102,17 @@ class ChatRenderer:
         places = [i for i, token in enumerate(tokens) if token in self._kind_of]
         if [self._kind_of[tokens[i]] for i in places] != [item.kind for item in media]:
             raise ModelError(f"the chat template shows {len(places)} media where the messages hold {_names(media)}.")
-        spans = tuple(MediaSpan(i, item) for i, item in zip(places, media, strict=True))
-        return Segment("environment", tuple(tokens), spans)
+        spared = {i for place in places for i in self._template_marks(tokens, place)}
+        kept = [i for i in range(len(tokens)) if i not in spared]
+        index = {i: number for number, i in enumerate(kept)}
+        spans = tuple(MediaSpan(index[i], item) for i, item in zip(places, media, strict=True))
+        return Segment("environment", tuple(tokens[i] for i in kept), spans)
+
+    def _template_marks(self, tokens: Sequence[int], place: int) -> tuple[int, ...]:
+        """Where the template's marks around a placeholder stand that brings marks of its own."""
+        marks = self._own_marks.get(self._kind_of[tokens[place]])
+        around = (tokens[place - 1], tokens[place + 1]) if 0 < place < len(tokens) - 1 else None
+        return (place - 1, place + 1) if marks is not None and around == marks else ()
 
     def _find_close(self) -> int:
         pieces = self._guard.split(

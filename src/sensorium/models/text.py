@@ -16,6 +16,7 @@ class NoMedia:
 
     def __init__(self, config: Any, processor: Any) -> None:
         self.placeholders: dict[MediaKind, int] = {}
+        self.own_marks: dict[MediaKind, tuple[int, int]] = {}
         self.preprocessors: dict[MediaKind, Preprocessor] = {}
 
     def expand(self, extent: Extent) -> NoReturn:
