@@ -3,11 +3,12 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from sensorium.engines.protocol import Capabilities, Request, Sampling
+from sensorium.engines.protocol import Capabilities, LiveEpisodes, Request, Response, Sampling
 from sensorium.engines.scripted import ScriptedEngine
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.envs.question import Question
@@ -19,6 +20,7 @@ from sensorium.recipe.schema import RolloutSection
 from sensorium.rollout.play import Attempt, Deadlines, Rollout
 from sensorium.vocabulary import Episode, Message, Status, Task, system, user
 from sensorium.vocabulary.errors import EnvironmentFailure, ModelError, RecipeError
+from sensorium.vocabulary.task import EnvironmentSpec
 
 from ..models.clips import clip
 
@@ -50,18 +52,27 @@ class Counting:
     def close(self) -> None: ...
 
 
+class Cutting(ScriptedEngine):
+    """Says of every response that its budget ended it."""
+
+    async def generate(self, request: Request, episodes: LiveEpisodes | None = None) -> Response:
+        return replace(await super().generate(request, episodes), finish="length")
+
+
 def play(
     policy: Policy,
     environment: Callable[[Task], Any],
     says: Callable[[Request], str] = lambda request: "one",
     deadlines: Deadlines | None = None,
     demonstrate: bool = False,
+    spec: EnvironmentSpec | None = None,
+    engine: type[ScriptedEngine] = ScriptedEngine,
     **section: Any,
 ) -> Episode:
-    rollout = Rollout(policy.chat, ScriptedEngine(policy.chat, says), RolloutSection(**section), environment)
+    rollout = Rollout(policy.chat, engine(policy.chat, says), RolloutSection(**section), environment)
     sampling = Sampling(max_new_tokens=section.get("max_new_tokens", 64))
     attempt = Attempt(0, 1, demonstrate=demonstrate)
-    task = Task("t", (user("what?"),), demonstration=("told",))
+    task = Task("t", (user("what?"),), demonstration=("told",), environment=spec)
     (group,) = asyncio.run(rollout.groups([task], 1, attempt, sampling, deadlines))
     return group.episodes[0]
 
@@ -78,6 +89,15 @@ def test_a_world_is_played_to_its_end_in_one_thread(policy: Policy) -> None:
     assert len(episode.threads) == 1
     assert [turn.observation[0].text for turn in episode.turns] == ["0", "1", "2"]
     assert all(episode.threads[t.thread].segments[t.segment] is t.response for t in episode.turns)
+
+
+def test_an_environment_that_has_ended_is_finished_though_its_last_response_was_cut(policy: Policy) -> None:
+    """Where it counted as truncated, a critic's value was added to an episode that had reached its goal."""
+    spec = EnvironmentSpec("counting", {}, 0)
+    ended = play(policy, lambda task: Counting(1), spec=spec, engine=Cutting)
+    assert (ended.status, ended.turns[-1].cut) == (Status.FINISHED, True)
+    answer = play(policy, Question, engine=Cutting)
+    assert (answer.status, answer.turns[-1].cut) == (Status.TRUNCATED, True)
 
 
 def test_the_turn_limit_truncates(policy: Policy) -> None:

@@ -139,6 +139,7 @@ def episode_to_json(episode: Episode) -> Json:
             reward=_number(turn.reward),
             info=turn.info,
             parts={name: _number(value) for name, value in turn.parts.items()},
+            cut=turn.cut or None,
         )
         for turn in episode.turns
     ]
@@ -168,6 +169,7 @@ def episode_from_json(data: Json) -> Episode:
             reward=_float(turn.get("reward")),
             info=turn.get("info", {}),
             parts={name: float(value) for name, value in turn.get("parts", {}).items()},
+            cut=turn.get("cut", False),
         )
         for turn in data.get("turns", [])
     )

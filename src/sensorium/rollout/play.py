@@ -292,7 +292,10 @@ class _Play:
             result = await self.environment.step(response.segment.text, len(self.turns))
             self.record(observation.messages, response, thread, place, result)
             if result.done or result.truncated or result.observation is None:
-                return (Status.TRUNCATED if cut or result.truncated else Status.FINISHED), ""
+                # A question is its response: cut off with it. An environment that has ended is over, however its last
+                # response ended: nothing would have followed, so no critic may add what might have.
+                unfinished = result.truncated or (cut and self.task.environment is None)
+                return (Status.TRUNCATED if unfinished else Status.FINISHED), ""
             if out_of_budget or len(self.turns) >= section.max_turns:
                 return Status.TRUNCATED, ""
             observation = result.observation
@@ -350,7 +353,8 @@ class _Play:
         """Keep the turn and what the environment said of it."""
         parts = dict(result.reward) if isinstance(result.reward, Mapping) else {}
         reward = sum(parts.values()) if isinstance(result.reward, Mapping) else result.reward
-        turn = Turn(len(self.turns), observation, response.segment, thread, place, reward, result.info, parts)
+        cut = response.finish == "length"
+        turn = Turn(len(self.turns), observation, response.segment, thread, place, reward, result.info, parts, cut)
         self.turns.append(turn)
         if result.success is not None:
             self.info["success"] = result.success

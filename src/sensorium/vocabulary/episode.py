@@ -87,7 +87,7 @@ class Turn:
     """One exchange: what the environment showed, what the model wrote, what the environment paid.
 
     ``thread`` is the index of the response's home thread, ``segment`` its index there. ``parts`` are the named parts of
-    ``reward``, where the environment names them: they sum up to it.
+    ``reward``, where the environment names them: they sum up to it. ``cut``: a budget of tokens ended the response.
     """
 
     index: int
@@ -98,6 +98,7 @@ class Turn:
     reward: float | None = None
     info: dict[str, Any] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)
+    cut: bool = False
 
 
 @dataclass(frozen=True)

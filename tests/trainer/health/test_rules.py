@@ -51,6 +51,11 @@ def episode(
     return Episode(f"e{index}", "t", "g", index, (thread,), (turn,), status, failure, scores)
 
 
+def cut_off(whole: Episode) -> Episode:
+    """The same with its last response ended by its budget."""
+    return replace(whole, status=Status.TRUNCATED, turns=(*whole.turns[:-1], replace(whole.turns[-1], cut=True)))
+
+
 def group(*episodes: Episode, answer: Any = "7") -> Group:
     return Group("g", Task("t", (user("?"),), answer), episodes)
 
@@ -113,7 +118,7 @@ CASES: dict[str, tuple[StepFacts, str]] = {
         "the term 'exact' has given 0.5 to every episode of 7 steps",
     ),
     "truncated": (
-        facts(HEALTHY, group(*(episode(i, float(i % 2), status=Status.TRUNCATED) for i in range(8)))),
+        facts(HEALTHY, group(*(cut_off(episode(i, float(i % 2))) for i in range(8)))),
         "reached rollout.max_new_tokens 3",
     ),
     "bad_rows": (facts(HEALTHY | {"tasks/skipped_bad": 5}), "5 rows were skipped to play 1"),
@@ -187,7 +192,7 @@ def test_a_warm_start_without_demonstrations_says_so() -> None:
 
 
 def test_the_cause_of_no_pay_may_be_that_responses_are_cut() -> None:
-    cut = group(*(episode(i, 0.0, status=Status.TRUNCATED) for i in range(8)))
+    cut = group(*(cut_off(episode(i, 0.0)) for i in range(8)))
     assert "cut at rollout.max_new_tokens 3" in found(facts(NOTHING, cut, before=[NOTHING] * 3))["never_paid"].text
 
 

@@ -115,7 +115,7 @@ def never_paid(facts: StepFacts) -> Finding | None:
     if any(means[-IN_A_ROW:]) or len(means) < IN_A_ROW or any(totals) or not flat:
         return None
     texts = [episode.response for _, episode in facts.played]
-    cut = sum(_is_cut(facts, e) for _, e in facts.played)
+    cut = sum(_was_cut(episode) for _, episode in facts.played)
     cause, advice = (
         f"no response was right, such as {_quoted(texts[0]) if texts else 'none'}",
         ("Begin with easier tasks, a warm start on demonstrations, or a term that pays for being nearly right"),
@@ -164,7 +164,7 @@ def constant_term(facts: StepFacts) -> Finding | None:
 def truncated(facts: StepFacts) -> Finding | None:
     """More than half of the episodes end in a response that was cut off."""
     played = [episode for _, episode in facts.played]
-    cut = sum(_is_cut(facts, episode) for episode in played)
+    cut = sum(_was_cut(episode) for episode in played)
     if facts.supervised or cut <= len(played) / 2 or len(played) < FEWEST:
         return None
     limit = facts.recipe.rollout.max_new_tokens
@@ -199,9 +199,8 @@ def _lasting(values: Sequence[float], value: float) -> str:
     return f"{count}"
 
 
-def _is_cut(facts: StepFacts, episode: Episode) -> bool:
-    limit = facts.recipe.rollout.max_new_tokens
-    return episode.status == Status.TRUNCATED and bool(episode.turns) and len(episode.turns[-1].response.tokens) >= limit
+def _was_cut(episode: Episode) -> bool:
+    return bool(episode.turns) and episode.turns[-1].cut
 
 
 def _why_missing(scores: Iterable[Score]) -> str:
