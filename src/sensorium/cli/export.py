@@ -1,12 +1,22 @@
-"""Copy a checkpoint out of a run as a plain Hugging Face model, ready for from_pretrained, or its LoRA adapter alone."""
+"""Write a run's model in the layout of the checkpoint that it started from (for transformers 4.57 and 5, vLLM, SGLang).
+
+Checkpoints inside a run are as transformers 5 writes them, which other readers may refuse. An export has the source's own
+config, tokenizer, template and processor files, and its weight names, shapes and shards, with the trained numbers in them.
+"""
 
 import shutil
+import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sensorium.record.checkpoint_files import checkpoint_of_run, refuse_damaged
-from sensorium.record.durable import drafted, writing
+from sensorium.record.durable import drafted, read_json, writing
+from sensorium.record.run_directory import RunDirectory
 from sensorium.vocabulary.errors import CheckpointError, RecordError
+
+if TYPE_CHECKING:
+    from sensorium.models.checkpoint_source import CheckpointSource
 
 ADAPTER = "adapter"
 NOT_THE_MODEL = ("trainer", "COMPLETE", ADAPTER)
@@ -21,31 +31,100 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--adapter", action="store_true", help="export only the LoRA adapter, for peft; default: the model with it added in"
     )
+    parser.add_argument(
+        "--source",
+        dest="layout",
+        metavar="PATH",
+        help="the checkpoint whose layout and files to take; default: the one that the run started from",
+    )
+    parser.add_argument(
+        "--as-trained", action="store_true", help="copy the run's checkpoint as transformers 5 wrote it, without a source"
+    )
 
 
 def run(arguments: Namespace) -> int:
     """Export."""
     source = checkpoint_of_run(arguments.source, step=arguments.step, last=arguments.last)
-    export(source, arguments.target, adapter=arguments.adapter)
+    notes = export(
+        source, arguments.target, adapter=arguments.adapter, layout=arguments.layout, as_trained=arguments.as_trained
+    )
     print(f"{source} → {arguments.target}")
+    for note in notes:
+        print(note, file=sys.stderr if note.startswith("ATTENTION") else sys.stdout)
     return 0
 
 
-def export(checkpoint: Path, target: Path, *, adapter: bool = False) -> None:
-    """Copy the model of a complete checkpoint, or its adapter, and nothing of the trainer's; complete or absent."""
+def export(
+    checkpoint: Path, target: Path, *, adapter: bool = False, layout: str | None = None, as_trained: bool = False
+) -> list[str]:
+    """Write the model of a complete checkpoint, or its adapter, and nothing of the trainer's; complete or absent.
+
+    Returns what is worth saying. ``layout`` names the checkpoint whose layout is taken, where the run does not know it.
+    """
     if target.exists():
         raise CheckpointError(f"'{target}' exists; choose another folder or remove it.")
-    source = checkpoint / ADAPTER if adapter else checkpoint
-    if not source.is_dir():
+    if adapter and not (checkpoint / ADAPTER).is_dir():
         raise CheckpointError(
             f"'{checkpoint}' has no adapter: its run trained the weights themselves (model.lora.rank is 0). Export it "
             "without --adapter."
         )
     refuse_damaged(checkpoint)
+    published, notes = (None, []) if adapter or as_trained else _published_source(checkpoint, layout)
     try:
         with writing(target), drafted(target) as draft:
-            shutil.copytree(source, draft, ignore=shutil.ignore_patterns(*NOT_THE_MODEL))
+            if published is not None:
+                from sensorium.models.published_layout import write_published
+
+                notes += write_published(checkpoint, published, draft).sentences()
+            else:
+                origin = checkpoint / ADAPTER if adapter else checkpoint
+                shutil.copytree(origin, draft, ignore=shutil.ignore_patterns(*NOT_THE_MODEL))
     except shutil.Error as error:
         raise RecordError(
             f"cannot write '{target}': {error.args[0][0][-1]}. Make room, or choose another place."
         ) from error
+    return notes
+
+
+def _published_source(checkpoint: Path, layout: str | None) -> tuple[Path | None, list[str]]:
+    """The folder whose layout the export takes, and what to say of it; none where it is gone or was never known."""
+    from sensorium.models.checkpoint_source import describe_source
+
+    try:
+        found = describe_source(layout) if layout is not None else _source_of(checkpoint)
+        while True:
+            folder = found.find()
+            if not (folder / "COMPLETE").exists():  # not itself a checkpoint of a run
+                break
+            found = _source_of(folder)
+    except CheckpointError as error:
+        if layout is not None:
+            raise
+        return None, [
+            f"ATTENTION: {str(error).rstrip('.')}. So the checkpoint was copied as it lies in the run: the layout that "
+            "transformers 5 writes, which transformers 4.57, vLLM and SGLang may refuse or misread. Name the source with "
+            "--source for the published layout."
+        ]
+    version = read_json(folder / "config.json", "Copy it again.").get("transformers_version")
+    notes = [f"in the layout of {found.path}{f' at {found.revision}' if found.revision else ''}"]
+    if str(version).startswith("5"):
+        notes.append(
+            f"ATTENTION: {found.path} was itself written by transformers {version}, so the export is readable for "
+            "transformers 5 and may not be for 4.57."
+        )
+    return folder, notes
+
+
+def _source_of(checkpoint: Path) -> "CheckpointSource":
+    """What the run of a checkpoint says of its source."""
+    from sensorium.models.checkpoint_source import CheckpointSource, describe_source
+
+    directory = RunDirectory(checkpoint.resolve().parents[1])
+    if directory.source.is_file():
+        return CheckpointSource.read(directory.source)
+    if not directory.recipe.is_file():
+        raise CheckpointError(f"'{checkpoint}' lies in no run, so the checkpoint that it was trained from is not known")
+    from sensorium.recipe.load import load_recipe
+
+    model = load_recipe(directory.recipe).model
+    return describe_source(model.path)

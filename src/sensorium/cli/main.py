@@ -20,7 +20,7 @@ COMMANDS = {
     "train": "train a model by a recipe",
     "eval": "evaluate a checkpoint on a recipe's held-out tasks",
     "compare": "set two evaluations of the same tasks side by side",
-    "export": "copy a checkpoint out of a run as a plain Hugging Face model",
+    "export": "write a run's model in the layout of the published checkpoint it started from",
     "replay": "run a batch again that was kept because its update was not finite",
 }
 MODULES = {"eval": "evaluate"}

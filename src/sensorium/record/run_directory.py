@@ -18,6 +18,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.recipe = self.path / "recipe.yaml"
+        self.source = self.path / "source.json"
         self.metrics = self.path / "metrics.jsonl"
         self.health = self.path / "health.jsonl"
         self.ledger = self.path / "ledger.sqlite"

@@ -1,0 +1,73 @@
+"""The checkpoint that a run started from, written down so that it is found again when the run is exported."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sensorium.models.checkpoint_place import find_checkpoint
+from sensorium.vocabulary.errors import CheckpointError, ModelError
+
+SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.pt", "LICENSE*")
+"""What of a hub's checkpoint stands beside its weights."""
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """``path`` as the recipe names it, ``folder`` where it lay (absolute), ``revision``: the hub's commit, for a hub id."""
+
+    path: str
+    folder: str = ""
+    revision: str = ""
+
+    def to_json(self) -> str:
+        """What ``read`` reads."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def read(cls, file: Path) -> "CheckpointSource":
+        """The source that a file describes."""
+        try:
+            return cls(**json.loads(file.read_bytes()))
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"'{file}' is damaged: it does not say which checkpoint the run started from. Name it with --source."
+            ) from error
+
+    def find(self) -> Path:
+        """The folder of its files; one that is gone, or not to be had from the hub, is a ``CheckpointError``."""
+        if self.folder:
+            if not (Path(self.folder) / "config.json").is_file():
+                raise CheckpointError(f"the checkpoint that the run started from is gone ('{self.folder}')")
+            return Path(self.folder)
+        try:
+            place = Path(find_checkpoint(self.path))
+        except ModelError as error:
+            raise CheckpointError(f"the checkpoint that the run started from is gone: {error}") from error
+        return place if place.is_dir() else _from_hub(self.path, self.revision)
+
+
+def describe_source(path: str, revision: str = "") -> CheckpointSource:
+    """A recipe's model path as a run writes it down; the commit of a hub id is that of the files in the hub's cache."""
+    if path.partition(":")[0] in ("tiny", "package"):
+        return CheckpointSource(path)
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return CheckpointSource(path, str(folder.resolve()))
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(path, "config.json", revision=revision or None)
+    return CheckpointSource(path, revision=Path(cached).parent.name if isinstance(cached, str) else revision)
+
+
+def _from_hub(name: str, revision: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = [*SMALL_FILES, "*.safetensors"]
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"the checkpoint that the run started from, hub id '{name}'{f' at {revision}' if revision else ''}, cannot be "
+            f"had: {reason}"
+        ) from error

@@ -1,0 +1,195 @@
+"""A run's checkpoint in the layout of the checkpoint that the run started from: names, shapes, dtypes, shards and files.
+
+transformers 5 writes some weights under other names and in other shapes than the published checkpoints have, which other
+readers refuse or misread. So an export takes the source's files as they are and puts the trained numbers in their places::
+
+    source (published)                                   checkpoint of the run (transformers 5)
+    thinker.model.layers.0.mlp.up_proj.weight [I, H]  ←  model.layers.0.mlp.up_proj.weight [I, H]
+    model…mlp.experts.gate_up_proj [E, H, 2I]         ←  model…mlp.experts.gate_up_proj [E, 2I, H], transposed
+    model…mlp.experts.3.up_proj.weight [I, H]         ←  model…mlp.experts.gate_up_proj [E, 2I, H], its rows
+    lm_head.weight [V, H], where tied                 ←  model.embed_tokens.weight [V, H]
+    talker.codec_head.weight                          ←  nothing: the source's own bytes
+"""
+
+import re
+import shutil
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from sensorium.models.weight_files import INDEX, StoredTensor, WeightFile, weight_files
+from sensorium.vocabulary.errors import CheckpointError
+
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+HEAD, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
+OTHER_WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*", "*.bin", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
+NOT_CARRIED = ("README.md", "COMPLETE", ".*", *OTHER_WEIGHTS)
+"""Files of a source that an export does not take along: weights in other formats, and what describes the source itself."""
+
+
+@dataclass(frozen=True)
+class WeightOrigin:
+    """The tensor of the run's checkpoint that holds a weight of the source, and which part of it, in which orientation."""
+
+    name: str
+    transposed: bool = False
+    expert: int | None = None
+    half: int | None = None
+
+    def take(self, stored: Tensor) -> Tensor:
+        """The weight, given the stored tensor."""
+        if self.expert is not None:
+            stored = stored[self.expert]
+        if self.half is not None:
+            stored = stored.chunk(2)[self.half]
+        return stored.transpose(-1, -2) if self.transposed else stored
+
+
+@dataclass
+class ExportSummary:
+    """What was written: weights that training changed, that it left as they were, and that are no part of the model."""
+
+    changed: int = 0
+    same: int = 0
+    rounded: Counter[str] = field(default_factory=Counter)
+    carried: Counter[str] = field(default_factory=Counter)
+    files: list[str] = field(default_factory=list)
+
+    def sentences(self) -> list[str]:
+        """What to tell of it."""
+        told = [f"{self.changed} weights were changed by training, {self.same} are the source's, byte for byte"]
+        told += [f"{count} weights under '{part}.' were carried along untouched" for part, count in self.carried.items()]
+        told += [f"{count} trained weights were rounded from {pair}" for pair, count in self.rounded.items()]
+        return [*told, f"files taken from the source: {', '.join(self.files) or 'none'}"]
+
+
+def write_published(checkpoint: Path, source: Path, target: Path) -> ExportSummary:
+    """Write the weights of ``checkpoint`` in the layout of ``source``, with the source's other files, into ``target``."""
+    trained, published = weight_files(checkpoint), weight_files(source)
+    origins = match_weights(_tensors(trained), _tensors(published), checkpoint, source)
+    places = {tensor.name: file.path for file in trained for tensor in file.tensors}
+    target.mkdir(parents=True)
+    summary = ExportSummary()
+    for file in published:
+        _write_file(file, target, origins, places, summary)
+    if (source / INDEX).is_file() and len(published) > 1:
+        shutil.copyfile(source / INDEX, target / INDEX)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not any(path.match(pattern) for pattern in NOT_CARRIED):
+            shutil.copyfile(path, target / path.name)
+            summary.files.append(path.name)
+    return summary
+
+
+def match_weights(
+    trained: dict[str, StoredTensor], published: dict[str, StoredTensor], checkpoint: Path, source: Path
+) -> dict[str, WeightOrigin]:
+    """For each weight of the source the one of the checkpoint that holds it; a weight of neither's is refused by name."""
+    known = {common_name(name): tensor for name, tensor in trained.items()}
+    if len(known) != len(trained):
+        raise CheckpointError(f"'{checkpoint}' has two weights of one name but for its prefix; it cannot be exported.")
+    origins = {}
+    for name, tensor in published.items():
+        origin = _origin(name, tensor, known, checkpoint, source)
+        if origin is not None:
+            origins[name] = origin
+    used = {origin.name for origin in origins.values()}
+    unused = [tensor.name for common, tensor in known.items() if tensor.name not in used and common != HEAD]
+    if unused:
+        raise CheckpointError(
+            f"'{source}' has no place for {len(unused)} weights of '{checkpoint}', such as {unused[0]}: it is not the "
+            "checkpoint that the run started from. Name that one with --source."
+        )
+    if HEAD in known and known[HEAD].name not in used:  # the source's is tied: ours must still be the embeddings
+        _refuse_untied(known, checkpoint, source)
+    return origins
+
+
+def common_name(name: str) -> str:
+    """A weight's name without the prefixes that the versions of a layout put before it."""
+    name = name.removeprefix("thinker.").removeprefix("model.").removeprefix("language_model.").removeprefix("model.")
+    return name.replace("vision_tower.vision_model.", "vision_tower.")
+
+
+def _origin(
+    name: str, tensor: StoredTensor, known: dict[str, StoredTensor], checkpoint: Path, source: Path
+) -> WeightOrigin | None:
+    """Where a weight of the source is in the checkpoint; None if the run's model has no such weight."""
+    common = common_name(name)
+    if common == HEAD and common not in known:
+        common = EMBEDDINGS
+    found, shape = known.get(common), tensor.shape
+    if found is None:
+        return _expert_origin(common, shape, known)
+    if found.shape == shape:
+        return WeightOrigin(found.name)
+    if ".experts." in common and found.shape == (*shape[:-2], shape[-1], shape[-2]):
+        return WeightOrigin(found.name, transposed=True)
+    raise CheckpointError(
+        f"{name} is {list(shape)} in '{source}' and {list(found.shape)} in '{checkpoint}': it is not the checkpoint that "
+        "the run started from. Name that one with --source."
+    )
+
+
+def _expert_origin(common: str, shape: tuple[int, ...], known: dict[str, StoredTensor]) -> WeightOrigin | None:
+    """A single expert's weight inside the tensor of all experts."""
+    parts = EXPERT.fullmatch(common)
+    if parts is None:
+        return None
+    down = parts[3] == "down"
+    fused = known.get(f"{parts[1]}.{'down_proj' if down else 'gate_up_proj'}")
+    rows, columns = shape
+    if fused is None or fused.shape[1:] != ((rows if down else 2 * rows), columns):
+        return None
+    return WeightOrigin(fused.name, expert=int(parts[2]), half=None if down else ("gate", "up").index(parts[3]))
+
+
+def _write_file(
+    file: WeightFile, target: Path, origins: dict[str, WeightOrigin], places: dict[str, Path], summary: ExportSummary
+) -> None:
+    """Write a weight file of the source with the trained numbers in it."""
+    with safe_open(file.path, "pt") as own:
+
+        def content(tensor: StoredTensor) -> bytes | memoryview:
+            origin = origins.get(tensor.name)
+            if origin is None:
+                summary.carried[tensor.name.partition(".")[0]] += 1
+                return file.bytes_of(tensor)
+            with safe_open(places[origin.name], "pt") as opened:
+                new = origin.take(opened.get_tensor(origin.name))
+            old = own.get_tensor(tensor.name)
+            if torch.equal(old.to(new.dtype), new):  # not trained, or not by more than its precision shows
+                summary.same += 1
+                return file.bytes_of(tensor)
+            summary.changed += 1
+            if old.element_size() < new.element_size():
+                summary.rounded[f"{_word(new.dtype)} to {_word(old.dtype)}"] += 1
+            return new.to(old.dtype).contiguous().flatten().view(torch.uint8).numpy().data
+
+        file.write_like(target / file.path.name, content)
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _refuse_untied(known: dict[str, StoredTensor], checkpoint: Path, source: Path) -> None:
+    """A head of its own cannot be written into a layout that has none."""
+    tensors = []
+    for file in weight_files(checkpoint):
+        for name in (HEAD, EMBEDDINGS):
+            if known[name] in file.tensors:
+                tensors.append(file.bytes_of(known[name]))
+    if len(set(tensors)) > 1:
+        raise CheckpointError(
+            f"'{checkpoint}' has a head of its own and '{source}' has none (its head is tied to its embeddings): it is not "
+            "the checkpoint that the run started from. Name that one with --source."
+        )
+
+
+def _tensors(files: list[WeightFile]) -> dict[str, StoredTensor]:
+    return {tensor.name: tensor for file in files for tensor in file.tensors}

@@ -1,0 +1,105 @@
+"""The weight files of a checkpoint by their headers: what they hold, and whether they are all there and whole.
+
+A safetensors file is eight bytes (the length of the header), the header (JSON: of each tensor its dtype, shape and place)
+and the tensors' bytes without gaps, so that headers alone tell of a file cut short.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sensorium.vocabulary.errors import ModelError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+LENGTH = 8
+CHUNK = 64 << 20
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as a header describes it; ``start`` counts from the beginning of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """A weight file: ``header`` as it stands in it, its length before it, and the tensors in the order of their bytes."""
+
+    path: Path
+    header: bytes
+    tensors: tuple[StoredTensor, ...]
+
+    def bytes_of(self, tensor: StoredTensor) -> bytes:
+        """The bytes of one of its tensors."""
+        with self.path.open("rb") as file:
+            file.seek(tensor.start)
+            return file.read(tensor.size)
+
+    def write_like(self, target: Path, content: Callable[[StoredTensor], bytes | memoryview]) -> None:
+        """Write a file with the same header and other contents, one tensor in memory at a time."""
+        with target.open("wb") as file:
+            file.write(self.header)
+            for tensor in self.tensors:
+                data = content(tensor)
+                assert len(data) == tensor.size, f"{tensor.name} has {len(data)} bytes, not {tensor.size}"
+                file.write(data)
+
+
+def weight_files(folder: Path) -> list[WeightFile]:
+    """The weight files that transformers would load of a folder; a missing or damaged one is refused by name."""
+    single, index = folder / SINGLE, folder / INDEX
+    if single.is_file() or not index.is_file():
+        if not single.is_file():
+            raise ModelError(
+                f"'{folder}' has no weights as safetensors ({SINGLE}, or shards with {INDEX}), and no other kind is read "
+                "(pickles can run code). Save it as safetensors."
+            )
+        return [read_weight_file(single)]
+    try:
+        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"'{index}' is damaged: it does not say which weight is in which file. Copy it again.") from error
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if missing:
+        raise ModelError(
+            f"'{folder}' lacks {len(missing)} of {len(shards)} weight files: {', '.join(missing[:3])}"
+            f"{', …' if len(missing) > 3 else ''}. Copy or download them again."
+        )
+    return [read_weight_file(folder / shard) for shard in shards]
+
+
+def read_weight_file(path: Path) -> WeightFile:
+    """A weight file's header; one that is cut short or damaged is refused."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(LENGTH)
+        length = int.from_bytes(start, "little")
+        if len(start) < LENGTH or length > size - LENGTH:
+            raise _damaged(path, "its header is not whole")
+        header = file.read(length)
+    begin = LENGTH + length
+    try:
+        entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        tensors = [
+            StoredTensor(name, entry["dtype"], tuple(entry["shape"]), begin + first, last - first)
+            for name, entry in entries.items()
+            for first, last in [entry["data_offsets"]]
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, "its header cannot be read") from error
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.size))
+    end = max((tensor.start + tensor.size for tensor in tensors), default=begin)
+    if end != size:
+        raise _damaged(path, f"it has {size} bytes instead of {end}")
+    return WeightFile(path, start + header, tuple(tensors))
+
+
+def _damaged(path: Path, reason: str) -> ModelError:
+    return ModelError(f"the weight file '{path}' is cut short or damaged: {reason}. Copy or download it again.")

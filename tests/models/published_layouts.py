@@ -1,0 +1,194 @@
+"""Tiny look-alikes of published checkpoints: their weight names and shapes, shards, dtypes, configs and side files.
+
+Each is made of a tiny model as transformers 5 saves it, rewritten by hand to what releases of transformers 4 wrote.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import sensorium.models.torchvision_fix  # noqa: F401
+from sensorium.models.tiny import make_tiny
+
+SHARD_BYTES = 300_000
+
+
+@dataclass(frozen=True)
+class Published:
+    """A layout: the family's tiny model, how its weights and config are rewritten, and what else is in the folder."""
+
+    family: str
+    weights: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    config: Callable[[dict[str, Any]], dict[str, Any]]
+    overrides: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.bfloat16
+    sharded: bool = True
+
+
+def same(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return weights
+
+
+def flat_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Qwen2.5-VL as published: ``visual.`` and ``model.`` side by side."""
+    return {
+        name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): tensor
+        for name, tensor in weights.items()
+    }
+
+
+def nested_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Qwen2.5-VL as some fine-tunes are: all of it below ``model.``."""
+    flat = flat_prefixes(weights)
+    named = {
+        name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: t
+        for name, t in flat.items()
+    }
+    return {f"model.{name}" if name.startswith("visual.") else name: tensor for name, tensor in named.items()}
+
+
+def experts_turned(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Qwen3-VL-MoE: the experts' last two axes are the other way round in the file."""
+    return {name: t.transpose(1, 2).contiguous() if ".experts." in name else t for name, t in weights.items()}
+
+
+def head_written_out(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A tied head that stands in the file all the same."""
+    embeddings = next(t for name, t in weights.items() if name.endswith("embed_tokens.weight"))
+    return weights | {"lm_head.weight": embeddings.clone()}
+
+
+def whole_omni(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Qwen2.5-Omni: the thinker beside what speaks."""
+    generator = torch.Generator().manual_seed(1)
+    speaking = {
+        "talker.codec_head.weight": torch.randn(8, 4, generator=generator),
+        "talker.model.layers.0.mlp.up_proj.weight": torch.randn(8, 4, generator=generator),
+        "token2wav.code2wav_bigvgan_model.conv_pre.bias": torch.randn(5, generator=generator),
+    }
+    return {f"thinker.{name}": tensor for name, tensor in weights.items()} | speaking
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of transformers 4, in a config and those inside it."""
+    config = {key: text_config(value) if isinstance(value, dict) else value for key, value in config.items()}
+    rope = config.pop("rope_parameters", None)
+    if rope and "rope_theta" in rope and rope["rope_type"] == "default":
+        config["rope_theta"] = rope.pop("rope_theta")
+        if "mrope_section" in rope:
+            config["rope_scaling"] = rope | {"type": "mrope" if "mrope_interleaved" not in rope else "default"}
+    if "dtype" in config:
+        config["torch_dtype"] = config.pop("dtype")
+    if "num_local_experts" in config:
+        config["num_experts"] = config.pop("num_local_experts")
+        config["norm_topk_prob"] = True
+    if "transformers_version" in config:
+        config["transformers_version"] = "4.57.1"
+    return config
+
+
+def flat_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Qwen2.5-VL's: the text model's keys at the top."""
+    config = text_config(config)
+    text = config.pop("text_config")
+    return {key: value for key, value in text.items() if key != "model_type"} | config
+
+
+def omni_config(config: dict[str, Any]) -> dict[str, Any]:
+    thinker = text_config(config)
+    return {
+        "architectures": ["Qwen2_5OmniModel"], "model_type": "qwen2_5_omni", "thinker_config": thinker,
+        "talker_config": {"model_type": "qwen2_5_omni_talker"},
+        "token2wav_config": {"model_type": "qwen2_5_omni_token2wav"},
+        "enable_audio_output": True, "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+    }  # fmt: skip
+
+
+UNTIED = {"tie_word_embeddings": False}
+OBLONG = {"moe_intermediate_size": 48}  # experts that are not square show their orientation
+LAYOUTS = {
+    "Qwen2.5-VL-3B": Published("qwen2_5_vl", flat_prefixes, flat_config),
+    "Qwen2.5-VL-7B": Published("qwen2_5_vl", flat_prefixes, flat_config, UNTIED),
+    "Qwen2.5-VL nested": Published("qwen2_5_vl", nested_prefixes, text_config, UNTIED, torch.float32, sharded=False),
+    "Qwen3-VL-2B": Published("qwen3_vl", same, text_config),
+    "Qwen3-VL-8B": Published("qwen3_vl", same, text_config, UNTIED, sharded=False),
+    "Qwen3-VL-30B-A3B": Published("qwen3_vl_moe", experts_turned, text_config, UNTIED | OBLONG),
+    "Qwen2.5-Omni-7B": Published("qwen2_5_omni", whole_omni, omni_config, UNTIED),
+    "Qwen2.5-0.5B": Published("qwen2", head_written_out, text_config, sharded=False),
+    "Qwen3-0.6B": Published("qwen3", same, text_config),
+}
+
+
+def make_published(name: str, folder: Path) -> Path:
+    """Write the look-alike of a published checkpoint."""
+    layout = LAYOUTS[name]
+    made = make_tiny(layout.family, folder / "v5", **layout.overrides)
+    target = folder / "published"
+    target.mkdir()
+    weights = {
+        key: tensor.to(layout.dtype) for key, tensor in layout.weights(load_file(made / "model.safetensors")).items()
+    }
+    _save(weights, target, sharded=layout.sharded)
+    config = layout.config(json.loads((made / "config.json").read_text()))
+    _write(target / "config.json", config | {"torch_dtype": str(layout.dtype).removeprefix("torch.")})
+    generation = json.loads((made / "generation_config.json").read_text())
+    _write(target / "generation_config.json", generation | {"transformers_version": "4.57.1", "repetition_penalty": 1.05})
+    _side_files(made, target)
+    if layout.family == "qwen2_5_omni":
+        torch.save({"Chelsie": torch.zeros(3)}, target / "spk_dict.pt")
+    (target / "LICENSE").write_text("a licence\n")
+    (target / "README.md").write_text("a card of another model\n")
+    return target
+
+
+def _save(weights: dict[str, Tensor], target: Path, *, sharded: bool) -> None:
+    if not sharded:
+        save_file(weights, target / "model.safetensors", {"format": "pt"})
+        return
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, tensor in weights.items():
+        if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > SHARD_BYTES:
+            shards.append({})
+        shards[-1][name] = tensor
+    places = {}
+    for i, shard in enumerate(shards):
+        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, target / file, {"format": "pt"})
+        places |= dict.fromkeys(shard, file)
+    assert len(shards) > 1
+    total = sum(tensor.nbytes for tensor in weights.values())
+    _write(target / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _side_files(made: Path, target: Path) -> None:
+    """Tokenizer, template and processors in the files of transformers 4."""
+    tokens = json.loads((made / "tokenizer.json").read_text())
+    _write(target / "tokenizer.json", tokens)
+    _write(target / "vocab.json", tokens["model"]["vocab"])
+    (target / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in tokens["model"]["merges"]))
+    said = json.loads((made / "tokenizer_config.json").read_text())
+    special = said.pop("extra_special_tokens", [])
+    named = special if isinstance(special, dict) else {}
+    del said["backend"]
+    added = {str(token["id"]): {k: v for k, v in token.items() if k != "id"} for token in tokens["added_tokens"]}
+    keys = {"tokenizer_class": "Qwen2Tokenizer", "additional_special_tokens": [t for t in special if t not in named]}
+    _write(target / "tokenizer_config.json", said | keys | named | {"added_tokens_decoder": added, "bos_token": None})
+    template = (made / "chat_template.jinja").read_text()
+    if not (made / "processor_config.json").exists():
+        (target / "chat_template.jinja").write_text(template)
+        return
+    _write(target / "chat_template.json", {"chat_template": template})
+    parts = json.loads((made / "processor_config.json").read_text())
+    seen = parts["image_processor"] | parts.get("feature_extractor", {})
+    _write(target / "preprocessor_config.json", seen | {"processor_class": parts["processor_class"]})
+    _write(target / "video_preprocessor_config.json", parts["video_processor"])
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
