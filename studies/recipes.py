@@ -34,7 +34,9 @@ TASKS: dict[str, dict[str, Any]] = {
     },
     "frozen_lake": {
         "tasks": {
-            "train": [{"source": "worlds", "options": {"environment": "frozen_lake", "size": 64, "options": {"cell": 32}}}]
+            "train": [
+                {"source": "environments", "options": {"environment": "frozen_lake", "size": 64, "options": {"cell": 32}}}
+            ]
         },
         "batch": {"prompts_per_step": 2, "group_size": 4},
         "rollout": {"max_new_tokens": 6, "max_turns": 8, "window": 2},
@@ -116,7 +118,9 @@ RESUMED = {
         "rounds",
         "frozen_lake",
         tasks={
-            "train": [{"source": "worlds", "options": {"environment": "frozen_lake", "size": 16, "options": {"cell": 32}}}]
+            "train": [
+                {"source": "environments", "options": {"environment": "frozen_lake", "size": 16, "options": {"cell": 32}}}
+            ]
         },
         selection={"dynamic": True, "max_rounds": 3, "oversample": 1.5},
         rollout={"max_turns": 7},

@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "an environment": {
         "model": {"path": "package:frozen_lake"},
-        "tasks": {"train": [{"source": "worlds", "options": {"environment": "frozen_lake", "size": 4}}]},
+        "tasks": {"train": [{"source": "environments", "options": {"environment": "frozen_lake", "size": 4}}]},
         "rollout": {"max_new_tokens": 5, "max_turns": 2, "window": 1},
         "rewards": ["environment", PARITY],
     },

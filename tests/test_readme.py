@@ -22,7 +22,9 @@ model: {{path: "tiny:qwen2"}}
 tasks:
   train:
     - {{source: "readme_code:Sums", options: {{size: 8}}}}
-    - {{source: worlds, weight: 0.5, options: {{environment: "readme_code:HigherLower", size: 6, options: {{top: 5}}}}}}
+    - source: environments
+      weight: 0.5
+      options: {{environment: "readme_code:HigherLower", size: 6, options: {{top: 5}}}}
 batch: {{prompts_per_step: 3, group_size: 3}}
 rollout: {{max_new_tokens: 12, max_turns: 2}}
 rewards: {{terms: [{{name: "readme_code:Brevity"}}]}}
@@ -43,7 +45,7 @@ def readme_code(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     NAMES["family"] = families
 
 
-def test_own_tasks_rewards_and_worlds_train(readme_code: ModuleType, tmp_path: Path) -> None:
+def test_own_tasks_rewards_and_environments_train(readme_code: ModuleType, tmp_path: Path) -> None:
     train(parse_recipe(RECIPE.format(folder=tmp_path / "run"), "README", []))
     rows = read_metrics(tmp_path / "run/metrics.jsonl")
     assert len(rows) == 2

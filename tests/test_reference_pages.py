@@ -64,7 +64,7 @@ def test_the_page_on_tasks_names_every_option(source: str) -> None:
 def test_the_page_on_environments_names_every_one_and_every_option() -> None:
     page = (ROOT / "docs/environments.md").read_text()
     assert first_cells(page, "name") | {"question"} == set(table("environment"))
-    assert first_cells(page, "option of `worlds`") == options_of("source", "worlds")
+    assert first_cells(page, "option of `environments`") == options_of("source", "environments")
     (line,) = re.findall(r"^\| `frozen_lake` \|.*$", page, re.MULTILINE)
     assert set(re.findall(r"`(\w+)`", line.rsplit("|", 2)[1])) == options_of("environment", "frozen_lake")
 

@@ -133,7 +133,7 @@ def test_task_objects_data_sets_and_sources_are_tasks(tmp_path: Path) -> None:
 
 
 def test_an_environment_may_be_a_class(tmp_path: Path) -> None:
-    worlds = {"source": "worlds", "options": {"environment": Echo, "size": 4}}
+    worlds = {"source": "environments", "options": {"environment": Echo, "size": 4}}
     run = sn.train(small_recipe(tmp_path / "run", steps=1, tasks=[worlds], rewards=["environment", PARITY]), show=False)
     assert run.recipe.tasks.train[0].options["environment"] == "tests.api.test_objects:Echo"
     assert "reward/environment" in run.metrics.columns

@@ -182,7 +182,7 @@ def test_what_is_wrong_in_an_override_is_named_with_it(override: str, said: str)
         ("model.path=tiny:qwen3_v", "unknown family 'qwen3_v'; did you mean 'qwen3_vl'?"),
         ("model.path=package:no_such_model", "the package ships no model 'no_such_model'"),
         ("tasks.train.0.source=shape", "unknown source 'shape'; did you mean 'shapes'?"),
-        ("tasks.train=[{source: worlds, options: {environment: lake}}]", "unknown environment 'lake'; did you mean"),
+        ("tasks.train=[{source: environments, options: {environment: lake}}]", "unknown environment 'lake'; did you mean"),
         ("tasks.evaluate.0.options.splt=test", "source 'shapes' has no option 'splt'; did you mean 'split'?"),
         ("rewards.terms.0.name=exakt", "unknown reward 'exakt'; did you mean 'exact'?"),
         ("rewards.terms.0.name=no_such_module:Term", "cannot load reward 'no_such_module:Term'"),
@@ -291,7 +291,13 @@ def test_a_package_that_an_environment_lacks_is_told_once_with_the_way_out(
 ) -> None:
     (tmp_path / "lacking_module.py").write_text("import no_such_package_at_all\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    source = "[{source: worlds, options: {environment: 'lacking_module:World'}}]"
+    source = "[{source: environments, options: {environment: 'lacking_module:World'}}]"
     said = refused(f"tasks.train={source}", f"tasks.evaluate={source}")
     assert said.count("no_such_package_at_all") == 2, "in the cause and in the way out"
     assert "cannot load environment 'lacking_module:World': No module named 'no_such_package_at_all'. Install" in said
+
+
+def test_a_source_may_be_called_by_its_former_name() -> None:
+    text = dump_recipe(load_recipe("frozen_lake"))
+    assert "source: environments" in text
+    assert parse_recipe(text.replace("source: environments", "source: worlds"), "before") == parse_recipe(text, "now")

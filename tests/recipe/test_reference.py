@@ -6,7 +6,7 @@ import pytest
 
 from sensorium.recipe.descriptions import DESCRIPTIONS
 from sensorium.recipe.reference_page import description, reference
-from sensorium.recipe.schema import Section
+from sensorium.recipe.section import Section
 
 PAGE = Path(__file__).parents[2] / "docs/recipe.md"
 SECTIONS = Section.__subclasses__()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sensorium.media.store import MediaStore
-from sensorium.recipe.schema import PlannerSection
+from sensorium.recipe.task_sections import PlannerSection
 from sensorium.tasks.mixture import TaskStream
 from sensorium.tasks.planner import GroupOutcome, MixturePlanner, Planner, make_planner
 from sensorium.tasks.success_curriculum import SuccessCurriculum

@@ -94,7 +94,7 @@ def cinema(**options: Any) -> dict[str, Any]:
     """The sections of a recipe that is played in the cinema."""
     worlds = {"environment": f"{HERE}:Cinema", "options": options, "size": 8}
     return {
-        "tasks": {"train": [{"source": "worlds", "options": worlds}]},
+        "tasks": {"train": [{"source": "environments", "options": worlds}]},
         "rollout": RECIPE["rollout"] | {"max_turns": 4},
     }
 

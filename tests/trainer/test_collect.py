@@ -25,7 +25,7 @@ HERE = "tests.trainer.test_collect"
 RECIPE = quick(
     "collecting",
     model={"path": "tiny:qwen2_5_vl"},
-    tasks={"train": [{"source": "worlds", "options": {"environment": f"{HERE}:Ladder", "size": 64}}]},
+    tasks={"train": [{"source": "environments", "options": {"environment": f"{HERE}:Ladder", "size": 64}}]},
     batch={"prompts_per_step": 4, "group_size": 2},
     rollout={"max_new_tokens": 3, "max_turns": 4, "ignore_stop_tokens": True},
     rewards={"terms": [{"name": f"{HERE}:EvenSeeds"}], "retries": 0},
@@ -138,7 +138,7 @@ def test_tasks_that_come_again_within_a_step_are_other_groups_with_other_episode
     worlds = {"environment": f"{HERE}:Ladder", "size": 3}
     selection = {"dynamic": True, "max_rounds": 4}
     terms = [{"name": "environment"}]
-    tasks = {"train": [{"source": "worlds", "options": worlds}]}
+    tasks = {"train": [{"source": "environments", "options": worlds}]}
     collected, _ = collect(tmp_path, tasks=tasks, selection=selection, rewards={"terms": terms})
     assert len(collected.groups) == 16
     assert len(set(ids(collected.groups))) == 3

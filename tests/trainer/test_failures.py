@@ -139,7 +139,7 @@ def album(fault: str) -> dict[str, Any]:
     rollout = {"max_new_tokens": 3, "max_turns": 3, "environment_deadline_s": DEADLINE_S}
     batch = {"prompts_per_step": 8, "group_size": 2}
     return {
-        "tasks": {"train": [{"source": "worlds", "options": worlds}]},
+        "tasks": {"train": [{"source": "environments", "options": worlds}]},
         "rollout": rollout,
         "batch": batch,
         "rewards": RECIPE["rewards"] | {"terms": [{"name": "environment"}]},

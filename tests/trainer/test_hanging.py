@@ -27,7 +27,7 @@ RECIPE = quick(
     rollout={"max_new_tokens": 3, "max_turns": 3, "environment_deadline_s": DEADLINE_S},
     rewards={"terms": [{"name": "environment"}], "retries": 0, "deadline_s": DEADLINE_S},
 )
-UNWELL = {"source": "worlds", "options": {"environment": "tests.trainer.hanging:Unwell", "size": 12}}
+UNWELL = {"source": "environments", "options": {"environment": "tests.trainer.hanging:Unwell", "size": 12}}
 
 
 def start(folder: Path, **changes: Any) -> "subprocess.Popen[str]":

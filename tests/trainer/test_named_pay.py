@@ -50,8 +50,8 @@ class Paying:
 @pytest.mark.parametrize("per_turn", [False, True])
 def test_a_part_is_followed_from_the_environment_to_the_report(per_turn: bool, tmp_path: Path) -> None:
     worlds = {"environment": f"{HERE}:Paying", "size": 8}
-    training = [{"source": "worlds", "options": worlds}]
-    held_out = [{"source": "worlds", "options": worlds | {"split": "test", "size": 2}}]
+    training = [{"source": "environments", "options": worlds}]
+    held_out = [{"source": "environments", "options": worlds | {"split": "test", "size": 2}}]
     recipe = quick(
         "paying",
         steps=1,

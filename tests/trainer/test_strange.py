@@ -170,7 +170,7 @@ def test_a_run_with_a_strange_environment_and_strange_terms_goes_on(tmp_path: Pa
     here = "tests.trainer.strange"
     recipe = quick(
         "strange",
-        tasks={"train": [{"source": "worlds", "options": {"environment": f"{here}:StrangeWorld", "size": 40}}]},
+        tasks={"train": [{"source": "environments", "options": {"environment": f"{here}:StrangeWorld", "size": 40}}]},
         batch={"prompts_per_step": 12, "group_size": 6},
         rollout={"max_new_tokens": 3, "max_turns": 3},
         rewards={

@@ -19,7 +19,8 @@ from sensorium.media.store import MediaStore
 from sensorium.models.counts import MediaCounts
 from sensorium.models.policy import Policy
 from sensorium.recipe.names import build, resolve
-from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection, SourceSection
+from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection
+from sensorium.recipe.task_sections import SourceSection
 from sensorium.rewards.answer import without_answer
 from sensorium.rewards.context import RewardContext
 from sensorium.rewards.functions import build_term

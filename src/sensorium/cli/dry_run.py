@@ -5,7 +5,8 @@ from importlib import import_module
 
 from sensorium.media.store import MediaStore
 from sensorium.recipe.names import build, resolve, table, wrong_options
-from sensorium.recipe.schema import Recipe, SourceSection
+from sensorium.recipe.schema import Recipe
+from sensorium.recipe.task_sections import SourceSection
 from sensorium.rewards.answer import without_answer
 from sensorium.rewards.context import RewardContext
 from sensorium.rewards.functions import build_term

@@ -10,8 +10,9 @@ from typing import Any
 from sensorium.recipe.algorithm_checks import algorithm_problems
 from sensorium.recipe.metric_names import wrong_metric
 from sensorium.recipe.names import PARAMETER_GROUPS, wrong_name, wrong_options
-from sensorium.recipe.schema import LoraSection, ModelSection, OptimizerSection, Recipe, SelectionSection, SourceSection
+from sensorium.recipe.schema import LoraSection, ModelSection, OptimizerSection, Recipe, SelectionSection
 from sensorium.recipe.shape import read_shape
+from sensorium.recipe.task_sections import SourceSection
 from sensorium.recipe.traits import estimator_traits
 from sensorium.vocabulary.errors import RecipeError, nearest
 
@@ -63,7 +64,7 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
     for place, section in _sources(recipe):
         named.append(("source", section.source, f"{place}.source"))
         environment = section.options.get("environment")
-        if section.source == "worlds" and isinstance(environment, str):
+        if section.source == "environments" and isinstance(environment, str):
             named.append(("environment", environment, f"{place}.options.environment"))
         opened = section.options.get("environments")
         for name, kind in opened.items() if isinstance(opened, Mapping) else ():
@@ -131,7 +132,7 @@ def _options(recipe: Recipe) -> Iterator[Problem]:
 def _each_option(recipe: Recipe) -> Iterator[Problem]:
     for place, section in _sources(recipe):
         yield from _unfit("source", section.source, section.options, f"{place}.source", f"{place}.options")
-        if section.source == "worlds" and "environment" in section.options:
+        if section.source == "environments" and "environment" in section.options:
             environment, options = section.options["environment"], section.options.get("options") or {}
             yield from _unfit(
                 "environment", environment, options, f"{place}.options.environment", f"{place}.options.options"

@@ -14,7 +14,7 @@ DESCRIPTIONS = {
     "ModelSection.freeze": "parts that do not learn: vision, audio, projector, language, head",
     "ModelSection.gradient_checkpointing": "recompute activations: slower, less memory (towers on CUDA: always)",
     "ModelSection.lora": "low-rank adapters",
-    "SourceSection.source": "a registered source (jsonl, parquet, hub, worlds, shapes, …) or your own, module:Name",
+    "SourceSection.source": "a registered source (jsonl, parquet, hub, environments, shapes, …) or your own, module:Name",
     "SourceSection.weight": "its share of the mixture, relative to the other sources'",
     "SourceSection.options": "the source's own options; docs/tasks.md lists them",
     "TasksSection.train": "sources to train on; several are mixed by weight",

@@ -24,7 +24,7 @@ NAMES: dict[str, dict[str, str]] = {
         "jsonl": "sensorium.tasks.rows:JsonlRows",
         "parquet": "sensorium.tasks.rows:ParquetRows",
         "hub": "sensorium.tasks.hub:HubRows",
-        "worlds": "sensorium.tasks.worlds:Worlds",
+        "environments": "sensorium.tasks.environment_tasks:EnvironmentTasks",
         "intent": "sensorium.tasks.intent:Intent",
         "daily_omni": "sensorium.tasks.daily_omni:DailyOmni",
         "sight_and_sound": "sensorium.tasks.sight_and_sound:SightAndSound",

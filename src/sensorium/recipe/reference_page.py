@@ -9,7 +9,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from sensorium.recipe.descriptions import DESCRIPTIONS
-from sensorium.recipe.schema import Recipe, Section
+from sensorium.recipe.schema import Recipe
+from sensorium.recipe.section import Section
 
 HEAD = """# Every key of a recipe
 

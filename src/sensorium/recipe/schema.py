@@ -9,15 +9,11 @@ from math import ceil
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from sensorium.recipe.section import Section
+from sensorium.recipe.task_sections import TasksSection
 from sensorium.recipe.traits import loss_takes, loss_traits
-
-
-class Section(BaseModel):
-    """Base of every section: frozen, unknown keys refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class LoraSection(Section):
@@ -39,32 +35,6 @@ class ModelSection(Section):
     freeze: tuple[str, ...] = ()
     gradient_checkpointing: bool = False
     lora: LoraSection = LoraSection()
-
-
-class SourceSection(Section):
-    """One source of tasks and its share of a mixture."""
-
-    source: str
-    weight: float = Field(default=1.0, gt=0)
-    options: dict[str, Any] = {}
-
-
-class PlannerSection(Section):
-    """What decides which training task comes next."""
-
-    name: str = "mixture"
-    options: dict[str, Any] = {}
-
-
-class TasksSection(Section):
-    """Tasks to train on and to evaluate on. Bad rows and over-long prompts are refused, or skipped and counted."""
-
-    train: tuple[SourceSection, ...] = Field(min_length=1)
-    evaluate: tuple[SourceSection, ...] = ()
-    on_bad_row: Literal["refuse", "skip"] = "refuse"
-    on_long_prompt: Literal["refuse", "skip"] = "refuse"
-    shuffle: bool = True
-    planner: PlannerSection = PlannerSection()
 
 
 class MediaSection(Section):
@@ -98,7 +68,7 @@ class EngineSection(Section):
     """What samples. A plain text is short for the name alone: `engine: native`."""
 
     name: str = "native"
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default={})
 
     @model_validator(mode="before")
     @classmethod
@@ -136,7 +106,7 @@ class TermSection(Section):
 
     name: str
     weight: float = 1.0
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default={})
 
 
 class RewardsSection(Section):
@@ -153,7 +123,7 @@ class OptimizerSection(Section):
     """AdamW with warm-up, a schedule and clipping; rates by parameter group."""
 
     lr: float = Field(default=1e-6, gt=0)
-    group_lr: dict[str, float] = {}
+    group_lr: dict[str, float] = Field(default={})
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from sensorium.media.store import MediaStore
 from sensorium.recipe.names import build
-from sensorium.recipe.schema import PlannerSection
+from sensorium.recipe.task_sections import PlannerSection
 from sensorium.tasks.mixture import SkippedRow, TaskStream
 from sensorium.vocabulary.errors import RecipeError, SensoriumError
 from sensorium.vocabulary.plain import words

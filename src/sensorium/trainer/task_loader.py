@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sensorium.learner.plain_state import not_plain
-from sensorium.recipe.schema import TasksSection
+from sensorium.recipe.task_sections import TasksSection
 from sensorium.rollout.modalities import media_of
 from sensorium.rollout.play import Rollout
 from sensorium.tasks.mixture import SkippedRow, with_way_out

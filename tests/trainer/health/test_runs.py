@@ -88,7 +88,7 @@ def test_a_warm_start_on_rows_without_demonstrations_is_refused_at_once(
 
 
 def test_a_warm_start_in_an_environment_that_cannot_demonstrate_says_so_and_ends_badly(tmp_path: Path) -> None:
-    tasks = {"train": [{"source": "worlds", "options": {"environment": f"{HERE}:Mute", "size": 8}}]}
+    tasks = {"train": [{"source": "environments", "options": {"environment": f"{HERE}:Mute", "size": 8}}]}
     warm = {"steps": 2, "prompts_per_step": 2}
     ended = run(tmp_path, tasks=tasks, warm_start=warm, steps=0, rewards={"terms": [{"name": "environment"}]})
     assert "the warm start made no update" in found(tmp_path)["no_update"]
@@ -123,7 +123,7 @@ class Mute:
 
 def test_episodes_that_all_fail_are_told_with_their_failure(tmp_path: Path) -> None:
     options = {"environment": f"{HERE}:Mute", "options": {"fails": True}, "size": 8}
-    tasks = {"train": [{"source": "worlds", "options": options}]}
+    tasks = {"train": [{"source": "environments", "options": options}]}
     ended = run(tmp_path, tasks=tasks, rewards={"terms": [{"name": "environment"}]})
     assert "9 of 9 episodes failed" in found(tmp_path)["failed_episodes"]
     assert "the game has crashed" in found(tmp_path)["failed_episodes"]

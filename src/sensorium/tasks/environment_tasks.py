@@ -1,7 +1,7 @@
-"""Worlds: tasks that are played in a named environment, one seed each, with train and test disjoint by content.
+"""Tasks that are played in a named environment, one seed each, with train and test disjoint by content.
 
-Invariant: which side a world is on is decided by a hash of its content and nothing else, so no choice of seeds, sizes or
-sources can put the same world on both sides.
+Invariant: which side a start is on is decided by a hash of its content and nothing else, so no choice of seeds, sizes or
+sources can put the same start on both sides.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ ALIKE = 100
 """Seeds after which a content that never changed is taken for constant."""
 
 
-class Worlds:
-    """``size`` worlds of one environment from one side of the split; all different unless ``distinct`` is off.
+class EnvironmentTasks:
+    """``size`` starts of one environment from one side of the split; all different unless ``distinct`` is off.
 
-    The environment class tells a world's content by ``content_key(seed, options)``.
+    The environment class tells a start's content by ``content_key(seed, options)``.
     """
 
     def __init__(
@@ -46,17 +46,17 @@ class Worlds:
         from sensorium.recipe.names import resolve
 
         if split not in ("train", "test"):
-            raise RecipeError(f"worlds: unknown split '{split}'{nearest(str(split), ['train', 'test'])}")
+            raise RecipeError(f"environments: unknown split '{split}'{nearest(str(split), ['train', 'test'])}")
         if size < 1:
-            raise RecipeError(f"worlds: size is {size}; a source needs at least one task.")
+            raise RecipeError(f"environments: size is {size}; a source needs at least one task.")
         self.environment, self.split = environment, split
         self.options = dict(options or {})
-        kind = resolve("environment", environment, "worlds")
+        kind = resolve("environment", environment, "environments")
         _try(environment, self.options, store)
         if not hasattr(kind, "content_key"):
             raise RecipeError(
-                f"worlds: environment '{environment}' has no content_key(seed, options), so train and test cannot be told "
-                "apart. Give its class one that returns what a seed leads to, such as the map as text."
+                f"environments: '{environment}' has no content_key(seed, options), so train and test cannot be told apart. "
+                "Give its class one that returns what a seed leads to, such as the map as text."
             )
         self.seeds = self._choose(kind, size, seed, distinct)
 
@@ -81,7 +81,7 @@ class Worlds:
             contents.add(content)
             if nth + 1 == ALIKE and len(contents) == 1 and (distinct or not chosen):
                 raise TaskError(
-                    f"worlds: the content_key of environment '{self.environment}' is {content!r:.60} for each of the first "
+                    f"environments: the content_key of '{self.environment}' is {content!r:.60} for each of the first "
                     f"{ALIKE} seeds. It must return what a seed leads to, such as the map as text: by it train and test "
                     "are kept apart."
                 )
@@ -91,8 +91,8 @@ class Worlds:
                 if len(chosen) == size:
                     return tuple(chosen)
         raise TaskError(
-            f"worlds: {candidates} seeds of '{self.environment}' hold only {len(chosen)} different worlds for split "
-            f"'{self.split}', and size is {size}. Lower size, set distinct: false, or make the worlds larger."
+            f"environments: {candidates} seeds of '{self.environment}' hold only {len(chosen)} different starts for split "
+            f"'{self.split}', and size is {size}. Lower size, set distinct: false, or options that lead to more of them."
         )
 
     def _contents(self, kind: Any, seeds: Iterator[int]) -> Iterator[tuple[int, str]]:
@@ -107,13 +107,13 @@ class Worlds:
                         raise error
                     if error is not None:
                         raise RecipeError(
-                            f"worlds: the content_key of environment '{self.environment}' failed for seed {candidate}: "
+                            f"environments: the content_key of '{self.environment}' failed for seed {candidate}: "
                             f"{words(error)}"
                         ) from error
                     yield candidate, content
         except WorkerFailure as overdue:
             raise RecipeError(
-                f"worlds: the content_key of environment '{self.environment}' {overdue}, asked about {len(few)} seeds from "
+                f"environments: the content_key of '{self.environment}' {overdue}, asked about {len(few)} seeds from "
                 f"{few[0]} on. See what it waits for; it must tell quickly what a seed leads to."
             ) from overdue
         finally:
@@ -132,7 +132,7 @@ def _try(environment: str, options: Mapping[str, Any], store: MediaStore) -> Non
     """Build one environment and close it, so that options that do not fit are refused before anything is played."""
     from sensorium.recipe.names import build
 
-    where = f"worlds of '{environment}'"
+    where = f"environments of '{environment}'"
     pool = WorkerPool("environment")
     worker = pool.lease()
     try:
@@ -153,7 +153,7 @@ def _try(environment: str, options: Mapping[str, Any], store: MediaStore) -> Non
 
 
 def side(content: str) -> Literal["train", "test"]:
-    """The side of the split that a world's content belongs to."""
+    """The side of the split that a start's content belongs to."""
     return "test" if _hash(content) < TEST_SHARE * 2**64 else "train"
 
 

@@ -1,4 +1,4 @@
-"""Worlds: tasks by seed, train and test disjoint by content."""
+"""Tasks of an environment: by seed, train and test disjoint by content."""
 
 import threading
 from collections.abc import Mapping
@@ -9,21 +9,25 @@ import pytest
 from sensorium.envs.frozen_lake import FrozenLake
 from sensorium.media.store import MediaStore
 from sensorium.recipe.names import NAMES, build
-from sensorium.tasks import worlds
-from sensorium.tasks.worlds import Worlds, side
+from sensorium.tasks import environment_tasks
+from sensorium.tasks.environment_tasks import EnvironmentTasks, side
 from sensorium.vocabulary.errors import RecipeError, TaskError
 
 pytest.importorskip("gymnasium")
 
 
-def contents(worlds: Worlds) -> list[str]:
-    specs = [worlds[i].environment for i in range(len(worlds))]
+def contents(source: EnvironmentTasks) -> list[str]:
+    specs = [source[i].environment for i in range(len(source))]
     return [FrozenLake.content_key(spec.seed, spec.options) for spec in specs if spec is not None]
 
 
 def test_train_and_test_share_no_map_whatever_their_seeds() -> None:
-    train = contents(Worlds("frozen_lake", MediaStore(), size=150, seed=0))
-    test = [c for seed in (0, 1) for c in contents(Worlds("frozen_lake", MediaStore(), split="test", size=60, seed=seed))]
+    train = contents(EnvironmentTasks("frozen_lake", MediaStore(), size=150, seed=0))
+    test = [
+        c
+        for seed in (0, 1)
+        for c in contents(EnvironmentTasks("frozen_lake", MediaStore(), split="test", size=60, seed=seed))
+    ]
     assert len(set(train)) == 150
     assert not set(train) & set(test)
     assert {side(c) for c in train} == {"train"}
@@ -31,20 +35,20 @@ def test_train_and_test_share_no_map_whatever_their_seeds() -> None:
 
 def test_without_distinct_maps_repeat_but_sides_hold() -> None:
     options = {"size": 2}
-    train = contents(Worlds("frozen_lake", MediaStore(), options, size=20, distinct=False))
+    train = contents(EnvironmentTasks("frozen_lake", MediaStore(), options, size=20, distinct=False))
     assert len(train) == 20 > len(set(train))
     assert {side(c) for c in train} == {"train"}
 
 
 def test_a_world_too_small_for_its_size_says_so() -> None:
-    with pytest.raises(TaskError, match=r"only \d different worlds.*distinct: false"):
-        Worlds("frozen_lake", MediaStore(), {"size": 2}, size=50)
+    with pytest.raises(TaskError, match=r"only \d different starts.*distinct: false"):
+        EnvironmentTasks("frozen_lake", MediaStore(), {"size": 2}, size=50)
 
 
 def test_the_same_recipe_gives_the_same_tasks_and_each_plays() -> None:
     options = {"view": "text", "max_turns": 3}
     settings = {"environment": "frozen_lake", "options": options, "size": 5, "seed": 4}
-    first, second = (build("source", "worlds", settings, "x", store=MediaStore()) for _ in range(2))
+    first, second = (build("source", "environments", settings, "x", store=MediaStore()) for _ in range(2))
     assert [first[i] for i in range(5)] == [second[i] for i in range(5)]
     assert len({first[i].id for i in range(5)}) == 5
     spec = first[0].environment
@@ -55,13 +59,13 @@ def test_the_same_recipe_gives_the_same_tasks_and_each_plays() -> None:
 
 def test_wrong_options_are_refused_with_the_right_name() -> None:
     with pytest.raises(RecipeError, match="did you mean 'slippery'"):
-        Worlds("frozen_lake", MediaStore(), {"slipery": True})
+        EnvironmentTasks("frozen_lake", MediaStore(), {"slipery": True})
     with pytest.raises(RecipeError, match="did you mean 'frozen_lake'"):
-        Worlds("frozenlake", MediaStore())
+        EnvironmentTasks("frozenlake", MediaStore())
     with pytest.raises(RecipeError, match="unknown split 'tests'"):
-        Worlds("frozen_lake", MediaStore(), split="tests")  # type: ignore[arg-type]
+        EnvironmentTasks("frozen_lake", MediaStore(), split="tests")  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="at least one"):
-        Worlds("frozen_lake", MediaStore(), size=0)
+        EnvironmentTasks("frozen_lake", MediaStore(), size=0)
 
 
 class Keyless:
@@ -84,10 +88,10 @@ def test_a_world_of_ones_own_needs_a_content_key(monkeypatch: pytest.MonkeyPatch
     for name, kind in (("keyless", Keyless), ("coin", Coin)):
         monkeypatch.setitem(NAMES["environment"], name, f"{kind.__module__}:{kind.__name__}")
     with pytest.raises(RecipeError, match="content_key"):
-        Worlds("keyless", MediaStore())
+        EnvironmentTasks("keyless", MediaStore())
     sides = {side("0"), side("1")}
     for split in sides:
-        assert len(Worlds("coin", MediaStore(), split=split, size=1)) == 1
+        assert len(EnvironmentTasks("coin", MediaStore(), split=split, size=1)) == 1
 
 
 class HangsAtItsEnd(Keyless):
@@ -116,17 +120,17 @@ class Leaves(HangsAtItsEnd):
 
 
 def test_environments_that_hang_or_leave_do_not_hold_up_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worlds, "DEADLINE_S", 0.2)
-    assert len(Worlds(f"{__name__}:HangsAtItsEnd", MediaStore(), size=1)) == 1
+    monkeypatch.setattr(environment_tasks, "DEADLINE_S", 0.2)
+    assert len(EnvironmentTasks(f"{__name__}:HangsAtItsEnd", MediaStore(), size=1)) == 1
     with pytest.raises(RecipeError, match=r"did not answer within 0\.2 s"):
-        Worlds(f"{__name__}:HangsAtItsStart", MediaStore(), size=1)
+        EnvironmentTasks(f"{__name__}:HangsAtItsStart", MediaStore(), size=1)
     with pytest.raises(RecipeError, match="SystemExit"):
-        Worlds(f"{__name__}:Leaves", MediaStore(), size=1)
+        EnvironmentTasks(f"{__name__}:Leaves", MediaStore(), size=1)
 
 
 def test_a_content_that_never_changes_is_found_at_once() -> None:
     with pytest.raises(TaskError, match="each of the first 100 seeds"):
-        Worlds(f"{__name__}:Constant", MediaStore(), size=4096)
+        EnvironmentTasks(f"{__name__}:Constant", MediaStore(), size=4096)
     assert Constant.asked == 100
 
 
@@ -155,8 +159,8 @@ class HangingKey:
 
 
 def test_a_content_key_that_hangs_is_told_instead_of_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sensorium.tasks.worlds.DEADLINE_S", 0.2)
+    monkeypatch.setattr("sensorium.tasks.environment_tasks.DEADLINE_S", 0.2)
     with pytest.raises(
-        RecipeError, match=r"the content_key of environment 'tests\.tasks\.test_worlds:HangingKey' did not ans"
+        RecipeError, match=r"the content_key of 'tests\.tasks\.test_environment_tasks:HangingKey' did not ans"
     ):
-        Worlds("tests.tasks.test_worlds:HangingKey", MediaStore(), size=2)
+        EnvironmentTasks("tests.tasks.test_environment_tasks:HangingKey", MediaStore(), size=2)
