@@ -4,11 +4,14 @@ from pathlib import Path
 
 from sensorium.media.decoder import Decoder, open_decoder
 from sensorium.media.store import MediaStore
+from sensorium.models.checkpoint_source import describe_source
 from sensorium.models.load import load_policy
 from sensorium.models.lora import FOLDER
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import LoraSection, MediaSection, Recipe
 from sensorium.record.checkpoint_files import refuse_damaged
+from sensorium.record.durable import write_whole
+from sensorium.record.run_directory import RunDirectory
 
 GIB = 1 << 30
 DECODED_SHARE = 0.25
@@ -83,3 +86,8 @@ def load_trained(
         assert policy.adapters is not None
         policy.adapters.load(checkpoint / FOLDER)
     return policy
+
+
+def write_source(recipe: Recipe, directory: RunDirectory) -> None:
+    """Write down in a run which checkpoint it starts from, and where that lies, for its export."""
+    write_whole(directory.source, describe_source(recipe.model.path).to_json())

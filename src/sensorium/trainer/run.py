@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sensorium.assembly.determinism import settle
 from sensorium.assembly.local_learner import LearnerMaker, local_learner
-from sensorium.assembly.models import load_trained
+from sensorium.assembly.models import load_trained, write_source
 from sensorium.assembly.session import (
     make_sources,
     make_stream,
@@ -16,12 +16,11 @@ from sensorium.assembly.session import (
     refuse_strange_tasks,
     refuse_unanswered,
 )
-from sensorium.models.checkpoint_source import describe_source
 from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.names import build
 from sensorium.recipe.schema import Recipe
 from sensorium.record.checkpoint_files import has_digests
-from sensorium.record.durable import cannot_write, full_disk_error, read_rows, write_whole
+from sensorium.record.durable import cannot_write, full_disk_error, read_rows
 from sensorium.record.ledger import Ledger
 from sensorium.record.lock import lock_run, refuse_moved
 from sensorium.record.run_directory import RunDirectory
@@ -79,7 +78,7 @@ def open_trainer(
     saved = None if last is None else checkpoints.path(last)
     session = open_session(recipe, load_trained(recipe, open_store(recipe, directory.media), saved), ledger)
     if not resume or not directory.source.exists():
-        write_whole(directory.source, describe_source(recipe.model.path).to_json())
+        write_source(recipe, directory)
     stream = make_stream(recipe, session.store)
     planner = make_planner(recipe.tasks.planner, stream, session.store)
     sources = make_sources(recipe.tasks.evaluate, session.store, "tasks.evaluate")
