@@ -152,6 +152,7 @@ def test_what_is_wrong_in_the_file_is_named_with_its_line(text: str, said: str) 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
+        ("rollout.engin.name=x", "override 'rollout.engin.name=x': unknown key 'rollout.engin'; did you mean 'engine'?"),
         ("batch.group_sise=8", "override 'batch.group_sise=8': unknown key 'batch.group_sise'; did you mean 'group_size'?"),
         ("batch.group_size=x", "override 'batch.group_size=x': 'batch.group_size' is 'x'; it must be a whole number."),
         ("batch.group_size", "write it as key=value"),

@@ -77,7 +77,8 @@ def test_a_part_is_followed_from_the_environment_to_the_report(per_turn: bool, t
     assert episode.head == (system("Reach it."),)
 
     (row,) = read_metrics(directory.metrics)
-    assert row["reward/environment/goal"] == (0.5 if per_turn else 1.0), "mean of a turn's score, or of an episode's"
+    assert row["reward/environment/goal"] == 1.0, "what an episode was paid, turn by turn or at once"
+    assert row["reward/environment"] == pytest.approx(row["reward/environment/goal"] + row["reward/environment/brief"])
     assert row["reward/environment"] == pytest.approx(row["reward/mean"] / 2.0), "and in all"
     assert row["missing/environment/goal"] == 0
     assert row["eval/reward/environment/goal"] == 1.0

@@ -45,7 +45,7 @@ def test_a_group_left_with_one_member_is_trained_on_only_where_nothing_is_compar
     compared = select([members], "drop_episode", smallest=2)
     assert compared.groups == ()
     assert set(compared.fates) == {"e0", "e1", "e2"}
-    assert compared.fates["e0"] == "dropped: its group has 1 members left, 2 are needed"
+    assert compared.fates["e0"] == "dropped: of its group 1 can be trained on, 2 are needed"
     alone = select([members], "drop_episode", smallest=1)
     assert [e.id for e in alone.groups[0].episodes] == ["e0"]
     assert set(alone.fates) == {"e1", "e2"}

@@ -8,7 +8,7 @@ from typing import Any
 
 from sensorium.record.episode_json import messages_to_json
 from sensorium.vocabulary.episode import Episode, Status
-from sensorium.vocabulary.score import Score
+from sensorium.vocabulary.score import by_name
 from sensorium.vocabulary.task import Task
 
 Row = dict[str, Any]
@@ -50,7 +50,7 @@ def sample_of(task: Task, position: int, episode: Episode, extracted: str | None
         status=episode.status,
         correct=episode.correct,
         reward=episode.reward,
-        terms=_terms(episode.scores),
+        terms=by_name(episode.scores),
         weights={score.name: score.weight for score in episode.scores},
         answer=task.answer,
         extracted=extracted,
@@ -107,15 +107,6 @@ def sample_from(row: Row) -> Sample:
         turns=row["turns"],
         question=_question(row["messages"]),
     )
-
-
-def _terms(scores: Sequence[Score]) -> dict[str, float | None]:
-    """Each term's part of the reward: its value, or the sum of what it said of turns and spans; None if any is missing."""
-    parts: dict[str, float | None] = {}
-    for score in scores:
-        before = parts.get(score.name, 0.0)
-        parts[score.name] = None if before is None or score.value is None else before + score.value
-    return parts
 
 
 def _shown(task: Task, episode: Episode) -> tuple[Any, ...]:

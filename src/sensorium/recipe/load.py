@@ -119,6 +119,7 @@ def _apply(override: str, data: dict[str, Any], origins: dict[Place, str]) -> No
             target[step] = value
         elif isinstance(target, dict) and target.get(part) is None:
             target[step] = {}
+            origins[place] = where  # a section that only the override names
         target = target[step]
     for old in [known for known in origins if known[: len(place)] == place]:
         del origins[old]

@@ -45,7 +45,7 @@ def select(groups: Sequence[Group], on_missing: str, *, smallest: int) -> Select
         if on_missing == "drop_group" and len(fit) < len(group.episodes):
             fates.update({e.id: "dropped: another member of its group has no score" for e in fit})
         elif len(fit) < smallest:
-            fates.update({e.id: f"dropped: its group has {len(fit)} members left, {smallest} are needed" for e in fit})
+            fates.update({e.id: f"dropped: of its group {len(fit)} can be trained on, {smallest} are needed" for e in fit})
         else:
             kept.append(Group(group.id, group.task, fit))
     return Selection(tuple(kept), fates)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from sensorium.assembly.session import Session
 from sensorium.trainer.selection import EMPTY, SET_ASIDE, Selection, masked, zero_variance
 from sensorium.vocabulary.episode import Episode, Group, Status
+from sensorium.vocabulary.score import by_name
 from sensorium.workers.pool import WorkerPool
 
 
@@ -17,11 +18,12 @@ def episode_metrics(groups: Sequence[Group], selection: Selection, *, mask_trunc
     _put_mean(row, "reward/mean", [e.reward for e in episodes if e.reward is not None])
     terms: dict[str, list[float]] = defaultdict(list)
     missing: dict[str, int] = defaultdict(int)
-    for score in (score for e in episodes for score in e.scores):
-        if score.value is None:
-            missing[score.name] += 1
-        else:
-            terms[score.name].append(score.value)
+    for episode in episodes:
+        for name, paid in by_name(episode.scores).items():
+            if paid is not None:
+                terms[name].append(paid)
+        for score in episode.scores:
+            missing[score.name] += score.missing
     for name in sorted(terms.keys() | missing.keys()):
         _put_mean(row, f"reward/{name}", terms[name])
         row[f"missing/{name}"] = missing[name]

@@ -34,6 +34,15 @@ def unusable(value: float) -> bool:
     return not abs(value) <= LARGEST
 
 
+def by_name(scores: Iterable[Score]) -> dict[str, float | None]:
+    """What each name gave an episode: its value, or the sum of what it said of turns and spans; None if any is missing."""
+    sums: dict[str, float | None] = {}
+    for score in scores:
+        before = sums.get(score.name, 0.0)
+        sums[score.name] = None if before is None or score.value is None else before + score.value
+    return sums
+
+
 def total(scores: Iterable[Score]) -> float | None:
     """The weighted sum, or None if any score that carries weight is missing (or there are none)."""
     kept = [score for score in scores if score.weight != 0.0]

@@ -1,0 +1,28 @@
+"""docs/engines.md: its engine samples a run, and the options it lists are those there are."""
+
+import re
+from inspect import signature
+from pathlib import Path
+
+import pytest
+
+from sensorium.engines.native.engine import NativeEngine
+from sensorium.engines.process.engine import ProcessEngine
+from studies.pages import follow
+
+PAGE = Path(__file__).parents[2] / "docs/engines.md"
+SMALL = ["batch.prompts_per_step=2", "batch.group_size=2", "evaluation.every=0", "evaluation.at_start=false"]
+SMALL += ["health.sight_tasks=0", "threads=1"]
+
+
+def test_the_engine_of_the_page_samples_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    follow(PAGE, tmp_path, lambda words: [*words, *SMALL])
+    assert re.search(r"^[1-9]\d* tokens$", capsys.readouterr().out, re.MULTILINE)
+    assert (tmp_path / "runs/counted/metrics.jsonl").exists()
+
+
+def test_every_option_is_on_the_page() -> None:
+    text = PAGE.read_text()
+    for engine in (NativeEngine, ProcessEngine):
+        options = signature(engine).parameters.keys() - {"policy", "lockstep"}
+        assert options == {option for option in options if f"`{option}`" in text}
