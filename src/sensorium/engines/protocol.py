@@ -127,7 +127,7 @@ class Engine(Protocol):
     def version(self) -> int: ...
 
     def start(self) -> None:
-        """Get ready to sample; what cannot be had is said now."""
+        """Get ready to sample. Raises now if something is missing."""
         ...
 
     async def generate(self, request: Request, episodes: LiveEpisodes | None = None) -> Response:
@@ -147,5 +147,5 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Give everything back; a closed engine samples no more."""
+        """Release all resources; a closed engine cannot sample."""
         ...

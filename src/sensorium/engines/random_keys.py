@@ -1,4 +1,4 @@
-"""The random keys of responses: what a response draws depends on what it is for, not on the order things happen in."""
+"""The random keys of responses: a response's random numbers depend on its task and turn, not on the order of events."""
 
 import hashlib
 

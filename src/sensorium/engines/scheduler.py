@@ -14,7 +14,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from sensorium.engines.protocol import LiveEpisodes, Request, Response
 from sensorium.vocabulary.errors import EngineError, EngineLost
 
-QUIET_TURNS = 3  # turns of the event loop without news before a lockstep tick: whoever just woke may still enter or ask
+QUIET_TURNS = (
+    3  # idle turns of the event loop before a lockstep tick: an episode that just woke may still enter or send a request
+)
 
 
 class Job:
@@ -33,7 +35,7 @@ class Job:
 
 
 Tick = Callable[[Sequence[Job]], Awaitable[int]]
-"""Advances all responses and answers those that end; admits waiting jobs in order, and says how many."""
+"""Advances all responses and completes those that end; admits waiting jobs in order, and returns how many."""
 
 
 class TickScheduler:

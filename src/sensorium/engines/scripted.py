@@ -7,7 +7,7 @@ from sensorium.models.chat_processor import ChatProcessor
 
 
 class ScriptedEngine:
-    """Answers each request with what ``answers`` says; log-probs are zero."""
+    """Answers each request with the text that ``answers`` returns; log-probs are zero."""
 
     def __init__(self, chat: ChatProcessor, answers: Callable[[Request], str]) -> None:
         self.capabilities = Capabilities(chat.modalities, deterministic=True)

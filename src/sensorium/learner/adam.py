@@ -66,7 +66,7 @@ class ParameterState:
 
     @property
     def master(self) -> Tensor:
-        """The float32 weights that the optimizer moves; a copy where they are held in halves."""
+        """The float32 weights that the optimizer updates; a copy where they are stored in two halves."""
         weight = self.parameter.detach()
         return weight if self.remainder is None else join(weight, self.remainder)
 
@@ -86,7 +86,7 @@ class ParameterState:
 
 
 def step_all(tensors: Sequence[ParameterState], rates: Sequence[Rates], scale: Tensor) -> None:
-    """Move tensors by their gradients times ``scale``."""
+    """Update tensors by their gradients times ``scale``."""
     plain: dict[tuple[Rates, int], list[ParameterState]] = {}
     for tensor, rate in zip(tensors, rates, strict=True):
         tensor.steps += 1
@@ -120,7 +120,7 @@ def _gradient(tensor: ParameterState) -> Tensor:
 
 
 def _step(tensors: Sequence[ParameterState], rates: Rates) -> None:
-    """Move tensors that have taken the same number of steps."""
+    """Update tensors that have taken the same number of steps."""
     masters = [tensor.master for tensor in tensors]
     kept = [tensor.make_moments() for tensor in tensors]
     wide = [(first.float(), second.float()) for first, second in kept]

@@ -1,4 +1,4 @@
-"""What the learner is given: an episode, the advantage of every token the model wrote, and what a critic is taught."""
+"""The learner's input: an episode, the advantage of every sampled token, and the critic's values and targets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from sensorium.vocabulary.episode import Episode
 
 @dataclass(frozen=True)
 class CriticValues:
-    """At an episode's positions: what the critic said before the step, and what it should have said (NaN: not asked)."""
+    """At an episode's positions: the critic's values before the step, and the targets it is trained on (NaN: none)."""
 
     values_P: Tensor
     targets_P: Tensor
@@ -37,7 +37,7 @@ Groups = Sequence[Sequence[CreditedEpisode]]
 
 
 def uncredited(groups: Sequence[Sequence[Episode]]) -> list[list[CreditedEpisode]]:
-    """Episodes before anything is known of their worth."""
+    """Episodes with advantages of zero, before credit."""
     return [
         [CreditedEpisode(e, tuple(torch.zeros(len(t.response.tokens)) for t in e.turns)) for e in group] for group in groups
     ]
@@ -66,7 +66,7 @@ class SampledTokens:
 
 
 def sampled_tokens(groups: Groups, device: torch.device) -> SampledTokens:
-    """Gather what is known of every sampled token."""
+    """Gather log-probs, advantages and sequence of every sampled token."""
     samples = [sample for group in groups for sample in group]
     written = [turn.response for sample in samples for turn in sample.episode.turns]
     engine, truncated = (
@@ -86,7 +86,7 @@ def sampled_tokens(groups: Groups, device: torch.device) -> SampledTokens:
 
 @dataclass(frozen=True)
 class AskedValues:
-    """What a critic is taught in an update, in canonical order of positions; ``weights_P`` sum to one over those asked."""
+    """The critic's targets in an update, in canonical order of positions; ``weights_P`` sum to one."""
 
     old_P: Tensor
     targets_P: Tensor
@@ -94,12 +94,12 @@ class AskedValues:
 
     @property
     def asked_P(self) -> Tensor:
-        """True where the critic is taught."""
+        """True where there is a target."""
         return self.weights_P > 0
 
 
 def asked_values(groups: Groups, device: torch.device) -> AskedValues | None:
-    """Gather what the critic is taught; None where the samples carry nothing for it."""
+    """Gather the critic's targets; None where the episodes have none."""
     critic_values = [sample.critic_values for group in groups for sample in group]
     known = [one for one in critic_values if one is not None]
     if not known:

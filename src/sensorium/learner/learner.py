@@ -1,4 +1,4 @@
-"""The learner: what it thinks of episodes before a step, and all updates of the step, on groups of samples."""
+"""The learner: assesses episodes before a step, and makes all updates of the step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -202,7 +202,7 @@ class Learner:
             return LogprobScorer(reference, self._temperature, stop_tokens=self._stop_tokens).logprobs(packing)
 
     def _with_old(self, batches: list[UpdateBatch]) -> list[UpdateBatch]:
-        """Old log-probs of all batches but the first, which meets the old weights themselves unless it is asked about."""
+        """Old log-probs of all batches. The first update computes its own, unless the correction needs them before."""
         section = self._algorithm.correction
         whole = section.weights in ("sequence", "geometric") or section.reject != "none"
         return [
@@ -225,7 +225,7 @@ class Learner:
         return batch
 
     def _controlled(self, metrics: dict[str, float], episodes: int) -> dict[str, float]:
-        """The KL that was seen and its coefficient, which an adaptive control then moves."""
+        """The measured KL and its coefficient, which an adaptive control then changes."""
         coef, seen = self._kl.coef, metrics.get("policy/kl_ref", self._kl_in_reward)
         self._kl_in_reward = None
         if seen is None:

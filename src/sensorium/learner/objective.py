@@ -61,7 +61,7 @@ class Objective:
         return partial(function, **taken)
 
     def idles(self, microbatch: MicroBatch) -> bool:
-        """True if a micro-batch gives the policy no gradient: no token of it has an advantage, and nothing else pulls."""
+        """True if a micro-batch gives the policy no gradient: all advantages are 0, and no other term has a gradient."""
         if not self.policy_learns:
             return True
         pulled = self.kl_coef or self.entropy_coef or self.algorithm.router_coef

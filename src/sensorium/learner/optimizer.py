@@ -1,4 +1,4 @@
-"""AdamW whose weights move as in float32, whatever they are stored in.
+"""AdamW that updates weights as in float32, whatever dtype they are stored in.
 
 Float32 parameters are updated in place. A bfloat16 one is its float32 master, rounded: beside it stands the remainder, 16
 bits, so the master is held exactly without a copy (``masters``). Gradients are summed over micro-batches in float32. (At a
@@ -93,7 +93,7 @@ class Optimizer:
         return [name for name, gradient in self.gradients().items() if not bool(gradient.isfinite().all())]
 
     def step(self, share: float, norm: Tensor) -> None:
-        """Move the weights by the clipped gradients, whose norm is given, at a share of every group's rate; forget them."""
+        """Update the weights by the clipped gradients of the given norm, at a share of every group's rate; clear them."""
         section, (beta1, beta2) = self._section, self._section.betas
         rates = [
             Rates(self._rates[name] * share, beta1, beta2, section.eps, section.weight_decay * (tensor.parameter.dim() > 1))
@@ -102,7 +102,7 @@ class Optimizer:
         with torch.no_grad():
             scale = (section.clip_norm / (norm + 1e-6)).clamp(max=1.0)
             step_all(list(self._tensors.values()), rates, scale)
-        # Kernels write without telling torch's count, by which caches see that weights moved.
+        # Kernels write without raising torch's version counter, by which caches see that weights changed.
         torch.autograd.graph.increment_version([tensor.parameter for tensor in self._tensors.values()])
         self.forget()
 
@@ -111,7 +111,7 @@ class Optimizer:
         return {name: tensor.gradient for name, tensor in self._tensors.items() if tensor.gradient is not None}
 
     def masters(self) -> dict[str, Tensor]:
-        """The float32 weights that the optimizer moves, by parameter name; copies where they are held in halves."""
+        """The float32 weights that the optimizer updates, by parameter name; copies where they are stored in two halves."""
         return {name: tensor.master for name, tensor in self._tensors.items()}
 
     def forget(self) -> None:

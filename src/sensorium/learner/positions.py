@@ -1,4 +1,4 @@
-"""Where credit looks in an episode: the tokens the model wrote and, where asked, the observations between them.
+"""The positions of an episode that get credit: sampled tokens and, where asked, the observations between them.
 
 Positions are numbered in canonical order: groups, episodes, time. The value *at* a position is that of the prefix before
 it; the values *after* the episodes come behind all positions, one place an episode.

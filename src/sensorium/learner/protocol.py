@@ -32,7 +32,7 @@ class RunLearner(Protocol):
         ...
 
     def begin_rl(self) -> None:
-        """RL begins: with an optimizer and a critic of its own, and the policy as it is now for the KL's reference."""
+        """Begin RL: with a new optimizer and critic, and the policy as it is now as the KL reference."""
         ...
 
     def assess(self, groups: Sequence[Sequence[Episode]]) -> Assessment:

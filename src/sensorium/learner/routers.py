@@ -17,7 +17,7 @@ from sensorium.models.policy import Policy
 
 
 class Routers:
-    """Watches the routers of a policy; a policy without experts has none, and nothing to say."""
+    """Measures the routers of a policy; without experts there are none, and no metrics."""
 
     def __init__(self, policy: Policy, objective: Objective) -> None:
         self._policy = policy

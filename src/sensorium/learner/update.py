@@ -50,7 +50,7 @@ class UpdateBatch:
 
 @dataclass(frozen=True)
 class Shares:
-    """The shares of their learning rates at which policy and critic move."""
+    """The current learning rates of policy and critic, as shares of the recipe's."""
 
     policy: float
     critic: float = 0.0
@@ -98,7 +98,7 @@ class UpdateResult:
         return row | self.others
 
     def _learning_N(self) -> Tensor:
-        """Which tokens the policy loss moves: with an advantage, neither clipped nor rejected nor weighed with 0."""
+        """Which tokens give the policy a gradient: with an advantage, not clipped, not rejected, not weighted 0."""
         learning_N = (self.advantages_N != 0) & ~self.clipped_N
         return learning_N if self.corrections_N is None else learning_N & (self.corrections_N != 0)
 
@@ -217,7 +217,7 @@ class _Pass:
         features.backward()
 
     def _idles(self, microbatch: MicroBatch) -> bool:
-        """True if nothing of a micro-batch pulls at the policy's weights."""
+        """True if a micro-batch gives the policy no gradient."""
         value = self.value
         pulled = value is not None and value.critic.shared and value.critic.section.trunk_coef > 0
         return self.objective.idles(microbatch) and not (pulled and self.objective.policy_learns)

@@ -36,7 +36,7 @@ class MaskedAttention:
 def masked_attention(
     query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, scaling: float, mask: Tensor | None, causal: bool = True
 ) -> Tensor:
-    """Scaled dot-product attention with shared key heads, as [B, T, H, D]. Without a mask it is causal, unless told."""
+    """Scaled dot-product attention with shared key heads, as [B, T, H, D]. Causal by default where there is no mask."""
     share = query_BHTD.shape[1] // key_BKSD.shape[1]
     if share > 1 and mask is not None and query_BHTD.is_cuda:
         return folded_attention(query_BHTD, key_BKSD, value_BKSD, scaling, mask)

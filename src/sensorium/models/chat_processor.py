@@ -111,7 +111,7 @@ class ChatProcessor:
     # Positions: placeholders expanded.
 
     def layout(self, segment: Segment) -> Layout:
-        """The segment as the language model sees it, on the CPU; environment segments are remembered by content."""
+        """The segment as the language model sees it, on the CPU; environment segments are cached by content."""
         return self._layouts(segment)
 
     # Media.

@@ -1,4 +1,4 @@
-"""What a run's media cost: decodings, what caches answered and let go, and how often towers looked."""
+"""What a run's media cost: decodings, hits and evictions of caches, and items encoded by towers."""
 
 from dataclasses import dataclass, fields
 

@@ -14,7 +14,7 @@ from sensorium.vocabulary.content import Media
 
 @dataclass
 class Counters:
-    """What the towers did: passes, items looked at, their patches, media preprocessed.
+    """The work of the towers: passes, items encoded, their patches, media preprocessed.
 
     A hit is an item whose features were cached; an eviction an item whose features were dropped to stay within the bound.
     """

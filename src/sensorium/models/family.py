@@ -42,7 +42,7 @@ class MediaFormat(Protocol):
 
 
 class Tower(Protocol):
-    """A part of the model that looks at media, or listens to them. All its parameters are those of ``module``."""
+    """The part of a model that encodes pictures and videos, or sounds. All its parameters are those of ``module``."""
 
     module: nn.Module
 

@@ -1,4 +1,4 @@
-"""What a loaded model is, in few letters: the same for the same weights, tokenizer and template, wherever they lay."""
+"""A digest of a loaded model: the same for the same weights, tokenizer and template, wherever they were stored."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ NOT_THE_MODEL = ("transformers_version", "_name_or_path")
 
 
 def identity(policy: Policy) -> str:
-    """A digest of everything that decides what the model is shown and says."""
+    """A digest of everything that decides the model's input and output."""
     named = sorted(policy.model.state_dict().items())
     with ThreadPoolExecutor(max_workers=cpu_count() or 1) as pool:
         weights = list(pool.map(_digest, (tensor for _, tensor in named)))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class UnknownLayer(Exception):
-    """A decoder layer is not built of the parts that fused code knows; the message says which part."""
+    """A decoder layer has a part that fused code does not support; the message names it."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from sensorium.vocabulary.errors import ModelError, nearest
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What a checkpoint says of itself: ``place`` is its folder or hub id, ``adapter_class`` the family that reads it."""
+    """The config of a checkpoint: ``place`` is its folder or hub id, ``adapter_class`` the family that reads it."""
 
     path: str
     place: str
@@ -109,7 +109,7 @@ def _end_ids(place: str, config: Any, tokenizer: Any) -> list[int]:
 
 
 def _refuse_quantized(path: str, config: Any) -> None:
-    """Weights of a few bits cannot be trained here, and transformers would want packages of its own to read them."""
+    """Quantized weights cannot be trained here, and transformers needs other packages to read them."""
     for part in (config, *(vars(config).get(name) for name in ("text_config", "thinker_config"))):
         said = getattr(part, "quantization_config", None)
         if said:

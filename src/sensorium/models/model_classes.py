@@ -14,7 +14,7 @@ def own_config(config: Any) -> Any:
 
 
 def builder_of(model_class: Any) -> Any:
-    """What builds a model of a config alone: an auto class and a class of its own call it by two names."""
+    """The function that builds a model from a config; auto classes and model classes name it differently."""
     return getattr(model_class, "from_config", None) or model_class._from_config
 
 

@@ -161,7 +161,7 @@ class Policy:
         return copy
 
     def copy(self) -> "Policy":
-        """The same weights in memory of their own; prepared media and what frozen towers said of them are shared."""
+        """A copy with its own weights in memory. Prepared media and cached features of frozen towers are shared."""
         model = deepcopy(self.model)
         adapter = type(self.adapter)(model)
         copy = Policy(self.chat, adapter, model, None if self.adapters is None else self.adapters.of(model))

@@ -1,4 +1,4 @@
-"""Media made ready for a tower: decoded and preprocessed once, by content and parameters, in a bounded cache.
+"""Prepared media, the input of a tower: decoded and preprocessed once, by content and parameters, in a bounded cache.
 
 Invariants: however many threads ask, each medium is preprocessed once while it is kept; what a medium becomes does not
 depend on the company it is preprocessed in; one that cannot be prepared fails alone.
@@ -58,7 +58,7 @@ class Preprocessor(Protocol):
 
 
 class PreparedMedia:
-    """The cache of prepared media. Patches are kept up to ``capacity`` bytes, least recently used out first.
+    """The cache of prepared media. Patches are cached up to ``capacity`` bytes; the least recently used are dropped first.
 
     Extents are small and outlive them: a prompt can be laid out without decoding its media again. A hit is a request that
     was answered from here, an eviction a medium that there was no room to keep.
@@ -108,7 +108,7 @@ class PreparedMedia:
             return {item: one for item, one in made if isinstance(one, MediaError)}
 
     def get(self, media: Iterable[Media]) -> list[TowerInput]:
-        """Tower inputs of media, in order; those not yet known are preprocessed together.
+        """Tower inputs of media, in order; those not cached are preprocessed together.
 
         Where one cannot be prepared, the others are all the same before its error is raised.
         """
@@ -169,7 +169,7 @@ class PreparedMedia:
     ) -> Iterator[tuple[Media, TowerInput | MediaError]]:
         """Media of one kind preprocessed and kept; if they are refused, one by one, to find out which it was."""
         try:
-            with torch.inference_mode(False):  # what is remembered must also serve training
+            with torch.inference_mode(False):  # cached tensors must also serve training
                 ready = self._preprocessors[kind](items)
         except MediaError as error:
             if len(items) == 1:

@@ -108,7 +108,7 @@ def sound_tokens(frames: int) -> int:
 
 
 def video_settings(video_processor: Any) -> dict[str, Any]:
-    """The settings of a checkpoint's video processor that have to be said, or the library warns of its future."""
+    """Settings of a checkpoint's video processor that must be passed explicitly, or the library warns."""
     capped = getattr(video_processor, "cap_pixels_per_frame", None)
     return {"cap_pixels_per_frame": bool(capped)}
 

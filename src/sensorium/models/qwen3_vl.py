@@ -38,7 +38,7 @@ class Qwen3VLMedia(Qwen25VLMedia):
         return self._told(extent) if extent.kind == "video" else super().expand(extent)
 
     def blocks(self, extent: Extent) -> list[Tensor]:
-        """Each temporal patch is a block of its own, behind the text that tells its time; no seconds enter."""
+        """Each temporal patch is a separate block after the text of its timestamp; positions do not use seconds."""
         step_3N = grid_offsets(torch.zeros(1, dtype=torch.long), *merged_sides(extent, self.vision))
         return [step_3N] * extent.grid[0]
 

@@ -16,7 +16,7 @@ def recompute_blocks(module: nn.Module, on: bool) -> None:
     """Let transformers recompute every block of a module that it knows how to."""
     for block in module.modules():
         if isinstance(block, GradientCheckpointingLayer):
-            # The library recomputes a block whose own flag says that it trains; its parts (dropout) stay as they are.
+            # The library recomputes a block whose own training flag is set; the flags of its parts stay unchanged.
             block.gradient_checkpointing = block.training = on
             function: Any = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
             block._gradient_checkpointing_func = function

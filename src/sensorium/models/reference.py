@@ -18,7 +18,7 @@ class Reference(Protocol):
 
 @dataclass(frozen=True)
 class FrozenCopy:
-    """A policy of its own, never trained: copied or loaded, its towers are frozen, and what they say is kept."""
+    """A separate policy that is never trained, copied or loaded. Its towers are frozen, so their features are cached."""
 
     policy: Policy
 
@@ -49,7 +49,7 @@ class FormerSelf:
         version, counters = policy.version, policy.counters
         with own.off() if self.adapters is None else own.holding(self.adapters):
             try:
-                # What is cached by version must not take it for the policy; what it looks at is not the policy's work.
+                # Caches by version must not mistake it for the policy; media it encodes do not count as the policy's work.
                 policy.version, policy.counters = -1, Counters()
                 yield policy
             finally:

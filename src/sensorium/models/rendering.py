@@ -77,7 +77,7 @@ class ChatRenderer:
         conversation = [{"role": message.role, "content": self._content(message)} for message in messages]
         try:
             text: str = self._owner.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generate)
-        except Exception as error:  # jinja's own errors, or whatever a template's raise_exception says
+        except Exception as error:  # jinja's own errors, or what a template raises by raise_exception
             roles = ", ".join(message.role for message in messages)
             raise ModelError(f"the chat template refuses messages of roles {roles}: {error}.") from error
         return text
@@ -109,7 +109,7 @@ class ChatRenderer:
         return Segment("environment", tuple(tokens[i] for i in kept), spans)
 
     def _template_marks(self, tokens: Sequence[int], place: int) -> tuple[int, ...]:
-        """Where the template's marks around a placeholder stand that brings marks of its own."""
+        """The template's markers around a placeholder whose expansion has its own markers."""
         marks = self._own_marks.get(self._kind_of[tokens[place]])
         around = (tokens[place - 1], tokens[place + 1]) if 0 < place < len(tokens) - 1 else None
         return (place - 1, place + 1) if marks is not None and around == marks else ()

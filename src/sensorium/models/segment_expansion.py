@@ -1,4 +1,4 @@
-"""From stored segments to layouts: each placeholder becomes what the family says, and every token gets its positions."""
+"""From stored segments to layouts: each placeholder is expanded by the model family, and every token gets its positions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,13 +13,13 @@ from sensorium.models.segment_layout import Layout, Slot, mismatch
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import SpanMismatch
 
-# Expanded tokens whose layouts are remembered: 128 MiB of ids and positions.
+# Expanded tokens whose layouts are cached: 128 MiB of ids and positions.
 TOKENS_KEPT = 1 << 22
 SHAPES_KEPT = 4096
 
 
 class Layouts:
-    """Layouts of segments, on the CPU. Those of environment segments are remembered by content: a group shares them."""
+    """Layouts of segments, on the CPU. Those of environment segments are cached by content: a group shares them."""
 
     def __init__(self, media_format: MediaFormat, media: PreparedMedia) -> None:
         self._format, self._media = media_format, media
@@ -36,7 +36,7 @@ class Layouts:
             self._known.put(segment.key, layout)
         return layout
 
-    @torch.inference_mode(False)  # what is remembered must also serve training
+    @torch.inference_mode(False)  # cached tensors must also serve training
     def _lay_out(self, segment: Segment) -> Layout:
         check_spans(segment, self._format)
         if not segment.media:

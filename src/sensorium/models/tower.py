@@ -106,7 +106,7 @@ class Tables:
 
     def __init__(self, make: Callable[[Tensor], dict[str, Tensor]]) -> None:
         @lru_cache(maxsize=64)
-        @torch.inference_mode(False)  # what is remembered must also serve training
+        @torch.inference_mode(False)  # cached tensors must also serve training
         def tables(grids: tuple[Grid, ...], device: torch.device) -> dict[str, Tensor]:
             return {name: table.to(device) for name, table in make(torch.tensor(grids)).items()}
 
@@ -145,7 +145,7 @@ def _attend_in_segments(
 
 
 @lru_cache(maxsize=256)
-@torch.inference_mode(False)  # what is remembered must also serve training
+@torch.inference_mode(False)  # cached tensors must also serve training
 def _runs(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor | None, Tensor | None, list[tuple[int, int]]]:
     """Tokens sorted by the length of their segment, and back (None: as they stand); (length, how many) of each run."""
     runs = [(length, lengths.count(length)) for length in sorted(set(lengths))]

@@ -100,7 +100,7 @@ class TorchOps:
         return attend(query_BHD, keys_NKPD, values_NKPD, rows.table_BP, rows.lengths_B, scaling).flatten(1)
 
     def draw(self, logits_BV: Tensor, rows: DecodeRows, forbidden_F: Tensor, stop_S: Tensor, truncated: bool) -> None:
-        """Draw the next token of every row and move the rows on."""
+        """Sample the next token of every row and advance the rows."""
         sampling = rows.sampling(forbidden_F, stop_S, truncated)
         drawn = sample(logits_BV.float(), sampling, uniforms(rows.keys_B, rows.counts_B))
         rows.advance(drawn.tokens_B, drawn.logprobs_B, drawn.sampled_logprobs_B)

@@ -1,4 +1,4 @@
-"""One decode step over rows at fixed addresses: feed every row its last token, draw the next, move on.
+"""One decode step over rows at fixed addresses: feed every row its last token, sample the next, advance.
 
 Two ways that give the same. ``StockStep`` calls the decoder layers of transformers as they are. ``FusedStep`` calls their
 linear layers and does what lies between with ``decode_ops`` or ``decode_kernels``: 10 to 14 launches a layer instead of 60.

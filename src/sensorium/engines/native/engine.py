@@ -55,7 +55,7 @@ class NativeEngine:
         return self._writer.counters
 
     def tell_by(self, noted: Callable[[str], None]) -> None:
-        """Say by this, instead of as a warning, what decoding does the slow way."""
+        """Report slow fallbacks of decoding by this callback instead of as warnings."""
         self._writer.tell_by(noted)
 
     @property

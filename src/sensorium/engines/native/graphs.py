@@ -78,12 +78,12 @@ class DecodeRunner:
         return self._state.packed_3B
 
     def refresh(self) -> None:
-        """The weights changed. In place is fine; parameters that moved in memory need new graphs."""
+        """Call this when weights changed. In-place changes are fine; parameters at new addresses need new graphs."""
         if self._parameters != _addresses(self._policy):
             self._reset()
 
     def _drop_graphs(self) -> None:
-        """Forget graphs of addresses that are no more. Their memory goes with them, so the next ones get their own."""
+        """Drop graphs captured for addresses that no longer exist, with their memory pool; new graphs get a new pool."""
         self._graphs: dict[tuple[int, bool], Any] = {}
         self._address = self._pool.block.data_ptr()
         self._memory: Any = torch.cuda.graph_pool_handle() if self._policy.device.type == "cuda" else None
@@ -143,7 +143,7 @@ class DecodeRunner:
         return self._graphs[key]
 
     def _captured(self) -> Any:
-        """A graph of the step as it is. The warm-up runs the step; what it moved is put back."""
+        """Capture the step as a CUDA graph. The warm-up runs the step; the state it changed is restored."""
         state = self._state
         moved = (state.tokens_B, state.integers_CB, state.packed_3B)
         before = [tensor.clone() for tensor in moved]
@@ -187,7 +187,7 @@ def _addresses(policy: Policy) -> list[int]:
 
 
 def _end_quietly(graph: Any) -> None:
-    """End a capture that failed; that it failed is said already."""
+    """End a capture that failed; the failure was already reported."""
     with suppress(RuntimeError):
         graph.capture_end()
 

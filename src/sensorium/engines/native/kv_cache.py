@@ -46,7 +46,7 @@ class KVCache:
         return CachedAttention(self.block, write_places(self, first, held_B, width), bias_B1TS, first)
 
     def reserve(self, rows: int, length: int) -> bool:
-        """Make room for that many rows and tokens; True if the block moved. What grows does so by half at least."""
+        """Make room for that many rows and tokens; True if the block was reallocated. It grows by at least half."""
         if rows <= self.rows and length <= self.capacity:
             return False
         layers, two, old_rows, kv_heads, old_length, head_dim = self.block.shape
@@ -72,7 +72,7 @@ class KVCache:
         return self.block[:, :, row, :, :length].clone()
 
     def put(self, row: int, kept: Tensor, length: int) -> None:
-        """Lay the first ``length`` tokens of kept keys and values into a row."""
+        """Copy the first ``length`` tokens of stored keys and values into a row."""
         self.block[:, :, row, :, :length] = kept[:, :, :, :length]
 
 

@@ -34,7 +34,7 @@ class PagePool:
         return len(self._holders) - 1 - len(self._free)
 
     def reserve(self, pages: int) -> None:
-        """Make room for so many more pages; what grows does so by half at least, and moves."""
+        """Make room for so many more pages. The pool grows by at least half and is copied."""
         missing = pages - len(self._free)
         if missing <= 0:
             return
@@ -79,7 +79,7 @@ class PagePool:
         return found.transpose(2, 3).flatten(3, 4)[:, :, :, :length].contiguous()
 
     def put(self, pages: Sequence[int], kept: Tensor, length: int) -> None:
-        """Lay the first ``length`` entries of kept keys and values into pages."""
+        """Copy the first ``length`` entries of stored keys and values into pages."""
         layers, two, kv_heads, _, head_dim = kept.shape
         count = -(-length // PAGE)
         padded = kept.new_zeros(layers, two, kv_heads, count * PAGE, head_dim)

@@ -58,7 +58,7 @@ class PagedRow(Row):
 
     @property
     def wants_more(self) -> bool:
-        """Whether tokens are left to be asked for."""
+        """Whether the response may still get tokens."""
         return self.launched < self.budget and not self.job.future.done()
 
     def pages_needed(self) -> int:
@@ -71,7 +71,7 @@ class PagedRow(Row):
         return len(self.pages) * PAGE - (self.length + self.launched - 1)
 
     def layout(self) -> RowLayout:
-        """The row as the device is told of it."""
+        """The row's data for the device."""
         return RowLayout(
             source=self.source,
             position=self.position + self.launched - 1,

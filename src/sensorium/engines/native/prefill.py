@@ -31,7 +31,7 @@ class PrefillRows(Protocol):
 
 
 class PrefillCounters(Protocol):
-    """The counters that a prefill moves."""
+    """The counters that a prefill adds to."""
 
     prefills: int
     prefill_tokens: int

@@ -31,7 +31,7 @@ class SamplerOutput:
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """The sampling parameters of a batch on the device. ``None`` where no row needs the thing, which makes it free."""
+    """The sampling parameters of a batch on the device. ``None`` where no row needs it, so that it costs nothing."""
 
     forbidden_F: Tensor
     stop_S: Tensor

@@ -1,4 +1,4 @@
-"""A step of decoding as two functions of tensors: feed every row a token, then draw the next and move on.
+"""A decode step as two functions of tensors: feed every row a token, then sample the next and advance the rows.
 
 Nothing in them reads a tensor's value, so they can be recorded and run without Python between the operations. On the CPU,
 where a small model spends most of a step in Python, they run from recordings (see ``recording``): the same operations on
@@ -42,7 +42,7 @@ def draw(
     see_B: Tensor,
     bias_B11S: Tensor,
 ) -> Tensor:
-    """Draw the next tokens and move the rows on to them, in place. Tokens, log-probs and sampled log-probs, as [3, B]."""
+    """Sample the next tokens and advance the rows in place. Returns tokens, log-probs and sampled log-probs as [3, B]."""
     drawn = sample(logits_BV, sampling, uniforms(keys_B, counts_B))
     tokens_B.copy_(drawn.tokens_B)
     positions_B.add_(1)
@@ -78,7 +78,7 @@ class Steps:
         return feed(self._policy, *batch.fed())
 
     def draw(self, batch: Batch, logits_BV: Tensor) -> Tensor:
-        """The next tokens with their log-probs [3, B]; the batch moves on."""
+        """Sample the next tokens, with their log-probs [3, B], and advance the batch."""
         given = batch.sampling.tensors()
         variant = tuple(tensor is None for tensor in given)
         calls, recorded = self._draws.get(variant, (0, None))

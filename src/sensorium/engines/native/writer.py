@@ -82,7 +82,7 @@ class Writer:
         self._batch: Batch | None = None
 
     def tell_by(self, noted: Callable[[str], None]) -> None:
-        """Say by this, instead of as a warning, what is done the slow way."""
+        """Report slow fallbacks by this callback instead of as warnings."""
         self._steps.noted = noted
 
     @property
@@ -255,7 +255,7 @@ class Writer:
         return self._batch
 
     def _reserve(self, rows: Sequence[Row]) -> None:
-        """Room for the rows and the next tokens of each; a block that moved needs its batch laid out anew."""
+        """Reserve space for the rows and the next tokens of each. A reallocated block needs a new batch."""
         length = max(row.length + min(row.budget, len(row.tokens) + RESERVE_AHEAD) for row in rows)
         if self._cache.reserve(len(rows), length + 1):
             self._batch = None

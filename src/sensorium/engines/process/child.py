@@ -1,4 +1,4 @@
-"""The other process: a model with weights of its own and the native engine's writer, which does as it is told.
+"""The child process: a model with its own weights and the native engine's writer, driven by the parent.
 
 One message in, one answer out, until the other end hangs up:
 
@@ -107,7 +107,7 @@ class Child:
 
 
 def serve(channel: Channel) -> None:
-    """Do what comes until told to close. An error is an answer too; what it means is decided at the other end."""
+    """Serve calls until the parent closes. An error is sent as an answer; the parent decides what it means."""
     child: Child | None = None
     while True:
         told = channel.receive()
@@ -127,7 +127,7 @@ def serve(channel: Channel) -> None:
 
 def main() -> None:
     """Serve the connection whose file descriptor is the first argument."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal interrupts both; the other end says when to close
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal interrupts both; the parent decides when to close
     with suppress(EOFError, OSError):  # the other end is gone: nobody wants anything any more
         serve(Channel(socket.socket(fileno=int(sys.argv[1]))))
     os._exit(0)  # nothing is left to be saved, and unloading a large model takes its time

@@ -1,4 +1,4 @@
-"""The child process as its parent sees it: started, asked, and ended; every wait is bounded, and its death is told."""
+"""The parent's side of the child process: start it, call it, end it. Every wait is bounded, and its death is an error."""
 
 import os
 import signal

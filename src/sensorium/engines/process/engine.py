@@ -96,7 +96,7 @@ class ProcessEngine:
         self._released.append(thread)
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Hand over what may have moved since the last time, in a file that is gone afterwards."""
+        """Send the weights that may have changed since the last time, in a file that is deleted afterwards."""
         self._scheduler.refuse_open()
         tensors = source.tensors()
         learning = [name for name, tensor in tensors.items() if tensor.requires_grad]
