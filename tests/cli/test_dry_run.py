@@ -95,6 +95,8 @@ def test_a_bad_row_among_the_first_is_refused_or_counted(recipe: Path, capsys: p
         ("checkpoint.best=eval/acuracy", "no evaluation has the metric 'eval/acuracy'; did you mean 'eval/accuracy'?"),
         ("checkpoint.best=reward/exakt", "never has the metric 'reward/exakt'; did you mean 'reward/exact'?"),
         ("model.path=tiny:qwen7", "unknown family 'qwen7'"),
+        ("rollout.engine=tests.cli.test_dry_run:Fragile", "has no generate(), so it is no engine"),
+        ("tasks.planner=no_such_planner", "no_such_planner"),
     ],
 )  # fmt: skip
 def test_what_a_run_would_refuse_is_refused(

@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Iterator, Sequence
 from importlib import import_module
+from inspect import signature
 
 from sensorium.media.store import MediaStore
 from sensorium.recipe.names import build, resolve, table, wrong_options
@@ -55,6 +56,12 @@ def _find_names(recipe: Recipe) -> None:
         if name not in table(kind):
             resolve(kind, name, place)
     engine = recipe.rollout.engine
+    if engine.name not in table("engine"):
+        target = resolve("engine", engine.name)
+        lacks = [part for part in ("generate", "update_weights", "close") if not hasattr(target, part)]
+        if (isinstance(target, type) and lacks) or "policy" not in signature(target).parameters:
+            what = f"has no {lacks[0]}()" if isinstance(target, type) and lacks else "does not take a policy"
+            raise RecipeError(f"rollout.engine: '{engine.name}' {what}, so it is no engine; docs/engines.md shows one.")
     if engine.options:
         option, problem = wrong_options("engine", engine.name, engine.options)
         if problem:

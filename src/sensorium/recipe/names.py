@@ -54,7 +54,6 @@ NAMES: dict[str, dict[str, str]] = {
     "engine": {
         "native": "sensorium.engines.native.engine:NativeEngine",
         "process": "sensorium.engines.process.engine:ProcessEngine",
-        "scripted": "sensorium.engines.scripted:ScriptedEngine",
     },
     "advantage": estimator_places(),
     "loss": loss_places(),

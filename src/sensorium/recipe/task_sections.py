@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from sensorium.recipe.section import Section
+from sensorium.recipe.section import NamedSection, Section
 
 FORMER_NAMES = {"worlds": "environments"}
 """Sources that had another name, which recipes and run directories may still say."""
@@ -18,11 +18,10 @@ class SourceSection(Section):
     options: dict[str, Any] = Field(default={})
 
 
-class PlannerSection(Section):
-    """What decides which training task comes next."""
+class PlannerSection(NamedSection):
+    """What decides which training task comes next. A plain text is short for the name alone: `planner: mixture`."""
 
     name: str = "mixture"
-    options: dict[str, Any] = Field(default={})
 
 
 class TasksSection(Section):
