@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from sensorium.recipe.section import NamedSection, Section
+from sensorium.recipe.section import Section, named
 from sensorium.recipe.task_sections import TasksSection
 from sensorium.recipe.traits import loss_takes, loss_traits
 
@@ -64,10 +64,13 @@ class BatchSection(Section):
     tokens_per_microbatch: int = Field(default=16384, ge=16)
 
 
-class EngineSection(NamedSection):
+class EngineSection(Section):
     """What samples. A plain text is short for the name alone: `engine: native`."""
 
     name: str = "native"
+    options: dict[str, Any] = Field(default={})
+
+    _from_name = named
 
 
 class RolloutSection(Section):

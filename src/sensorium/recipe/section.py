@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Section(BaseModel):
@@ -11,13 +11,9 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class NamedSection(Section):
-    """Something that is built by name with options. A plain text is short for the name alone."""
+def _name_alone(given: Any) -> Any:
+    return {"name": given} if isinstance(given, str) else given
 
-    name: str
-    options: dict[str, Any] = Field(default={})
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, given: Any) -> Any:
-        return {"name": given} if isinstance(given, str) else given
+named = model_validator(mode="before")(_name_alone)
+"""For sections of a name and options: a plain text is short for the name alone."""

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from sensorium.recipe.section import NamedSection, Section
+from sensorium.recipe.section import Section, named
 
 FORMER_NAMES = {"worlds": "environments"}
 """Sources that had another name, which recipes and run directories may still say."""
@@ -18,10 +18,13 @@ class SourceSection(Section):
     options: dict[str, Any] = Field(default={})
 
 
-class PlannerSection(NamedSection):
+class PlannerSection(Section):
     """What decides which training task comes next. A plain text is short for the name alone: `planner: mixture`."""
 
     name: str = "mixture"
+    options: dict[str, Any] = Field(default={})
+
+    _from_name = named
 
 
 class TasksSection(Section):
