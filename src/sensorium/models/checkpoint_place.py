@@ -1,5 +1,8 @@
 """Where a recipe's model path leads, and errors of reading what is there that name the path and the way out."""
 
+import atexit
+import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,10 +22,7 @@ def find_checkpoint(path: str) -> str:
     if colon and kind == "package":
         return _shipped(name)
     if colon and kind == "tiny":
-        from sensorium.models.tiny import make_tiny
-
-        with quiet():
-            return str(make_tiny(name, Path(tempfile.mkdtemp(prefix=f"sensorium-tiny-{name}-"))))
+        return _made(name)
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists():
@@ -46,6 +46,16 @@ def naming(path: str, place: str, *, weights: bool = False) -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise ModelError(f"model.path '{path}': cannot load the checkpoint: {_reason(error, place, weights)}") from error
+
+
+def _made(name: str) -> str:
+    """A tiny model in a folder of its own, which goes when this process ends."""
+    from sensorium.models.tiny import make_tiny
+
+    folder, maker = Path(tempfile.mkdtemp(prefix=f"sensorium-tiny-{name}-")), os.getpid()
+    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == maker else None)
+    with quiet():
+        return str(make_tiny(name, folder))
 
 
 def _shipped(name: str) -> str:
