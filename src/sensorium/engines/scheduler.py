@@ -14,9 +14,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from sensorium.engines.protocol import LiveEpisodes, Request, Response
 from sensorium.vocabulary.errors import EngineError, EngineLost
 
-QUIET_TURNS = (
-    3  # idle turns of the event loop before a lockstep tick: an episode that just woke may still enter or send a request
-)
+# Idle turns of the event loop before a lockstep tick: an episode that just woke may still enter or send a request.
+QUIET_TURNS = 3
 
 
 class Job:
