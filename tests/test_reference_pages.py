@@ -3,14 +3,13 @@
 import asyncio
 import json
 import re
-from inspect import signature
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from sensorium.media.store import MediaStore
-from sensorium.recipe.names import GIVEN, resolve, table
+from sensorium.recipe.names import GIVEN, parameters_of, resolve, table
 from sensorium.record.episode_json import read_groups
 from sensorium.rewards.functions import build_term
 from sensorium.rewards.scorer import Scorer
@@ -43,7 +42,7 @@ def test_the_page_on_health_says_of_every_rule_what_to_do() -> None:
 
 
 def options_of(kind: str, name: str) -> set[str]:
-    return set(signature(resolve(kind, name)).parameters) - set(GIVEN[kind])
+    return set(parameters_of(resolve(kind, name))) - set(GIVEN[kind])
 
 
 def test_the_page_on_tasks_names_every_field_part_and_source() -> None:

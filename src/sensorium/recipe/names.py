@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from inspect import signature
-from typing import Any
+from inspect import Parameter, signature
+from typing import Any, Unpack, get_args, get_origin, get_type_hints
 
 from sensorium.recipe.function_signatures import reward_style, takes_context, wrong_function_options
 from sensorium.recipe.objects import SCHEME, passed_object
@@ -158,7 +158,7 @@ def build(kind: str, name: str, options: Mapping[str, Any], where: str = "", **g
 
 def _unfit(kind: str, name: str, target: Any, options: Mapping[str, Any], given: Sequence[str]) -> tuple[str, str]:
     """Which option does not fit what a name stands for, and why; ``given`` are the parts that the caller provides."""
-    parameters = {p.name: p for p in signature(target).parameters.values() if p.name not in given}
+    parameters = {key: p for key, p in parameters_of(target).items() if key not in given}
     named = {key: p for key, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
         for option in options:
@@ -171,6 +171,19 @@ def _unfit(kind: str, name: str, target: Any, options: Mapping[str, Any], given:
         if key in options and (wanted := _wanted(parameter.annotation, options[key])):
             return key, f"{kind} '{name}' has '{key}' as {options[key]!r:.60}; it must be {wanted}."
     return "", ""
+
+
+def parameters_of(target: Any) -> dict[str, Parameter]:
+    """What a class or function can be given by name; options that it takes as ``**options: Unpack[…]`` each by its own."""
+    found: dict[str, Parameter] = {}
+    for parameter in signature(target).parameters.values():
+        if parameter.kind == Parameter.VAR_KEYWORD and get_origin(parameter.annotation) is Unpack:
+            (options,) = get_args(parameter.annotation)
+            for key, kind in get_type_hints(options).items():
+                found[key] = Parameter(key, Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        else:
+            found[parameter.name] = parameter
+    return found
 
 
 def _wanted(annotation: Any, value: Any) -> str:

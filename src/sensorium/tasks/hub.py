@@ -1,15 +1,13 @@
 """Rows of a Hugging Face data set: from the hub, from a folder of its files, or one that was saved to disk."""
 
-from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from sensorium.media.files import roots_of
 from sensorium.media.store import MediaStore
-from sensorium.tasks.clip_options import ClipOptions
 from sensorium.tasks.message_parsing import Place
-from sensorium.tasks.row_format import layout_of
+from sensorium.tasks.row_options import FileRowOptions, RowReading
 from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
 from sensorium.vocabulary.task import Task
 
@@ -19,7 +17,7 @@ class HubRows:
 
     Media are taken as they are stored, never decoded by the library. Paths of media start from ``folder`` (the local folder
     itself if not said) and stay there, in the library's caches, or in ``media_roots``. Data sets that are programs (loading
-    scripts) are not run: the library has given them up. The other options are those of the JSONL source.
+    scripts) are not run: the library has given them up. The other options are those of all rows (``FileRowOptions``).
     """
 
     def __init__(
@@ -30,29 +28,21 @@ class HubRows:
         name: str | None = None,
         revision: str | None = None,
         folder: str | None = None,
-        columns: Mapping[str, str] | None = None,
-        limit: int = 0,
-        instruction: str = "",
-        system: str = "",
-        media_first: bool = False,
-        video: Mapping[str, Any] | None = None,
-        sound: Mapping[str, Any] | None = None,
-        media_roots: Sequence[str] = (),
-        environments: Mapping[str, str] | None = None,
+        **options: Unpack[FileRowOptions],
     ) -> None:
         self.data, self.split, self.store = data, split, store
         local = Path(folder) if folder is not None else Path(data) if Path(data).is_dir() else None
         self.folder = local if local is not None else Path()
-        self._clips = ClipOptions(video, sound, data)
-        self._layout = layout_of(columns, instruction, system, media_first, environments)
+        self._reading = RowReading(options, data)
         rows = _loaded(data, name, split, revision)
-        fields = self._layout.fields(rows.column_names, f"{data}, split '{split}'")
+        fields = self._reading.format.fields(rows.column_names, f"{data}, split '{split}'")
         # The arrow form of a row holds a medium's bytes or path as they are.
         self._rows = rows.select_columns(fields).with_format("arrow")
-        self._length = min(limit, len(rows)) if limit else len(rows)
+        self._length = self._reading.length(len(rows))
         caches = _caches()
         # What the library downloaded lies in its caches; the folder that a process happens to stand in is not opened.
-        self._roots = roots_of(local if local is not None else Path(caches[0]), [*media_roots, *caches])
+        roots = [*options.get("media_roots", ()), *caches]
+        self._roots = roots_of(local if local is not None else Path(caches[0]), roots)
         if not len(rows):
             raise TaskError(f"the data set '{data}', split '{split}', has no rows.")
 
@@ -62,12 +52,19 @@ class HubRows:
     def __getitem__(self, index: int) -> Task:
         if not 0 <= index < self._length:
             raise IndexError(index)
-        place = Place(f"{self.data}, split '{self.split}', row {index}", self.folder, self.store, self._clips, self._roots)
+        place = Place(
+            f"{self.data}, split '{self.split}', row {index}", self.folder, self.store, self._reading.clips, self._roots
+        )
         try:
-            row = self._rows[index : index + 1].to_pylist()[0]
+            row = stored_row(self._rows, index)
         except (OSError, ValueError) as error:
             raise place.error(f"cannot read the row: {error}.") from error
-        return self._layout.task(row, f"{self.data}/{self.split}/{index}", place)
+        return self._reading.format.task(row, f"{self.data}/{self.split}/{index}", place)
+
+
+def stored_row(rows: Any, index: int) -> Any:
+    """A row of a data set in its arrow form, where media are the bytes or paths they are stored as."""
+    return rows[index : index + 1].to_pylist()[0]
 
 
 def _caches() -> list[str]:

@@ -4,50 +4,37 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from PIL import Image
 
 from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
-from sensorium.tasks.clip_options import ClipOptions
+from sensorium.tasks.hub import stored_row
 from sensorium.tasks.message_parsing import Place
-from sensorium.tasks.row_format import layout_of
+from sensorium.tasks.row_options import RowOptions, RowReading
 from sensorium.vocabulary.errors import RecipeError, TaskError
 from sensorium.vocabulary.task import Task
 
 
 class PassedRows:
-    """One task a row, with the fields and options of the JSONL source; pictures may be PIL images as well.
+    """One task a row, with the fields and options of all rows (``RowOptions``); pictures may be PIL images as well.
 
     Paths start from the current folder and may lead anywhere: the rows are the user's own program's. ``digest`` is that of
     the rows a run began with: others are refused.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Any],
-        store: MediaStore,
-        digest: str = "",
-        columns: Mapping[str, str] | None = None,
-        limit: int = 0,
-        instruction: str = "",
-        system: str = "",
-        media_first: bool = False,
-        video: Mapping[str, Any] | None = None,
-        sound: Mapping[str, Any] | None = None,
-        environments: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, rows: Sequence[Any], store: MediaStore, digest: str = "", **options: Unpack[RowOptions]) -> None:
         if digest and digest != digest_of(rows):
             raise RecipeError(
                 f"the {len(rows)} rows passed are not those the run began with, so going on would not repeat it. Pass the "
                 "same rows, or start a new run."
             )
         self.store = store
-        self._clips = ClipOptions(video, sound, "rows")
-        self._layout = layout_of(columns, instruction, system, media_first, environments)
-        self._rows = _arrow(rows)
-        self._length = min(limit, len(rows)) if limit else len(rows)
+        self._reading = RowReading(options, "rows")
+        self._stored = hasattr(rows, "with_format")  # a data set
+        self._rows: Any = rows.with_format("arrow") if self._stored else rows  # type: ignore[attr-defined]
+        self._length = self._reading.length(len(rows))
 
     def __len__(self) -> int:
         return self._length
@@ -55,15 +42,13 @@ class PassedRows:
     def __getitem__(self, index: int) -> Task:
         if not 0 <= index < self._length:
             raise IndexError(index)
-        if self._rows is not None and hasattr(self._rows, "with_format"):
-            row: Any = self._rows[index : index + 1].to_pylist()[0]
-        else:
-            row = self._rows[index]
+        row = stored_row(self._rows, index) if self._stored else self._rows[index]
         if isinstance(row, Task):
             return row
         if not isinstance(row, Mapping):
             raise TaskError(f"row {index} of the list of tasks is {type(row).__name__}; give a dict or a Task.")
-        return self._layout.task(with_bytes(row), f"row/{index}", Place(f"row {index}", Path(), self.store, self._clips))
+        place = Place(f"row {index}", Path(), self.store, self._reading.clips)
+        return self._reading.format.task(with_bytes(row), f"row/{index}", place)
 
 
 def digest_of(rows: Sequence[Any]) -> str:
@@ -97,8 +82,3 @@ def _hashable(value: Any) -> Any:
     if isinstance(value, list):
         return [_hashable(item) for item in value]
     return value
-
-
-def _arrow(rows: Sequence[Any]) -> Any:
-    """A data set in its arrow form, where media are the bytes or paths they are stored as; a list as it is."""
-    return rows.with_format("arrow") if hasattr(rows, "with_format") else rows

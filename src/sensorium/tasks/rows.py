@@ -6,17 +6,15 @@ import os
 import threading
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from sensorium.caches.lru import LRU
 from sensorium.media.files import open_regular, roots_of
 from sensorium.media.store import MediaStore
-from sensorium.tasks.clip_options import ClipOptions
 from sensorium.tasks.message_parsing import Place
-from sensorium.tasks.row_format import layout_of
+from sensorium.tasks.row_options import FileRowOptions, RowReading
 from sensorium.vocabulary.errors import DataChanged, TaskError
 from sensorium.vocabulary.task import Task
 
@@ -27,32 +25,16 @@ ROWS_AT_ONCE = 256
 class JsonlRows:
     """One task a line; blank lines are passed over. Paths of media start from the file's folder.
 
-    Without ``columns`` a line is a task with content blocks; with them it is flat (see ``FlatRows`` for the options).
-    ``video`` and ``sound`` say how clips are decoded (see ``ClipOptions``). Media lie in the file's folder, or in one of
-    ``media_roots``. ``environments`` {name: module:Class} are those that rows may name beside the registered ones.
+    Media lie in the file's folder, or in one of ``media_roots``. The options are those of all rows (``FileRowOptions``).
     """
 
-    def __init__(
-        self,
-        path: str,
-        store: MediaStore,
-        columns: Mapping[str, str] | None = None,
-        limit: int = 0,
-        instruction: str = "",
-        system: str = "",
-        media_first: bool = False,
-        video: Mapping[str, Any] | None = None,
-        sound: Mapping[str, Any] | None = None,
-        media_roots: Sequence[str] = (),
-        environments: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, path: str, store: MediaStore, **options: Unpack[FileRowOptions]) -> None:
         self.path, self.store = Path(path), store
-        self._clips = ClipOptions(video, sound, path)
-        self._roots = roots_of(self.path.parent, media_roots)
-        self._layout = layout_of(columns, instruction, system, media_first, environments)
+        self._reading = RowReading(options, path)
+        self._roots = roots_of(self.path.parent, options.get("media_roots", ()))
         self._starts, self._lines = array("q"), array("q")
         try:
-            self._scan(limit)
+            self._scan(self._reading.limit)
         except OSError as error:
             raise TaskError(f"{path}: cannot read the file: {error.strerror}.") from error
         if not self._starts:
@@ -63,7 +45,7 @@ class JsonlRows:
 
     def __getitem__(self, index: int) -> Task:
         line = self._lines[index]
-        place = Place(f"{self.path}:{line}", self.path.parent, self.store, self._clips, self._roots)
+        place = Place(f"{self.path}:{line}", self.path.parent, self.store, self._reading.clips, self._roots)
         try:
             with open_regular(self.path) as file:
                 self._refuse_changed(file)
@@ -77,7 +59,7 @@ class JsonlRows:
             raise place.error(f"cannot read the line: {error}.") from error
         if not isinstance(row, dict):
             raise place.error(f"a line must hold one JSON object, not {row!r:.60}.")
-        return self._layout.task(row, f"{self.path.name}:{line}", place)
+        return self._reading.format.task(row, f"{self.path.name}:{line}", place)
 
     def _scan(self, limit: int) -> None:
         """Note where each row starts, so that any one can be read alone, and what was read so far."""
@@ -110,47 +92,37 @@ class JsonlRows:
 class ParquetRows:
     """One task a row. Row groups are read when needed and the latest kept, within ``cache_mib``.
 
-    Without ``columns`` a row is a task with content blocks; with them it is flat (see ``FlatRows`` for the options).
-    ``video``, ``sound``, ``media_roots`` and ``environments`` are those of the JSONL source. A row group that takes more
-    than ``row_group_mib`` in memory is refused.
+    A row group that takes more than ``row_group_mib`` in memory is refused. The other options are those of all rows
+    (``FileRowOptions``).
     """
 
     def __init__(
         self,
         path: str,
         store: MediaStore,
-        columns: Mapping[str, str] | None = None,
-        limit: int = 0,
-        instruction: str = "",
-        system: str = "",
-        media_first: bool = False,
-        video: Mapping[str, Any] | None = None,
-        sound: Mapping[str, Any] | None = None,
-        media_roots: Sequence[str] = (),
-        environments: Mapping[str, str] | None = None,
         cache_mib: int = 512,
         row_group_mib: int = 4096,
+        **options: Unpack[FileRowOptions],
     ) -> None:
         import pyarrow
         from pyarrow.parquet import ParquetFile
 
         self.path, self.store = Path(path), store
-        self._clips = ClipOptions(video, sound, path)
-        self._roots = roots_of(self.path.parent, media_roots)
-        self._layout = layout_of(columns, instruction, system, media_first, environments)
+        self._reading = RowReading(options, path)
+        self._roots = roots_of(self.path.parent, options.get("media_roots", ()))
         try:
             with open_regular(self.path) as opened:
                 self._state = _state(opened)
             self._file = ParquetFile(self.path)
         except (OSError, pyarrow.ArrowException) as error:
             raise TaskError(f"{path}: cannot read the Parquet file: {error}") from error
-        self._fields = self._layout.fields(self._file.schema_arrow.names, path)
+        self._fields = self._reading.format.fields(self._file.schema_arrow.names, path)
         self._ends: list[int] = []
         for group in range(self._file.metadata.num_row_groups):
             before = self._ends[-1] if self._ends else 0
             self._ends.append(before + self._file.metadata.row_group(group).num_rows)
         rows = self._file.metadata.num_rows
-        self._length = min(limit, rows) if limit else rows
+        self._length = self._reading.length(rows)
         if not rows:
             raise TaskError(f"{path}: the file has no rows.")
         self._cache: LRU[int, Any] = LRU(cache_mib * MIB, lambda table: table.nbytes, at_least=1)
@@ -163,12 +135,12 @@ class ParquetRows:
     def __getitem__(self, index: int) -> Task:
         if not 0 <= index < self._length:
             raise IndexError(index)
-        place = Place(f"{self.path}, row {index}", self.path.parent, self.store, self._clips, self._roots)
+        place = Place(f"{self.path}, row {index}", self.path.parent, self.store, self._reading.clips, self._roots)
         group = bisect_right(self._ends, index)
         table = self._group(group, place)
         within = index - (self._ends[group - 1] if group else 0)
         row = table.slice(within, 1).to_pylist()[0]
-        return self._layout.task(row, f"{self.path.name}:{index}", place)
+        return self._reading.format.task(row, f"{self.path.name}:{index}", place)
 
     def _group(self, group: int, place: Place) -> Any:
         import pyarrow
