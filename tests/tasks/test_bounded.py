@@ -4,8 +4,9 @@ import threading
 
 import pytest
 
-from sensorium.tasks.bounded import BoundedSource, bounded
+from sensorium.tasks.bounded import BoundedPlanner, BoundedSource, bounded
 from sensorium.tasks.mixture import TaskStream, each_once
+from sensorium.tasks.planner import MixturePlanner, PlannedTasks
 from sensorium.tasks.source import table_columns
 from sensorium.vocabulary import Task
 from sensorium.vocabulary.errors import RecipeError, TaskError
@@ -54,3 +55,21 @@ def test_sources_of_the_package_are_read_in_place() -> None:
     rows = Rows()
     assert bounded(rows, "jsonl", "tasks.train.0") is rows
     assert bounded(rows, "my_rows:Rows", "tasks.train.0") is not rows
+
+
+def test_a_planner_that_does_not_answer_is_said_and_one_that_does_is_the_same_behind_the_deadline() -> None:
+    class Waiting(MixturePlanner):
+        def draw(self, count: int) -> PlannedTasks:
+            if self.position:
+                NEVER.wait()
+            return super().draw(count)
+
+    stream = TaskStream([[Task("a"), Task("b"), Task("c")]], [1], seed=0)  # type: ignore[list-item]
+    planner = BoundedPlanner(Waiting(stream), "my:Waiting", deadline_s=0.2)
+    assert planner.observes is False
+    assert planner.draw(2) == MixturePlanner(stream).draw(2)
+    assert planner.state_dict() == {"position": 2}
+    with pytest.raises(RecipeError, match=r"tasks.planner: 'my:Waiting' was asked for 2 tasks and did not answer"):
+        planner.draw(2)
+    planner.load_state_dict({"position": 0})
+    assert len(planner.draw(1).tasks) == 1

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from sensorium.media.store import MediaStore
 from sensorium.recipe.names import build
 from sensorium.recipe.task_sections import PlannerSection
+from sensorium.tasks.bounded import BoundedPlanner
 from sensorium.tasks.mixture import SkippedRow, TaskStream
 from sensorium.vocabulary.errors import RecipeError, SensoriumError
 from sensorium.vocabulary.plain import words
@@ -89,7 +90,7 @@ def make_planner(section: PlannerSection, stream: TaskStream, store: MediaStore)
     for part in ("draw", "observe", "state_dict", "load_state_dict"):
         if not callable(getattr(planner, part, None)):
             raise RecipeError(f"tasks.planner: '{section.name}' has no {part}(); docs/tasks.md says what a planner has.")
-    return planner
+    return BoundedPlanner(planner, section.name) if ":" in section.name else planner
 
 
 class MixturePlanner:

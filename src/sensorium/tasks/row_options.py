@@ -10,9 +10,9 @@ from sensorium.tasks.row_format import layout_of
 class RowOptions(TypedDict, total=False):
     """What a recipe may say of rows.
 
-    ``columns``, ``instruction``, ``system`` and ``media_first`` are of flat rows (see ``FlatRows``); without ``columns`` a row
-    is a task with content blocks. ``limit`` takes the first rows only (0: all). ``video`` and ``sound`` say how clips are
-    decoded (``ClipOptions``). ``environments`` {name: module:Class} are those that rows may name beside the registered ones.
+    ``columns``, ``instruction``, ``system`` and ``media_first`` are of flat rows (see ``FlatRows``). Without ``columns`` a
+    row is a task with content blocks. ``limit`` takes the first rows only (0: all). ``video`` and ``sound`` say how clips
+    are decoded (``ClipOptions``). ``environments`` {name: module:Class} are those that rows may name beside the registered.
     """
 
     columns: Mapping[str, str] | None
