@@ -77,7 +77,7 @@ def _is_a_whole_model(directory: Path, tmp_path: Path) -> None:
     from sensorium.models.checkpoint_place import find_checkpoint
 
     merged, adapter = tmp_path / "merged", tmp_path / "adapter"
-    assert main(["export", str(directory), str(merged)]) == 0
+    assert main(["export", str(directory), str(merged), "--as-trained"]) == 0  # the source is in bfloat16
     assert main(["export", str(directory), str(adapter), "--adapter"]) == 0
     base = find_checkpoint("package:shapes")
     names = load_file(Path(base) / "model.safetensors").keys()
