@@ -82,7 +82,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     if rope and "rope_theta" in rope and rope["rope_type"] == "default":
         config["rope_theta"] = rope.pop("rope_theta")
         if "mrope_section" in rope:
-            config["rope_scaling"] = rope | {"type": "mrope" if "mrope_interleaved" not in rope else "default"}
+            config["rope_scaling"] = rope | {"type": "default"}
     if "dtype" in config:
         config["torch_dtype"] = config.pop("dtype")
     if "num_local_experts" in config:
@@ -90,6 +90,8 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
         config["norm_topk_prob"] = True
     if "transformers_version" in config:
         config["transformers_version"] = "4.57.1"
+    if "tie_word_embeddings" in config and "text_config" in config:  # which transformers 4 reads there
+        config["text_config"]["tie_word_embeddings"] = config["tie_word_embeddings"]
     return config
 
 
@@ -97,6 +99,7 @@ def flat_config(config: dict[str, Any]) -> dict[str, Any]:
     """Qwen2.5-VL's: the text model's keys at the top."""
     config = text_config(config)
     text = config.pop("text_config")
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": text["rope_scaling"]["mrope_section"]}
     return {key: value for key, value in text.items() if key != "model_type"} | config
 
 
