@@ -1,5 +1,7 @@
 """One uniform picks one token by the inverse CDF of exactly the distribution that is reported."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from sensorium.engines.native.sampler import SamplingRows, sample
 from sensorium.engines.protocol import Sampling
+from sensorium.vocabulary.errors import EngineError
 
 FORBIDDEN, STOP = [2, 5], [3]
 
@@ -145,3 +148,14 @@ def test_logits_that_are_not_finite_are_told_not_hidden() -> None:
     drawn = sample(logits_BV, rows(Sampling(), Sampling()), torch.tensor([0.5, 0.5], dtype=torch.float64))
     assert drawn.logprobs_B.isnan().tolist() == [False, True]
     assert int(drawn.tokens_B[1]) < 12
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"temperature": -0.1}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_p": 0.0}, {"top_p": 1.5},
+     {"top_k": -1}, {"top_k": 2.5}, {"max_new_tokens": 0}],
+)  # fmt: skip
+def test_what_no_distribution_has_is_refused_where_sampling_is_made(given: dict[str, float]) -> None:
+    (name,) = given
+    with pytest.raises(EngineError, match=rf"sampling: {name} must be .*; given was"):
+        Sampling(**given)  # type: ignore[arg-type]

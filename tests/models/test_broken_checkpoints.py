@@ -14,6 +14,8 @@ from sensorium.models.tiny import make_tiny
 from sensorium.recipe.shape import read_shape
 from sensorium.vocabulary.errors import ModelError, RecipeError
 
+from .published_layouts import make_published
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -130,3 +132,29 @@ def test_weights_that_are_no_safetensors_are_refused(model: Path) -> None:
     (model / "model.safetensors").unlink()
     torch.save({"weight": torch.zeros(2)}, model / "pytorch_model.bin")
     assert "no weights as safetensors" in refused(model)
+
+
+def test_missing_shards_are_named(tmp_path: Path) -> None:
+    source = make_published("Qwen2.5-VL-7B", tmp_path)
+    shards = sorted(source.glob("model-*.safetensors"))
+    shards[1].unlink()
+    said = refused(source)
+    assert f"lacks 1 of {len(shards)} weight files: {shards[1].name}" in said
+
+
+def test_a_shard_cut_short_is_named(tmp_path: Path) -> None:
+    source = make_published("Qwen2.5-VL-7B", tmp_path)
+    shard = sorted(source.glob("model-*.safetensors"))[-1]
+    shard.write_bytes(shard.read_bytes()[:-2])
+    assert f"{shard.name}' is cut short or damaged" in refused(source)
+
+
+def test_a_model_larger_than_memory_says_so_before_it_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sensorium.models.load_checks.free_memory", lambda: 1000)
+    assert "GiB are free in the memory of this machine; training takes more" in refused(model)
+
+
+def test_a_long_load_is_announced(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sensorium.models.load_checks.LONG_LOAD", 1000)
+    load(model)
+    assert "GiB of weights in 1 files" in capsys.readouterr().err

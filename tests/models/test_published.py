@@ -8,6 +8,7 @@ import torch
 from sensorium.media.store import MediaStore
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.policy import Policy
+from sensorium.models.qwen2_5_vl import WRITTEN_TOKENS
 from sensorium.recipe.names import resolve
 from sensorium.vocabulary.content import Message, assistant, user
 
@@ -51,6 +52,14 @@ def test_videos_and_sounds_expand_as_the_processor_says(policy: Policy) -> None:
     ]
     ids_T = assert_whole(policy, messages)
     assert int((ids_T == policy.chat.media_format.placeholders["video"]).sum()) > 100
+
+
+def test_boxes_are_written_and_read_as_text(policy: Policy) -> None:
+    if policy.family == "qwen2_5_omni":
+        pytest.skip("Qwen2.5-Omni has these ids for its media")
+    box = [IDS["<|box_start|>"], *policy.chat.tokenizer("(1,2)")["input_ids"], IDS["<|box_end|>"], IDS["<|im_end|>"]]
+    zeros = [0.0] * len(box)
+    assert policy.chat.written(box, zeros, zeros, "a").text == "<|box_start|>(1,2)<|box_end|>"
 
 
 def assert_whole(policy: Policy, messages: list[Message]) -> torch.Tensor:
@@ -99,7 +108,9 @@ def whole_positions(policy: Policy, inputs: dict[str, Any]) -> torch.Tensor:
 
 def test_qwens_own_ids_stop_and_are_forbidden(policy: Policy) -> None:
     assert policy.chat.stop_ids == (IDS["<|im_end|>"], IDS["<|endoftext|>"])
-    assert set(IDS.values()) <= {*policy.chat.forbidden_ids, *policy.chat.stop_ids}
+    written = set() if policy.family == "qwen2_5_omni" else {IDS[name] for name in WRITTEN_TOKENS}
+    assert set(IDS.values()) - written <= {*policy.chat.forbidden_ids, *policy.chat.stop_ids}
+    assert not written & set(policy.chat.forbidden_ids)
     assert set(range(IDS["<|video_pad|>"] + 1, policy.vocab_size)) <= set(policy.chat.forbidden_ids)
     names = [name for group in policy.groups().values() for name in group]
     assert sorted(names) == sorted(name for name, _ in policy.model.named_parameters())

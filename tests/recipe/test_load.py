@@ -302,3 +302,9 @@ def test_a_source_may_be_called_by_its_former_name() -> None:
     text = dump_recipe(load_recipe("frozen_lake"))
     assert "source: environments" in text
     assert parse_recipe(text.replace("source: environments", "source: worlds"), "before") == parse_recipe(text, "now")
+
+
+@pytest.mark.parametrize(("key", "says"), [("min_p", "top_p"), ("repetition_penalty", "off-policy at every token")])
+def test_kinds_of_sampling_that_are_not_supported_say_why(key: str, says: str) -> None:
+    with pytest.raises(RecipeError, match=rf"'rollout\.{key}' is not supported: .*{says}"):
+        load_recipe("shapes", [f"rollout.{key}=0.1"])

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from sensorium.vocabulary.episode import Segment
+from sensorium.vocabulary.errors import EngineError
 
 FinishReason = Literal["stop", "length"]
 SAMPLING_OPTIONS = frozenset(["temperature", "greedy", "top_p", "top_k", "stop", "ignore_stop_tokens"])
@@ -35,6 +36,18 @@ class Sampling:
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
     stop_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what no distribution has; every way to ask for tokens comes through here."""
+        wrong = {
+            "temperature must be a finite number, 0 (greedy) or more": not 0 <= self.temperature < float("inf"),
+            "top_p must be above 0 and at most 1": not 0 < self.top_p <= 1,
+            "top_k must be a whole number, 0 (all tokens) or more": self.top_k != int(self.top_k) or self.top_k < 0,
+            "max_new_tokens must be 1 or more": self.max_new_tokens < 1,
+        }
+        for rule, broken in wrong.items():
+            if broken:
+                raise EngineError(f"sampling: {rule}; given was {getattr(self, rule.split()[0])!r}.")
 
 
 @dataclass(frozen=True)

@@ -48,12 +48,12 @@ class ChatProcessor:
         self.decoder = decoder or Decoder(store)
         self.modalities = frozenset(["text", *media_format.placeholders])
         self.vocab_size = vocab_size
-        self._table = TokenTable(tokenizer, vocab_size)
+        self._table = TokenTable(tokenizer, vocab_size, getattr(media_format, "written_tokens", ()))
         self._renderer = ChatRenderer(tokenizer, self.owner, self._table, media_format)
         self.append_only = self._renderer.append_only
         self.stop_ids = tuple(dict.fromkeys([self._renderer.close_id, *end_ids]))
         special = {*self._table.special.values(), *self._table.unowned, *media_format.placeholders.values()}
-        self.forbidden_ids = tuple(sorted(special - set(self.stop_ids)))
+        self.forbidden_ids = tuple(sorted(special - {*self.stop_ids, *self._table.written}))
         self.prepared = PreparedMedia(self.decoder, media_format.preprocessors, media_bytes)
         self._layouts = Layouts(media_format, self.prepared)
 

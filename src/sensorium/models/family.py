@@ -17,6 +17,8 @@ class MediaFormat(Protocol):
     """How a family's media become tokens and positions. Built as ``MediaFormat(config, processor)``; no processor for text.
 
     ``placeholders`` and ``preprocessors`` have an entry for each kind of medium that the family takes.
+    ``written_tokens``, where a family has it, names special tokens
+    that the model may write in answers; all others are never sampled.
     """
 
     @property

@@ -11,6 +11,7 @@ from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
 from sensorium.models.checkpoint_place import naming
 from sensorium.models.load_chat import chat_processor_of, read_config
+from sensorium.models.load_checks import check_weights
 from sensorium.models.lora import add_adapters
 from sensorium.models.model_classes import LOADING, builder_of, model_class
 from sensorium.models.policy import Policy
@@ -58,6 +59,8 @@ def _load(
     checkpoint = read_config(path, family)
     chosen = find_device(device)
     adapter_class = checkpoint.adapter_class
+    if Path(checkpoint.place).is_dir():
+        check_weights(path, Path(checkpoint.place), DTYPES[dtype], chosen)
     with naming(path, checkpoint.place, weights=True), quiet():
         model, report = model_class(checkpoint.config).from_pretrained(
             checkpoint.place,

@@ -16,10 +16,14 @@ from sensorium.models.tower import VisionTower
 from sensorium.vocabulary.content import MediaKind
 
 MakeTables = Callable[[Tensor], dict[str, Tensor]]
+WRITTEN_TOKENS = tuple(f"<|{name}_{end}|>" for name in ("object_ref", "box", "quad") for end in ("start", "end"))
+"""Special tokens of the published tokenizers that the models write in answers: names of things, boxes and corners."""
 
 
 class Qwen25VLMedia:
     """Pictures and videos of Qwen2.5-VL as tokens and positions."""
+
+    written_tokens: ClassVar[tuple[str, ...]] = WRITTEN_TOKENS
 
     def __init__(self, config: Any, processor: Any) -> None:
         self.processor, self.vision = processor, config.vision_config

@@ -8,9 +8,12 @@ from sensorium.vocabulary.errors import ModelError
 
 
 class TokenTable:
-    """What each token id is: special, ordinary (with its bytes), or a row of the head that no token owns."""
+    """What each token id is: special, ordinary (with its bytes), or a row of the head that no token owns.
 
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+    ``written`` names special tokens that a model writes in its answers; their names are their text.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, written: Sequence[str] = ()) -> None:
         if not getattr(tokenizer, "is_fast", False) or not _is_byte_level(tokenizer):
             raise ModelError(
                 f"tokenizer {type(tokenizer).__name__} is not byte-level BPE: its tokens have no bytes of their own."
@@ -22,11 +25,13 @@ class TokenTable:
         self.special: dict[str, int] = {token.content: i for i, token in added.items() if token.special}
         owned = set(tokenizer.get_vocab().values())
         self.unowned = tuple(i for i in range(vocab_size) if i not in owned)
+        self.written = tuple(self.special[name] for name in written if name in self.special)
         for i in (*self.special.values(), *self.unowned):
-            self._bytes[i] = b""
+            if i not in self.written:
+                self._bytes[i] = b""
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes a token adds to the text; nothing for special tokens."""
+        """The bytes a token adds to the text; nothing for special tokens but those that are written."""
         known = self._bytes.get(token)
         if known is None:
             added = self._added.get(token)

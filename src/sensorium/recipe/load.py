@@ -19,6 +19,15 @@ from sensorium.recipe.yaml import Path as Place
 from sensorium.recipe.yaml import dotted, read_yaml, write_yaml
 from sensorium.vocabulary.errors import RecipeError, nearest
 
+NOT_SAMPLED = {
+    "rollout.min_p": "the engine truncates by rollout.top_p and rollout.top_k only. Use one of those, or sample the whole "
+    "policy, which training is made for.",
+    "rollout.repetition_penalty": "it makes each token's distribution depend on all tokens before it, in a way that the "
+    "learner's log-probs do not have, so that training would be off-policy at every token. Use a reward term against "
+    "repetition.",
+}
+"""Keys that other trainers have for sampling and this one has not, with the reason and the way out."""
+
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe, apply overrides, check everything that can be checked without building anything."""
@@ -159,6 +168,8 @@ def _explain(detail: ErrorDetails, origins: dict[Place, str], name: str) -> str:
     context = detail.get("ctx", {})
     match detail["type"]:
         case "extra_forbidden":
+            if key in NOT_SAMPLED:
+                return f"{where}: '{key}' is not supported: {NOT_SAMPLED[key]}"
             known = _keys_at(place[:-1])
             return f"{where}: unknown key '{key}'{nearest(str(place[-1]), known)}"
         case "missing":
