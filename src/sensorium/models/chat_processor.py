@@ -48,7 +48,7 @@ class ChatProcessor:
         self.decoder = decoder or Decoder(store)
         self.modalities = frozenset(["text", *media_format.placeholders])
         self.vocab_size = vocab_size
-        self._table = TokenTable(tokenizer, vocab_size, getattr(media_format, "written_tokens", ()))
+        self._table = TokenTable(tokenizer, vocab_size, media_format.written_tokens)
         self._renderer = ChatRenderer(tokenizer, self.owner, self._table, media_format)
         self.append_only = self._renderer.append_only
         self.stop_ids = tuple(dict.fromkeys([self._renderer.close_id, *end_ids]))

@@ -17,9 +17,12 @@ class MediaFormat(Protocol):
     """How a family's media become tokens and positions. Built as ``MediaFormat(config, processor)``; no processor for text.
 
     ``placeholders`` and ``preprocessors`` have an entry for each kind of medium that the family takes.
-    ``written_tokens``, where a family has it, names special tokens
-    that the model may write in answers; all others are never sampled.
+    ``written_tokens`` names the special tokens that a model of the family may write in answers (boxes, for one). Other
+    special tokens are never sampled, but for those that end a response.
     """
+
+    @property
+    def written_tokens(self) -> Sequence[str]: ...
 
     @property
     def placeholders(self) -> Mapping[MediaKind, int]: ...

@@ -31,6 +31,7 @@ class Qwen25OmniMedia:
 
     def __init__(self, config: Any, processor: Any) -> None:
         self.vision, self.positions_a_second = config.vision_config, config.position_id_per_seconds
+        self.written_tokens: tuple[str, ...] = ()
         self.placeholders: dict[MediaKind, int] = {
             "picture": config.image_token_id,
             "video": config.video_token_id,

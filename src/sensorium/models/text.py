@@ -15,6 +15,7 @@ class NoMedia:
     """A model of text takes no media."""
 
     def __init__(self, config: Any, processor: Any) -> None:
+        self.written_tokens: tuple[str, ...] = ()
         self.placeholders: dict[MediaKind, int] = {}
         self.own_marks: dict[MediaKind, tuple[int, int]] = {}
         self.preprocessors: dict[MediaKind, Preprocessor] = {}
