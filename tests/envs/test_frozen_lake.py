@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sensorium.envs.actions import ActionTurn
 from sensorium.envs.frozen_lake import FrozenLake
 from sensorium.envs.frozen_lake.drawing import COLOURS, PLAYER
 from sensorium.envs.frozen_lake.maps import ACTIONS, lake, safe_way
@@ -106,15 +107,15 @@ def test_the_turn_limit_truncates() -> None:
 )
 def test_reading_a_response(response: str, actions: str, well_formed: bool) -> None:
     environment = FrozenLake(MediaStore(), max_actions_per_turn=3)
-    found, layout = environment.grammar.read(response)
-    assert (", ".join(ACTIONS[a] for a in found), layout) == (actions, well_formed)
+    found = environment.grammar.read(response)
+    assert (", ".join(ACTIONS[a] for a in found.actions), found.well_formed) == (actions, well_formed)
 
 
 def test_bare_words_are_read_when_allowed() -> None:
     environment = FrozenLake(MediaStore(), bare=True)
-    assert environment.grammar.read(" up\n") == ((3,), True)
-    assert environment.grammar.read("<answer>Up</answer>") == ((3,), True)
-    assert environment.grammar.read("go up") == ((), False)
+    assert environment.grammar.read(" up\n") == ActionTurn((3,), {}, True)
+    assert environment.grammar.read("<answer>Up</answer>") == ActionTurn((3,), {}, True)
+    assert environment.grammar.read("go up") == ActionTurn((), {}, False)
     environment.reset(0)
     assert environment.demonstrate() in ACTIONS
 
@@ -152,11 +153,17 @@ def test_the_way_over_the_lake_of_the_docstring() -> None:
 
 def test_full_prompt_wants_a_thought() -> None:
     environment = FrozenLake(MediaStore(), prompt="full")
-    assert environment.grammar.read("<answer>Up</answer>") == ((3,), False)
-    assert environment.grammar.read("<think>a < b</think>\n<answer>Up</answer>") == ((3,), True)
+    assert environment.grammar.read("<answer>Up</answer>") == ActionTurn((3,), {}, False)
+    thought = "<think>a < b</think>\n<answer>Up</answer>"
+    assert environment.grammar.read(thought) == ActionTurn((3,), {"think": "a < b"}, True)
     head, observation = environment.reset(0)
     assert "Left, Down, Right, Up" in head[0].text
-    assert observation.messages[0].text == "You see:\n"
+    form = "<think>your thoughts</think><answer>your action</answer>"
+    assert observation.messages[0].text == f"Answer with one action, in this form:\n{form}\nYou see:\n"
+    after = environment.step(environment.demonstrate()).observation
+    assert after is not None
+    assert after.messages[0].text.startswith("You took: ")
+    assert form in after.messages[0].text
 
 
 def test_the_picture_shows_the_lake_cell_by_cell() -> None:
@@ -229,3 +236,25 @@ def test_options_of_a_row_cannot_keep_the_run_busy_for_ever() -> None:
         lake(8, 0.01, 0)
     with pytest.raises(RecipeError, match="width"):
         FrozenLake(MediaStore(), size=64, cell=512)
+
+
+@pytest.mark.parametrize("form", ["grounding", "worldmodeling", "grounding_worldmodeling"])
+def test_demonstrations_describe_the_lake_rightly_and_are_paid_for_it(form: str) -> None:
+    for seed in range(10):
+        environment = opened(seed, prompt="full", response_format=form, state_reward=0.25, max_actions_per_turn=2)
+        result = environment.step(environment.demonstrate())
+        assert isinstance(result.reward, dict)
+        parts = {part: value for part, value in result.reward.items() if part != "goal"}
+        assert parts == dict.fromkeys([p for p in ("observation", "prediction") if p in parts], 0.25) != {}
+
+
+def test_a_wrong_description_is_paid_by_what_is_right_of_it() -> None:
+    environment = opened(0, prompt="full", response_format="grounding", state_reward=3.0, p=0.999)
+    said = "<observation>player at (0, 0), goal at (1, 1)</observation><reasoning></reasoning>"
+    result = environment.step(f"<think>{said}</think><answer>Down</answer>")
+    assert result.reward == {"goal": 0.0, "observation": 2.0}  # the player, and that there are no holes
+
+
+def test_the_prompts_example_tells_nothing_of_the_lake() -> None:
+    heads = {FrozenLake(MediaStore(), prompt="full", response_format="grounding").reset(s)[0][0].text for s in range(5)}
+    assert len(heads) == 1

@@ -4,25 +4,35 @@ import random
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from sensorium.envs.action_prompts import ActionPrompts
+from sensorium.envs.actions import ActionGrammar
 from sensorium.envs.frozen_lake.drawing import draw_png, draw_text
-from sensorium.envs.frozen_lake.grammar import Grammar, spell
-from sensorium.envs.frozen_lake.maps import ACTIONS, Grid, lake, safe_way
-from sensorium.envs.frozen_lake.pay import Pay
+from sensorium.envs.frozen_lake.maps import ACTIONS, MOVES, Grid, lake, safe_way
+from sensorium.envs.option_checks import one_of, within
+from sensorium.envs.pay import TurnPay
 from sensorium.envs.protocol import Observation, StepResult
+from sensorium.envs.responses import ResponseFormat
+from sensorium.envs.state_description import State, describe, instruction, judged
 from sensorium.media.store import MediaStore
 from sensorium.vocabulary.content import Message, Text, system, user
-from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError, nearest
+from sensorium.vocabulary.errors import EnvironmentFailure
 
+NAME = "frozen_lake"
 MOST_PIXELS_ACROSS = 4096
+LEGENDS = {
+    "text": "_ is ice, O a hole, S the start, G the goal and P is you.",
+    "picture": "Light blue is ice, dark blue a hole, yellow the start, green the goal; the red square is you.",
+}
 
 
 class FrozenLake:
     """One lake, walked once. Pays ``goal_reward`` at the goal, ``format_reward`` for each valid and well-formed response.
 
     ``view`` shows the lake as a picture or as text, or a picture of bare ice, to see whether a model looks; ``prompt``
-    explains it in a few words or in full (the full one asks for a thought before the answer). A response names up to
-    ``max_actions_per_turn`` moves: ``<answer>Left, Down</answer>``, or with ``bare`` the words alone. One that names none,
-    too many or an unknown one moves nothing.
+    explains it in a few words or in full. ``response_format`` is one of the five of ``envs/responses.py``; by default the
+    full prompt asks for a thought before the answer. A response names up to ``max_actions_per_turn`` moves:
+    ``<answer>Left, Down</answer>``, or with ``bare`` the words alone. ``state_reward`` is paid for what a well-formed
+    response says of the lake: its observation of how it is, its prediction of how it will be after the moves.
     """
 
     instant = True
@@ -42,21 +52,26 @@ class FrozenLake:
         goal_reward: float = 1.0,
         format_reward: float = 0.0,
         demonstration_noise: float = 0.0,
+        response_format: str = "",
+        state_reward: float = 0.0,
     ) -> None:
-        _one_of("view", view, ["picture", "text", "blank"])
-        _one_of("prompt", prompt, ["short", "full"])
-        _within("size", size, 2, 64)
-        _within("p", p, 0.01, 1.0)
-        _within("max_turns", max_turns, 1, 10**6)
-        _within("max_actions_per_turn", max_actions_per_turn, 1, 10**6)
-        _within("cell", cell, 4, 512)
-        _within("size times cell (the picture's width)", size * cell, 8, MOST_PIXELS_ACROSS)
-        _within("demonstration_noise", demonstration_noise, 0.0, 1.0)
+        one_of(NAME, "view", view, ["picture", "text", "blank"])
+        one_of(NAME, "prompt", prompt, ["short", "full"])
+        within(NAME, "size", size, 2, 64)
+        within(NAME, "p", p, 0.01, 1.0)
+        within(NAME, "max_turns", max_turns, 1, 10**6)
+        within(NAME, "max_actions_per_turn", max_actions_per_turn, 1, 10**6)
+        within(NAME, "cell", cell, 4, 512)
+        within(NAME, "size times cell (the picture's width)", size * cell, 8, MOST_PIXELS_ACROSS)
+        within(NAME, "demonstration_noise", demonstration_noise, 0.0, 1.0)
         self.store = store
         self.size, self.p, self.slippery = size, p, slippery
         self.max_turns, self.view, self.cell = max_turns, view, cell
-        self.grammar = Grammar(max_actions_per_turn, thought=prompt == "full", bare=bare)
-        self.pay = Pay(goal_reward, format_reward)
+        form = ResponseFormat(response_format or ("free_think" if prompt == "full" else "no_think"))
+        self.grammar = ActionGrammar(ACTIONS, max_actions_per_turn, form, bare)
+        self.prompts = ActionPrompts(self.grammar, full=prompt == "full")
+        described = {part: state_reward for part in form.sections if part in ("observation", "prediction")}
+        self.pay = TurnPay({"goal": goal_reward, "format": format_reward, **described})
         self.demonstration_noise = demonstration_noise
         self._walk: Any = None
         self._grid: Grid = ()
@@ -77,36 +92,38 @@ class FrozenLake:
         self._grid = lake(self.size, self.p, seed)
         self._walk = FrozenLakeEnv(desc=list(self._grid), is_slippery=self.slippery)
         self._place = int(self._walk.reset(seed=seed)[0])
-        rules = self.grammar.rules(in_letters=self.view == "text", slippery=self.slippery)
-        return (system(rules),), self._observe(self.grammar.opening())
+        return (system(self._rules()),), self._observe(self.prompts.opening())
 
     def step(self, response: str) -> StepResult:
         """Carry out the moves the response names, until the goal, a hole, or the last of them."""
         if self._over:
             raise EnvironmentFailure("frozen_lake: the walk is over (or has not begun); reset it first.")
-        actions, well_formed = self.grammar.read(response)
-        before, reached, ended = self._place, False, False
-        for action in actions:
-            place, reward, ended, _, _ = self._walk.step(action)
-            self._place, reached = int(place), reward > 0
+        asked = self.grammar.read(response)
+        before, place, reached, ended = self._state(), self._place, False, False
+        for action in asked.actions:
+            moved_to, reward, ended, _, _ = self._walk.step(action)
+            self._place, reached = int(moved_to), reward > 0
             if ended:
                 break
         self._turn += 1
         truncated = not ended and self._turn >= self.max_turns
         self._over = ended or truncated
-        said = spell(actions)
+        said = self.grammar.spell(asked.actions)
+        good = asked.well_formed and asked.valid
+        described = judged(asked, before, self._state(), self.pay.worth)
         return StepResult(
-            observation=None if self._over else self._observe(self.grammar.after(said)),
-            reward=self.pay.of(reached=reached, well_formed=well_formed and bool(actions)),
+            observation=None if self._over else self._observe(self.prompts.after(said)),
+            reward=self.pay.of(goal=reached, format=good, **described),
             done=self._over,
             truncated=truncated,
             success=reached if self._over else None,
             info={
-                "valid": bool(actions),
-                "format": well_formed,
+                "valid": asked.valid,
+                "format": asked.well_formed,
                 "actions": said,
-                "moved": before != self._place,
+                "moved": place != self._place,
                 "success": reached,
+                **described,
             },
         )
 
@@ -123,13 +140,49 @@ class FrozenLake:
         chance = random.Random(f"frozen_lake/{self._seed}/{self._turn}")
         if chance.random() < self.demonstration_noise:
             actions = (chance.randrange(len(ACTIONS)),)
-        return self.grammar.write(actions)
+        return self.grammar.write(actions, **self._thought(actions))
 
     def close(self) -> None:
         """Give the gymnasium environment back."""
         if self._walk is not None:
             self._walk.close()
             self._walk = None
+
+    def _rules(self) -> str:
+        legend = LEGENDS["text" if self.view == "text" else "picture"]
+        slip = " The ice is slippery: you may slide sideways." if self.slippery else ""
+        states = f"\n{instruction(self._state())}" if {"observation", "prediction"} & set(self.pay.worth) else ""
+        explained = f"You walk over a frozen lake. Reach the goal without falling into a hole. {legend}{slip}{states}"
+        return self.prompts.rules("Walk to the goal.", explained, (1,), **self._thought((1,), example=True))
+
+    def _state(self) -> State:
+        """Where things are."""
+        size = len(self._grid)
+        holes = frozenset((r, c) for r, row in enumerate(self._grid) for c, letter in enumerate(row) if letter == "H")
+        player = frozenset([divmod(self._place, size)])
+        return {"player": player, "goal": frozenset([(size - 1, size - 1)]), "hole": holes}
+
+    def _thought(self, actions: tuple[int, ...], *, example: bool = False) -> dict[str, str]:
+        """What a demonstration thinks; an example of the prompt tells nothing of the lake at hand."""
+        if not self.grammar.format.thinks:
+            return {}
+        if example:
+            player, after = "player at (0, 0); goal at (3, 3)", "player at (1, 0); goal at (3, 3)"
+            reason = "The goal is below me and the ice is safe."
+        else:
+            player, reason = describe(self._state()), f"The safe way goes {self.grammar.spell(actions).lower()}."
+            after = describe({**self._state(), "player": frozenset([divmod(self._after(actions), len(self._grid))])})
+        return {"think": reason, "observation": player, "reasoning": reason, "prediction": after}
+
+    def _after(self, actions: tuple[int, ...]) -> int:
+        """Where some moves lead on ice that does not slip."""
+        row, column = divmod(self._place, (size := len(self._grid)))
+        for action in actions:
+            down, right = MOVES[action]
+            row, column = min(max(row + down, 0), size - 1), min(max(column + right, 0), size - 1)
+            if self._grid[row][column] in "GH":
+                break
+        return row * size + column
 
     def _observe(self, words: str) -> Observation:
         if self.view == "text":
@@ -139,13 +192,3 @@ class FrozenLake:
         png = draw_png(grid, None if blank else self._place, self.cell)
         media = self.store.put(png, "picture", f"frozen_lake seed {self._seed} turn {self._turn}")
         return Observation((Message("user", (*([Text(words + "\n")] if words else []), media)),))
-
-
-def _one_of(option: str, value: str, known: list[str]) -> None:
-    if value not in known:
-        raise RecipeError(f"frozen_lake: option {option} cannot be '{value}'{nearest(str(value), known)}")
-
-
-def _within(option: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise RecipeError(f"frozen_lake: option {option} is {value}; it must lie between {low} and {high}.")

@@ -1,0 +1,34 @@
+"""The words around what an environment with named actions shows: rules at the head, the form again at every turn."""
+
+from dataclasses import dataclass
+
+from sensorium.envs.actions import ActionGrammar
+
+
+@dataclass(frozen=True)
+class ActionPrompts:
+    """Prompts in full repeat at every turn what was done and what to write; short ones say only what did not work."""
+
+    grammar: ActionGrammar
+    full: bool
+    refusal: str = "Not a move."
+
+    def opening(self) -> str:
+        """The words above the first sight."""
+        return f"{self.grammar.instruction()}\nYou see:" if self.full else ""
+
+    def after(self, said: str) -> str:
+        """The words above the next sight, by the actions that were taken."""
+        if not self.full:
+            return "" if said else self.refusal
+        taken = f"You took: {said}." if said else "That was no valid answer; nothing was done."
+        return f"{taken}\n{self.opening()}"
+
+    def rules(self, short: str, explained: str, example: tuple[int, ...], **thought: str) -> str:
+        """The system prompt: a few words, or what it is about, the actions, the form and an example."""
+        if not self.full:
+            return short
+        written = self.grammar.write(example, **thought)
+        return (
+            f"{explained}\nActions: {', '.join(self.grammar.names)}.\n{self.grammar.instruction()}\nFor example: {written}"
+        )

@@ -1,0 +1,128 @@
+"""The response grammar: five forms, read in linear time whatever the text is."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sensorium.envs.actions import ActionGrammar
+from sensorium.envs.pay import TurnPay
+from sensorium.envs.responses import SECTIONS, ResponseFormat
+from sensorium.envs.state_description import describe, share_right
+from sensorium.vocabulary.errors import RecipeError
+
+FORMS = {
+    "no_think": "<answer>Left</answer>",
+    "free_think": "<think>why</think><answer>Left</answer>",
+    "grounding": "<think><observation>o</observation><reasoning>r</reasoning></think><answer>Left</answer>",
+    "worldmodeling": "<think><reasoning>r</reasoning><prediction>p</prediction></think><answer>Left</answer>",
+    "grounding_worldmodeling": (
+        "<think><observation>o</observation><reasoning>r</reasoning><prediction>p</prediction></think><answer>Left</answer>"
+    ),
+}
+PIECES = [
+    "<think>",
+    "</think>",
+    "<answer>",
+    "</answer>",
+    "<observation>",
+    "</Observation>",
+    "<",
+    ">",
+    "Left",
+    ",",
+    " ",
+    "é\0",
+]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form_reads_what_it_writes_and_no_other_form(name: str) -> None:
+    form = ResponseFormat(name)
+    assert form.write("Left", think="why", observation="o", reasoning="r", prediction="p") == FORMS[name]
+    for other, text in FORMS.items():
+        spaced = text.replace("><", "> \n<").upper()
+        assert (form.parse(text).well_formed, form.parse(spaced).well_formed) == (other == name, other == name)
+        assert form.parse(text).answer == "Left"
+    assert not form.parse(FORMS[name] + "!").well_formed
+    assert not form.parse("so " + FORMS[name]).well_formed
+    assert set(FORMS) == set(SECTIONS)
+
+
+def test_sections_are_told_apart() -> None:
+    parsed = ResponseFormat("grounding_worldmodeling").parse(FORMS["grounding_worldmodeling"])
+    assert parsed.sections == {"observation": "o", "reasoning": "r", "prediction": "p"}
+    assert ResponseFormat("free_think").parse("<think>a < b > c</think><answer>x</answer>").sections == {
+        "think": "a < b > c"
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<answer>a</answer><answer>b</answer>", "b"),
+        ("<answer>a<answer>b</answer>", "b"),
+        ("<answer>a</answer></answer>", "a"),
+        ("<answer>a<think>b</answer>", None),
+        ("answer>a</answer>", None),
+        ("<answer >a</answer>", None),
+    ],
+)
+def test_the_last_answer_counts(text: str, answer: str | None) -> None:
+    parsed = ResponseFormat("no_think").parse(text)
+    assert (parsed.answer, parsed.well_formed) == (answer, False)
+
+
+def test_an_unknown_form_is_refused_with_the_nearest() -> None:
+    with pytest.raises(RecipeError, match="did you mean 'worldmodeling'"):
+        ResponseFormat("worldmodelling")
+
+
+def test_what_is_not_all_valid_names_no_action() -> None:
+    grammar = ActionGrammar(("Left", "Look up"), 2, ResponseFormat("no_think"))
+    for said, actions in {
+        "left": (0,),
+        "LEFT , look up": (0, 1),
+        "left, left, left": (),
+        "left, jump": (),
+        "left,": (),
+        "": (),
+        "<b>left": (),
+    }.items():
+        assert grammar.read(f"<answer>{said}</answer>").actions == actions, said
+    assert grammar.read("left").actions == ()
+
+
+@given(st.sampled_from(list(FORMS)), st.lists(st.sampled_from(PIECES), max_size=30), st.booleans())
+def test_any_text_is_read(name: str, pieces: list[str], bare: bool) -> None:
+    grammar = ActionGrammar(("Left",), 3, ResponseFormat(name), bare)
+    asked = grammar.read("".join(pieces))
+    assert set(asked.actions) <= {0}
+    assert not (asked.well_formed and grammar.format.thinks and "".join(pieces).count("<think>") != 1)
+
+
+@pytest.mark.parametrize("piece", ["<think>", "<answer>", "</think> ", "<", "<answer></answer>", "\U0001f600"])
+def test_megabytes_are_read_in_a_moment(piece: str) -> None:
+    text = piece * (2_000_000 // len(piece))
+    began = time.process_time()
+    ActionGrammar(("Left",), 3, ResponseFormat("grounding")).read(text + "<answer>Left</answer>")
+    assert time.process_time() - began < 10
+
+
+def test_pay_keeps_its_names_and_a_lone_part_needs_none() -> None:
+    assert TurnPay({"goal": 10.0, "format": 0.5, "step": -0.1}).of(goal=True, step=2) == {
+        "goal": 10.0,
+        "format": 0.0,
+        "step": -0.2,
+    }
+    assert TurnPay({"goal": 2.0, "format": 0.0}).of(goal=True, format=True) == 2.0
+
+
+def test_naming_every_place_earns_nothing() -> None:
+    state = {"player": frozenset([(0, 1)]), "box": frozenset([(1, 1), (2, 3)])}
+    everywhere = ", ".join(f"({r}, {c})" for r in range(4) for c in range(4))
+    assert share_right(f"player {everywhere} box {everywhere}", state) == 0
+    assert share_right(describe(state), state) == 1
+    assert share_right("boxes: ( 2,3 ) and (1,1). The player? In (0, 2).", state) == 0.5
+    assert share_right("(0, 1)", state) == 0
