@@ -2,11 +2,13 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
 
 from sensorium.media.making import encode_clip
+from sensorium.vocabulary.decoding import VideoParameters
 
 STEP = 8
 
@@ -52,3 +54,8 @@ def remuxed(data: bytes, path: Path, sound_late_s: float = 0.0, options: dict[st
 
 CLIP = encode_clip(numbered(), 8.0, tone())
 """Three seconds: 24 frames at 8 a second, with a tone."""
+
+
+def middle(**asked: Any) -> VideoParameters:
+    """Parameters of a video that is sampled by the rule ``middle``."""
+    return VideoParameters(sampling="middle", **asked)

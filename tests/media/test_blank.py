@@ -9,7 +9,8 @@ from sensorium.media.making import encode_clip, encode_wav
 from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
 from sensorium.media.video import DecodedVideo
-from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
+from sensorium.vocabulary.decoding import AudioParameters
+from tests.media.clips import middle
 
 
 def noise(*shape: int) -> np.ndarray:
@@ -30,7 +31,11 @@ def test_a_video_keeps_its_number_of_frames_and_their_size_also_when_it_is_trimm
     store = MediaStore()
     decoder = Decoder(store)
     data = encode_clip(noise(12, 28, 56, 3), fps=4)
-    for asked in (VideoParameters(), VideoParameters(frames=5), VideoParameters(fps=3, start=1.0, end=2.5)):
+    for asked in (
+        middle(),
+        middle(frames=5),
+        middle(fps=3, start=1.0, end=2.5),
+    ):
         video = store.put(data, "video", "", asked)
         real, grey = decoder.get(video), decoder.get(blank(video, decoder, store))
         assert isinstance(real, DecodedVideo)

@@ -24,11 +24,11 @@ from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
 from sensorium.media.video import DecodedVideo
 from sensorium.vocabulary.content import Media
-from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
+from sensorium.vocabulary.decoding import AudioParameters
 from sensorium.vocabulary.errors import MediaError
-from tests.media.clips import CLIP, numbered, numbers, tone
+from tests.media.clips import CLIP, middle, numbered, numbers, tone
 
-TWO, THREE = VideoParameters(frames=2), VideoParameters(frames=3)
+TWO, THREE = middle(frames=2), middle(frames=3)
 
 
 def frames(clip: object) -> list[int]:
@@ -210,7 +210,7 @@ def test_memory_does_not_grow_with_steps(tmp_path: Path) -> None:
 def test_many_threads_may_ask(tmp_path: Path) -> None:
     store = MediaStore()
     decoder = Decoder(store, DiskCache(tmp_path, 10**6), memory_mib=1, threads=4)
-    media = [store.put(CLIP, "video", "row", VideoParameters(frames=1 + i)) for i in range(6)]
+    media = [store.put(CLIP, "video", "row", middle(frames=1 + i)) for i in range(6)]
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda i: len(frames(decoder.get(media[i % 6]))), range(120)))
     assert found == [1 + i % 6 for i in range(120)]

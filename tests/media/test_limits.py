@@ -15,7 +15,7 @@ from sensorium.media.picture import FORMATS, decode_picture
 from sensorium.media.store import MediaStore
 from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
 from sensorium.vocabulary.errors import MediaError
-from tests.media.clips import numbered, tone
+from tests.media.clips import middle, numbered, tone
 
 
 def png_header(width: int, height: int) -> bytes:
@@ -66,10 +66,10 @@ def test_a_file_beyond_the_limit_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("parameters", "limits", "what"),
     [
-        (VideoParameters(frames=10**12), MediaLimits(), "media.max_clip_mib"),
-        (VideoParameters(frames=2000), MediaLimits(clip_mib=1), "media.max_clip_mib"),
-        (VideoParameters(frames=2), MediaLimits(clip_s=1), "media.max_clip_s"),
-        (VideoParameters(frames=2), MediaLimits(pixels=100), "media.max_pixels"),
+        (middle(frames=10**12), MediaLimits(), "media.max_clip_mib"),
+        (middle(frames=2000), MediaLimits(clip_mib=1), "media.max_clip_mib"),
+        (middle(frames=2), MediaLimits(clip_s=1), "media.max_clip_s"),
+        (middle(frames=2), MediaLimits(pixels=100), "media.max_pixels"),
     ],
 )
 def test_videos_that_would_take_too_much_are_refused(parameters: VideoParameters, limits: MediaLimits, what: str) -> None:

@@ -7,12 +7,13 @@ import pytest
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.decoding import AudioParameters, VideoParameters, parameters_from, parameters_to_data
 from sensorium.vocabulary.episode import MediaSpan, Segment
+from tests.media.clips import middle
 
-EIGHT, MANY = VideoParameters(frames=8), VideoParameters(frames=32)
+EIGHT, MANY = middle(frames=8), middle(frames=32)
 
 
 def test_the_same_file_at_other_parameters_is_another_medium() -> None:
-    eight, again, many = (Media("video", "ab", "row", asked) for asked in (EIGHT, VideoParameters(frames=8), MANY))
+    eight, again, many = (Media("video", "ab", "row", asked) for asked in (EIGHT, middle(frames=8), MANY))
     assert eight == again
     assert eight.key == again.key
     assert eight != many
@@ -34,8 +35,8 @@ def test_a_video_or_sound_of_which_nothing_is_said_is_decoded_the_usual_way() ->
 
 
 def test_whole_and_fractional_seconds_have_one_key() -> None:
-    assert Media("video", "a", parameters=VideoParameters(start=1, end=2)).key == (
-        Media("video", "a", parameters=VideoParameters(start=1.0, end=2.0)).key
+    assert Media("video", "a", parameters=middle(start=1, end=2)).key == (
+        Media("video", "a", parameters=middle(start=1.0, end=2.0)).key
     )
 
 
@@ -63,6 +64,9 @@ def test_unfit_parameters_are_refused(kind: Any, given: dict[str, Any], what: st
         parameters_from(kind, given)
 
 
-@pytest.mark.parametrize("asked", [VideoParameters(), EIGHT, VideoParameters(fps=1, end=3), AudioParameters(8000)])
+@pytest.mark.parametrize(
+    "asked",
+    [middle(), EIGHT, middle(fps=1, end=3), AudioParameters(8000)],
+)
 def test_parameters_survive_as_plain_data(asked: Any) -> None:
     assert parameters_from(type(asked), parameters_to_data(asked)) == asked

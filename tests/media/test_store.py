@@ -11,8 +11,8 @@ import pytest
 from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
 from sensorium.vocabulary.content import Media
-from sensorium.vocabulary.decoding import VideoParameters
 from sensorium.vocabulary.errors import MediaError
+from tests.media.clips import middle
 
 
 def test_same_bytes_are_kept_once(tmp_path: Path) -> None:
@@ -91,8 +91,8 @@ def test_a_clip_given_as_a_file_is_linked_and_never_loaded(tmp_path: Path) -> No
     clip = tmp_path / "clip.mp4"
     clip.write_bytes(b"frames" * 1000)
     store = MediaStore(tmp_path / "media")
-    media = store.put_file(clip, "video", "row 1", VideoParameters(frames=8))
-    assert media == store.put(clip.read_bytes(), "video", parameters=VideoParameters(frames=8))
+    media = store.put_file(clip, "video", "row 1", middle(frames=8))
+    assert media == store.put(clip.read_bytes(), "video", parameters=middle(frames=8))
     kept = tmp_path / "media" / media.hash
     assert kept.stat().st_ino == clip.stat().st_ino
     assert store.source_of(media) == kept
@@ -169,7 +169,7 @@ def test_a_missing_clip_is_named(tmp_path: Path) -> None:
 def test_a_medium_is_taken_from_another_store_without_loading_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "clip.mp4").write_bytes(b"frames" * 1000)
     first = MediaStore(tmp_path / "first")
-    clip = first.put_file(tmp_path / "clip.mp4", "video", "row 1", VideoParameters(frames=8))
+    clip = first.put_file(tmp_path / "clip.mp4", "video", "row 1", middle(frames=8))
     monkeypatch.setattr(MediaStore, "bytes_of", lambda *_: pytest.fail("it was loaded"))
     second, without_folder = MediaStore(tmp_path / "second"), MediaStore()
     for store in (second, without_folder):

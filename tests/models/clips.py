@@ -18,7 +18,7 @@ from sensorium.media.video import DecodedVideo
 from sensorium.models.policy import Policy
 from sensorium.models.qwen2_5_omni import frame_size
 from sensorium.vocabulary.content import Media
-from sensorium.vocabulary.decoding import VideoParameters
+from tests.media.clips import middle
 
 from .trained_positions import with_trained_positions
 
@@ -37,7 +37,7 @@ def clip(store: MediaStore, seed: int, frames: int = 4, width: int = 56, height:
     small = rng.integers(0, 255, (frames, height // 14, width // 14, 3), dtype=np.uint8)
     shown = small.repeat(14, axis=1).repeat(14, axis=2)
     data = encode_clip(shown, fps=frames / seconds)
-    return store.put(data, "video", f"clip-{seed}.mp4", VideoParameters(frames=frames))
+    return store.put(data, "video", f"clip-{seed}.mp4", middle(frames=frames))
 
 
 def tone(store: MediaStore, seed: int, seconds: float = 0.5) -> Media:

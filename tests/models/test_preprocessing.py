@@ -15,8 +15,9 @@ from sensorium.media.making import encode_wav
 from sensorium.models.prepared_media import Extent
 from sensorium.models.preprocessing import SoundPreprocessor, sound_tokens
 from sensorium.vocabulary.content import Media, user
-from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
+from sensorium.vocabulary.decoding import AudioParameters
 from sensorium.vocabulary.errors import MediaError
+from tests.media.clips import middle
 
 from .clips import clip, stock_inputs
 from .stock_pair import Pair
@@ -74,7 +75,7 @@ def test_a_clip_of_one_frame_shows_it_for_two(pairs: Pairs, family: str) -> None
 def test_the_same_file_sampled_otherwise_is_another_medium(pairs: Pairs) -> None:
     policy = pairs("qwen3_vl").policy
     four = clip(policy.chat.store, 8, frames=4)
-    two = replace(four, parameters=VideoParameters(frames=2))
+    two = replace(four, parameters=middle(frames=2))
     features = policy.encode([four, two])
     assert [len(features[item].embeds_NH) for item in (four, two)] == [8, 4]
     layouts = [policy.chat.layout(policy.chat.render([user(item, "What?")])) for item in (four, two)]

@@ -13,8 +13,8 @@ from sensorium.record.episode_json import write_episodes
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.html import render_report
 from sensorium.vocabulary import Episode, Group, Media, Segment, Status, Task, Thread, Turn, user
-from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
-from tests.media.clips import numbered, tone
+from sensorium.vocabulary.decoding import AudioParameters
+from tests.media.clips import middle, numbered, tone
 
 from .test_html import Page
 
@@ -38,7 +38,7 @@ def sources(page: Page) -> list[dict[str, str | None]]:
 
 def test_small_clips_are_embedded_whole_and_play(tmp_path: Path) -> None:
     store = MediaStore(tmp_path / "media")
-    video = store.put(CLIP, "video", "row 1", VideoParameters(frames=3))
+    video = store.put(CLIP, "video", "row 1", middle(frames=3))
     sound = store.put(WAVE, "sound", "row 2")
     track = store.put(CLIP, "sound", "row 3")
     page = Page(render_report(run_with(tmp_path, video, sound, track)))
@@ -52,8 +52,8 @@ def test_small_clips_are_embedded_whole_and_play(tmp_path: Path) -> None:
 
 def test_what_the_model_was_given_is_shown_with_its_times(tmp_path: Path) -> None:
     store = MediaStore(tmp_path / "media")
-    few = store.put(CLIP, "video", "row 1", VideoParameters(frames=3))
-    many = store.put(CLIP, "video", "row 2", VideoParameters(frames=20, start=1.0, end=2.0))
+    few = store.put(CLIP, "video", "row 1", middle(frames=3))
+    many = store.put(CLIP, "video", "row 2", middle(frames=20, start=1.0, end=2.0))
     sound = store.put(WAVE, "sound", "row 3", AudioParameters(8000))
     page = Page(render_report(run_with(tmp_path, few, many, sound)))
     for told in ("0.50 s", "1.50 s", "2.50 s", "3 frames of 64 × 48 from 3.00 s", "row 1"):
@@ -71,7 +71,7 @@ def test_what_the_model_was_given_is_shown_with_its_times(tmp_path: Path) -> Non
 
 def test_large_clips_lie_beside_the_page_and_are_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = MediaStore(tmp_path / "media")
-    video = store.put(CLIP, "video", "row 1", VideoParameters(frames=2, start=0.5))
+    video = store.put(CLIP, "video", "row 1", middle(frames=2, start=0.5))
     sound = store.put(WAVE, "sound", "row 2")
     monkeypatch.setattr("sensorium.report.album.CLIP_BYTES", 1000)
     monkeypatch.setattr(MediaStore, "bytes_of", lambda *_: pytest.fail("it was loaded"))
@@ -86,7 +86,7 @@ def test_large_clips_lie_beside_the_page_and_are_never_loaded(tmp_path: Path, mo
 
 def test_what_is_embedded_stays_within_the_bound(tmp_path: Path) -> None:
     store = MediaStore(tmp_path / "media")
-    media = [store.put(encode_clip(numbered(8 + i)), "video", f"row {i}", VideoParameters(frames=2)) for i in range(12)]
+    media = [store.put(encode_clip(numbered(8 + i)), "video", f"row {i}", middle(frames=2)) for i in range(12)]
     sizes = [store.size_of(item) for item in media]
     run = run_with(tmp_path, *media)
     plain = len(render_report(run, media_bytes=0))
@@ -111,7 +111,7 @@ def test_a_broken_or_missing_clip_is_named_and_the_page_goes_on(tmp_path: Path) 
 
 def test_a_page_finds_what_its_run_has_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = MediaStore(tmp_path / "run" / "media")
-    video = store.put(CLIP, "video", "row 1", VideoParameters(frames=3))
+    video = store.put(CLIP, "video", "row 1", middle(frames=3))
     shared = {"default": tmp_path / "run" / "decoded", "shared": tmp_path / "shared"}
     for folder in shared.values():
         open_decoder(store, folder, cache_gib=1, memory_gib=0, threads=1).get(video)
@@ -126,14 +126,14 @@ def test_a_page_finds_what_its_run_has_decoded(tmp_path: Path, monkeypatch: pyte
 
 def test_a_page_decodes_without_a_cache_and_leaves_none_behind(tmp_path: Path) -> None:
     store = MediaStore(tmp_path / "media")
-    run = run_with(tmp_path, store.put(CLIP, "video", "row 1", VideoParameters(frames=3)))
+    run = run_with(tmp_path, store.put(CLIP, "video", "row 1", middle(frames=3)))
     assert "3 frames" in Page(render_report(run)).text
     assert not run.decoded.exists()
 
 
 def test_names_of_clips_are_text_and_never_markup(tmp_path: Path) -> None:
     evil = '<script>alert("x")</script>'
-    video = MediaStore(tmp_path / "media").put(CLIP, "video", evil, VideoParameters(frames=1))
+    video = MediaStore(tmp_path / "media").put(CLIP, "video", evil, middle(frames=1))
     page = Page(render_report(run_with(tmp_path, video)))
     assert evil in page.text
     assert len(page.all("script")) == 1
@@ -142,7 +142,7 @@ def test_names_of_clips_are_text_and_never_markup(tmp_path: Path) -> None:
 def test_episodes_keep_what_was_asked_of_a_clip(tmp_path: Path) -> None:
     from sensorium.record.episode_json import read_groups
 
-    asked: Any = VideoParameters(fps=3.0, max_frames=4, start=0.5)
+    asked: Any = middle(fps=3.0, max_frames=4, start=0.5)
     video = MediaStore(tmp_path / "media").put(CLIP, "video", "row 1", asked)
     run = run_with(tmp_path, video, Media("sound", "ab" * 32, "", AudioParameters(8000, end=2.0)))
     [group] = read_groups(run.episodes_of(1))

@@ -14,7 +14,7 @@ from sensorium.recipe.names import wrong_options
 from sensorium.recipe.schema import MediaSection
 from sensorium.tasks.row_format import layout_of
 from sensorium.tasks.rows import JsonlRows
-from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
+from sensorium.vocabulary.decoding import SAMPLING, AudioParameters, VideoParameters
 from tests.media.clips import numbered, tone
 
 PAGE = (Path(__file__).parents[2] / "docs" / "media.md").read_text()
@@ -63,6 +63,6 @@ def test_the_settings_and_metrics_of_a_run_are_told_as_they_are() -> None:
 
 def test_the_defaults_are_told_as_they_are() -> None:
     usual = VideoParameters()
-    assert (usual.fps, usual.min_frames, usual.max_frames) == (2.0, 1, 768)
-    for number in (usual.max_pixels_per_frame, usual.max_pixels_per_clip, AudioParameters().sample_rate):
+    assert (usual.fps, usual.min_frames, usual.max_frames, usual.sampling) == (2.0, 1, 768, "middle")
+    for number in (*SAMPLING["middle"].values(), AudioParameters().sample_rate):
         assert f"{number:,}" in PAGE

@@ -11,7 +11,7 @@ from sensorium.media.making import encode_clip, encode_wav
 from sensorium.media.store import MediaStore
 from sensorium.recipe.schema import Recipe
 from sensorium.vocabulary import Episode, Media, Message, Score, Task, system, user
-from sensorium.vocabulary.decoding import VideoParameters
+from tests.media.clips import middle
 from tests.recipes import parsed, quick
 
 HERE = "tests.trainer.cinema"
@@ -69,7 +69,7 @@ class Cinema:
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
         self.turn, self.seed = 0, seed
-        video = self.store.put(video_bytes(seed % 4), "video", f"reel {seed % 4}", VideoParameters(frames=2))
+        video = self.store.put(video_bytes(seed % 4), "video", f"reel {seed % 4}", middle(frames=2))
         return (system("watch"),), Observation((user(video, "?"),))
 
     def step(self, response: str) -> StepResult:

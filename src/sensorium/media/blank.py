@@ -22,11 +22,16 @@ def blank(media: Media, decoder: Decoder, store: MediaStore) -> Media:
     """
     shown, origin = decoder.get(media), f"blank for {media.name}"
     if isinstance(shown, DecodedVideo):
+        assert isinstance(media.parameters, VideoParameters)
         count, seconds = len(shown.frames), max(shown.end_s - shown.start_s, 1e-3)
         from sensorium.media.making import encode_clip  # brings PyAV, which a run without clips does without
 
-        clip = encode_clip(np.full_like(shown.frames, GREY), count / seconds)
-        assert isinstance(media.parameters, VideoParameters)
+        if media.parameters.sampling == "official":  # of the file's size, which becomes the clip's own
+            width, height = shown.size
+            grey = np.full((height, width, 3), GREY, np.uint8)
+            clip = encode_clip([grey] * count, 1 / shown.seconds_per_frame)
+        else:
+            clip = encode_clip(np.full_like(shown.frames, GREY), count / seconds)
         asked = replace(media.parameters, frames=count, fps=None, start=0.0, end=None)
         return store.put(clip, "video", origin, asked)
     if isinstance(shown, DecodedAudio):

@@ -1,8 +1,9 @@
 """Video: frames evenly sampled from a file, with their times, within pixel budgets.
 
-The rule of sampling: the range asked for is cut into N equal parts, and of each part the frame shown at its middle is taken
-(the last one that began by then; the first of all where none has). N is given, or the range's length times fps, rounded.
-Times count from the start of the file, whatever was trimmed off. Few frames of a long video are sought one by one.
+Two rules of sampling. ``official``: media/official_sampling.py. ``middle``: the range asked for is cut into N equal parts,
+and of each part the frame shown at its middle is taken (the last one that began by then; the first of all where none has);
+N is given, or the range's length times fps, rounded. Times count from the start of the file, whatever was trimmed off. Few
+frames of a long video are sought one by one.
 """
 
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from PIL import Image
 
 from sensorium.media.container import BadClip, Source, check_whole, library, opened, stated_end, track, trimmed, zero
 from sensorium.media.limits import MediaLimits
+from sensorium.media.official_sampling import official_indices, official_size
 from sensorium.vocabulary.decoding import VideoParameters
 
 SEEK_S = 4.0
@@ -65,9 +67,11 @@ def decode_video(source: Source, parameters: VideoParameters, name: str, limits:
     limits = limits or MediaLimits()
     length = _length(source, name)
     start, end = trimmed(parameters, length, "video", name)
-    count = frame_count(parameters, start, end)
-    _refuse(name, limits.refuse_length(end - start) or limits.refuse_decoded(3 * count))
-    times = sampled_times(parameters, start, end)
+    _refuse(name, limits.refuse_length(end - start))
+    official = _official(source, parameters, name) if parameters.sampling == "official" else None
+    count = frame_count(parameters, start, end) if official is None else len(official.indices)
+    _refuse(name, limits.refuse_decoded(3 * count))
+    times = sampled_times(parameters, start, end) if official is None else official.moments
     for seek in (True, False):
         with opened(source, name, "video") as container:
             clip = _Clip(container, name, limits)
@@ -76,6 +80,8 @@ def decode_video(source: Source, parameters: VideoParameters, name: str, limits:
                 frames, begins = shown
                 indices = np.array([round(begin * clip.fps) for begin in begins])
                 each = (end - start) / len(times)
+                if official is not None:
+                    times, indices, each = np.array(begins), official.indices, official.seconds_per_frame
                 return DecodedVideo(np.stack(frames), times, clip.fps, length, clip.size, start, end, indices, each)
         # The container's index sent us past the frame, so go through it from the start.
     raise AssertionError("without seeking no frame is passed over")
@@ -86,6 +92,7 @@ def frame_count(parameters: VideoParameters, start: float, end: float) -> int:
     if parameters.frames is not None:
         return parameters.frames
     assert parameters.fps is not None
+    assert parameters.min_frames is not None
     return min(max(floor((end - start) * parameters.fps + 0.5), parameters.min_frames), parameters.max_frames)
 
 
@@ -98,6 +105,9 @@ def sampled_times(parameters: VideoParameters, start: float, end: float) -> np.n
 def budgeted(size: tuple[int, int], frames: int, parameters: VideoParameters) -> tuple[int, int]:
     """The (width, height) that fits the budgets and keeps the aspect; the size itself if it fits."""
     width, height = size
+    assert parameters.max_pixels_per_frame is not None
+    assert parameters.max_pixels_per_clip is not None
+    assert parameters.min_pixels_per_frame is not None
     most = max(1, min(parameters.max_pixels_per_frame, parameters.max_pixels_per_clip // frames))
     wanted = min(max(width * height, parameters.min_pixels_per_frame), most)
     if wanted == width * height:
@@ -106,6 +116,36 @@ def budgeted(size: tuple[int, int], frames: int, parameters: VideoParameters) ->
     width, height = max(1, floor(width * scale)), max(1, floor(height * scale))
     # A sliver ends with a side of a single pixel, and only the other can still give.
     return min(width, max(1, most // height)), min(height, max(1, most // width))
+
+
+@dataclass(frozen=True)
+class _OfficialFrames:
+    """The frames that the official rule takes: their numbers, moments at which each is shown, seconds each stands for."""
+
+    indices: np.ndarray
+    moments: np.ndarray
+    seconds_per_frame: float
+
+
+def _official(source: Source, parameters: VideoParameters, name: str) -> _OfficialFrames:
+    """The frames taken by their numbers in the file, which is read through for it, not decoded."""
+    begins: list[float] = []
+    with opened(source, name, "video") as container:
+        stream = track(container, "video", name)
+        fps = _rate(stream)
+        for packet in container.demux(stream):
+            if packet.size and not packet.is_discard:
+                told = packet.pts is not None
+                begins.append(float(packet.pts * packet.time_base) - zero(container) if told else len(begins) / fps)
+    if not begins:
+        raise BadClip(name, "the video has no frames: zero length, or truncated. Restore the file.")
+    begins.sort()
+    try:
+        indices, each = official_indices(parameters, len(begins), fps)
+    except ValueError as error:
+        raise BadClip(name, f"the frames cannot be sampled: {error}.") from error
+    ends = np.array([*begins[1:], begins[-1] + 1 / fps])
+    return _OfficialFrames(indices, ((np.array(begins) + ends) / 2)[indices], each)
 
 
 def _length(source: Source, name: str) -> float:
@@ -162,13 +202,22 @@ class _Clip:
             if drawn is None or drawn[0] is not shown:
                 if not pictures:
                     self.size = self._shape(shown[1])
-                    target = budgeted(self.size, len(times), parameters)
+                    target = self._target(len(times), parameters)
                     _refuse(self.name, self.limits.refuse_decoded(3 * len(times) * target[0] * target[1]))
                 drawn = (shown, self._upright(shown[1], target))
             pictures.append(drawn[1])
             begins.append(max(0.0, shown[0]))
             before = time
         return pictures, begins
+
+    def _target(self, frames: int, parameters: VideoParameters) -> tuple[int, int]:
+        """The (width, height) of the frames."""
+        if parameters.sampling == "middle":
+            return budgeted(self.size, frames, parameters)
+        try:
+            return official_size(self.size, frames, parameters)
+        except ValueError as error:
+            raise BadClip(self.name, f"the frames cannot be sized: {error}.") from error
 
     def _rewound(self) -> None:
         self._frames = self._decoded()

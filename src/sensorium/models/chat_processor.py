@@ -54,7 +54,7 @@ class ChatProcessor:
         self.stop_ids = tuple(dict.fromkeys([self._renderer.close_id, *end_ids]))
         special = {*self._table.special.values(), *self._table.unowned, *media_format.placeholders.values()}
         self.forbidden_ids = tuple(sorted(special - {*self.stop_ids, *self._table.written}))
-        self.prepared = PreparedMedia(self.decoder, media_format.preprocessors, media_bytes)
+        self.prepared = PreparedMedia(self.decoder, media_format.preprocessors, media_bytes, media_format.frame_budget)
         self._layouts = Layouts(media_format, self.prepared)
 
     @property
@@ -123,7 +123,7 @@ class ChatProcessor:
     def request(self, media: Iterable[Media]) -> None:
         """Begin to decode media that will be prepared later, and return at once."""
         for item in self.prepared.missing(media):
-            self.decoder.request(item)
+            self.decoder.request(self.prepared.as_decoded(item))
 
     def prepare(self, media: Iterable[Media]) -> dict[Media, MediaError]:
         """Preprocess media together, ahead of their layouts: many times cheaper than one by one. In any thread.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput
 from sensorium.models.segment_layout import Expansion, Features
 from sensorium.vocabulary.content import MediaKind
+from sensorium.vocabulary.decoding import FrameBudget
 
 
 class MediaFormat(Protocol):
@@ -26,6 +27,11 @@ class MediaFormat(Protocol):
 
     @property
     def placeholders(self) -> Mapping[MediaKind, int]: ...
+
+    @property
+    def frame_budget(self) -> FrameBudget:
+        """How large the frames of a video are where nothing is said."""
+        ...
 
     @property
     def own_marks(self) -> Mapping[MediaKind, tuple[int, int]]:

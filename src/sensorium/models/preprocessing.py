@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sensorium.models.prepared_media import Extent, Grid, TowerInput
 from sensorium.vocabulary.content import Media, MediaKind
+from sensorium.vocabulary.decoding import FrameBudget, VideoParameters
 from sensorium.vocabulary.errors import MediaError
 
 if TYPE_CHECKING:
@@ -50,8 +51,11 @@ class VideoPreprocessor:
         """Patches of each clip."""
         prepared: list[TowerInput] = []
         for several in _by_size(items):
+            # Official frames have their final size: a second resize would enlarge those that were asked for small.
+            sized = _is_sized(several[0][0])
+            settings = self._settings | ({"do_resize": False} if sized else {})
             with _naming(several, "video"):
-                made = self._video_processor(videos=[_two_or_more(clip.frames) for _, clip in several], **self._settings)
+                made = self._video_processor(videos=[_two_or_more(clip.frames) for _, clip in several], **settings)
             extents = [
                 Extent("video", grid, clip.frame_times_s, clip.seconds_per_frame)
                 for grid, (_, clip) in zip(_grids(made["video_grid_thw"]), several, strict=True)
@@ -114,17 +118,37 @@ def video_settings(video_processor: Any) -> dict[str, Any]:
 
 
 def _by_size(items: "Sequence[tuple[Media, DecodedVideo]]") -> "Iterator[list[tuple[Media, DecodedVideo]]]":
-    """Clips in order, as many at once as their frames allow."""
+    """Clips in order, as many at once as their frames allow; those that have their size and others apart."""
     several: list[tuple[Media, DecodedVideo]] = []
     held = 0
     for media, clip in items:
-        if several and held + clip.frames.nbytes > CLIP_BYTES:
+        if several and (held + clip.frames.nbytes > CLIP_BYTES or _is_sized(media) != _is_sized(several[0][0])):
             yield several
             several, held = [], 0
         several.append((media, clip))
         held += clip.frames.nbytes
     if several:
         yield several
+
+
+def _is_sized(media: Media) -> bool:
+    """Whether a video was decoded to the size that the model sees."""
+    return isinstance(media.parameters, VideoParameters) and media.parameters.sampling == "official"
+
+
+def frame_budget(processor: Any, vision: Any, most: int, *, whole_clip: bool = False) -> FrameBudget:
+    """The sizes of a family's frames: 128 to 768 tokens each; a checkpoint whose own limit is below ``most`` is believed.
+
+    ``whole_clip``: its video processor counts the pixels of a clip, not of a frame.
+    """
+    multiple = vision.patch_size * vision.spatial_merge_size
+    area, size = multiple**2, processor.video_processor.size
+    usual = FrameBudget(multiple, 128 * area, 768 * area, 128000 * area * 0.9)
+    if size["longest_edge"] >= most:
+        return usual
+    least, limit = size["shortest_edge"], size["longest_edge"]
+    clip = float(limit) if whole_clip else usual.clip_pixels
+    return FrameBudget(multiple, min(least, usual.min_pixels), min(limit, usual.max_pixels), clip)
 
 
 def _two_or_more(frames_THW3: np.ndarray) -> Tensor:

@@ -15,6 +15,7 @@ from sensorium.models.preprocessing import (
     PicturePreprocessor,
     SoundPreprocessor,
     VideoPreprocessor,
+    frame_budget,
     sound_tokens,
     video_settings,
 )
@@ -37,6 +38,7 @@ class Qwen25OmniMedia:
             "video": config.video_token_id,
             "sound": config.audio_token_id,
         }
+        self.frame_budget = frame_budget(processor, self.vision, 768 * 28 * 28)
         self.own_marks: dict[MediaKind, tuple[int, int]] = {}
         settings = video_settings(processor.video_processor) | {"size": frame_size(processor)}
         self.preprocessors: dict[MediaKind, Preprocessor] = {

@@ -62,6 +62,7 @@ class SightAndSound:
     "pair": colour and tone make a letter by a Latin square that only practice teaches. "agree": red goes with low, green
     with middle, blue with high, yellow with top. ``mute`` gives silence for every tone and ``blank`` a grey screen for
     every square, to see whether a model uses both. ``guessed`` names the kinds whose demonstration is a guess.
+    ``sampling`` is the rule by which frames are taken; the shipped model was trained with ``middle``.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class SightAndSound:
         frames: int = 4,
         picture_size: int = 56,
         seconds: float = 0.4,
+        sampling: Literal["middle", "official"] = "middle",
     ) -> None:
         for kind in (*kinds, *guessed):
             if kind not in QUESTIONS:
@@ -91,7 +93,7 @@ class SightAndSound:
             )
         self.store, self.split, self.size, self.seed = store, split, size, seed
         self.kinds, self.guessed = tuple(kinds), frozenset(guessed)
-        self.mute, self.blank = mute, blank
+        self.mute, self.blank, self.sampling = mute, blank, sampling
         self.frames, self.picture_size, self.seconds = frames, picture_size, seconds
         self._made: dict[tuple[str, int], Media] = {}
         self._squares = {
@@ -148,7 +150,7 @@ class SightAndSound:
         what, variant = ("blank", 0) if self.blank else (scene.colour, scene.square_variant)
         if (what, variant) not in self._made:
             frames_THWC = square_frames(None if self.blank else what, variant, self.frames, self.picture_size)
-            asked = VideoParameters(frames=self.frames)
+            asked = VideoParameters(frames=self.frames, sampling=self.sampling)
             origin = f"sight_and_sound, square {what} {variant}"
             self._made[what, variant] = self.store.put(encode_clip(frames_THWC, FPS), "video", origin, asked)
         return self._made[what, variant]

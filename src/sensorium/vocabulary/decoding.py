@@ -4,48 +4,84 @@ These are part of a medium's identity: the same file at 8 and at 32 frames is tw
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import isfinite
 from typing import Any, TypeVar
 
 from sensorium.vocabulary.errors import nearest
 
 USUAL_FPS = 2.0
+SAMPLING: dict[str, dict[str, int]] = {
+    "official": {"min_frames": 4},
+    "middle": {
+        "min_frames": 1,
+        "max_pixels_per_frame": 768 * 28 * 28,
+        "max_pixels_per_clip": 24576 * 28 * 28,
+        "min_pixels_per_frame": 0,
+    },
+}
+"""The rules of sampling, and what holds by each where nothing is said; sizes of the first are the family's."""
+
+
+@dataclass(frozen=True)
+class FrameBudget:
+    """How large a family's frames are: sides that are multiples of ``multiple``, pixels of a frame and of a clip."""
+
+    multiple: int = 28
+    min_pixels: int = 128 * 28 * 28
+    max_pixels: int = 768 * 28 * 28
+    clip_pixels: float = 128000 * 28 * 28 * 0.9
 
 
 @dataclass(frozen=True)
 class VideoParameters:
     """Frames evenly sampled from ``start`` to ``end`` (seconds; None: to the end): ``frames`` of them, or ``fps`` a second.
 
-    By ``fps`` the number is bounded by ``min_frames`` and ``max_frames``; without either it is 2 a second. Frames are made
-    smaller, never cropped, until each fits ``max_pixels_per_frame`` and all fit ``max_pixels_per_clip``; frames below
-    ``min_pixels_per_frame`` are enlarged to it as far as the other two allow.
+    By ``fps`` the number is bounded by ``min_frames`` and ``max_frames``; without either it is 2 a second. ``sampling`` is
+    the rule: ``official`` (media/official_sampling.py; sizes not said are the family's, ``budget``) or ``middle``
+    (media/video.py), by which frames are made smaller, never cropped, until each fits ``max_pixels_per_frame`` and all fit
+    ``max_pixels_per_clip``, and enlarged to ``min_pixels_per_frame`` as far as these allow.
     """
 
     frames: int | None = None
     fps: float | None = None
-    min_frames: int = 1
+    min_frames: int | None = None
     max_frames: int = 768
     start: float = 0.0
     end: float | None = None
-    max_pixels_per_frame: int = 768 * 28 * 28
-    max_pixels_per_clip: int = 24576 * 28 * 28
-    min_pixels_per_frame: int = 0
+    max_pixels_per_frame: int | None = None
+    max_pixels_per_clip: int | None = None
+    min_pixels_per_frame: int | None = None
+    sampling: str = "middle"
+    budget: FrameBudget = FrameBudget()
 
     def __post_init__(self) -> None:
         if self.frames is not None and self.fps is not None:
             raise ValueError(f"frames {self.frames} and fps {self.fps} are both given; keep one.")
         if self.frames is None and self.fps is None:
             _set(self, "fps", USUAL_FPS)
+        if self.sampling not in SAMPLING:
+            raise ValueError(f"there is no sampling '{self.sampling}'{nearest(str(self.sampling), list(SAMPLING))}")
+        for name, usual in SAMPLING[self.sampling].items():
+            if getattr(self, name) is None:
+                _set(self, name, usual)
         _whole(self, "frames", "min_frames", "max_frames", "max_pixels_per_frame", "max_pixels_per_clip")
         _whole(self, "min_pixels_per_frame", least=0)
         if self.fps is not None:
             _set(self, "fps", _number("fps", self.fps))
             if self.fps <= 0:
                 raise ValueError(f"fps must be above 0, not {self.fps:g}.")
+        assert self.min_frames is not None
         if self.min_frames > self.max_frames:
             raise ValueError(f"min_frames {self.min_frames} is above max_frames {self.max_frames}.")
+        least, most = self.min_pixels_per_frame, self.max_pixels_per_frame
+        if self.sampling == "official" and least is not None and most is not None and least > most:
+            raise ValueError(f"min_pixels_per_frame {least} is above max_pixels_per_frame {most}.")
         _trim(self)
+
+    def within(self, budget: FrameBudget) -> "VideoParameters":
+        """The same for a family's sizes; the rule ``middle`` has none."""
+        return replace(self, budget=budget) if self.sampling == "official" else self
 
 
 @dataclass(frozen=True)
@@ -67,7 +103,7 @@ Some = TypeVar("Some", bound=VideoParameters | AudioParameters)
 
 def parameters_from(kind: type[Some], given: Mapping[str, Any]) -> Some:
     """Parameters from plain data (a recipe's option, a row, a log); what is unknown or unfit is a ValueError."""
-    known = [field.name for field in fields(kind)]
+    known = [field.name for field in fields(kind) if field.name != "budget"]
     for name in given:
         if name not in known:
             raise ValueError(f"there is no parameter '{name}'{nearest(str(name), known)}")
@@ -76,11 +112,16 @@ def parameters_from(kind: type[Some], given: Mapping[str, Any]) -> Some:
 
 def parameters_to_data(parameters: Parameters) -> dict[str, Any]:
     """Parameters as plain data: what differs from the defaults."""
-    usual = asdict(type(parameters)())
-    given = asdict(parameters)
+    usual: Parameters = AudioParameters()
+    if isinstance(parameters, VideoParameters):
+        usual = VideoParameters(sampling=parameters.sampling)
+    names = [field.name for field in fields(parameters) if field.name != "budget"]
+    given = {name: getattr(parameters, name) for name in names if getattr(parameters, name) != getattr(usual, name)}
     if given.get("frames") is not None:
-        usual["fps"] = None
-    return {name: value for name, value in given.items() if value != usual[name]}
+        given.pop("fps", None)
+    if isinstance(usual, VideoParameters) and usual.sampling != VideoParameters().sampling:
+        given["sampling"] = usual.sampling
+    return given
 
 
 def _trim(parameters: Parameters) -> None:
@@ -97,7 +138,7 @@ def _trim(parameters: Parameters) -> None:
 def _whole(parameters: Parameters, *names: str, least: int = 1) -> None:
     for name in names:
         value = getattr(parameters, name)
-        if value is None and name == "frames":
+        if value is None:  # only where nothing has to be said
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r:.40}.")

@@ -1,0 +1,144 @@
+"""Frames, sizes and sounds are those of the Qwen models' own tools, where these are installed."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sensorium.media.audio import decode_audio
+from sensorium.media.making import encode_clip, encode_wav
+from sensorium.media.official_sampling import official_indices, official_size
+from sensorium.media.video import decode_video
+from sensorium.vocabulary.decoding import AudioParameters, FrameBudget, VideoParameters
+from sensorium.vocabulary.errors import MediaError
+from tests.media.clips import CLIP, numbered, numbers, tone
+
+NEW = FrameBudget(32, 128 * 32 * 32, 768 * 32 * 32, 128000 * 32 * 32 * 0.9)
+
+
+def official(**asked: Any) -> VideoParameters:
+    return VideoParameters(sampling="official", **asked)
+
+
+@pytest.mark.parametrize(
+    ("total", "fps", "asked", "count", "head", "seconds"),
+    [
+        (300, 30, {}, 20, [0, 16, 31, 47], 1.0),
+        (210, 29.97, {}, 14, [0, 16, 32, 48], 1.001),
+        (85, 25, {}, 6, [0, 17, 34, 50, 67, 84], 1.13333),
+        (15, 30, {}, 4, [0, 5, 9, 14], 0.25),
+        (3, 10, {}, 2, [0, 2], 0.3),
+        (100, 8, {}, 24, [0, 4, 9, 13], 1.04167),
+        (27000, 30, {}, 768, [0, 35, 70, 106], 2.34375),
+        (300, 30, {"frames": 5}, 4, [0, 100, 199, 299], 5.0),
+        (300, 30, {"frames": 7}, 8, [0, 43, 85, 128, 171, 214, 256, 299], 2.5),
+        (300, 30, {"frames": 9}, 8, [0, 43, 85, 128], 2.5),
+        (300, 30, {"fps": 1}, 10, [0, 33, 66, 100], 2.0),
+        (300, 30, {"fps": 1, "min_frames": 5, "max_frames": 9}, 8, [0, 43, 85, 128], 2.5),
+        (300, 30, {"fps": 1, "start": 2, "end": 7}, 4, [60, 110, 160, 210], 2.51667),
+        (3600, 30, {"max_frames": 32}, 32, [0, 116, 232, 348], 7.5),
+    ],
+)
+def test_frames_are_counted_as_measured(
+    total: int, fps: float, asked: dict[str, Any], count: int, head: list[int], seconds: float
+) -> None:
+    indices, each = official_indices(official(**asked), total, fps)
+    assert (len(indices), indices.tolist()[: len(head)]) == (count, head)
+    assert 2 * each == pytest.approx(seconds, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "frames", "asked", "old", "new"),
+    [
+        (360, 640, 8, {}, (364, 644), (352, 640)),
+        (1080, 1920, 120, {}, (560, 1008), (640, 1152)),
+        (1080, 1920, 768, {}, (336, 644), (384, 736)),
+        (120, 160, 8, {}, (280, 392), (320, 448)),
+        (1080, 1920, 8, {"max_pixels_per_frame": 200704}, (336, 588), (320, 576)),
+        (1080, 1920, 120, {"max_pixels_per_clip": 16056320}, (364, 672), (384, 672)),
+        (1080, 1920, 8, {"min_pixels_per_frame": 3136, "max_pixels_per_frame": 12544}, (84, 140), (64, 128)),
+        (1080, 1920, 8, {"max_pixels_per_frame": 12544}, (84, 140), (64, 128)),
+    ],
+)
+def test_sizes_are_as_measured(
+    height: int, width: int, frames: int, asked: dict[str, Any], old: tuple[int, int], new: tuple[int, int]
+) -> None:
+    parameters = official(**asked)
+    assert official_size((width, height), frames, parameters) == old[::-1]
+    assert official_size((width, height), frames, parameters.within(NEW)) == new[::-1]
+
+
+def test_a_file_with_too_few_frames_is_refused_with_the_way_out() -> None:
+    few = encode_clip(numbered(6), 8.0)
+    with pytest.raises(MediaError, match=r"x: .*8 frames are asked for and it has 6.*sampling: middle"):
+        decode_video(few, official(frames=8), "x")
+    with pytest.raises(MediaError, match="no pair to take"):
+        decode_video(encode_clip(numbered(1), 8.0), official(), "x")
+
+
+@pytest.mark.parametrize("form", ["mp4", "matroska", "mpegts", "h264"])
+def test_frames_are_taken_by_their_numbers(form: str) -> None:
+    clip = decode_video(encode_clip(numbered(), 8.0, format=form), official(frames=4, max_pixels_per_frame=6400), "x")
+    assert clip.indices.tolist() == numbers(clip.frames) == [0, 8, 15, 23]
+
+
+@given(total=st.integers(2, 3000), fps=st.sampled_from([8.0, 23.976, 25.0, 30.0, 60.0]), rate=st.floats(0.1, 9.0))
+def test_counts_are_those_of_the_installed_tool(total: int, fps: float, rate: float) -> None:
+    tool = pytest.importorskip("qwen_vl_utils.vision_process")
+    try:
+        count = tool.smart_nframes({"fps": rate}, total_frames=total, video_fps=fps)
+    except ValueError:
+        with pytest.raises(ValueError, match="no pair"):
+            official_indices(official(fps=rate), total, fps)
+        return
+    indices, _ = official_indices(official(fps=rate), total, fps)
+    assert indices.tolist() == torch.linspace(0, total - 1, count).round().long().tolist()
+
+
+def test_frames_are_those_of_the_installed_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reader is not installed everywhere, so it is given the frames; which of them and how large is its own doing."""
+    tool = pytest.importorskip("qwen_vl_utils.vision_process")
+    rng = np.random.default_rng(0)
+    shown = rng.integers(0, 255, (20, 9, 16, 3), dtype=np.uint8).repeat(20, axis=1).repeat(20, axis=2)
+    data = encode_clip(shown, 10.0, quality=0)
+    every = decode_video(data, VideoParameters(frames=20), "x").frames
+
+    def read(asked: dict[str, Any]) -> Any:
+        count = tool.smart_nframes(asked, total_frames=20, video_fps=10.0)
+        indices = torch.linspace(0, 19, count).round().long()
+        return torch.tensor(every)[indices].permute(0, 3, 1, 2), {"frames_indices": indices}, count / 20 * 10.0
+
+    monkeypatch.setitem(tool.VIDEO_READER_BACKENDS, "torchvision", read)
+    for budget, patch in ((FrameBudget(), 14), (NEW, 16)):
+        frames, rate = tool.fetch_video({"video": "a"}, image_patch_size=patch, return_video_sample_fps=True)
+        ours = decode_video(data, official().within(budget), "x")
+        assert 1 / ours.seconds_per_frame == pytest.approx(rate)
+        assert ours.frames.shape == tuple(frames.permute(0, 2, 3, 1).shape)
+        apart = np.abs(ours.frames - frames.permute(0, 2, 3, 1).numpy())
+        # Between the two passes of a resize Pillow cuts what is beyond white and black, torch on some machines does not.
+        assert (apart.max() <= 16, apart.mean() < 0.2) == (True, True)
+
+
+def test_sounds_are_those_of_the_installed_tool(tmp_path: Path) -> None:
+    """At 16 kHz sample for sample; at other rates by another resampler, near enough for the ear of the model."""
+    pytest.importorskip("numba")  # librosa, which the tool reads sounds with, needs it
+    tool = pytest.importorskip("qwen_omni_utils.v2_5.audio_process")
+    for rate, bound in ((16000, 0.0), (44100, 0.02)):
+        heard = np.stack([tone(1.0, 440.0, rate), 0.5 * tone(1.0, 330.0, rate)], axis=1)
+        path = tmp_path / f"{rate}.wav"
+        path.write_bytes(encode_wav(heard, rate))
+        content = [{"type": "audio", "audio": str(path)}]
+        (theirs,) = tool.process_audio_info([{"role": "user", "content": content}], use_audio_in_video=False)
+        ours = decode_audio(path, AudioParameters(), "x").samples
+        assert math.isclose(len(ours), len(theirs), abs_tol=1)
+        inner = slice(200, min(len(ours), len(theirs)) - 200)
+        assert np.abs(ours[inner] - theirs[inner]).max() <= bound + 1e-7
+
+
+def test_two_frames_a_second_from_the_first_to_the_last() -> None:
+    assert numbers(decode_video(CLIP, official(max_pixels_per_frame=6400), "x").frames) == [0, 5, 9, 14, 18, 23]
