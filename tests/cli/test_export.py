@@ -115,3 +115,18 @@ def test_an_existing_folder_is_never_written_into(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="exists"):
         export(source, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_what_was_trained_is_not_written_into_a_quantized_layout(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "run", 3)
+    quantized = tmp_path / "fp8"
+    quantized.mkdir()
+    (quantized / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    (tmp_path / "run" / "source.json").write_text(json.dumps({"path": str(quantized), "folder": str(quantized)}))
+    notes = export(source, tmp_path / "out")
+    assert notes[0].startswith(
+        f"ATTENTION: {quantized} is quantized, and what was trained is not. So the checkpoint was copied"
+    )
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    with pytest.raises(CheckpointError, match="is quantized"):
+        export(source, tmp_path / "other", layout=str(quantized))

@@ -41,6 +41,8 @@ def load_model(
         dtype=model.dtype,
         device=model.device,
         family=model.family,
+        revision=model.revision if path == model.path else "",
+        dequantize=model.dequantize,
         lora=lora,
         seed=recipe.seed,
         decoder=decoder or make_decoder(media, store),
@@ -90,4 +92,4 @@ def load_trained(
 
 def write_source(recipe: Recipe, directory: RunDirectory) -> None:
     """Write down in a run which checkpoint it starts from, and where that lies, for its export."""
-    write_whole(directory.source, describe_source(recipe.model.path).to_json())
+    write_whole(directory.source, describe_source(recipe.model.path, recipe.model.revision).to_json())

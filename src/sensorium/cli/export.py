@@ -105,7 +105,17 @@ def _published_source(checkpoint: Path, layout: str | None) -> tuple[Path | None
             "transformers 5 writes, which transformers 4.57, vLLM and SGLang may refuse or misread. Name the source with "
             "--source for the published layout."
         ]
-    version = read_json(folder / "config.json", "Copy it again.").get("transformers_version")
+    config = read_json(folder / "config.json", "Copy it again.")
+    if "quantization_config" in config:
+        problem = f"{found.path} is quantized, and what was trained is not"
+        way_out = "Name the model that it was made from with --source for the published layout."
+        if layout is not None:
+            raise CheckpointError(f"{problem}. {way_out}")
+        return None, [
+            f"ATTENTION: {problem}. So the checkpoint was copied as it lies in the run: the layout that transformers 5 "
+            f"writes. {way_out}"
+        ]
+    version = config.get("transformers_version")
     notes = [f"in the layout of {found.path}{f' at {found.revision}' if found.revision else ''}"]
     if str(version).startswith("5"):
         notes.append(
@@ -127,4 +137,4 @@ def _source_of(checkpoint: Path) -> "CheckpointSource":
     from sensorium.recipe.load import load_recipe
 
     model = load_recipe(directory.recipe).model
-    return describe_source(model.path)
+    return describe_source(model.path, model.revision)

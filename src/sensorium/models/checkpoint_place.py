@@ -12,18 +12,21 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from sensorium.models.hub_files import NotFetched, fetch_small_files, fetch_weights
 from sensorium.models.quiet import quiet
 from sensorium.vocabulary.errors import ModelError, nearest
 
 
-def find_checkpoint(path: str) -> str:
-    """The folder or hub id that a model path stands for."""
+def find_checkpoint(path: str, revision: str = "") -> str:
+    """The folder that a model path stands for. That of a hub id is in the hub's cache, perhaps without its weights."""
     kind, colon, name = path.partition(":")
+    folder = Path(path).expanduser()
+    if revision and not is_hub_id(path):
+        raise ModelError(f"model.revision '{revision}' is for hub ids, and model.path '{path}' is none; leave it out.")
     if colon and kind == "package":
         return _shipped(name)
     if colon and kind == "tiny":
         return _made(name)
-    folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists():
             raise ModelError(f"model.path '{path}': the folder has no config.json; it is not a Hugging Face checkpoint.")
@@ -31,7 +34,21 @@ def find_checkpoint(path: str) -> str:
     local = folder.is_absolute() or path.startswith((".", "~"))
     if local or path.count("/") > 1 or ("/" in path and folder.parent.is_dir()):
         raise ModelError(f"model.path '{path}': there is no such folder{_beside(folder)}")
-    return path
+    with _fetching(path):
+        return str(fetch_small_files(path, revision))
+
+
+def find_weights(path: str, place: str) -> str:
+    """The folder that was found for a path, with its weights: those of a hub id are fetched where they are missing."""
+    if not is_hub_id(path):
+        return place
+    with _fetching(path):
+        return str(fetch_weights(path, Path(place)))
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a path that was found is one of the hub's."""
+    return path.partition(":")[0] not in ("package", "tiny") and not Path(path).expanduser().is_dir()
 
 
 @contextmanager
@@ -46,6 +63,14 @@ def naming(path: str, place: str, *, weights: bool = False) -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise ModelError(f"model.path '{path}': cannot load the checkpoint: {_reason(error, place, weights)}") from error
+
+
+@contextmanager
+def _fetching(path: str) -> Iterator[None]:
+    try:
+        yield
+    except NotFetched as error:
+        raise ModelError(f"model.path '{path}': {error}.") from error
 
 
 def _made(name: str) -> str:
@@ -76,7 +101,7 @@ def _reason(error: BaseException, place: str, weights: bool) -> str:
         return "it has no weights as safetensors, and no other kind is read (pickles can run code). Save it as safetensors."
     if isinstance(error, SafetensorError):
         return f"a weight file is cut short or damaged ({reason}). Copy or download it again."
-    return reason if Path(place).is_dir() else f"it is no folder here, and not to be had as a hub id: {reason}"
+    return reason
 
 
 def _beside(folder: Path) -> str:

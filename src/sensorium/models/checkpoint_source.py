@@ -4,11 +4,9 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sensorium.models.checkpoint_place import find_checkpoint
+from sensorium.models.checkpoint_place import find_checkpoint, find_weights
+from sensorium.models.hub_files import cached_commit
 from sensorium.vocabulary.errors import CheckpointError, ModelError
-
-SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.pt", "LICENSE*")
-"""What of a hub's checkpoint stands beside its weights."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +38,9 @@ class CheckpointSource:
                 raise CheckpointError(f"the checkpoint that the run started from is gone ('{self.folder}')")
             return Path(self.folder)
         try:
-            place = Path(find_checkpoint(self.path))
+            return Path(find_weights(self.path, find_checkpoint(self.path, self.revision)))
         except ModelError as error:
             raise CheckpointError(f"the checkpoint that the run started from is gone: {error}") from error
-        return place if place.is_dir() else _from_hub(self.path, self.revision)
 
 
 def describe_source(path: str, revision: str = "") -> CheckpointSource:
@@ -53,21 +50,4 @@ def describe_source(path: str, revision: str = "") -> CheckpointSource:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return CheckpointSource(path, str(folder.resolve()))
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(path, "config.json", revision=revision or None)
-    return CheckpointSource(path, revision=Path(cached).parent.name if isinstance(cached, str) else revision)
-
-
-def _from_hub(name: str, revision: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        patterns = [*SMALL_FILES, "*.safetensors"]
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(
-            f"the checkpoint that the run started from, hub id '{name}'{f' at {revision}' if revision else ''}, cannot be "
-            f"had: {reason}"
-        ) from error
+    return CheckpointSource(path, revision=cached_commit(path, revision) or revision)

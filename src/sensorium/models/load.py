@@ -9,9 +9,9 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
-from sensorium.models.checkpoint_place import naming
-from sensorium.models.load_chat import chat_processor_of, read_config
-from sensorium.models.load_checks import check_weights
+from sensorium.models.checkpoint_place import is_hub_id, naming
+from sensorium.models.load_chat import CheckpointConfig, chat_processor_of, read_config
+from sensorium.models.load_checks import announced, check_weights
 from sensorium.models.lora import add_adapters
 from sensorium.models.model_classes import LOADING, builder_of, model_class
 from sensorium.models.policy import Policy
@@ -29,6 +29,8 @@ def load_policy(
     dtype: str = "float32",
     device: str = "auto",
     family: str = "auto",
+    revision: str = "",
+    dequantize: bool = False,
     lora: LoraSection | None = None,
     seed: int = 0,
     decoder: Decoder | None = None,
@@ -36,41 +38,43 @@ def load_policy(
 ) -> Policy:
     """Load a checkpoint. ``path``: a folder, a hub id, ``package:NAME`` (shipped) or ``tiny:FAMILY`` (random weights).
 
+    ``revision``: a branch, tag or commit of a hub id. ``dequantize``: FP8 weights are loaded as plain numbers.
     ``lora`` with a rank puts fresh adapters into it, drawn by ``seed``. ``decoder``: of the store's media, where others
     share it (judges, the log); else the policy has its own. ``media_bytes`` of preprocessed media are kept in memory.
     """
     with LOADING:
-        return _load(path, store, dtype, device, family, lora, seed, decoder, media_bytes)
+        if dtype not in DTYPES:
+            raise ModelError(f"model.dtype: unknown dtype '{dtype}'{nearest(dtype, list(DTYPES))}")
+        checkpoint = read_config(path, family, revision, dequantize=dequantize)
+        chosen = find_device(device)
+        model = _read_model(checkpoint, DTYPES[dtype], chosen)
+        chat = chat_processor_of(checkpoint, store, decoder, media_bytes)
+        model.to(chosen).eval()
+        adapter_class, adapters = checkpoint.adapter_class, None
+        if lora is not None and lora.rank:
+            adapters = add_adapters(model, adapter_class.groups, lora, seed, _base_name(path, checkpoint.place))
+        return Policy(chat, adapter_class(model), model, adapters)
 
 
-def _load(
-    path: str,
-    store: MediaStore,
-    dtype: str,
-    device: str,
-    family: str,
-    lora: LoraSection | None,
-    seed: int,
-    decoder: Decoder | None,
-    media_bytes: int,
-) -> Policy:
-    if dtype not in DTYPES:
-        raise ModelError(f"model.dtype: unknown dtype '{dtype}'{nearest(dtype, list(DTYPES))}")
-    checkpoint = read_config(path, family)
-    chosen = find_device(device)
-    adapter_class = checkpoint.adapter_class
-    if Path(checkpoint.place).is_dir():
-        check_weights(path, Path(checkpoint.place), DTYPES[dtype], chosen)
-    with naming(path, checkpoint.place, weights=True), quiet():
+def _read_model(checkpoint: CheckpointConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    """The model with its weights, in the memory of this machine; what is missing or does not fit is refused."""
+    from transformers import FineGrainedFP8Config
+
+    path, place = checkpoint.path, checkpoint.place
+    size = check_weights(path, Path(place), dtype, device)
+    with naming(path, place, weights=True), announced(size, place):
         model, report = model_class(checkpoint.config).from_pretrained(
-            checkpoint.place,
+            place,
             use_safetensors=True,  # older weight files are pickles
             trust_remote_code=False,  # None would ask at a terminal whether to run a checkpoint's own code
-            dtype=DTYPES[dtype],
-            attn_implementation=adapter_class.attention,
+            dtype=dtype,
+            attn_implementation=checkpoint.adapter_class.attention,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
+            **({"quantization_config": FineGrainedFP8Config(dequantize=True)} if checkpoint.dequantize else {}),
         )
+    if checkpoint.dequantize:
+        model._weight_conversions = None  # or its checkpoints would be FP8 again
     if report["mismatched_keys"]:
         name, there, wanted = sorted(report["mismatched_keys"])[0]
         raise ModelError(
@@ -81,12 +85,7 @@ def _load(
         missing = ", ".join(sorted(report["missing_keys"])[:4])
         raise ModelError(f"model.path '{path}': the checkpoint lacks {len(report['missing_keys'])} weights: {missing}, ….")
     _refuse_dropout(path, model)
-    chat = chat_processor_of(checkpoint, store, decoder, media_bytes)
-    model.to(chosen).eval()
-    adapters = None
-    if lora is not None and lora.rank:
-        adapters = add_adapters(model, adapter_class.groups, lora, seed, _base_name(path, checkpoint.place))
-    return Policy(chat, adapter_class(model), model, adapters)
+    return model
 
 
 def build_policy(
@@ -95,7 +94,7 @@ def build_policy(
     """The policy that a checkpoint's small files describe, its weights unset: they come from elsewhere, all of them."""
     from transformers.initialization import no_init_weights
 
-    checkpoint = read_config(path, family)
+    checkpoint = read_config(path, family, weights=False)
     adapter_class, chosen = checkpoint.adapter_class, find_device(device)
     with LOADING, naming(path, checkpoint.place), quiet(), no_init_weights():
         build = builder_of(model_class(checkpoint.config))
@@ -130,9 +129,7 @@ def find_device(device: str) -> torch.device:
 
 def _base_name(path: str, place: str) -> str:
     """What an adapter calls the model it was made for: a hub id, or a folder; one made on the spot has only its name."""
-    if path.startswith("tiny:"):
-        return path
-    return str(Path(place).resolve()) if Path(place).is_dir() else place
+    return path if path.startswith("tiny:") or is_hub_id(path) else str(Path(place).resolve())
 
 
 def _refuse_dropout(path: str, model: Any) -> None:

@@ -7,22 +7,29 @@ import sensorium.models.torchvision_fix  # noqa: F401  (before transformers impo
 from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
 from sensorium.models.chat_processor import ChatProcessor
-from sensorium.models.checkpoint_place import find_checkpoint, naming
+from sensorium.models.checkpoint_place import find_checkpoint, find_weights, naming
 from sensorium.models.model_classes import has_towers, own_config
 from sensorium.models.quiet import quiet
 from sensorium.recipe.names import resolve, table
 from sensorium.vocabulary.errors import ModelError, nearest
 
+DEQUANTIZABLE = "fp8"
+"""transformers' name for weights in blocks of FP8 with a scale each, as Qwen's FP8 checkpoints have them."""
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """The config of a checkpoint: ``place`` is its folder or hub id, ``adapter_class`` the family that reads it."""
+    """The config of a checkpoint: ``place`` is its folder, ``adapter_class`` the family that reads it.
+
+    ``dequantize``: its weights are FP8 and are loaded as plain numbers.
+    """
 
     path: str
     place: str
     config: Any
     family: str
     adapter_class: Any
+    dequantize: bool = False
 
 
 def load_chat_processor(
@@ -30,23 +37,29 @@ def load_chat_processor(
     *,
     store: MediaStore,
     family: str = "auto",
+    revision: str = "",
     decoder: Decoder | None = None,
     media_bytes: int = 1 << 29,
 ) -> ChatProcessor:
     """The chat processor of a checkpoint; ``path`` and the rest as ``load_policy`` takes them."""
-    return chat_processor_of(read_config(path, family), store, decoder, media_bytes)
+    return chat_processor_of(read_config(path, family, revision, weights=False), store, decoder, media_bytes)
 
 
-def read_config(path: str, family: str = "auto") -> CheckpointConfig:
-    """A checkpoint's config and family; what cannot be trained here is refused."""
+def read_config(
+    path: str, family: str = "auto", revision: str = "", *, weights: bool = True, dequantize: bool = False
+) -> CheckpointConfig:
+    """A checkpoint's config and family; what cannot be trained here is refused. ``weights``: a hub's are fetched too."""
     from transformers import AutoConfig
 
-    place = find_checkpoint(path)
+    place = find_checkpoint(path, revision)
     with naming(path, place):
         config = AutoConfig.from_pretrained(place, trust_remote_code=False)
-    _refuse_quantized(path, config)
+    quantized = _refuse_quantized(path, config, dequantize) if weights else False
     family = family_of(config.model_type, family)
-    return CheckpointConfig(path, place, config, family, resolve("family", family, "model.family"))
+    adapter_class = resolve("family", family, "model.family")
+    if weights:
+        place = find_weights(path, place)
+    return CheckpointConfig(path, place, config, family, adapter_class, quantized)
 
 
 def chat_processor_of(
@@ -108,15 +121,22 @@ def _end_ids(place: str, config: Any, tokenizer: Any) -> list[int]:
     return [token for token in several if token is not None]
 
 
-def _refuse_quantized(path: str, config: Any) -> None:
-    """Quantized weights cannot be trained here, and transformers needs other packages to read them."""
-    for part in (config, *(vars(config).get(name) for name in ("text_config", "thinker_config"))):
-        said = getattr(part, "quantization_config", None)
-        if said:
-            method = said.get("quant_method") if isinstance(said, dict) else getattr(said, "quant_method", None)
-            name = getattr(method, "value", method) or "method not named"
-            raise ModelError(
-                f"model.path '{path}': the checkpoint is quantized ({name}), "
-                "which is not supported. Use the model it was made from, in float32 or bfloat16 (model.dtype), with "
-                "model.lora if memory is short."
-            )
+def _refuse_quantized(path: str, config: Any, dequantize: bool) -> bool:
+    """Quantized weights cannot be trained; FP8 ones can be turned into plain numbers, which is True, if it is asked for."""
+    parts = (config, *(vars(config).get(name) for name in ("text_config", "thinker_config")))
+    said = next((found for part in parts if (found := getattr(part, "quantization_config", None))), None)
+    if said is None:
+        return False
+    method = said.get("quant_method") if isinstance(said, dict) else getattr(said, "quant_method", None)
+    name = str(getattr(method, "value", method) or "method not named")
+    if name == DEQUANTIZABLE and dequantize:
+        return True
+    way_out = (
+        " Or set model.dequantize: true: its weights are then loaded as plain numbers of model.dtype and trained, and what "
+        "the FP8 weights have lost stays lost."
+    )
+    raise ModelError(
+        f"model.path '{path}': the checkpoint is quantized ({name}), which is not supported. Use the model it was made "
+        "from, in float32 or bfloat16 (model.dtype), with model.lora if memory is short."
+        f"{way_out if name == DEQUANTIZABLE else ''}"
+    )

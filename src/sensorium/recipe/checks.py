@@ -84,6 +84,8 @@ def _model(recipe: Recipe) -> Iterator[Problem]:
     if scheme == "package" and not (ASSETS / name / "config.json").is_file():
         shipped = [path.parent.name for path in ASSETS.glob("*/config.json")]
         yield "model.path", f"the package ships no model '{name}'{nearest(name, shipped)}"
+    if model.revision and (scheme in ("tiny", "package") or Path(model.path).expanduser().is_dir()):
+        yield "model.revision", f"it is for hub ids, and model.path '{model.path}' is none; leave it out."
     if model.device.split(":")[0] not in DEVICES:
         yield "model.device", f"unknown device '{model.device}'{nearest(model.device, list(DEVICES))}"
     for i, group in enumerate(model.freeze):
@@ -102,7 +104,7 @@ def _model(recipe: Recipe) -> Iterator[Problem]:
 
 def _parts(model: ModelSection) -> set[str]:
     """The groups of a model that have parameters: counted where it is on this disk, else by its family."""
-    if shape := read_shape(model.path):
+    if shape := read_shape(model.path, model.revision):
         return {group for group, count in shape.parameters.items() if count}
     scheme, _, name = model.path.partition(":")
     family = name if scheme == "tiny" else model.family

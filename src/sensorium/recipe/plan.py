@@ -49,7 +49,7 @@ class Plan:
 def make_plan(recipe: Recipe) -> Plan:
     """The plan of a recipe. Reads files of the checkpoint if they are on this disk; imports no torch."""
     batch, rollout = recipe.batch, recipe.rollout
-    shape = read_shape(recipe.model.path)
+    shape = read_shape(recipe.model.path, recipe.model.revision)
     episodes = batch.prompts_per_step * batch.group_size
     updates = batch.epochs_per_step * batch.updates_per_epoch
     written = rollout.max_new_tokens * rollout.max_turns

@@ -29,11 +29,13 @@ class ModelSection(Section):
     """Which checkpoint is trained, and how it is held."""
 
     path: str = Field(description="a folder, a hub id, 'package:NAME' (shipped) or 'tiny:FAMILY' (made on the spot)")
+    revision: str = Field(default="", description="a branch, tag or commit of a hub id; empty: the main branch")
     family: str = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "auto"
     freeze: tuple[str, ...] = ()
     gradient_checkpointing: bool = False
+    dequantize: bool = Field(default=False, description="load FP8 weights as numbers of `dtype`; else they are refused")
     lora: LoraSection = LoraSection()
 
 

@@ -48,12 +48,12 @@ class ModelShape:
         return lora.rank * sum(layer.inputs + layer.outputs for layer in chosen)
 
 
-def read_shape(path: str) -> ModelShape | None:
+def read_shape(path: str, revision: str = "") -> ModelShape | None:
     """The shape of the model that a recipe's ``model.path`` means, or None if it is not on this disk."""
     scheme, _, name = path.partition(":")
     if scheme == "tiny":
         return _shape_of(tiny_config(name), {}, exact=True) if name in KINDS else None
-    folder = _folder(path)
+    folder = _folder(path, revision)
     if folder is None or not (folder / "config.json").is_file():
         return None
     try:
@@ -196,7 +196,7 @@ def _product(sizes: list[int]) -> int:
     return product
 
 
-def _folder(path: str) -> Path | None:
+def _folder(path: str, revision: str) -> Path | None:
     """The folder of a checkpoint: given, shipped, or in the hub's cache."""
     scheme, _, name = path.partition(":")
     if scheme == "package":
@@ -204,13 +204,18 @@ def _folder(path: str) -> Path | None:
     if scheme == "tiny":
         return None
     given = Path(path).expanduser()
-    return given if given.is_dir() else _cached(path)
+    return given if given.is_dir() else _cached(path, revision)
 
 
-def _cached(hub_id: str) -> Path | None:
-    """The newest snapshot of a hub id in the local cache, where there is one."""
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    snapshots = (cache / f"models--{hub_id.replace('/', '--')}" / "snapshots").glob("*/config.json")
-    newest = max(snapshots, key=lambda file: file.stat().st_mtime, default=None)
+def _cached(hub_id: str, revision: str) -> Path | None:
+    """The snapshot of a hub id in the local cache, where there is one: of a revision, of main, or else the newest."""
+    base = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = os.environ.get("HF_HOME", f"{base}/huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
+    folder = cache / f"models--{hub_id.replace('/', '--')}"
+    reference = folder / "refs" / (revision or "main")
+    commit = reference.read_text().strip() if reference.is_file() else revision
+    if commit:
+        return folder / "snapshots" / commit
+    newest = max(folder.glob("snapshots/*/config.json"), key=lambda file: file.stat().st_mtime, default=None)
     return newest.parent if newest else None
