@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from sensorium.envs.actions import ActionGrammar
+from sensorium.envs.protocol import Observation
+from sensorium.vocabulary.content import Media, Message, Text, user
 
 
 @dataclass(frozen=True)
@@ -32,3 +34,10 @@ class ActionPrompts:
         return (
             f"{explained}\nActions: {', '.join(self.grammar.names)}.\n{self.grammar.instruction()}\nFor example: {written}"
         )
+
+
+def sight(words: str, shown: str | Media) -> Observation:
+    """An observation: words, if any, above a picture or a text."""
+    if isinstance(shown, str):
+        return Observation((user("\n".join(filter(None, (words, shown)))),))
+    return Observation((Message("user", (*([Text(words + "\n")] if words else []), shown)),))

@@ -36,6 +36,8 @@ NAMES: dict[str, dict[str, str]] = {
     "environment": {
         "question": "sensorium.envs.question:Question",
         "frozen_lake": "sensorium.envs.frozen_lake:FrozenLake",
+        "sokoban": "sensorium.envs.sokoban:Sokoban",
+        "countdown": "sensorium.envs.countdown:Countdown",
     },
     "reward": {
         "format": "sensorium.rewards.format:Format",

@@ -2,10 +2,8 @@
 
 from functools import lru_cache
 
-import numpy as np
-
 from sensorium.envs.frozen_lake.maps import Grid
-from sensorium.media.picture import encode_png
+from sensorium.envs.tiles import Mark, draw_tiles
 
 COLOURS = {"F": (205, 228, 245), "H": (24, 30, 66), "G": (52, 168, 83), "S": (244, 200, 66)}
 PLAYER = (214, 48, 49)
@@ -21,10 +19,5 @@ def draw_text(grid: Grid, place: int) -> str:
 @lru_cache(maxsize=4096)
 def draw_png(grid: Grid, place: int | None, cell: int) -> bytes:
     """The lake in flat colours, a square of ``cell`` pixels per place, the player (if any) a smaller square on it."""
-    tiles = np.array([[COLOURS[letter] for letter in row] for row in grid], np.uint8)
-    pixels = tiles.repeat(cell, axis=0).repeat(cell, axis=1)
-    if place is not None:
-        row, column = (index * cell for index in divmod(place, len(grid)))
-        inset = cell // 7
-        pixels[row + inset : row + cell - inset, column + inset : column + cell - inset] = PLAYER
-    return encode_png(pixels)
+    marks = [] if place is None else [Mark(*divmod(place, len(grid)), cell // 7, PLAYER)]
+    return draw_tiles([[COLOURS[letter] for letter in row] for row in grid], marks, cell)

@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from sensorium.envs.action_prompts import ActionPrompts
+from sensorium.envs.action_prompts import ActionPrompts, sight
 from sensorium.envs.actions import ActionGrammar
 from sensorium.envs.frozen_lake.drawing import draw_png, draw_text
 from sensorium.envs.frozen_lake.maps import ACTIONS, MOVES, Grid, lake, safe_way
@@ -14,7 +14,7 @@ from sensorium.envs.protocol import Observation, StepResult
 from sensorium.envs.responses import ResponseFormat
 from sensorium.envs.state_description import State, describe, instruction, judged
 from sensorium.media.store import MediaStore
-from sensorium.vocabulary.content import Message, Text, system, user
+from sensorium.vocabulary.content import Message, system
 from sensorium.vocabulary.errors import EnvironmentFailure
 
 NAME = "frozen_lake"
@@ -186,9 +186,8 @@ class FrozenLake:
 
     def _observe(self, words: str) -> Observation:
         if self.view == "text":
-            return Observation((user("\n".join(filter(None, (words, draw_text(self._grid, self._place))))),))
+            return sight(words, draw_text(self._grid, self._place))
         blank = self.view == "blank"
         grid = ("F" * self.size,) * self.size if blank else self._grid
         png = draw_png(grid, None if blank else self._place, self.cell)
-        media = self.store.put(png, "picture", f"frozen_lake seed {self._seed} turn {self._turn}")
-        return Observation((Message("user", (*([Text(words + "\n")] if words else []), media)),))
+        return sight(words, self.store.put(png, "picture", f"frozen_lake seed {self._seed} turn {self._turn}"))

@@ -1,0 +1,54 @@
+"""Whatever a model writes, no registered environment breaks, and nothing but what is valid is paid."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sensorium.envs.protocol import StepResult
+from sensorium.media.store import MediaStore
+from sensorium.recipe.names import build, table
+from sensorium.rollout.intake import checked_step
+
+PLAYED = sorted(set(table("environment")) - {"question"})
+PIECES = [
+    "<think>",
+    "</think>",
+    "<answer>",
+    "</answer>",
+    "Left",
+    ",",
+    "1+1",
+    "((",
+    "\ud800",
+    "\0",
+    "é",
+    "<tool_call>",
+    "{",
+    '"name"',
+]
+TEXTS = st.one_of(st.text(max_size=80), st.lists(st.sampled_from(PIECES), max_size=20).map("".join))
+
+
+@pytest.mark.parametrize("name", PLAYED)
+@settings(max_examples=25, deadline=None)
+@given(TEXTS, st.integers(0, 50))
+def test_no_response_breaks_an_environment(name: str, response: str, seed: int) -> None:
+    environment = build("environment", name, {"max_turns": 3}, "x", store=MediaStore())
+    environment.reset(seed)
+    for _ in range(2):
+        result: StepResult = environment.step(response)
+        assert isinstance(result.info["valid"], bool)
+        if result.done:
+            break
+    environment.close()
+
+
+@pytest.mark.parametrize("name", PLAYED)
+def test_megabytes_are_answered_like_anything_else(name: str) -> None:
+    for piece in ("<answer>", "Left,", "((((", "\U0001f600"):
+        environment = build("environment", name, {"max_turns": 2}, "x", store=MediaStore())
+        environment.reset(0)
+        text = piece * (1_000_000 // len(piece))
+        result = checked_step(environment.step(f"<think></think><answer>{text}</answer>"), name)
+        assert result.success is not True
+        assert len(str(result.info)) < 10_000
