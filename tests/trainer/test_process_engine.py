@@ -1,13 +1,11 @@
 """A run whose engine lives in another process is the native engine's run: episodes, weights and resume, bit for bit."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from sensorium.recipe.schema import Recipe
@@ -33,46 +31,32 @@ def episodes_of(run: Path) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def in_a_fresh_process(call: str) -> None:
-    """Run a function of this module in an interpreter of its own: what other tests did to torch's state stays out of it."""
-    root = Path(__file__).parents[2]
-    paths = os.pathsep.join([str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")])
-    code = f"from pathlib import Path; from tests.trainer import test_process_engine as here; here.{call}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-def compare_three_steps(folder: Path) -> None:
-    native = train(small(folder / "native", NATIVE))
-    process = train(small(folder / "process", PROCESS))
+def test_a_run_of_three_steps_and_a_resumed_one_equal_the_native_engines(tmp_path: Path) -> None:
+    native = train(small(tmp_path / "native", NATIVE))
+    process = train(small(tmp_path / "process", PROCESS))
     assert episodes_of(process) == episodes_of(native)
     assert len(episodes_of(native)) == 3
     assert weights_of(process) == weights_of(native)
-    short = train(small(folder / "short", PROCESS, "steps=2"))
-    train(small(folder / "short", PROCESS), resume=True)
+    short = train(small(tmp_path / "short", PROCESS, "steps=2"))
+    train(small(tmp_path / "short", PROCESS), resume=True)
     assert weights_of(short) == weights_of(native)
     assert episodes_of(short) == episodes_of(native)
 
 
-def compare_under_lora(folder: Path) -> None:
+@pytest.mark.parametrize("onednn", [True, False])
+def test_under_lora_with_pictures_and_a_frozen_tower_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, onednn: bool
+) -> None:
+    """Whichever library this process multiplies matrices with: the child is told."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", onednn)
     changes: dict[str, Any] = {
         "steps": 2,
         "model": {"path": "tiny:qwen2_5_vl", "device": "cpu", "lora": {"rank": 2}},
         "tasks": {"train": [{"source": "shapes"}]},
     }
-    runs = [train(small(folder / name, how, **changes)) for name, how in (("native", NATIVE), ("process", PROCESS))]
+    runs = [train(small(tmp_path / name, how, **changes)) for name, how in (("native", NATIVE), ("process", PROCESS))]
     assert episodes_of(runs[1]) == episodes_of(runs[0])
     assert weights_of(runs[1]) == weights_of(runs[0])
-
-
-def test_a_run_of_three_steps_and_a_resumed_one_equal_the_native_engines(tmp_path: Path) -> None:
-    in_a_fresh_process(f"compare_three_steps(Path({str(tmp_path)!r}))")
-
-
-def test_under_lora_with_pictures_and_a_frozen_tower_too(tmp_path: Path) -> None:
-    in_a_fresh_process(f"compare_under_lora(Path({str(tmp_path)!r}))")
 
 
 def test_a_dead_engine_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

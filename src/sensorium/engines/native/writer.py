@@ -5,8 +5,9 @@ from the end. What a row draws depends on its context and key alone. Rows whose 
 tick, by when their episode has released the thread or may come back to it. Weights never change under a row.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -29,15 +30,33 @@ from sensorium.vocabulary.errors import EngineError
 RESERVE_AHEAD = 256  # tokens of a response that the cache makes room for at once
 
 
-@contextmanager
-def plain_products() -> Iterator[None]:
-    """Matrix products without oneDNN: for the few rows of a decode step its call costs more than the product does."""
-    enabled = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.enabled = enabled
+class _PlainProducts:
+    """Matrix products without oneDNN: for the few rows of a decode step its call costs more than the product does.
+
+    torch keeps the choice for the whole process. So those who decode at the same time in several threads are counted: the
+    first turns oneDNN off, and the last puts back what the first found.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._enabled = True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._enabled = torch.backends.mkldnn.enabled
+                torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                torch.backends.mkldnn.enabled = self._enabled  # type: ignore[assignment]
+
+
+plain_products = _PlainProducts()
 
 
 @dataclass
@@ -96,7 +115,7 @@ class Writer:
         self._check_version()
         self._settle()
         room = max(0, self._max_rows - len(self._rows))
-        with plain_products() if self._on_cpu else nullcontext():
+        with plain_products if self._on_cpu else nullcontext():
             logits = [self._decode()] if self._rows else []
         if waiting and room:
             joined, first_NV = self._admit(waiting[:room])

@@ -40,6 +40,7 @@ class Child:
         from sensorium.recipe.schema import LoraSection
 
         torch.set_num_threads(told["threads"])
+        torch.backends.mkldnn.enabled = told["onednn"]
         torch.use_deterministic_algorithms(told["deterministic"], warn_only=torch.cuda.is_available())
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         lora = None if told["lora"] is None else LoraSection.model_validate(told["lora"])

@@ -197,6 +197,7 @@ class ProcessEngine:
             "media": str(media.absolute()),
             "limits": asdict(policy.chat.store.limits),
             "threads": torch.get_num_threads(),
+            "onednn": torch.backends.mkldnn.enabled,
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "paged": self._paged,
             "writer": self._writer,
