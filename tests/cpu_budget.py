@@ -14,7 +14,6 @@ import pytest
 
 REFERENCE_S = 0.30
 """CPU seconds of ``a_short_computation`` where the budgets in pyproject.toml were set."""
-SHOWN = 15
 IN_FORKS = [0.0]
 """CPU seconds of processes that are not children of this one: a fork server's."""
 TESTS: Counter[str] = Counter()
@@ -52,6 +51,7 @@ def a_short_computation() -> float:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu-shown", type=int, default=15, help="how many files and tests are listed with their CPU seconds")
     parser.addini("cpu_budget_s", "CPU seconds for the whole test run, all workers together", default="0")
     parser.addini("cpu_budget_of_a_test_s", "CPU seconds for one test", default="0")
 
@@ -114,7 +114,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         files[name.partition("::")[0]] += cpu_s
     for title, table in (("files", files), ("tests", TESTS)):
         terminalreporter.section(f"CPU seconds of the costliest {title}")
-        for name, cpu_s in table.most_common(SHOWN):
+        for name, cpu_s in table.most_common(config.getoption("--cpu-shown")):
             terminalreporter.write_line(f"{cpu_s:8.1f}  {name}")
     terminalreporter.write_line(f"{spent_by_all():8.1f}  all, collection and workers included")
     for sentence in config.stash.get(BROKEN, []):

@@ -96,6 +96,10 @@ def test_a_bad_row_among_the_first_is_refused_or_counted(recipe: Path, capsys: p
         ("checkpoint.best=reward/exakt", "never has the metric 'reward/exakt'; did you mean 'reward/exact'?"),
         ("model.path=tiny:qwen7", "unknown family 'qwen7'"),
         ("rollout.engine=tests.cli.test_dry_run:Fragile", "has no generate(), so it is no engine"),
+        ("rollout.engine={name: native, options: {max_rows: 0}}", "max_rows is 0; it must be 1 at least"),
+        ("rollout.engine={name: process, options: {max_context: 4}}", "max_context is 4; it must be 16 at least"),
+        ("rollout.engine={name: process, options: {start_s: -1}}", "start_s is -1; it must be 0.001 at least"),
+        ("rollout.engine={name: native, options: {kv: none}}", "kv is 'none'; it must be one of auto, rows, pages"),
         ("tasks.planner=no_such_planner", "no_such_planner"),
     ],
 )  # fmt: skip

@@ -26,8 +26,11 @@ def engine(benches: Any) -> Iterator[ProcessEngine]:
     """One child of the family that sees and hears; tests leave it as they found it."""
     engine = ProcessEngine(benches("qwen2_5_omni").policy)
     engine.start()
+    child = engine._child
     yield engine
     engine.close()
+    assert child is not None
+    assert child._process.returncode is not None
 
 
 def talk(bench: Bench, engine: Any, turns: int = 2) -> list[Segment]:
@@ -144,14 +147,18 @@ def test_its_death_is_told_in_one_paragraph_and_close_ends_it(text: Bench) -> No
     assert not folder.exists()
 
 
-def test_close_ends_a_living_child_and_a_start_that_takes_too_long_is_told(text: Bench) -> None:
+def test_a_start_that_takes_too_long_is_told_and_a_child_whose_parent_died_leaves_nothing_behind(text: Bench) -> None:
     engine = ProcessEngine(text.policy, start_s=0.01)
     with pytest.raises(EngineLost, match=r"did not answer 'start' within 0\.01 s.*start_s"):
         engine.start()
     assert engine.pid is None
     engine = ProcessEngine(text.policy)
     engine.start()
-    child = engine._child
+    child, folder = engine._child, engine._folder
     assert child is not None
+    assert folder is not None
+    assert folder.exists()
+    child._channel.close()  # as the kernel does when the parent is killed
+    child._process.wait()
+    assert not folder.exists()
     engine.close()
-    assert child._process.returncode is not None

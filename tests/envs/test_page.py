@@ -59,7 +59,7 @@ def test_an_environment_whose_methods_are_coroutines_plays_with_a_service(port: 
         lambda task: code["Guess"](None, port=port),
     )
     task = Task("three", environment=EnvironmentSpec("guess", seed=3))
-    (group,) = asyncio.run(rollout.groups([task], 2, Attempt(0, 1), Sampling()))
+    (group,) = asyncio.run(rollout.stream([task], 2, Attempt(0, 1), Sampling()).in_order())
     for episode in group.episodes:
         assert (episode.status, episode.failure, episode.info) == (Status.FINISHED, "", {"success": True})
         assert [turn.parts for turn in episode.turns] == [{"goal": 0.0, "turn": -0.1}] * 2 + [{"goal": 1.0, "turn": -0.1}]

@@ -166,6 +166,7 @@ def test_what_is_wrong_in_the_file_is_named_with_its_line(text: str, said: str) 
         ("tasks.train.0.options.size=2.5", "it must be a whole number"),
         (f"tasks.train.0.options.size={10**30}", "a whole number of at most 62 bits"),
         (f"steps={10**30}", "'steps' is 1000000000000000000000000000000; it must be at most 1,000,000,000,000."),
+        (f"batch.prompts_per_step={10**9}", "episodes a step; a step has at most 1,000,000."),
         ("optimizer.lr=1e-320", "a number here lies between 1e-30 and 1e+30, or is 0."),
         ("logging.episodes_gib=1e308", "a number here lies between"),
         ("batch.group_size=[", "override 'batch.group_size=[': not valid YAML"),
@@ -190,6 +191,7 @@ def test_what_is_wrong_in_an_override_is_named_with_it(override: str, said: str)
         ("rollout.engine=natif", "unknown engine 'natif'; did you mean 'native'?"),
         ("algorithm.advantage.name=gpro", "unknown advantage 'gpro'; did you mean 'grpo'?"),
         ("algorithm.loss.name=clipp", "unknown loss 'clipp'; did you mean 'clip'?"),
+        ("algorithm.advantage.name=zzz", "registered by the script that trains or resumes (sn.resume)"),
         ("logging.loggers=[tensorbord]", "unknown logger 'tensorbord'; did you mean 'tensorboard'?"),
         ("model.freeze=[visoin]", "unknown parameter group 'visoin'; did you mean 'vision'?"),
         ("optimizer.group_lr.langage=1e-3", "unknown parameter group 'langage'; did you mean 'language'?"),
@@ -308,3 +310,9 @@ def test_a_source_may_be_called_by_its_former_name() -> None:
 def test_kinds_of_sampling_that_are_not_supported_say_why(key: str, says: str) -> None:
     with pytest.raises(RecipeError, match=rf"'rollout\.{key}' is not supported: .*{says}"):
         load_recipe("shapes", [f"rollout.{key}=0.1"])
+
+
+def test_the_options_of_a_section_may_follow_its_name_alone() -> None:
+    recipe = load_recipe("shapes", ["rollout.engine=process", "rollout.engine.options.max_rows=3", "tasks.planner=mixture"])
+    assert recipe.rollout.engine.name == "process"
+    assert recipe.rollout.engine.options == {"max_rows": 3}

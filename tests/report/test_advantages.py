@@ -38,7 +38,7 @@ def test_a_card_shows_advantages_pay_by_turn_and_why_an_attempt_was_left_out(tmp
     run = RunDirectory(tmp_path).create()
     write_whole(run.recipe, "name: x\nmodel: {path: y}\n")
     scores = (Score("moves", 0.75, scope="turn", turn=1), Score("judge", None, 0.0, "turn", 0, reason="it <hung>"))
-    group = Group("g", Task("t", (user("go"),)), (walk("a", scores, {"goal": 1.0}), walk("b", (), {})))
+    group = Group("g", Task("t", (user("go"),)), (walk("a", scores, {"goal": 1.0, "holes": 0.0}), walk("b", (), {})))
     credits = {
         "a": EpisodeCredit("trained", ((0.5, 0.5), (0.5, -1.5))),
         "b": EpisodeCredit("dropped: no score for judge"),
@@ -48,7 +48,8 @@ def test_a_card_shows_advantages_pay_by_turn_and_why_an_attempt_was_left_out(tmp
     assert "advantage +0.50</div>" in page
     assert "advantage -1.50 to +0.50</div>" in page
     assert '<span class="down" style="--s:0.75"> up</span>' in page
-    assert '<span class="chip">goal +1.00</span><span class="chip">moves <b>0.75</b></span>' in page
+    for chip in ("goal +1.00", "holes +0.00", "moves <b>0.75</b>"):
+        assert f'<span class="chip">{chip}</span>' in page
     assert "<b>judge missing</b>: it &lt;hung&gt;" in page
     assert "not trained on: no score for judge" in page
     assert "tokens were made likelier" in page

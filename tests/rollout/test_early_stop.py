@@ -98,7 +98,7 @@ def tasks(*turns: int) -> list[Task]:
 def play(
     rollout: Rollout, stop: EarlyStop | None, played: list[Task], before: list[Task] | None = None, size: int = SIZE
 ) -> list[Group]:
-    return asyncio.run(rollout.groups(played, size, Attempt(0, 1), SAMPLING, before=before or (), stop=stop))
+    return asyncio.run(rollout.stream(played, size, Attempt(0, 1), SAMPLING, before=before or (), stop=stop).in_order())
 
 
 def native(policy: Policy, *, lockstep: bool = True, seed: int | None = None, **section: Any) -> Rollout:
@@ -138,7 +138,7 @@ def test_a_response_in_the_middle_is_cut(policy: Policy) -> None:
     questions = [Task("long", (user("what?"),)), Task("short", (user("what? " * 40),))]
     room = [rollout.room((rollout.renderer.start(question.messages),)) for question in questions]
     endless = Sampling(max_new_tokens=500, stop_tokens=False)
-    cut, complete = asyncio.run(rollout.groups(questions, 1, Attempt(0, 1), endless, stop=EarlyStop(1)))
+    cut, complete = asyncio.run(rollout.stream(questions, 1, Attempt(0, 1), endless, stop=EarlyStop(1)).in_order())
     assert (cut.episodes[0].status, cut.episodes[0].turns) == (Status.ABORTED, ())
     assert complete.episodes[0].sampled_tokens == room[1] < room[0]
     assert engine.counters.decoded_tokens == 2 * room[1]
@@ -250,7 +250,7 @@ def test_cancelling_the_rollout_itself_is_not_an_early_stop(policy: Policy) -> N
     rollout = native(policy)
 
     async def run() -> None:
-        task = asyncio.create_task(rollout.groups(tasks(9, 9), SIZE, Attempt(0, 1), SAMPLING, stop=EarlyStop(1)))
+        task = asyncio.create_task(rollout.stream(tasks(9, 9), SIZE, Attempt(0, 1), SAMPLING, stop=EarlyStop(1)).in_order())
         while tokens_of(rollout) < 9:
             await asyncio.sleep(0)
         task.cancel()

@@ -85,7 +85,7 @@ def play(
 ) -> tuple[Episode, ...]:
     task = Task("t", (user("what?"),))
     attempt = Attempt(0, 1, demonstrate=demonstrate)
-    (group,) = asyncio.run(rollout.groups([task], size, attempt, Sampling(max_new_tokens=64), deadlines))
+    (group,) = asyncio.run(rollout.stream([task], size, attempt, Sampling(max_new_tokens=64), deadlines).in_order())
     return group.episodes
 
 

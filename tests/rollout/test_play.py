@@ -73,7 +73,7 @@ def play(
     sampling = Sampling(max_new_tokens=section.get("max_new_tokens", 64))
     attempt = Attempt(0, 1, demonstrate=demonstrate)
     task = Task("t", (user("what?"),), demonstration=("told",), environment=spec)
-    (group,) = asyncio.run(rollout.groups([task], 1, attempt, sampling, deadlines))
+    (group,) = asyncio.run(rollout.stream([task], 1, attempt, sampling, deadlines).in_order())
     return group.episodes[0]
 
 
@@ -180,7 +180,7 @@ def test_media_that_the_family_or_the_engine_lacks_are_refused_by_task_and_name(
     engine.capabilities = Capabilities(frozenset(["text", "picture"]), deterministic=True)
     video = Task("watch-3", (user(policy.chat.store.put(b"...", "video", "clip.mp4"), "what?"),))
     with pytest.raises(ModelError, match=r"task watch-3: the engine takes picture, text and not video, which clip\.mp4 is"):
-        asyncio.run(rollout.groups([video], 1, Attempt(0, 1), Sampling()))
+        asyncio.run(rollout.stream([video], 1, Attempt(0, 1), Sampling()).in_order())
 
 
 def test_clips_are_decoded_off_the_event_loop_once_and_a_broken_one_fails_its_episode(policy: Policy) -> None:

@@ -111,9 +111,11 @@ def test_leaving_a_stream_early_ends_what_is_still_played(policy: Policy) -> Non
         rollout = rollout_of(policy, event, made)
         async with rollout.stream([Task("late"), Task("soon")], 1, ATTEMPT, SAMPLING) as stream:
             async for _ in stream:
+                while len(made) < 2:  # the other one is still being made, in a thread
+                    await asyncio.sleep(0.01)
                 break
         event.set()
-        again = await rollout.groups([Task("soon")], 1, ATTEMPT, SAMPLING)
+        again = await rollout.stream([Task("soon")], 1, ATTEMPT, SAMPLING).in_order()
         assert again[0].episodes[0].status == Status.FINISHED, "the engine waits for nobody who has left"
 
     asyncio.run(run())

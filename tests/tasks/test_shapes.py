@@ -136,7 +136,15 @@ def test_demonstrations_are_right_except_where_guesses_were_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"kinds": ["color"]}, {"split": "tests"}, {"picture": "blanked"}, {"guessed": ["x"]}, {"size": 0}]
+    "options",
+    [
+        {"kinds": ["color"]},
+        {"split": "tests"},
+        {"picture": "blanked"},
+        {"guessed": ["x"]},
+        {"size": 0},
+        {"picture_size": 4097},
+    ],
 )
 def test_wrong_options_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(TaskError):

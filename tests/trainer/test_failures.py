@@ -23,6 +23,7 @@ from sensorium.trainer.kept_batch import replay
 from sensorium.trainer.run import open_trainer, train
 from sensorium.vocabulary import Episode, Message, Score, Status, Task, system, user
 from sensorium.vocabulary.errors import (
+    CheckpointError,
     MediaError,
     ModelError,
     NonFiniteUpdate,
@@ -202,6 +203,9 @@ def test_a_non_finite_update_keeps_the_batch_and_is_reproduced(tmp_path: Path, m
         replay(kept)
     monkeypatch.setattr(clip, "loss", right)
     assert replay(kept)["policy/grad_norm"] > 0
+    (kept / "recipe.yaml").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks recipe\.yaml, which belong to a kept batch"):
+        replay(kept)
 
 
 class ByIndex:

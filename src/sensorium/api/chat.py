@@ -69,7 +69,7 @@ class Model:
         def play() -> Any:
             from sensorium.workers.event_loop import run_async
 
-            return run_async(self._rollout.groups([task], 1, attempt, sampling))
+            return run_async(self._rollout.stream([task], 1, attempt, sampling).in_order())
 
         (group,) = outside_loop(play)
         (episode,) = group.episodes

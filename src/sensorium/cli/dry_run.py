@@ -66,6 +66,10 @@ def _find_names(recipe: Recipe) -> None:
         option, problem = wrong_options("engine", engine.name, engine.options)
         if problem:
             raise RecipeError(f"rollout.engine.options.{option}: {problem}".replace("options.:", "options:"))
+        try:
+            getattr(resolve("engine", engine.name), "check_options", lambda options: None)(engine.options)
+        except ValueError as error:
+            raise RecipeError(f"rollout.engine.options: {error}.") from error
     for i, name in enumerate(recipe.logging.loggers):
         resolve("logger", name, f"logging.loggers.{i}")
         if name in table("logger"):

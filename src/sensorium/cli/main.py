@@ -78,6 +78,7 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
     command = import_module(f"sensorium.cli.{MODULES.get(name, name)}")
     parser = ArgumentParser(prog=f"sensorium {name}", description=command.__doc__, allow_abbrev=False)
     command.configure(parser)
+    parser.usage = getattr(command, "USAGE", None)
     return int(command.run(parser.parse_intermixed_args(arguments)))
 
 

@@ -8,8 +8,9 @@ from rich.console import Console
 from sensorium.cli.show import say, show_dry_run, show_plan
 from sensorium.recipe.load import load_recipe, shipped_recipes
 from sensorium.record.run_directory import RunDirectory
-from sensorium.vocabulary.errors import CheckpointError, NothingTrained, RecipeError, nearest
+from sensorium.vocabulary.errors import CheckpointError, EngineLost, NothingTrained, RecipeError, nearest
 
+USAGE = "sensorium train RECIPE [key=value …] [--dry-run] [--resume | --restart]"
 UNTRAINED = 3
 """Exit code of a short run that came to its end and trained nothing, which the run itself has said."""
 
@@ -43,7 +44,7 @@ def run(arguments: Namespace) -> int:
         directory = train(recipe, resume=arguments.resume, restart=arguments.restart, watchers=[ConsoleWatcher(console)])
     except NothingTrained as error:
         raise NothingTrained(error.short) from error
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, EngineLost):
         say(after_interrupt(RunDirectory(recipe.directory)), console)
         raise
     say(f"report  {directory / 'report.html'}", console)

@@ -20,6 +20,7 @@ Problem = tuple[str, str]
 """A dotted place in the recipe, and what is wrong there."""
 
 MOST, LARGEST = 10**12, 1e30
+MOST_EPISODES = 10**6
 DEVICES = ("auto", "cpu", "cuda")
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 
@@ -160,6 +161,9 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
     if prompts % updates:
         why = "every update takes the same number of whole groups"
         yield "batch.updates_per_epoch", f"updates_per_epoch {updates} does not divide prompts_per_step {prompts}; {why}."
+    if (episodes := prompts * recipe.batch.group_size) > MOST_EPISODES:
+        many = f"prompts_per_step {prompts:,} × group_size {recipe.batch.group_size:,} are {episodes:,} episodes a step"
+        yield "batch.prompts_per_step", f"{many}; a step has at most {MOST_EPISODES:,}."
     name = recipe.algorithm.advantage.name
     if estimator_traits(name).compares and recipe.steps and recipe.batch.group_size < 2:
         yield "batch.group_size", f"{name} compares the episodes of a group, so group_size must be at least 2."

@@ -122,6 +122,8 @@ def _apply(override: str, data: dict[str, Any], origins: dict[Place, str]) -> No
     place: Place = ()
     for depth, part in enumerate(parts):
         last = depth == len(parts) - 1
+        if isinstance(target, str) and "name" in _keys_at(place):  # a section of which the name alone was given
+            target = _set(data, place, {"name": target})
         step = _step(target, part, place, where)
         place = (*place, step)
         if last:
@@ -133,6 +135,15 @@ def _apply(override: str, data: dict[str, Any], origins: dict[Place, str]) -> No
     for old in [known for known in origins if known[: len(place)] == place]:
         del origins[old]
     origins[place] = where
+
+
+def _set(data: Any, place: Place, value: dict[str, Any]) -> dict[str, Any]:
+    """Put a section at a place that exists, and return it."""
+    *outer, last = place
+    for part in outer:
+        data = data[part]
+    data[last] = value
+    return value
 
 
 def _step(target: Any, part: str, place: Place, where: str) -> str | int:

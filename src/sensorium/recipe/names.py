@@ -107,7 +107,11 @@ def wrong_name(kind: str, name: str) -> str:
     """What is wrong with a name, in a sentence; empty if it is known. Imports nothing."""
     if name in table(kind) or ":" in name:
         return ""
-    return f"unknown {kind} '{name}'{nearest(name, list(table(kind)))}"
+    known = nearest(name, list(table(kind)))
+    own = (
+        f"A {kind} of your own is written module:attribute, or registered by the script that trains or resumes (sn.resume)."
+    )
+    return f"unknown {kind} '{name}'{known}" + ("" if "did you mean" in known else f" {own}")
 
 
 def wrong_options(kind: str, name: str, options: Mapping[str, Any]) -> tuple[str, str]:

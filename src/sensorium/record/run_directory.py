@@ -19,6 +19,7 @@ class RunDirectory:
         self.path = Path(path)
         self.recipe = self.path / "recipe.yaml"
         self.source = self.path / "source.json"
+        self.tasks = self.path / "tasks.json"
         self.metrics = self.path / "metrics.jsonl"
         self.health = self.path / "health.jsonl"
         self.ledger = self.path / "ledger.sqlite"

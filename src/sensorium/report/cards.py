@@ -78,7 +78,7 @@ def _attempt(episode: Episode, album: Album, times: int = 1, credit: EpisodeCred
 def _turn(episode: Episode, index: int, album: Album, credit: EpisodeCredit | None) -> str:
     turn = episode.turns[index]
     own = turn.parts or ({"": turn.reward} if turn.reward else {})
-    paid = "".join(f'<span class="chip">{escape(name)} {value:+.2f}</span>' for name, value in own.items() if value)
+    paid = "".join(f'<span class="chip">{escape(name)} {value:+.2f}</span>' for name, value in own.items())
     paid += "".join(_chip(s) for s in episode.scores if s.turn == turn.index and not _environments_own(s, turn))
     return f"<li>{_messages(turn.observation, album)}{_response(turn, credit)}{paid}</li>"
 

@@ -86,6 +86,11 @@ def term_identity(name: str, options: Any, version: Any) -> str:
     return _written([name, options, str(version)])
 
 
+def task_digest(task: Task) -> str:
+    """A digest of all that a task says and shows; a medium counts by what it is, wherever it lay."""
+    return _digest(_task(task))
+
+
 def _task(task: Task) -> list[Any]:
     spec = task.environment
     played = None if spec is None else [spec.name, dict(spec.options), spec.seed]

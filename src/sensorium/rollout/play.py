@@ -99,23 +99,6 @@ class Rollout:
 
         return GroupStream(play)
 
-    async def groups(
-        self,
-        tasks: Sequence[Task],
-        size: int,
-        attempt: Attempt,
-        sampling: Sampling,
-        deadlines: Deadlines | None = None,
-        progress: Callable[[int], None] | None = None,
-        *,
-        before: Sequence[Task] = (),
-        stop: EarlyStop | None = None,
-    ) -> list[Group]:
-        """All groups of a ``stream`` once it has ended, in the tasks' order."""
-        async with self.stream(tasks, size, attempt, sampling, deadlines, progress, before=before, stop=stop) as stream:
-            found = {place: group async for place, group in stream}
-        return [found[place] for place in sorted(found)]
-
     async def _play(
         self, groups: Sequence[Sequence["_Play"]], emit: Emit, progress: Callable[[int], None], stop: EarlyStop | None
     ) -> None:

@@ -37,6 +37,12 @@ class GroupStream:
         if not self._player.cancelled():
             self._player.exception()  # heard when the stream ended, or of no interest to who left early
 
+    async def in_order(self) -> list[Group]:
+        """All groups once the stream has ended, in the tasks' order."""
+        async with self:
+            found = {place: group async for place, group in self}
+        return [found[place] for place in sorted(found)]
+
     def __aiter__(self) -> Self:
         return self
 

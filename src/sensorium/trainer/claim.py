@@ -1,14 +1,15 @@
 """Whose a run directory is: taken by a fresh run, gone on with by its own recipe, or started over.
 
 A run is where its directory is, so ``run_dir`` is not part of what must be the same. Neither is what cannot change what has
-been computed: how long the run goes on, how often it is measured and saved, what is logged, and where it is computed.
+been computed: how long the run goes on, how often it is measured and saved, what is logged, where it is computed, and by
+which engine; another engine is told, since its log-probs may differ in their last bits.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sensorium.recipe.load import dump_recipe, load_recipe
-from sensorium.recipe.schema import OptimizerSection, Recipe
+from sensorium.recipe.schema import EngineSection, OptimizerSection, Recipe
 from sensorium.recipe.traits import estimator_traits
 from sensorium.record.durable import read_rows, write_whole
 from sensorium.record.run_directory import RunDirectory
@@ -17,7 +18,7 @@ from sensorium.vocabulary.errors import CheckpointError, RecipeError
 
 MAY_CHANGE = (
     "run_dir", "steps", "threads", "model.device", "media", "evaluation.every", "checkpoint.every", "checkpoint.keep",
-    "logging", "health",
+    "logging", "health", "rollout.engine",
 )  # fmt: skip
 """Keys, or sections, that may differ when a run is gone on with."""
 
@@ -74,7 +75,8 @@ def go_on(recipe: Recipe, directory: RunDirectory) -> list[str]:
     for _ in read_rows(directory.metrics):  # a damaged row is said now, not when the report is written
         pass
     directory.summaries()
-    return _schedule_notes(recipe, load_recipe(directory.recipe))
+    then = load_recipe(directory.recipe)
+    return [*_schedule_notes(recipe, then), *_engine_notes(recipe, then)]
 
 
 def refuse_fewer_steps(recipe: Recipe, directory: RunDirectory, done: int) -> None:
@@ -126,6 +128,21 @@ def _schedule_notes(recipe: Recipe, then: Recipe) -> list[str]:
         if _depends_on_total(section)
     ]
     return notes
+
+
+def _engine_notes(recipe: Recipe, then: Recipe) -> Iterator[str]:
+    """Another engine, or other options of it, may round otherwise."""
+    now, before = recipe.rollout.engine, then.rollout.engine
+    if now != before:
+        yield (
+            f"ATTENTION: steps so far were sampled by rollout.engine {_engine(before)}, the next ones by {_engine(now)}. "
+            "What is batched together, and so the last bits of log-probs, may differ from the run that was never changed."
+        )
+
+
+def _engine(section: EngineSection) -> str:
+    options = ", ".join(f"{key}: {value}" for key, value in section.options.items())
+    return f"{section.name} ({options})" if options else section.name
 
 
 def _depends_on_total(section: OptimizerSection) -> bool:

@@ -22,6 +22,9 @@ from sensorium.record.run_directory import RunDirectory, step_name
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import CheckpointError, NonFiniteUpdate
 
+KEPT = ("model", "recipe.yaml", "episodes.jsonl", "credit.pt")
+"""What lies in the folder of a kept batch, beside batch.json and media."""
+
 
 def keep_batch(
     directory: RunDirectory,
@@ -57,6 +60,12 @@ def replay(folder: Path) -> dict[str, float]:
     """Run a kept batch again: the update's metrics, or the same NonFiniteUpdate."""
     if not (folder / "batch.json").exists():
         raise CheckpointError(f"'{folder}' holds no kept batch; they lie under a run directory's kept/.")
+    missing = [name for name in KEPT if not (folder / name).exists()]
+    if missing:
+        raise CheckpointError(
+            f"'{folder}' lacks {' and '.join(missing)}, which belong to a kept batch: it was copied or written in part. "
+            "It cannot be run again without them; put them back from the run that kept it."
+        )
     recipe = load_recipe(folder / "recipe.yaml", [])
     batch: dict[str, Any] = read_json(folder / "batch.json", "This batch cannot be run again.")
     store = MediaStore(folder / "media")

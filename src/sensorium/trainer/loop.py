@@ -159,7 +159,7 @@ class Trainer:
             self.ledger.plan(step, before, self.loader.drawn)
         attempt = Attempt(recipe.seed, step, "warm", demonstrate=True)
         with clock("rollout"):
-            groups = await self.session.rollout.groups(drawn.tasks, 1, attempt, sampling_of(recipe.rollout))
+            groups = await self.session.rollout.stream(drawn.tasks, 1, attempt, sampling_of(recipe.rollout)).in_order()
         self.ledger.advance(step, "rolled_out")
         self._look_ahead()
         groups, long = self.loader.without_long_prompts(groups)

@@ -32,6 +32,7 @@ from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.claim import begin, begin_again, go_on, no_checkpoint, refuse_fewer_steps, write_recipe
 from sensorium.trainer.health.at_start import refuse_without_demonstrations, start_notes
 from sensorium.trainer.loop import Trainer
+from sensorium.trainer.seen_tasks import changed_tasks, remember_tasks
 from sensorium.vocabulary.errors import CheckpointError, RecordError, SensoriumError
 from sensorium.workers.event_loop import run_async
 
@@ -87,6 +88,10 @@ def open_trainer(
     refuse_without_demonstrations(recipe, few)
     refuse_strange_tasks(session, [*held_out, *few])
     unanswered = refuse_unanswered(session, few, held_out)
+    if resume:
+        found += changed_tasks(directory, [*few, *held_out])
+    else:
+        remember_tasks(directory, [*few, *held_out])
     given = {"run_dir": directory.path, "logging": recipe.logging}
     loggers = [build("logger", name, {}, "logging.loggers", **given) for name in recipe.logging.loggers]
     watcher = Watchers([*loggers, *watchers])

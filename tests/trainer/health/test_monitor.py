@@ -88,7 +88,7 @@ def test_a_resumed_run_tells_what_the_uninterrupted_one_does(tmp_path: Path) -> 
     second, ear = monitor(tmp_path / "cut")
     second.restore()
     second.remind()
-    assert {notice.rule for notice in ear.heard} == {"learning_rate", "blind"}
+    assert {notice.rule: notice.state for notice in ear.heard} == {"learning_rate": "goes on", "blind": "began"}
     go(second, tmp_path / "cut", rows[9:], first=10)
     for name in ("health.jsonl", "metrics.jsonl"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -4,8 +4,9 @@
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Unpack
 
+from sensorium.engines.native.options import WriterOptions, check_options, completed
 from sensorium.engines.native.pipeline import PagedWriter
 from sensorium.engines.native.writer import Writer, WriterCounters
 from sensorium.engines.protocol import Capabilities, LiveEpisodes, Request, Response, WeightSource
@@ -17,31 +18,19 @@ from sensorium.vocabulary.errors import EngineError
 class NativeEngine:
     """Samples from a policy in this process.
 
-    ``max_rows`` responses are written at once, others wait. ``max_context`` is the longest thread, response included
-    (default: what the model allows). ``keep_bytes`` bounds the keys and values, and likewise the features, kept between
-    turns (default: 1 GiB, or a sixteenth of the GPU); what does not fit is computed again. ``patience_s`` bounds how long
-    a lockstep tick waits for an episode that neither asks nor leaves. ``record`` lets decoding run from recordings where
-    they pay (see ``steps``); the bits are the same. On a GPU it lets steps run fused and from CUDA graphs (see ``graphs``).
-    ``kv`` says how keys and values are held: a block of rows (on the CPU), or pages with steps launched ahead (on a GPU).
+    ``patience_s`` bounds how long a lockstep tick waits for an episode that neither asks nor leaves; ``WriterOptions`` has
+    the other options.
     """
 
+    check_options = staticmethod(check_options)
+
     def __init__(
-        self,
-        policy: Policy,
-        *,
-        lockstep: bool = True,
-        max_rows: int = 512,
-        max_context: int | None = None,
-        keep_bytes: int | None = None,
-        patience_s: float = 600.0,
-        record: bool = True,
-        kv: Literal["auto", "rows", "pages"] = "auto",
+        self, policy: Policy, *, lockstep: bool = True, patience_s: float = 600.0, **options: Unpack[WriterOptions]
     ) -> None:
         self.capabilities = Capabilities(policy.chat.modalities, deterministic=lockstep, lockstep=lockstep)
-        paged = kv == "pages" or (kv == "auto" and policy.device.type == "cuda")
-        make = PagedWriter if paged else Writer
+        given, paged = completed(options, policy.device.type)
         self._policy = policy
-        self._writer = make(policy, max_rows=max_rows, max_context=max_context, keep_bytes=keep_bytes, record=record)
+        self._writer = (PagedWriter if paged else Writer)(policy, **given)
         self._scheduler = TickScheduler(self._tick, lockstep=lockstep, patience_s=patience_s)
 
     @property

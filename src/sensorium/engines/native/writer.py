@@ -45,7 +45,7 @@ class _PlainProducts:
     def __enter__(self) -> None:
         with self._lock:
             if self._inside == 0:
-                self._enabled = torch.backends.mkldnn.enabled
+                self._enabled = bool(torch.backends.mkldnn.enabled)
                 torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
             self._inside += 1
 

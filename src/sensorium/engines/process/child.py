@@ -10,6 +10,7 @@ One message in, one answer out, until the other end hangs up:
 """
 
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -110,11 +111,18 @@ class Child:
 def serve(channel: Channel) -> None:
     """Serve calls until the parent closes. An error is sent as an answer; the parent decides what it means."""
     child: Child | None = None
+    temporary = ""
     while True:
-        told = channel.receive()
+        try:
+            told = channel.receive()
+        except (EOFError, OSError):  # the parent died, and can no longer remove what it wrote for this process
+            if temporary:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
         answer: Message = {}
         try:
             if told["do"] == "start":
+                temporary = told["temporary"]
                 child = Child(told)
             elif told["do"] != "close":
                 assert child is not None

@@ -12,12 +12,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sensorium.engines.native.options import WriterOptions, check_options, completed
 from sensorium.engines.native.writer import WriterCounters
 from sensorium.engines.process.connection import ChildProcess
 from sensorium.engines.process.messages import error_of, plain_request
@@ -38,27 +39,24 @@ class ProcessEngine:
     over weights.
     """
 
+    check_options = staticmethod(check_options)
+
     def __init__(
         self,
         policy: Policy,
         *,
         lockstep: bool = True,
-        max_rows: int = 512,
-        max_context: int | None = None,
-        keep_bytes: int | None = None,
         patience_s: float = 600.0,
-        record: bool = True,
-        kv: Literal["auto", "rows", "pages"] = "auto",
         start_s: float = 600.0,
         reply_s: float = 600.0,
+        **options: Unpack[WriterOptions],
     ) -> None:
         self.capabilities = Capabilities(policy.chat.modalities, deterministic=lockstep, lockstep=lockstep)
         self.version = policy.version
         self.counters = WriterCounters()
         self.notes: tuple[str, ...] = ()
         self._policy = policy
-        self._paged = kv == "pages" or (kv == "auto" and policy.device.type == "cuda")
-        self._writer = {"max_rows": max_rows, "max_context": max_context, "keep_bytes": keep_bytes, "record": record}
+        self._writer, self._paged = completed(options, policy.device.type)
         self._start_s, self._reply_s = start_s, reply_s
         self._scheduler = TickScheduler(self._tick, lockstep=lockstep, patience_s=patience_s)
         self._child: ChildProcess | None = None
@@ -189,6 +187,7 @@ class ProcessEngine:
             media = folder / "media"
             self._media = MediaStore(media, limits=policy.chat.store.limits)
         return {
+            "temporary": str(folder),
             "folder": str(folder / "model"),
             "family": policy.family,
             "dtype": str(policy.dtype).removeprefix("torch."),

@@ -99,10 +99,11 @@ class Health:
         self._rows_lost = self.history.steps < done
 
     def remind(self) -> None:
-        """Tell the watchers of a resumed run what lasts."""
+        """Tell the watchers of a resumed run what lasts; of a sight check what it found then, since it is not made anew."""
         for rule, course in self.courses.open.items():
             text, grave = self._texts.get(rule, LOST)
-            self.watcher.diagnosed(Notice(course.began, rule, "goes on", text, grave))
+            state: State = "began" if rule in BY_SIGHT_CHECK else "goes on"
+            self.watcher.diagnosed(Notice(course.began, rule, state, text, grave))
 
     def look(self, step: int, results: Sequence[SightResult]) -> dict[str, float]:
         """Take in a sight check; returns its metrics."""

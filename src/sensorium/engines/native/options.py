@@ -1,0 +1,45 @@
+"""Options of engines that sample by the native engine's writer, in this process or in another; torch-free."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict
+
+
+class WriterOptions(TypedDict, total=False):
+    """What a recipe may say of them, each with a default in ``DEFAULTS``.
+
+    ``max_rows`` responses are written at once, others wait. ``max_context`` is the longest thread, response included
+    (default: what the model allows). ``keep_bytes`` bounds the keys and values, and likewise the features, kept between
+    turns (default: 1 GiB, or a sixteenth of the GPU); what does not fit is computed again. ``record`` lets decoding run
+    from recordings where they pay (see ``steps``); the bits are the same. On a GPU it lets steps run fused and from CUDA
+    graphs (see ``graphs``). ``kv`` says how keys and values are held: a block of rows (on the CPU), or pages with steps
+    launched ahead (on a GPU).
+    """
+
+    max_rows: int
+    max_context: int | None
+    keep_bytes: int | None
+    record: bool
+    kv: Literal["auto", "rows", "pages"]
+
+
+DEFAULTS: WriterOptions = {"max_rows": 512, "max_context": None, "keep_bytes": None, "record": True, "kv": "auto"}
+LEAST = {"max_rows": 1, "max_context": 16, "keep_bytes": 0, "patience_s": 0.001, "start_s": 0.001, "reply_s": 0.001}
+KV = ("auto", "rows", "pages")
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse values that no engine can work with."""
+    for name, least in LEAST.items():
+        value = options.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < least):
+            raise ValueError(f"{name} is {value!r}; it must be {least} at least")
+    if options.get("kv", "auto") not in KV:
+        raise ValueError(f"kv is {options['kv']!r}; it must be one of {', '.join(KV)}")
+
+
+def completed(options: WriterOptions, device: str) -> tuple[dict[str, Any], bool]:
+    """What the writer is made with, and whether keys and values are in pages."""
+    check_options(options)
+    full: dict[str, Any] = {**DEFAULTS, **options}
+    kv = full.pop("kv")
+    return full, kv == "pages" or (kv == "auto" and device == "cuda")
