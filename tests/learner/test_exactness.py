@@ -16,7 +16,7 @@ from sensorium.recipe.schema import AlgorithmSection, BatchSection, KLSection, L
 
 from .played import Groups, Player, distribution, make_learner, open_policy, stock_model, stock_rows
 
-FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni"]
+FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "internvl"]
 GRADIENT_TOLERANCE = 1e-5
 GRADIENT_FLOOR = 1e-7
 LAYOUTS = {
@@ -128,7 +128,8 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "tied"), [("qwen2_5_vl", True), ("qwen3_vl", False), ("qwen3_vl_moe", True), ("qwen2_5_omni", False)]
+    ("family", "tied"),
+    [("qwen2_5_vl", True), ("qwen3_vl", False), ("qwen3_vl_moe", True), ("qwen2_5_omni", False), ("internvl", True)],
 )
 def test_gradients_equal_the_stock_model_row_by_row_for_any_microbatch(family: str, tied: bool, tmp_path: Path) -> None:
     folder, other = (

@@ -101,7 +101,7 @@ def row_inputs(policy: Policy, ids_T: Tensor, media: Sequence[Media]) -> dict[st
     tokens = policy.chat.media_format.placeholders
     if media:
         inputs |= media_inputs(policy, tuple(media))
-    if tokens and "sound" not in policy.chat.modalities:
+    if policy.family.startswith("qwen") and tokens and "sound" not in policy.chat.modalities:
         inputs["mm_token_type_ids"] = ((ids_T == tokens["picture"]).int() + 2 * (ids_T == tokens["video"]).int())[None]
     return with_trained_positions(policy.model.config, inputs)
 
@@ -110,6 +110,8 @@ def row_inputs(policy: Policy, ids_T: Tensor, media: Sequence[Media]) -> dict[st
 def media_inputs(policy: Policy, media: tuple[Media, ...]) -> dict[str, Tensor]:
     """What the stock model needs for media, whatever text they stand in."""
     tokens = policy.chat.media_format.placeholders
+    if policy.family == "internvl" and len(media) > 1:  # whose own processor takes videos of one length only
+        return {"pixel_values": torch.cat([media_inputs(policy, (item,))["pixel_values"] for item in media])}
     text = "".join(policy.chat.tokenizer.convert_ids_to_tokens(tokens[item.kind]) for item in media)
     made = stock_inputs(policy, text, media)
     return {key: value for key, value in made.items() if not key.endswith("_ids") and key != "attention_mask"}

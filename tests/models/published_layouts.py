@@ -123,6 +123,7 @@ LAYOUTS = {
     "Qwen3-VL-8B": Published("qwen3_vl", same, text_config, UNTIED, sharded=False),
     "Qwen3-VL-30B-A3B": Published("qwen3_vl_moe", experts_turned, text_config, UNTIED | OBLONG),
     "Qwen2.5-Omni-7B": Published("qwen2_5_omni", whole_omni, omni_config, UNTIED),
+    "InternVL3-8B-hf": Published("internvl", same, text_config, UNTIED),
     "Qwen2.5-0.5B": Published("qwen2", head_written_out, text_config, sharded=False),
     "Qwen3-0.6B": Published("qwen3", same, text_config),
 }
@@ -191,6 +192,9 @@ def _side_files(made: Path, target: Path) -> None:
     seen = parts["image_processor"] | parts.get("feature_extractor", {})
     _write(target / "preprocessor_config.json", seen | {"processor_class": parts["processor_class"]})
     _write(target / "video_preprocessor_config.json", parts["video_processor"])
+    own = {key: value for key, value in parts.items() if not isinstance(value, dict)}
+    if len(own) > 1:  # more than the class
+        _write(target / "processor_config.json", own)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from sensorium.recipe import parse_recipe
-from sensorium.recipe.linears import ends_in, linears_of
+from sensorium.recipe.linears import ends_in
 from sensorium.recipe.plan import estimate_memory, make_plan
 from sensorium.recipe.schema import LoraSection
-from sensorium.recipe.shape import read_shape
+from sensorium.recipe.shape import linears_by_config, read_shape
 from sensorium.vocabulary.errors import RecipeError
 
 from .test_load import GOOD, refused
@@ -40,7 +40,7 @@ def test_sound_adapters_pass() -> None:
         parse_recipe(GOOD, "trial.yaml", ["model.lora.dropout=0.1"])
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen2_5_omni", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen2_5_omni", "internvl", "qwen2", "qwen3"])
 @pytest.mark.parametrize(
     "modules", [(), ("q_proj", "down_proj", "qkv", "mlp.2", "linear_fc2", "attn.v", "fc1", "audio_tower.proj")]
 )
@@ -66,7 +66,7 @@ def test_adapters_are_counted_from_files_and_config_as_they_are_made(
         chosen = [model.get_submodule(name) for name in layers if ends_in(name, modules)]
         expected = sum(3 * (layer.in_features + layer.out_features) for layer in chosen)
         assert shape.adapters(section) == expected, group
-        by_config = [layer for layer in linears_of(config) if layer.group == group and ends_in(layer.name, modules)]
+        by_config = [layer for layer in linears_by_config(config) if layer.group == group and ends_in(layer.name, modules)]
         assert sum(3 * (layer.inputs + layer.outputs) for layer in by_config) == expected, group
 
 

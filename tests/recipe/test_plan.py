@@ -9,6 +9,7 @@ import pytest
 from sensorium.recipe.plan import estimate_memory, make_plan
 from sensorium.recipe.schema import LoraSection, Recipe
 from sensorium.recipe.shape import count_parameters, read_shape
+from sensorium.recipe.tiny_sizes import KINDS
 
 
 def recipe(path: str = "tiny:qwen3_vl", **sections: object) -> Recipe:
@@ -56,7 +57,7 @@ def test_evaluations_are_counted_as_the_run_makes_them_and_without_walking_throu
     assert make_plan(recipe(steps=10**9, evaluation={"every": 7})).evaluations == 10**9 // 7 + 1
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", list(KINDS))
 def test_parameters_are_counted_from_disk_and_from_the_config_alike(tmp_path: Path, family: str) -> None:
     folder = checkpoint(tmp_path, family)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -178,7 +179,7 @@ def test_a_model_that_is_not_on_disk_leaves_memory_open() -> None:
     assert plan.memory == {}
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni"])
+@pytest.mark.parametrize("family", list(KINDS))
 def test_a_tiny_model_is_counted_without_being_made(family: str, tmp_path: Path) -> None:
     made, told = read_shape(str(checkpoint(tmp_path, family))), read_shape(f"tiny:{family}")
     assert made is not None

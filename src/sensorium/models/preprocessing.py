@@ -31,7 +31,7 @@ class PicturePreprocessor:
 
     def __call__(self, items: "Sequence[tuple[Media, Image.Image]]") -> list[TowerInput]:
         """Patches of each picture."""
-        with _naming(items, "image"):
+        with naming_items(items, "image"):
             made = self._image_processor(images=[picture for _, picture in items], return_tensors="pt")
         extents = [Extent("picture", grid) for grid in _grids(made["image_grid_thw"])]
         return _split(made["pixel_values"], extents)
@@ -54,7 +54,7 @@ class VideoPreprocessor:
             # Official frames have their final size: a second resize would enlarge those that were asked for small.
             sized = _is_sized(several[0][0])
             settings = self._settings | ({"do_resize": False} if sized else {})
-            with _naming(several, "video"):
+            with naming_items(several, "video"):
                 made = self._video_processor(videos=[_two_or_more(clip.frames) for _, clip in several], **settings)
             extents = [
                 Extent("video", grid, clip.frame_times_s, clip.seconds_per_frame)
@@ -167,7 +167,7 @@ def _split(patches_PC: Tensor, extents: Sequence[Extent]) -> list[TowerInput]:
 
 
 @contextmanager
-def _naming(items: Sequence[tuple[Media, Any]], processor: str) -> Iterator[None]:
+def naming_items(items: Sequence[tuple[Media, Any]], processor: str) -> Iterator[None]:
     """A processor's refusal (an absurd aspect ratio, for one) names the items."""
     try:
         yield

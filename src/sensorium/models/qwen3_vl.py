@@ -6,7 +6,6 @@ patch, each after the time it was taken at; so positions need no seconds.
 
 from collections.abc import Mapping
 from functools import lru_cache
-from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +22,7 @@ from sensorium.models.prepared_media import Extent
 from sensorium.models.preprocessing import frame_budget
 from sensorium.models.qwen2_5_vl import MakeTables, Qwen25VL, Qwen25VLMedia, merged_sides
 from sensorium.models.rope_positions import grid_offsets
-from sensorium.models.segment_layout import Expansion
+from sensorium.models.segment_layout import Expansion, expansion_of
 
 
 class Qwen3VLMedia(Qwen25VLMedia):
@@ -50,9 +49,7 @@ class Qwen3VLMedia(Qwen25VLMedia):
         metadata = VideoMetadata(total_num_frames=len(seconds), fps=1.0, frames_indices=seconds)
         inputs = {"video_grid_thw": torch.tensor([extent.grid]), "video_metadata": [metadata]}
         text, pad = self.processor.replace_video_token(inputs, 0), self.placeholders["video"]
-        ids = tuple(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
-        shown = (list(places) for token, places in groupby(range(len(ids)), ids.__getitem__) if token == pad)
-        return Expansion(ids, tuple((places[0], len(places)) for places in shown))
+        return expansion_of(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"], pad)
 
 
 class Qwen3VL(Qwen25VL):

@@ -1,7 +1,8 @@
 """How a stored segment looks to the language model: placeholders expanded, positions laid out, feature slots marked."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from torch import Tensor
 
@@ -96,6 +97,12 @@ class Placement:
 def placements(layout: Layout, features: Mapping[Media, Features], row: int = 0, offset: int = 0) -> list[Placement]:
     """Where the features of a segment go when its first token stands at ``offset`` of a row; a wrong count is refused."""
     return [slot.moved(offset).place(features[slot.media], row) for slot in layout.slots]
+
+
+def expansion_of(ids: Sequence[int], token: int) -> Expansion:
+    """Tokens among which each ``token`` takes a feature."""
+    shown = (list(places) for one, places in groupby(range(len(ids)), ids.__getitem__) if one == token)
+    return Expansion(tuple(ids), tuple((places[0], len(places)) for places in shown))
 
 
 def mismatch(media: Media, what: str) -> SpanMismatch:

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
 
-from sensorium.models.tiny_tokenizer import TEMPLATES, tiny_tokenizer
+from sensorium.models.tiny_processors import TOKEN_KEYS, tiny_processor
+from sensorium.models.tiny_tokenizer import tiny_tokenizer
 from sensorium.recipe.tiny_sizes import KINDS, TEXT, Kind, Sizes
 from sensorium.vocabulary.errors import ModelError, nearest
-
-# The least and the most pixels of a picture, and of a frame.
-MIN_PIXELS, MAX_PIXELS, MAX_FRAME_PIXELS = 28 * 28, 1024 * 28 * 28, 256 * 28 * 28
 
 
 def make_tiny(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Path:
@@ -31,7 +29,7 @@ def make_tiny(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Pat
     model = _model(family, tokenizer, seed, dict(overrides))
     folder = Path(folder)
     model.save_pretrained(folder)
-    owner = _processor(family, tokenizer, model.config) if KINDS[family].vision else tokenizer
+    owner = tiny_processor(family, tokenizer, model.config) if KINDS[family].vision else tokenizer
     owner.save_pretrained(folder)
     return folder
 
@@ -68,15 +66,21 @@ def _config(
         part, _, name = key.partition("_")
         mine = part in ("vision", "audio") and bool(parts[part])
         of_part[part if mine else "text"][name if mine else key] = value
-    classes = config_class.sub_configs
+    classes = dict(config_class.sub_configs)
+    if kind.text_type:
+        classes["text_config"] = CONFIG_MAPPING[kind.text_type]
     made = {
         f"{part}_config": _given(family, sizes, classes[f"{part}_config"], of_part[part])
         for part, sizes in parts.items() if sizes
     }  # fmt: skip
-    made["vision_config"]["out_hidden_size"] = made["text_config"]["hidden_size"]
+    if kind.text_type:
+        made["text_config"] |= {"model_type": kind.text_type, "tie_word_embeddings": tie}
+    else:
+        made["vision_config"]["out_hidden_size"] = made["text_config"]["hidden_size"]
     if kind.audio:
         made["audio_config"]["output_dim"] = made["text_config"]["hidden_size"]
-    return config_class(**made, **_token_ids(family, tokenizer), tie_word_embeddings=tie)
+    ids = {key: _id(tokenizer, token) for key, token in TOKEN_KEYS[family].items()}
+    return config_class(**made, **kind.more, **ids, tie_word_embeddings=tie)
 
 
 def _given(family: str, sizes: Sizes, config_class: Any, overrides: Sizes) -> Sizes:
@@ -87,46 +91,7 @@ def _given(family: str, sizes: Sizes, config_class: Any, overrides: Sizes) -> Si
     return sizes | overrides
 
 
-def _token_ids(family: str, tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
-    names = {"image_token_id": "image_pad", "video_token_id": "video_pad"}
-    edges = {"vision_start_token_id": "vision_start", "vision_end_token_id": "vision_end"}
-    if family == "qwen2_5_omni":
-        names = {"image_token_index": "IMAGE", "video_token_index": "VIDEO", "audio_token_index": "AUDIO"}
-        edges = {
-            "vision_start_token_id": "vision_bos", "vision_end_token_id": "vision_eos",
-            "audio_start_token_id": "audio_bos", "audio_end_token_id": "audio_eos",
-        }  # fmt: skip
-    return {key: _id(tokenizer, f"<|{name}|>") for key, name in (names | edges).items()}
-
-
 def _id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
     found = tokenizer.convert_tokens_to_ids(token)
     assert isinstance(found, int)
     return found
-
-
-def _processor(family: str, tokenizer: PreTrainedTokenizerFast, config: Any) -> Any:
-    import sensorium.models.torchvision_fix  # noqa: F401  (before the image processors import torchvision)
-
-    library: Any = import_module("transformers")
-    new = family.startswith("qwen3")
-    look: Sizes = {"patch_size": config.vision_config.patch_size}
-    if new:
-        look |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    # Qwen3-VL's video processor counts the pixels of the whole clip, the others those of a frame.
-    frames = 16 if new else 1
-    clip = {"shortest_edge": MIN_PIXELS, "longest_edge": frames * MAX_FRAME_PIXELS}
-    video_class = library.Qwen3VLVideoProcessor if new else library.Qwen2VLVideoProcessor
-    parts: dict[str, Any] = {
-        "image_processor": library.Qwen2VLImageProcessor(
-            size={"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}, **look
-        ),
-        "video_processor": video_class(size=clip, cap_pixels_per_frame=False, **look),
-        "tokenizer": tokenizer,
-        "chat_template": TEMPLATES[family],
-    }
-    if family == "qwen2_5_omni":
-        mels = config.audio_config.num_mel_bins
-        parts["feature_extractor"] = library.WhisperFeatureExtractor(feature_size=mels, return_attention_mask=True)
-        return library.Qwen2_5OmniProcessor(**parts)
-    return (library.Qwen3VLProcessor if new else library.Qwen2_5_VLProcessor)(**parts)

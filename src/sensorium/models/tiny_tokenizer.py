@@ -7,12 +7,17 @@ SPECIAL_TOKENS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>",
     "<|video_pad|>",
 )  # fmt: skip
-# Qwen2.5-Omni's own, by the names under which its processor asks the tokenizer for them.
+# Those of other families, by the names under which their processors ask the tokenizer for them.
 OMNI_TOKENS = {
     "vision_bos_token": "<|vision_bos|>", "vision_eos_token": "<|vision_eos|>", "image_token": "<|IMAGE|>",
     "video_token": "<|VIDEO|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>",
     "audio_token": "<|AUDIO|>",
 }  # fmt: skip
+INTERNVL_TOKENS = {
+    "start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}  # fmt: skip
+OWN_TOKENS = {"qwen2_5_omni": OMNI_TOKENS, "internvl": INTERNVL_TOKENS}
 
 # Answers stand alone, words of a question follow a space: each becomes one token.
 ANSWERS = (
@@ -28,6 +33,7 @@ MORE_QUESTIONS = {
     "qwen2_5_omni": "video sound hear see tone high low loud soft",
     "qwen3_vl": "seconds",
     "qwen3_vl_moe": "seconds",
+    "internvl": "Frame",
 }
 # Added tokens, as <think> is one of Qwen3's: `<answer>red</answer>` is three tokens.
 TAGS = ("<answer>", "</answer>", "<think>", "</think>", "<action>", "</action>")
@@ -50,6 +56,12 @@ OMNI_TURN = (
     "{% elif block.type == 'audio' %}<|audio_bos|><|AUDIO|><|audio_eos|>"
     "{% elif block.type == 'text' %}{{ block.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
 )
+INTERNVL_TURN = (
+    "<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for block in message.content %}"
+    "{% if block.type == 'image' %}<IMG_CONTEXT>{{ '\n' }}{% elif block.type == 'video' %}<video>{{ '\n' }}"
+    "{% elif block.type == 'text' %}{{ block.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+)
 # Qwen3's own way: thoughts of assistant turns before the last question are not shown again.
 THOUGHTLESS_TURN = (
     "{% set roles = messages | map(attribute='role') | list %}"
@@ -66,6 +78,7 @@ DEFAULT_SYSTEM = (
 GENERATION = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 EACH_TURN = "{% for message in messages %}" + TURN + "{% endfor %}"
 TEMPLATES = {
+    "internvl": "{% for message in messages %}" + INTERNVL_TURN + "{% endfor %}" + GENERATION,
     "qwen2_5_omni": DEFAULT_SYSTEM + "{% for message in messages %}" + OMNI_TURN + "{% endfor %}" + GENERATION,
     "qwen2_5_vl": DEFAULT_SYSTEM + EACH_TURN + GENERATION,
     "qwen3_vl": EACH_TURN + GENERATION,
@@ -101,7 +114,7 @@ def tiny_tokenizer(family: str, longest: int) -> PreTrainedTokenizerFast:
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         extra_special_tokens=others,
-        **({"model_specific_special_tokens": dict(OMNI_TOKENS)} if family == "qwen2_5_omni" else {}),
+        **({"model_specific_special_tokens": dict(OWN_TOKENS[family])} if family in OWN_TOKENS else {}),
         chat_template=TEMPLATES[family],
         clean_up_tokenization_spaces=False,
         model_max_length=longest,
@@ -110,7 +123,7 @@ def tiny_tokenizer(family: str, longest: int) -> PreTrainedTokenizerFast:
 
 def special_tokens(family: str) -> tuple[str, ...]:
     """The special tokens of a family, in the order of their ids."""
-    return (*SPECIAL_TOKENS[:3], *OMNI_TOKENS.values()) if family == "qwen2_5_omni" else SPECIAL_TOKENS
+    return (*SPECIAL_TOKENS[:3], *OWN_TOKENS[family].values()) if family in OWN_TOKENS else SPECIAL_TOKENS
 
 
 def _corpus(family: str) -> list[str]:

@@ -13,6 +13,7 @@ from sensorium.recipe.names import PARAMETER_GROUPS, wrong_name, wrong_options
 from sensorium.recipe.schema import LoraSection, ModelSection, OptimizerSection, Recipe, SelectionSection
 from sensorium.recipe.shape import read_shape
 from sensorium.recipe.task_sections import SourceSection
+from sensorium.recipe.tiny_sizes import KINDS
 from sensorium.recipe.traits import estimator_traits
 from sensorium.vocabulary.errors import RecipeError, nearest
 
@@ -109,10 +110,10 @@ def _parts(model: ModelSection) -> set[str]:
         return {group for group, count in shape.parameters.items() if count}
     scheme, _, name = model.path.partition(":")
     family = name if scheme == "tiny" else model.family
-    parts = {"language"}
-    if family == "auto" or "_vl" in family or "omni" in family:
-        parts |= {"vision", "projector"}
-    return parts | {"audio"} if family == "auto" or "omni" in family else parts
+    kind = KINDS.get(family)  # of one that is not known, any part may be there
+    seen = {"vision", "projector"} if kind is None or kind.vision else set()
+    heard = {"audio"} if kind is None or kind.audio else set()
+    return {"language"} | seen | heard
 
 
 def _group(name: str, place: str) -> Iterator[Problem]:

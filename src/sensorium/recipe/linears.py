@@ -34,14 +34,14 @@ def linears_in(shapes: Mapping[str, Sequence[int]], group_of: Callable[[str], st
 
 
 def linears_of(config: dict[str, Any]) -> tuple[Linear, ...]:
-    """Those of a config alone, for the families we know."""
+    """Those of a config alone, for the families we know, but for towers that are transformers' own (tower_tensors)."""
     config = config.get("thinker_config", config)
     text = config.get("text_config", config)
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     found = list(_language(text))
     if not tied:
         found.append(Linear("lm_head", "head", text["hidden_size"], text["vocab_size"]))
-    if vision := config.get("vision_config"):
+    if (vision := config.get("vision_config")) and "out_hidden_size" in vision:
         found += _tower(vision, plain=config["model_type"].startswith("qwen3"), fused="audio_config" not in config)
     if audio := config.get("audio_config"):
         found += _audio_tower(audio)

@@ -12,6 +12,7 @@ from sensorium.vocabulary.errors import RecipeError, nearest
 
 NAMES: dict[str, dict[str, str]] = {
     "family": {
+        "internvl": "sensorium.models.internvl:InternVL",
         "qwen2_5_omni": "sensorium.models.qwen2_5_omni:Qwen25Omni",
         "qwen2_5_vl": "sensorium.models.qwen2_5_vl:Qwen25VL",
         "qwen3_vl": "sensorium.models.qwen3_vl:Qwen3VL",

@@ -11,7 +11,11 @@ from sensorium.recipe.linears import Linear, ends_in, linears_in, linears_of
 from sensorium.recipe.names import PARAMETER_GROUPS
 from sensorium.recipe.schema import LoraSection
 from sensorium.recipe.tiny_sizes import KINDS, tiny_config
+from sensorium.recipe.tower_tensors import tower_tensors
 from sensorium.vocabulary.errors import RecipeError
+
+PLAIN_PARTS = (("multi_modal_projector.", "projector"), ("vision_tower.", "vision"))
+"""Parts of families whose towers are transformers' own, by the names of their weights."""
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 
@@ -87,8 +91,13 @@ def _shape_of(config: dict[str, Any], shapes: dict[str, list[int]], *, exact: bo
         vocabulary=text["vocab_size"],
         parameters=counted or count_parameters(config),
         exact=exact or bool(counted),
-        linears=linears_in(shapes, _group_of) if shapes else linears_of(config),
+        linears=linears_in(shapes, _group_of) if shapes else linears_by_config(config),
     )
+
+
+def linears_by_config(config: dict[str, Any]) -> tuple[Linear, ...]:
+    """Linear layers from a config alone, for the families we know."""
+    return linears_of(config) + linears_in(tower_tensors(config) or {}, _group_of)
 
 
 def count_parameters(config: dict[str, Any]) -> dict[str, int]:
@@ -97,8 +106,15 @@ def count_parameters(config: dict[str, Any]) -> dict[str, int]:
     vision = config.get("vision_config")
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     table = text["vocab_size"] * text["hidden_size"]
-    counts = {"language": table + _language(text, config["model_type"]), "head": 0 if tied else table}
-    if vision:
+    counts = {
+        "language": table + _language(text, text.get("model_type", config["model_type"])),
+        "head": 0 if tied else table,
+    }
+    towers = tower_tensors(config)
+    if towers is not None:
+        counted = _count_weights(towers)
+        counts |= {"vision": counted["vision"], "projector": counted["projector"]}
+    elif vision:
         tower = _tower_qwen3 if config["model_type"].startswith("qwen3") else _tower_qwen25
         counts["vision"], counts["projector"] = tower(vision)
     if audio := config.get("audio_config"):
@@ -112,7 +128,10 @@ def _language(text: dict[str, Any], family: str) -> int:
     head_dim = text.get("head_dim") or hidden // heads
     queries, pairs = heads * head_dim, 2 * text.get("num_key_value_heads", heads) * head_dim
     attention = hidden * (2 * queries + pairs)
-    attention += 2 * head_dim if family.startswith("qwen3") else queries + pairs
+    if family.startswith("qwen3"):
+        attention += 2 * head_dim
+    elif family.startswith("qwen2"):
+        attention += queries + pairs
     if experts := text.get("num_experts") or text.get("num_local_experts", 0):
         mlp = experts * 3 * hidden * text["moe_intermediate_size"] + hidden * experts
     else:
@@ -182,11 +201,14 @@ def _count_weights(shapes: dict[str, list[int]]) -> dict[str, int]:
 
 
 def _group_of(name: str) -> str:
+    for part, group in PLAIN_PARTS:
+        if part in name:
+            return group
     if "visual." in name:
         return "projector" if "merger" in name else "vision"
     if name.startswith("audio_tower."):
         return "projector" if name.startswith(("audio_tower.proj.", "audio_tower.ln_post.")) else "audio"
-    return "head" if name.startswith("lm_head") else "language"
+    return "head" if "lm_head." in name else "language"
 
 
 def _product(sizes: list[int]) -> int:

@@ -17,6 +17,11 @@ AUDIO: Sizes = {
     "d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 128, "num_mel_bins": 64,
     "initializer_range": 0.05,
 }  # fmt: skip
+# A tower as transformers' own, four patches on each side of a tile.
+PLAIN: Sizes = {
+    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "image_size": 56,
+    "patch_size": 14, "initializer_range": 0.05,
+}  # fmt: skip
 ROPE: Sizes = {"rope_type": "default", "rope_theta": 1e4}
 THREE_AXES = TEXT | {"rope_parameters": ROPE | {"mrope_section": [4, 6, 6]}}
 INTERLEAVED = TEXT | {
@@ -28,12 +33,17 @@ EXPERTS: Sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_
 
 @dataclass(frozen=True)
 class Kind:
-    """How a tiny model of a family is built: transformers' class prefix, and the sizes of its parts."""
+    """How a tiny model of a family is built: transformers' class prefix, and the sizes of its parts.
+
+    ``text_type`` names the language model where the family takes several, ``more`` what its config says besides.
+    """
 
     prefix: str
     text: Sizes
     vision: Sizes = field(default_factory=dict)
     audio: Sizes = field(default_factory=dict)
+    text_type: str = ""
+    more: Sizes = field(default_factory=dict)
 
 
 KINDS = {
@@ -41,6 +51,7 @@ KINDS = {
     "qwen3_vl": Kind("Qwen3VL", INTERLEAVED, DEEPSTACKED),
     "qwen3_vl_moe": Kind("Qwen3VLMoe", INTERLEAVED | EXPERTS, DEEPSTACKED),
     "qwen2_5_omni": Kind("Qwen2_5OmniThinker", THREE_AXES, WINDOWED, AUDIO),
+    "internvl": Kind("InternVL", TEXT, PLAIN, text_type="qwen2"),
     "qwen2": Kind("Qwen2", TEXT),
     "qwen3": Kind("Qwen3", TEXT | {"head_dim": 32}),
 }
@@ -53,9 +64,11 @@ def tiny_config(family: str) -> Sizes:
     """What the config.json of a tiny model says about its sizes."""
     kind = KINDS[family]
     text = kind.text | {"vocab_size": VOCABULARY.get(family, USUAL_VOCABULARY)}
-    name = {"model_type": family, "tie_word_embeddings": True}
+    name = {"model_type": family, "tie_word_embeddings": True, **kind.more}
     if not kind.vision:
         return name | text
+    if kind.text_type:
+        return name | {"text_config": text | {"model_type": kind.text_type}, "vision_config": kind.vision}
     config = name | {"text_config": text, "vision_config": kind.vision | {"out_hidden_size": text["hidden_size"]}}
     if kind.audio:
         config["audio_config"] = kind.audio | {"output_dim": text["hidden_size"]}

@@ -1,0 +1,75 @@
+"""The processors of the tiny checkpoints: transformers' own classes, with sizes that fit towers this small."""
+
+from importlib import import_module
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from sensorium.models.tiny_tokenizer import TEMPLATES
+from sensorium.recipe.tiny_sizes import Sizes
+
+# The least and the most pixels of a picture, and of a frame.
+MIN_PIXELS, MAX_PIXELS, MAX_FRAME_PIXELS = 28 * 28, 1024 * 28 * 28, 256 * 28 * 28
+MAX_TILES = 6
+QWEN_KEYS = {
+    "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}  # fmt: skip
+OMNI_KEYS = {
+    "image_token_index": "<|IMAGE|>", "video_token_index": "<|VIDEO|>", "audio_token_index": "<|AUDIO|>",
+    "vision_start_token_id": "<|vision_bos|>", "vision_end_token_id": "<|vision_eos|>",
+    "audio_start_token_id": "<|audio_bos|>", "audio_end_token_id": "<|audio_eos|>",
+}  # fmt: skip
+TOKEN_KEYS = {
+    "qwen2_5_vl": QWEN_KEYS,
+    "qwen3_vl": QWEN_KEYS,
+    "qwen3_vl_moe": QWEN_KEYS,
+    "qwen2_5_omni": OMNI_KEYS,
+    "internvl": {"image_token_id": "<IMG_CONTEXT>"},
+}
+"""The keys by which the config of a family names its special tokens."""
+
+
+def tiny_processor(family: str, tokenizer: PreTrainedTokenizerFast, config: Any) -> Any:
+    """The processor of a tiny checkpoint with towers."""
+    import sensorium.models.torchvision_fix  # noqa: F401  (before the image processors import torchvision)
+
+    library: Any = import_module("transformers")
+    given = {"tokenizer": tokenizer, "chat_template": TEMPLATES[family]}
+    if family == "internvl":
+        return _tiled(library, given, config)
+    return _qwen(family, library, given, config)
+
+
+def _tiled(library: Any, given: dict[str, Any], config: Any) -> Any:
+    """InternVL's: pictures of several tiles, frames of one."""
+    side, patch = config.vision_config.image_size[0], config.vision_config.patch_size[0]
+    size = {"height": side, "width": side}
+    return library.InternVLProcessor(
+        image_processor=library.GotOcr2ImageProcessor(size=size, max_patches=MAX_TILES),
+        video_processor=library.InternVLVideoProcessor(size=size),
+        image_seq_length=int(side // patch * config.downsample_ratio) ** 2,
+        **given,
+    )
+
+
+def _qwen(family: str, library: Any, given: dict[str, Any], config: Any) -> Any:
+    """Pictures and frames of any size, in patches."""
+    new = family.startswith("qwen3")
+    look: Sizes = {"patch_size": config.vision_config.patch_size}
+    if new:
+        look |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    # Qwen3-VL's video processor counts the pixels of the whole clip, the others those of a frame.
+    frames = 16 if new else 1
+    clip = {"shortest_edge": MIN_PIXELS, "longest_edge": frames * MAX_FRAME_PIXELS}
+    video_class = library.Qwen3VLVideoProcessor if new else library.Qwen2VLVideoProcessor
+    picture = {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}
+    given |= {
+        "image_processor": library.Qwen2VLImageProcessor(size=picture, **look),
+        "video_processor": video_class(size=clip, cap_pixels_per_frame=False, **look),
+    }
+    if family == "qwen2_5_omni":
+        mels = config.audio_config.num_mel_bins
+        given["feature_extractor"] = library.WhisperFeatureExtractor(feature_size=mels, return_attention_mask=True)
+        return library.Qwen2_5OmniProcessor(**given)
+    return (library.Qwen3VLProcessor if new else library.Qwen2_5_VLProcessor)(**given)
