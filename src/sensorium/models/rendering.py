@@ -4,6 +4,7 @@ Two rules hold for every rendering. Only the template makes special tokens: ``<|
 nothing already sampled is rendered again: what comes after a response is what the template writes after a stand-in for it.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -75,11 +76,22 @@ class ChatRenderer:
 
     def _apply(self, messages: Sequence[Message], generate: bool) -> str:
         conversation = [{"role": message.role, "content": self._content(message)} for message in messages]
+        tools = [tool for message in messages if message.tools for tool in json.loads(message.tools)]
+        offered = {"tools": tools} if tools else {}
         try:
-            text: str = self._owner.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generate)
+            text: str = self._owner.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=generate, **offered
+            )
         except Exception as error:  # jinja's own errors, or what a template raises by raise_exception
             roles = ", ".join(message.role for message in messages)
             raise ModelError(f"the chat template refuses messages of roles {roles}: {error}.") from error
+        for tool in tools:
+            if tool["function"]["name"] not in text:
+                raise ModelError(
+                    f"this checkpoint's chat template does not show the tool '{tool['function']['name']}' that is offered. "
+                    "Let the environment describe its tools in words (its option offer: text), or give the checkpoint a "
+                    "template that takes tools."
+                )
         return text
 
     def _content(self, message: Message) -> Any:
@@ -142,16 +154,24 @@ class _Guard:
 
     def messages(self, messages: Sequence[Message], count: int) -> tuple[list[Message], list[str]]:
         """The messages guarded, and ``count`` characters that do not occur in them; the first is the fence."""
-        written = "".join(message.text for message in messages)
+        written = "".join(message.text + message.tools for message in messages)
         free = (character for character in PRIVATE if character not in written)
         characters = [character for character, _ in zip(free, range(count), strict=False)]
         if len(characters) < count:
             raise ModelError("a text uses every private character of Unicode; it cannot be rendered safely.")
         guarded = [
-            Message(message.role, tuple(self._block(block, characters[0]) for block in message.content))
+            Message(
+                message.role,
+                tuple(self._block(block, characters[0]) for block in message.content),
+                self._tools(message.tools, characters[0]),
+            )
             for message in messages
         ]
         return guarded, characters
+
+    def _tools(self, tools: str, fence: str) -> str:
+        """Tools as JSON without escapes, so that what could become a special token is seen; a fence within it is text."""
+        return self._fenced(json.dumps(json.loads(tools), ensure_ascii=False), fence) if tools else ""
 
     def split(self, text: str) -> list[str]:
         """Plain text and special tokens in turn, beginning with (perhaps empty) plain text."""
@@ -160,14 +180,21 @@ class _Guard:
     def _block(self, block: Text | Media, fence: str) -> Text | Media:
         if isinstance(block, Media):
             return block
-        text = block.text
-        while self._pattern.search(text):
-            text = self._pattern.sub(lambda found: found[0][0] + fence + found[0][1:], text)
+        text = self._text(block.text, fence)
+        return Text(text) if text is not block.text else block
+
+    def _text(self, text: str, fence: str) -> str:
+        text = self._fenced(text, fence)
         if text.startswith(self._endings):
             text = fence + text
         if text.endswith(self._beginnings):
             text += fence
-        return Text(text) if text is not block.text else block
+        return text
+
+    def _fenced(self, text: str, fence: str) -> str:
+        while self._pattern.search(text):
+            text = self._pattern.sub(lambda found: found[0][0] + fence + found[0][1:], text)
+        return text
 
 
 def _plain_encoder(tokenizer: Any) -> Callable[[str], tuple[int, ...]]:

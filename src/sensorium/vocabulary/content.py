@@ -58,10 +58,14 @@ Block = Text | Media
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a conversation: a role and content blocks in order."""
+    """One message of a conversation: a role and content blocks in order.
+
+    ``tools`` are functions that are offered from here on, as the JSON text of a list of them; the chat template shows them.
+    """
 
     role: Role
     content: tuple[Block, ...]
+    tools: str = ""
 
     @property
     def text(self) -> str:
