@@ -31,5 +31,5 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 if find_spec("hypothesis") is not None:
     from hypothesis import settings
 
-    settings.register_profile("sensorium", deadline=None, max_examples=50)
+    settings.register_profile("sensorium", deadline=None, max_examples=25)
     settings.load_profile("sensorium")

@@ -2,8 +2,6 @@
 
 import asyncio
 import resource
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -213,9 +211,3 @@ def test_many_threads_may_ask(tmp_path: Path) -> None:
         found = list(pool.map(lambda i: len(frames(decoder.get(media[i % 6]))), range(120)))
     assert found == [1 + i % 6 for i in range(120)]
     decoder.close()
-
-
-def test_a_run_without_clips_imports_nothing_of_pyav() -> None:
-    code = "import sys, sensorium.trainer.run, sensorium.engines.native.engine; print('av' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
