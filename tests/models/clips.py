@@ -92,7 +92,25 @@ def stock_inputs(policy: Policy, text: str, media: Sequence[Media]) -> dict[str,
     if "sound" in policy.chat.modalities and videos:
         made["video_second_per_grid"] = torch.tensor([2 * video.seconds_per_frame for video in videos])
     made.pop("video_metadata", None)
+    if policy.family == "qwen3_omni_moe" and "input_features" in made:
+        made |= heard_alone(policy, shown(policy, media, "sound"))
     return with_trained_positions(policy.model.config, made)
+
+
+def heard_alone(policy: Policy, sounds: Sequence[DecodedAudio]) -> dict[str, Tensor]:
+    """Mel frames of sounds, each computed by itself: together the library pads them, which changes their ends."""
+    extractor = policy.chat.processor.feature_extractor
+    alone = [
+        extractor([sound.samples], sampling_rate=16000, padding=True, truncation=False, return_tensors="pt")
+        for sound in sounds
+    ]
+    frames = [made["input_features"][0].T for made in alone]
+    lengths = torch.tensor([len(one) for one in frames])
+    padded = torch.nn.utils.rnn.pad_sequence(frames, batch_first=True).transpose(1, 2)
+    return {
+        "input_features": padded,
+        "feature_attention_mask": (torch.arange(padded.shape[-1]) < lengths[:, None]).long(),
+    }
 
 
 def row_inputs(policy: Policy, ids_T: Tensor, media: Sequence[Media]) -> dict[str, Tensor]:

@@ -63,21 +63,26 @@ class Qwen3VL(Qwen25VL):
 
     def tables(self) -> MakeTables:
         """The index tables of a tower with learned, interpolated positions."""
-        visual, merge = self.core.visual, self.vision.spatial_merge_size
+        return interpolation_tables(self.core.visual)
 
-        def make(grids_M3: Tensor) -> dict[str, Tensor]:
-            indices, weights = get_vision_interpolation_indices_and_weights(
-                grids_M3,
-                num_grid_per_side=visual.num_grid_per_side,
-                mode=visual.interpolation_mode,
-                align_corners=visual.interpolation_align_corners,
-                spatial_merge_size=merge,
-            )
-            return {
-                "interp_indices": indices,
-                "interp_weights": weights,
-                "position_ids": get_vision_position_ids(grids_M3, merge),
-                "cu_seqlens": get_vision_cu_seqlens(grids_M3),
-            }
 
-        return make
+def interpolation_tables(visual: Any) -> MakeTables:
+    """The index tables of a tower with learned positions, which are interpolated to each grid."""
+    merge = visual.spatial_merge_size
+
+    def make(grids_M3: Tensor) -> dict[str, Tensor]:
+        indices, weights = get_vision_interpolation_indices_and_weights(
+            grids_M3,
+            num_grid_per_side=visual.num_grid_per_side,
+            mode=visual.interpolation_mode,
+            align_corners=visual.interpolation_align_corners,
+            spatial_merge_size=merge,
+        )
+        return {
+            "interp_indices": indices,
+            "interp_weights": weights,
+            "position_ids": get_vision_position_ids(grids_M3, merge),
+            "cu_seqlens": get_vision_cu_seqlens(grids_M3),
+        }
+
+    return make

@@ -15,6 +15,7 @@ NAMES: dict[str, dict[str, str]] = {
         "internvl": "sensorium.models.internvl:InternVL",
         "qwen2_5_omni": "sensorium.models.qwen2_5_omni:Qwen25Omni",
         "qwen2_5_vl": "sensorium.models.qwen2_5_vl:Qwen25VL",
+        "qwen3_omni_moe": "sensorium.models.qwen3_omni:Qwen3Omni",
         "qwen3_vl": "sensorium.models.qwen3_vl:Qwen3VL",
         "qwen3_vl_moe": "sensorium.models.qwen3_vl:Qwen3VL",
         "qwen2": "sensorium.models.text:TextModel",
