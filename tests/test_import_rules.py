@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "recipe": {"vocabulary"},
     "media": {"vocabulary", "caches", "record"},
     "tasks": {*DATA, "workers", "record"},
-    "envs": {*DATA, "workers", "rewards"},
+    "envs": DATA,
     "rewards": {*DATA, "workers"},
     "algorithms": set(),
     "models": DATA,
