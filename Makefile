@@ -2,12 +2,15 @@
 PYTHON ?= python3
 BIN := .venv/bin
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types studies docs bench clean
+.PHONY: demo test suite lint types studies docs bench clean
 
 demo: .venv/installed
 	$(BIN)/sensorium demo
 
-test: .venv/dev lint types
+test: .venv/dev
+	@$(MAKE) --no-print-directory -j 3 lint types suite
+
+suite: .venv/dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: .venv/dev
@@ -31,19 +34,19 @@ bench: .venv/bench
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -e . -c constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -e . -c constraints.txt
 	touch $@
 
 .venv/dev: .venv/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -e '.[dev]' -c constraints.txt
 	touch $@
 
 .venv/tutorial: .venv/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[tutorial]' -c constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -e '.[tutorial]' -c constraints.txt
 	touch $@
 
 .venv/bench: .venv/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[bench]' -c constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -e '.[bench]' -c constraints.txt
 	touch $@
 
 clean:

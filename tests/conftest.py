@@ -10,7 +10,7 @@ from importlib.util import find_spec
 # models this small gain nothing from threads. A test that means two says so (``threads: 2``).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import sensorium.models  # noqa: F401  (mends torchvision before a test imports transformers by itself)
+import pytest
 
 from .cpu_budget import (  # noqa: F401
     pytest_addoption,
@@ -22,8 +22,14 @@ from .cpu_budget import (  # noqa: F401
     pytest_testnodedown,
 )
 
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Mend torchvision before a test imports transformers by itself; one that only starts workers collects nothing."""
+    import sensorium.models  # noqa: F401
+
+
 if find_spec("hypothesis") is not None:
     from hypothesis import settings
 
-    settings.register_profile("sensorium", deadline=None, max_examples=50)
+    settings.register_profile("sensorium", deadline=None, max_examples=25)
     settings.load_profile("sensorium")

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "recipe": {"vocabulary"},
     "media": {"vocabulary", "caches", "record"},
     "tasks": {*DATA, "workers", "record"},
-    "envs": DATA,
+    "envs": {*DATA, "workers", "rewards"},
     "rewards": {*DATA, "workers"},
     "algorithms": set(),
     "models": DATA,

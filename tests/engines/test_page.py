@@ -1,13 +1,13 @@
 """docs/engines.md: its engine samples a run, and the options it lists are those there are."""
 
 import re
-from inspect import signature
 from pathlib import Path
 
 import pytest
 
 from sensorium.engines.native.engine import NativeEngine
 from sensorium.engines.process.engine import ProcessEngine
+from sensorium.recipe.names import parameters_of
 from studies.pages import follow
 
 PAGE = Path(__file__).parents[2] / "docs/engines.md"
@@ -24,5 +24,5 @@ def test_the_engine_of_the_page_samples_a_run(tmp_path: Path, capsys: pytest.Cap
 def test_every_option_is_on_the_page() -> None:
     text = PAGE.read_text()
     for engine in (NativeEngine, ProcessEngine):
-        options = signature(engine).parameters.keys() - {"policy", "lockstep"}
+        options = parameters_of(engine).keys() - {"policy", "lockstep"}
         assert options == {option for option in options if f"`{option}`" in text}

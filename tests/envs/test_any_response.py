@@ -1,5 +1,7 @@
 """Whatever a model writes, no registered environment breaks, and nothing but what is valid is paid."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,6 +10,8 @@ from sensorium.envs.protocol import StepResult
 from sensorium.media.store import MediaStore
 from sensorium.recipe.names import build, table
 from sensorium.rollout.intake import checked_step
+from sensorium.vocabulary import Task
+from sensorium.vocabulary.content import user
 
 PLAYED = sorted(set(table("environment")) - {"question"})
 PIECES = [
@@ -29,12 +33,22 @@ PIECES = [
 TEXTS = st.one_of(st.text(max_size=80), st.lists(st.sampled_from(PIECES), max_size=20).map("".join))
 
 
+QUESTION = Task("t", (user("How much is 1 + 1?"),), answer="2")
+OPTIONS: dict[str, dict[str, Any]] = {"tools": {"tools": ["calculator", "crop"]}}
+
+
+def opened(name: str, seed: int) -> Any:
+    options = {"max_turns": 3, **OPTIONS.get(name, {})}
+    environment = build("environment", name, options, "x", store=MediaStore(), task=QUESTION)
+    environment.reset(seed)
+    return environment
+
+
 @pytest.mark.parametrize("name", PLAYED)
 @settings(max_examples=25, deadline=None)
 @given(TEXTS, st.integers(0, 50))
 def test_no_response_breaks_an_environment(name: str, response: str, seed: int) -> None:
-    environment = build("environment", name, {"max_turns": 3}, "x", store=MediaStore())
-    environment.reset(seed)
+    environment = opened(name, seed)
     for _ in range(2):
         result: StepResult = environment.step(response)
         assert isinstance(result.info["valid"], bool)
@@ -46,8 +60,7 @@ def test_no_response_breaks_an_environment(name: str, response: str, seed: int) 
 @pytest.mark.parametrize("name", PLAYED)
 def test_megabytes_are_answered_like_anything_else(name: str) -> None:
     for piece in ("<answer>", "Left,", "((((", "\U0001f600"):
-        environment = build("environment", name, {"max_turns": 2}, "x", store=MediaStore())
-        environment.reset(0)
+        environment = opened(name, 0)
         text = piece * (1_000_000 // len(piece))
         result = checked_step(environment.step(f"<think></think><answer>{text}</answer>"), name)
         assert result.success is not True

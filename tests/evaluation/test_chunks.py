@@ -14,10 +14,10 @@ from sensorium.assembly.session import make_sources, open_session, sampling_of
 from sensorium.evaluation.chunks import CLIPS, cut, play_chunks
 from sensorium.evaluation.evaluate import attempt_of
 from sensorium.media.store import MediaStore
-from sensorium.recipe.load import parse_recipe
-from sensorium.tasks.lookalikes import make_daily_omni
+from sensorium.recipe.load import load_recipe
 from sensorium.tasks.mixture import each_once
 from sensorium.vocabulary import Media, Task, user
+from tests.evaluation.daily import write_daily
 
 
 def task(id: int, *clips: int) -> Task:
@@ -47,23 +47,10 @@ def test_tasks_without_clips_are_played_at_once_unless_told_otherwise() -> None:
     assert cut([]) == []
 
 
-RECIPE = """
-name: daily
-steps: 0
-threads: 1
-model: {path: "tiny:qwen2_5_omni"}
-tasks:
-  train: [{source: shapes}]
-  evaluate: [{source: daily_omni, options: {path: DATA, video: {frames: 2, max_pixels_per_frame: 3136}}}]
-rollout: {max_new_tokens: 12}
-rewards: {terms: [{name: choice}]}
-"""
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_chunk_is_the_same_to_the_last_bit_whatever_was_played_before(temperature: float, tmp_path: Path) -> None:
-    make_daily_omni(tmp_path / "data", 7, seconds=1.0, videos=3)
-    recipe = parse_recipe(RECIPE.replace("DATA", str(tmp_path / "data")), "daily")
+    changes = {"rollout": {"max_new_tokens": 12}, "rewards": {"terms": [{"name": "choice"}]}}
+    recipe = load_recipe(write_daily(tmp_path, 7, **changes))
     settle(recipe)
 
     async def played(chunks: list[range]) -> list[tuple[str, tuple[int, ...], tuple[float, ...]]]:

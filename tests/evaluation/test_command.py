@@ -10,35 +10,16 @@ from sensorium.cli.main import main
 from sensorium.evaluation.places import default_folder
 from sensorium.recipe.load import load_recipe
 from sensorium.record.episode_json import task_from_json
-from sensorium.tasks.lookalikes import make_daily_omni
 from sensorium.vocabulary import Media
 from sensorium.vocabulary.decoding import VideoParameters
-
-RECIPE = """
-name: daily
-steps: 0
-threads: 1
-model: {path: "tiny:qwen2_5_omni"}
-tasks:
-  train: [{source: shapes}]
-  evaluate:
-    - {source: daily_omni, options: {path: DATA, video: {frames: 2, max_pixels_per_frame: 3136}, instruction: "Answer."}}
-rollout: {max_new_tokens: 4}
-rewards:
-  terms:
-    - {name: "tests.evaluation.lottery:Lottery", weight: 0.8}
-    - {name: format, weight: 0.2, options: {tags: {answer: 1.0}}}
-evaluation: {samples: 2}
-"""
+from tests.evaluation.daily import LOTTERY, write_daily
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("daily")
-    make_daily_omni(folder / "data", 12, seconds=1.0, videos=3)
-    path = folder / "daily.yaml"
-    path.write_text(RECIPE.replace("DATA", str(folder / "data")))
-    return path
+    paid = {"name": "format", "weight": 0.2, "options": {"tags": {"answer": 1.0}}}
+    changes = {"rewards": {"terms": [LOTTERY, paid]}, "evaluation": {"samples": 2}}
+    return write_daily(tmp_path_factory.mktemp("daily"), 12, **changes)
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

@@ -10,33 +10,17 @@ from pathlib import Path
 import pytest
 
 from sensorium.cli.main import main
-from sensorium.tasks.lookalikes import make_daily_omni
+from tests.evaluation.daily import write_daily
 from tests.evaluation.lottery import DIES_AT
 
 ROOT = Path(__file__).parents[2]
 FILES = ("evaluation.json", "samples.jsonl", "summary.json", "table.md")
-RECIPE = """
-name: daily
-steps: 0
-threads: 1
-model: {path: "tiny:qwen2_5_omni"}
-tasks:
-  train: [{source: shapes}]
-  evaluate:
-    - {source: daily_omni, options: {path: DATA, video: {frames: 2, max_pixels_per_frame: 3136}, instruction: "Answer."}}
-rollout: {max_new_tokens: 4}
-rewards: {terms: [{name: "tests.evaluation.lottery:Lottery", weight: 0.8}, {name: format, weight: 0.2}]}
-"""
 WAYS = {"greedy": ["--greedy"], "sampled": ["--samples", "3", "--temperature", "1.3"]}
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("daily")
-    make_daily_omni(folder / "data", 7, seconds=1.0, videos=3)
-    path = folder / "daily.yaml"
-    path.write_text(RECIPE.replace("DATA", str(folder / "data")))
-    return path
+    return write_daily(tmp_path_factory.mktemp("daily"), 7)
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 import asyncio
 import resource
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -99,7 +97,9 @@ def test_a_decoder_is_opened_with_a_folder_beside_its_store(tmp_path: Path) -> N
     assert open_decoder(store, None, cache_gib=0, memory_gib=1, threads=1).cache is None
 
 
-def test_requests_at_the_same_time_share_one_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Decoding waits until this is set."""
     gate = threading.Event()
     real = decoding.decode
 
@@ -108,6 +108,10 @@ def test_requests_at_the_same_time_share_one_decoding(monkeypatch: pytest.Monkey
         return real(source, media, limits)
 
     monkeypatch.setattr(decoding, "decode", slow)
+    return gate
+
+
+def test_requests_at_the_same_time_share_one_decoding(gate: threading.Event) -> None:
     store = MediaStore()
     decoder = Decoder(store, memory_mib=0)
     requests = [decoder.request(store.put(CLIP, "video", f"row {i}", TWO)) for i in range(10)]
@@ -145,15 +149,7 @@ def test_pictures_come_the_same_way() -> None:
     assert decoder.counters.decoded == 4, "the good one once, the broken one each time it was tried"
 
 
-def test_waiting_leaves_the_event_loop_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Event()
-    real = decoding.decode
-
-    def slow(source: Source, media: Media, limits: MediaLimits) -> Clip:
-        assert gate.wait(300)
-        return real(source, media, limits)
-
-    monkeypatch.setattr(decoding, "decode", slow)
+def test_waiting_leaves_the_event_loop_free(gate: threading.Event) -> None:
 
     async def both() -> list[int]:
         store = MediaStore()
@@ -215,9 +211,3 @@ def test_many_threads_may_ask(tmp_path: Path) -> None:
         found = list(pool.map(lambda i: len(frames(decoder.get(media[i % 6]))), range(120)))
     assert found == [1 + i % 6 for i in range(120)]
     decoder.close()
-
-
-def test_a_run_without_clips_imports_nothing_of_pyav() -> None:
-    code = "import sys, sensorium.trainer.run, sensorium.engines.native.engine; print('av' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

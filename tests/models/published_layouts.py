@@ -75,6 +75,12 @@ def whole_omni(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"thinker.{name}": tensor for name, tensor in weights.items()} | speaking
 
 
+def whole_omni3(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Qwen3-Omni: the thinker, its experts one by one, beside what speaks."""
+    speaking = {"talker.codec_head.weight": torch.ones(8, 4), "code2wav.decoder.0.bias": torch.ones(5)}
+    return {f"thinker.{name}": tensor for name, tensor in weights.items()} | speaking
+
+
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of transformers 4, in a config and those inside it."""
     config = {key: text_config(value) if isinstance(value, dict) else value for key, value in config.items()}
@@ -113,6 +119,14 @@ def omni_config(config: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def omni3_config(config: dict[str, Any]) -> dict[str, Any]:
+    thinker = text_config(config)
+    return {
+        "architectures": ["Qwen3OmniMoeForConditionalGeneration"], "model_type": "qwen3_omni_moe",
+        "thinker_config": thinker, "enable_audio_output": True, "transformers_version": "4.57.0.dev0",
+    }  # fmt: skip
+
+
 UNTIED = {"tie_word_embeddings": False}
 OBLONG = {"moe_intermediate_size": 48}  # experts that are not square show their orientation
 LAYOUTS = {
@@ -123,6 +137,7 @@ LAYOUTS = {
     "Qwen3-VL-8B": Published("qwen3_vl", same, text_config, UNTIED, sharded=False),
     "Qwen3-VL-30B-A3B": Published("qwen3_vl_moe", experts_turned, text_config, UNTIED | OBLONG),
     "Qwen2.5-Omni-7B": Published("qwen2_5_omni", whole_omni, omni_config, UNTIED),
+    "Qwen3-Omni-30B-A3B": Published("qwen3_omni_moe", whole_omni3, omni3_config, UNTIED | OBLONG),
     "InternVL3-8B-hf": Published("internvl", same, text_config, UNTIED),
     "Qwen2.5-0.5B": Published("qwen2", head_written_out, text_config, sharded=False),
     "Qwen3-0.6B": Published("qwen3", same, text_config),

@@ -15,10 +15,10 @@ from sensorium.models.segment_layout import Features, Placement
 from sensorium.vocabulary.content import Message, assistant, system, user
 from sensorium.vocabulary.episode import Segment
 
-from .clips import noise
+from .clips import noise, tone
 from .stock_pair import Pair, close, row
 
-VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "internvl")
+VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "qwen3_omni_moe", "internvl")
 FAMILIES = (*VISION, "qwen2", "qwen3")
 Pairs = Callable[..., Pair]
 
@@ -71,7 +71,9 @@ def conversation(pair: Pair, case: str) -> list[Message]:
 CASES = ("one picture", "three pictures", "picture in turn 3", "pictures in two turns")
 VIDEO = ("a video", "two videos", "pictures and a video")
 SOUND = ("a sound", "sound and video", "video and sounds in two turns", "a sound in turn 2", "everything")
-ALL = [(family, case) for family in VISION for case in (*CASES, *VIDEO)] + [("qwen2_5_omni", case) for case in SOUND]
+ALL = [(family, case) for family in VISION for case in (*CASES, *VIDEO)] + [
+    (family, case) for family in ("qwen2_5_omni", "qwen3_omni_moe") for case in SOUND
+]
 
 
 @pytest.mark.parametrize(("family", "case"), ALL)
@@ -214,16 +216,20 @@ def test_the_tower_sees_a_picture_the_same_alone_and_among_others(pairs: Pairs, 
             close(level, other, 1e-6)
 
 
-def test_the_audio_tower_hears_a_sound_the_same_alone_and_among_others(pairs: Pairs) -> None:
-    pair = pairs("qwen2_5_omni")
-    media = [pair.tone(1, 0.03), pair.picture(1), pair.tone(2, 2.0), pair.tone(3, 2.01), pair.clip(1), pair.tone(4, 5.1)]
+@pytest.mark.parametrize(("family", "counts"), [("qwen2_5_omni", [1, 50, 50, 127]), ("qwen3_omni_moe", [1, 26, 27, 67])])
+def test_the_audio_tower_hears_a_sound_the_same_alone_and_among_others(
+    pairs: Pairs, family: str, counts: list[int]
+) -> None:
+    pair = pairs(family)
+    short = tone(pair.policy.chat.store, 1, 0.03)
+    media = [short, pair.picture(1), pair.tone(2, 2.0), pair.tone(3, 2.01), pair.clip(1), pair.tone(4, 5.1)]
     before = pair.policy.counters.tower_passes
     together = pair.policy.encode([*media, *media])
     assert pair.policy.counters.tower_passes == before + 2, "one pass of each tower"
     assert list(together) == media
     for item in media:
         close(together[item].embeds_NH, pair.policy.encode([item])[item].embeds_NH, 1e-5)
-    assert [len(together[item].embeds_NH) for item in media if item.kind == "sound"] == [1, 50, 50, 127]
+    assert [len(together[item].embeds_NH) for item in media if item.kind == "sound"] == counts
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -241,7 +247,7 @@ def test_parameter_groups_hold_every_parameter_once(pairs: Pairs, family: str) -
 
 
 # With experts a rounding may choose another expert, and then nothing follows.
-@pytest.mark.parametrize("family", [family for family in VISION if family != "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", [family for family in VISION if "_moe" not in family])
 def test_bfloat16_follows_the_stock_model_in_bfloat16(pairs: Pairs, family: str) -> None:
     pair = pairs(family, dtype="bfloat16")
     messages = conversation(pair, "three pictures")

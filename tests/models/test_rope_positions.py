@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from sensorium.media.store import MediaStore
+from sensorium.models.load_chat import load_chat_processor
 from sensorium.models.prepared_media import Extent
 from sensorium.recipe.names import resolve
 
@@ -128,6 +130,17 @@ def test_qwen2_5_omni(omni: Any) -> None:
     assert told(omni, 3, sound(400), video((4, 4, 4), 1.0), 2) == [
         (0, 3), heard, (104, 105), square([106, 131, 156, 181]), (182, 184),
     ]  # fmt: skip
+
+
+def test_qwen3_omni() -> None:
+    """By vLLM; transformers keeps fractions (0.7 s: 4, 13.1, 22.2, 31.3) and agrees where there are none."""
+    omni = load_chat_processor("tiny:qwen3_omni_moe", store=MediaStore()).media_format
+    assert told(omni, 3, video((4, 4, 4), 1.0), 2) == [(0, 3), square([4, 17, 30, 43]), (44, 46)]
+    assert told(omni, 3, video((4, 4, 4), 2.0), 2) == [(0, 3), square([4, 30, 56, 82]), (83, 85)]
+    assert told(omni, 3, video((4, 4, 4), 0.7), 2) == [(0, 3), square([4, 13, 22, 31]), (32, 34)]
+    assert told(omni, 3, sound(200), 2) == [(0, 3), (list(range(4, 30)), (4, 29), (4, 29)), (30, 32)]
+    counts = {1: 1, 50: 7, 100: 13, 101: 14, 150: 20, 200: 26, 290: 38, 400: 52, 3000: 390}
+    assert {frames: omni.expand(sound(frames)).count for frames in counts} == counts
 
 
 def test_qwen3_vl(qwen3: Any) -> None:

@@ -46,7 +46,7 @@ def test_vision_models_have_half_a_million_parameters_and_heads_wide_enough_for_
     folders: dict[str, Path], family: str
 ) -> None:
     model = AutoModelForImageTextToText.from_pretrained(folders[family])
-    assert 4e5 < sum(p.numel() for p in model.parameters()) < 8e5
+    assert 4e5 < sum(p.numel() for p in model.parameters()) < 9e5
     text = model.config.text_config
     assert getattr(text, "head_dim", text.hidden_size // text.num_attention_heads) >= 32
 

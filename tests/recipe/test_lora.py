@@ -40,7 +40,9 @@ def test_sound_adapters_pass() -> None:
         parse_recipe(GOOD, "trial.yaml", ["model.lora.dropout=0.1"])
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen2_5_omni", "internvl", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_5_vl", "qwen3_vl", "qwen2_5_omni", "qwen3_omni_moe", "internvl", "qwen2", "qwen3"]
+)
 @pytest.mark.parametrize(
     "modules", [(), ("q_proj", "down_proj", "qkv", "mlp.2", "linear_fc2", "attn.v", "fc1", "audio_tower.proj")]
 )

@@ -176,3 +176,10 @@ def test_what_user_code_put_into_info_never_stops_a_run(tmp_path) -> None:
     write_episodes(tmp_path / "log.jsonl", 1, [Group("g", Task("t"), (episode,))])
     [(_, _, back)] = read_episodes(tmp_path / "log.jsonl")
     assert back.info == {"at": 3, "where": [0, 1]}
+
+
+def test_offered_tools_are_kept() -> None:
+    messages = (Message("system", (Text("Look."),), '[{"name": "look"}]'), Message("user", (Text("Go"),)))
+    written = json.loads(json.dumps(task_to_json(Task("t", messages))))
+    assert task_from_json(written).messages == messages
+    assert "tools" not in written["messages"][1]

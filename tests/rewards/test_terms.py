@@ -1,6 +1,7 @@
 """Reward terms judge what the model wrote, and only that."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -285,3 +286,31 @@ def test_the_audio_visual_terms_keep_their_names_and_add_up(episode_of: MakeEpis
     fallback = build("reward", "exact_alnum_with_fallback", {}, "x")
     assert value(fallback, "B", episode_of(" b.")) == 1.0
     assert fallback.name == "exact_alnum_with_fallback"
+
+
+def boxed_step_by_step(text: str) -> str | None:
+    """The last box, found by counting braces from every box on, from the last one backwards."""
+    start = len(text)
+    while (start := text.rfind("\\boxed{", 0, start)) >= 0:
+        depth, place = 0, start + len("\\boxed")
+        while place < len(text):
+            if text[place] == "\\":
+                place += 2
+                continue
+            depth += {"{": 1, "}": -1}.get(text[place], 0)
+            if depth == 0:
+                return text[start + len("\\boxed{") : place].strip()
+            place += 1
+    return None
+
+
+@given(st.lists(st.sampled_from(["\\boxed{", "{", "}", "\\", "a", "\\{", "\\}", " "]), max_size=14).map("".join))
+def test_the_last_balanced_box_is_found(text: str) -> None:
+    assert boxed(text) == boxed_step_by_step(text)
+
+
+def test_megabytes_of_boxes_are_read_in_a_moment() -> None:
+    began = time.process_time()
+    assert boxed("\\boxed{" * 100_000) is None
+    assert boxed("\\boxed{" * 100_000 + "7}") == "7"
+    assert time.process_time() - began < 10

@@ -13,6 +13,7 @@ import pytest
 from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
 from sensorium.recipe.load import parse_recipe
+from sensorium.tasks import manifest
 from sensorium.tasks.hub import HubRows
 from sensorium.tasks.manifest import unzip_once
 from sensorium.tasks.mixture import each_once
@@ -219,6 +220,20 @@ def test_an_archive_that_unpacks_to_too_much_is_refused_before_anything_is_writt
     assert list(folder.iterdir()) == []
     unzip_once(archive, folder, ratio=10_000)
     assert (folder / "4.mp4").stat().st_size == 2**24
+
+
+def test_an_archive_of_too_many_files_is_refused_before_any_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "MEMBERS", 3)
+    archive, folder = tmp_path / "videos.zip", tmp_path / "out"
+    folder.mkdir()
+    with zipfile.ZipFile(archive, "w") as written:
+        for number in range(4):
+            written.writestr(f"{number}.mp4", b"")
+    with pytest.raises(TaskError, match=r"videos\.zip: it has 4 members; .* at most 3"):
+        unzip_once(archive, folder)
+    assert not list(folder.iterdir())
 
 
 def test_an_archive_cannot_write_outside_of_its_folder(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ class EnvironmentMaker:
         spec = task.environment
         if spec is None:
             return self.question(task)
-        return build("environment", spec.name, spec.options, f"task {task.id}", store=self.store)
+        return build("environment", spec.name, spec.options, f"task {task.id}", store=self.store, task=task)
 
 
 def sampling_of(section: RolloutSection, temperature: float | None = None) -> Sampling:

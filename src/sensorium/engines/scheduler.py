@@ -56,10 +56,6 @@ class TickScheduler:
         """Write one response. Cancelling the wait withdraws the request."""
         if request.thread in self._open:
             raise EngineError(f"thread '{request.thread}' is being continued already; a thread has one response at a time.")
-        if request.sampling.max_new_tokens < 1:
-            raise EngineError(
-                f"'{request.name}' asks for {request.sampling.max_new_tokens} new tokens; ask for one at least."
-            )
         if episodes is not None and episodes not in self._rollouts:
             self._rollouts = {episodes, *(other for other in self._rollouts if other.count)}
             episodes.listen(self._happened)

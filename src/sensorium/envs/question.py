@@ -17,12 +17,9 @@ class Question:
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
         """The head is the leading system messages, the observation all others."""
-        messages = self.task.messages
-        start = next((i for i, message in enumerate(messages) if message.role != "system"), None)
-        if start is None:
-            raise EnvironmentFailure(f"task {self.task.id} asks nothing: it needs a message that is not a system prompt.")
+        head, asked = question_of(self.task)
         self._open = True
-        return messages[:start], Observation(messages[start:])
+        return head, Observation(asked)
 
     def step(self, response: str) -> StepResult:
         """The response ends it."""
@@ -39,3 +36,11 @@ class Question:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def question_of(task: Task) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    """A task's leading system messages, and what it asks."""
+    start = next((i for i, message in enumerate(task.messages) if message.role != "system"), None)
+    if start is None:
+        raise EnvironmentFailure(f"task {task.id} asks nothing: it needs a message that is not a system prompt.")
+    return task.messages[:start], task.messages[start:]

@@ -22,6 +22,8 @@ def model_class(config: Any) -> Any:
     """The transformers class that a checkpoint is loaded as."""
     import transformers
 
+    if config.model_type.startswith("qwen3_omni_moe"):
+        return transformers.Qwen3OmniMoeThinkerForConditionalGeneration
     if hasattr(config, "thinker_config"):  # a whole Qwen2.5-Omni: what speaks is left aside
         return transformers.Qwen2_5OmniThinkerForConditionalGeneration
     return transformers.AutoModelForImageTextToText if has_towers(config) else transformers.AutoModelForCausalLM

@@ -97,9 +97,9 @@ class Policy:
         hidden_BTH = model.embed_tokens(ids_BT)
         rotary = self.adapter.rotary(hidden_BTH, positions_3BT)
         hidden_BTH = stack.enter(hidden_BTH)
-        levels: list[Tensor] = []
+        level_places_N, levels = _gather_levels(placements, hidden_BTH)
         if placements:
-            places_N, embeds_NH, levels = _gather(placements, hidden_BTH)
+            places_N, embeds_NH = _gather(placements, hidden_BTH)
             hidden_BTH = hidden_BTH.flatten(0, 1).index_copy(0, places_N, embeds_NH).view_as(hidden_BTH)
         recompute = self._recompute and torch.is_grad_enabled()
         for i, layer in enumerate(stack.layers):
@@ -110,8 +110,8 @@ class Policy:
                 )  # fmt: skip
             else:
                 hidden_BTH = layer(hidden_BTH, position_embeddings=rotary, sensorium_attention=attention)
-            if i < len(levels):
-                hidden_BTH = hidden_BTH.flatten(0, 1).index_add(0, places_N, levels[i]).view_as(hidden_BTH)
+            if level_places_N is not None and i < len(levels):
+                hidden_BTH = hidden_BTH.flatten(0, 1).index_add(0, level_places_N, levels[i]).view_as(hidden_BTH)
         return stack.norm(hidden_BTH)
 
     def _stack(self) -> LayerStack:
@@ -217,19 +217,30 @@ class Policy:
             self.adapters.save(folder / FOLDER)
 
 
-def _gather(placements: Sequence[Placement], hidden_BTH: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Flat places, embeddings and deepstack levels of all placements, in one order."""
+def _gather(placements: Sequence[Placement], hidden_BTH: Tensor) -> tuple[Tensor, Tensor]:
+    """Flat places and embeddings of all placements, in one order."""
+    embeds_NH = torch.cat([item.features.embeds_NH for item in placements]).to(hidden_BTH)
+    return _places(placements, hidden_BTH), embeds_NH
+
+
+def _gather_levels(placements: Sequence[Placement], hidden_BTH: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+    """Flat places of the placements that have deepstack levels (not those of sounds), and the levels, in one order."""
+    levelled = [item for item in placements if item.features.deepstack_NH]
+    if not levelled:
+        return None, []
+    several = zip(*(item.features.deepstack_NH for item in levelled), strict=True)
+    return _places(levelled, hidden_BTH), [torch.cat(level).to(hidden_BTH) for level in several]
+
+
+def _places(placements: Sequence[Placement], hidden_BTH: Tensor) -> Tensor:
     length = hidden_BTH.shape[1]
-    parts = [item.features for item in placements]
     places: list[int] = []
     for item in placements:
         for start, count in item.runs:
             if start < 0 or start + count > length:
                 raise SpanMismatch(f"features of {count} tokens at {start} do not fit a row of {length}.")
             places += range(item.row * length + start, item.row * length + start + count)
-    embeds_NH = torch.cat([part.embeds_NH for part in parts]).to(hidden_BTH)
-    levels = [torch.cat(several).to(hidden_BTH) for several in zip(*(part.deepstack_NH for part in parts), strict=True)]
-    return torch.tensor(places, device=hidden_BTH.device), embeds_NH, levels
+    return torch.tensor(places, device=hidden_BTH.device)
 
 
 def _refuse_sliding_window(config: Any) -> None:

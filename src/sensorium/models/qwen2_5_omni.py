@@ -1,11 +1,9 @@
 """Qwen2.5-Omni's thinker: pictures, videos and sounds in any order and number, on a common clock of 25 positions a second.
 
-Sound and video are blocks of their own. With ``use_audio_in_video`` a video and its sound are one block, interleaved by
-chunks of two seconds.
+Sound and video are blocks of their own; interleaving the sound of a video with its frames is not done here.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -17,21 +15,13 @@ from sensorium.models.preprocessing import (
     PicturePreprocessor,
     SoundPreprocessor,
     VideoPreprocessor,
-    frame_rule,
+    frame_budget,
     sound_tokens,
     video_settings,
 )
 from sensorium.models.qwen2_5_vl import merged_patches, merged_sides, repeated, seconds_per_step, window_tables
-from sensorium.models.rope_positions import (
-    MarkedBlock,
-    chunk_order,
-    grid_offsets,
-    interleaved_block,
-    line_offsets,
-    three_axis_positions,
-    timed_steps,
-)
-from sensorium.models.segment_layout import Expansion, Runs
+from sensorium.models.rope_positions import grid_offsets, line_offsets, three_axis_positions, timed_steps
+from sensorium.models.segment_layout import Expansion
 from sensorium.models.sound_tower import SoundTower
 from sensorium.models.tower import VisionTower
 from sensorium.vocabulary.content import MediaKind
@@ -42,20 +32,18 @@ class Qwen25OmniMedia:
 
     def __init__(self, config: Any, processor: Any) -> None:
         self.vision, self.positions_a_second = config.vision_config, config.position_id_per_seconds
-        self.chunk = int(config.position_id_per_seconds * config.seconds_per_chunk)
-        self.sound_marks = (config.audio_start_token_id, config.audio_end_token_id)
         self.written_tokens: tuple[str, ...] = ()
         self.placeholders: dict[MediaKind, int] = {
             "picture": config.image_token_id,
             "video": config.video_token_id,
             "sound": config.audio_token_id,
         }
-        self.frame_rule = frame_rule(processor, self.vision, 768 * 28 * 28)
+        self.frame_budget = frame_budget(processor, self.vision, 768 * 28 * 28)
         self.own_marks: dict[MediaKind, tuple[int, int]] = {}
         settings = video_settings(processor.video_processor) | {"size": frame_size(processor)}
         self.preprocessors: dict[MediaKind, Preprocessor] = {
             "picture": PicturePreprocessor(processor.image_processor),
-            "video": VideoPreprocessor(processor.video_processor, settings, config.seconds_per_chunk),
+            "video": VideoPreprocessor(processor.video_processor, settings),
             "sound": SoundPreprocessor(processor.feature_extractor),
         }
 
@@ -64,25 +52,9 @@ class Qwen25OmniMedia:
         count = sound_tokens(extent.grid[0]) if extent.kind == "sound" else merged_patches(extent, self.vision)
         return repeated(self.placeholders[extent.kind], count)
 
-    def interleave(self, video: Extent, sound: Extent) -> tuple[tuple[int, ...], Runs, Runs]:
-        """A video and its sound in turn, chunk by chunk, between the marks of a sound."""
-        seen_3N, heard_3M = self._block(video), self._block(sound)
-        is_sound = (chunk_order(seen_3N, heard_3M, self.chunk) >= seen_3N.shape[1]).tolist()
-        first, last = self.sound_marks
-        tokens = [self.placeholders["sound" if heard else "video"] for heard in is_sound]
-        return (first, *tokens, last), _runs(is_sound, heard=False), _runs(is_sound, heard=True)
-
     def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> Tensor:
         """Each medium is a block: what is seen at its seconds, what is heard one token after another."""
-        blocks: list[Tensor | MarkedBlock] = []
-        for i, extent in enumerate(extents):
-            if extent.has_sound:
-                continue
-            if i and extents[i - 1].has_sound:
-                blocks.append(interleaved_block(self._block(extents[i - 1]), self._block(extent), self.chunk))
-            else:
-                blocks.append(self._block(extent))
-        return three_axis_positions(ids_T, self.placeholders.values(), blocks)
+        return three_axis_positions(ids_T, self.placeholders.values(), [self._block(extent) for extent in extents])
 
     def _block(self, extent: Extent) -> Tensor:
         if extent.kind == "sound":
@@ -117,17 +89,6 @@ class Qwen25Omni:
     def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
         """All three axes."""
         return self.language_model.rotary_emb(hidden_BTH, positions_3BT)
-
-
-def _runs(is_sound: Sequence[bool], *, heard: bool) -> Runs:
-    """The runs of a kind's tokens, behind the mark that comes first."""
-    runs, start = [], 1
-    for kind, several in groupby(is_sound):
-        count = len(list(several))
-        if kind == heard:
-            runs.append((start, count))
-        start += count
-    return tuple(runs)
 
 
 def frame_size(processor: Any) -> dict[str, int]:

@@ -19,7 +19,7 @@ from transformers.vision_utils import (
 
 from sensorium.models.family import MediaFormat
 from sensorium.models.prepared_media import Extent
-from sensorium.models.preprocessing import frame_rule
+from sensorium.models.preprocessing import frame_budget
 from sensorium.models.qwen2_5_vl import MakeTables, Qwen25VL, Qwen25VLMedia, merged_sides
 from sensorium.models.rope_positions import grid_offsets
 from sensorium.models.segment_layout import Expansion, expansion_of
@@ -30,7 +30,7 @@ class Qwen3VLMedia(Qwen25VLMedia):
 
     def __init__(self, config: Any, processor: Any) -> None:
         super().__init__(config, processor)
-        self.frame_rule = frame_rule(processor, self.vision, 768 * 32 * 32, whole_clip=True)
+        self.frame_budget = frame_budget(processor, self.vision, 768 * 32 * 32, whole_clip=True)
         self.own_marks = {"video": (config.vision_start_token_id, config.vision_end_token_id)}
         self._told = lru_cache(maxsize=4096)(self._tell)
 
@@ -63,21 +63,26 @@ class Qwen3VL(Qwen25VL):
 
     def tables(self) -> MakeTables:
         """The index tables of a tower with learned, interpolated positions."""
-        visual, merge = self.core.visual, self.vision.spatial_merge_size
+        return interpolation_tables(self.core.visual)
 
-        def make(grids_M3: Tensor) -> dict[str, Tensor]:
-            indices, weights = get_vision_interpolation_indices_and_weights(
-                grids_M3,
-                num_grid_per_side=visual.num_grid_per_side,
-                mode=visual.interpolation_mode,
-                align_corners=visual.interpolation_align_corners,
-                spatial_merge_size=merge,
-            )
-            return {
-                "interp_indices": indices,
-                "interp_weights": weights,
-                "position_ids": get_vision_position_ids(grids_M3, merge),
-                "cu_seqlens": get_vision_cu_seqlens(grids_M3),
-            }
 
-        return make
+def interpolation_tables(visual: Any) -> MakeTables:
+    """The index tables of a tower with learned positions, which are interpolated to each grid."""
+    merge = visual.spatial_merge_size
+
+    def make(grids_M3: Tensor) -> dict[str, Tensor]:
+        indices, weights = get_vision_interpolation_indices_and_weights(
+            grids_M3,
+            num_grid_per_side=visual.num_grid_per_side,
+            mode=visual.interpolation_mode,
+            align_corners=visual.interpolation_align_corners,
+            spatial_merge_size=merge,
+        )
+        return {
+            "interp_indices": indices,
+            "interp_weights": weights,
+            "position_ids": get_vision_position_ids(grids_M3, merge),
+            "cu_seqlens": get_vision_cu_seqlens(grids_M3),
+        }
+
+    return make

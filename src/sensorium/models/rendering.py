@@ -4,12 +4,13 @@ Two rules hold for every rendering. Only the template makes special tokens: ``<|
 nothing already sampled is rendered again: what comes after a response is what the template writes after a stand-in for it.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from sensorium.models.family import HearsInVideo, MediaFormat
+from sensorium.models.family import MediaFormat
 from sensorium.models.token_bytes import TokenTable
 from sensorium.vocabulary.content import Media, MediaKind, Message, Text
 from sensorium.vocabulary.episode import MediaSpan, Segment
@@ -31,8 +32,6 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any, owner: Any, table: TokenTable, media_format: MediaFormat) -> None:
         self._owner = owner
         placeholders, self._own_marks = media_format.placeholders, media_format.own_marks
-        self._placeholders, self._frame_rule = placeholders, media_format.frame_rule
-        self._hears_in_video = isinstance(media_format, HearsInVideo)
         if not getattr(owner, "chat_template", None):
             raise ModelError(
                 f"checkpoint '{tokenizer.name_or_path}' has no chat template; give it one (chat_template.jinja)."
@@ -77,22 +76,28 @@ class ChatRenderer:
 
     def _apply(self, messages: Sequence[Message], generate: bool) -> str:
         conversation = [{"role": message.role, "content": self._content(message)} for message in messages]
+        tools = [tool for message in messages if message.tools for tool in json.loads(message.tools)]
+        offered = {"tools": tools} if tools else {}
         try:
-            text: str = self._owner.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generate)
+            text: str = self._owner.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=generate, **offered
+            )
         except Exception as error:  # jinja's own errors, or what a template raises by raise_exception
             roles = ", ".join(message.role for message in messages)
             raise ModelError(f"the chat template refuses messages of roles {roles}: {error}.") from error
+        for tool in tools:
+            if tool["function"]["name"] not in text:
+                raise ModelError(
+                    f"this checkpoint's chat template does not show the tool '{tool['function']['name']}' that is offered. "
+                    "Let the environment describe its tools in words (its option offer: text), or give the checkpoint a "
+                    "template that takes tools."
+                )
         return text
 
     def _content(self, message: Message) -> Any:
         for item in message.media:
             if item.kind not in self._kind_of.values():
                 raise ModelError(f"this model cannot take {item.kind} {item.name}; use a family that can.")
-            if item.sound is not None and not self._hears_in_video:
-                raise ModelError(
-                    f"video {item.name} is to be heard (use_audio_in_video), and this model does not hear inside videos. "
-                    "Leave that out, or use a family that does (docs/families.md)."
-                )
         if not self._kind_of:
             return message.text
         return [
@@ -105,22 +110,15 @@ class ChatRenderer:
         for i, piece in enumerate(self._guard.split(text)):
             tokens += (self._special[piece],) if i % 2 else self._encode(piece.replace(fence, ""))
         del tokens[:skip]
-        media = [item.resolved(self._frame_rule) for message in messages for item in message.media]
+        media = [item for message in messages for item in message.media]
         places = [i for i, token in enumerate(tokens) if token in self._kind_of]
         if [self._kind_of[tokens[i]] for i in places] != [item.kind for item in media]:
             raise ModelError(f"the chat template shows {len(places)} media where the messages hold {_names(media)}.")
         spared = {i for place in places for i in self._template_marks(tokens, place)}
-        at = dict(zip(places, media, strict=True))
-        kept: list[int] = []
-        spans: list[MediaSpan] = []
-        for i, token in enumerate(tokens):
-            if i in at:  # the sound that is heard with a video has its placeholder right behind the video's
-                for part in at[i].parts:
-                    spans.append(MediaSpan(len(kept), part))
-                    kept.append(self._placeholders[part.kind])
-            elif i not in spared:
-                kept.append(token)
-        return Segment("environment", tuple(kept), tuple(spans))
+        kept = [i for i in range(len(tokens)) if i not in spared]
+        index = {i: number for number, i in enumerate(kept)}
+        spans = tuple(MediaSpan(index[i], item) for i, item in zip(places, media, strict=True))
+        return Segment("environment", tuple(tokens[i] for i in kept), spans)
 
     def _template_marks(self, tokens: Sequence[int], place: int) -> tuple[int, ...]:
         """The template's markers around a placeholder whose expansion has its own markers."""
@@ -156,16 +154,24 @@ class _Guard:
 
     def messages(self, messages: Sequence[Message], count: int) -> tuple[list[Message], list[str]]:
         """The messages guarded, and ``count`` characters that do not occur in them; the first is the fence."""
-        written = "".join(message.text for message in messages)
+        written = "".join(message.text + message.tools for message in messages)
         free = (character for character in PRIVATE if character not in written)
         characters = [character for character, _ in zip(free, range(count), strict=False)]
         if len(characters) < count:
             raise ModelError("a text uses every private character of Unicode; it cannot be rendered safely.")
         guarded = [
-            Message(message.role, tuple(self._block(block, characters[0]) for block in message.content))
+            Message(
+                message.role,
+                tuple(self._block(block, characters[0]) for block in message.content),
+                self._tools(message.tools, characters[0]),
+            )
             for message in messages
         ]
         return guarded, characters
+
+    def _tools(self, tools: str, fence: str) -> str:
+        """Tools as JSON without escapes, so that what could become a special token is seen; a fence within it is text."""
+        return self._fenced(json.dumps(json.loads(tools), ensure_ascii=False), fence) if tools else ""
 
     def split(self, text: str) -> list[str]:
         """Plain text and special tokens in turn, beginning with (perhaps empty) plain text."""
@@ -174,14 +180,21 @@ class _Guard:
     def _block(self, block: Text | Media, fence: str) -> Text | Media:
         if isinstance(block, Media):
             return block
-        text = block.text
-        while self._pattern.search(text):
-            text = self._pattern.sub(lambda found: found[0][0] + fence + found[0][1:], text)
+        text = self._text(block.text, fence)
+        return Text(text) if text is not block.text else block
+
+    def _text(self, text: str, fence: str) -> str:
+        text = self._fenced(text, fence)
         if text.startswith(self._endings):
             text = fence + text
         if text.endswith(self._beginnings):
             text += fence
-        return Text(text) if text is not block.text else block
+        return text
+
+    def _fenced(self, text: str, fence: str) -> str:
+        while self._pattern.search(text):
+            text = self._pattern.sub(lambda found: found[0][0] + fence + found[0][1:], text)
+        return text
 
 
 def _plain_encoder(tokenizer: Any) -> Callable[[str], tuple[int, ...]]:

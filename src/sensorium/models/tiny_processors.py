@@ -20,11 +20,15 @@ OMNI_KEYS = {
     "vision_start_token_id": "<|vision_bos|>", "vision_end_token_id": "<|vision_eos|>",
     "audio_start_token_id": "<|audio_bos|>", "audio_end_token_id": "<|audio_eos|>",
 }  # fmt: skip
+OMNI3_KEYS = QWEN_KEYS | {
+    "audio_token_id": "<|audio_pad|>", "audio_start_token_id": "<|audio_start|>", "audio_end_token_id": "<|audio_end|>",
+}  # fmt: skip
 TOKEN_KEYS = {
     "qwen2_5_vl": QWEN_KEYS,
     "qwen3_vl": QWEN_KEYS,
     "qwen3_vl_moe": QWEN_KEYS,
     "qwen2_5_omni": OMNI_KEYS,
+    "qwen3_omni_moe": OMNI3_KEYS,
     "internvl": {"image_token_id": "<IMG_CONTEXT>"},
 }
 """The keys by which the config of a family names its special tokens."""
@@ -60,16 +64,16 @@ def _qwen(family: str, library: Any, given: dict[str, Any], config: Any) -> Any:
     if new:
         look |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     # Qwen3-VL's video processor counts the pixels of the whole clip, the others those of a frame.
-    frames = 16 if new else 1
-    clip = {"shortest_edge": MIN_PIXELS, "longest_edge": frames * MAX_FRAME_PIXELS}
-    video_class = library.Qwen3VLVideoProcessor if new else library.Qwen2VLVideoProcessor
+    whole = family.startswith("qwen3_vl")
+    clip = {"shortest_edge": MIN_PIXELS, "longest_edge": (16 if whole else 1) * MAX_FRAME_PIXELS}
+    video_class = library.Qwen3VLVideoProcessor if whole else library.Qwen2VLVideoProcessor
     picture = {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}
     given |= {
         "image_processor": library.Qwen2VLImageProcessor(size=picture, **look),
         "video_processor": video_class(size=clip, cap_pixels_per_frame=False, **look),
     }
-    if family == "qwen2_5_omni":
+    if "omni" in family:
         mels = config.audio_config.num_mel_bins
         given["feature_extractor"] = library.WhisperFeatureExtractor(feature_size=mels, return_attention_mask=True)
-        return library.Qwen2_5OmniProcessor(**given)
+        return (library.Qwen3OmniMoeProcessor if new else library.Qwen2_5OmniProcessor)(**given)
     return (library.Qwen3VLProcessor if new else library.Qwen2_5_VLProcessor)(**given)

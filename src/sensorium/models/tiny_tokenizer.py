@@ -13,11 +13,16 @@ OMNI_TOKENS = {
     "video_token": "<|VIDEO|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>",
     "audio_token": "<|AUDIO|>",
 }  # fmt: skip
+OMNI3_TOKENS = {
+    "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>", "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>", "audio_bos_token": "<|audio_start|>", "audio_eos_token": "<|audio_end|>",
+    "audio_token": "<|audio_pad|>",
+}  # fmt: skip
 INTERNVL_TOKENS = {
     "start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
     "video_token": "<video>",
 }  # fmt: skip
-OWN_TOKENS = {"qwen2_5_omni": OMNI_TOKENS, "internvl": INTERNVL_TOKENS}
+OWN_TOKENS = {"qwen2_5_omni": OMNI_TOKENS, "qwen3_omni_moe": OMNI3_TOKENS, "internvl": INTERNVL_TOKENS}
 
 # Answers stand alone, words of a question follow a space: each becomes one token.
 ANSWERS = (
@@ -31,6 +36,7 @@ QUESTIONS = (
 # What a family is told besides: the times of a video's frames, the words for sounds.
 MORE_QUESTIONS = {
     "qwen2_5_omni": "video sound hear see tone high low loud soft",
+    "qwen3_omni_moe": "video sound hear see tone high low loud soft",
     "qwen3_vl": "seconds",
     "qwen3_vl_moe": "seconds",
     "internvl": "Frame",
@@ -56,6 +62,10 @@ OMNI_TURN = (
     "{% elif block.type == 'audio' %}<|audio_bos|><|AUDIO|><|audio_eos|>"
     "{% elif block.type == 'text' %}{{ block.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
 )
+OMNI3_TURN = TURN.replace(
+    "{% elif block.type == 'text' %}",
+    "{% elif block.type == 'audio' %}<|audio_start|><|audio_pad|><|audio_end|>{% elif block.type == 'text' %}",
+)
 INTERNVL_TURN = (
     "<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for block in message.content %}"
@@ -80,6 +90,7 @@ EACH_TURN = "{% for message in messages %}" + TURN + "{% endfor %}"
 TEMPLATES = {
     "internvl": "{% for message in messages %}" + INTERNVL_TURN + "{% endfor %}" + GENERATION,
     "qwen2_5_omni": DEFAULT_SYSTEM + "{% for message in messages %}" + OMNI_TURN + "{% endfor %}" + GENERATION,
+    "qwen3_omni_moe": "{% for message in messages %}" + OMNI3_TURN + "{% endfor %}" + GENERATION,
     "qwen2_5_vl": DEFAULT_SYSTEM + EACH_TURN + GENERATION,
     "qwen3_vl": EACH_TURN + GENERATION,
     "qwen3_vl_moe": EACH_TURN + GENERATION,

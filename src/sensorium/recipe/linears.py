@@ -42,7 +42,8 @@ def linears_of(config: dict[str, Any]) -> tuple[Linear, ...]:
     if not tied:
         found.append(Linear("lm_head", "head", text["hidden_size"], text["vocab_size"]))
     if (vision := config.get("vision_config")) and "out_hidden_size" in vision:
-        found += _tower(vision, plain=config["model_type"].startswith("qwen3"), fused="audio_config" not in config)
+        new, hears = config["model_type"].startswith("qwen3"), "audio_config" in config
+        found += _tower(vision, plain=new, fused=new or not hears, named=new and not hears)
     if audio := config.get("audio_config"):
         found += _audio_tower(audio)
     return tuple(found)
@@ -62,10 +63,11 @@ def _language(text: dict[str, Any]) -> Iterator[Linear]:
             yield from _gated(at, "language", hidden, text["intermediate_size"])
 
 
-def _tower(vision: dict[str, Any], *, plain: bool, fused: bool) -> Iterator[Linear]:
+def _tower(vision: dict[str, Any], *, plain: bool, fused: bool, named: bool) -> Iterator[Linear]:
     """A vision tower: blocks with a plain MLP and deepstack mergers (Qwen3-VL), or a gated one (Qwen2.5-VL).
 
-    ``fused``: queries, keys and values are one layer (not in Qwen2.5-Omni).
+    ``fused``: queries, keys and values are one layer (not in Qwen2.5-Omni). ``named``: layers of mergers have names, not
+    numbers (in Qwen3-VL).
     """
     hidden, wide, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
     merged = hidden * vision.get("spatial_merge_size", 2) ** 2
@@ -79,8 +81,9 @@ def _tower(vision: dict[str, Any], *, plain: bool, fused: bool) -> Iterator[Line
             yield Linear(f"{at}.mlp.linear_fc2", "vision", wide, hidden)
         else:
             yield from _gated(at, "vision", hidden, wide)
-    deep = [f"deepstack_merger_list.{i}" for i in range(len(vision.get("deepstack_visual_indexes", ())))] if plain else []
-    first, second = ("linear_fc1", "linear_fc2") if plain else ("mlp.0", "mlp.2")
+    several = "deepstack_merger_list" if named else "merger_list"
+    deep = [f"{several}.{i}" for i in range(len(vision.get("deepstack_visual_indexes", ())))] if plain else []
+    first, second = ("linear_fc1", "linear_fc2") if named else ("mlp.0", "mlp.2")
     for merger in ["merger", *deep]:
         yield Linear(f"visual.{merger}.{first}", "projector", merged, merged)
         yield Linear(f"visual.{merger}.{second}", "projector", merged, out)
@@ -94,7 +97,19 @@ def _audio_tower(audio: dict[str, Any]) -> Iterator[Linear]:
             yield Linear(f"{at}.self_attn.{name}", "audio", hidden, hidden)
         yield Linear(f"{at}.fc1", "audio", hidden, wide)
         yield Linear(f"{at}.fc2", "audio", wide, hidden)
-    yield Linear("audio_tower.proj", "projector", hidden, audio["output_dim"])
+    if channels := audio.get("downsample_hidden_size"):  # Qwen3-Omni's
+        yield Linear("audio_tower.conv_out", "audio", channels * halved(audio["num_mel_bins"]), hidden)
+        yield Linear("audio_tower.proj1", "projector", hidden, hidden)
+        yield Linear("audio_tower.proj2", "projector", hidden, audio["output_dim"])
+    else:
+        yield Linear("audio_tower.proj", "projector", hidden, audio["output_dim"])
+
+
+def halved(bins: int) -> int:
+    """What three convolutions of stride 2 leave of so many mel bins."""
+    for _ in range(3):
+        bins = (bins + 1) // 2
+    return bins
 
 
 def _gated(at: str, group: str, hidden: int, wide: int) -> Iterator[Linear]:

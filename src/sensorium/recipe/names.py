@@ -15,6 +15,7 @@ NAMES: dict[str, dict[str, str]] = {
         "internvl": "sensorium.models.internvl:InternVL",
         "qwen2_5_omni": "sensorium.models.qwen2_5_omni:Qwen25Omni",
         "qwen2_5_vl": "sensorium.models.qwen2_5_vl:Qwen25VL",
+        "qwen3_omni_moe": "sensorium.models.qwen3_omni:Qwen3Omni",
         "qwen3_vl": "sensorium.models.qwen3_vl:Qwen3VL",
         "qwen3_vl_moe": "sensorium.models.qwen3_vl:Qwen3VL",
         "qwen2": "sensorium.models.text:TextModel",
@@ -39,6 +40,12 @@ NAMES: dict[str, dict[str, str]] = {
         "frozen_lake": "sensorium.envs.frozen_lake:FrozenLake",
         "sokoban": "sensorium.envs.sokoban:Sokoban",
         "countdown": "sensorium.envs.countdown:Countdown",
+        "tools": "sensorium.envs.tools.environment:ToolUse",
+        "geo3k": "sensorium.envs.tools.geo3k:Geo3k",
+    },
+    "tool": {
+        "calculator": "sensorium.envs.tools.calculator:Calculator",
+        "crop": "sensorium.envs.tools.crop:Crop",
     },
     "reward": {
         "format": "sensorium.rewards.format:Format",
@@ -68,11 +75,14 @@ NAMES: dict[str, dict[str, str]] = {
 
 GIVEN = {
     "source": ("store",),
-    "environment": ("store",),
+    "environment": ("store", "task"),
     "planner": ("stream", "store"),
     "engine": ("policy", "lockstep"),
 }
-"""What the trainer gives beside the options of a recipe, by kind. A planner is given those it has a parameter for."""
+"""What the trainer gives beside the options of a recipe, by kind.
+
+A planner is given those it has a parameter for, and so is an environment: ``task`` only if it names it.
+"""
 
 PARAMETER_GROUPS = ("vision", "audio", "projector", "language", "head")
 """The named parts of a model that can be frozen or given a learning rate of their own."""
@@ -154,8 +164,8 @@ def build(kind: str, name: str, options: Mapping[str, Any], where: str = "", **g
     _, problem = _unfit(kind, name, target, options, tuple(given))
     if problem:
         raise RecipeError(f"{where or kind}: {problem}")
-    if kind == "planner":
-        given = {key: value for key, value in given.items() if key in signature(target).parameters}
+    optional = {"planner": ("stream", "store"), "environment": ("task",)}.get(kind, ())
+    given = {key: value for key, value in given.items() if key not in optional or key in signature(target).parameters}
     try:
         return target(**given, **options)
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sensorium.recipe.linears import Linear, ends_in, linears_in, linears_of
+from sensorium.recipe.linears import Linear, ends_in, halved, linears_in, linears_of
 from sensorium.recipe.names import PARAMETER_GROUPS
 from sensorium.recipe.schema import LoraSection
 from sensorium.recipe.tiny_sizes import KINDS, tiny_config
@@ -160,8 +160,13 @@ def _tower_qwen3(vision: dict[str, Any]) -> tuple[int, int]:
 
 def _tower_audio(audio: dict[str, Any]) -> tuple[int, int]:
     hidden, wide, out = audio["d_model"], audio["encoder_ffn_dim"], audio["output_dim"]
-    convolutions = 3 * hidden * (audio["num_mel_bins"] + hidden) + 2 * hidden
     block = 4 * hidden**2 + 3 * hidden + 4 * hidden + 2 * hidden * wide + wide + hidden
+    if wide_channels := audio.get("downsample_hidden_size"):  # Qwen3-Omni's: over time and pitch, keys have a bias too
+        convolutions = 9 * wide_channels * (1 + 2 * wide_channels) + 3 * wide_channels
+        convolutions += wide_channels * halved(audio["num_mel_bins"]) * hidden
+        projector = 2 * hidden + hidden * hidden + hidden + hidden * out + out
+        return convolutions + audio["encoder_layers"] * (block + hidden), projector
+    convolutions = 3 * hidden * (audio["num_mel_bins"] + hidden) + 2 * hidden
     return convolutions + audio["encoder_layers"] * block + 2 * out, 2 * hidden + hidden * out + out
 
 
@@ -207,7 +212,7 @@ def _group_of(name: str) -> str:
     if "visual." in name:
         return "projector" if "merger" in name else "vision"
     if name.startswith("audio_tower."):
-        return "projector" if name.startswith(("audio_tower.proj.", "audio_tower.ln_post.")) else "audio"
+        return "projector" if name.startswith(("audio_tower.proj", "audio_tower.ln_post.")) else "audio"
     return "head" if "lm_head." in name else "language"
 
 

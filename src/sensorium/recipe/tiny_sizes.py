@@ -17,6 +17,8 @@ AUDIO: Sizes = {
     "d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 128, "num_mel_bins": 64,
     "initializer_range": 0.05,
 }  # fmt: skip
+# Qwen3-Omni's convolutions take most of it.
+STRETCHED = AUDIO | {"downsample_hidden_size": 16}
 # A tower as transformers' own, four patches on each side of a tile.
 PLAIN: Sizes = {
     "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "image_size": 56,
@@ -51,12 +53,18 @@ KINDS = {
     "qwen3_vl": Kind("Qwen3VL", INTERLEAVED, DEEPSTACKED),
     "qwen3_vl_moe": Kind("Qwen3VLMoe", INTERLEAVED | EXPERTS, DEEPSTACKED),
     "qwen2_5_omni": Kind("Qwen2_5OmniThinker", THREE_AXES, WINDOWED, AUDIO),
+    "qwen3_omni_moe": Kind(
+        "Qwen3OmniMoeThinker", INTERLEAVED | EXPERTS, DEEPSTACKED, STRETCHED, more={"position_id_per_seconds": 13}
+    ),
     "internvl": Kind("InternVL", TEXT, PLAIN, text_type="qwen2"),
     "qwen2": Kind("Qwen2", TEXT),
     "qwen3": Kind("Qwen3", TEXT | {"head_dim": 32}),
 }
 
-VOCABULARY = {"qwen2_5_omni": 512}  # rows of the embedding; the others' tokenizers have fewer special tokens
+VOCABULARY = {
+    "qwen2_5_omni": 512,
+    "qwen3_omni_moe": 512,
+}  # rows of the embedding; the others' tokenizers have fewer special tokens
 USUAL_VOCABULARY = 448
 
 

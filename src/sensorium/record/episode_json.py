@@ -249,12 +249,17 @@ def _segment_from_json(data: Json) -> Segment:
 
 def messages_to_json(messages: Sequence[Message]) -> list[Json]:
     """Messages; a medium is a reference: kind, hash, where it came from, and what is unusual in how it is decoded."""
-    return [{"role": message.role, "content": [_block_to_json(block) for block in message.content]} for message in messages]
+    return [
+        {"role": message.role, "content": [_block_to_json(block) for block in message.content]}
+        | _sparse(tools=message.tools)
+        for message in messages
+    ]
 
 
 def _messages_from_json(data: list[Json]) -> tuple[Message, ...]:
     return tuple(
-        Message(message["role"], tuple(_block_from_json(block) for block in message["content"])) for message in data
+        Message(message["role"], tuple(_block_from_json(block) for block in message["content"]), message.get("tools", ""))
+        for message in data
     )
 
 
@@ -273,7 +278,7 @@ def _media_to_json(media: Media) -> Json:
 
 def _media_from_json(data: Json) -> Media:
     kind = USUAL.get(data["kind"])
-    asked = None if kind is None else parameters_from(kind, data.get("parameters", {}), logged=True)
+    asked = None if kind is None else parameters_from(kind, data.get("parameters", {}))
     return Media(data["kind"], data["hash"], data.get("origin", ""), asked)
 
 

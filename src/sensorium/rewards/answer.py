@@ -1,11 +1,15 @@
 """What the model answered, taken from what it wrote; and what was expected, taken from the task."""
 
+import re
 from collections.abc import Sequence
 
 from sensorium.rewards.protocol import Term
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RewardFailure, TaskError
 from sensorium.vocabulary.task import Task
+
+BRACE = re.compile(r"\\boxed\{|\\(?!\\boxed\{).|[{}]", re.DOTALL)
+"""An opening box, an escaped character, or a brace."""
 
 
 def last_response(episode: Episode) -> str:
@@ -32,18 +36,14 @@ def given_answer(episode: Episode, *, fallback: bool = False) -> str | None:
 
 def boxed(text: str) -> str | None:
     r"""The content of the last ``\boxed{…}`` whose braces balance, or None."""
-    start = len(text)
-    while (start := text.rfind("\\boxed{", 0, start)) >= 0:
-        depth, place = 0, start + len("\\boxed")
-        while place < len(text):
-            if text[place] == "\\":
-                place += 2
-                continue
-            depth += {"{": 1, "}": -1}.get(text[place], 0)
-            if depth == 0:
-                return text[start + len("\\boxed{") : place].strip()
-            place += 1
-    return None
+    open_braces: list[int] = []  # where the content of a box begins, -1 for a brace of another kind
+    found = (-1, -1)
+    for mark in BRACE.finditer(text):
+        if mark[0].endswith("{") and mark[0] != "\\{":
+            open_braces.append(-1 if mark[0] == "{" else mark.end())
+        elif mark[0] == "}" and open_braces:
+            found = max(found, (open_braces.pop(), mark.start()))
+    return text[slice(*found)].strip() if found[0] >= 0 else None
 
 
 def without_answer(terms: Sequence[tuple[Term, float]], tasks: Sequence[Task]) -> str:

@@ -113,6 +113,7 @@ def _check_message(message: Any, what: str) -> None:
         raise ValueError(f"the role of a message is one of {', '.join(ROLES)}, not {shown(message.role)}")
     if not isinstance(message.content, tuple):
         raise ValueError(f"the content of a message is a tuple of blocks, not {shown(message.content)}")
+    text_of(message.tools)
     for block in message.content:
         if isinstance(block, Text):
             text_of(block.text)

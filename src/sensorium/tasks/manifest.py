@@ -14,6 +14,9 @@ MIB = 1024 * 1024
 SMALL = 64 * MIB
 """What may be unpacked whatever the ratio: texts shrink a lot."""
 
+MEMBERS = 1_000_000
+"""Files that are unpacked at most: empty ones take no bytes, and fill a disk all the same."""
+
 
 def read_manifest(path: Path) -> list[Any]:
     """The rows of a manifest; a file that is missing or no JSON list is an error that names it."""
@@ -61,7 +64,10 @@ def unzip_once(archive: Path, folder: Path, ratio: float = 20.0) -> None:
 
 
 def _refuse_bomb(opened: zipfile.ZipFile, archive: Path, folder: Path, packed: int, ratio: float) -> None:
-    stated = sum(member.file_size for member in opened.infolist())
+    members = opened.infolist()
+    if len(members) > MEMBERS:
+        raise TaskError(f"{archive}: it has {len(members):,} members; an archive of a data set has at most {MEMBERS:,}.")
+    stated = sum(member.file_size for member in members)
     if stated > max(ratio * packed, SMALL):
         raise TaskError(
             f"{archive}: {packed / MIB:,.1f} MiB would unpack to {stated / MIB:,.0f} MiB, more than {ratio:g} times as "

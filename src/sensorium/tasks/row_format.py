@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sensorium.recipe.names import check, table, wrong_options
+from sensorium.recipe.names import check, resolve, table, wrong_options
 from sensorium.tasks.message_parsing import Place, fill_placeholders, messages_of, put_first
 from sensorium.vocabulary.content import Media, MediaKind, Message, Text, system
 from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
@@ -21,11 +21,11 @@ class TaskRows:
     """Rows that are tasks: ``{id, messages, answer, environment, demonstration, metadata}``; unknown fields are refused.
 
     A row may name a registered environment, or one of ``environments`` {name: module:Class}, which the recipe opens to
-    rows.
+    rows. Rows that name none are played in ``environment``, where the recipe names one.
     """
 
-    def __init__(self, environments: Mapping[str, str] | None = None) -> None:
-        self.environments = dict(environments or {})
+    def __init__(self, environments: Mapping[str, str] | None = None, environment: EnvironmentSpec | None = None) -> None:
+        self.environments, self.environment = dict(environments or {}), environment
 
     def fields(self, known: Sequence[str], where: str) -> list[str]:
         """The columns to read of those a file has."""
@@ -40,7 +40,7 @@ class TaskRows:
         for key in row:
             if key not in FIELDS:
                 raise place.error(_unknown(key))
-        environment = self._environment(row, place) if "environment" in row else None
+        environment = self._environment(row, place) if "environment" in row else self.environment
         messages = messages_of(_decoded(row, "messages", place), place) if "messages" in row else ()
         if environment is None and not messages:
             raise place.error("a row needs 'messages', or an 'environment' to be played in; it has neither.")
@@ -70,6 +70,9 @@ class TaskRows:
             _, problem = wrong_options("environment", known, options)
         except RecipeError as error:
             raise place.error(str(error)) from error
+        closed = [key for key in options if key in getattr(resolve("environment", known), "recipe_only", ())]
+        if closed:
+            problem = f"the option '{closed[0]}' of environment '{name}' says what code runs, so only a recipe may set it."
         if problem:
             raise place.error(problem)
         return EnvironmentSpec(known, options, seed)
@@ -98,7 +101,14 @@ class FlatRows:
     ``system`` goes before the first. ``type`` says how the answer is compared (see the reward ``accuracy_by_type``).
     """
 
-    def __init__(self, columns: Mapping[str, str], instruction: str, system: str, media_first: bool) -> None:
+    def __init__(
+        self,
+        columns: Mapping[str, str],
+        instruction: str,
+        system: str,
+        media_first: bool,
+        environment: EnvironmentSpec | None = None,
+    ) -> None:
         for part in columns:
             if part not in PARTS:
                 raise RecipeError(f"columns: a task has no part '{part}'{nearest(str(part), PARTS)}")
@@ -106,6 +116,7 @@ class FlatRows:
             raise RecipeError("columns: say which column holds the prompt, as in {prompt: problem}.")
         self.columns = dict(columns)
         self.instruction, self.system, self.media_first = instruction, system, media_first
+        self.environment = environment
 
     def fields(self, known: Sequence[str], where: str) -> list[str]:
         """The columns to read of those a file has."""
@@ -131,6 +142,7 @@ class FlatRows:
             id=str(parts.get("id") if parts.get("id") is not None else name),
             messages=messages,
             answer=parts.get("answer"),
+            environment=self.environment,
             demonstration=_demonstration(parts.get("demonstration"), place),
             metadata={key: str(parts[key]) for key in ("category", "type") if parts.get(key) is not None},
         )
@@ -151,19 +163,38 @@ def layout_of(
     system: str = "",
     media_first: bool = False,
     environments: Mapping[str, str] | None = None,
+    environment: Mapping[str, Any] | None = None,
 ) -> "TaskRows | FlatRows":
     """The layout that a source's options ask for."""
+    played_in = _spec(environment) if environment is not None else None
     if columns is not None:
         if environments:
-            raise RecipeError("environments is for rows that are tasks; flat rows (columns) have no environment.")
-        return FlatRows(columns, instruction, system, media_first)
+            raise RecipeError("environments is for rows that are tasks; flat rows (columns) name no environment.")
+        return FlatRows(columns, instruction, system, media_first, played_in)
     if instruction or system or media_first:
         raise RecipeError(
             "instruction, system and media_first are for flat rows; say which column is which with 'columns'."
         )
     for name, place in (environments or {}).items():
         check("environment", str(place), f"environments.{name}")
-    return TaskRows(environments)
+    return TaskRows(environments, played_in)
+
+
+def _spec(environment: Mapping[str, Any]) -> EnvironmentSpec:
+    """The environment that a recipe names for all rows: {name, options}."""
+    if not isinstance(environment, Mapping) or "name" not in environment:
+        raise RecipeError(
+            f"environment: name the one that rows are played in, as in {{name: tools}}, not {environment!r:.60}."
+        )
+    for key in environment:
+        if key not in ("name", "options"):
+            raise RecipeError(f"environment: unknown key '{key}'{nearest(str(key), ['name', 'options'])}")
+    name, options = str(environment["name"]), environment.get("options") or {}
+    check("environment", name, "environment")
+    _, problem = wrong_options("environment", name, options)
+    if problem:
+        raise RecipeError(f"environment: {problem}")
+    return EnvironmentSpec(name, dict(options))
 
 
 def _unknown(field: str) -> str:

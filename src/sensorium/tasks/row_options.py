@@ -12,7 +12,8 @@ class RowOptions(TypedDict, total=False):
 
     ``columns``, ``instruction``, ``system`` and ``media_first`` are of flat rows (see ``FlatRows``). Without ``columns`` a
     row is a task with content blocks. ``limit`` takes the first rows only (0: all). ``video`` and ``sound`` say how clips
-    are decoded (``ClipOptions``). ``environments`` {name: module:Class} are those that rows may name beside the registered.
+    are decoded (``ClipOptions``). ``environments`` {name: module:Class} are those that rows may name beside the registered;
+    ``environment`` {name, options} is the one that rows are played in that name none.
     """
 
     columns: Mapping[str, str] | None
@@ -23,6 +24,7 @@ class RowOptions(TypedDict, total=False):
     video: Mapping[str, Any] | None
     sound: Mapping[str, Any] | None
     environments: Mapping[str, str] | None
+    environment: Mapping[str, Any] | None
 
 
 class FileRowOptions(RowOptions, total=False):
@@ -42,6 +44,7 @@ class RowReading:
             options.get("system", ""),
             options.get("media_first", False),
             options.get("environments"),
+            options.get("environment"),
         )
         self.limit = options.get("limit", 0)
 

@@ -13,7 +13,7 @@ from typing import Any
 from sensorium.assembly.session import Session
 from sensorium.envs.protocol import Environment, Observation, StepResult
 from sensorium.evaluation.evaluate import evaluate
-from sensorium.media.blank import blank, muted
+from sensorium.media.blank import blank
 from sensorium.recipe.schema import Recipe
 from sensorium.record.findings import SightResult
 from sensorium.vocabulary.content import Media, Message
@@ -69,12 +69,10 @@ class Blanking:
         )
 
     def _block(self, media: Media) -> Media:
-        make = blank if media.kind == self.kind else muted if self.kind == "sound" and media.sound is not None else None
-        if make is None:
+        if media.kind != self.kind:
             return media
         if media not in self._blanks:
-            shown = self.session.rollout.chat.shown(media)
-            self._blanks[media] = make(shown, self.session.decoder, self.session.store)
+            self._blanks[media] = blank(media, self.session.decoder, self.session.store)
         return self._blanks[media]
 
 
@@ -121,7 +119,7 @@ def _then(returned: Any, follow: Callable[[Any], Any]) -> Any:
 def _seen(group: Group) -> list[Media]:
     """The media that an episode was shown, its head's included."""
     messages = [*group.task.messages, *(m for e in group.episodes for turn in e.turns for m in turn.observation)]
-    return [part for message in messages for item in message.media for part in item.parts]
+    return [item for message in messages for item in message.media]
 
 
 def _compared(kind: str, shown: Sequence[Group], blanked: Sequence[Group]) -> SightResult:

@@ -1,4 +1,4 @@
-"""A thousand steps over fifty clips, of which no cache can keep more than a few; prints what the process held on the way.
+"""Five hundred steps over fifty clips, of which no cache can keep more than a few; prints what the process held on the way.
 
 A process of its own: what other tests have left in theirs would be measured too.
 """
@@ -20,8 +20,8 @@ from sensorium.trainer.run import open_trainer
 
 from .cinema import recipe_of, rows_of, sound_bytes, video_bytes
 
-HERE = "tests.trainer.thousand_steps"
-STEPS, WARM, UPDATE_EVERY = 1000, 100, 25
+HERE = "tests.trainer.many_steps"
+STEPS, WARM, UPDATE_EVERY = 500, 100, 25
 
 
 def scripted(policy: Policy, lockstep: bool) -> ScriptedEngine:

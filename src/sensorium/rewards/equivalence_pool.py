@@ -1,0 +1,103 @@
+"""Processes that decide mathematical equivalence, asked over pipes under a deadline."""
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from sensorium.vocabulary.errors import RewardFailure
+
+START_S = 60.0
+
+
+class EquivalencePool:
+    """At most ``count`` equivalence processes, started when needed and replaced when they die. Threads may share it."""
+
+    def __init__(self, timeout_s: float, count: int) -> None:
+        self.timeout_s = timeout_s
+        self._places = threading.BoundedSemaphore(count)
+        self._lock = threading.Lock()
+        self._idle: list[subprocess.Popen[bytes]] = []
+
+    def equal(self, known: str, given: str) -> bool | None:
+        """Whether two answers are equal as mathematics; None if the known one is none. RewardFailure: no verdict."""
+        if known.strip() == given.strip():
+            return True
+        reply = self.ask({"expected": known, "given": given})
+        if "error" in reply:
+            raise RewardFailure(f"math-verify failed: {reply['error']}")
+        return None if "unfit" in reply else bool(reply["equal"])
+
+    def ask(self, question: dict[str, str]) -> dict[str, Any]:
+        """The answer to one question; RewardFailure if it takes too long."""
+        with self._places:
+            with self._lock:
+                worker = self._idle.pop() if self._idle else None
+            worker = worker if worker is not None and worker.poll() is None else self._start()
+            try:
+                assert worker.stdin is not None
+                worker.stdin.write(json.dumps(question).encode() + b"\n")
+                worker.stdin.flush()
+                reply = _reply(worker, self.timeout_s + 1)
+            except (OSError, RewardFailure) as error:
+                _end(worker)
+                raise RewardFailure(f"mathematics: no verdict within {self.timeout_s:g} s") from error
+            with self._lock:
+                self._idle.append(worker)
+            return reply
+
+    def close(self) -> None:
+        with self._lock:
+            for worker in self._idle:
+                _end(worker)
+            self._idle.clear()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        script = str(Path(__file__).with_name("equivalence.py"))
+        surroundings = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        worker = subprocess.Popen(
+            [sys.executable, "-P", script, str(self.timeout_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=surroundings,
+        )
+        try:
+            _reply(worker, START_S)
+        except RewardFailure:
+            _end(worker)
+            raise
+        return worker
+
+
+def _reply(worker: "subprocess.Popen[bytes]", seconds: float) -> dict[str, Any]:
+    """The next line a worker writes, or RewardFailure when it dies or takes too long."""
+    assert worker.stdout is not None
+    until, line = time.monotonic() + seconds, b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(worker.stdout, selectors.EVENT_READ)
+        while not line.endswith(b"\n"):
+            if not selector.select(max(0.0, until - time.monotonic())):
+                raise RewardFailure(f"mathematics: the process did not answer within {seconds:g} s")
+            read = os.read(worker.stdout.fileno(), 65536)
+            if not read:
+                raise RewardFailure("mathematics: the process ended before it answered")
+            line += read
+    reply: dict[str, Any] = json.loads(line)
+    return reply
+
+
+def _end(worker: "subprocess.Popen[bytes]") -> None:
+    worker.kill()
+    worker.wait()
+    for pipe in (worker.stdin, worker.stdout):
+        if pipe is not None:
+            try:
+                pipe.close()
+            except OSError:
+                continue
