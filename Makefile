@@ -33,6 +33,7 @@ bench: .venv/bench
 	$(BIN)/python bench/w0.py
 
 .venv/installed: pyproject.toml constraints.txt
+	@echo "installing into .venv (1.5 GB; one to five minutes)"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -e . -c constraints.txt
 	touch $@

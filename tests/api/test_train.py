@@ -66,6 +66,7 @@ def test_an_interrupt_reaches_a_run_inside_an_event_loop_and_it_resumes(tmp_path
 
     interrupted = _in_a_loop_like_a_notebook(cell)
     assert isinstance(interrupted, KeyboardInterrupt)
+    assert f"sn.resume('{tmp_path / 'run'}') goes on from step" in str(interrupted)
     assert watcher.threads[0] == "sensorium", "the run was in a thread of its own"
     assert 1 <= len(sn.Run(tmp_path / "run").metrics) < 3
     resumed = sn.resume(tmp_path / "run", show=False)

@@ -114,7 +114,7 @@ def test_a_wrong_argument_shows_the_usage(capsys: pytest.CaptureFixture[str], re
     with pytest.raises(SystemExit) as stopped:
         main(["train", recipe, "--dryrun"])
     assert stopped.value.code == 2
-    assert "--dry-run" in capsys.readouterr().err
+    assert "unrecognized arguments: --dryrun; did you mean '--dry-run'?" in capsys.readouterr().err
 
 
 def test_things_of_the_users_own_are_found_beside_the_recipe(tmp_path: Path) -> None:

@@ -243,6 +243,14 @@ def test_a_run_without_findings_says_so_and_one_that_needs_a_look_is_not_called_
     assert 'class="health caution"' in render_report(run)
 
 
+def test_a_run_that_made_fewer_steps_than_planned_says_so(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=12)
+    write_whole(run.recipe, run.recipe.read_text().replace("steps: 12", "steps: 160"))
+    page = render_report(run)
+    assert "<h2>Healthy so far</h2>" in page
+    assert "at the end of 12 steps. The run was to have 160 steps: it goes on, or was interrupted." in page
+
+
 def test_a_warm_start_has_its_own_column_and_every_curve_the_same_axis_with_a_divider(tmp_path: Path) -> None:
     page = render_report(make_run(tmp_path, steps=12, warm=6))
     head = page[page.index("<thead>") : page.index("</thead>")]

@@ -222,6 +222,14 @@ def test_an_archive_that_unpacks_to_too_much_is_refused_before_anything_is_writt
     assert (folder / "4.mp4").stat().st_size == 2**24
 
 
+def test_a_folder_of_media_that_does_not_exist_is_told(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "?"}]}\n')
+    with pytest.raises(TaskError, match=r"rows\.jsonl: media_roots names '.*nowhere', and there is no such folder"):
+        JsonlRows(str(tmp_path / "rows.jsonl"), MediaStore(), media_roots=[str(tmp_path / "nowhere")])
+    with pytest.raises(TaskError, match=r"No such file or directory; did you mean '.*rows\.jsonl'\?"):
+        JsonlRows(str(tmp_path / "row.jsonl"), MediaStore())
+
+
 def test_an_archive_of_too_many_files_is_refused_before_any_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""What only a fresh interpreter shows of a run without clips: what it imports, and what it leaves in the temporary folder."""
+"""What only a fresh interpreter shows of a run without clips: what it imports, and what it leaves in the temp folder."""
 
 import os
 import subprocess

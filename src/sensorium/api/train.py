@@ -10,7 +10,7 @@ from sensorium.api.recipes import recipe_of
 from sensorium.api.run import Run
 from sensorium.recipe.schema import Recipe
 from sensorium.record.lock import lock_run
-from sensorium.record.run_directory import RunDirectory
+from sensorium.record.run_directory import RunDirectory, step_of
 from sensorium.report.watcher import Watcher
 from sensorium.vocabulary.errors import RecipeError
 
@@ -44,7 +44,18 @@ def _train(recipe: Recipe, *, resume: bool, show: bool, watchers: Iterable[Watch
     from sensorium.trainer.run import train as run_recipe
 
     told = [*_console(recipe), *watchers] if show else list(watchers)
-    return Run(outside_loop(lambda: run_recipe(recipe, resume=resume, watchers=told)))
+    try:
+        return Run(outside_loop(lambda: run_recipe(recipe, resume=resume, watchers=told)))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_after_interrupt(recipe.directory)) from None  # not the event loop's own tracebacks
+
+
+def _after_interrupt(directory: Path) -> str:
+    """How an interrupted run goes on."""
+    saved = sorted(RunDirectory(directory).checkpoints.glob("step_*"))
+    if saved:
+        return f"the run lies in '{directory}'; sn.resume('{directory}') goes on from step {step_of(saved[-1])}"
+    return f"the run in '{directory}' has no checkpoint yet (checkpoint.every); sn.train(…, overwrite=True) starts over"
 
 
 def _console(recipe: Recipe) -> list[Watcher]:

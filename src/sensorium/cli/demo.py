@@ -42,7 +42,11 @@ def run(arguments: Namespace) -> int:
     from sensorium.trainer.study import study
 
     taken_away = (Variant("blank", 1.0, {"picture": "blank"}), Variant("swapped", 1.0, {"picture": "swapped"}))
-    found = study(recipe, [*SAMPLED_AND_GREEDY, *taken_away], [ConsoleWatcher(console)])
+    try:
+        found = study(recipe, [*SAMPLED_AND_GREEDY, *taken_away], [ConsoleWatcher(console)])
+    except KeyboardInterrupt:
+        say(f"the demo's run lies in {recipe.directory}; the same command starts the demo over", console)
+        raise
     directory = RunDirectory(found.directory)
     with lock_run(directory.path):
         for step, summaries in ((0, found.before), (recipe.warm_start.steps + recipe.steps, found.after)):

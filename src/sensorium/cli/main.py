@@ -5,6 +5,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -76,10 +77,20 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
     if name not in COMMANDS:
         raise SensoriumError(f"there is no command '{name}'{nearest(name, list(COMMANDS))}")
     command = import_module(f"sensorium.cli.{MODULES.get(name, name)}")
-    parser = ArgumentParser(prog=f"sensorium {name}", description=command.__doc__, allow_abbrev=False)
+    parser = Parser(prog=f"sensorium {name}", description=command.__doc__, allow_abbrev=False)
     command.configure(parser)
     parser.usage = getattr(command, "USAGE", None)
     return int(command.run(parser.parse_intermixed_args(arguments)))
+
+
+class Parser(ArgumentParser):
+    """Suggests the right option for one that it does not know."""
+
+    def error(self, message: str) -> NoReturn:
+        """Show the usage and what is wrong, with the nearest option."""
+        unknown = [word for word in message.split() if word.startswith("--")] if "unrecognized" in message else []
+        options = [name for name in self._option_string_actions if name.startswith("--")]
+        super().error(message + (nearest(unknown[0], options) if unknown else ""))
 
 
 def print_help(console: Console) -> None:

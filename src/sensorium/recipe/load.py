@@ -17,7 +17,7 @@ from sensorium.recipe.checks import problems
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.yaml import Path as Place
 from sensorium.recipe.yaml import dotted, read_yaml, write_yaml
-from sensorium.vocabulary.errors import RecipeError, nearest
+from sensorium.vocabulary.errors import RecipeError, nearest, similar_file
 
 NOT_SAMPLED = {
     "rollout.min_p": "the engine truncates by rollout.top_p and rollout.top_k only. Use one of those, or sample the whole "
@@ -92,7 +92,13 @@ def find_recipe(path: str | Path) -> Path:
     if given.is_dir() and (given / "recipe.yaml").is_file():
         return given / "recipe.yaml"
     names = nearest(given.stem, list(shipped)) if shipped else "."
-    raise RecipeError(f"there is no recipe file '{path}'. Give a path, or a shipped recipe by name{names}")
+    beside = similar_file(given) or _runs_beside(given)
+    raise RecipeError(f"there is no recipe file '{path}'{beside}. Give a path, or a shipped recipe by name{names}")
+
+
+def _runs_beside(path: Path) -> str:
+    runs = sorted(place.parent.name for place in path.parent.glob("*/recipe.yaml"))
+    return f"; runs in '{path.parent}'{nearest(path.name, runs)}".removesuffix(".") if runs else ""
 
 
 def run_of(path: str | Path) -> Path | None:

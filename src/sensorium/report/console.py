@@ -4,6 +4,7 @@ A log is never flooded: without a terminal a line is printed for the first step,
 otherwise at most every ten seconds.
 """
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -83,7 +84,9 @@ class ConsoleWatcher(Watcher):
         if self._live is None:
             interval = f" [{interval_text(summary)}]".replace("–", " to ") if summary.get("interval") else ""
             accuracy = share(summary.get("accuracy")).replace("–", "none judged (no reward term said right or wrong)")
-            self._print(f"step {step}: {summary['name']} accuracy {accuracy}{interval}")
+            judged, tasks = summary.get("judged"), summary.get("tasks")
+            few = f", {judged} of {tasks} tasks judged" if judged and tasks and judged < tasks else ""
+            self._print(f"step {step}: {summary['name']} accuracy {accuracy}{interval}{few}")
 
     def began(self, group: EpisodeGroup) -> None:
         """Print the first group: what is asked, one response and what it is paid."""
@@ -170,7 +173,7 @@ class _State:
     def left(self) -> float | None:
         if not self._durations:
             return None
-        return sum(self._durations) / len(self._durations) * (self.run.steps - self.step)
+        return statistics.median(self._durations) * (self.run.steps - self.step)
 
     def line(self) -> str:
         """The state as one plain line, ASCII only."""

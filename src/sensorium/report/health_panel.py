@@ -12,8 +12,8 @@ WORDS = {
 }
 
 
-def health_panel(record: HealthRecord, steps: int) -> str:
-    """The panel; without findings a line that says so. Nothing before a step was examined."""
+def health_panel(record: HealthRecord, steps: int, planned: int = 0) -> str:
+    """The panel; without findings a line that says so, and whether all planned steps were made. Nothing before a step."""
     lasting = [notice for notice in record.last() if notice.state != "ended"]
     over = [notice for notice in record.last() if notice.state == "ended"]
     sight = "".join(f"<p>{_sight(step, result)}</p>" for step, results in record.sight for result in results)
@@ -22,7 +22,10 @@ def health_panel(record: HealthRecord, steps: int) -> str:
     lasting.sort(key=lambda notice: not notice.grave)
     kind = "well" if not lasting else "grave" if any(notice.grave for notice in lasting) else "caution"
     title = {"grave": "This run does not learn as it should", "caution": "This run needs a look"}.get(kind, "Healthy")
-    none = f"<p>Nothing was found wrong at the end of {steps:,} steps.</p>" if not lasting else ""
+    part = f" The run was to have {planned:,} steps: it goes on, or was interrupted." if steps < planned else ""
+    title += " so far" if kind == "well" and part else ""
+    none = f"Nothing was found wrong at the end of {steps:,} steps." if not lasting else f"{steps:,} steps were made."
+    none = f"<p>{none}{part}</p>" if part or not lasting else ""
     items = "".join(_lasting(notice, record.began(notice.rule)) for notice in lasting)
     past = "".join(_over(notice, record.began(notice.rule)) for notice in over)
     more = f'<ul class="over">{past}</ul>' if past else ""

@@ -69,7 +69,7 @@ def render_report(directory: RunDirectory, *, media_bytes: int = MEDIA_BYTES, co
         _section("Recipe", "recipe", f"<pre>{escape(recipe_text)}</pre>" if recipe_text else ""),
     ]
     decoder.close()
-    health = health_panel(read_health(directory.health), len(rows))
+    health = health_panel(read_health(directory.health), len(rows), warm + int(recipe.get("steps", 0)))
     head = _head(name, recipe, health, _tiles(rows, summaries, warm))
     return _page(name, head, "".join(sections), album)
 

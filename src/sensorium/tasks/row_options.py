@@ -1,10 +1,12 @@
 """The options that all sources of rows have in common, and what is made of them."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypedDict
 
 from sensorium.tasks.clip_options import ClipOptions
 from sensorium.tasks.row_format import layout_of
+from sensorium.vocabulary.errors import TaskError
 
 
 class RowOptions(TypedDict, total=False):
@@ -47,6 +49,9 @@ class RowReading:
             options.get("environment"),
         )
         self.limit = options.get("limit", 0)
+        for folder in options.get("media_roots", ()):  # type: ignore[attr-defined]
+            if not Path(str(folder)).expanduser().is_dir():
+                raise TaskError(f"{where}: media_roots names '{folder}', and there is no such folder.")
 
     def length(self, rows: int) -> int:
         """How many of so many rows are taken."""

@@ -15,7 +15,7 @@ from sensorium.media.files import open_regular, roots_of
 from sensorium.media.store import MediaStore
 from sensorium.tasks.message_parsing import Place
 from sensorium.tasks.row_options import FileRowOptions, RowReading
-from sensorium.vocabulary.errors import DataChanged, TaskError
+from sensorium.vocabulary.errors import DataChanged, TaskError, similar_file
 from sensorium.vocabulary.task import Task
 
 MIB = 1024 * 1024
@@ -36,7 +36,7 @@ class JsonlRows:
         try:
             self._scan(self._reading.limit)
         except OSError as error:
-            raise TaskError(f"{path}: cannot read the file: {error.strerror}.") from error
+            raise TaskError(f"{path}: cannot read the file: {error.strerror}{similar_file(self.path)}.") from error
         if not self._starts:
             raise TaskError(f"{path}: the file has no rows; a JSONL file has one JSON object a line.")
 

@@ -27,8 +27,8 @@ def begin(recipe: Recipe, directory: RunDirectory) -> None:
     """Take a fresh run directory; one that holds a run is refused, unless that run never finished a step."""
     if directory.exists() and not directory.is_barren():
         raise RecipeError(
-            f"run directory '{directory.path}' exists. Go on with it (--resume), choose another (name=… or run_dir=…), "
-            "or remove it."
+            f"run directory '{directory.path}' exists. Go on with it (--resume, in Python sn.resume), choose another "
+            "(name=… or run_dir=…), or remove it (in Python overwrite=True does)."
         )
     directory.clear()
     directory.create()

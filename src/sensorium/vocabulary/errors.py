@@ -1,5 +1,7 @@
 """One page of errors. Each names the offending thing and the way out; the command line prints them as one paragraph."""
 
+from pathlib import Path
+
 
 class SensoriumError(Exception):
     """Base of every error a user can cause or mend; shown without a traceback."""
@@ -83,3 +85,15 @@ def nearest(name: str, known: list[str], cutoff: float = 0.5) -> str:
     close = get_close_matches(name, known, n=1, cutoff=cutoff)
     hint = f"; did you mean '{close[0]}'?" if close else "."
     return f"{hint} Known: {', '.join(sorted(known))}."
+
+
+def similar_file(path: Path) -> str:
+    """A suggestion for a path that does not exist: ``; did you mean 'data/train.jsonl'?``, or nothing."""
+    from difflib import get_close_matches
+
+    try:
+        names = [entry.name for entry in path.parent.iterdir()]
+    except OSError:
+        return "" if path.parent.is_dir() else f"; there is no folder '{path.parent}'"
+    close = get_close_matches(path.name, names, n=1, cutoff=0.6)
+    return f"; did you mean '{path.parent / close[0]}'?" if close else ""

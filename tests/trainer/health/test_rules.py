@@ -162,6 +162,8 @@ def test_what_another_finding_explains_is_not_told() -> None:
     flat = facts(NOTHING, ZEROS, before=[NOTHING] * 6, unanswered={"exact": (8, 8)})
     assert set(found(flat)) == {"no_answer"}
     assert set(found(replace(flat, evidence=Evidence((ZEROS,))))) == {"never_paid"}
+    ruined = replace(flat, row=NOTHING | {"policy/lr": 10.0})
+    assert set(found(ruined)) == {"learning_rate"}, "what such updates did is not the prompt's fault"
 
 
 def test_a_term_that_settled_on_a_value_is_not_called_constant() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.trainer.health.sight import _Blanked, _compared
+from sensorium.trainer.health.sight import _Blanked, _compared, spread
 from sensorium.vocabulary import Episode, Group, Message, Score, Status, Task, system, user
 
 
@@ -57,3 +57,11 @@ def test_what_is_compared_is_called_by_its_name(correct: bool | None, measure: s
     episode = Episode("e", "t", "g", 0, (), (), Status.FINISHED, scores=scores)
     found = _compared("picture", [Group("g", Task("t"), (episode,))], [Group("g", Task("t"), (episode,))])
     assert (found.measure, found.shown, found.blanked) == (measure, shown, shown)
+
+
+def test_the_tasks_of_the_check_are_of_all_kinds_where_kinds_take_turns() -> None:
+    tasks = [Task(str(i), metadata={"category": "abcd"[i % 4]}) for i in range(512)]
+    few = spread(tasks, 32)
+    assert len({task.id for task in few}) == 32
+    assert {task.metadata["category"] for task in few} == set("abcd")
+    assert spread(tasks[:5], 32) == tasks[:5]

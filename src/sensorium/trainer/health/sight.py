@@ -16,6 +16,7 @@ from sensorium.evaluation.evaluate import evaluate
 from sensorium.media.blank import blank
 from sensorium.recipe.schema import Recipe
 from sensorium.record.findings import SightResult
+from sensorium.tasks.mixture import permuted
 from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.task import Task
@@ -40,9 +41,9 @@ async def check_sight(recipe: Recipe, session: Session, tasks: Sequence[Task]) -
 
 
 def spread(tasks: Sequence[Task], most: int) -> list[Task]:
-    """At most so many tasks, evenly spread over all of them."""
+    """At most so many tasks, drawn from all of them: every sixteenth may be of one kind where kinds take turns."""
     count = min(most, len(tasks))
-    return [tasks[i * len(tasks) // count] for i in range(count)]
+    return [tasks[i] for i in sorted(permuted(place, len(tasks), "sight") for place in range(count))]
 
 
 class Blanking:
