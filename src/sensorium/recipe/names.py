@@ -42,6 +42,10 @@ NAMES: dict[str, dict[str, str]] = {
         "countdown": "sensorium.envs.countdown:Countdown",
         "tools": "sensorium.envs.tools.environment:ToolUse",
         "geo3k": "sensorium.envs.tools.geo3k:Geo3k",
+        "gymnasium": "sensorium.envs.adapters.gymnasium:GymnasiumEnvironment",
+        "slime": "sensorium.envs.adapters.slime:SlimeEnvironment",
+        "vagen": "sensorium.envs.adapters.vagen:VagenEnvironment",
+        "openenv": "sensorium.envs.adapters.openenv:OpenEnvironment",
     },
     "tool": {
         "calculator": "sensorium.envs.tools.calculator:Calculator",

@@ -215,7 +215,7 @@ def test_a_model_looks_again_and_the_part_is_a_picture_in_its_thread(tmp_path: P
     rollout = Rollout(
         policy.chat, ScriptedEngine(policy.chat, write), RolloutSection(max_turns=3), EnvironmentMaker(policy.chat.store)
     )
-    (group,) = asyncio.run(rollout.groups([task], 2, Attempt(0, 1), Sampling(max_new_tokens=512)))
+    (group,) = asyncio.run(rollout.stream([task], 2, Attempt(0, 1), Sampling(max_new_tokens=512)).in_order())
     for episode in group.episodes:
         assert (episode.status, episode.failure, len(episode.turns)) == (Status.FINISHED, "", 2)
         (shown,) = [item for message in episode.turns[1].observation for item in message.media]

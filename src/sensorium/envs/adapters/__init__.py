@@ -1,0 +1,1 @@
+"""Environments written for other systems, played here through thin adapters: Gymnasium, slime, VAGEN, OpenEnv."""

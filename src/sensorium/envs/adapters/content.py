@@ -1,0 +1,106 @@
+"""What other systems show, as content blocks: their forms of pictures, and texts with placeholders."""
+
+import base64
+import binascii
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from sensorium.media.picture import encode_png
+from sensorium.media.store import MediaStore
+from sensorium.vocabulary.content import Block, Media, Message, Text
+from sensorium.vocabulary.errors import EnvironmentFailure
+
+PLACEHOLDER = "<image>"
+
+
+def picture(store: MediaStore, value: Any, origin: str) -> Media:
+    """A picture from what environments give: PIL, a uint8 array, bytes, base64 or a data URI, or nested whole numbers."""
+    if isinstance(value, Image.Image):
+        return store.put(encode_png(value.convert("RGB")), "picture", origin)
+    if isinstance(value, str):
+        value = _decoded(value, origin)
+    if isinstance(value, bytes | bytearray):
+        return store.put_picture(bytes(value), origin)
+    if isinstance(value, Sequence):
+        value = _array(value, origin)
+    if not isinstance(value, np.ndarray):
+        raise EnvironmentFailure(f"{origin}: {type(value).__name__} is no picture.")
+    if value.dtype != np.uint8 or value.ndim not in (2, 3) or (value.ndim == 3 and value.shape[2] not in (3, 4)):
+        raise EnvironmentFailure(
+            f"{origin}: a picture is uint8 of [height, width, 3], not {value.dtype} of {list(value.shape)}."
+        )
+    return store.put(encode_png(np.ascontiguousarray(value[..., :3] if value.ndim == 3 else value)), "picture", origin)
+
+
+def with_placeholders(text: str, pictures: Sequence[Media], origin: str) -> tuple[Block, ...]:
+    """A text in which each ``<image>`` stands for the next picture; there must be as many of them as pictures."""
+    pieces = text.split(PLACEHOLDER)
+    if len(pieces) - 1 != len(pictures):
+        raise EnvironmentFailure(
+            f"{origin}: the text has {len(pieces) - 1} {PLACEHOLDER} and there are {len(pictures)} pictures."
+        )
+    blocks: list[Block] = []
+    for piece, after in zip(pieces, [*pictures, None], strict=True):
+        blocks += [Text(piece)] if piece else []
+        blocks += [after] if after is not None else []
+    return tuple(blocks)
+
+
+def key_of(messages: Iterable[Message]) -> str:
+    """What messages show, as text: equal for equal text and pictures."""
+    digest = hashlib.blake2b(digest_size=16)
+    for message in messages:
+        for block in message.content:
+            digest.update(
+                repr((message.role, block.text if isinstance(block, Text) else block.key)).encode("utf-8", "replace")
+            )
+    return digest.hexdigest()
+
+
+def said(value: Any) -> str:
+    """A value in words: text as it is, everything else as JSON, with what JSON lacks written out."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
+
+
+def success_of(info: Any) -> bool | None:
+    """Whether an environment's info calls the episode a success, where it says so."""
+    if not isinstance(info, Mapping):
+        return None
+    for held in (info, _within(_within(info, "metrics"), "traj_metrics")):
+        for key in ("success", "is_success"):
+            if held.get(key) is not None:
+                return bool(held[key])
+    return None
+
+
+def _within(held: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = held.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return value.item() if isinstance(value, np.generic) else str(value)
+
+
+def _decoded(text: str, origin: str) -> bytes:
+    try:
+        return base64.b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise EnvironmentFailure(f"{origin}: its picture is not base64: {text[:40]!r}") from error
+
+
+def _array(value: Sequence[Any], origin: str) -> Any:
+    try:
+        array = np.asarray(value)
+        if array.dtype.kind not in "iu" or array.size == 0 or array.min() < 0 or array.max() > 255:
+            raise ValueError("whole numbers from 0 to 255 are needed")
+    except ValueError as error:
+        raise EnvironmentFailure(f"{origin}: its numbers are no picture: {error}") from error
+    return array.astype(np.uint8)

@@ -1,0 +1,238 @@
+"""An environment behind an OpenEnv server, over its WebSocket. We speak the protocol ourselves: one JSON frame in, one out.
+
+Invariants: its steps have no id, so a step is sent once and never again. A reply that does not come, or a connection that
+is lost, ends the episode as failed: a new connection would be another environment that was never reset. Only connecting is
+tried again, while the server has no place free: nothing has acted by then.
+"""
+
+import json
+import random
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sensorium.envs.adapters.content import key_of, picture, said
+from sensorium.envs.adapters.openenv_media import pictures_of
+from sensorium.envs.option_checks import within
+from sensorium.envs.protocol import Observation, StepResult
+from sensorium.envs.responses import ResponseFormat
+from sensorium.media.store import MediaStore
+from sensorium.vocabulary.content import Message, Text, system
+from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
+
+NAME = "openenv"
+MOST_BYTES = 100 * 1024 * 1024
+FULL = "CAPACITY_REACHED"
+
+
+class OpenEnvironment:
+    """``url`` of the server. A response's answer goes into ``field`` of the action, or names one of ``actions``.
+
+    Without ``response_format`` the whole response is the answer. ``media`` {field: form} says which fields of the
+    observation are pictures (``openenv_media``); ``text`` names those that are shown, by default all others. ``reset`` are
+    further keys for the server's reset. An episode is a success if it ends with a reward above ``success_above``.
+    """
+
+    instant = False
+    recipe_only = ("url", "headers")
+
+    def __init__(
+        self,
+        store: MediaStore,
+        url: str,
+        field: str = "",
+        actions: Mapping[str, Mapping[str, Any]] | None = None,
+        action: Mapping[str, Any] | None = None,
+        media: Mapping[str, Any] | None = None,
+        text: Sequence[str] | None = None,
+        reset: Mapping[str, Any] | None = None,
+        rules: str = "",
+        response_format: str = "",
+        max_turns: int = 50,
+        success_above: float = 0.0,
+        deadline_s: float = 60.0,
+        connect_s: float = 30.0,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        within(NAME, "max_turns", max_turns, 1, 10**6)
+        within(NAME, "deadline_s", deadline_s, 0.001, 86_400)
+        within(NAME, "connect_s", connect_s, 0.001, 86_400)
+        if not field and not actions:
+            raise RecipeError(f"{NAME}: say where an answer goes: field: message, or actions: {{left: {{move: l}}}}.")
+        self.store, self.url, self.field, self.headers = store, _address(url), field, dict(headers or {})
+        self.actions = {name.lower(): dict(held) for name, held in (actions or {}).items()}
+        self.action, self.media, self.text, self.keys = dict(action or {}), dict(media or {}), text, dict(reset or {})
+        self.format = ResponseFormat(response_format) if response_format else None
+        self.rules, self.max_turns, self.success_above = rules, max_turns, success_above
+        self.deadline_s, self.connect_s = deadline_s, connect_s
+        self._connection: Any = None
+        self._seed = self._turn = 0
+        self._over = True
+
+    @classmethod
+    def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
+        """What a seed leads to: what the environment shows first."""
+        environment = cls(MediaStore(), **options)
+        try:
+            return key_of(environment.reset(seed)[1].messages)
+        finally:
+            environment.close()
+
+    def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
+        """Connect, and start by the seed."""
+        self.close()
+        self._seed, self._turn, self._over = seed, 0, False
+        reply = self._connect({"seed": seed, **self.keys})
+        if self.format is None:
+            form = f"Answer with one of: {', '.join(self.actions)}." if self.actions else ""
+        else:
+            form = f"Answer in this form:\n{self.format.shown()}" + (
+                f"\nAnswers: {', '.join(self.actions)}." if self.actions else ""
+            )
+        rules = "\n".join(filter(None, (self.rules, form)))
+        return ((system(rules),) if rules else ()), self._shown(reply)
+
+    def step(self, response: str) -> StepResult:
+        """Send the action that a response stands for, once."""
+        if self._over or self._connection is None:
+            raise EnvironmentFailure(f"{self.url}: it is over (or has not begun); reset it first.")
+        self._turn += 1
+        action, well_formed = self._action(response)
+        if action is None:
+            return self._refused(f"Not an action: {', '.join(self.actions)}.", well_formed)
+        reply = self._ask({"type": "step", "data": action})
+        if reply.get("type") == "error":
+            return self._refused(f"The action was refused: {_problems(reply)}", well_formed)
+        data = reply["data"]
+        reward, done = data.get("reward"), bool(data.get("done"))
+        truncated = not done and self._turn >= self.max_turns
+        self._over = done or truncated
+        success = done and reward is not None and reward > self.success_above
+        return StepResult(
+            observation=None if self._over else self._shown(reply),
+            reward=reward,
+            done=self._over,
+            truncated=truncated,
+            success=success if self._over else None,
+            info={"valid": True, "format": well_formed, "success": success},
+        )
+
+    def demonstrate(self) -> str:
+        """Nobody knows a good action here."""
+        raise EnvironmentFailure(f"{self.url}: there is no demonstration; warm start from rows that have one.")
+
+    def close(self) -> None:
+        """End the connection; the server closes the environment."""
+        connection, self._connection = self._connection, None
+        self._over = True
+        if connection is not None:
+            connection.close()
+
+    def _refused(self, told: str, well_formed: bool) -> StepResult:
+        """Nothing was done: the model is told, and the turn is spent."""
+        self._over = self._turn >= self.max_turns
+        return StepResult(
+            observation=None if self._over else Observation((Message("user", (Text(told),)),)),
+            reward=0.0,
+            done=self._over,
+            truncated=self._over,
+            success=False if self._over else None,
+            info={"valid": False, "format": well_formed, "success": False},
+        )
+
+    def _action(self, response: str) -> tuple[dict[str, Any] | None, bool]:
+        """The action of a response, None if it names none; and whether it has the form asked for."""
+        parsed = self.format.parse(response) if self.format is not None else None
+        answer = response if parsed is None else parsed.answer
+        well_formed = parsed is None or parsed.well_formed
+        if self.actions:
+            named = self.actions.get((answer or "").strip().lower())
+            return (None if named is None else {**self.action, **named}), well_formed
+        return (None if answer is None else {**self.action, self.field: answer}), well_formed
+
+    def _connect(self, keys: dict[str, Any]) -> dict[str, Any]:
+        """Connect and reset. A server without a free place is asked again until the time is up."""
+        from websockets.exceptions import WebSocketException
+        from websockets.sync.client import connect
+
+        until, pause = time.monotonic() + self.connect_s, 0.1
+        while True:
+            try:
+                self._connection = connect(
+                    self.url, open_timeout=self.connect_s, max_size=MOST_BYTES, additional_headers=self.headers
+                )
+            except (OSError, TimeoutError, WebSocketException) as error:
+                raise EnvironmentFailure(f"{self.url}: no connection to the OpenEnv server: {error}") from error
+            reply = self._ask({"type": "reset", "data": keys})
+            if reply.get("type") != "error":
+                return reply
+            code = reply["data"].get("code")
+            self._connection.close()
+            if code != FULL or time.monotonic() + pause > until:
+                self._connection = None
+                raise EnvironmentFailure(f"{self.url}: the OpenEnv server refused to reset: {_problems(reply)}")
+            time.sleep(pause * (0.5 + random.random()))
+            pause = min(2 * pause, 2.0)
+
+    def _ask(self, frame: dict[str, Any]) -> dict[str, Any]:
+        """Send a frame and wait for its reply. What is lost stays lost."""
+        from websockets.exceptions import WebSocketException
+
+        try:
+            self._connection.send(json.dumps(frame))
+        except (OSError, WebSocketException) as error:
+            if frame["type"] != "reset":
+                raise self._lost(error) from error
+        try:  # a full server says so unasked and closes: its word is read although nothing could be sent
+            reply = json.loads(self._connection.recv(timeout=self.deadline_s))
+        except (OSError, TimeoutError, WebSocketException, ValueError) as error:
+            raise self._lost(error) from error
+        if not isinstance(reply, dict) or not isinstance(reply.get("data"), dict):
+            raise self._lost(ValueError(f"the reply {reply!r:.60} is no frame"))
+        if reply.get("type") == "error" and reply["data"].get("code") not in ("VALIDATION_ERROR", FULL):
+            raise self._lost(RuntimeError(_problems(reply)))
+        return reply
+
+    def _lost(self, error: Exception) -> EnvironmentFailure:
+        connection, self._connection = self._connection, None
+        self._over = True
+        if connection is not None:
+            connection.close_socket()
+        why = f"no reply within {self.deadline_s:g} s" if isinstance(error, TimeoutError) else str(error)
+        return EnvironmentFailure(f"{self.url}, turn {self._turn}: the episode is lost: {why}. A step is never sent again.")
+
+    def _shown(self, reply: dict[str, Any]) -> Observation:
+        """The fields of an observation: texts one a line, then pictures."""
+        held = reply["data"].get("observation")
+        fields = held if isinstance(held, Mapping) else {"observation": held}
+        where = f"{self.url} seed {self._seed} turn {self._turn}"
+        found, used = pictures_of(fields, self.media, where)
+        texts = {
+            key: value
+            for key, value in fields.items()
+            if (key in self.text if self.text is not None else key not in used and key != "metadata" and value is not None)
+        }
+        lone = len(texts) == 1
+        lines = "\n".join(said(value) if lone else f"{key}: {said(value)}" for key, value in texts.items())
+        blocks = [Text(lines)] if lines else []
+        shown = tuple(picture(self.store, item, where) for item in found)
+        return Observation((Message("user", (*blocks, *shown) or (Text("(nothing is shown)"),)),))
+
+
+def _address(url: str) -> str:
+    for scheme, socket in (("http://", "ws://"), ("https://", "wss://")):
+        if url.startswith(scheme):
+            url = socket + url.removeprefix(scheme)
+    if not url.startswith(("ws://", "wss://")):
+        raise RecipeError(f"{NAME}: '{url}' is no address of a server; it is like ws://127.0.0.1:8000/ws.")
+    return url if url.rstrip("/").endswith("/ws") else f"{url.rstrip('/')}/ws"
+
+
+def _problems(reply: Mapping[str, Any]) -> str:
+    data = reply["data"]
+    details = [
+        f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg')}"
+        for e in data.get("errors") or ()
+        if isinstance(e, Mapping)
+    ]
+    return "; ".join([str(data.get("message") or data.get("code")), *details])[:1000]
