@@ -158,6 +158,7 @@ def test_a_picture_that_was_replaced_by_another_is_told_when_the_run_goes_on(tmp
 
 def test_what_cannot_change_the_run_may_differ(run: Path) -> None:
     free = ["steps=3", "checkpoint.every=2", "checkpoint.keep=9", "logging.episodes=1", "media.threads=1", "threads=2"]
+    free += ["tasks.on_bad_row=skip", "tasks.on_long_prompt=skip"]
     notes = Notes()
     with pytest.warns(UserWarning, match="threads"):
         train(load_recipe(run, free), resume=True, watchers=[notes])

@@ -8,7 +8,15 @@ from rich.console import Console
 from sensorium.cli.show import say, show_dry_run, show_plan
 from sensorium.recipe.load import load_recipe, shipped_recipes
 from sensorium.record.run_directory import RunDirectory
-from sensorium.vocabulary.errors import CheckpointError, EngineLost, NothingTrained, RecipeError, nearest
+from sensorium.vocabulary.errors import (
+    CheckpointError,
+    EngineLost,
+    MediaError,
+    NothingTrained,
+    RecipeError,
+    TaskError,
+    nearest,
+)
 
 USAGE = "sensorium train RECIPE [key=value …] [--dry-run] [--resume | --restart]"
 UNTRAINED = 3
@@ -44,8 +52,10 @@ def run(arguments: Namespace) -> int:
         directory = train(recipe, resume=arguments.resume, restart=arguments.restart, watchers=[ConsoleWatcher(console)])
     except NothingTrained as error:
         raise NothingTrained(error.short) from error
-    except (KeyboardInterrupt, EngineLost):
-        say(after_interrupt(RunDirectory(recipe.directory)), console)
+    except (KeyboardInterrupt, EngineLost, TaskError, MediaError) as error:
+        ended = RunDirectory(recipe.directory)
+        if isinstance(error, KeyboardInterrupt) or any(ended.checkpoints.glob("step_*")):
+            say(after_interrupt(ended), console)
         raise
     say(f"report  {directory / 'report.html'}", console)
     return UNTRAINED if run_untrained(RunDirectory(directory), recipe) else 0
