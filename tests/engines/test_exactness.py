@@ -8,6 +8,7 @@ from sensorium.engines.protocol import Sampling
 from sensorium.vocabulary.content import Message, system, user
 from sensorium.vocabulary.episode import Segment
 
+from ..models.clips import heard_clip
 from .conftest import Bench, ask, generate
 
 TOLERANCE = 1e-5
@@ -68,6 +69,14 @@ def test_sounds(omni: Bench) -> None:
     turns = [[user("what?")], [user("Listen", omni.tone(1, 1.3), "now?")], [user(omni.tone(2, 0.1), omni.tone(3, 2.2))]]
     assert_exact(omni, talk(omni, engine, turns))
     assert (engine.counters.prefills, engine.counters.extensions, engine.counters.features) == (1, 2, 3)
+
+
+def test_a_video_with_its_sound_inside(omni: Bench) -> None:
+    engine = NativeEngine(omni.policy)
+    first, second = (heard_clip(omni.policy.chat.store, seed, 2.0) for seed in (1, 2))
+    turns = [[user(omni.tone(1, 0.3), first, "what?")], [user(omni.picture(1), second, "and now?")]]
+    assert_exact(omni, talk(omni, engine, turns))
+    assert (engine.counters.prefills, engine.counters.extensions, engine.counters.features) == (1, 1, 6)
 
 
 def test_sound_video_and_pictures_in_any_order(omni: Bench) -> None:

@@ -15,7 +15,7 @@ from sensorium.models.policy import Policy
 from sensorium.recipe.schema import AlgorithmSection, BatchSection, OptimizerSection
 from sensorium.vocabulary import Episode, Media, Segment, Status, Thread, Turn, system, user
 
-from ..models.clips import clip, noise, row_inputs, tone
+from ..models.clips import clip, heard_clip, noise, row_inputs, tone
 
 Groups = list[list[CreditedEpisode]]
 
@@ -50,6 +50,9 @@ class Player:
     def film(self) -> Media:
         frames, seconds = int(self.rng.integers(2, 6)), float(self.rng.uniform(1, 12))
         return clip(self.policy.chat.store, int(self.rng.integers(1 << 30)), frames, 56, 28, seconds)
+
+    def heard_film(self) -> Media:
+        return heard_clip(self.policy.chat.store, int(self.rng.integers(1 << 30)), float(self.rng.uniform(1, 4)))
 
     def sound(self) -> Media:
         shortest = 1.0 if self.policy.family == "qwen3_omni_moe" else 0.05  # shorter ones vary with their company

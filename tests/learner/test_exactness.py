@@ -33,6 +33,7 @@ SOUNDS = {
         more=[player.sound(), player.film(), player.sound()]
     ),
     "a sound in turn 3": lambda player: player.conversation(late=player.sound),
+    "a video with its sound inside": lambda player: player.single_turn(more=[player.heard_film()]),
 }
 
 

@@ -3,13 +3,13 @@
 import numpy as np
 
 from sensorium.media.audio import DecodedAudio
-from sensorium.media.blank import GREY, blank
+from sensorium.media.blank import GREY, blank, muted
 from sensorium.media.decoder import Decoder
 from sensorium.media.making import encode_clip, encode_wav
 from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
 from sensorium.media.video import DecodedVideo
-from sensorium.vocabulary.decoding import AudioParameters
+from sensorium.vocabulary.decoding import AudioParameters, FrameRule, VideoParameters
 from tests.media.clips import middle
 
 
@@ -53,5 +53,33 @@ def test_a_sound_becomes_as_much_silence() -> None:
     assert isinstance(real, DecodedAudio)
     assert isinstance(silent, DecodedAudio)
     assert len(silent.samples) == len(real.samples)
+    assert not silent.samples.any()
+    decoder.close()
+
+
+def test_a_video_that_is_heard_loses_one_sense_and_keeps_the_other() -> None:
+    store = MediaStore()
+    decoder = Decoder(store)
+    data = encode_clip(noise(16, 56, 56, 3), 4.0, np.sin(np.arange(64000)).astype(np.float32))
+    asked = VideoParameters(start=1.0, end=3.0, use_audio_in_video=True).resolved(FrameRule())
+    video = store.put(data, "video", "clip.mp4", asked)
+    grey, mute = blank(video, decoder, store), muted(video, decoder, store)
+    seen, unseen, still = decoder.get(video), decoder.get(grey), decoder.get(mute)
+    assert isinstance(seen, DecodedVideo)
+    assert isinstance(unseen, DecodedVideo)
+    assert isinstance(still, DecodedVideo)
+    assert unseen.frames.shape == seen.frames.shape
+    assert unseen.seconds_per_frame == seen.seconds_per_frame
+    assert np.abs(unseen.frames.astype(int) - GREY).max() <= 3
+    assert np.array_equal(still.frames, seen.frames)
+    assert video.sound is not None
+    assert grey.sound is not None
+    assert mute.sound is not None
+    heard, kept, silent = (decoder.get(item) for item in (video.sound, grey.sound, mute.sound))
+    assert isinstance(heard, DecodedAudio)
+    assert isinstance(kept, DecodedAudio)
+    assert isinstance(silent, DecodedAudio)
+    assert np.abs(kept.samples - heard.samples).max() < 1e-4
+    assert len(silent.samples) == len(heard.samples)
     assert not silent.samples.any()
     decoder.close()

@@ -14,15 +14,16 @@ from sensorium.media.audio import decode_audio
 from sensorium.media.making import encode_clip, encode_wav
 from sensorium.media.official_sampling import official_indices, official_size
 from sensorium.media.video import decode_video
-from sensorium.vocabulary.decoding import AudioParameters, FrameBudget, VideoParameters
+from sensorium.vocabulary.decoding import AudioParameters, FrameRule, VideoParameters
 from sensorium.vocabulary.errors import MediaError
-from tests.media.clips import CLIP, numbered, numbers, tone
+from tests.media.clips import CLIP, middle, numbered, numbers, tone
 
-NEW = FrameBudget(32, 128 * 32 * 32, 768 * 32 * 32, 128000 * 32 * 32 * 0.9)
+OLD = FrameRule()
+NEW = FrameRule("official", 32, 128 * 32 * 32, 768 * 32 * 32, 115200 * 32 * 32)
 
 
 def official(**asked: Any) -> VideoParameters:
-    return VideoParameters(sampling="official", **asked)
+    return VideoParameters(sampling="official", **asked).resolved(OLD)
 
 
 @pytest.mark.parametrize(
@@ -68,9 +69,8 @@ def test_frames_are_counted_as_measured(
 def test_sizes_are_as_measured(
     height: int, width: int, frames: int, asked: dict[str, Any], old: tuple[int, int], new: tuple[int, int]
 ) -> None:
-    parameters = official(**asked)
-    assert official_size((width, height), frames, parameters) == old[::-1]
-    assert official_size((width, height), frames, parameters.within(NEW)) == new[::-1]
+    for rule, (high, wide) in ((OLD, old), (NEW, new)):
+        assert official_size((width, height), frames, VideoParameters(**asked).resolved(rule)) == (wide, high)
 
 
 def test_a_file_with_too_few_frames_is_refused_with_the_way_out() -> None:
@@ -106,7 +106,7 @@ def test_frames_are_those_of_the_installed_tool(monkeypatch: pytest.MonkeyPatch)
     rng = np.random.default_rng(0)
     shown = rng.integers(0, 255, (20, 9, 16, 3), dtype=np.uint8).repeat(20, axis=1).repeat(20, axis=2)
     data = encode_clip(shown, 10.0, quality=0)
-    every = decode_video(data, VideoParameters(frames=20), "x").frames
+    every = decode_video(data, middle(frames=20), "x").frames
 
     def read(asked: dict[str, Any]) -> Any:
         count = tool.smart_nframes(asked, total_frames=20, video_fps=10.0)
@@ -114,9 +114,9 @@ def test_frames_are_those_of_the_installed_tool(monkeypatch: pytest.MonkeyPatch)
         return torch.tensor(every)[indices].permute(0, 3, 1, 2), {"frames_indices": indices}, count / 20 * 10.0
 
     monkeypatch.setitem(tool.VIDEO_READER_BACKENDS, "torchvision", read)
-    for budget, patch in ((FrameBudget(), 14), (NEW, 16)):
+    for rule, patch in ((OLD, 14), (NEW, 16)):
         frames, rate = tool.fetch_video({"video": "a"}, image_patch_size=patch, return_video_sample_fps=True)
-        ours = decode_video(data, official().within(budget), "x")
+        ours = decode_video(data, VideoParameters().resolved(rule), "x")
         assert 1 / ours.seconds_per_frame == pytest.approx(rate)
         assert ours.frames.shape == tuple(frames.permute(0, 2, 3, 1).shape)
         apart = np.abs(ours.frames - frames.permute(0, 2, 3, 1).numpy())

@@ -18,6 +18,7 @@ from sensorium.media.video import DecodedVideo
 from sensorium.models.policy import Policy
 from sensorium.models.qwen2_5_omni import frame_size
 from sensorium.vocabulary.content import Media
+from sensorium.vocabulary.decoding import VideoParameters
 from tests.media.clips import middle
 
 from .trained_positions import with_trained_positions
@@ -53,9 +54,24 @@ def decoded(store: MediaStore, media: Media) -> Any:
     return store.picture(media) if media.kind == "picture" else decode(store.bytes_of(media), media)
 
 
+def heard_clip(store: MediaStore, seed: int = 0, seconds: float = 4.0, sound_s: float | None = None, **asked: Any) -> Media:
+    """A video of noise, 8 frames a second, that is shown with its sound inside."""
+    rng = np.random.default_rng(seed)
+    frames = rng.integers(0, 255, (round(8 * seconds), 4, 5, 3), dtype=np.uint8).repeat(14, axis=1).repeat(14, axis=2)
+    samples = rng.uniform(-0.4, 0.4, round(16000 * (sound_s or seconds))).astype(np.float32)
+    data = encode_clip(frames, 8.0, samples)
+    return store.put(data, "video", f"heard-{seed}.mp4", VideoParameters(use_audio_in_video=True, **asked))
+
+
 def shown(policy: Policy, media: Sequence[Media], kind: str) -> list[Any]:
-    """The decoded media of one kind, in order."""
-    return [decoded(policy.chat.store, item) for item in media if item.kind == kind]
+    """The decoded media of one kind, in order, those that are heard with videos among them."""
+    return [decoded(policy.chat.store, part) for item in whole(policy, media) for part in item.parts if part.kind == kind]
+
+
+def whole(policy: Policy, media: Sequence[Media]) -> list[Media]:
+    """Media as the model is shown them, of messages or of segments; the latter list a video's sound again behind it."""
+    resolved = [policy.chat.shown(item) for item in media]
+    return [item for i, item in enumerate(resolved) if not i or resolved[i - 1].sound != item]
 
 
 def processor_inputs(policy: Policy, media: Sequence[Media]) -> dict[str, Any]:
@@ -80,6 +96,10 @@ def processor_inputs(policy: Policy, media: Sequence[Media]) -> dict[str, Any]:
         if "sound" in policy.chat.modalities:
             # The omni processor has one rate for all videos, and sizes of its own unless told.
             given["videos_kwargs"] = {"fps": 1 / videos[0].seconds_per_frame, "size": frame_size(policy.chat.processor)}
+        if any(item.sound is not None for item in media):
+            given["videos_kwargs"] |= {"use_audio_in_video": True, "do_sample_frames": False}
+        if any(isinstance(item.parameters, VideoParameters) and item.parameters.sampling != "middle" for item in media):
+            given["videos_kwargs"]["do_resize"] = False
     if sounds:
         given["audio"] = [sound.samples for sound in sounds]
     return given
@@ -94,6 +114,8 @@ def stock_inputs(policy: Policy, text: str, media: Sequence[Media]) -> dict[str,
     made.pop("video_metadata", None)
     if policy.family == "qwen3_omni_moe" and "input_features" in made:
         made |= heard_alone(policy, shown(policy, media, "sound"))
+    if any(item.sound is not None for item in media):
+        made["use_audio_in_video"] = True  # type: ignore[assignment]
     return with_trained_positions(policy.model.config, made)
 
 
@@ -130,6 +152,10 @@ def media_inputs(policy: Policy, media: tuple[Media, ...]) -> dict[str, Tensor]:
     tokens = policy.chat.media_format.placeholders
     if policy.family == "internvl" and len(media) > 1:  # whose own processor takes videos of one length only
         return {"pixel_values": torch.cat([media_inputs(policy, (item,))["pixel_values"] for item in media])}
-    text = "".join(policy.chat.tokenizer.convert_ids_to_tokens(tokens[item.kind]) for item in media)
+    names = {kind: policy.chat.tokenizer.convert_ids_to_tokens(token) for kind, token in tokens.items()}
+    text = "".join(
+        names[item.kind] if item.sound is None else f"<|vision_bos|>{names[item.kind]}<|vision_eos|>"
+        for item in whole(policy, media)
+    )
     made = stock_inputs(policy, text, media)
     return {key: value for key, value in made.items() if not key.endswith("_ids") and key != "attention_mask"}

@@ -82,7 +82,7 @@ def test_blocks_of_every_kind_in_any_order(opened: Callable[..., Rows]) -> None:
     found = Decoder(store).get_many([trimmed, whole, sound, coded])
     assert isinstance(found[0], DecodedVideo)
     assert isinstance(found[1], DecodedVideo)
-    assert (numbers(found[0].frames), numbers(found[1].frames)) == ([9, 11, 13, 15], [6, 18])
+    assert (numbers(found[0].frames), numbers(found[1].frames)) == ([8, 11, 13, 16], [0, 23])
 
 
 def test_a_row_that_gives_a_rate_overrides_a_source_that_gives_a_number(opened: Callable[..., Rows]) -> None:
@@ -91,6 +91,15 @@ def test_a_row_that_gives_a_rate_overrides_a_source_that_gives_a_number(opened: 
     rows = opened({"messages": [{"role": "user", "content": [block, ASK]}]}, video=options)
     (media,) = rows[0].messages[0].media
     assert media.parameters == VideoParameters(fps=1.0, max_pixels_per_frame=800)
+
+
+def test_a_video_is_heard_where_its_row_or_its_source_says_so(opened: Callable[..., Rows]) -> None:
+    block = {"type": "video", "path": "clip.mp4", "start": 0.5, "use_audio_in_video": True}
+    rows = opened({"messages": [{"role": "user", "content": [block, ASK]}]}, video={"frames": 4})
+    (video,) = rows[0].messages[0].media
+    assert video.parameters == VideoParameters(frames=4, start=0.5, use_audio_in_video=True)
+    assert video.sound == Media("sound", video.hash, parameters=AudioParameters(start=0.5))
+    assert video.parts == (video, video.sound)
 
 
 COLUMNS = {"prompt": "q", "videos": "v", "sounds": "a", "answer": "y", "start": "from", "end": "to", "type": "t"}
@@ -127,6 +136,9 @@ def test_media_first(opened: Callable[..., Rows]) -> None:
         ({"type": "video", "path": "gone.mp4"}, "cannot read the video"),
         ({"type": "video", "path": "https://example.org/a.mp4"}, "remote"),
         ({"type": "video", "path": "clip.mp4", "frames": 0}, "at least 1"),
+        ({"type": "video", "path": "clip.mp4", "use_audio_in_video": "yes"}, "must be true or false"),
+        ({"type": "video", "path": "clip.mp4", "multiple": 32}, "no parameter 'multiple'"),
+        ({"type": "video", "path": "clip.mp4", "sampling": "offical"}, "did you mean 'official'"),
         ({"type": "video", "path": "clip.mp4", "frame": 8}, "did you mean 'frames'"),
         ({"type": "audio", "path": "clip.wav", "frames": 8}, "no parameter 'frames'"),
         ({"type": "audio"}, "exactly one of"),

@@ -18,7 +18,7 @@ from sensorium.tasks.daily_omni import COLUMNS, DailyOmni
 from sensorium.tasks.lookalikes import make_daily_omni
 from sensorium.tasks.source import table_columns
 from sensorium.vocabulary import Episode, Group, Score, Status
-from sensorium.vocabulary.errors import MediaError, TaskError
+from sensorium.vocabulary.errors import MediaError, RecipeError, TaskError
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,17 @@ def test_a_question_shows_the_video_and_sounds_the_wave(folder: Path) -> None:
     assert len(sound.samples) == 32000
     assert len(source) == 12
     assert len(opened(folder, limit=3)) == 3
+
+
+def test_the_wave_is_heard_inside_the_video_where_that_is_asked_for(folder: Path) -> None:
+    blocks, one = (
+        opened(folder)[5].messages[0].media,
+        opened(folder, video={"use_audio_in_video": True})[5].messages[0].media,
+    )
+    assert [item.kind for item in one] == ["video"]
+    assert one[0].sound == blocks[1]
+    with pytest.raises(RecipeError, match=r"option 'sound' does nothing with video: \{use_audio_in_video: true\}"):
+        opened(folder, video={"use_audio_in_video": True}, sound={"end": 1.0})
 
 
 def test_categories_are_the_columns_of_the_published_table(folder: Path) -> None:

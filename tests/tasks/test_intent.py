@@ -50,6 +50,13 @@ def rewrite(folder: Path, change: dict[str, Any] | None, row: int = 0, manifest:
     (folder / manifest).write_text(json.dumps(rows))
 
 
+def test_the_sound_is_heard_inside_the_video_where_that_is_asked_for(train: Path) -> None:
+    (video,) = opened(train, video={"use_audio_in_video": True})[0].messages[0].media
+    assert video.sound == opened(train)[0].messages[0].media[1]
+    with pytest.raises(RecipeError, match="contradict each other"):
+        opened(train, video={"use_audio_in_video": True}, with_sound=False)
+
+
 def test_only_allowed_types_are_read_and_by_default_multiple_choice(train: Path) -> None:
     assert len(opened(train)) == 4
     assert {task.metadata["type"] for task in map(opened(train).__getitem__, range(4))} == {"multiple choice"}
@@ -76,7 +83,7 @@ def test_video_and_sound_are_two_blocks_before_the_question(train: Path) -> None
     assert task.answer == row["answer"] in "ABCD"
     clip, heard = Decoder(source.store).get_many(task.messages[0].media)
     assert isinstance(clip, DecodedVideo)
-    assert clip.frames.shape == (8, 64, 64, 3)
+    assert clip.frames.shape == (8, 336, 336, 3)  # enlarged to the least that Qwen models are shown
     assert isinstance(heard, DecodedAudio)
     assert (heard.sample_rate, round(heard.duration_s, 1)) == (8000, 2.0)
     assert task.messages[0].media[0].parameters == VideoParameters(frames=8)

@@ -14,7 +14,7 @@ from sensorium.recipe.names import wrong_options
 from sensorium.recipe.schema import MediaSection
 from sensorium.tasks.row_format import layout_of
 from sensorium.tasks.rows import JsonlRows
-from sensorium.vocabulary.decoding import SAMPLING, AudioParameters, VideoParameters
+from sensorium.vocabulary.decoding import MIDDLE, AudioParameters, FrameRule, VideoParameters
 from tests.media.clips import numbered, tone
 
 PAGE = (Path(__file__).parents[2] / "docs" / "media.md").read_text()
@@ -31,7 +31,7 @@ def test_the_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     exec(block("python"), names)
-    assert names["video"].frames.shape == (32, 64, 64, 3)
+    assert names["video"].frames.shape == (32, 336, 336, 3)
     assert "<answer>" in capsys.readouterr().out
 
 
@@ -47,8 +47,10 @@ def test_the_row_is_read(tmp_path: Path) -> None:
 
 
 def test_the_options_are_known() -> None:
-    section = yaml.safe_load(block("yaml", "source:"))
-    assert wrong_options("source", section["source"], section["options"]) == ("", "")
+    for name in ("hub", "intent"):
+        section = yaml.safe_load(block("yaml", f"source: {name}"))
+        assert wrong_options("source", section["source"], section["options"]) == ("", "")
+    section = yaml.safe_load(block("yaml", "source: hub"))
     assert layout_of(section["options"]["columns"], media_first=section["options"]["media_first"])
 
 
@@ -63,6 +65,8 @@ def test_the_settings_and_metrics_of_a_run_are_told_as_they_are() -> None:
 
 def test_the_defaults_are_told_as_they_are() -> None:
     usual = VideoParameters()
-    assert (usual.fps, usual.min_frames, usual.max_frames, usual.sampling) == (2.0, 1, 768, "middle")
-    for number in (*SAMPLING["middle"].values(), AudioParameters().sample_rate):
+    assert (usual.fps, usual.max_frames, usual.sampling) == (2.0, 768, None)
+    official = usual.resolved(FrameRule())
+    assert (official.sampling, official.min_frames) == ("official", 4)
+    for number in (*MIDDLE.values(), AudioParameters().sample_rate):
         assert f"{number:,}" in PAGE

@@ -2,6 +2,9 @@
 
 Worked example: 300 frames at 30 a second, 2 asked for a second: 20 frames, an even number of at least four, from the first
 to the last: 0, 16, 31, 47 … 283, 299. At 1080 x 1920 and 28 pixels a token each becomes 560 x 1008: 768 tokens at most.
+
+NeMo-RL samples by a rule of its own, to which its published numbers belong: 8 of 300 frames are 0, 37, 74 … 222, 259,
+because the step is cut to a whole number; and two frames count as one second, however long the clip is.
 """
 
 from math import ceil, floor, sqrt
@@ -11,6 +14,7 @@ import numpy as np
 from sensorium.vocabulary.decoding import VideoParameters
 
 LEAST_FRAMES = 2
+NEMO_RL_SECONDS_PER_FRAME = 0.5
 LARGEST_RATIO = 200
 
 
@@ -45,17 +49,26 @@ def official_indices(parameters: VideoParameters, total: int, fps: float) -> tup
     return np.linspace(first, last, count).round().astype(np.int64), 1 / (count / (last - first + 1) * fps)
 
 
+def nemo_rl_indices(parameters: VideoParameters, total: int, fps: float) -> tuple[np.ndarray, float]:
+    """The same by NeMo-RL's rule: multiples of a whole number of frames, of which the last may lie well before the end."""
+    first, last = official_range(parameters, total, fps)
+    held, asked = last - first + 1, parameters.frames
+    if asked is None:
+        assert parameters.fps is not None
+        asked = min(max(int(held / fps * parameters.fps), 1), parameters.max_frames)
+    _need(asked <= held, f"{asked} frames are asked for and it has {held}")
+    return first + np.arange(asked, dtype=np.int64) * (held // asked), NEMO_RL_SECONDS_PER_FRAME
+
+
 def official_size(size: tuple[int, int], frames: int, parameters: VideoParameters) -> tuple[int, int]:
     """The (width, height) of each frame within the budgets. A clip's budget counts two frames as one temporal step."""
-    budget = parameters.budget
-    least, given = parameters.min_pixels_per_frame, parameters.max_pixels_per_frame
-    if least is None:
-        least = budget.min_pixels
-        if given is not None and given < least:  # who asks for smaller frames gets them
-            least = min(given, 4 * budget.multiple**2)
-    clip = parameters.max_pixels_per_clip or budget.clip_pixels
-    most = max(min(budget.max_pixels, clip / frames * 2), int(least * 1.05))
-    return smart_size(size, budget.multiple, least, most if given is None else min(given, most))
+    least, most = parameters.min_pixels_per_frame, parameters.max_pixels_per_frame
+    clip, multiple = parameters.max_pixels_per_clip, parameters.multiple
+    assert least is not None
+    assert most is not None
+    assert clip is not None
+    assert multiple is not None
+    return smart_size(size, multiple, least, min(most, max(clip / frames * 2, int(least * 1.05))))
 
 
 def smart_size(size: tuple[int, int], multiple: int, least: float, most: float) -> tuple[int, int]:

@@ -1,9 +1,9 @@
 """Video: frames evenly sampled from a file, with their times, within pixel budgets.
 
-Two rules of sampling. ``official``: media/official_sampling.py. ``middle``: the range asked for is cut into N equal parts,
-and of each part the frame shown at its middle is taken (the last one that began by then; the first of all where none has);
-N is given, or the range's length times fps, rounded. Times count from the start of the file, whatever was trimmed off. Few
-frames of a long video are sought one by one.
+Rules of sampling. ``official`` and ``nemo_rl``: media/official_sampling.py. ``middle``: the range asked for is cut into N
+equal parts, and of each part the frame shown at its middle is taken (the last one that began by then; the first of all
+where none has); N is given, or the range's length times fps, rounded. Times count from the start of the file, whatever was
+trimmed off. Few frames of a long video are sought one by one.
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ from PIL import Image
 
 from sensorium.media.container import BadClip, Source, check_whole, library, opened, stated_end, track, trimmed, zero
 from sensorium.media.limits import MediaLimits
-from sensorium.media.official_sampling import official_indices, official_size
-from sensorium.vocabulary.decoding import VideoParameters
+from sensorium.media.official_sampling import nemo_rl_indices, official_indices, official_size
+from sensorium.vocabulary.decoding import FrameRule, VideoParameters
 
 SEEK_S = 4.0
 """A gap between sampled times above which to seek: nearer ones are mostly in the same group of pictures."""
@@ -65,13 +65,14 @@ class DecodedVideo:
 def decode_video(source: Source, parameters: VideoParameters, name: str, limits: MediaLimits | None = None) -> DecodedVideo:
     """Sample a video given as bytes or a path; ``name`` (file, row) is what errors call it."""
     limits = limits or MediaLimits()
+    parameters = parameters.resolved(FrameRule())  # what a family resolved stays as it is
     length = _length(source, name)
     start, end = trimmed(parameters, length, "video", name)
     _refuse(name, limits.refuse_length(end - start))
-    official = _official(source, parameters, name) if parameters.sampling == "official" else None
-    count = frame_count(parameters, start, end) if official is None else len(official.indices)
+    numbered = None if parameters.sampling == "middle" else _by_number(source, parameters, name)
+    count = frame_count(parameters, start, end) if numbered is None else len(numbered.indices)
     _refuse(name, limits.refuse_decoded(3 * count))
-    times = sampled_times(parameters, start, end) if official is None else official.moments
+    times = sampled_times(parameters, start, end) if numbered is None else numbered.moments
     for seek in (True, False):
         with opened(source, name, "video") as container:
             clip = _Clip(container, name, limits)
@@ -80,8 +81,8 @@ def decode_video(source: Source, parameters: VideoParameters, name: str, limits:
                 frames, begins = shown
                 indices = np.array([round(begin * clip.fps) for begin in begins])
                 each = (end - start) / len(times)
-                if official is not None:
-                    times, indices, each = np.array(begins), official.indices, official.seconds_per_frame
+                if numbered is not None:
+                    times, indices, each = np.array(begins), numbered.indices, numbered.seconds_per_frame
                 return DecodedVideo(np.stack(frames), times, clip.fps, length, clip.size, start, end, indices, each)
         # The container's index sent us past the frame, so go through it from the start.
     raise AssertionError("without seeking no frame is passed over")
@@ -119,16 +120,17 @@ def budgeted(size: tuple[int, int], frames: int, parameters: VideoParameters) ->
 
 
 @dataclass(frozen=True)
-class _OfficialFrames:
-    """The frames that the official rule takes: their numbers, moments at which each is shown, seconds each stands for."""
+class _NumberedFrames:
+    """Frames that are taken by their numbers: these, moments at which each is shown, seconds each stands for."""
 
     indices: np.ndarray
     moments: np.ndarray
     seconds_per_frame: float
 
 
-def _official(source: Source, parameters: VideoParameters, name: str) -> _OfficialFrames:
+def _by_number(source: Source, parameters: VideoParameters, name: str) -> _NumberedFrames:
     """The frames taken by their numbers in the file, which is read through for it, not decoded."""
+    sampled = nemo_rl_indices if parameters.sampling == "nemo_rl" else official_indices
     begins: list[float] = []
     with opened(source, name, "video") as container:
         stream = track(container, "video", name)
@@ -141,11 +143,11 @@ def _official(source: Source, parameters: VideoParameters, name: str) -> _Offici
         raise BadClip(name, "the video has no frames: zero length, or truncated. Restore the file.")
     begins.sort()
     try:
-        indices, each = official_indices(parameters, len(begins), fps)
+        indices, each = sampled(parameters, len(begins), fps)
     except ValueError as error:
         raise BadClip(name, f"the frames cannot be sampled: {error}.") from error
     ends = np.array([*begins[1:], begins[-1] + 1 / fps])
-    return _OfficialFrames(indices, ((np.array(begins) + ends) / 2)[indices], each)
+    return _NumberedFrames(indices, ((np.array(begins) + ends) / 2)[indices], each)
 
 
 def _length(source: Source, name: str) -> float:

@@ -54,7 +54,7 @@ class ChatProcessor:
         self.stop_ids = tuple(dict.fromkeys([self._renderer.close_id, *end_ids]))
         special = {*self._table.special.values(), *self._table.unowned, *media_format.placeholders.values()}
         self.forbidden_ids = tuple(sorted(special - {*self.stop_ids, *self._table.written}))
-        self.prepared = PreparedMedia(self.decoder, media_format.preprocessors, media_bytes, media_format.frame_budget)
+        self.prepared = PreparedMedia(self.decoder, media_format.preprocessors, media_bytes)
         self._layouts = Layouts(media_format, self.prepared)
 
     @property
@@ -116,21 +116,33 @@ class ChatProcessor:
 
     # Media.
 
+    def shown(self, media: Media) -> Media:
+        """The medium as this model is shown it: what its parameters leave open is as the family has it."""
+        return media.resolved(self.media_format.frame_rule)
+
     def unprepared(self, media: Iterable[Media]) -> list[Media]:
-        """The distinct media that no layout can be made of yet; refuses those of a kind that the model does not take."""
-        return self.prepared.unknown(media)
+        """The distinct media that no layout can be made of yet; refuses those of a kind that the model does not take.
+
+        They are as the model is shown them, and the sounds that are heard with videos among them.
+        """
+        return self.prepared.unknown(self._parts(media))
 
     def request(self, media: Iterable[Media]) -> None:
         """Begin to decode media that will be prepared later, and return at once."""
-        for item in self.prepared.missing(media):
-            self.decoder.request(self.prepared.as_decoded(item))
+        for item in self.prepared.missing(self._parts(media)):
+            self.decoder.request(item)
 
     def prepare(self, media: Iterable[Media]) -> dict[Media, MediaError]:
         """Preprocess media together, ahead of their layouts: many times cheaper than one by one. In any thread.
 
         Returns the errors of those that cannot be.
         """
-        return self.prepared.prepare(media)
+        asked = list(dict.fromkeys(media))
+        errors = self.prepared.prepare(self._parts(asked))
+        return {item: errors[part] for item in asked for part in self.shown(item).parts[::-1] if part in errors}
+
+    def _parts(self, media: Iterable[Media]) -> list[Media]:
+        return [part for item in media for part in self.shown(item).parts]
 
     def share_media(self, other: "ChatProcessor") -> None:
         """Use another's prepared media, if its checkpoint prepares them alike: then nothing is prepared twice."""

@@ -4,14 +4,14 @@
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput
-from sensorium.models.segment_layout import Expansion, Features
+from sensorium.models.segment_layout import Expansion, Features, Runs
 from sensorium.vocabulary.content import MediaKind
-from sensorium.vocabulary.decoding import FrameBudget
+from sensorium.vocabulary.decoding import FrameRule
 
 
 class MediaFormat(Protocol):
@@ -29,8 +29,8 @@ class MediaFormat(Protocol):
     def placeholders(self) -> Mapping[MediaKind, int]: ...
 
     @property
-    def frame_budget(self) -> FrameBudget:
-        """How large the frames of a video are where nothing is said."""
+    def frame_rule(self) -> FrameRule:
+        """By which rule the frames of a video are taken, and how large they are, where nothing is said."""
         ...
 
     @property
@@ -49,6 +49,15 @@ class MediaFormat(Protocol):
 
     def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> Tensor:
         """Positions [3, T] of a segment that holds media and starts at 0, as the published weights were trained."""
+        ...
+
+
+@runtime_checkable
+class HearsInVideo(Protocol):
+    """A media format that interleaves a video with its sound (``use_audio_in_video``)."""
+
+    def interleave(self, video: Extent, sound: Extent) -> tuple[tuple[int, ...], Runs, Runs]:
+        """What stands in a context for the pair: token ids, the runs that take the video's features, the sound's runs."""
         ...
 
 

@@ -22,7 +22,7 @@ from sensorium.models.rope_positions import one_axis_positions
 from sensorium.models.segment_layout import Expansion, expansion_of
 from sensorium.models.tiles import TiledPictures, TiledVideos, TileTower
 from sensorium.vocabulary.content import MediaKind
-from sensorium.vocabulary.decoding import FrameBudget
+from sensorium.vocabulary.decoding import FrameRule
 
 WRITTEN_TOKENS = tuple(f"<{end}{name}>" for name in ("ref", "box", "quad") for end in ("", "/"))
 """Special tokens of the published tokenizers that the models write in answers: names of things, boxes and corners."""
@@ -35,7 +35,7 @@ class InternVLMedia:
 
     def __init__(self, config: Any, processor: Any) -> None:
         self.processor, self._token = processor, config.image_token_id
-        self.frame_budget = FrameBudget()
+        self.frame_rule = FrameRule("middle")
         video_token: int = processor.tokenizer.convert_tokens_to_ids(processor.video_token)
         self.placeholders: dict[MediaKind, int] = {"picture": config.image_token_id, "video": video_token}
         self.own_marks: dict[MediaKind, tuple[int, int]] = {}

@@ -6,7 +6,7 @@ depend on the company it is preprocessed in; one that cannot be prepared fails a
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from sensorium.caches.lru import LRU
 from sensorium.vocabulary.content import Media, MediaKind
-from sensorium.vocabulary.decoding import FrameBudget, VideoParameters
 from sensorium.vocabulary.errors import MediaError, ModelError
 
 Grid = tuple[int, int, int]
@@ -29,13 +28,15 @@ class Extent:
     """How large a medium is to its tower, and when its frames were: all that its expansion and positions depend on.
 
     ``grid`` is (time, height, width) in patches; of a sound, (mel frames, 1, 1). A video's frames begin at
-    ``times_s`` by the file's average rate, each standing for ``seconds_per_frame``.
+    ``times_s`` by the file's average rate, each standing for ``seconds_per_frame``; ``has_sound``: the sound that follows
+    it is interleaved with it.
     """
 
     kind: MediaKind
     grid: Grid
     times_s: tuple[float, ...] = ()
     seconds_per_frame: float = 0.0
+    has_sound: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,7 @@ class PreparedMedia:
         decoder: MediaDecoder,
         preprocessors: Mapping[MediaKind, Preprocessor],
         capacity: int = 1 << 29,
-        frame_budget: FrameBudget | None = None,
     ) -> None:
-        self._frame_budget = frame_budget or FrameBudget()
         self._decoder = decoder
         self._preprocessors = preprocessors
         self._known: LRU[Media, TowerInput] = LRU(capacity, lambda prepared: prepared.patches_PC.nbytes)
@@ -90,12 +89,6 @@ class PreparedMedia:
     def evictions(self) -> int:
         """Media that there was no room to keep."""
         return self._known.evictions
-
-    def as_decoded(self, media: Media) -> Media:
-        """The medium to decode: frames whose sizes were not said get the family's."""
-        if not isinstance(media.parameters, VideoParameters):
-            return media
-        return replace(media, parameters=media.parameters.within(self._frame_budget))
 
     def extent(self, media: Media) -> Extent:
         """How large a medium is to its tower."""
@@ -159,9 +152,7 @@ class PreparedMedia:
         """Decode and preprocess media, a batch at a time."""
         batch: list[tuple[Media, Any]] = []
         size = 0
-        wanted = list(media)
-        decoding = self._decoder.each([self.as_decoded(item) for item in wanted])
-        for item, (_, decoded) in zip(wanted, decoding, strict=True):
+        for item, decoded in self._decoder.each(media):
             if isinstance(decoded, MediaError):
                 yield item, decoded
                 continue

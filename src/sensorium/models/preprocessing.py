@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from sensorium.models.prepared_media import Extent, Grid, TowerInput
 from sensorium.vocabulary.content import Media, MediaKind
-from sensorium.vocabulary.decoding import FrameBudget, VideoParameters
+from sensorium.vocabulary.decoding import FrameRule, VideoParameters
 from sensorium.vocabulary.errors import MediaError
 
 if TYPE_CHECKING:
@@ -40,28 +41,40 @@ class PicturePreprocessor:
 class VideoPreprocessor:
     """The checkpoint's video processor over sampled frames; it samples nothing itself.
 
-    ``settings`` are given with every call. A clip of one frame is shown for two, as the last frame of an odd number is.
+    ``settings`` are given with every call. A clip of one frame is shown for two, as the last frame of an odd number is. A
+    temporal step of a video that is heard may not last longer than ``chunk_s``.
     """
 
-    def __init__(self, video_processor: Any, settings: Mapping[str, Any]) -> None:
-        self._video_processor = video_processor
+    def __init__(self, video_processor: Any, settings: Mapping[str, Any], chunk_s: float = inf) -> None:
+        self._video_processor, self._chunk_s = video_processor, chunk_s
         self._settings = {"do_sample_frames": False, "return_tensors": "pt", **settings}
 
     def __call__(self, items: "Sequence[tuple[Media, DecodedVideo]]") -> list[TowerInput]:
         """Patches of each clip."""
         prepared: list[TowerInput] = []
+        for media, clip in items:
+            self._refuse_slow(media, clip)
         for several in _by_size(items):
-            # Official frames have their final size: a second resize would enlarge those that were asked for small.
+            # Frames that have their final size: a second resize would enlarge those that were asked for small.
             sized = _is_sized(several[0][0])
             settings = self._settings | ({"do_resize": False} if sized else {})
             with naming_items(several, "video"):
                 made = self._video_processor(videos=[_two_or_more(clip.frames) for _, clip in several], **settings)
             extents = [
-                Extent("video", grid, clip.frame_times_s, clip.seconds_per_frame)
-                for grid, (_, clip) in zip(_grids(made["video_grid_thw"]), several, strict=True)
+                Extent("video", grid, clip.frame_times_s, clip.seconds_per_frame, media.sound is not None)
+                for grid, (media, clip) in zip(_grids(made["video_grid_thw"]), several, strict=True)
             ]
             prepared += _split(made["pixel_values_videos"], extents)
         return prepared
+
+    def _refuse_slow(self, media: Media, clip: "DecodedVideo") -> None:
+        """Refuse a video that is heard and whose frames are further apart than its sound is cut: they would drift apart."""
+        step = self._video_processor.temporal_patch_size * clip.seconds_per_frame
+        if media.sound is not None and step > self._chunk_s:
+            raise MediaError(
+                f"{media.name}: two of its frames stand for {step:.2f} s, and its sound is put between them every "
+                f"{self._chunk_s:g} s (use_audio_in_video). Take more frames (fps: 2 for one), or a shorter part of it."
+            )
 
 
 class SoundPreprocessor:
@@ -133,22 +146,23 @@ def _by_size(items: "Sequence[tuple[Media, DecodedVideo]]") -> "Iterator[list[tu
 
 def _is_sized(media: Media) -> bool:
     """Whether a video was decoded to the size that the model sees."""
-    return isinstance(media.parameters, VideoParameters) and media.parameters.sampling == "official"
+    return isinstance(media.parameters, VideoParameters) and media.parameters.sampling != "middle"
 
 
-def frame_budget(processor: Any, vision: Any, most: int, *, whole_clip: bool = False) -> FrameBudget:
-    """The sizes of a family's frames: 128 to 768 tokens each; a checkpoint whose own limit is below ``most`` is believed.
+def frame_rule(processor: Any, vision: Any, most: int, *, whole_clip: bool = False) -> FrameRule:
+    """The official rule with a family's sizes: 128 to 768 tokens a frame, or less where a checkpoint's limit is lower.
 
-    ``whole_clip``: its video processor counts the pixels of a clip, not of a frame.
+    That is so where its limit is below ``most``. ``whole_clip``: its video processor counts the pixels of a clip, not of a
+    frame.
     """
     multiple = vision.patch_size * vision.spatial_merge_size
     area, size = multiple**2, processor.video_processor.size
-    usual = FrameBudget(multiple, 128 * area, 768 * area, 128000 * area * 0.9)
+    usual = FrameRule("official", multiple, 128 * area, 768 * area, 115200 * area)
     if size["longest_edge"] >= most:
         return usual
     least, limit = size["shortest_edge"], size["longest_edge"]
-    clip = float(limit) if whole_clip else usual.clip_pixels
-    return FrameBudget(multiple, min(least, usual.min_pixels), min(limit, usual.max_pixels), clip)
+    clip = limit if whole_clip else usual.clip_pixels
+    return FrameRule("official", multiple, min(least, usual.min_pixels), min(limit, usual.max_pixels), clip)
 
 
 def _two_or_more(frames_THW3: np.ndarray) -> Tensor:

@@ -1,9 +1,11 @@
 """Qwen2.5-Omni's thinker: pictures, videos and sounds in any order and number, on a common clock of 25 positions a second.
 
-Sound and video are blocks of their own; interleaving the sound of a video with its frames is not done here.
+Sound and video are blocks of their own. With ``use_audio_in_video`` a video and its sound are one block, interleaved by
+chunks of two seconds.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -15,13 +17,21 @@ from sensorium.models.preprocessing import (
     PicturePreprocessor,
     SoundPreprocessor,
     VideoPreprocessor,
-    frame_budget,
+    frame_rule,
     sound_tokens,
     video_settings,
 )
 from sensorium.models.qwen2_5_vl import merged_patches, merged_sides, repeated, seconds_per_step, window_tables
-from sensorium.models.rope_positions import grid_offsets, line_offsets, three_axis_positions, timed_steps
-from sensorium.models.segment_layout import Expansion
+from sensorium.models.rope_positions import (
+    MarkedBlock,
+    chunk_order,
+    grid_offsets,
+    interleaved_block,
+    line_offsets,
+    three_axis_positions,
+    timed_steps,
+)
+from sensorium.models.segment_layout import Expansion, Runs
 from sensorium.models.sound_tower import SoundTower
 from sensorium.models.tower import VisionTower
 from sensorium.vocabulary.content import MediaKind
@@ -32,29 +42,61 @@ class Qwen25OmniMedia:
 
     def __init__(self, config: Any, processor: Any) -> None:
         self.vision, self.positions_a_second = config.vision_config, config.position_id_per_seconds
+        marks = (processor.audio_bos_token, processor.audio_eos_token)
+        self.sound_marks: tuple[int, ...] = tuple(processor.tokenizer.convert_tokens_to_ids(list(marks)))
+        self.chunk_s = float(getattr(config, "seconds_per_chunk", 2.0))
         self.written_tokens: tuple[str, ...] = ()
         self.placeholders: dict[MediaKind, int] = {
             "picture": config.image_token_id,
             "video": config.video_token_id,
             "sound": config.audio_token_id,
         }
-        self.frame_budget = frame_budget(processor, self.vision, 768 * 28 * 28)
+        self.frame_rule = frame_rule(processor, self.vision, 768 * 28 * 28)
         self.own_marks: dict[MediaKind, tuple[int, int]] = {}
         settings = video_settings(processor.video_processor) | {"size": frame_size(processor)}
         self.preprocessors: dict[MediaKind, Preprocessor] = {
             "picture": PicturePreprocessor(processor.image_processor),
-            "video": VideoPreprocessor(processor.video_processor, settings),
+            "video": VideoPreprocessor(processor.video_processor, settings, self.longest_step_s),
             "sound": SoundPreprocessor(processor.feature_extractor),
         }
+
+    @property
+    def longest_step_s(self) -> float:
+        """How many seconds two frames of a video that is heard may stand for."""
+        return self.chunk_s
 
     def expand(self, extent: Extent) -> Expansion:
         """One token per merged patch of what is seen, one for 40 ms of what is heard."""
         count = sound_tokens(extent.grid[0]) if extent.kind == "sound" else merged_patches(extent, self.vision)
         return repeated(self.placeholders[extent.kind], count)
 
+    def interleave(self, video: Extent, sound: Extent) -> tuple[tuple[int, ...], Runs, Runs]:
+        """A video and its sound in turn, chunk by chunk, between the marks of a sound."""
+        is_sound = (self.order(video, sound) >= merged_patches(video, self.vision)).tolist()
+        first, last = self.sound_marks
+        tokens = [self.placeholders["sound" if heard else "video"] for heard in is_sound]
+        return (first, *tokens, last), _runs(is_sound, heard=False), _runs(is_sound, heard=True)
+
     def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> Tensor:
         """Each medium is a block: what is seen at its seconds, what is heard one token after another."""
-        return three_axis_positions(ids_T, self.placeholders.values(), [self._block(extent) for extent in extents])
+        blocks: list[Tensor | MarkedBlock] = []
+        for i, extent in enumerate(extents):
+            if extent.has_sound:
+                continue
+            if i and extents[i - 1].has_sound:
+                blocks.append(self.heard_block(extents[i - 1], extent))
+            else:
+                blocks.append(self._block(extent))
+        return three_axis_positions(ids_T, self.placeholders.values(), blocks)
+
+    def order(self, video: Extent, sound: Extent) -> Tensor:
+        """The order in which the tokens of a video and of its sound are written."""
+        return chunk_order(self._block(video), self._block(sound), int(self.chunk_s * self.positions_a_second))
+
+    def heard_block(self, video: Extent, sound: Extent) -> MarkedBlock:
+        """The positions of a video with its sound."""
+        seen_3N, heard_3M = self._block(video), self._block(sound)
+        return interleaved_block(seen_3N, heard_3M, self.order(video, sound), shared_marks=True)
 
     def _block(self, extent: Extent) -> Tensor:
         if extent.kind == "sound":
@@ -89,6 +131,17 @@ class Qwen25Omni:
     def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
         """All three axes."""
         return self.language_model.rotary_emb(hidden_BTH, positions_3BT)
+
+
+def _runs(is_sound: Sequence[bool], *, heard: bool) -> Runs:
+    """The runs of a kind's tokens, behind the mark that comes first."""
+    runs, start = [], 1
+    for kind, several in groupby(is_sound):
+        count = len(list(several))
+        if kind == heard:
+            runs.append((start, count))
+        start += count
+    return tuple(runs)
 
 
 def frame_size(processor: Any) -> dict[str, int]:

@@ -9,7 +9,7 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 from sensorium.models.attention import IMPLEMENTATION
 from sensorium.models.family import MediaFormat, Tower
 from sensorium.models.prepared_media import Extent, Preprocessor
-from sensorium.models.preprocessing import PicturePreprocessor, VideoPreprocessor, frame_budget, video_settings
+from sensorium.models.preprocessing import PicturePreprocessor, VideoPreprocessor, frame_rule, video_settings
 from sensorium.models.rope_positions import grid_offsets, three_axis_positions, timed_steps
 from sensorium.models.segment_layout import Expansion
 from sensorium.models.tower import VisionTower
@@ -28,7 +28,7 @@ class Qwen25VLMedia:
     def __init__(self, config: Any, processor: Any) -> None:
         self.processor, self.vision = processor, config.vision_config
         self.placeholders: dict[MediaKind, int] = {"picture": config.image_token_id, "video": config.video_token_id}
-        self.frame_budget = frame_budget(processor, self.vision, 768 * 28 * 28)
+        self.frame_rule = frame_rule(processor, self.vision, 768 * 28 * 28)
         self.own_marks: dict[MediaKind, tuple[int, int]] = {}
         self.preprocessors: dict[MediaKind, Preprocessor] = {
             "picture": PicturePreprocessor(processor.image_processor),

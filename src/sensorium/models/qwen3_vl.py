@@ -19,7 +19,7 @@ from transformers.vision_utils import (
 
 from sensorium.models.family import MediaFormat
 from sensorium.models.prepared_media import Extent
-from sensorium.models.preprocessing import frame_budget
+from sensorium.models.preprocessing import frame_rule
 from sensorium.models.qwen2_5_vl import MakeTables, Qwen25VL, Qwen25VLMedia, merged_sides
 from sensorium.models.rope_positions import grid_offsets
 from sensorium.models.segment_layout import Expansion, expansion_of
@@ -30,7 +30,7 @@ class Qwen3VLMedia(Qwen25VLMedia):
 
     def __init__(self, config: Any, processor: Any) -> None:
         super().__init__(config, processor)
-        self.frame_budget = frame_budget(processor, self.vision, 768 * 32 * 32, whole_clip=True)
+        self.frame_rule = frame_rule(processor, self.vision, 768 * 32 * 32, whole_clip=True)
         self.own_marks = {"video": (config.vision_start_token_id, config.vision_end_token_id)}
         self._told = lru_cache(maxsize=4096)(self._tell)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from sensorium.models.family import MediaFormat
+from sensorium.models.family import HearsInVideo, MediaFormat
 from sensorium.models.token_bytes import TokenTable
 from sensorium.vocabulary.content import Media, MediaKind, Message, Text
 from sensorium.vocabulary.episode import MediaSpan, Segment
@@ -32,6 +32,8 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any, owner: Any, table: TokenTable, media_format: MediaFormat) -> None:
         self._owner = owner
         placeholders, self._own_marks = media_format.placeholders, media_format.own_marks
+        self._placeholders, self._frame_rule = placeholders, media_format.frame_rule
+        self._hears_in_video = isinstance(media_format, HearsInVideo)
         if not getattr(owner, "chat_template", None):
             raise ModelError(
                 f"checkpoint '{tokenizer.name_or_path}' has no chat template; give it one (chat_template.jinja)."
@@ -98,6 +100,11 @@ class ChatRenderer:
         for item in message.media:
             if item.kind not in self._kind_of.values():
                 raise ModelError(f"this model cannot take {item.kind} {item.name}; use a family that can.")
+            if item.sound is not None and not self._hears_in_video:
+                raise ModelError(
+                    f"video {item.name} is to be heard (use_audio_in_video), and this model does not hear inside videos. "
+                    "Leave that out, or use a family that does (docs/families.md)."
+                )
         if not self._kind_of:
             return message.text
         return [
@@ -110,15 +117,22 @@ class ChatRenderer:
         for i, piece in enumerate(self._guard.split(text)):
             tokens += (self._special[piece],) if i % 2 else self._encode(piece.replace(fence, ""))
         del tokens[:skip]
-        media = [item for message in messages for item in message.media]
+        media = [item.resolved(self._frame_rule) for message in messages for item in message.media]
         places = [i for i, token in enumerate(tokens) if token in self._kind_of]
         if [self._kind_of[tokens[i]] for i in places] != [item.kind for item in media]:
             raise ModelError(f"the chat template shows {len(places)} media where the messages hold {_names(media)}.")
         spared = {i for place in places for i in self._template_marks(tokens, place)}
-        kept = [i for i in range(len(tokens)) if i not in spared]
-        index = {i: number for number, i in enumerate(kept)}
-        spans = tuple(MediaSpan(index[i], item) for i, item in zip(places, media, strict=True))
-        return Segment("environment", tuple(tokens[i] for i in kept), spans)
+        at = dict(zip(places, media, strict=True))
+        kept: list[int] = []
+        spans: list[MediaSpan] = []
+        for i, token in enumerate(tokens):
+            if i in at:  # the sound that is heard with a video has its placeholder right behind the video's
+                for part in at[i].parts:
+                    spans.append(MediaSpan(len(kept), part))
+                    kept.append(self._placeholders[part.kind])
+            elif i not in spared:
+                kept.append(token)
+        return Segment("environment", tuple(kept), tuple(spans))
 
     def _template_marks(self, tokens: Sequence[int], place: int) -> tuple[int, ...]:
         """The template's markers around a placeholder whose expansion has its own markers."""

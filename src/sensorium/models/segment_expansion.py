@@ -1,15 +1,16 @@
 """From stored segments to layouts: each placeholder is expanded by the model family, and every token gets its positions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sensorium.caches.lru import LRU
-from sensorium.models.family import MediaFormat
+from sensorium.models.family import HearsInVideo, MediaFormat
 from sensorium.models.prepared_media import Extent, PreparedMedia
 from sensorium.models.segment_layout import Layout, Slot, mismatch
+from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import SpanMismatch
 
@@ -51,9 +52,12 @@ class Layouts:
         for i, token in enumerate(segment.tokens):
             if i in shown:
                 extents.append(self._media.extent(shown[i]))
-                expansion = self._format.expand(extents[-1])
-                slots.append(Slot(shown[i], expansion.runs).moved(len(ids)))
-                ids += expansion.ids
+                if extents[-1].has_sound:  # laid out with its sound, whose placeholder comes next
+                    ends.append(len(ids))
+                    continue
+                parts, expanded = self._expand(shown, i, extents)
+                slots += [slot.moved(len(ids)) for slot in parts]
+                ids += expanded
             else:
                 ids.append(token)
             ends.append(len(ids) - 1)
@@ -61,6 +65,15 @@ class Layouts:
         positions_3T = self._positions(ids_T, slots, extents)
         # From the last token, which is text, and not from the largest: a video may reach beyond what follows it.
         return Layout(ids_T, positions_3T, int(positions_3T[0, -1]) + 1, torch.tensor(ends), tuple(slots))
+
+    def _expand(self, shown: Mapping[int, Media], i: int, extents: Sequence[Extent]) -> tuple[list[Slot], tuple[int, ...]]:
+        """What stands for the medium at a place, or for the sound there with the video before it."""
+        if shown[i].kind == "sound" and len(extents) > 1 and extents[-2].has_sound:
+            assert isinstance(self._format, HearsInVideo), "rendering refuses what the family cannot hear"
+            ids, seen, heard = self._format.interleave(extents[-2], extents[-1])
+            return [Slot(shown[i - 1], seen), Slot(shown[i], heard)], ids
+        expansion = self._format.expand(extents[-1])
+        return [Slot(shown[i], expansion.runs)], expansion.ids
 
     def _positions(self, ids_T: Tensor, slots: Sequence[Slot], extents: Sequence[Extent]) -> Tensor:
         """Positions depend only on where media stand and how large they are; prompts built alike share them."""

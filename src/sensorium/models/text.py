@@ -9,7 +9,7 @@ from sensorium.models.attention import IMPLEMENTATION
 from sensorium.models.family import MediaFormat, Tower
 from sensorium.models.prepared_media import Extent, Preprocessor
 from sensorium.vocabulary.content import MediaKind
-from sensorium.vocabulary.decoding import FrameBudget
+from sensorium.vocabulary.decoding import FrameRule
 
 
 class NoMedia:
@@ -18,7 +18,7 @@ class NoMedia:
     def __init__(self, config: Any, processor: Any) -> None:
         self.written_tokens: tuple[str, ...] = ()
         self.placeholders: dict[MediaKind, int] = {}
-        self.frame_budget = FrameBudget()
+        self.frame_rule = FrameRule()
         self.own_marks: dict[MediaKind, tuple[int, int]] = {}
         self.preprocessors: dict[MediaKind, Preprocessor] = {}
 

@@ -278,7 +278,7 @@ def _media_to_json(media: Media) -> Json:
 
 def _media_from_json(data: Json) -> Media:
     kind = USUAL.get(data["kind"])
-    asked = None if kind is None else parameters_from(kind, data.get("parameters", {}))
+    asked = None if kind is None else parameters_from(kind, data.get("parameters", {}), logged=True)
     return Media(data["kind"], data["hash"], data.get("origin", ""), asked)
 
 

@@ -13,13 +13,13 @@ from sensorium.workers.pool import WorkerFailure, WorkerPool
 
 
 def media_of(messages: Iterable[Message]) -> list[Media]:
-    """All media of some messages, in order."""
+    """All media blocks of some messages, in order."""
     return [item for message in messages for item in message.media]
 
 
 def refuse_strange_media(task: Task, messages: Sequence[Message], chat: ChatProcessor, engine: Engine) -> None:
     """Raise for the first medium of a kind that the model family or the engine lacks; names the task and the medium."""
-    for item in media_of(messages):
+    for item in (part for whole in media_of(messages) for part in whole.parts):
         for who, able in ((f"family {chat.family}", chat.modalities), ("the engine", engine.capabilities.modalities)):
             if item.kind not in able:
                 raise ModelError(

@@ -28,6 +28,19 @@ class ClipOptions:
             except ValueError as error:
                 raise RecipeError(f"{where}: option '{kind}': {error}") from error
 
+    @property
+    def hears_in_video(self) -> bool:
+        """Whether videos are shown with their sound inside; where only that is heard, options of sounds are refused."""
+        return bool(self._given["video"].get("use_audio_in_video"))
+
+    def refuse_other_sound(self, where: str) -> None:
+        """Refuse options of sounds where videos bring their own."""
+        if self.hears_in_video and self._given["sound"]:
+            raise RecipeError(
+                f"{where}: option 'sound' does nothing with video: {{use_audio_in_video: true}}, where the sound is cut as "
+                "the video is. Leave one of the two out."
+            )
+
     def parameters(self, kind: ClipKind, asked: Mapping[str, Any]) -> Parameters:
         """The parameters of one clip, of which a row asks ``asked``; a ValueError says what does not fit."""
         given = {key: value for key, value in self._given[kind].items() if INSTEAD.get(key) not in asked}

@@ -32,6 +32,7 @@ COLUMNS = {
 class DailyOmni:
     """The questions of ``qa.json`` in the folder ``path``. ``video`` and ``sound`` say how clips are decoded.
 
+    Video and sound are two blocks, or, with ``video: {use_audio_in_video: true}``, one in which they are interleaved.
     ``instruction`` replaces the request to think and answer in tags. Videos that are links lead into the folder, or into
     one of ``media_roots``.
     """
@@ -50,6 +51,7 @@ class DailyOmni:
     ) -> None:
         self.folder, self.store, self.instruction = Path(path), store, instruction
         self._clips = ClipOptions(video, sound, "daily_omni")
+        self._clips.refuse_other_sound("daily_omni")
         self._roots = roots_of(self.folder / "Videos", media_roots)
         self._rows = read_manifest(self.folder / "qa.json")[: limit or None]
         if not (self.folder / "Videos").is_dir():
@@ -74,9 +76,10 @@ class DailyOmni:
         name = text_of(row, "video_id")
         video = place.clip("video", f"{name}/{name}_video.mp4", f"video '{name}'")
         sound = place.clip("sound", f"{name}/{name}_audio.wav", f"sound '{name}'")
+        media = (video.heard_with(sound),) if self._clips.hears_in_video else (video, sound)
         return Task(
             id=f"daily_omni/{index}",
-            messages=(user(video, sound, question(text_of(row, "Question"), options, self.instruction)),),
+            messages=(user(*media, question(text_of(row, "Question"), options, self.instruction)),),
             answer=text_of(row, "Answer"),
             metadata={"category": text_of(row, "Type"), "type": "multiple choice", "video": name},
         )

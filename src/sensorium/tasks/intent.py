@@ -58,6 +58,9 @@ class Intent:
         self.folder, self.store = Path(path), store
         self.with_sound, self.instruction = with_sound, instruction
         self._clips = ClipOptions(video, sound, "intent")
+        self._clips.refuse_other_sound("intent")
+        if self._clips.hears_in_video and not with_sound:
+            raise RecipeError("intent: with_sound: false and video: {use_audio_in_video: true} contradict each other.")
         self._roots = roots_of(self.folder, media_roots)
         self._rows: list[tuple[str, int, Any]] = []
         for manifest in manifests or self._present():
@@ -107,7 +110,9 @@ class Intent:
         if found is None:
             raise place.error(f"there is no video '{file}' in '{self.folder}' nor in its folder 'videos'.")
         video = place.clip("video", found, f"video '{file}'")
-        return [video, place.clip("sound", found, f"sound of '{file}'")] if self.with_sound else [video]
+        if self._clips.hears_in_video or not self.with_sound:
+            return [video]
+        return [video, place.clip("sound", found, f"sound of '{file}'")]
 
     def _present(self) -> list[str]:
         """The manifests of the folder: the training ones, or else the benchmark's."""

@@ -16,7 +16,7 @@ from sensorium.media.making import encode_clip, encode_wav
 from sensorium.tasks.daily_omni import COLUMNS
 from sensorium.tasks.sight_and_sound import COLOURS, TONES, square_frames, tone_samples
 
-FPS = 4.0
+FPS = 16.0
 
 
 def make_intent(

@@ -4,11 +4,11 @@ Media are referred to by content hash; their bytes live once, in the media store
 """
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from sensorium.vocabulary.decoding import AudioParameters, Parameters, VideoParameters
+from sensorium.vocabulary.decoding import AudioParameters, FrameRule, Parameters, VideoParameters
 
 MediaKind = Literal["picture", "video", "sound"]
 Role = Literal["system", "user", "assistant", "tool"]
@@ -46,6 +46,31 @@ class Media:
         if self.parameters is None:
             return self.hash
         return f"{self.hash}-{hashlib.blake2b(repr(self.parameters).encode(), digest_size=8).hexdigest()}"
+
+    @property
+    def sound(self) -> "Media | None":
+        """The sound that is heard with a video (``use_audio_in_video``): the same part of the same file."""
+        asked = self.parameters
+        if not isinstance(asked, VideoParameters) or not asked.use_audio_in_video:
+            return None
+        trim = AudioParameters(start=asked.start, end=asked.end)
+        return Media("sound", asked.sound_from or self.hash, self.origin, trim)
+
+    @property
+    def parts(self) -> "tuple[Media, ...]":
+        """The medium and, with a video, the sound that is heard with it: each goes through a tower of its own."""
+        return (self,) if self.sound is None else (self, self.sound)
+
+    def heard_with(self, sound: "Media") -> "Media":
+        """A video with another file's sound for its own."""
+        assert isinstance(self.parameters, VideoParameters)
+        return replace(self, parameters=replace(self.parameters, sound_from=sound.hash))
+
+    def resolved(self, rule: FrameRule) -> "Media":
+        """The same medium with all said of how it is decoded: what a video leaves open is as the family has it."""
+        if not isinstance(self.parameters, VideoParameters):
+            return self
+        return replace(self, parameters=self.parameters.resolved(rule))
 
     @property
     def name(self) -> str:

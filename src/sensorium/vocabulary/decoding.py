@@ -11,26 +11,32 @@ from typing import Any, TypeVar
 from sensorium.vocabulary.errors import nearest
 
 USUAL_FPS = 2.0
-SAMPLING: dict[str, dict[str, int]] = {
-    "official": {"min_frames": 4},
-    "middle": {
-        "min_frames": 1,
-        "max_pixels_per_frame": 768 * 28 * 28,
-        "max_pixels_per_clip": 24576 * 28 * 28,
-        "min_pixels_per_frame": 0,
-    },
+SAMPLING = ("official", "middle", "nemo_rl")
+MIDDLE = {
+    "min_frames": 1,
+    "max_pixels_per_frame": 768 * 28 * 28,
+    "max_pixels_per_clip": 24576 * 28 * 28,
+    "min_pixels_per_frame": 0,
 }
-"""The rules of sampling, and what holds by each where nothing is said; sizes of the first are the family's."""
+"""What holds by the rule ``middle`` where nothing is said; by the others it is the family's."""
+
+OFFICIAL_MIN_FRAMES = 4
+SET_BY_PROGRAM = ("multiple", "sound_from")
 
 
 @dataclass(frozen=True)
-class FrameBudget:
-    """How large a family's frames are: sides that are multiples of ``multiple``, pixels of a frame and of a clip."""
+class FrameRule:
+    """How a family's videos are sampled and sized where nothing is said.
 
+    ``sampling`` is the rule by which frames are taken. The sides of a frame are multiples of ``multiple``; pixels are
+    bounded for a frame and for a clip.
+    """
+
+    sampling: str = "official"
     multiple: int = 28
     min_pixels: int = 128 * 28 * 28
     max_pixels: int = 768 * 28 * 28
-    clip_pixels: float = 128000 * 28 * 28 * 0.9
+    clip_pixels: int = 115200 * 28 * 28
 
 
 @dataclass(frozen=True)
@@ -38,9 +44,11 @@ class VideoParameters:
     """Frames evenly sampled from ``start`` to ``end`` (seconds; None: to the end): ``frames`` of them, or ``fps`` a second.
 
     By ``fps`` the number is bounded by ``min_frames`` and ``max_frames``; without either it is 2 a second. ``sampling`` is
-    the rule: ``official`` (media/official_sampling.py; sizes not said are the family's, ``budget``) or ``middle``
+    the rule, the family's if not said: ``official`` or ``nemo_rl`` (media/official_sampling.py) or ``middle``
     (media/video.py), by which frames are made smaller, never cropped, until each fits ``max_pixels_per_frame`` and all fit
-    ``max_pixels_per_clip``, and enlarged to ``min_pixels_per_frame`` as far as these allow.
+    ``max_pixels_per_clip``, and enlarged to ``min_pixels_per_frame`` as far as these allow. ``multiple`` is set by the
+    family. With ``use_audio_in_video`` the file's sound is heard with its frames, or that of the file whose hash is
+    ``sound_from``.
     """
 
     frames: int | None = None
@@ -52,36 +60,58 @@ class VideoParameters:
     max_pixels_per_frame: int | None = None
     max_pixels_per_clip: int | None = None
     min_pixels_per_frame: int | None = None
-    sampling: str = "middle"
-    budget: FrameBudget = FrameBudget()
+    sampling: str | None = None
+    multiple: int | None = None
+    use_audio_in_video: bool = False
+    sound_from: str | None = None
 
     def __post_init__(self) -> None:
         if self.frames is not None and self.fps is not None:
             raise ValueError(f"frames {self.frames} and fps {self.fps} are both given; keep one.")
         if self.frames is None and self.fps is None:
             _set(self, "fps", USUAL_FPS)
-        if self.sampling not in SAMPLING:
+        if self.sampling is not None and self.sampling not in SAMPLING:
             raise ValueError(f"there is no sampling '{self.sampling}'{nearest(str(self.sampling), list(SAMPLING))}")
-        for name, usual in SAMPLING[self.sampling].items():
+        for name, usual in MIDDLE.items() if self.sampling == "middle" else ():
             if getattr(self, name) is None:
                 _set(self, name, usual)
-        _whole(self, "frames", "min_frames", "max_frames", "max_pixels_per_frame", "max_pixels_per_clip")
+        if not isinstance(self.use_audio_in_video, bool):
+            raise ValueError(f"use_audio_in_video must be true or false, not {self.use_audio_in_video!r:.40}.")
+        _whole(self, "frames", "min_frames", "max_frames", "max_pixels_per_frame", "max_pixels_per_clip", "multiple")
         _whole(self, "min_pixels_per_frame", least=0)
         if self.fps is not None:
             _set(self, "fps", _number("fps", self.fps))
             if self.fps <= 0:
                 raise ValueError(f"fps must be above 0, not {self.fps:g}.")
-        assert self.min_frames is not None
-        if self.min_frames > self.max_frames:
+        if self.min_frames is not None and self.min_frames > self.max_frames:
             raise ValueError(f"min_frames {self.min_frames} is above max_frames {self.max_frames}.")
         least, most = self.min_pixels_per_frame, self.max_pixels_per_frame
-        if self.sampling == "official" and least is not None and most is not None and least > most:
+        if self.sampling != "middle" and least is not None and most is not None and least > most:
             raise ValueError(f"min_pixels_per_frame {least} is above max_pixels_per_frame {most}.")
         _trim(self)
 
-    def within(self, budget: FrameBudget) -> "VideoParameters":
-        """The same for a family's sizes; the rule ``middle`` has none."""
-        return replace(self, budget=budget) if self.sampling == "official" else self
+    def resolved(self, rule: FrameRule) -> "VideoParameters":
+        """The same with everything said: what is left open is as the family has it. What is resolved stays as it is."""
+        if self.multiple is not None:
+            return self
+        sampling = self.sampling or rule.sampling
+        if sampling == "middle":
+            return replace(self, sampling=sampling)
+        least, most = self.min_pixels_per_frame, self.max_pixels_per_frame
+        if least is None:
+            least = rule.min_pixels
+            if most is not None and most < least:  # who asks for smaller frames gets them
+                least = min(most, 4 * rule.multiple**2)
+        allowed = max(rule.max_pixels, int(least * 1.05))
+        return replace(
+            self,
+            sampling=sampling,
+            multiple=rule.multiple,
+            min_frames=self.min_frames or min(OFFICIAL_MIN_FRAMES, self.max_frames),
+            min_pixels_per_frame=least,
+            max_pixels_per_frame=allowed if most is None else min(most, allowed),
+            max_pixels_per_clip=self.max_pixels_per_clip or rule.clip_pixels,
+        )
 
 
 @dataclass(frozen=True)
@@ -101,9 +131,12 @@ Parameters = VideoParameters | AudioParameters
 Some = TypeVar("Some", bound=VideoParameters | AudioParameters)
 
 
-def parameters_from(kind: type[Some], given: Mapping[str, Any]) -> Some:
-    """Parameters from plain data (a recipe's option, a row, a log); what is unknown or unfit is a ValueError."""
-    known = [field.name for field in fields(kind) if field.name != "budget"]
+def parameters_from(kind: type[Some], given: Mapping[str, Any], *, logged: bool = False) -> Some:
+    """Parameters from plain data (a recipe's option, a row); what is unknown or unfit is a ValueError.
+
+    Parameters that only a model or the program sets are known in a log alone.
+    """
+    known = [field.name for field in fields(kind) if logged or field.name not in SET_BY_PROGRAM]
     for name in given:
         if name not in known:
             raise ValueError(f"there is no parameter '{name}'{nearest(str(name), known)}")
@@ -112,15 +145,11 @@ def parameters_from(kind: type[Some], given: Mapping[str, Any]) -> Some:
 
 def parameters_to_data(parameters: Parameters) -> dict[str, Any]:
     """Parameters as plain data: what differs from the defaults."""
-    usual: Parameters = AudioParameters()
-    if isinstance(parameters, VideoParameters):
-        usual = VideoParameters(sampling=parameters.sampling)
-    names = [field.name for field in fields(parameters) if field.name != "budget"]
+    usual = type(parameters)()
+    names = [field.name for field in fields(parameters)]
     given = {name: getattr(parameters, name) for name in names if getattr(parameters, name) != getattr(usual, name)}
     if given.get("frames") is not None:
         given.pop("fps", None)
-    if isinstance(usual, VideoParameters) and usual.sampling != VideoParameters().sampling:
-        given["sampling"] = usual.sampling
     return given
 
 

@@ -7,7 +7,6 @@ from typing import Any
 from sensorium.engines.protocol import Request, Response, Sampling
 from sensorium.vocabulary import errors
 from sensorium.vocabulary.content import USUAL, Media
-from sensorium.vocabulary.decoding import FrameBudget
 from sensorium.vocabulary.episode import MediaSpan, Segment
 
 
@@ -77,6 +76,4 @@ def _segment_of(plain: Mapping[str, Any]) -> Segment:
 
 def _media_of(plain: Mapping[str, Any]) -> Media:
     given = plain["parameters"]
-    if given is not None and "budget" in given:
-        given = {**given, "budget": FrameBudget(**given["budget"])}
     return Media(plain["kind"], plain["hash"], plain["origin"], None if given is None else USUAL[plain["kind"]](**given))

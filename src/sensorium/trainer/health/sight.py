@@ -13,7 +13,7 @@ from typing import Any
 from sensorium.assembly.session import Session
 from sensorium.envs.protocol import Environment, Observation, StepResult
 from sensorium.evaluation.evaluate import evaluate
-from sensorium.media.blank import blank
+from sensorium.media.blank import blank, muted
 from sensorium.recipe.schema import Recipe
 from sensorium.record.findings import SightResult
 from sensorium.tasks.mixture import permuted
@@ -70,10 +70,12 @@ class Blanking:
         )
 
     def _block(self, media: Media) -> Media:
-        if media.kind != self.kind:
+        make = blank if media.kind == self.kind else muted if self.kind == "sound" and media.sound is not None else None
+        if make is None:
             return media
         if media not in self._blanks:
-            self._blanks[media] = blank(media, self.session.decoder, self.session.store)
+            shown = self.session.rollout.chat.shown(media)
+            self._blanks[media] = make(shown, self.session.decoder, self.session.store)
         return self._blanks[media]
 
 
@@ -120,7 +122,7 @@ def _then(returned: Any, follow: Callable[[Any], Any]) -> Any:
 def _seen(group: Group) -> list[Media]:
     """The media that an episode was shown, its head's included."""
     messages = [*group.task.messages, *(m for e in group.episodes for turn in e.turns for m in turn.observation)]
-    return [item for message in messages for item in message.media]
+    return [part for message in messages for item in message.media for part in item.parts]
 
 
 def _compared(kind: str, shown: Sequence[Group], blanked: Sequence[Group]) -> SightResult:
