@@ -156,3 +156,9 @@ def test_every_metric_of_the_page_is_known_to_some_recipe(recipe: Path) -> None:
     assert len(plain) > 30
     rich = load_recipe(recipe, ["algorithm.advantage.name=gae"])
     assert [name for name in sorted(plain) if wrong_metric(rich, name)] == []
+
+
+def test_what_is_likely_a_mistake_is_told(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, str(recipe), "optimizer.lr=10")
+    assert code == 0
+    assert "optimizer.lr 10 is larger than most weights are" in " ".join(out.split())

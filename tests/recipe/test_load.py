@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sensorium.recipe import Recipe, dump_recipe, load_recipe, parse_recipe
-from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.load import shipped_recipes
 from sensorium.recipe.yaml import read_yaml
 from sensorium.vocabulary.errors import RecipeError
@@ -327,8 +326,3 @@ def test_a_misspelt_recipe_or_run_is_refused_with_the_nearest_beside_it(tmp_path
     (tmp_path / "digits" / "recipe.yaml").write_text("name: x\n")
     with pytest.raises(RecipeError, match=r"; runs in '.*'.* Known: digits"):
         load_recipe(tmp_path / "nope")
-
-
-def test_a_rate_that_ruins_a_model_is_said_beforehand() -> None:
-    assert any("optimizer.lr is 10" in text for text in cautions(load_recipe("shapes", ["optimizer.lr=10"])))
-    assert not any("optimizer.lr" in text for text in cautions(load_recipe("shapes")))

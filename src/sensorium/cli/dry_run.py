@@ -16,7 +16,7 @@ from sensorium.tasks.bounded import bounded
 from sensorium.tasks.mixture import TaskStream
 from sensorium.tasks.planner import make_planner
 from sensorium.tasks.source import TaskSource
-from sensorium.trainer.health.at_start import refuse_without_demonstrations
+from sensorium.trainer.health.at_start import refuse_without_demonstrations, start_notes
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError, TaskError
 from sensorium.vocabulary.task import Task
@@ -37,6 +37,7 @@ def look_at(recipe: Recipe, *, train: bool = True) -> Iterator[str]:
         stream = TaskStream(sources, [section.weight for section in recipe.tasks.train], seed=recipe.seed)
         make_planner(recipe.tasks.planner, stream, MediaStore())
         refuse_without_demonstrations(recipe, few)
+        yield from start_notes(recipe, few)
         if problem := without_answer(terms, few):
             weighty = [(term, weight) for term, weight in terms if weight]
             if recipe.steps and all(task.answer is None for task in few) and without_answer(weighty, few):

@@ -33,10 +33,6 @@ def algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _critic(recipe)
 
 
-LARGEST_RATE = 0.05
-"""A learning rate of AdamW above which most weights are smaller than what an update moves them by."""
-
-
 def cautions(recipe: Recipe) -> list[str]:
     """Settings that run, but equal something simpler: one sentence each, for the start of the run."""
     section, found = recipe.algorithm.advantage, []
@@ -81,19 +77,7 @@ def cautions(recipe: Recipe) -> list[str]:
             "algorithm.correction: this engine samples with the learner's own weights and log-probs of the whole "
             "policy, so the correction's weights are about 1."
         )
-    return [*_rate_cautions(recipe), *found, *_loss_cautions(recipe)]
-
-
-def _rate_cautions(recipe: Recipe) -> Iterator[str]:
-    """Rates that ruin a model."""
-    rates = {"optimizer.lr": recipe.optimizer.lr if recipe.steps else 0.0}
-    rates["warm_start.optimizer.lr"] = recipe.warm_start.optimizer.lr if recipe.warm_start.steps else 0.0
-    for key, rate in rates.items():
-        if rate > LARGEST_RATE:
-            yield (
-                f"{key} is {rate:g}: AdamW moves every weight by about that much in each update, and most weights are "
-                "smaller. 1e-6 to 1e-5 is usual for whole models, 1e-4 for adapters and very small models."
-            )
+    return [*found, *_loss_cautions(recipe)]
 
 
 def _loss_cautions(recipe: Recipe) -> Iterator[str]:

@@ -30,7 +30,7 @@ from sensorium.tasks.mixture import a_few, each_once
 from sensorium.tasks.planner import make_planner
 from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.claim import begin, begin_again, go_on, no_checkpoint, refuse_fewer_steps, write_recipe
-from sensorium.trainer.health.at_start import refuse_without_demonstrations, start_notes
+from sensorium.trainer.health.at_start import long_demonstrations, refuse_without_demonstrations, start_notes
 from sensorium.trainer.loop import Trainer
 from sensorium.trainer.seen_tasks import changed_tasks, remember_tasks
 from sensorium.vocabulary.errors import CheckpointError, RecordError, SensoriumError
@@ -102,7 +102,8 @@ def open_trainer(
     if skipped:
         watcher.noted(f"{len(skipped)} held-out rows were skipped; the first because: {skipped[0].reason}")
     if not resume or notes:  # a run that goes on as it was has been told them
-        for note in (*cautions(recipe), *start_notes(recipe, few), *unanswered):
+        long = long_demonstrations(recipe, few, lambda text: len(session.rollout.chat.respond(text, "").tokens))
+        for note in (*cautions(recipe), *start_notes(recipe, few), *long, *unanswered):
             watcher.noted(note)
     learner = (make_learner or local_learner)(recipe, session, directory, saved)
     trainer = Trainer(recipe, session, learner, planner, held_out, directory, ledger, watcher)

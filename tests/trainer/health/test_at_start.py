@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from sensorium.recipe.load import check_recipe
-from sensorium.trainer.health.at_start import start_notes
+from sensorium.trainer.health.at_start import long_demonstrations, start_notes
+from sensorium.vocabulary import Task
 from tests.trainer.health.test_runs import RECIPE
 
 
@@ -29,3 +30,12 @@ def test_rates_that_ruin_or_do_nothing_are_said(optimizer: dict[str, Any], said:
 
 def test_usual_rates_are_not_spoken_of() -> None:
     assert notes(lr=1e-6, warmup_steps=1) == []
+
+
+def test_demonstrations_that_do_not_fit_a_response_are_told() -> None:
+    tasks = [Task("a", demonstration=("short",)), Task("b", demonstration=("much longer",))]
+    warm = check_recipe(RECIPE | {"warm_start": {"steps": 2}, "rollout": {"max_new_tokens": 8}}, "test", {})
+    (told,) = long_demonstrations(warm, tasks, len)
+    assert "1 of 2 demonstrations looked at take up to 11 tokens" in told
+    assert "rollout.max_new_tokens is 8" in told
+    assert not list(long_demonstrations(warm, tasks[:1], len))

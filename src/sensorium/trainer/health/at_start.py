@@ -1,6 +1,6 @@
 """What can be known to go wrong before anything is spent: refused, or said, at the start."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from sensorium.recipe.schema import Recipe
 from sensorium.trainer.health.learning_rules import LARGEST_RATE
@@ -48,6 +48,19 @@ def start_notes(recipe: Recipe, tasks: Sequence[Task]) -> Iterator[str]:
                 f"{name}.warmup_steps is {section.warmup_steps} and there are {steps} steps, so the learning rate never "
                 f"reaches {section.lr:g}; the last step has {section.lr * steps / (section.warmup_steps + 1):.1g} or so."
             )
+
+
+def long_demonstrations(recipe: Recipe, tasks: Sequence[Task], tokens: Callable[[str], int]) -> Iterator[str]:
+    """Demonstrations that the model could not write: ``tokens`` counts those of a response, its stop token included."""
+    if not recipe.warm_start.steps:
+        return
+    limit = recipe.rollout.max_new_tokens
+    lengths = [tokens(text) for task in tasks for text in task.demonstration]
+    if long := [length for length in lengths if length > limit]:
+        yield (
+            f"{len(long)} of {len(lengths)} demonstrations looked at take up to {max(long)} tokens with the stop token, "
+            f"and rollout.max_new_tokens is {limit}: responses like them will be cut. Raise it to {max(long)} at least."
+        )
 
 
 def _has_demonstration(task: Task) -> bool:

@@ -2,10 +2,10 @@
 
 from math import sqrt
 
-from sensorium.recipe.algorithm_checks import LARGEST_RATE
 from sensorium.record.findings import Finding
 from sensorium.trainer.health.facts import StepFacts
 
+LARGEST_RATE = 0.05
 LARGEST_GRADIENT = 1e3
 LARGEST_RATIO = 100.0
 SMALLEST_SHARE = 0.1
