@@ -193,10 +193,13 @@ def _side_files(made: Path, target: Path) -> None:
     (target / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in tokens["model"]["merges"]))
     said = json.loads((made / "tokenizer_config.json").read_text())
     special = said.pop("extra_special_tokens", [])
-    named = special if isinstance(special, dict) else {}
+    # Those that a processor asks for by name.
+    named = {key: token for key, token in said.items() if key.endswith("_token") and token in special}
+    if named:
+        said["extra_special_tokens"] = named
     del said["backend"]
     added = {str(token["id"]): {k: v for k, v in token.items() if k != "id"} for token in tokens["added_tokens"]}
-    keys = {"tokenizer_class": "Qwen2Tokenizer", "additional_special_tokens": [t for t in special if t not in named]}
+    keys = {"tokenizer_class": "Qwen2Tokenizer", "additional_special_tokens": [t for t in special if t not in named.values()]}
     _write(target / "tokenizer_config.json", said | keys | named | {"added_tokens_decoder": added, "bos_token": None})
     template = (made / "chat_template.jinja").read_text()
     if not (made / "processor_config.json").exists():
