@@ -98,7 +98,8 @@ def processor_inputs(policy: Policy, media: Sequence[Media]) -> dict[str, Any]:
             given["videos_kwargs"] = {"fps": 1 / videos[0].seconds_per_frame, "size": frame_size(policy.chat.processor)}
         if any(item.sound is not None for item in media):
             given["videos_kwargs"] |= {"use_audio_in_video": True, "do_sample_frames": False}
-        if any(isinstance(item.parameters, VideoParameters) and item.parameters.sampling != "middle" for item in media):
+        asked = [item.parameters for item in whole(policy, media)]
+        if any(isinstance(one, VideoParameters) and one.sampling != "middle" for one in asked):
             given["videos_kwargs"]["do_resize"] = False
     if sounds:
         given["audio"] = [sound.samples for sound in sounds]

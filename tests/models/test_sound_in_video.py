@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from sensorium.media.making import encode_clip
+from sensorium.media.store import MediaStore
+from sensorium.models.load_chat import load_chat_processor
 from sensorium.models.prepared_media import Extent
 from sensorium.vocabulary.content import Message, assistant, user
 from sensorium.vocabulary.decoding import VideoParameters
@@ -48,9 +50,13 @@ CASES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_tokens_positions_and_logits_are_those_of_the_stock_model(pairs: Pairs, case: str) -> None:
-    pair = pairs("qwen2_5_omni")
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [("qwen2_5_omni", case) for case in CASES]
+    + [("qwen3_omni_moe", case) for case in CASES if "part" not in case],  # fractions of positions are cut here
+)
+def test_tokens_positions_and_logits_are_those_of_the_stock_model(pairs: Pairs, family: str, case: str) -> None:
+    pair = pairs(family)
     messages = conversation(pair, case)
     inputs = pair.inputs(messages)
     segments = thread(pair.policy, messages)
@@ -110,6 +116,15 @@ def test_measured_vectors(seconds: float, grid: int, mel: int, runs: str, positi
     found, where = told(omni, Extent("video", (grid, 4, 4), seconds_per_frame=seconds / 2), sound(mel))
     assert " ".join(f"{'A' if kind == 'sound' else 'V'}{count}" for kind, count in found) == runs
     assert where == [[0, 1, 2, 3, 3], *positions]
+
+
+def test_qwen3_omni_merges_token_by_token_and_shares_no_marks() -> None:
+    """By transformers 4.57 and 5.17 and by vLLM."""
+    omni = load_chat_processor("tiny:qwen3_omni_moe", store=MediaStore()).media_format
+    found, where = told(omni, Extent("video", (2, 4, 4), seconds_per_frame=0.5), sound(200))
+    assert found == [("video", 4), ("sound", 13), ("video", 4), ("sound", 13)]
+    at = square([5])
+    assert where == [[0, 1, 2, 3, 4], at, line(5, 17), ([18], *at[1:]), line(18, 30), [31, 32, 33, 34]]
 
 
 def test_what_follows_comes_after_the_last_chunk_even_where_an_earlier_one_reaches_further() -> None:

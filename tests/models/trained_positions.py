@@ -16,6 +16,8 @@ def with_trained_positions(config: Any, inputs: dict[str, Any]) -> dict[str, Any
 
     That is a video of Qwen2.5-VL, and of Qwen3-Omni, whose fractions of positions the library keeps and we cut.
     """
+    if inputs.get("use_audio_in_video"):  # compared with the library only where no fractions occur
+        return inputs
     if config.model_type not in ("qwen2_5_vl", "qwen3_omni_moe_thinker") or inputs.get("video_grid_thw") is None:
         return inputs
     return inputs | {"position_ids": trained_positions(config, inputs)}
