@@ -38,11 +38,12 @@ MAY_IMPORT = {
         "record",
     },
     "evaluation": {*DATA, "workers", "assembly", "rollout", "engines", "models", "rewards", "tasks", "record", "report"},
+    "services": {*DATA, "workers", "envs", "rollout"},
     "record": {"vocabulary"},
     "report": {*DATA, "record"},
     "trainer": BELOW_TRAINER - {"models"},  # it knows weights by the learner's protocol and the session only
-    "cli": {*BELOW_TRAINER, "trainer"},
-    "api": {*BELOW_TRAINER, "trainer", "cli"},
+    "cli": {*BELOW_TRAINER, "trainer", "services"},
+    "api": {*BELOW_TRAINER, "trainer", "services", "cli"},
 }
 TORCH_FREE = {"vocabulary", "caches", "workers", "recipe", "media", "tasks", "envs", "rewards", "record", "report"}
 

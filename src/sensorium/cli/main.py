@@ -22,6 +22,7 @@ COMMANDS = {
     "eval": "evaluate a checkpoint on a recipe's held-out tasks",
     "compare": "set two evaluations of the same tasks side by side",
     "export": "write a run's model in the layout of the published checkpoint it started from",
+    "serve": "serve environments to other processes and machines",
     "replay": "run a batch again that was kept because its update was not finite",
 }
 MODULES = {"eval": "evaluate"}

@@ -46,6 +46,7 @@ NAMES: dict[str, dict[str, str]] = {
         "slime": "sensorium.envs.adapters.slime:SlimeEnvironment",
         "vagen": "sensorium.envs.adapters.vagen:VagenEnvironment",
         "openenv": "sensorium.envs.adapters.openenv:OpenEnvironment",
+        "remote": "sensorium.envs.remote.environment:RemoteEnvironment",
     },
     "tool": {
         "calculator": "sensorium.envs.tools.calculator:Calculator",

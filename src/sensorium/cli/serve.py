@@ -1,0 +1,56 @@
+"""Serve environments to other processes and machines: sensorium serve env [NAME | NAME=module:Class …]."""
+
+import os
+import socket
+from argparse import ArgumentParser, Namespace
+
+from sensorium.vocabulary.errors import RecipeError
+
+USAGE = (
+    "sensorium serve env [NAME | NAME=module:Class …] [--host H] [--port P] [--capacity N] [--lease-s S] [--deadline-s S]"
+)
+
+
+def configure(parser: ArgumentParser) -> None:
+    """The arguments."""
+    parser.add_argument("what", choices=["env"], help="what to serve")
+    parser.add_argument(
+        "environments", nargs="*", help="environments to offer; by default all that play from seeds and run no foreign code"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; beyond this machine a key is needed")
+    parser.add_argument("--port", type=int, default=8300)
+    parser.add_argument("--capacity", type=int, default=1024, help="sessions that may be open at once")
+    parser.add_argument("--lease-s", type=float, default=3600.0, help="a session that nobody asks for so long is closed")
+    parser.add_argument("--deadline-s", type=float, default=60.0, help="what an environment may take for a call")
+
+
+def run(arguments: Namespace) -> int:
+    """Serve until it is interrupted."""
+    try:
+        import uvicorn
+
+        from sensorium.services.environment_service import make_app
+    except ImportError as error:
+        raise RecipeError(f"serve needs FastAPI and uvicorn: pip install 'sensorium[serve]' ({error}).") from error
+    from sensorium.envs.remote.wire import MOST_BYTES
+    from sensorium.media.store import MediaStore
+    from sensorium.services.access import ENVIRONMENT_VARIABLE, refuse_open
+    from sensorium.services.offers import Offer, Offers, usual_offers
+    from sensorium.services.sessions import SessionTable
+
+    key = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    refuse_open(arguments.host, key)
+    named = dict(item.partition("=")[::2] if "=" in item else (item, item) for item in arguments.environments)
+    offers = Offers({name: Offer(place) for name, place in named.items()} if named else usual_offers())
+    table = SessionTable(offers, MediaStore(), arguments.capacity, arguments.lease_s, arguments.deadline_s)
+    try:
+        listening = socket.create_server((arguments.host, arguments.port), backlog=1024)
+    except OSError as error:
+        raise RecipeError(
+            f"cannot listen on {arguments.host}:{arguments.port}: {error.strerror}; choose another --port."
+        ) from error
+    server = uvicorn.Server(uvicorn.Config(make_app(table, key), log_level="warning", ws_max_size=MOST_BYTES))
+    names, port = ", ".join(sorted(offers.offers)), listening.getsockname()[1]
+    print(f"serving {names} on http://{arguments.host}:{port} ({'with' if key else 'without'} a key)", flush=True)
+    server.run(sockets=[listening])
+    return 0

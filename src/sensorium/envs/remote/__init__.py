@@ -1,0 +1,5 @@
+"""Environments outside of this process, behind an environment service.
+
+``wire`` says how messages, results and pictures travel, ``connection`` carries operations to a server, ``client`` knows
+several servers, and ``environment`` is what an episode plays.
+"""

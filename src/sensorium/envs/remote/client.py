@@ -1,0 +1,184 @@
+"""The client of environment services: several servers, one connection each, sessions that stay where they were opened.
+
+Invariants: a session belongs to one server. Opening goes to the server with the fewest sessions, and to the next one if it
+is full or gone; what is asked of a server again is asked under the same id, so that no session is opened twice. A step
+whose reply was lost is asked for again, at the same server under the same number, so it acts once; if the server does not
+come back in time, or does not know the session any more, the episode fails.
+"""
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+from uuid import uuid4
+
+from sensorium.envs.remote.connection import Connection, ConnectionLost, ServerRefusal
+from sensorium.envs.remote.wire import Json
+from sensorium.media.store import MediaStore
+from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
+
+_clients: dict[tuple[tuple[str, ...], str], "EnvironmentClient"] = {}
+_lock = threading.Lock()
+
+DOWN_S = 2.0
+"""How long a server that could not be reached is asked last."""
+
+
+def shared_client(servers: Sequence[str], key: str) -> "EnvironmentClient":
+    """The client of these servers in this process."""
+    addresses = tuple(map(socket_address, servers))
+    with _lock:
+        client = _clients.get((addresses, key))
+        if client is None:
+            client = _clients[addresses, key] = EnvironmentClient(addresses, key)
+        return client
+
+
+def socket_address(server: str) -> str:
+    """The WebSocket of a server given as http://host:port."""
+    for scheme, socket in (("http://", "ws://"), ("https://", "wss://")):
+        if server.startswith(scheme):
+            server = socket + server.removeprefix(scheme)
+    if not server.startswith(("ws://", "wss://")):
+        raise RecipeError(f"remote: '{server}' is no address of a server; it is like http://127.0.0.1:8300.")
+    return f"{server.rstrip('/').removesuffix('/v1/ws')}/v1/ws"
+
+
+class EnvironmentClient:
+    """Talks to the servers from a thread of its own; ``run`` waits for it from any other."""
+
+    def __init__(self, addresses: Sequence[str], key: str = "", connect_s: float = 10.0) -> None:
+        self.servers = [_Server(Connection(address, key, connect_s)) for address in addresses]
+        self._loop = asyncio.new_event_loop()
+        self._at_work: set[asyncio.Task[None]] = set()
+        threading.Thread(target=self._loop.run_forever, name="environment-client", daemon=True).start()
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """The outcome of a coroutine in the client's thread. Its waits are bounded by its own deadlines."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def open(
+        self, environment: str, options: Json, seed: int, store: MediaStore, deadline_s: float
+    ) -> tuple["RemoteSession", Json]:
+        """Open a session at some server; returns it and what its reset gave."""
+        until, pause, told = time.monotonic() + deadline_s, 0.05, ""
+        operation = {"op": "open", "environment": environment, "options": options, "seed": seed}
+        sessions = {server: RemoteSession(server, str(uuid4()), store) for server in self.servers}
+        doubtful: set[RemoteSession] = set()
+        try:
+            while True:
+                for server in sorted(self.servers, key=_Server.rank):
+                    session = sessions[server]
+                    try:
+                        reply = await session.ask(operation, max(0.001, until - time.monotonic()))
+                        doubtful.discard(session)
+                        server.sessions += 1
+                        return session, reply
+                    except ConnectionLost as error:  # it may have been opened all the same
+                        doubtful.add(session)
+                        server.down_until, told = time.monotonic() + DOWN_S, str(error)
+                    except ServerRefusal as refusal:
+                        told = f"{server.connection.url}: {refusal.why}"
+                        if refusal.status != 503:
+                            raise EnvironmentFailure(told) from refusal
+                if time.monotonic() + pause > until:
+                    raise EnvironmentFailure(f"no session could be opened within {deadline_s:g} s: {told}")
+                await asyncio.sleep(pause * (0.5 + random.random()))
+                pause = min(2 * pause, 2.0)
+        finally:
+            for session in doubtful:
+                self._keep(session.give_up())
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something that nobody waits for."""
+        task = self._loop.create_task(work)
+        self._at_work.add(task)
+        task.add_done_callback(self._at_work.discard)
+
+    async def content_keys(self, environment: str, options: Json, seeds: Sequence[int], deadline_s: float) -> list[str]:
+        """What seeds lead to, by a server's own environment."""
+        told = ""
+        for server in sorted(self.servers, key=_Server.rank):
+            operation = {"op": "content_keys", "environment": environment, "options": options, "seeds": list(seeds)}
+            try:
+                found: list[str] = (await server.connection.ask(operation, deadline_s))["keys"]
+                return found
+            except ConnectionLost as error:
+                told = str(error)
+            except ServerRefusal as refusal:
+                raise RecipeError(f"remote: {refusal.why}") from refusal
+        raise RecipeError(f"remote: no server answers: {told}")
+
+    def close(self) -> None:
+        """End all connections."""
+        for server in self.servers:
+            self.run(server.connection.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+class _Server:
+    """A server, how many sessions are open there, and until when it is taken for down."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection, self.sessions, self.down_until = connection, 0, 0.0
+
+    def rank(self) -> tuple[bool, int]:
+        """The one to ask first has the lowest."""
+        return time.monotonic() < self.down_until, self.sessions
+
+
+class RemoteSession:
+    """A session at one server. Steps are counted here, so that one that is asked for again is known there."""
+
+    def __init__(self, server: _Server, id: str, store: MediaStore) -> None:
+        self.server, self.id, self.store, self.number = server, id, store, 0
+        self._open = True
+
+    async def step(self, response: str, deadline_s: float, retry_s: float) -> Json:
+        """Act, once: a lost reply is asked for again for ``retry_s``."""
+        self.number += 1
+        operation = {"op": "step", "number": self.number, "response": response}
+        until, pause = time.monotonic() + deadline_s, 0.05
+        lost_at: float | None = None
+        while True:
+            try:
+                return await self.ask(operation, max(0.001, until - time.monotonic()))
+            except ConnectionLost as error:
+                now = time.monotonic()
+                lost_at = now if lost_at is None else lost_at
+                if now + pause > min(until, lost_at + retry_s):
+                    raise EnvironmentFailure(f"step {self.number} is lost: {error}") from error
+            except ServerRefusal as refusal:
+                raise EnvironmentFailure(f"{self.server.connection.url}: {refusal.why}") from refusal
+            await asyncio.sleep(pause * (0.5 + random.random()))
+            pause = min(2 * pause, 1.0)
+
+    async def demonstrate(self, deadline_s: float) -> str:
+        """A good response from here."""
+        try:
+            return str((await self.ask({"op": "demonstrate"}, deadline_s))["response"])
+        except (ConnectionLost, ServerRefusal) as error:
+            raise EnvironmentFailure(f"{self.server.connection.url}: {error}") from error
+
+    async def close(self, deadline_s: float) -> None:
+        """Give it back; a server that is gone has nothing to give back."""
+        if self._open:
+            self._open = False
+            self.server.sessions -= 1
+            try:
+                await self.ask({"op": "close"}, deadline_s)
+            except (ConnectionLost, ServerRefusal):
+                return
+
+    async def give_up(self) -> None:
+        """Close it if it was opened; a server that cannot be asked closes it when its lease is over."""
+        try:
+            await self.ask({"op": "close"}, DOWN_S)
+        except (ConnectionLost, ServerRefusal):
+            return
+
+    async def ask(self, operation: Json, deadline_s: float) -> Json:
+        """One operation on this session."""
+        return await self.server.connection.ask({**operation, "session": self.id}, deadline_s, self.store)

@@ -1,0 +1,75 @@
+"""RemoteEnvironment: an environment at an environment service, played like one in this process."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sensorium.envs.option_checks import within
+from sensorium.envs.protocol import Observation, StepResult
+from sensorium.envs.remote.client import RemoteSession, shared_client
+from sensorium.envs.remote.wire import reset_from_json, step_from_json
+from sensorium.media.store import MediaStore
+from sensorium.vocabulary.content import Message
+from sensorium.vocabulary.errors import EnvironmentFailure
+
+KEY = "SENSORIUM_SERVICE_KEY"
+
+
+class RemoteEnvironment:
+    """``environment`` with ``options`` at one of ``servers`` (addresses). The key is read from SENSORIUM_SERVICE_KEY.
+
+    A call takes at most ``deadline_s``; a lost reply is asked for again for ``retry_s``, and never acts twice.
+    """
+
+    instant = False
+    recipe_only = ("servers",)
+
+    def __init__(
+        self,
+        store: MediaStore,
+        servers: str | Sequence[str],
+        environment: str,
+        options: Mapping[str, Any] | None = None,
+        deadline_s: float = 60.0,
+        retry_s: float = 30.0,
+    ) -> None:
+        within("remote", "deadline_s", deadline_s, 0.001, 86_400)
+        within("remote", "retry_s", retry_s, 0.0, 86_400)
+        self.store, self.environment, self.options = store, environment, dict(options or {})
+        self.deadline_s, self.retry_s = deadline_s, retry_s
+        self._client = shared_client([servers] if isinstance(servers, str) else servers, os.environ.get(KEY, ""))
+        self._session: RemoteSession | None = None
+
+    @classmethod
+    def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
+        """What a seed leads to, by the server's own environment."""
+        remote = cls(MediaStore(), **options)
+        asked = remote._client.content_keys(remote.environment, remote.options, [seed], remote.deadline_s)
+        return str(remote._client.run(asked)[0])
+
+    def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
+        """Open a session by the seed."""
+        self.close()
+        opening = self._client.open(self.environment, self.options, seed, self.store, self.deadline_s)
+        self._session, reply = self._client.run(opening)
+        return reset_from_json(reply)
+
+    def step(self, response: str) -> StepResult:
+        """Act there, once."""
+        return step_from_json(self._client.run(self._known().step(response, self.deadline_s, self.retry_s)))
+
+    def demonstrate(self) -> str:
+        """A good response from here, by the server's environment."""
+        said: str = self._client.run(self._known().demonstrate(self.deadline_s))
+        return said
+
+    def close(self) -> None:
+        """Give the session back."""
+        session, self._session = self._session, None
+        if session is not None:
+            self._client.run(session.close(self.deadline_s))
+
+    def _known(self) -> RemoteSession:
+        if self._session is None:
+            raise EnvironmentFailure(f"remote environment '{self.environment}': it has not begun; reset it first.")
+        return self._session

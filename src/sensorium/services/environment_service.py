@@ -1,0 +1,216 @@
+"""The environment service: sessions over HTTP, and the same operations in batches over one WebSocket.
+
+    PUT    /v1/sessions/{id}            {"environment": "sokoban", "options": {}, "seed": 7}; gives the first observation
+    POST   /v1/sessions/{id}/steps/{n}  {"response": "…"}; acts, once for each n
+    POST   /v1/sessions/{id}/lease      keeps it
+    DELETE /v1/sessions/{id}            closes it
+    GET    /v1/media/{hash}             a picture that was referred to
+    WS     /v1/ws                       frames of many operations (``envs/remote/wire.py``), with the pictures in them
+
+Statuses: 401 no key, 404 no such session, 409 a step out of turn, 410 the episode is lost, 422 a wish that makes no sense,
+503 full (with Retry-After).
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, HTTPException, Path, Request, Response, WebSocket, WebSocketDisconnect
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from sensorium import __version__
+from sensorium.envs.remote.wire import Json, WireError, bytes_of, pack, unpack
+from sensorium.services.access import allowed
+from sensorium.services.sessions import MOST_ID, Refusal, SessionTable
+from sensorium.vocabulary.content import Media
+from sensorium.vocabulary.errors import MediaError, SensoriumError
+
+REAP_S = 5.0
+MOST_OPERATIONS = 4096
+MOST_SEED = 2**62
+STATUSES: dict[int | str, dict[str, Any]] = {
+    status: {"description": told}
+    for status, told in {
+        400: "the body cannot be read",
+        401: "the key is missing or wrong",
+        404: "there is no such session or medium",
+        409: "a step out of turn, or another session has this id",
+        410: "the episode is lost",
+        422: "the wish makes no sense",
+        503: "the server is full; try again after Retry-After seconds",
+    }.items()
+}
+
+SessionId = Annotated[str, Path(min_length=1, max_length=MOST_ID)]
+
+
+class Wish(BaseModel):
+    """What to open."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    environment: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    seed: int = Field(0, ge=0, le=MOST_SEED)
+
+
+class Act(BaseModel):
+    """What the model wrote."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    response: str
+
+
+def make_app(table: SessionTable, key: str = "") -> FastAPI:
+    """The service. ``key`` must come with every request but /health, where it is not empty."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        reaper = asyncio.create_task(_reap(table))
+        yield
+        reaper.cancel()
+        await table.shut()
+
+    app = FastAPI(title="Sensorium environment service", version=__version__, lifespan=lifespan)
+
+    @app.exception_handler(Refusal)
+    async def refused(request: Request, refusal: Refusal) -> JSONResponse:
+        headers = {"Retry-After": f"{refusal.retry_after_s:g}"} if refusal.retry_after_s else None
+        return JSONResponse({"detail": refusal.why}, refusal.status, headers=headers)
+
+    def with_key(request: Request) -> None:
+        if not allowed(key, request.headers, request.query_params):
+            raise HTTPException(401, "the key is missing or wrong")
+
+    keyed: dict[str, Any] = {"dependencies": [Depends(with_key)], "responses": STATUSES}
+
+    @app.get("/health")
+    async def health() -> Json:
+        return {"status": "ok", "version": __version__, "environments": sorted(table.offers.offers), **table.counts()}
+
+    @app.put("/v1/sessions/{id}", **keyed)
+    async def open_session(id: SessionId, wish: Wish) -> Json:
+        return await table.open(id, wish.environment, wish.options, wish.seed)
+
+    @app.post("/v1/sessions/{id}/steps/{number}", **keyed)
+    async def step_session(id: SessionId, number: Annotated[int, Path(ge=1, le=MOST_SEED)], act: Act) -> Json:
+        return await table.step(id, number, act.response)
+
+    @app.post("/v1/sessions/{id}/lease", **keyed)
+    async def renew_lease(id: SessionId) -> Json:
+        return table.renew(id)
+
+    @app.delete("/v1/sessions/{id}", **keyed)
+    async def close_session(id: SessionId) -> Json:
+        return await table.close(id)
+
+    @app.get("/v1/media/{digest}", response_class=Response, **keyed)
+    async def medium(digest: Annotated[str, Path(pattern="^[0-9a-f]{64}$")]) -> Response:
+        try:
+            data = table.store.bytes_of(Media("picture", digest))
+        except MediaError as error:
+            raise Refusal(404, "there is no such medium") from error
+        return Response(data, media_type="image/png" if data.startswith(b"\x89PNG") else "application/octet-stream")
+
+    @app.websocket("/v1/ws")
+    async def operations(socket: WebSocket) -> None:
+        if not allowed(key, socket.headers, socket.query_params):
+            await socket.close(4401, "the key is missing or wrong")
+            return
+        await socket.accept()
+        await _Exchange(socket, table).serve()
+
+    return app
+
+
+class _Exchange:
+    """One WebSocket: operations come in batches, replies go out in batches as they are ready, each with its id."""
+
+    def __init__(self, socket: WebSocket, table: SessionTable) -> None:
+        self.socket, self.table = socket, table
+        self._ready: list[Json] = []
+        self._wake = asyncio.Event()
+        self._at_work: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        writer = asyncio.create_task(self._write())
+        try:
+            while True:
+                self._take(await self.socket.receive_bytes())
+        except (WebSocketDisconnect, RuntimeError, KeyError):  # it is gone, or sent text; sessions go on by their lease
+            pass
+        except WireError as error:
+            with suppress(RuntimeError):
+                await self.socket.close(4400, str(error)[:100])
+        finally:
+            writer.cancel()
+
+    def _take(self, frame: bytes) -> None:
+        body, _ = unpack(frame)
+        listed = body.get("ops")
+        if not isinstance(listed, list) or len(listed) > MOST_OPERATIONS:
+            raise WireError(f"a frame holds up to {MOST_OPERATIONS} 'ops'")
+        for operation in listed:
+            if not isinstance(operation, dict) or not isinstance(operation.get("id"), int):
+                raise WireError("an operation has an id")
+            task = asyncio.create_task(self._perform(operation))
+            self._at_work.add(task)
+            task.add_done_callback(self._at_work.discard)
+
+    async def _perform(self, operation: Json) -> None:
+        reply: Json = {"id": operation["id"]}
+        try:
+            reply["value"] = await perform(self.table, operation)
+        except Refusal as refusal:
+            reply |= {"status": refusal.status, "why": refusal.why, "retry_after_s": refusal.retry_after_s}
+        self._ready.append(reply)
+        self._wake.set()
+
+    async def _write(self) -> None:
+        while True:
+            await self._wake.wait()
+            await asyncio.sleep(0)  # what is ready in the same moment goes out together
+            self._wake.clear()
+            ready, self._ready = self._ready, []
+            try:
+                await self.socket.send_bytes(pack({"replies": ready}, bytes_of(ready, self.table.store)))
+            except (RuntimeError, WebSocketDisconnect):
+                return
+
+
+async def perform(table: SessionTable, operation: Json) -> Json:
+    """One operation of a frame: ``op`` and what it needs."""
+    wanted: dict[str, tuple[dict[str, type], Callable[..., Any]]] = {
+        "open": ({"session": str, "environment": str, "options": dict, "seed": int}, table.open),
+        "step": ({"session": str, "number": int, "response": str}, table.step),
+        "demonstrate": ({"session": str}, table.demonstrate),
+        "lease": ({"session": str}, table.renew),
+        "close": ({"session": str}, table.close),
+        "content_keys": ({"environment": str, "options": dict, "seeds": list}, lambda *asked: _content_keys(table, *asked)),
+    }
+    fields, method = wanted.get(str(operation.get("op")), ({}, None))
+    if method is None:
+        raise Refusal(422, f"there is no operation '{operation.get('op')!s:.40}'; there is {', '.join(wanted)}")
+    for key, kind in fields.items():
+        given = operation.get(key)
+        if not isinstance(given, kind) or (isinstance(given, bool) and kind is int):
+            raise Refusal(422, f"the operation needs '{key}'")
+    outcome = method(*(operation[key] for key in fields))
+    value: Json = await outcome if asyncio.iscoroutine(outcome) else outcome
+    return value
+
+
+async def _content_keys(table: SessionTable, environment: str, options: Json, seeds: list[Any]) -> Json:
+    if len(seeds) > 1000 or not all(isinstance(seed, int) and 0 <= seed <= MOST_SEED for seed in seeds):
+        raise Refusal(422, "up to 1000 seeds, whole numbers from 0")
+    try:
+        return {"keys": [table.offers.content_key(environment, options, seed) for seed in seeds]}
+    except SensoriumError as error:
+        raise Refusal(422, str(error)) from error
+
+
+async def _reap(table: SessionTable) -> None:
+    while True:
+        await asyncio.sleep(min(REAP_S, table.lease_s))
+        table.reap()

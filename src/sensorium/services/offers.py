@@ -1,0 +1,74 @@
+"""Which environments a service offers. Clients are not trusted: they choose among these, and cannot name code."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sensorium.media.store import MediaStore
+from sensorium.recipe.names import build, check, parameters_of, resolve, table, wrong_options
+from sensorium.vocabulary.errors import RecipeError, nearest
+
+NOT_SERVED = ("question", "remote", "isolated")
+
+
+@dataclass(frozen=True)
+class Offer:
+    """An environment under a name of its own, with options that clients cannot change."""
+
+    environment: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Offers:
+    """Environments by name. A client's options go beside an offer's own, except those that say what code runs."""
+
+    def __init__(self, offers: Mapping[str, Offer]) -> None:
+        self.offers = dict(offers)
+        if not self.offers:
+            raise RecipeError(
+                "the service offers no environment; name some, as in: sensorium serve env frozen_lake sokoban."
+            )
+        for name, offer in self.offers.items():
+            check("environment", offer.environment, f"environment '{name}'")
+            if "task" in parameters_of(resolve("environment", offer.environment)):
+                raise RecipeError(f"environment '{name}' plays the questions of rows, and cannot be served by seeds.")
+
+    def chosen(self, name: Any, options: Any) -> tuple[str, dict[str, Any]]:
+        """What a client's name and options stand for; RecipeError says what is wrong with them."""
+        if not isinstance(name, str) or name not in self.offers:
+            raise RecipeError(f"unknown environment '{name!s:.60}'{nearest(str(name)[:60], list(self.offers))}")
+        if not isinstance(options, Mapping):
+            raise RecipeError("the options of an environment are an object.")
+        offer = self.offers[name]
+        closed = {*getattr(resolve("environment", offer.environment), "recipe_only", ()), *offer.options}
+        for key in options:
+            if key in closed:
+                raise RecipeError(f"the option '{key}' of environment '{name}' is the server's own.")
+        chosen = {**offer.options, **options}
+        _, problem = wrong_options("environment", offer.environment, chosen)
+        if problem:
+            raise RecipeError(problem)
+        return offer.environment, chosen
+
+    def built(self, name: Any, options: Any, store: MediaStore) -> Any:
+        """The environment."""
+        environment, chosen = self.chosen(name, options)
+        return build("environment", environment, chosen, f"environment '{name}'", store=store)
+
+    def content_key(self, name: Any, options: Any, seed: int) -> str:
+        """What a seed leads to."""
+        environment, chosen = self.chosen(name, options)
+        kind = resolve("environment", environment)
+        if not hasattr(kind, "content_key"):
+            raise RecipeError(f"environment '{name}' has no content_key(seed, options).")
+        return str(kind.content_key(seed, chosen))
+
+
+def usual_offers() -> dict[str, Offer]:
+    """Every registered environment that plays from seeds and runs no code of a client's choosing."""
+    found = {}
+    for name in table("environment"):
+        kind = resolve("environment", name) if name not in NOT_SERVED else None
+        if kind is not None and "task" not in parameters_of(kind) and not getattr(kind, "recipe_only", ()):
+            found[name] = Offer(name)
+    return found

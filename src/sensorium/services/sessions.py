@@ -1,0 +1,221 @@
+"""Sessions of the environment service: one environment each, with a lease, and steps that act once.
+
+Invariants:
+- A step has a number, 1, 2, …. The one after the last acts; the last one again gives the same reply (or waits for it, if it
+  is still acting); any other is refused. So a client that lost a reply asks again, and nothing acts twice.
+- Opening a session again under its id, with the same wish, gives the same first observation.
+- Who stops waiting does not stop the environment: its reply is kept for the next time it is asked for.
+- At most ``capacity`` sessions are open or opening. One that nobody asked for during its lease is closed.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from sensorium.envs.protocol import Environment
+from sensorium.envs.remote.wire import Json, reset_to_json, step_to_json
+from sensorium.media.store import MediaStore
+from sensorium.rollout.live import Deadlines, LiveEnvironment
+from sensorium.services.offers import Offers
+from sensorium.vocabulary.errors import RecipeError, SensoriumError
+from sensorium.vocabulary.plain import words
+from sensorium.vocabulary.task import EnvironmentSpec, Task
+from sensorium.workers.pool import WorkerPool
+
+MOST_ID = 200
+
+
+class Refusal(Exception):
+    """A request that is not carried out: an HTTP status and why."""
+
+    def __init__(self, status: int, why: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(why)
+        self.status, self.why, self.retry_after_s = status, why, retry_after_s
+
+
+@dataclass
+class Session:
+    """One environment and what it last replied. ``number`` counts its steps."""
+
+    id: str
+    wish: tuple[Any, ...]
+    live: LiveEnvironment
+    opening: "asyncio.Task[Json]"
+    number: int = 0
+    acting: "asyncio.Task[Json] | None" = None
+    done: bool = False
+    asked: float = field(default_factory=time.monotonic)
+
+    @property
+    def busy(self) -> bool:
+        """Whether it is opening or acting."""
+        return not self.opening.done() or (self.acting is not None and not self.acting.done())
+
+
+class SessionTable:
+    """All sessions of a server. ``make`` builds an environment from name and options; by default the offers' own."""
+
+    def __init__(
+        self,
+        offers: Offers,
+        store: MediaStore,
+        capacity: int = 1024,
+        lease_s: float = 3600.0,
+        deadline_s: float = 60.0,
+        make: Callable[[str, Json], Environment] | None = None,
+    ) -> None:
+        self.offers, self.store, self.capacity, self.lease_s, self.deadline_s = offers, store, capacity, lease_s, deadline_s
+        self.sessions: dict[str, Session] = {}
+        self.opened = self.steps = self.reaped = self.failed = 0
+        self._make = make or (lambda name, options: offers.built(name, options, store))
+        self._pool = WorkerPool("environment", size=max(1, capacity))
+        self._closing: set[asyncio.Task[Any]] = set()
+
+    async def open(self, id: str, environment: Any, options: Any, seed: int) -> Json:
+        """Open a session and reset its environment; again under the same id gives the same."""
+        wish = (environment, repr(options), seed)
+        session = self.sessions.get(id)
+        if session is None:
+            session = self._new(id, environment, options, seed, wish)
+        elif session.wish != wish:
+            raise Refusal(409, f"there is a session '{id}' of another environment; choose another id")
+        session.asked = time.monotonic()
+        return await self._outcome(session, session.opening)
+
+    async def step(self, id: str, number: int, response: str) -> Json:
+        """Act, once; the last step again gives its reply again."""
+        session = self._known(id)
+        session.asked = time.monotonic()
+        if number == session.number and session.acting is not None:
+            return await self._outcome(session, session.acting)
+        if number != session.number + 1:
+            raise Refusal(409, f"session '{id}' is at step {session.number}; the next one is {session.number + 1}")
+        if session.busy:
+            raise Refusal(409, f"session '{id}' is still at step {session.number}")
+        if session.done:
+            raise Refusal(410, f"session '{id}' has ended; open another one")
+        session.number = number
+        session.acting = asyncio.create_task(self._act(session, response))
+        return await self._outcome(session, session.acting)
+
+    async def demonstrate(self, id: str) -> Json:
+        """A good response from where a session is; nothing acts."""
+        session = self._known(id)
+        session.asked = time.monotonic()
+        if session.busy or session.done:
+            raise Refusal(409, f"session '{id}' is busy or has ended: there is nothing to demonstrate")
+        try:
+            return {"response": await session.live.demonstrate(session.number)}
+        except SensoriumError as error:
+            raise Refusal(410, str(error)) from error
+
+    def renew(self, id: str) -> Json:
+        """Keep a session for another lease."""
+        session = self._known(id)
+        session.asked = time.monotonic()
+        return {"step": session.number, "done": session.done}
+
+    async def close(self, id: str) -> Json:
+        """Close a session; one that is not there is closed already."""
+        session = self.sessions.pop(id, None)
+        if session is not None:
+            self._end(session)
+        return {"closed": True}
+
+    def reap(self) -> int:
+        """Close the sessions that nobody asked for during their lease; returns how many."""
+        now = time.monotonic()
+        idle = [session for session in self.sessions.values() if not session.busy and now - session.asked > self.lease_s]
+        for session in idle:
+            del self.sessions[session.id]
+            self._end(session)
+        self.reaped += len(idle)
+        return len(idle)
+
+    async def shut(self) -> None:
+        """Close everything."""
+        for id in list(self.sessions):
+            await self.close(id)
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=5)
+        self._pool.close()
+
+    def counts(self) -> Json:
+        """How it stands."""
+        return {
+            "sessions": len(self.sessions),
+            "capacity": self.capacity,
+            "opened": self.opened,
+            "steps": self.steps,
+            "reaped": self.reaped,
+            "failed": self.failed,
+        }
+
+    def _new(self, id: str, environment: Any, options: Any, seed: int, wish: tuple[Any, ...]) -> Session:
+        if not id or len(id) > MOST_ID:
+            raise Refusal(422, f"the id of a session has 1 to {MOST_ID} characters")
+        if len(self.sessions) >= self.capacity:
+            raise Refusal(503, f"the server is full: {self.capacity} sessions are open", retry_after_s=1.0)
+        try:
+            self.offers.chosen(environment, options)
+        except RecipeError as error:
+            raise Refusal(422, str(error)) from error
+        task = Task(id, environment=EnvironmentSpec(environment, options, seed))
+        live = LiveEnvironment(
+            self._pool, lambda _: self._make(environment, options), task, self.deadline_s, Deadlines(), id
+        )
+        session = Session(id, wish, live, asyncio.create_task(self._begin(live, seed)))
+        self.sessions[id] = session
+        self.opened += 1
+        return session
+
+    async def _begin(self, live: LiveEnvironment, seed: int) -> Json:
+        return reset_to_json(*await live.reset(seed))
+
+    async def _act(self, session: Session, response: str) -> Json:
+        result = await session.live.step(response, session.number)
+        self.steps += 1
+        session.done = result.done or result.truncated or result.observation is None
+        return step_to_json(result)
+
+    async def _outcome(self, session: Session, task: "asyncio.Task[Json]") -> Json:
+        """What a task comes to. It goes on if nobody waits any longer."""
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise Refusal(410, f"session '{session.id}' was closed") from None
+            raise
+        except Exception as error:
+            if self.sessions.get(session.id) is session:  # it holds no place any longer
+                self.failed += 1
+                del self.sessions[session.id]
+                self._end(session)
+            told = str(error) if isinstance(error, SensoriumError) else words(error)
+            raise Refusal(410, told) from error
+
+    def _known(self, id: str) -> Session:
+        session = self.sessions.get(id)
+        if session is None:
+            raise Refusal(
+                404, f"there is no session '{id:.80}'; it was closed, its lease is over, or the server was restarted"
+            )
+        return session
+
+    def _end(self, session: Session) -> None:
+        """Give a session's environment back, when it is done with what it does; nobody waits for that."""
+
+        async def give_back() -> None:
+            for task in filter(None, (session.opening, session.acting)):
+                await asyncio.wait({task})
+                task.exception()  # told already to who asked
+            await session.live.close()
+
+        self._keep(give_back())
+
+    def _keep(self, work: Awaitable[None]) -> None:
+        task: asyncio.Task[None] = asyncio.ensure_future(work)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)

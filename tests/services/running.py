@@ -1,0 +1,94 @@
+"""Environment services for tests: a real server on loopback, and an environment that counts every act."""
+
+import asyncio
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from sensorium.envs.protocol import Observation, StepResult
+from sensorium.media.store import MediaStore
+from sensorium.services.environment_service import make_app
+from sensorium.services.offers import Offer, Offers
+from sensorium.services.sessions import SessionTable
+from sensorium.vocabulary.content import system, user
+
+ACTS: Counter[tuple[int, int]] = Counter()
+"""How often each (seed, turn) was acted, in this process."""
+
+
+class Counting:
+    """Counts every act of each seed; says how many there were. Ends after ``turns``."""
+
+    instant = True
+
+    def __init__(self, store: MediaStore, turns: int = 5, secret: int = 0) -> None:
+        self.turns = turns
+
+    @classmethod
+    def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
+        return str(seed)
+
+    def reset(self, seed: int) -> Any:
+        self.seed, self.turn = seed, 0
+        return (system("count"),), Observation((user(f"seed {seed}"),))
+
+    def step(self, response: str) -> StepResult:
+        self.turn += 1
+        ACTS[self.seed, self.turn] += 1
+        if response == "raise":
+            raise ValueError("told to")
+        done = self.turn >= self.turns
+        return StepResult(None if done else Observation((user(f"turn {self.turn}: {response}"),)), {"act": 1.0}, done=done)
+
+    def demonstrate(self) -> str:
+        return f"demonstration {self.turn}"
+
+    def close(self) -> None: ...
+
+
+class Slow(Counting):
+    """Takes a random moment for each act."""
+
+    instant = False
+
+    def step(self, response: str) -> StepResult:
+        time.sleep(random.random() * 0.01)
+        return super().step(response)
+
+
+OFFERS = {
+    "counting": Offer(f"{__name__}:Counting"),
+    "slow": Offer(f"{__name__}:Slow"),
+    "sokoban": Offer("sokoban"),
+    "closed": Offer(f"{__name__}:Counting", {"secret": 1}),
+}
+
+
+def make_table(**options: Any) -> SessionTable:
+    return SessionTable(Offers(OFFERS), MediaStore(), **options)
+
+
+@contextmanager
+def serving(table: SessionTable, key: str = "") -> Iterator[str]:
+    """A server in a thread; gives its address."""
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        place.listen()
+        server = uvicorn.Server(uvicorn.Config(make_app(table, key), log_level="error", ws_max_size=1 << 28))
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[place])), daemon=True)
+        thread.start()
+        until = time.monotonic() + 60
+        while not server.started and time.monotonic() < until:
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{place.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(30)

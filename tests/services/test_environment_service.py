@@ -1,0 +1,275 @@
+"""The environment service, over real sockets: its routes, its WebSocket, and environments played through it."""
+
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sensorium.envs.remote.client import EnvironmentClient, shared_client, socket_address
+from sensorium.envs.remote.environment import KEY, RemoteEnvironment
+from sensorium.envs.remote.wire import WireError, pack, unpack
+from sensorium.envs.sokoban import Sokoban
+from sensorium.media.store import MediaStore
+from sensorium.services.access import refuse_open
+from sensorium.tasks.environment_tasks import EnvironmentTasks
+from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
+
+from .running import ACTS, make_table, serving
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with serving(make_table(capacity=400)) as address:
+        yield address
+
+
+def test_a_session_over_http(server: str) -> None:
+    with httpx.Client(base_url=server) as http:
+        assert http.get("/health").json()["status"] == "ok"
+        wish = {"environment": "sokoban", "options": {"max_turns": 3}, "seed": 7}
+        opened = http.put("/v1/sessions/s1", json=wish)
+        picture = opened.json()["observation"][0]["content"][0]
+        assert http.get(f"/v1/media/{picture['hash']}").content.startswith(b"\x89PNG")
+        first = http.post("/v1/sessions/s1/steps/1", json={"response": "<answer>Up</answer>"})
+        again = http.post("/v1/sessions/s1/steps/1", json={"response": "<answer>Up</answer>"})
+        assert (first.status_code, first.content) == (200, again.content)
+        assert http.post("/v1/sessions/s1/lease").json() == {"step": 1, "done": False}
+        assert http.post("/v1/sessions/s1/steps/3", json={"response": ""}).status_code == 409
+        assert http.delete("/v1/sessions/s1").json() == {"closed": True}
+        assert http.post("/v1/sessions/s1/steps/2", json={"response": ""}).status_code == 404
+        assert http.put("/v1/sessions/s2", json={"environment": "tetris"}).status_code == 422
+        assert http.put("/v1/sessions/s2", json={"environment": "sokoban", "seed": True}).status_code == 422
+        assert http.get("/v1/media/" + "0" * 64).status_code == 404
+
+
+def test_a_full_server_says_when_to_try_again() -> None:
+    with serving(make_table(capacity=1)) as address, httpx.Client(base_url=address) as http:
+        assert http.put("/v1/sessions/a", json={"environment": "counting"}).status_code == 200
+        full = http.put("/v1/sessions/b", json={"environment": "counting"})
+        assert (full.status_code, full.headers["Retry-After"]) == (503, "1")
+
+
+def test_the_key_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(make_table(), key="secret") as address, httpx.Client(base_url=address) as http:
+        assert http.get("/health").status_code == 200
+        assert http.put("/v1/sessions/a", json={"environment": "counting"}).status_code == 401
+        for headers in ({"X-API-Key": "secret"}, {"Authorization": "Bearer secret"}):
+            assert http.put("/v1/sessions/a", json={"environment": "counting"}, headers=headers).status_code == 200
+        with pytest.raises(EnvironmentFailure, match="no session could be opened"):
+            RemoteEnvironment(MediaStore(), address, "counting", deadline_s=0.5).reset(0)
+        monkeypatch.setenv(KEY, "secret")
+        environment = RemoteEnvironment(MediaStore(), address, "counting")
+        assert environment.reset(3)[1].messages[0].text == "seed 3"
+        environment.close()
+    for host in ("0.0.0.0", "10.0.0.1", "example.org"):
+        with pytest.raises(RecipeError, match="key"):
+            refuse_open(host, "")
+        refuse_open(host, "secret")
+    refuse_open("127.0.0.1", "")
+
+
+def test_an_environment_at_the_service_plays_as_the_one_here(server: str) -> None:
+    options = {"max_turns": 6, "max_actions_per_turn": 2, "prompt": "full"}
+    for seed in (1, 2):
+        store = MediaStore()
+        here, there = Sokoban(MediaStore(), **options), RemoteEnvironment(store, server, "sokoban", options)  # type: ignore[arg-type]
+        assert here.reset(seed) == there.reset(seed)
+        for _ in range(6):
+            response = here.demonstrate()
+            assert there.demonstrate() == response
+            mine, its = here.step(response), there.step(response)
+            assert mine == its
+            if its.observation is None:
+                break
+            assert store.picture(its.observation.messages[0].media[0]).size == (168, 168)
+        there.close()
+
+
+def test_tasks_of_a_remote_environment_are_split_as_here(server: str) -> None:
+    options = {"servers": server, "environment": "sokoban"}
+    there = EnvironmentTasks("remote", MediaStore(), options, split="test", size=8)
+    assert there.seeds == EnvironmentTasks("sokoban", MediaStore(), split="test", size=8).seeds
+
+
+def test_no_act_is_lost_or_doubled_under_dropped_connections() -> None:
+    """256 sessions at once, random delays, and all connections cut again and again; every act is counted."""
+    ACTS.clear()
+    with serving(make_table(capacity=300)) as address:
+        client = shared_client([address], "")
+        over = threading.Event()
+
+        def cut() -> None:
+            while not over.wait(0.05):
+                client._loop.call_soon_threadsafe(client.servers[0].connection._break, "cut by the test")
+
+        def play(seed: int) -> int:
+            environment = RemoteEnvironment(MediaStore(), address, "slow", {"turns": 4}, deadline_s=120, retry_s=120)
+            environment.reset(seed)
+            done, turns = False, 0
+            while not done:
+                result = environment.step("go")
+                done, turns = result.done, turns + 1
+            environment.close()
+            return turns
+
+        cutter = threading.Thread(target=cut, daemon=True)
+        cutter.start()
+        with ThreadPoolExecutor(256) as crowd:
+            turns = list(crowd.map(play, range(256)))
+        over.set()
+        cutter.join()
+    assert turns == [4] * 256
+    assert {(seed, turn): 1 for seed in range(256) for turn in range(1, 5)} == ACTS
+
+
+def started(port: int, *arguments: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "sensorium.cli.main", "serve", "env", *arguments, "--port", str(port)]
+    surroundings = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=surroundings, cwd=Path(__file__).parents[2])
+    assert process.stdout is not None
+    assert "serving" in process.stdout.readline()
+    return process
+
+
+def test_a_killed_server_fails_only_its_own_episodes(unused_ports: list[int]) -> None:
+    servers = [started(port, "counting=tests.services.running:Counting") for port in unused_ports]
+    addresses = [f"http://127.0.0.1:{port}" for port in unused_ports]
+    try:
+        environments = [
+            RemoteEnvironment(MediaStore(), addresses, "counting", deadline_s=60, retry_s=0.5) for _ in range(8)
+        ]
+        for seed, environment in enumerate(environments):
+            environment.reset(seed)
+            environment.step("go")
+        at = [environment._session.server.connection.url for environment in environments if environment._session]
+        assert {url: at.count(url) for url in at} == {socket_address(address): 4 for address in addresses}
+        servers[0].send_signal(signal.SIGKILL)
+        servers[0].wait()
+        for url, environment in zip(at, environments, strict=True):
+            if url == socket_address(addresses[0]):
+                with pytest.raises(EnvironmentFailure, match="step 2 is lost"):
+                    environment.step("go")
+            else:
+                assert environment.step("go").observation is not None
+        environments[0].reset(9)  # a new episode goes to the server that is left
+        assert environments[0].step("go").observation is not None
+    finally:
+        for process in servers:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def unused_ports() -> list[int]:
+    import socket
+
+    places = [socket.socket() for _ in range(2)]
+    for place in places:
+        place.bind(("127.0.0.1", 0))
+    ports = [place.getsockname()[1] for place in places]
+    for place in places:
+        place.close()
+    return ports
+
+
+def test_the_command_refuses_what_makes_no_sense(capsys: pytest.CaptureFixture[str]) -> None:
+    from sensorium.cli.main import main
+
+    assert main(["serve", "env", "frozen_lak"]) == 2
+    assert "did you mean 'frozen_lake'" in " ".join(capsys.readouterr().err.split())
+    assert main(["serve", "env", "--host", "0.0.0.0"]) == 2
+    assert "SENSORIUM_SERVICE_KEY" in " ".join(capsys.readouterr().err.split())
+
+
+FRAMES = st.one_of(
+    st.binary(max_size=60),
+    st.builds(lambda n, b: struct.pack(">I", n) + b, st.integers(0, 2**32 - 1), st.binary(max_size=40)),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+        lambda inner: (
+            st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["ops", "id", "op", "media", "session"]), inner)
+        ),
+        max_leaves=8,
+    ).map(lambda value: pack(value if isinstance(value, dict) else {"ops": value}, {})),
+    st.fixed_dictionaries(
+        {"id": st.integers(0, 9), "op": st.sampled_from(["open", "step", "close", "lease", "content_keys", "x"])},
+        optional={
+            "session": st.text(max_size=5) | st.integers(),
+            "environment": st.sampled_from(["sokoban", "counting", "x"]) | st.none(),
+            "options": st.dictionaries(st.sampled_from(["size", "turns"]), st.integers() | st.text(max_size=3)),
+            "seed": st.integers() | st.booleans(),
+            "number": st.integers(),
+            "response": st.text(max_size=30),
+            "seeds": st.lists(st.integers(), max_size=3),
+        },
+    ).map(lambda operation: pack({"ops": [operation]}, {})),
+)
+
+
+HTTP = httpx.Client()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(FRAMES, max_size=4), st.booleans())
+def test_no_frame_breaks_the_service(server: str, frames: list[bytes], as_text: bool) -> None:
+    from websockets.exceptions import ConnectionClosed
+    from websockets.sync.client import connect
+
+    with connect(server.replace("http", "ws") + "/v1/ws", max_size=None) as socket:
+        try:
+            for frame in frames:
+                socket.send(frame.hex() if as_text else frame)
+            socket.send(pack({"ops": [{"id": -1, "op": "lease", "session": "none"}]}, {}))
+            while True:
+                body, _ = unpack(socket.recv(timeout=30))  # type: ignore[arg-type]
+                if any(reply["id"] == -1 for reply in body["replies"]):
+                    break
+        except ConnectionClosed:
+            pass
+    assert HTTP.get(server + "/health").json()["status"] == "ok"
+
+
+@given(
+    st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5)), st.lists(st.binary(max_size=20), max_size=3)
+)
+def test_a_frame_is_read_as_it_was_written(body: dict[str, Any], blobs: list[bytes]) -> None:
+    import hashlib
+
+    body.pop("media", None)
+    media = {hashlib.sha256(blob).hexdigest(): blob for blob in blobs}
+    frame = pack(body, media)
+    assert unpack(frame) == (body, media)
+    if media and any(media.values()):
+        with pytest.raises(WireError):
+            unpack(frame[:-1] + bytes([frame[-1] ^ 1]))
+
+
+def test_a_client_is_shared_and_addresses_are_checked() -> None:
+    assert shared_client(["http://a:1"], "") is shared_client(["ws://a:1/v1/ws"], "")
+    with pytest.raises(RecipeError, match="no address"):
+        EnvironmentClient([socket_address("a:1")])
+
+
+def test_many_sessions_step_at_once_and_fast_enough_to_notice_a_stall(server: str) -> None:
+    environments = [RemoteEnvironment(MediaStore(), server, "counting", {"turns": 1000}) for _ in range(16)]
+    for environment in environments:
+        environment.reset(random.randrange(10**6, 10**9))
+    began = time.monotonic()
+    with ThreadPoolExecutor(16) as crowd:
+        list(crowd.map(lambda environment: [environment.step("go") for _ in range(20)], environments))
+    assert time.monotonic() - began < 60
+    for environment in environments:
+        environment.close()

@@ -1,0 +1,125 @@
+"""Sessions act once for each step, whatever is asked again, and hold no more places than there are."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from sensorium.services.offers import Offer, Offers, usual_offers
+from sensorium.services.sessions import Refusal, SessionTable
+from sensorium.vocabulary.errors import RecipeError
+
+from .running import ACTS, make_table
+
+
+def played(test: Any, **options: Any) -> None:
+    async def run() -> None:
+        table = make_table(**options)
+        try:
+            await test(table)
+        finally:
+            await table.shut()
+
+    ACTS.clear()
+    asyncio.run(run())
+
+
+async def refused(asked: Any) -> int:
+    with pytest.raises(Refusal) as refusal:
+        await asked
+    return refusal.value.status
+
+
+@pytest.mark.parametrize("environment", ["counting", "slow"])
+def test_a_step_that_is_asked_again_replies_again_and_acts_once(environment: str) -> None:
+    async def test(table: SessionTable) -> None:
+        first = await table.open("a", environment, {}, 7)
+        assert first["observation"][0]["content"] == [{"text": "seed 7"}]
+        assert await table.open("a", environment, {}, 7) == first
+        replies = await asyncio.gather(*(table.step("a", 1, "go") for _ in range(5)))
+        assert all(reply == replies[0] for reply in replies)
+        assert await table.step("a", 1, "something else") == replies[0]
+        await table.step("a", 2, "go")
+        assert dict(ACTS) == {(7, 1): 1, (7, 2): 1}
+        assert [await refused(table.step("a", number, "go")) for number in (1, 4)] == [409, 409]
+        assert await refused(table.open("a", environment, {}, 8)) == 409
+        assert table.counts() | {"capacity": 0} == {
+            "sessions": 1, "capacity": 0, "opened": 1, "steps": 2, "reaped": 0, "failed": 0,
+        }  # fmt: skip
+
+    played(test)
+
+
+def test_who_stops_waiting_does_not_stop_the_act() -> None:
+    async def test(table: SessionTable) -> None:
+        await table.open("a", "slow", {}, 1)
+        for _ in range(3):
+            impatient = asyncio.create_task(table.step("a", 1, "go"))
+            await asyncio.sleep(0)
+            impatient.cancel()
+        assert (await table.step("a", 1, "go"))["reward"] == {"act": 1.0}
+        assert dict(ACTS) == {(1, 1): 1}
+
+    played(test)
+
+
+def test_an_ended_episode_takes_no_step_and_a_failed_one_gives_its_place_back() -> None:
+    async def test(table: SessionTable) -> None:
+        await table.open("a", "counting", {"turns": 1}, 1)
+        last = await table.step("a", 1, "go")
+        assert (last["done"], last["observation"]) == (True, None)
+        assert await table.step("a", 1, "go") == last
+        assert await refused(table.step("a", 2, "go")) == 410
+        await table.close("a")
+        await table.open("b", "counting", {}, 2)
+        assert await refused(table.step("b", 1, "raise")) == 410
+        assert await refused(table.step("b", 2, "go")) == 404
+        assert (len(table.sessions), table.failed) == (0, 1)
+
+    played(test, capacity=1)
+
+
+def test_no_more_sessions_than_there_are_places() -> None:
+    async def test(table: SessionTable) -> None:
+        found = await asyncio.gather(*(table.open(f"{i}", "slow", {}, i) for i in range(20)), return_exceptions=True)
+        full = [error for error in found if isinstance(error, Refusal)]
+        assert (len(full), {error.status for error in full}) == (17, {503})
+        assert all(error.retry_after_s > 0 for error in full)
+        assert len(table.sessions) == 3
+        await table.close("0")
+        await table.close("0")
+        await table.open("more", "slow", {}, 1)
+
+    played(test, capacity=3)
+
+
+def test_idle_sessions_are_closed_and_renewed_ones_are_not() -> None:
+    async def test(table: SessionTable) -> None:
+        await table.open("idle", "counting", {}, 1)
+        await table.open("kept", "counting", {}, 2)
+        table.sessions["idle"].asked -= 100
+        table.sessions["kept"].asked -= 100
+        table.renew("kept")
+        assert (table.reap(), set(table.sessions)) == (1, {"kept"})
+        assert await refused(table.step("idle", 1, "go")) == 404
+
+    played(test, lease_s=50)
+
+
+def test_a_client_chooses_among_what_is_offered_and_nothing_else() -> None:
+    async def test(table: SessionTable) -> None:
+        wishes: list[tuple[Any, Any]] = [
+            ("countin", {}), ("os:system", {}), ("counting", {"turn": 1}), ("closed", {"secret": 2}),
+            ("sokoban", {"size": "a"}),
+        ]  # fmt: skip
+        for environment, options in wishes:
+            assert await refused(table.open("x", environment, options, 1)) == 422
+        assert await refused(table.open("", "counting", {}, 1)) == 422
+        await table.open("x", "closed", {"turns": 2}, 1)
+
+    played(test)
+    assert set(usual_offers()) == {"frozen_lake", "sokoban", "countdown"}
+    with pytest.raises(RecipeError, match="cannot be served"):
+        Offers({"tools": Offer("tools")})
+    with pytest.raises(RecipeError, match="offers no environment"):
+        Offers({})
