@@ -199,7 +199,10 @@ def _side_files(made: Path, target: Path) -> None:
         said["extra_special_tokens"] = named
     del said["backend"]
     added = {str(token["id"]): {k: v for k, v in token.items() if k != "id"} for token in tokens["added_tokens"]}
-    keys = {"tokenizer_class": "Qwen2Tokenizer", "additional_special_tokens": [t for t in special if t not in named.values()]}
+    keys = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "additional_special_tokens": [t for t in special if t not in named.values()],
+    }
     _write(target / "tokenizer_config.json", said | keys | named | {"added_tokens_decoder": added, "bos_token": None})
     template = (made / "chat_template.jinja").read_text()
     if not (made / "processor_config.json").exists():

@@ -1,6 +1,7 @@
 """Videos and sounds in report.html: they play, what the model was given of them is seen, and the page stays small."""
 
 import base64
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from sensorium.media.store import MediaStore
 from sensorium.record.episode_json import write_episodes
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.html import render_report
-from sensorium.vocabulary import Episode, Group, Media, Segment, Status, Task, Thread, Turn, user
-from sensorium.vocabulary.decoding import AudioParameters
+from sensorium.vocabulary import Episode, Group, Media, MediaSpan, Segment, Status, Task, Thread, Turn, user
+from sensorium.vocabulary.decoding import AudioParameters, FrameRule, VideoParameters
 from tests.media.clips import middle, numbered, tone
 
 from .test_html import Page
@@ -22,12 +23,14 @@ CLIP = encode_clip(numbered(), 8.0, tone())
 WAVE = encode_wav(tone(0.5))
 
 
-def run_with(folder: Path, *media: Media) -> RunDirectory:
-    """A run directory with one group of one episode that was shown these."""
+def run_with(folder: Path, *media: Media, seen: Sequence[Media] = ()) -> RunDirectory:
+    """A run directory with one group of one episode that was shown these; ``seen`` is what its model was given of them."""
     run = RunDirectory(folder).create()
     task = Task("t", (user(*media, "what is this?"),))
     said = Segment("model", (1,), text="a thing", name="m")
-    episode = Episode("e", "t", "g", 0, (Thread((said,), (True,)),), (Turn(0, task.messages, said, 0, 0),), Status.FINISHED)
+    given = Segment("environment", (1,) * len(seen), tuple(MediaSpan(i, item) for i, item in enumerate(seen)))
+    thread = Thread((given, said), (False, True))
+    episode = Episode("e", "t", "g", 0, (thread,), (Turn(0, task.messages, said, 0, 0),), Status.FINISHED)
     write_episodes(run.episodes_of(1), 1, [Group("g", task, (episode,))])
     return run
 
@@ -67,6 +70,15 @@ def test_what_the_model_was_given_is_shown_with_its_times(tmp_path: Path) -> Non
     assert any((source["src"] or "").endswith("#t=1,2") for source in sources(page))
     [wave] = [svg for svg in page.all("svg") if svg.get("class") == "wave"]
     assert wave["aria-label"] == "loudness over 0.50 seconds, 0.50 at most"
+
+
+def test_a_clip_is_shown_as_the_family_saw_and_heard_it(tmp_path: Path) -> None:
+    video = MediaStore(tmp_path / "media").put(CLIP, "video", "row 1", VideoParameters(use_audio_in_video=True))
+    seen = video.resolved(FrameRule("official", 32, 1024, 2048, 1 << 20))
+    page = Page(render_report(run_with(tmp_path, video, seen=seen.parts)))
+    assert "6 frames of 32 × 32 from 3.00 s" in page.text
+    assert "s at 16 kHz" in page.text
+    assert len([svg for svg in page.all("svg") if svg.get("class") == "wave"]) == 1
 
 
 def test_large_clips_lie_beside_the_page_and_are_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ What is embedded stays within a bound; what a page has no room for is shown from
 
 from html import escape
 from io import BytesIO
+from typing import Any
 
 from PIL import Image
 
@@ -24,6 +25,8 @@ from sensorium.report.clips import (
     wave_figure,
 )
 from sensorium.vocabulary.content import Media
+from sensorium.vocabulary.decoding import VideoParameters
+from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import MediaError
 
 PIXELS = 512
@@ -42,6 +45,12 @@ class Album:
         self.store, self.left, self.decoder = store, bound, decoder
         self._pictures: dict[str, tuple[str, int, int]] = {}
         self._given: dict[Media, str] = {}
+        self._seen: dict[tuple[Any, ...], Media] = {}
+
+    def learn(self, episode: Episode) -> None:
+        """Note what an episode's model was shown of the clips in its messages: a family decides what they leave open."""
+        spans = (span for thread in episode.threads for segment in thread.segments for span in segment.media)
+        self._seen |= {_asked(span.media): span.media for span in spans if span.media.kind == "video"}
 
     def show(self, media: Media) -> str:
         """The element that shows a medium, or says why it is not shown."""
@@ -80,7 +89,8 @@ class Album:
         else:
             shown = _absent(media, NO_ROOM)
         if media not in self._given:
-            self._given[media] = self._as_given(media)
+            seen = self._seen.get(_asked(media), media)
+            self._given[media] = "".join(self._as_given(part) for part in seen.parts)
         return f'<figure class="clip {media.kind}">{shown}{self._given[media]}</figure>'
 
     def _as_given(self, media: Media) -> str:
@@ -105,6 +115,14 @@ class Album:
         self.left -= len(uri)
         self._pictures[id] = (uri, width, height)
         return True
+
+
+def _asked(media: Media) -> tuple[Any, ...]:
+    """What tells the clips of a page apart, whether or not a family has decided what their messages left open."""
+    asked = media.parameters
+    if not isinstance(asked, VideoParameters):
+        return (media,)
+    return (media.hash, asked.frames, asked.fps, asked.start, asked.end, asked.max_frames, asked.use_audio_in_video)
 
 
 def _embed(data: bytes, picture: Image.Image) -> tuple[str, int, int]:

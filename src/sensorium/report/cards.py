@@ -20,6 +20,7 @@ TAG = re.compile(r"&lt;/?[\w|]+&gt;")
 
 def comparison_card(pair: Comparison, album: Album) -> str:
     """One held-out task before and after."""
+    album.learn(pair.after)
     sides = "".join(
         f'<div class="side"><h4>{when}</h4>{_attempt(episode, album)}</div>'
         for when, episode in (("before", pair.before), ("after", pair.after))
@@ -30,6 +31,8 @@ def comparison_card(pair: Comparison, album: Album) -> str:
 def group_card(logged: LoggedGroup, album: Album) -> str:
     """A group: one task and all its attempts, those alike shown once, with the advantages they were trained with."""
     group, credits = logged.group, logged.credits
+    for episode in group.episodes:
+        album.learn(episode)
     if len(group.episodes[0].turns) > 1:
         ranked = sorted(group.episodes, key=lambda e: (e.reward is None, -(e.reward or 0.0)))
         ends = ranked if len(ranked) < 2 else [ranked[0], ranked[-1]]
