@@ -23,7 +23,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from sensorium import __version__
 from sensorium.envs.remote.wire import Json, WireError, bytes_of, pack, unpack
 from sensorium.services.access import allowed
+from sensorium.services.openenv_routes import openenv_routes
 from sensorium.services.sessions import MOST_ID, Refusal, SessionTable
+from sensorium.services.vagen_legacy import legacy_routes
+from sensorium.services.vagen_routes import vagen_routes
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import MediaError, SensoriumError
 
@@ -87,7 +90,11 @@ def make_app(table: SessionTable, key: str = "") -> FastAPI:
 
     @app.get("/health")
     async def health() -> Json:
-        return {"status": "ok", "version": __version__, "environments": sorted(table.offers.offers), **table.counts()}
+        """How it stands. Beside our own keys those that VAGEN's clients look for, of both kinds."""
+        theirs = {"message": "environment service", "registered_envs": sorted(table.offers.offers), "active_services": 1}
+        today = {"ok": True, "service": "gym-env-service", "max_inflight": "unlimited"}
+        count = len(table.sessions)
+        return {"status": "ok", "version": __version__, **table.counts(), **theirs, "active_environments": count, **today}
 
     @app.put("/v1/sessions/{id}", **keyed)
     async def open_session(id: SessionId, wish: Wish) -> Json:
@@ -121,6 +128,8 @@ def make_app(table: SessionTable, key: str = "") -> FastAPI:
         await socket.accept()
         await _Exchange(socket, table).serve()
 
+    for routes in (openenv_routes, vagen_routes, legacy_routes):
+        app.include_router(routes(table, key))
     return app
 
 
