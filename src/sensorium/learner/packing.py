@@ -11,6 +11,7 @@ from sensorium.learner.credited_episode import CreditedEpisode, Groups
 from sensorium.learner.positions import LayOut, Positions
 from sensorium.learner.tree import Node, Part, ask_values, grow, split
 from sensorium.learner.tree_attention import TokenRun, TreeAttention, arrange
+from sensorium.learner.tree_levels import LevelAttention, arrange_levels
 from sensorium.models.segment_layout import Slot
 from sensorium.vocabulary.content import Media
 
@@ -26,7 +27,7 @@ class MicroBatch:
 
     ids_T: Tensor
     positions_3T: Tensor
-    attention: TreeAttention
+    attention: TreeAttention | LevelAttention
     slots: tuple[Slot, ...]
     states_M: Tensor
     targets_M: Tensor
@@ -119,7 +120,8 @@ def _lay_out(parts: Sequence[Part], device: torch.device, silent: bool) -> Micro
     runs: list[TokenRun] = []
     for i, part in enumerate(parts):
         runs += _runs(part, i, laid)
-    batches = arrange(runs)
+    on_cuda = device.type == "cuda"
+    batches = arrange_levels(runs) if on_cuda else arrange(runs)
     total = sum(run.length for run in runs)
     ids_T = np.empty(total, dtype=np.int64)
     positions_3T = np.empty((3, total), dtype=np.int64)
@@ -139,7 +141,7 @@ def _lay_out(parts: Sequence[Part], device: torch.device, silent: bool) -> Micro
     return MicroBatch(
         ids_T=torch.from_numpy(ids_T).to(device),
         positions_3T=torch.from_numpy(positions_3T).to(device),
-        attention=TreeAttention(batches, device),
+        attention=LevelAttention(batches, device) if on_cuda else TreeAttention(batches, device),
         slots=tuple(slots),
         states_M=_joined(read.states, device),
         targets_M=_joined(read.targets, device),

@@ -11,16 +11,19 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from sensorium.models.attention import Attention, MaskedAttention
 from sensorium.models.layer_parts import GatedMLP, LayerParts, NormWeights, UnknownLayer, norm_of, parts_of
 from sensorium.models.wide_products import wide_linear
 
 DecoderLayer = Callable[..., Tensor]
+# False: activations are kept. "selective": those of the MLP are computed again. True: whole layers are.
+Recomputation = bool | Literal["selective"]
 # How far values and gradients may be from the stock layer's, relative to the largest.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 TRIAL_TOKENS = 48
@@ -34,6 +37,13 @@ class LayerStack:
         self.norm = norm
         self.stream = stream
 
+    def recomputes(self, how: Recomputation) -> bool:
+        """Whether whole layers are to be recomputed; fused ones recompute a part of theirs where that is asked."""
+        fused = [layer for layer in self.layers if isinstance(layer, FusedLayer)]
+        for layer in fused:
+            layer.lean = how == "selective"
+        return how is True or (how == "selective" and not fused)
+
     def enter(self, hidden_BTH: Tensor) -> Tensor:
         """Embeddings as the residual stream begins."""
         return hidden_BTH if self.stream is None else hidden_BTH.to(self.stream)
@@ -46,6 +56,7 @@ class FusedLayer:
         from sensorium.models import fused_products, layer_kernels
 
         self._parts, self._kernels, self._products = parts, layer_kernels, fused_products
+        self.lean = False  # computes products of the MLP again in the backward pass instead of keeping them
 
     def __call__(
         self, hidden_BTW: Tensor, *, position_embeddings: tuple[Tensor, Tensor], sensorium_attention: Attention
@@ -86,13 +97,21 @@ class FusedLayer:
             layers = (inner.gate, inner.up, inner.down)
             if all(layer.bias is None for layer in layers):
                 weights = [layer.weight for layer in layers]
-                block: Tensor = products.GatedBlock.apply(seen_BTW, hidden_BTW, between.weight, between.eps, *weights)
+                block: Tensor = products.GatedBlock.apply(
+                    seen_BTW, hidden_BTW, between.weight, between.eps, *weights, not self.lean
+                )
                 return block
         normed_BTW, sum_BTW = self._kernels.AddNorm.apply(seen_BTW, hidden_BTW, between.weight, between.eps)
+        if self.lean and torch.is_grad_enabled():
+            return sum_BTW + checkpoint(self._inner, normed_BTW, use_reentrant=False, preserve_rng_state=False)
+        return sum_BTW + self._inner(normed_BTW)
+
+    def _inner(self, normed_BTW: Tensor) -> Tensor:
+        """An MLP with adapters, or experts."""
+        inner = self._parts.inner
         if isinstance(inner, GatedMLP):
-            gated_BTF = self._kernels.Gate.apply(inner.gate(normed_BTW), inner.up(normed_BTW))
-            return sum_BTW + wide_linear(inner.down, gated_BTF)
-        return sum_BTW + inner(normed_BTW)
+            return wide_linear(inner.down, self._kernels.Gate.apply(inner.gate(normed_BTW), inner.up(normed_BTW)))
+        return inner(normed_BTW)
 
 
 def fused_layers(model: Any, rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> LayerStack:

@@ -19,7 +19,7 @@ from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.counts import MediaCounts, count_media
 from sensorium.models.encoding import Counters, Encoder
 from sensorium.models.family import Family, group_of
-from sensorium.models.fused import LayerStack, fused_layers
+from sensorium.models.fused import LayerStack, Recomputation, fused_layers
 from sensorium.models.lora import FOLDER, Adapters
 from sensorium.models.quiet import quiet
 from sensorium.models.recomputing import recompute_blocks
@@ -46,7 +46,7 @@ class Policy:
         self.vocab_size: int = adapter.head.weight.shape[0]
         assert self.vocab_size == chat.vocab_size, "the head has a row for every token of the config's vocabulary"
         self._encoder = Encoder(adapter, chat, self.device)
-        self._recompute = False
+        self._recompute: Recomputation = False
         self._fused: LayerStack | None = None
         self.groups()  # refuses a parameter that belongs to none
         _refuse_sliding_window(adapter.language_model.config)
@@ -101,7 +101,7 @@ class Policy:
         if placements:
             places_N, embeds_NH = _gather(placements, hidden_BTH)
             hidden_BTH = hidden_BTH.flatten(0, 1).index_copy(0, places_N, embeds_NH).view_as(hidden_BTH)
-        recompute = self._recompute and torch.is_grad_enabled()
+        recompute = torch.is_grad_enabled() and stack.recomputes(self._recompute)
         for i, layer in enumerate(stack.layers):
             if recompute:
                 hidden_BTH = checkpoint(
@@ -145,14 +145,15 @@ class Policy:
             return head(hidden_NH)
         return torch.mm(hidden_NH.flatten(0, -2), head.weight.T, out_dtype=torch.float32)
 
-    def checkpoint_gradients(self, on: bool = True) -> None:
+    def checkpoint_gradients(self, how: Recomputation = True) -> None:
         """Recompute the layers of the language model in the backward pass instead of keeping their activations.
 
-        Those of towers too; on CUDA always, since what a tower keeps would stay through a whole update.
+        ``selective``: only the large ones of fused layers, whole layers elsewhere. Those of towers too; on CUDA always,
+        since what a tower keeps would stay through a whole update.
         """
-        self._recompute = on
+        self._recompute = how
         for tower in self.adapter.towers.values():
-            recompute_blocks(tower.module, on or self.device.type == "cuda")
+            recompute_blocks(tower.module, bool(how) or self.device.type == "cuda")
 
     def frozen_copy(self) -> "Policy":
         """A copy that is never trained: a reference."""

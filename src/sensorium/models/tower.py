@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad, scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from sensorium.models.prepared_media import Grid, TowerInput
 from sensorium.models.segment_layout import Features
+from sensorium.models.tower_blocks import choose, take_over
 
 # The towers hand over the whole batch with the ends of its segments to any implementation with "flash" in its name.
 SEGMENTS = "sensorium_flash_segments"
+LONGEST = {"cu_seqlens": "max_seqlen", "cu_window_seqlens": "max_window_seqlen"}
 
 
 class PatchProjection(nn.Module):
@@ -40,37 +42,6 @@ class PatchProjection(nn.Module):
         return linear(patches.flatten(1), self.weight.flatten(1), self.bias)
 
 
-class AlignedMLP(nn.Module):
-    """The gated MLP of a tower's block. Takes over its layers, so checkpoints stay the same.
-
-    Qwen2.5-VL's inner size is 3420: rows of 6,840 bytes, which the fast matrix kernels of a GPU do not take. There it is
-    padded with zeros to a multiple of 8, which changes no number: silu(0) · 0 = 0, and what it is multiplied with is 0 too.
-    """
-
-    def __init__(self, mlp: Any) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[P, size] to [P, size]."""
-        layers = (self.gate_proj, self.up_proj, self.down_proj)
-        more = -self.gate_proj.out_features % 8
-        if not hidden.is_cuda or not more or any(type(layer) is not nn.Linear for layer in layers):
-            return self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden))
-        return self.padded(hidden, more)
-
-    def padded(self, hidden: Tensor, more: int) -> Tensor:
-        """The same with the inner size so much larger."""
-        gate, up = (_widened(layer, hidden, more) for layer in (self.gate_proj, self.up_proj))
-        return linear(self.act_fn(gate) * up, pad(self.down_proj.weight, (0, more)), self.down_proj.bias)
-
-
-def _widened(layer: nn.Linear, hidden: Tensor, more: int) -> Tensor:
-    """A linear layer with so many outputs more, which are zero."""
-    bias = None if layer.bias is None else pad(layer.bias, (0, more))
-    return linear(hidden, pad(layer.weight, (0, 0, 0, more)), bias)
-
-
 class VisionTower:
     """A stock Qwen vision tower over pictures and videos alike, with the shortcuts of this module.
 
@@ -81,15 +52,18 @@ class VisionTower:
         if isinstance(visual.patch_embed.proj, nn.Conv3d):
             visual.patch_embed.proj = PatchProjection(visual.patch_embed.proj)
         for block in visual.blocks:
-            if {name for name, _ in block.mlp.named_children()} == {"gate_proj", "up_proj", "down_proj", "act_fn"}:
-                block.mlp = AlignedMLP(block.mlp)
+            take_over(block)
         visual.config._attn_implementation = SEGMENTS
         self.module = visual
         self._tables = Tables(tables)
+        self._chosen = False
 
     def __call__(self, prepared: Sequence[TowerInput]) -> list[Features]:
         """Embeddings, and deepstack levels where the tower has them; both come whole and are split per item."""
         weight = self.module.patch_embed.proj.weight
+        if weight.is_cuda and not self._chosen:
+            choose(self.module)
+            self._chosen = True
         patches_PC = torch.cat([item.patches_PC for item in prepared]).to(weight.device, weight.dtype)
         grids = [item.extent.grid for item in prepared]
         grids_M3 = torch.tensor(grids, device=weight.device)
@@ -107,12 +81,15 @@ class Tables:
     def __init__(self, make: Callable[[Tensor], dict[str, Tensor]]) -> None:
         @lru_cache(maxsize=64)
         @torch.inference_mode(False)  # cached tensors must also serve training
-        def tables(grids: tuple[Grid, ...], device: torch.device) -> dict[str, Tensor]:
-            return {name: table.to(device) for name, table in make(torch.tensor(grids)).items()}
+        def tables(grids: tuple[Grid, ...], device: torch.device) -> dict[str, Any]:
+            made = make(torch.tensor(grids))
+            # The longest segments too: the library would read them off the device.
+            longest = {LONGEST[name]: int(made[name].diff().max()) for name in LONGEST if name in made}
+            return {name: table.to(device) for name, table in made.items()} | longest
 
         self._tables = tables
 
-    def __call__(self, grids: Sequence[Grid], device: torch.device) -> dict[str, Tensor]:
+    def __call__(self, grids: Sequence[Grid], device: torch.device) -> dict[str, Any]:
         return self._tables(tuple(grids), device)
 
 

@@ -192,7 +192,8 @@ def _explain(detail: ErrorDetails, origins: dict[Place, str], name: str) -> str:
         case "missing":
             return f"{where}: the key '{key}' is missing and has no default."
         case "literal_error":
-            return f"{where}: '{key}' is {given}; it must be {context['expected']}."
+            expected = str(context["expected"]).replace("False", "false").replace("True", "true")
+            return f"{where}: '{key}' is {given}; it must be {expected}."
         case "too_short":
             return f"{where}: '{key}' needs at least {context['min_length']} items and has {context['actual_length']}."
         case "string_pattern_mismatch":

@@ -34,7 +34,7 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "auto"
     freeze: tuple[str, ...] = ()
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Literal[False, True, "selective"] = False
     dequantize: bool = Field(default=False, description="load FP8 weights as numbers of `dtype`; else they are refused")
     lora: LoraSection = LoraSection()
 

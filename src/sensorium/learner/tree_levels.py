@@ -1,0 +1,291 @@
+"""Attention over trees on CUDA: flash attention over whole stretches of the row, merged where a token sees several.
+
+Worked example. Prompts P and Q, P with responses A and B, Q with C, stand in the row as ``P Q | A B C``, level by level.
+    own:    each of P, Q, A, B, C sees itself causally                       one call
+    above:  the stretches (A B) and (C) see the stretches (P) and (Q) whole  one call for each pair of levels
+The parts of a token that sees both are weighted by the exponential of their log-sum-exp. In the backward pass each call is
+given the merged result and log-sum-exp, which is all that flash attention needs to know of the other. The gradients of a
+prompt's keys are summed over its responses inside the kernel, in float32. Axes: T tokens, H query heads, K key heads, D.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sensorium.learner.tree_attention import TokenRun, TreeAttention, arrange
+
+# How far results and gradients in 16 bits may be from float32 attention over the same inputs, relative to the largest.
+BOUND = 0.02
+TRIAL_SEED = 0
+Levels = list[list[TokenRun]]
+
+
+class Flash(Protocol):
+    """Attention over segments [T, H, D], forward with its log-sum-exp [H, T], and backward from a result and its own."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, part: "Part", scaling: float) -> tuple[Tensor, Tensor]: ...
+
+    def backward(self, saved: Sequence[Tensor], gradient: Tensor, part: "Part", scaling: float) -> Sequence[Tensor]: ...
+
+    def merge(self, out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, start: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """One call: segments of the tokens ``queries`` see segments of the tokens ``keys``, both of ends ``…_ends``."""
+
+    queries: slice
+    keys: slice | Tensor
+    query_ends: Tensor
+    key_ends: Tensor
+    longest_query: int
+    longest_key: int
+    causal: bool
+
+
+def arrange_levels(runs: Sequence[TokenRun]) -> Levels:
+    """Runs by how many stand above them, children of one run together; gives each its place in the flat row."""
+    filled = [run for run in runs if run.length]
+    heights: dict[TokenRun, int] = dict.fromkeys(filled, 0)
+    parents = {run: _parent(run) for run in filled}
+    for run in filled:
+        height, above = 0, parents[run]
+        while above is not None:
+            height += 1
+            heights[above] = max(heights[above], height)
+            above = parents[above]
+    # The lowest trees first: those that nothing hangs below are then no gap between the keys of a level.
+    level = sorted((run for run in filled if parents[run] is None), key=heights.__getitem__)
+    children: dict[TokenRun | None, list[TokenRun]] = {}
+    for run in filled:
+        children.setdefault(parents[run], []).append(run)
+    levels, start = [], 0
+    while level:
+        levels.append(level)
+        for run in level:
+            run.start, start = start, start + run.length
+        level = [child for run in level for child in sorted(children.get(run, ()), key=heights.__getitem__)]
+    for run in runs:
+        run.prefix = 0 if run.above is None else run.above.prefix + run.above.length
+    return levels
+
+
+def _parent(run: TokenRun) -> TokenRun | None:
+    """The nearest run above that has tokens."""
+    above = run.above
+    while above is not None and not above.length:
+        above = above.above
+    return above
+
+
+class LevelAttention:
+    """Attention of one flat row [1, T] that holds trees level by level.
+
+    By flash attention in 16 bits, once that has been held against the attention over rectangles; by rectangles otherwise.
+    """
+
+    def __init__(self, levels: Levels, device: torch.device, flash: Flash | None = None) -> None:
+        self._levels, self._device, self._flash = levels, device, flash
+        self.own = _segments(levels, slice(0, _end(levels[-1])), device)
+        self.own_of_level = [_segments([level], _span(level), device) for level in levels]
+        self.above = [
+            part for below in range(1, len(levels)) for part in (_above(levels, up, below, device) for up in range(below))
+        ]
+        self._rectangles: tuple[TreeAttention, Tensor, Tensor] | None = None
+
+    def __call__(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
+        """Attend; [1, T, H, D]."""
+        flash = self._flash
+        if flash is None:
+            flash = usable(query_BHTD.device, query_BHTD.dtype, query_BHTD.shape[1], *key_BKTD.shape[1::2])
+        if flash is None:
+            return self.rectangles(query_BHTD, key_BKTD, value_BKTD, scaling)
+        flat = (x[0].transpose(0, 1).contiguous() for x in (query_BHTD, key_BKTD, value_BKTD))
+        out_THD: Tensor = _LevelFlash.apply(*flat, self, flash, scaling)
+        return out_THD[None]
+
+    def rectangles(self, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
+        """The same by the attention over rectangles, whose row stands in another order."""
+        if self._rectangles is None:
+            self._rectangles = _as_rectangles(self._levels, self._device)
+        attention, order_T, back_T = self._rectangles
+        query, key, value = (x.index_select(2, order_T) for x in (query_BHTD, key_BKTD, value_BKTD))
+        return attention(0, query, key, value, scaling).index_select(1, back_T)
+
+
+class _LevelFlash(torch.autograd.Function):
+    """(queries [T, H, D], keys [T, K, D], values) → attention of every token over itself and what is above it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, row: LevelAttention, flash: Flash, scaling: float
+    ) -> Tensor:
+        out, lse = flash.forward(query, key, value, row.own, scaling)
+        for part in row.above:
+            more, more_lse = flash.forward(query[part.queries], key[part.keys], value[part.keys], part, scaling)
+            flash.merge(out[part.queries], lse, more, more_lse, part.queries.start)
+        ctx.row, ctx.flash, ctx.scaling = row, flash, scaling
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        gradient, row = gradients[0].contiguous(), ctx.row
+
+        def of(part: Part) -> Sequence[Tensor]:
+            rows = part.queries
+            saved = (query[rows], key[part.keys], value[part.keys], out[rows], lse[:, rows].contiguous())
+            found: Sequence[Tensor] = ctx.flash.backward(saved, gradient[rows], part, ctx.scaling)
+            return found
+
+        own = [of(part) for part in row.own_of_level]
+        sums = own[0] if len(own) == 1 else [torch.cat(several) for several in zip(*own, strict=True)]
+        for part in row.above:
+            for summed, more, rows in zip(sums, of(part), (part.queries, part.keys, part.keys), strict=True):
+                if isinstance(rows, slice):
+                    summed[rows].add_(more)
+                else:
+                    summed.index_add_(0, rows, more)
+        return *sums, None, None, None
+
+
+class TorchFlash:
+    """Torch's own flash attention on CUDA, 16 bits."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float) -> tuple[Tensor, Tensor]:
+        """The result and its log-sum-exp."""
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            query, key, value, part.query_ends, part.key_ends, part.longest_query, part.longest_key, 0.0, part.causal,
+            False, scale=scaling,
+        )  # fmt: skip
+        assert lse.shape == (query.shape[1], query.shape[0]), f"log-sum-exp of shape {tuple(lse.shape)}"
+        return out, lse
+
+    def backward(self, saved: Sequence[Tensor], gradient: Tensor, part: Part, scaling: float) -> Sequence[Tensor]:
+        """Gradients of queries, keys and values."""
+        unused = _no_dropout(gradient.device)
+        found: Sequence[Tensor] = torch.ops.aten._flash_attention_backward(
+            gradient, *saved, part.query_ends, part.key_ends, part.longest_query, part.longest_key, 0.0, part.causal,
+            unused, unused, scale=scaling,
+        )  # fmt: skip
+        return found
+
+    def merge(self, out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, start: int) -> None:
+        """Add a part to the tokens from ``start`` on, in place."""
+        from sensorium.learner.merge_kernels import merge
+
+        merge(out, lse, more, more_lse, start)
+
+
+@lru_cache(maxsize=16)
+def _no_dropout(device: torch.device) -> Tensor:
+    """The state of random numbers that a call without dropout takes and does not read."""
+    return torch.empty(2, dtype=torch.uint64, device=device)
+
+
+@lru_cache(maxsize=64)
+def usable(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> Flash | None:
+    """Torch's flash attention where it takes these heads and agrees with float32 attention over rectangles."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    try:
+        if find_spec("triton") is None:
+            raise ValueError("Triton is not installed")
+        if size % 8 or size > 256:
+            raise ValueError(f"heads of {size} are not taken by flash attention")
+        flash = TorchFlash()
+        error = trial(flash, device, dtype, heads, kv_heads, size)
+        if not error <= BOUND:
+            raise ValueError(f"it is {error:.2g} off (bound {BOUND:g})")
+    except Exception as error:  # a kernel that this GPU cannot run is a reason to be slow, not to stop
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        warnings.warn(f"the learner attends over padded rectangles, which is slower, not by flash: {reason}", stacklevel=2)
+        return None
+    return flash
+
+
+@torch.enable_grad()
+def trial(flash: Flash, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> float:
+    """The largest error of results and gradients on a few small trees, against float32, relative to the largest value."""
+    lone, prompt, other = TokenRun(37, None), TokenRun(150, None), TokenRun(65, None)
+    runs = [lone, prompt, other, *(TokenRun(length, prompt) for length in (1, 140, 33)), TokenRun(70, other)]
+    runs += [TokenRun(20, runs[-1]), TokenRun(9, runs[-1])]
+    row = LevelAttention(arrange_levels(runs), device, flash)
+    generator = torch.Generator().manual_seed(TRIAL_SEED)
+    count = sum(run.length for run in runs)
+    drawn = [torch.randn(1, several, count, size, generator=generator) for several in (heads, kv_heads, kv_heads)]
+    gradient = torch.randn(1, count, heads, size, generator=generator).to(device, dtype)
+    results = []
+    for attend, kind in ((partial(row, 0), dtype), (row.rectangles, torch.float32)):
+        query, key, value = (x.to(device, dtype).to(kind).requires_grad_() for x in drawn)
+        out = attend(query, key, value, size**-0.5)
+        found = torch.autograd.grad(out, [query, key, value], gradient.to(kind))
+        results.append([x.detach().float() for x in (out, *found)])
+    pairs = list(zip(*results, strict=True))
+    errors = [float((found - right).abs().max() / right.abs().max()) for found, right in pairs]
+    return max(errors) if all(bool(found.isfinite().all()) for found, _ in pairs) else float("inf")
+
+
+def _end(level: Sequence[TokenRun]) -> int:
+    return level[-1].start + level[-1].length
+
+
+def _span(level: Sequence[TokenRun]) -> slice:
+    return slice(level[0].start, _end(level))
+
+
+def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device)
+
+
+def _segments(levels: Levels, rows: slice, device: torch.device) -> Part:
+    """Every run of some levels by itself."""
+    lengths = [run.length for level in levels for run in level]
+    ends = _ends(lengths, device)
+    return Part(rows, rows, ends, ends, _at_least_two(lengths), _at_least_two(lengths), True)
+
+
+def _above(levels: Levels, up: int, below: int, device: torch.device) -> Part:
+    """All of level ``below`` as stretches that see one run of level ``up`` each."""
+    stretches: dict[TokenRun, int] = {}
+    for run in levels[below]:
+        above: TokenRun | None = run
+        for _ in range(below - up):
+            above = None if above is None else _parent(above)
+        assert above is not None, "a run of a lower level has one above it"
+        stretches[above] = stretches.get(above, 0) + run.length
+    seen, lengths = list(stretches), [run.length for run in stretches]
+    places = np.concatenate([np.arange(run.start, run.start + run.length) for run in seen])
+    keys: slice | Tensor = slice(int(places[0]), int(places[-1]) + 1)
+    if len(places) != places[-1] + 1 - places[0]:
+        keys = torch.from_numpy(places).to(device)
+    query_ends, key_ends = _ends(list(stretches.values()), device), _ends(lengths, device)
+    longest = _at_least_two(list(stretches.values())), _at_least_two(lengths)
+    return Part(_span(levels[below]), keys, query_ends, key_ends, *longest, False)
+
+
+def _at_least_two(lengths: Sequence[int]) -> int:
+    """The longest; for a bound of 1 the kernel lays out its result in another way."""
+    return max(2, *lengths)
+
+
+def _as_rectangles(levels: Levels, device: torch.device) -> tuple[TreeAttention, Tensor, Tensor]:
+    """The attention over rectangles of the same trees, the order of its row, and the way back."""
+    copies: dict[TokenRun, TokenRun] = {}
+    for run in (run for level in levels for run in level):
+        parent = _parent(run)
+        copies[run] = replace(run, above=None if parent is None else copies[parent])
+    batches = arrange(list(copies.values()))
+    order_T = np.empty(_end(levels[-1]), dtype=np.int64)
+    for run, copy in copies.items():
+        order_T[copy.start : copy.start + copy.length] = np.arange(run.start, run.start + run.length)
+    back_T = np.argsort(order_T)
+    return TreeAttention(batches, device), torch.from_numpy(order_T).to(device), torch.from_numpy(back_T).to(device)

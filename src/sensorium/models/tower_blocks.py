@@ -1,0 +1,202 @@
+"""Blocks of the vision towers on CUDA: norm, rotation and gate as one kernel each, attention in one call for all segments.
+
+The modules here take over the layers and settings of the stock ones, so checkpoints stay the same, and compute as the stock
+ones do until ``fused`` is set. ``choose`` sets it once a block has been held against itself, values and gradients.
+"""
+
+import warnings
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+
+# How far values and gradients of a block may be from the stock one's, relative to the largest.
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+
+
+class AlignedMLP(nn.Module):
+    """The gated MLP of a tower's block. Takes over its layers, so checkpoints stay the same.
+
+    Qwen2.5-VL's inner size is 3420: rows of 6,840 bytes, which the fast matrix kernels of a GPU do not take. There it is
+    padded with zeros to a multiple of 8, which changes no number: silu(0) · 0 = 0, and what it is multiplied with is 0 too.
+    """
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn
+        self.fused = False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[P, size] to [P, size]."""
+        layers = (self.gate_proj, self.up_proj, self.down_proj)
+        more = -self.gate_proj.out_features % 8
+        if not hidden.is_cuda or not more or any(type(layer) is not nn.Linear for layer in layers):
+            return self.down_proj(self._gated(self.gate_proj(hidden), self.up_proj(hidden)))
+        return self.padded(hidden, more)
+
+    def padded(self, hidden: Tensor, more: int) -> Tensor:
+        """The same with the inner size so much larger."""
+        gate, up = (_widened(layer, hidden, more) for layer in (self.gate_proj, self.up_proj))
+        return linear(self._gated(gate, up), pad(self.down_proj.weight, (0, more)), self.down_proj.bias)
+
+    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        if not self.fused:
+            return self.act_fn(gate) * up
+        from sensorium.models.layer_kernels import Gate
+
+        gated: Tensor = Gate.apply(gate, up)
+        return gated
+
+
+def _widened(layer: nn.Linear, hidden: Tensor, more: int) -> Tensor:
+    """A linear layer with so many outputs more, which are zero."""
+    bias = None if layer.bias is None else pad(layer.bias, (0, more))
+    return linear(hidden, pad(layer.weight, (0, 0, 0, more)), bias)
+
+
+class TowerNorm(nn.Module):
+    """A stock RMSNorm, as one kernel where ``fused``."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
+        self.stock = type(norm).forward
+        self.fused = False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[P, size] to [P, size]."""
+        if not self.fused:
+            stock: Tensor = self.stock(self, hidden)
+            return stock
+        from sensorium.models.layer_kernels import Norm
+
+        normed: Tensor = Norm.apply(hidden, self.weight, self.variance_epsilon)
+        return normed
+
+
+class TowerAttention(nn.Module):
+    """A stock tower's attention with all it has; where ``fused``, rotation is one kernel and all segments are one call."""
+
+    qkv: nn.Module
+    q: nn.Module
+    k: nn.Module
+    v: nn.Module
+    proj: nn.Module
+    num_heads: int
+    head_dim: int
+    scaling: float
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update(attention.__dict__)  # its layers and its settings
+        self.stock = type(attention).forward
+        self.fused = False
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cu_seqlens: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        max_seqlen: int | None = None,
+        **rest: Any,
+    ) -> Tensor:
+        """[P, size] to [P, size]."""
+        if not self.fused or max_seqlen is None:
+            given = {"position_embeddings": position_embeddings, "max_seqlen": max_seqlen}
+            stock: Tensor = self.stock(self, hidden_states, cu_seqlens, **given, **rest)
+            return stock
+        from sensorium.models.tower_kernels import RotateSlots
+
+        if hasattr(self, "qkv"):
+            slots = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
+            query, key, value = RotateSlots.apply(slots, *position_embeddings, 2).unbind(1)
+        else:
+            slots = [layer(hidden_states).view(len(hidden_states), 1, self.num_heads, -1) for layer in (self.q, self.k)]
+            query, key = (RotateSlots.apply(x, *position_embeddings, 1)[:, 0] for x in slots)
+            value = self.v(hidden_states).view_as(query)
+        seen_PHD = segment_attention(query, key, value, cu_seqlens, max_seqlen, self.scaling)
+        projected: Tensor = self.proj(seen_PHD.flatten(1))
+        return projected
+
+
+def segment_attention(
+    query_PHD: Tensor, key_PHD: Tensor, value_PHD: Tensor, ends: Tensor, longest: int, scaling: float
+) -> Tensor:
+    """Attention within segments by torch's flash attention, 16 bits on CUDA; no length is read on the host."""
+    ends = ends.to(torch.int32)
+    out_PHD: Tensor = torch.ops.aten._flash_attention_forward(
+        query_PHD, key_PHD, value_PHD, ends, ends, max(2, longest), max(2, longest), 0.0, False, False, scale=scaling
+    )[0]
+    return out_PHD
+
+
+def take_over(block: Any) -> None:
+    """Replace the parts of a stock block that are known: gated MLPs, RMSNorms, attention with rotated queries and keys."""
+    if isinstance(block.attn, TowerAttention):
+        return  # a copy of a model whose parts were replaced
+    if {name for name, _ in block.mlp.named_children()} == {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+        block.mlp = AlignedMLP(block.mlp)
+    if all(hasattr(norm, "variance_epsilon") for norm in (block.norm1, block.norm2)):
+        block.norm1, block.norm2 = TowerNorm(block.norm1), TowerNorm(block.norm2)
+    if {name for name, _ in block.attn.named_children()} in ({"qkv", "proj"}, {"q", "k", "v", "proj"}):
+        block.attn = TowerAttention(block.attn)
+
+
+def choose(tower: Any) -> None:
+    """Let the blocks of a tower on CUDA use kernels where a block gives with them what it gives without."""
+    block = tower.blocks[0]
+    dtype = block.norm1.weight.dtype
+    if dtype == torch.float32 or not isinstance(block.attn, TowerAttention):
+        return  # flash attention takes 16 bits; a tower in float32 is for checks
+    try:
+        if find_spec("triton") is None:
+            raise ValueError("Triton is not installed")
+        if block.attn.head_dim % 8:
+            raise ValueError(f"heads of {block.attn.head_dim} are not taken by flash attention")
+        error = trial(block)
+        if not error <= BOUNDS[dtype]:
+            raise ValueError(f"a fused block is {error:.2g} off the stock one (bound {BOUNDS[dtype]:g})")
+    except Exception as error:  # a kernel that this GPU or Triton cannot build is a reason to be slow, not to stop
+        _set(block, False)
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        warnings.warn(f"the vision tower runs through its stock blocks, which is slower: {reason}", stacklevel=2)
+        return
+    for each in tower.blocks:
+        _set(each, True)
+
+
+def _set(block: Any, fused: bool) -> None:
+    for part in (block.norm1, block.norm2, block.attn, block.mlp):
+        if isinstance(part, TowerNorm | TowerAttention | AlignedMLP):
+            part.fused = fused
+
+
+@torch.enable_grad()
+@torch.inference_mode(False)
+def trial(block: Any) -> float:
+    """How far a fused block is from the stock one on random patches, values and gradients, relative to the largest."""
+    weight, size = block.norm1.weight, block.attn.head_dim
+    generator = torch.Generator().manual_seed(0)
+    hidden, gradient = torch.randn(2, 112, len(weight), generator=generator).to(weight.device, weight.dtype)
+    angles = torch.rand(112, size, generator=generator).to(weight.device) * 6
+    given = {
+        "cu_seqlens": torch.tensor([0, 64, 80, 112], dtype=torch.int32, device=weight.device),
+        "max_seqlen": 64,
+        "position_embeddings": (angles.cos(), angles.sin()),
+    }
+    learning = [parameter for parameter in block.parameters() if parameter.requires_grad]
+    results = []
+    for fused in (False, True):
+        _set(block, fused)
+        entered = hidden.clone().requires_grad_()
+        out = block.forward(entered, **given)
+        results.append([out, *torch.autograd.grad(out, [entered, *learning], gradient, allow_unused=True)])
+    _set(block, False)
+    errors = [
+        float((found.float() - right.float()).abs().max() / right.float().abs().max().clamp(min=1e-20))
+        for right, found in zip(*results, strict=True)
+        if right is not None
+    ]
+    return max(errors) if all(error == error for error in errors) else float("inf")

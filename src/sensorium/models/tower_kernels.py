@@ -1,0 +1,67 @@
+"""The rotation of a vision tower's queries and keys as one Triton kernel with its gradient.
+
+In float32, rounded once, as the stock towers do it. Axes: N patches, S slots (queries, keys, values), H heads, D head size.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class RotateSlots(torch.autograd.Function):
+    """(x [N, S, H, D], cos [N, D], sin, count) → x with its first ``count`` slots rotated."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NSHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, count: int) -> Tensor:
+        cos_ND, sin_ND = cos_ND.contiguous(), sin_ND.contiguous()
+        ctx.save_for_backward(cos_ND, sin_ND)
+        ctx.count = count
+        return _rotated(x_NSHD, cos_ND, sin_ND, count, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        cos_ND, sin_ND = ctx.saved_tensors
+        return _rotated(gradients[0], cos_ND, sin_ND, ctx.count, back=True), None, None, None
+
+
+def _rotated(x_NSHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, count: int, back: bool) -> Tensor:
+    x_NSHD = x_NSHD.contiguous()
+    rows, slots, heads, size = x_NSHD.shape
+    out_NSHD = torch.empty_like(x_NSHD)
+    _rotate_slots[(rows, slots)](
+        x_NSHD, cos_ND, sin_ND, out_NSHD, count,
+        BACK=back, SLOTS=slots, HEADS=heads, H=triton.next_power_of_2(heads), SIZE=size,
+        D=triton.next_power_of_2(size), num_warps=4,
+    )  # fmt: skip
+    return out_NSHD
+
+
+@triton.jit
+def _rotate_slots(
+    x, cos, sin, out, count,
+    BACK: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(1)
+    h = tl.arange(0, H)[:, None]
+    d = tl.arange(0, D)[None, :]
+    inside = (h < HEADS) & (d < SIZE)
+    base = ((row * SLOTS + slot) * HEADS + h) * SIZE
+    own = tl.load(x + base + d, mask=inside, other=0.0)
+    if slot < count:
+        other = (d + SIZE // 2) % SIZE
+        turned = tl.load(x + base + other, mask=inside, other=0.0).to(tl.float32)
+        c = tl.load(cos + row * SIZE + d, mask=d < SIZE, other=0.0).to(tl.float32)
+        if BACK:
+            s = tl.load(sin + row * SIZE + other, mask=d < SIZE, other=0.0).to(tl.float32)
+            turned = tl.where(d < SIZE // 2, turned, -turned)
+        else:
+            s = tl.load(sin + row * SIZE + d, mask=d < SIZE, other=0.0).to(tl.float32)
+            turned = tl.where(d < SIZE // 2, -turned, turned)
+        own = (own.to(tl.float32) * c + turned * s).to(out.dtype.element_ty)
+    tl.store(out + base + d, own, mask=inside)

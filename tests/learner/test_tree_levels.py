@@ -1,0 +1,150 @@
+"""Trees laid out level by level: their attention by flash attention is the attention over rectangles."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from sensorium.learner import tree_levels
+from sensorium.learner.tree_attention import TokenRun
+from sensorium.learner.tree_levels import BOUND, LevelAttention, Part, TorchFlash, arrange_levels, trial, usable
+
+from .test_packing import forests
+
+CPU = torch.device("cpu")
+
+
+class PlainFlash:
+    """What flash attention computes, segment by segment in plain torch, backward included."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float) -> tuple[Tensor, Tensor]:
+        out, lse = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
+        for q, k in self._segments(part):
+            scores, weights = self._scores(query[q], key[k], part, scaling)
+            lse[:, q] = scores.logsumexp(-1)
+            out[q] = (weights @ self._heads(value[k], query)).transpose(0, 1)
+        return out, lse
+
+    def backward(self, saved: Sequence[Tensor], gradient: Tensor, part: Part, scaling: float) -> Sequence[Tensor]:
+        query, key, value, out, lse = saved
+        found = [torch.zeros_like(x) for x in (query, key, value)]
+        share = query.shape[1] // key.shape[1]
+        for q, k in self._segments(part):
+            scores, _ = self._scores(query[q], key[k], part, scaling)
+            weights = (scores - lse[:, q, None]).exp()
+            given, seen = gradient[q].transpose(0, 1), self._heads(value[k], query)
+            rest = (gradient[q] * out[q]).sum(-1).T[..., None]
+            slopes = weights * (given @ seen.mT - rest) * scaling
+            found[0][q] = (slopes @ self._heads(key[k], query)).transpose(0, 1)
+            for place, per_head in ((1, slopes.mT @ query[q].transpose(0, 1)), (2, weights.mT @ given)):
+                found[place][k] = per_head.unflatten(0, (-1, share)).sum(1).transpose(0, 1)
+        return found
+
+    def merge(self, out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, start: int) -> None:
+        own = lse[:, start : start + len(out)]
+        merged = torch.logaddexp(own, more_lse)
+        out.copy_(out * (own - merged).exp().T[..., None] + more * (more_lse - merged).exp().T[..., None])
+        own.copy_(merged)
+
+    def _segments(self, part: Part) -> list[tuple[slice, slice]]:
+        ends = [[slice(*pair) for pair in pairwise(x.tolist())] for x in (part.query_ends, part.key_ends)]
+        lengths = [[x.stop - x.start for x in several] for several in ends]
+        assert all(all(several) for several in lengths), "no segment is empty: kernels differ in what they make of one"
+        assert max(lengths[0]) <= part.longest_query
+        assert max(lengths[1]) <= part.longest_key
+        return list(zip(*ends, strict=True))
+
+    def _heads(self, x: Tensor, query: Tensor) -> Tensor:
+        return x.repeat_interleave(query.shape[1] // x.shape[1], 1).transpose(0, 1)
+
+    def _scores(self, query: Tensor, key: Tensor, part: Part, scaling: float) -> tuple[Tensor, Tensor]:
+        scores = query.transpose(0, 1) @ self._heads(key, query).mT * scaling
+        if part.causal:
+            seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
+            scores = scores.masked_fill(~seen, float("-inf"))
+        return scores, scores.softmax(-1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(forests())
+def test_levels_attend_as_rectangles_do(runs: list[TokenRun]) -> None:
+    levels = arrange_levels(runs)
+    if not levels:
+        return
+    count = sum(run.length for run in runs)
+    places = sorted(place for run in runs for place in range(run.start, run.start + run.length))
+    assert places == list(range(count))
+    row = LevelAttention(levels, CPU, PlainFlash())
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, count, 8, generator=generator, dtype=torch.float64)
+    key, value = torch.randn(2, 1, 2, count, 8, generator=generator, dtype=torch.float64)
+    gradient = torch.randn(1, count, 4, 8, generator=generator, dtype=torch.float64)
+    results = []
+    for flash in (True, False):
+        inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+        out = row(0, *inputs, 0.3) if flash else row.rectangles(*inputs, 0.3)
+        out.backward(gradient)
+        results.append([out, *(tensor.grad for tensor in inputs)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_siblings_are_one_stretch_over_their_prompt() -> None:
+    alone, prompt = TokenRun(3, None), TokenRun(5, None)
+    runs = [prompt, alone, TokenRun(2, prompt), TokenRun(4, prompt)]
+    row = LevelAttention(arrange_levels(runs), CPU)
+    (above,) = row.above
+    assert (alone.start, prompt.start) == (0, 3)  # a run that nothing hangs below is no gap between the keys
+    assert (above.queries, above.keys) == (slice(8, 14), slice(3, 8))
+    assert (above.query_ends.tolist(), above.key_ends.tolist()) == ([0, 6], [0, 5])
+    assert row.own.query_ends.tolist() == [0, 3, 8, 10, 14]
+
+
+def test_the_trial_finds_what_is_wrong() -> None:
+    class Unmerged(PlainFlash):
+        def merge(self, out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, start: int) -> None:
+            pass
+
+    assert trial(PlainFlash(), CPU, torch.float32, 4, 2, 16) <= 1e-5
+    assert trial(Unmerged(), CPU, torch.float32, 4, 2, 16) > BOUND
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize(("heads", "size"), [(16, 128), (3, 24)])
+def test_the_merge_kernel(heads: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    generator = torch.Generator().manual_seed(0)
+    out, more = torch.randn(2, 5, heads, size, generator=generator)
+    lse, more_lse = torch.randn(heads, 9, generator=generator) * 4, torch.randn(heads, 5, generator=generator) * 4
+    results = []
+    for flash, where in ((PlainFlash(), "cpu"), (TorchFlash(), device)):
+        given_ = [x.clone().to(where) for x in (out, lse, more, more_lse)]
+        flash.merge(*given_, 4)
+        results.append([x.cpu() for x in given_])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(16, 2, 128), (4, 4, 64), (4, 2, 16), (28, 4, 128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_flash_attention_on_the_gpu(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> None:
+    device = torch.device("cuda", 0)
+    assert trial(TorchFlash(), device, dtype, heads, kv_heads, size) <= BOUND
+    assert usable(device, dtype, heads, kv_heads, size) is not None
+    assert usable(device, torch.float32, heads, kv_heads, size) is None  # float32: over rectangles
+
+
+@pytest.mark.gpu
+def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_levels, "BOUND", 1e-9)
+    tree_levels.usable.cache_clear()
+    with pytest.warns(UserWarning, match="rectangles.*off"):
+        assert usable(torch.device("cuda", 0), torch.bfloat16, 16, 2, 128) is None
+    tree_levels.usable.cache_clear()

@@ -1,0 +1,83 @@
+"""Blocks of the vision towers give with kernels what they give without. Without a GPU: in Triton's interpreter."""
+
+import os
+from copy import deepcopy
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from sensorium.media.store import MediaStore
+from sensorium.models import tower_blocks
+from sensorium.models.load import load_policy
+from sensorium.models.policy import Policy
+from sensorium.models.tiny import make_tiny
+from sensorium.models.tower_blocks import BOUNDS, TowerAttention, choose, trial
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+gpu_too = pytest.mark.gpu if DEVICE == "cuda" else lambda test: test
+FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen2_5_omni"]
+DTYPE = "bfloat16" if DEVICE == "cuda" else "float32"
+
+
+def plain_attention(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scaling: float) -> Tensor:
+    parts = [[x[start:end].transpose(0, 1) for x in (query, key, value)] for start, end in pairwise(ends.tolist())]
+    assert longest == int(ends.diff().max())
+    return torch.cat([scaled_dot_product_attention(*part, scale=scaling).transpose(0, 1) for part in parts])
+
+
+@pytest.fixture
+def blocks_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if DEVICE == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are first imported
+        monkeypatch.setattr(tower_blocks, "segment_attention", plain_attention)
+
+    def make(family: str) -> Policy:
+        make_tiny(family, tmp_path, seed=1, initializer_range=0.15)
+        return load_policy(str(tmp_path), store=MediaStore(), device=DEVICE, dtype=DTYPE)
+
+    return make
+
+
+@gpu_too
+@needs_triton
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fused_block_is_the_stock_block(family: str, blocks_of: Any) -> None:
+    policy = blocks_of(family)
+    policy.model.requires_grad_(True)
+    tower = policy.adapter.towers["picture"].module
+    assert all(isinstance(block.attn, TowerAttention) for block in tower.blocks)
+    for block in tower.blocks:
+        assert trial(block) <= (1e-5 if DEVICE == "cpu" else BOUNDS[torch.bfloat16])
+    assert not tower.blocks[0].attn.fused  # a trial leaves it as it was
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_keep_their_names_and_a_copy_has_its_own(family: str, tmp_path: Path) -> None:
+    make_tiny(family, tmp_path, seed=1)
+    policy = load_policy(str(tmp_path), store=MediaStore(), device="cpu", dtype="float32")
+    block = policy.adapter.towers["picture"].module.blocks[0]
+    names = {name for name, _ in block.named_parameters()}
+    assert {"norm1.weight", "norm2.weight", "attn.proj.weight"} <= names
+    assert names & {"attn.qkv.weight", "attn.q.weight"}
+    copy = deepcopy(block)
+    assert all(one is not other for one, other in zip(copy.parameters(), block.parameters(), strict=True))
+    assert copy.attn.proj.weight is dict(copy.named_parameters())["attn.proj.weight"]
+
+
+@pytest.mark.gpu
+def test_the_tower_is_fused_on_a_gpu_and_says_so_where_it_is_not(blocks_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = blocks_of("qwen2_5_vl").adapter.towers["picture"].module
+    choose(tower)
+    assert all(block.attn.fused and block.norm1.fused and block.mlp.fused for block in tower.blocks)
+    tower_blocks._set(tower.blocks[0], False)
+    monkeypatch.setitem(BOUNDS, torch.bfloat16, 1e-9)
+    with pytest.warns(UserWarning, match="stock blocks.*off the stock one"):
+        choose(tower)
+    assert not tower.blocks[0].attn.fused
