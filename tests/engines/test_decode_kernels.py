@@ -190,3 +190,15 @@ def test_projections_in_parts_go_to_their_places(kernels: TorchOps, dtype: torch
         queries.append(ops.project(parts, normal(4, 256, dtype=dtype, seed=4), rotary, rows, blocks[-1]))
     assert close(*queries)
     assert close(*blocks)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="prefetching is an instruction of the GPU's")
+@pytest.mark.parametrize("shapes", [[(256, 512), (384, 256), (384, 256)], [(128, 64)]])
+def test_reading_ahead_changes_nothing(shapes: list[tuple[int, int]]) -> None:
+    from sensorium.engines.native.read_ahead import read_ahead
+
+    weights = [normal(*shape, dtype=torch.bfloat16, seed=i) for i, shape in enumerate(shapes)]
+    before = [weight.clone() for weight in weights]
+    read_ahead(weights)
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, other) for one, other in zip(weights, before, strict=True))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from sensorium.learner import tree_levels
 from sensorium.learner.tree_attention import TokenRun
@@ -148,3 +149,22 @@ def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="rectangles.*off"):
         assert usable(torch.device("cuda", 0), torch.bfloat16, 16, 2, 128) is None
     tree_levels.usable.cache_clear()
+
+
+@pytest.mark.gpu
+def test_the_first_use_may_be_inside_a_recomputed_layer() -> None:
+    device = torch.device("cuda", 0)
+    tree_levels.usable.cache_clear()
+    prompt = TokenRun(40, None)
+    row = LevelAttention(arrange_levels([prompt, TokenRun(9, prompt), TokenRun(30, prompt)]), device)
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(1, heads, 79, 64, generator=generator) for heads in (14, 2, 2)]
+    results = []
+    for recomputed in (True, False):
+        query, key, value = (x.to(device, torch.bfloat16).requires_grad_() for x in drawn)
+        given_ = (0, query, key, value, 0.1)
+        out = checkpoint(row, *given_, use_reentrant=False) if recomputed else row(*given_)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [query, key, value])])
+    assert usable(device, torch.bfloat16, 14, 2, 64) is not None
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)

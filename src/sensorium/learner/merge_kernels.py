@@ -30,10 +30,11 @@ def _merge(
     second = tl.load(more_lse + h * more_width + token, mask=real, other=0.0)
     top = tl.maximum(first, second)
     mass = tl.exp(first - top) + tl.exp(second - top)
-    tl.store(place, top + tl.log(mass), mask=real)
     share = (tl.exp(second - top) / mass)[:, None]
     inside = real[:, None] & (d < SIZE)
     spot = (token * HEADS + h[:, None]) * SIZE + d
     own = tl.load(out + spot, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(more + spot, mask=inside, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # small tensors are loaded by several warps: none may read what another has already merged
+    tl.store(place, top + tl.log(mass), mask=real)
     tl.store(out + spot, (own + share * (other - own)).to(out.dtype.element_ty), mask=inside)

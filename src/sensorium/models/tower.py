@@ -64,7 +64,7 @@ class VisionTower:
         if weight.is_cuda and not self._chosen:
             choose(self.module)
             self._chosen = True
-        patches_PC = torch.cat([item.patches_PC for item in prepared]).to(weight.device, weight.dtype)
+        patches_PC = _joined([item.patches_PC for item in prepared], weight.device).to(weight.dtype)
         grids = [item.extent.grid for item in prepared]
         grids_M3 = torch.tensor(grids, device=weight.device)
         seen = self.module(patches_PC, grid_thw=grids_M3, **self._tables(grids, weight.device))
@@ -73,6 +73,15 @@ class VisionTower:
         levels = [torch.split(level, sizes) for level in getattr(seen, "deepstack_features", None) or ()]
         embeds = torch.split(seen.pooler_output, sizes)
         return [Features(embeds_NH, tuple(level[i] for level in levels)) for i, embeds_NH in enumerate(embeds)]
+
+
+def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Parts one after the other on the device; by way of pinned memory, which a GPU reads ten times as fast."""
+    if device.type != "cuda" or any(part.is_cuda for part in parts):
+        return torch.cat([*parts]).to(device)
+    rows = sum(len(part) for part in parts)
+    pinned = torch.empty(rows, *parts[0].shape[1:], dtype=parts[0].dtype, pin_memory=True)
+    return torch.cat([*parts], out=pinned).to(device, non_blocking=True)
 
 
 class Tables:
