@@ -1,6 +1,6 @@
 """Benchmarks on the reference workloads; each prints one JSON object.
 
-python -m bench step --workload W1|W2 [--steps 3] [--tokens-per-microbatch 16384] [--no-recompute] [--moments float32]
+python -m bench step --workload W1|W2|OMNI [--steps 3] [--tokens-per-microbatch 16384] [--recompute none|selective|full]
 python -m bench rollout --workload W1|W3 [--prompts 64] [--rounds 2] [--max-rows 512] [--profile]
 
 They need a CUDA GPU. Weights are random: speed does not depend on their values. ``bench/w0.py`` times W0 on the CPU.
@@ -14,17 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+RECOMPUTE: dict[str, bool | str] = {"none": False, "selective": "selective", "full": True}
 
 
 def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("what", choices=["step", "rollout"])
-    parser.add_argument("--workload", default="W1", choices=["W1", "W2", "W3"])
+    parser.add_argument("--workload", default="W1", choices=["W1", "W2", "W3", "OMNI"])
     parser.add_argument("--prompts", type=int, help="prompts a step, instead of the workload's")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tokens-per-microbatch", type=int, default=16384)
-    parser.add_argument("--no-recompute", action="store_true", help="without gradient checkpointing")
+    parser.add_argument("--recompute", default="full", choices=RECOMPUTE, help="model.gradient_checkpointing")
     parser.add_argument("--moments", default="bfloat16", choices=["float32", "bfloat16"], help="optimizer.moments")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--max-rows", type=int, default=512)
@@ -35,9 +36,9 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("these workloads need a CUDA GPU, and torch sees none; on a CPU run: python bench/w0.py")
     logging.disable(logging.WARNING)
-    from workload import W1, W2, W3
+    from workload import OMNI, W1, W2, W3
 
-    work = {"W1": W1, "W2": W2, "W3": W3}[given.workload]
+    work = {"W1": W1, "W2": W2, "W3": W3, "OMNI": OMNI}[given.workload]
     if given.prompts:
         work = replace(work, prompts=given.prompts)
     if given.what == "step":
@@ -50,7 +51,7 @@ def main() -> None:
             work,
             given.steps,
             given.tokens_per_microbatch,
-            not given.no_recompute,
+            RECOMPUTE[given.recompute],
             given.moments,
             given.profile,
         )

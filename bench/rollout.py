@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from kernels import host_of, kernels_of
-from workload import QUESTION, Workload, write_3b
+from workload import QUESTION, Workload, write_model
 
 from sensorium.engines.native.engine import NativeEngine
 from sensorium.engines.protocol import LiveEpisodes, Request, Sampling
@@ -24,7 +24,7 @@ def time_rollouts(name: str, work: Workload, rounds: int, max_rows: int, profile
     """Rollouts with new pictures each, the first left out; where asked, the kernels of one by their time."""
     with tempfile.TemporaryDirectory() as scratch:
         store = MediaStore()
-        policy = load_policy(str(write_3b(Path(scratch) / "model")), store=store, device="cuda", dtype="bfloat16")
+        policy = load_policy(str(write_model(Path(scratch) / "model")), store=store, device="cuda", dtype="bfloat16")
     policy.model.requires_grad_(False)
     engine = NativeEngine(policy, max_rows=max_rows)
     seconds, steps, tokens = [], [], 0

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from kernels import host_of, kernels_of
-from workload import Workload, recipe_for, write_3b
+from workload import QWEN2_5_OMNI_7B, Workload, recipe_for, write_model
 
 from sensorium.models.policy import Policy
+from sensorium.recipe.plan import make_plan
 from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory
 from sensorium.trainer.run import open_trainer
@@ -23,10 +24,13 @@ PEAK = 989e12  # bf16 operations a second of an H200, as NVIDIA states them
 
 
 def _update_flops(policy: Policy, work: Workload, metrics: dict[str, float]) -> float:
-    """6 operations for each parameter and token that it meets once: layers, head, tower. Recomputation does not count."""
+    """6 operations for each parameter and token that it meets once: layers, head, tower. Recomputation does not count.
+
+    Of clips the towers are not counted.
+    """
     layers = sum(p.numel() for p in policy.adapter.language_model.layers.parameters())
     tower = sum(p.numel() for p in policy.adapter.towers["picture"].module.parameters())
-    patches = metrics["packing/tower_items"] * (work.pixels // 14) ** 2
+    patches = 0 if work.clip else metrics["packing/tower_items"] * (work.pixels // 14) ** 2
     head = policy.adapter.head.weight.numel()
     return 6 * (layers * metrics["packing/tokens"] + head * metrics["packing/trained_tokens"] + tower * patches)
 
@@ -55,12 +59,13 @@ def _sharing(trainer: Any, loop: asyncio.AbstractEventLoop) -> dict[str, float]:
 
 
 def time_steps(
-    name: str, work: Workload, steps: int, tokens_per_microbatch: int, recompute: bool, moments: str, profile: bool
+    name: str, work: Workload, steps: int, tokens_per_microbatch: int, recompute: bool | str, moments: str, profile: bool
 ) -> dict[str, Any]:
     """The medians of some steps, the first left out, and what the first took: it compiles and captures."""
     warnings.filterwarnings("ignore", message=".*deterministic.*")
     with tempfile.TemporaryDirectory() as scratch:
-        model = write_3b(Path(scratch) / "model")
+        shape = ("qwen2_5_omni", QWEN2_5_OMNI_7B) if work.clip else ()
+        model = write_model(Path(scratch) / "model", *shape)
         directory = RunDirectory(Path(scratch) / "run").create()
         recipe = recipe_for(
             work,
@@ -109,6 +114,8 @@ def time_steps(
             "prob_error": middle.get("mismatch/prob_error"),
             "effective_share": middle.get("mismatch/effective_share"),
             "moments": moments,
+            "recompute": recompute,
+            "forecast_gib": round(sum(make_plan(recipe).memory.values()) / 2**30, 1),
             "engine": vars(engine.counters) | {"notes": list(engine.notes)},
             "metrics": middle,
         }

@@ -24,6 +24,16 @@ QWEN2_5_VL_3B = {
     "vision_depth": 32, "vision_hidden_size": 1280, "vision_intermediate_size": 3420, "vision_num_heads": 16,
     "vision_fullatt_block_indexes": [7, 15, 23, 31], "vision_initializer_range": 0.02,
 }  # fmt: skip
+QWEN2_5_OMNI_7B = {
+    "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "initializer_range": 0.02, "max_position_embeddings": 32768,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+    "vision_depth": 32, "vision_hidden_size": 1280, "vision_intermediate_size": 3420, "vision_num_heads": 16,
+    "vision_fullatt_block_indexes": [7, 15, 23, 31], "vision_initializer_range": 0.02,
+    "audio_d_model": 1280, "audio_encoder_layers": 32, "audio_encoder_attention_heads": 20,
+    "audio_encoder_ffn_dim": 5120, "audio_num_mel_bins": 128, "audio_initializer_range": 0.02,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,8 @@ class Workload:
     """The longest response over the mean one; ``new_tokens`` is the mean."""
     pictures: int = 1
     """Pictures of a prompt. Sixteen cost what a video of 32 frames costs: a temporal patch is two frames."""
+    clip: bool = False
+    """A video of 8 frames and a sound of 30 seconds instead of pictures."""
 
     def lengths(self, seed: int) -> list[list[int]]:
         """Tokens of every response: all alike, or from a heavy tail that is cut at ``tail`` times the mean."""
@@ -58,6 +70,7 @@ W0 = Workload(prompts=8, group=8, pixels=112, new_tokens=64)
 W1 = Workload(prompts=16, group=8, pixels=448, new_tokens=256)
 W2 = Workload(prompts=8, group=8, pixels=448, new_tokens=256, pictures=16)
 W3 = Workload(prompts=64, group=8, pixels=448, new_tokens=256, tail=6.0)
+OMNI = Workload(prompts=8, group=8, pixels=448, new_tokens=256, clip=True)
 
 
 class NoisePictures:
@@ -76,6 +89,19 @@ class NoisePictures:
         return Task(f"noise/{index}", (user(*shown, QUESTION),))
 
 
+class NoiseClips(NoisePictures):
+    """Tasks with a silent video of 8 frames at 2 a second and a sound of 30 seconds each."""
+
+    def __getitem__(self, index: int) -> Task:
+        from sensorium.media.making import encode_clip, encode_wav
+
+        rng = np.random.default_rng(index)
+        frames = rng.integers(0, 255, (8, self.pixels, self.pixels, 3), dtype=np.uint8)
+        seen = self.store.put(encode_clip(frames, fps=2.0), "video")
+        heard = self.store.put(encode_wav(rng.uniform(-0.5, 0.5, 30 * 16000)), "sound")
+        return Task(f"clip/{index}", (user(seen, heard, QUESTION),))
+
+
 class LengthModulo:
     """A reward that differs between members of a group, as the peer's does."""
 
@@ -90,13 +116,14 @@ class LengthModulo:
 def recipe_for(work: Workload, path: Path, run_dir: Path, **changes: Any) -> Recipe:
     """Our side of a workload: no early stop, one update a step, nothing logged but metrics."""
     shown = {"pixels": work.pixels, "pictures": work.pictures}
+    source = "workload:NoiseClips" if work.clip else "workload:NoisePictures"
     return Recipe.model_validate(
         {
             "name": "bench",
             "steps": 10**6,
             "run_dir": run_dir,
             "model": {"path": str(path)} | changes.pop("model", {}),
-            "tasks": {"train": [{"source": "workload:NoisePictures", "options": shown}]},
+            "tasks": {"train": [{"source": source, "options": shown}]},
             "batch": {"prompts_per_step": work.prompts, "group_size": work.group} | changes.pop("batch", {}),
             "rollout": {"max_new_tokens": work.new_tokens, "ignore_stop_tokens": True, "max_context_tokens": 8192},
             "rewards": {"terms": [{"name": "workload:LengthModulo"}]},
@@ -107,14 +134,14 @@ def recipe_for(work: Workload, path: Path, run_dir: Path, **changes: Any) -> Rec
     )
 
 
-def write_3b(folder: Path) -> Path:
-    """A checkpoint of the 3B shape with random bf16 weights, made on the GPU."""
+def write_model(folder: Path, family: str = "qwen2_5_vl", sizes: dict[str, Any] = QWEN2_5_VL_3B) -> Path:
+    """A checkpoint of a published model's shape with random bf16 weights, made on the GPU."""
     import torch
 
     from sensorium.models.tiny import make_tiny
 
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        path = make_tiny("qwen2_5_vl", folder, **QWEN2_5_VL_3B)
+        path = make_tiny(family, folder, **sizes)
     torch.set_default_dtype(torch.float32)
     return path

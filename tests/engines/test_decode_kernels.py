@@ -192,13 +192,13 @@ def test_projections_in_parts_go_to_their_places(kernels: TorchOps, dtype: torch
     assert close(*blocks)
 
 
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="prefetching is an instruction of the GPU's")
-@pytest.mark.parametrize("shapes", [[(256, 512), (384, 256), (384, 256)], [(128, 64)]])
-def test_reading_ahead_changes_nothing(shapes: list[tuple[int, int]]) -> None:
-    from sensorium.engines.native.read_ahead import read_ahead
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_entries_go_to_their_pages(kernels: TorchOps, dtype: torch.dtype) -> None:
+    from sensorium.engines.native.attention_kernels import write_entries
 
-    weights = [normal(*shape, dtype=torch.bfloat16, seed=i) for i, shape in enumerate(shapes)]
-    before = [weight.clone() for weight in weights]
-    read_ahead(weights)
-    torch.cuda.synchronize()
-    assert all(torch.equal(one, other) for one, other in zip(weights, before, strict=True))
+    new, pages = normal(5, 3, 24, dtype=dtype), normal(4, 3, PAGE, 24, dtype=dtype, seed=1)
+    page, offset = (torch.tensor(values, device=DEVICE) for values in ([1, 1, 3, 2, 1], [0, 5, PAGE - 1, 7, 6]))
+    expected = pages.clone()
+    expected[page, :, offset] = new
+    write_entries(new, pages, page, offset)
+    assert torch.equal(pages, expected)

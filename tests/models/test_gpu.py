@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from sensorium.media.store import MediaStore
-from sensorium.models.attention import MaskedAttention
+from sensorium.models.attention import MaskedAttention, causal_attention, masked_attention
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
 from sensorium.vocabulary.content import user
@@ -42,3 +42,13 @@ def test_logits_and_gradients_on_the_gpu(family: str, dtype: str, tmp_path_facto
         for name, parameter in policy.model.named_parameters():
             assert parameter.grad is not None, name
             assert parameter.grad.isfinite().all(), name
+
+
+@pytest.mark.gpu
+def test_causal_attention_on_the_gpu_is_masked_attention() -> None:
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(3, 50, heads, 64, generator=generator).to("cuda", torch.bfloat16) for heads in (8, 2, 2)]
+    query, key, value = (x.transpose(1, 2) for x in drawn)
+    mask = torch.ones(50, 50, dtype=torch.bool, device="cuda").tril()[None, None]
+    expected = masked_attention(query.float(), key.float(), value.float(), 0.1, mask)
+    assert float((causal_attention(query, key, value, 0.1) - expected).abs().max()) <= 0.01 * float(expected.abs().max())

@@ -5,6 +5,7 @@ Axes: B rows, H query heads, K key and value heads, T tokens, D head size.
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -50,6 +51,21 @@ def masked_attention(
         enable_gqa=share > 1,
     )
     return out_BHTD.transpose(1, 2)
+
+
+def causal_attention(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
+    """Causal attention as [B, T, H, D], without a gradient.
+
+    In 16 bits on CUDA by flash attention, which the learner uses too: the same kernel leaves the same bits on both sides.
+    """
+    size, length = query_BHTD.shape[-1], query_BHTD.shape[2]
+    if not query_BHTD.is_cuda or query_BHTD.dtype == torch.float32 or size % 8 or size > 256 or length < 2:
+        return masked_attention(query_BHTD, key_BKTD, value_BKTD, scaling, None)
+    query, key, value = (x.transpose(1, 2) for x in (query_BHTD, key_BKTD, value_BKTD))
+    out_BTHD: Tensor = torch.ops.aten._flash_attention_forward(
+        query, key, value, None, None, length, length, 0.0, True, False, scale=scaling
+    )[0]
+    return out_BTHD
 
 
 def folded_attention(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, scaling: float, mask: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ warning that says why.
 
 import warnings
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -24,8 +25,12 @@ from sensorium.models.wide_products import wide_linear
 DecoderLayer = Callable[..., Tensor]
 # False: activations are kept. "selective": those of the MLP are computed again. True: whole layers are.
 Recomputation = bool | Literal["selective"]
-# How far values and gradients may be from the stock layer's, relative to the largest.
-BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
+# How far values and gradients may be from the stock layer's in float32, relative to the largest.
+BOUND = 1e-5
+# In 16 bits both are rounded: how much farther than the stock layer from the layer in float32. On an H200, in 18 trials
+# of four tiny families and of Qwen2.5-VL-3B's shape, the stock layer is 0.009 to 0.042 off, a fused one 0.66 to 1.1 times
+# that.
+FACTOR = 1.5
 TRIAL_TOKENS = 48
 
 
@@ -148,12 +153,37 @@ def check(layer: Any, fused: FusedLayer, rotary: Callable[[Tensor, Tensor], tupl
             entered = (hidden.float() if each is fused else hidden.clone()).requires_grad_()
             out = each(entered, **given)
             results.append([out, *torch.autograd.grad(out, [entered, *learning], gradient, allow_unused=True)])
-    for expected, found in zip(*results, strict=True):
-        if expected is None and found is None:
-            continue
-        expected, found = expected.detach(), found.detach()
-        error = float((found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1e-20))
-        if not error <= BOUNDS[weight.dtype]:
-            raise UnknownLayer(
-                f"a fused {type(layer).__name__} is {error:.2g} off the stock one (bound {BOUNDS[weight.dtype]:g})"
-            )
+    stock, found = results
+    if weight.dtype == torch.float32:
+        expected, bound, place = stock, BOUND, "the stock one"
+    else:
+        expected = _in_float32(layer, rotary, hidden, positions, gradient)
+        bound, place = FACTOR * _largest_error(stock, expected), "the stock one in float32"
+    error = _largest_error(found, expected)
+    if not error <= bound:
+        raise UnknownLayer(f"a fused {type(layer).__name__} is {error:.2g} off {place} (bound {bound:.2g})")
+
+
+def _in_float32(
+    layer: Any,
+    rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    hidden: Tensor,
+    positions: Tensor,
+    gradient: Tensor,
+) -> list[Tensor | None]:
+    """Values and gradients of a copy of a stock layer in float32."""
+    wide, entered = deepcopy(layer).float(), hidden.float().requires_grad_()
+    learning = [parameter for parameter in wide.parameters() if parameter.requires_grad]
+    with torch.enable_grad():
+        out = wide(entered, position_embeddings=rotary(entered, positions), sensorium_attention=MaskedAttention())
+        return [out, *torch.autograd.grad(out, [entered, *learning], gradient.float(), allow_unused=True)]
+
+
+def _largest_error(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
+    """Relative to the largest value of each tensor; infinite where one is not finite."""
+    errors = [
+        float((one.detach().float() - other.detach().float()).abs().max() / other.detach().abs().max().clamp(min=1e-20))
+        for one, other in zip(found, expected, strict=True)
+        if one is not None and other is not None
+    ]
+    return max(errors) if all(error == error for error in errors) else float("inf")

@@ -81,10 +81,9 @@ class GatedBlock(torch.autograd.Function):
         if gate_NF is None:
             gate_NF, up_NF = linear(again_NW, gate_FW), linear(again_NW, up_FW)
         narrow_NW = outer.to(inner_kind).flatten(0, -2)
-        down_gradient = None
-        if ctx.needs_input_grad[6]:
-            down_gradient = narrow_NW.T @ gated(gate_NF, up_NF).flatten(0, -2)
-        gate_gradient, up_gradient = gate_gradients(gate_NF, up_NF, (narrow_NW @ down_WF).view_as(gate_NF))
+        given_NF = (narrow_NW @ down_WF).view_as(gate_NF)
+        gate_gradient, up_gradient, gated_NF = gate_gradients(gate_NF, up_NF, given_NF, ctx.needs_input_grad[6])
+        down_gradient = narrow_NW.T @ gated_NF.flatten(0, -2) if ctx.needs_input_grad[6] else None
         flat = [gate_gradient.flatten(0, -2), up_gradient.flatten(0, -2)]
         inner_NW = _summed_products(flat, (gate_FW, up_FW)).view(summed_NW.shape)
         other = None if kind == summed_NW.dtype else kind

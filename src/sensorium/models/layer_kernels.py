@@ -81,7 +81,7 @@ class Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        return gate_gradients(gate, up, gradients[0].contiguous())
+        return gate_gradients(gate, up, gradients[0].contiguous())[:2]
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -91,13 +91,14 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-def gate_gradients(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up."""
+def gate_gradients(gate: Tensor, up: Tensor, gradient: Tensor, again: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of gate and up, and where asked for ``again`` what ``gated`` gives (else the last is unspecified)."""
     gate_gradient, up_gradient, count = torch.empty_like(gate), torch.empty_like(up), gate.numel()
+    out = torch.empty_like(gate) if again else gate_gradient
     _gate_gradients[(triton.cdiv(count, 2048),)](
-        gate, up, gradient, gate_gradient, up_gradient, count, BLOCK=2048, num_warps=8
+        gate, up, gradient, gate_gradient, up_gradient, out, count, AGAIN=again, BLOCK=2048, num_warps=8
     )
-    return gate_gradient, up_gradient
+    return gate_gradient, up_gradient, out
 
 
 def normed(x: Tensor, weight_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -245,7 +246,9 @@ def _gate(gate, up, out, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _gate_gradients(gate, up, gradient, gate_gradient, up_gradient, count, BLOCK: tl.constexpr):
+def _gate_gradients(
+    gate, up, gradient, gate_gradient, up_gradient, out, count, AGAIN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     opened = tl.load(gate + place, mask=inside, other=0.0)
@@ -255,5 +258,7 @@ def _gate_gradients(gate, up, gradient, gate_gradient, up_gradient, count, BLOCK
     given = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
     sigmoid = 1.0 / (1.0 + tl.exp(-wide))
     silu = wide * sigmoid
+    if AGAIN:
+        tl.store(out + place, (wide / (1.0 + tl.exp(-wide)) * value).to(kind), mask=inside)
     tl.store(up_gradient + place, (given * silu).to(kind), mask=inside)
     tl.store(gate_gradient + place, (given * value * (sigmoid + silu * (1.0 - sigmoid))).to(kind), mask=inside)

@@ -110,12 +110,11 @@ class TowerAttention(nn.Module):
         from sensorium.models.tower_kernels import RotateSlots
 
         if hasattr(self, "qkv"):
-            slots = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
-            query, key, value = RotateSlots.apply(slots, *position_embeddings, 2).unbind(1)
+            slots = RotateSlots.apply(self.qkv(hidden_states), *position_embeddings, 3, 2)
+            query, key, value = slots.view(len(slots), 3, self.num_heads, -1).unbind(1)
         else:
-            slots = [layer(hidden_states).view(len(hidden_states), 1, self.num_heads, -1) for layer in (self.q, self.k)]
-            query, key = (RotateSlots.apply(x, *position_embeddings, 1)[:, 0] for x in slots)
-            value = self.v(hidden_states).view_as(query)
+            rotated = [RotateSlots.apply(part(hidden_states), *position_embeddings, 1, 1) for part in (self.q, self.k)]
+            query, key, value = (part.view(len(part), self.num_heads, -1) for part in (*rotated, self.v(hidden_states)))
         seen_PHD = segment_attention(query, key, value, cu_seqlens, max_seqlen, self.scaling)
         projected: Tensor = self.proj(seen_PHD.flatten(1))
         return projected

@@ -14,31 +14,37 @@ from torch import Tensor
 
 
 class RotateSlots(torch.autograd.Function):
-    """(x [N, S, H, D], cos [N, D], sin, count) → x with its first ``count`` slots rotated."""
+    """(x [N, S · H · D], cos [N, D], sin, S, count) → x with its first ``count`` of S slots rotated, in place."""
 
     @staticmethod
-    def forward(ctx: Any, x_NSHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, count: int) -> Tensor:
+    def forward(ctx: Any, x_NW: Tensor, cos_ND: Tensor, sin_ND: Tensor, slots: int, count: int) -> Tensor:
         cos_ND, sin_ND = cos_ND.contiguous(), sin_ND.contiguous()
         ctx.save_for_backward(cos_ND, sin_ND)
-        ctx.count = count
-        return _rotated(x_NSHD, cos_ND, sin_ND, count, back=False)
+        ctx.slots, ctx.count = slots, count
+        ctx.mark_dirty(x_NW)
+        _rotate_into(x_NW, x_NW, cos_ND, sin_ND, slots, count, back=False)
+        return x_NW
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos_ND, sin_ND = ctx.saved_tensors
-        return _rotated(gradients[0], cos_ND, sin_ND, ctx.count, back=True), None, None, None
+        gradient = gradients[0].contiguous()
+        out_NW = torch.empty_like(gradient)
+        _rotate_into(gradient, out_NW, cos_ND, sin_ND, ctx.slots, ctx.count, back=True)
+        return out_NW, None, None, None, None
 
 
-def _rotated(x_NSHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, count: int, back: bool) -> Tensor:
-    x_NSHD = x_NSHD.contiguous()
-    rows, slots, heads, size = x_NSHD.shape
-    out_NSHD = torch.empty_like(x_NSHD)
-    _rotate_slots[(rows, slots)](
-        x_NSHD, cos_ND, sin_ND, out_NSHD, count,
+def _rotate_into(x_NW: Tensor, out_NW: Tensor, cos_ND: Tensor, sin_ND: Tensor, slots: int, count: int, back: bool) -> None:
+    """Rotate contiguous rows; in place only what is rotated is touched."""
+    assert x_NW.is_contiguous()
+    rows, width = x_NW.shape
+    size = cos_ND.shape[1]
+    heads = width // slots // size
+    _rotate_slots[(rows, count if out_NW is x_NW else slots)](
+        x_NW, cos_ND, sin_ND, out_NW, count,
         BACK=back, SLOTS=slots, HEADS=heads, H=triton.next_power_of_2(heads), SIZE=size,
         D=triton.next_power_of_2(size), num_warps=4,
     )  # fmt: skip
-    return out_NSHD
 
 
 @triton.jit
@@ -64,4 +70,5 @@ def _rotate_slots(
             s = tl.load(sin + row * SIZE + d, mask=d < SIZE, other=0.0).to(tl.float32)
             turned = tl.where(d < SIZE // 2, -turned, turned)
         own = (own.to(tl.float32) * c + turned * s).to(out.dtype.element_ty)
+        tl.debug_barrier()  # in place: every value is read, by whichever thread, before one is written
     tl.store(out + base + d, own, mask=inside)

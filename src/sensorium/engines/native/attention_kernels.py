@@ -4,6 +4,30 @@
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+
+def write_entries(new_NKD: Tensor, pages_NKPD: Tensor, page_N: Tensor, offset_N: Tensor) -> None:
+    """Write the keys or values of N tokens, contiguous, to their pages and places there."""
+    _, kv_heads, page, size = pages_NKPD.shape
+    _write_entries[(len(new_NKD),)](
+        new_NKD, pages_NKPD, page_N, offset_N,
+        KV=kv_heads, K=triton.next_power_of_2(kv_heads), PAGE=page, SIZE=size, D=triton.next_power_of_2(size), num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _write_entries(
+    new, pages, page_of, offset_of,
+    KV: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, K)[:, None]
+    d = tl.arange(0, D)[None, :]
+    inside = (k < KV) & (d < SIZE)
+    value = tl.load(new + (token * KV + k) * SIZE + d, mask=inside, other=0.0)
+    place = (tl.load(page_of + token) * KV + k) * PAGE + tl.load(offset_of + token)
+    tl.store(pages + place * SIZE + d, value, mask=inside)
 
 
 @triton.jit

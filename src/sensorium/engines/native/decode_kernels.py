@@ -20,7 +20,6 @@ from sensorium.engines.native.attention_kernels import attend_own, attend_shared
 from sensorium.engines.native.decode_ops import TorchOps
 from sensorium.engines.native.decode_state import TILE_ROWS, DecodeRows
 from sensorium.engines.native.product_kernels import LARGEST_GATED, fits, gated_products, product_parts
-from sensorium.engines.native.read_ahead import read_ahead
 from sensorium.engines.native.sampler import unit_bits
 from sensorium.engines.native.sampler_kernels import chunk_mass, draw_tokens, largest_logits
 from sensorium.models.layer_kernels import add_normed, gated, normed
@@ -151,10 +150,8 @@ class TritonOps(TorchOps):
         )  # fmt: skip
         return query_BHD
 
-    def attend(
-        self, query_BHD: Tensor, rows: DecodeRows, layer_block: Tensor, scaling: float, ahead: Sequence[Tensor] = ()
-    ) -> Tensor:
-        """Attention over each row's pages, as [B, H · D]: shared pages, own pages, merged. Beside it, read ahead."""
+    def attend(self, query_BHD: Tensor, rows: DecodeRows, layer_block: Tensor, scaling: float) -> Tensor:
+        """Attention over each row's pages, as [B, H · D]: shared pages, own pages, merged."""
         batch, heads, size = query_BHD.shape
         kv_heads, page = layer_block.shape[2:4]
         share = heads // kv_heads
@@ -183,12 +180,7 @@ class TritonOps(TorchOps):
             )  # fmt: skip
             return partial
 
-        def reading() -> Tensor:
-            read_ahead(ahead)
-            return partial
-
-        beside = [shared] if batch > 1 else []
-        self.together(own, *beside, *([reading] if ahead and self.branching else []))
+        self.together(own, *([shared] if batch > 1 else []))
         out_BHD = torch.empty_like(query_BHD)
         merge[(batch, heads)](
             partial, weight, rows.shared_B, out_BHD,

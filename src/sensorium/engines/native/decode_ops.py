@@ -4,7 +4,7 @@ Each takes the roundings of the stock modules, so that a fused step gives what t
 K key heads, D head size, W hidden size, F inner size, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -94,10 +94,8 @@ class TorchOps:
         layer_block[0][page_B, :, place_B % PAGE] = key_BKD
         layer_block[1][page_B, :, place_B % PAGE] = value_BKD
 
-    def attend(
-        self, query_BHD: Tensor, rows: DecodeRows, layer_block: Tensor, scaling: float, ahead: Sequence[Tensor] = ()
-    ) -> Tensor:
-        """Attention over each row's pages, as [B, H · D]. ``ahead`` are weights that will be read next."""
+    def attend(self, query_BHD: Tensor, rows: DecodeRows, layer_block: Tensor, scaling: float) -> Tensor:
+        """Attention over each row's pages, as [B, H · D]."""
         keys_NKPD, values_NKPD = layer_block.unbind(0)
         return attend(query_BHD, keys_NKPD, values_NKPD, rows.table_BP, rows.lengths_B, scaling).flatten(1)
 

@@ -6,7 +6,7 @@ Its residual stream is float32, as in the learner's fused layers.
 Nothing in a step reads a tensor's value on the host, so it can be captured in a CUDA graph.
 """
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from sensorium.engines.native.decode_ops import TorchOps
 from sensorium.engines.native.decode_state import DecodeRows
@@ -57,7 +57,6 @@ class FusedStep:
         model = policy.adapter.language_model
         self._layers = [parts_of(layer) for layer in model.layers]
         self._last = norm_of(model.norm)
-        self._ahead = [_read_next(layer) for layer in self._layers]
 
     def logits(self, rows: DecodeRows, pool: PagePool) -> Tensor:
         """The logits after every row's last token, whose keys and values are written."""
@@ -71,7 +70,7 @@ class FusedStep:
         for i, (layer, next_norm) in enumerate(zip(self._layers, after, strict=True)):
             block = pool.block[i]
             query_BHD = ops.project(layer, normed_BW, (cos_BD, sin_BD), rows, block)
-            seen_BN = ops.attend(query_BHD, rows, block, layer.scaling, self._ahead[i])
+            seen_BN = ops.attend(query_BHD, rows, block, layer.scaling)
             normed_BW, sum_BW = ops.add_product(layer.out, seen_BN, sum_BW, layer.between)
             normed_BW, sum_BW = self._inner(layer, normed_BW, sum_BW, next_norm)
         return policy.head_logits(normed_BW)
@@ -82,10 +81,3 @@ class FusedStep:
         if isinstance(inner, GatedMLP):
             return ops.add_product(inner.down, ops.gated(inner, x_BW), sum_BW, norm)
         return ops.add_norm(inner(x_BW[:, None])[:, 0], sum_BW, norm)
-
-
-def _read_next(layer: LayerParts) -> list[Tensor]:
-    """The weights that a layer reads after its attention, where they are plain."""
-    inner = layer.inner
-    following = [layer.out, *((inner.gate, inner.up) if isinstance(inner, GatedMLP) else ())]
-    return [part.weight for part in following if type(part) is nn.Linear]

@@ -10,12 +10,13 @@ it has to grow. Page 0 is scratch: padding is written there. Axes besides: B row
 """
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from sensorium.models.attention import masked_attention
+from sensorium.models.attention import causal_attention, masked_attention
 
 PAGE = 64
 
@@ -114,13 +115,22 @@ class PagedPrefill:
 
     def __call__(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
         keys_NKPD, values_NKPD = self._block[layer].unbind(0)
-        keys_NKPD[self._page_N, :, self._offset_N] = key_BKTD.transpose(1, 2).flatten(0, 1)
-        values_NKPD[self._page_N, :, self._offset_N] = value_BKTD.transpose(1, 2).flatten(0, 1)
+        self._write(keys_NKPD, key_BKTD.transpose(1, 2).flatten(0, 1))
+        self._write(values_NKPD, value_BKTD.transpose(1, 2).flatten(0, 1))
         if self._table_BP is None or self._mask_B1TS is None:
-            return masked_attention(query_BHTD, key_BKTD, value_BKTD, scaling, None)
+            return causal_attention(query_BHTD, key_BKTD, value_BKTD, scaling)
         seen = self._mask_B1TS.shape[-1]
         keys, values = (gathered(part, self._table_BP)[:, :, :seen] for part in (keys_NKPD, values_NKPD))
         return masked_attention(query_BHTD, keys, values, scaling, self._mask_B1TS)
+
+    def _write(self, pages_NKPD: Tensor, new_NKD: Tensor) -> None:
+        """Write every token's entry to its page. On CUDA by a kernel: torch's deterministic way copies the whole pool."""
+        if new_NKD.is_cuda and find_spec("triton") is not None:
+            from sensorium.engines.native.attention_kernels import write_entries
+
+            write_entries(new_NKD.contiguous(), pages_NKPD, self._page_N, self._offset_N)
+        else:
+            pages_NKPD[self._page_N, :, self._offset_N] = new_NKD
 
 
 def gathered(pages_NKPD: Tensor, table_BP: Tensor) -> Tensor:
