@@ -5,7 +5,8 @@ Worked example. Prompts P and Q, P with responses A and B, Q with C, stand in th
     above:  the stretches (A B) and (C) see the stretches (P) and (Q) whole  one call for each pair of levels
 The parts of a token that sees both are weighted by the exponential of their log-sum-exp. In the backward pass each call is
 given the merged result and log-sum-exp, which is all that flash attention needs to know of the other. The gradients of a
-prompt's keys are summed over its responses inside the kernel, in float32. Axes: T tokens, H query heads, K key heads, D.
+prompt's keys are summed over its responses inside the kernel, in float32. The forward pass of bfloat16 runs in float16
+(``models.attention.finer``). Axes: T tokens, H query heads, K key heads, D.
 """
 
 import warnings
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from sensorium.learner.tree_attention import TokenRun, TreeAttention, arrange
+from sensorium.models.attention import finer
 
 # How far results and gradients in 16 bits may be from float32 attention over the same inputs, relative to the largest.
 BOUND = 0.02
@@ -128,10 +130,13 @@ class _LevelFlash(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, row: LevelAttention, flash: Flash, scaling: float
     ) -> Tensor:
-        out, lse = flash.forward(query, key, value, row.own, scaling)
+        fine = [finer(x) for x in (query, key, value)]
+        out, lse = flash.forward(*fine, row.own, scaling)
         for part in row.above:
-            more, more_lse = flash.forward(query[part.queries], key[part.keys], value[part.keys], part, scaling)
+            queries, keys, values = fine[0][part.queries], fine[1][part.keys], fine[2][part.keys]
+            more, more_lse = flash.forward(queries, keys, values, part, scaling)
             flash.merge(out[part.queries], lse, more, more_lse, part.queries.start)
+        out = out.to(query.dtype)
         ctx.row, ctx.flash, ctx.scaling = row, flash, scaling
         ctx.save_for_backward(query, key, value, out, lse)
         return out

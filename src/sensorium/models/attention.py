@@ -53,6 +53,15 @@ def masked_attention(
     return out_BHTD.transpose(1, 2)
 
 
+def finer(x: Tensor) -> Tensor:
+    """What attention without a gradient computes with: bfloat16 numbers as float16, which holds them exactly up to 65,504.
+
+    The kernels round attention weights to the kind of the values. Rounded to 11 bits instead of 8, engine and learner,
+    which take the weights in another order, round their results to the same bfloat16 number far more often.
+    """
+    return x.half() if x.dtype == torch.bfloat16 else x
+
+
 def causal_attention(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
     """Causal attention as [B, T, H, D], without a gradient.
 
@@ -61,11 +70,11 @@ def causal_attention(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, s
     size, length = query_BHTD.shape[-1], query_BHTD.shape[2]
     if not query_BHTD.is_cuda or query_BHTD.dtype == torch.float32 or size % 8 or size > 256 or length < 2:
         return masked_attention(query_BHTD, key_BKTD, value_BKTD, scaling, None)
-    query, key, value = (x.transpose(1, 2) for x in (query_BHTD, key_BKTD, value_BKTD))
+    query, key, value = (finer(x.transpose(1, 2)) for x in (query_BHTD, key_BKTD, value_BKTD))
     out_BTHD: Tensor = torch.ops.aten._flash_attention_forward(
         query, key, value, None, None, length, length, 0.0, True, False, scale=scaling
     )[0]
-    return out_BTHD
+    return out_BTHD.to(query_BHTD.dtype)
 
 
 def folded_attention(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, scaling: float, mask: Tensor) -> Tensor:

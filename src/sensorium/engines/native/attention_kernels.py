@@ -52,6 +52,8 @@ def _over_pages(
         part = tl.exp2(scores - larger[:, None])
         kept = tl.exp2(largest - larger)
         values = tl.load(value_pages + base + t[:, None] * SIZE + d[None, :], mask=inside[None, :], other=0.0)
+        if values.dtype == tl.bfloat16:
+            values = values.to(tl.float16)  # holds the same numbers, and weights to 11 bits; the learner does so too
         weight = weight * kept + tl.sum(part, 1)
         summed = summed * kept[:, None] + tl.dot(part.to(values.dtype), values, input_precision=PRECISION)
         largest = larger
