@@ -83,7 +83,7 @@ def test_pre_commit_runs_the_checks_of_make_test() -> None:
     (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     hooks = {hook["entry"].replace(".venv/bin/", "$(BIN)/") for hook in local["hooks"]}
     makefile = (ROOT / "Makefile").read_text()
-    wanted = {line.strip() for name in ("test", "lint", "types") for line in _recipe_of(makefile, name)}
+    wanted = {line.strip() for name in ("suite", "lint", "types") for line in _recipe_of(makefile, name)}
     assert hooks == wanted
 
 

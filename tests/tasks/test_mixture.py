@@ -116,9 +116,17 @@ def test_each_once_reads_everything_or_takes_turns_under_a_limit() -> None:
     tasks, skipped = each_once(sources, on_bad_row="skip")
     assert [t.id for t in tasks] == ["a0", "a2", "b0", "b1"]
     assert [s.row for s in skipped] == [1]
-    assert [t.id for t in each_once(sources, limit=3, on_bad_row="skip")[0]] == ["a0", "b0", "b1"]
+    few = [t.id for t in each_once(sources, limit=3, on_bad_row="skip")[0]]
+    assert len(few) == 3
+    assert {id[0] for id in few} == {"a", "b"}, "the sources take turns"
     with pytest.raises(MediaError):
         each_once(sources)
+
+
+def test_a_limit_draws_from_the_whole_of_a_sorted_file_and_the_same_rows_each_time() -> None:
+    drawn = [[int(t.id[1:]) for t in each_once([Numbers("a", 1000)], limit=100)[0]] for _ in range(2)]
+    assert drawn[0] == drawn[1] == sorted(set(drawn[0]))
+    assert all(sum(low <= row < low + 250 for row in drawn[0]) >= 10 for low in range(0, 1000, 250))
 
 
 def test_a_refused_row_names_the_way_out() -> None:

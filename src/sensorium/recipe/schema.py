@@ -279,7 +279,7 @@ class EvaluationSection(Section):
 
     every: int = Field(default=0, ge=0)
     at_start: bool = False
-    limit: int = Field(default=0, ge=0, description="tasks at most; 0: all")
+    limit: int = Field(default=0, ge=0, description="tasks at most, drawn from all of them; 0: all")
     temperature: float = Field(default=1.0, ge=0)
     samples: int = Field(default=1, ge=1)
 

@@ -139,22 +139,28 @@ class TaskStream:
 def each_once(
     sources: Sequence[TaskSource], *, limit: int = 0, on_bad_row: Treatment = "refuse"
 ) -> tuple[list[Task], list[SkippedRow]]:
-    """Every task of every source once, in order (for evaluation). Under a limit the sources take turns."""
-    rows = [(row, i) for i, source in enumerate(sources) for row in range(len(source))]
+    """Every task of every source once, in order (for evaluation).
+
+    Under a limit the sources take turns, each with rows drawn from all of its own: the first rows of a file that is sorted
+    by answer are of one kind. Which rows are drawn depends on nothing but their number.
+    """
+    lengths = [len(source) for source in sources]
+    places = [(i, row) for i, length in enumerate(lengths) for row in range(length)]
     if limit:
-        rows = sorted(rows)
-    tasks: list[Task] = []
+        turns = ((i, nth) for nth in range(max(lengths, default=0)) for i, length in enumerate(lengths) if nth < length)
+        places = [(i, permuted(nth, lengths[i], f"held out/{i}")) for i, nth in turns]
+    found: dict[tuple[int, int], Task] = {}
     skipped: list[SkippedRow] = []
-    for row, i in rows:
-        if limit and len(tasks) == limit:
+    for i, row in places:
+        if limit and len(found) == limit:
             break
         try:
-            tasks.append(sources[i][row])
+            found[row, i] = sources[i][row]
         except (TaskError, MediaError) as error:
             if on_bad_row == "refuse":
                 raise with_way_out(error) from error
             skipped.append(SkippedRow(i, row, str(error)))
-    return tasks, skipped
+    return [found[place] for place in (sorted(found) if limit else found)], skipped
 
 
 def with_way_out(error: TaskError | MediaError) -> TaskError | MediaError:

@@ -128,6 +128,13 @@ CASES: dict[str, tuple[StepFacts, str]] = {
         facts(HEALTHY | {"accuracy": 0.01}, *(MIXED,) * 64, before=[HEALTHY | {"accuracy": 0.8}] * 5),
         "accuracy fell from 0.80 to 0.01",
     ),
+    "held_out": (
+        facts(
+            HEALTHY | {"accuracy": 0.9, "eval/accuracy": 0.48},
+            before=[HEALTHY | {"accuracy": 0.5, "eval/accuracy": 0.47}, *[HEALTHY | {"accuracy": 0.9}] * 5],
+        ),
+        "held-out accuracy went from 0.47 to 0.48 while training accuracy rose from 0.50 to 0.90",
+    ),
     "entropy_collapse": (
         facts(HEALTHY | {"policy/entropy": 0.01}, before=[HEALTHY, *[HEALTHY | {"policy/entropy": 0.01}] * 5]),
         "entropy fell from 0.8 to 0.01 with accuracy 0.50",

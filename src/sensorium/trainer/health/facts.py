@@ -28,7 +28,10 @@ def has_trained(row: Row) -> bool:
 
 
 class History:
-    """What the rows so far come to. ``rows`` are the last few of RL; ``first`` is RL's first."""
+    """What the rows so far come to. ``rows`` are the last few of RL; ``first`` is RL's first.
+
+    ``held_out`` is the first held-out accuracy on record: after the warm start, or at the first evaluation of RL.
+    """
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self.rows: deque[Row] = deque(maxlen=RECENT)
@@ -36,6 +39,7 @@ class History:
         self.steps = self.trained = self.idle = 0
         self.rl_steps = self.rl_trained = 0
         self.best: dict[str, float] = {}
+        self.held_out: float | None = None
         self.term_range: dict[str, tuple[float, float]] = {}
         for row in rows:
             self.add(row)
@@ -50,6 +54,8 @@ class History:
         self.rl_trained += rl and trained
         solved = row.get("accuracy") == 1.0 and self.trained > 0  # what is known already needs no update
         self.idle = 0 if trained else self.idle + (not solved)
+        if self.held_out is None:
+            self.held_out = row.get("eval/accuracy")
         if rl:
             self._add_rl(row)
 

@@ -10,6 +10,8 @@ LARGEST_GRADIENT = 1e3
 LARGEST_RATIO = 100.0
 SMALLEST_SHARE = 0.1
 COLLAPSED = 0.05
+NO_GAIN, LEARNED = 0.02, 0.15
+"""Held-out accuracy that gained no more than the first, while training accuracy gained more than the second."""
 SURE = 4.0
 ROUNDING = 1e-5
 """The largest difference of a log-prob that float32 on a CPU explains, in units of the logits' scale (at least 1)."""
@@ -61,6 +63,22 @@ def sudden_loss(facts: StepFacts) -> Finding | None:
         what = f"entropy rose from {first:.2f} to {entropy:.2f}: the model writes at random"
         return Finding("sudden_loss", what, cause, advice, grave=True)
     return None
+
+
+def held_out(facts: StepFacts) -> Finding | None:
+    """Accuracy rose on training tasks and not on those held out."""
+    first, now = facts.history.held_out, facts.row.get("eval/accuracy")
+    before, recent = facts.history.first.get("accuracy"), facts.recent("accuracy")
+    if first is None or now is None or before is None or not recent or now - first > NO_GAIN:
+        return None
+    trained = sum(recent) / len(recent)
+    if trained - before <= LEARNED:
+        return None
+    rose = f"training accuracy rose from {before:.2f} to {trained:.2f}"
+    what = f"held-out accuracy went from {first:.2f} to {now:.2f} while {rose}"
+    cause = "the model learns the training tasks by heart, or they are easier than those held out"
+    advice = "Train on more tasks, stop earlier (checkpoint.best: eval/accuracy), or hold it with algorithm.kl.coef"
+    return Finding("held_out", what, cause, advice)
 
 
 def entropy_collapse(facts: StepFacts) -> Finding | None:
