@@ -32,18 +32,22 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (packages,) = (folder / "fresh").glob("lib/python*/site-packages")
     (packages / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run([*install, "--disable-pip-version-check"], check=True, capture_output=True)
+    subprocess.run([*install, "--disable-pip-version-check"], env=outside_paths(), check=True, capture_output=True)
     shutil.rmtree(checkout)
     return folder / "fresh/bin"
 
 
+def outside_paths() -> dict[str, str]:
+    """The environment's variables without those that would let a Python find this checkout."""
+    return {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+
+
 def outside(installed: Path, folder: Path, *command: str) -> str:
     """Run a command of the fresh environment, away from the checkout."""
-    surroundings = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
     done = subprocess.run(
         [str(installed / command[0]), *command[1:]],
         cwd=folder,
-        env=surroundings | {"OMP_NUM_THREADS": "1"},
+        env=outside_paths() | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
