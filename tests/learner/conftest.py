@@ -13,7 +13,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("tiny")
     return {
         family: make_tiny(family, folder / family, initializer_range=0.15, vision_initializer_range=0.15)
-        for family in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "qwen3_omni_moe", "internvl")
+        for family in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "qwen3_omni_moe", "internvl", "smolvlm")
     }
 
 

@@ -108,6 +108,8 @@ def processor_inputs(policy: Policy, media: Sequence[Media]) -> dict[str, Any]:
 
 def stock_inputs(policy: Policy, text: str, media: Sequence[Media]) -> dict[str, Tensor]:
     """Tokens and media of a rendered conversation, as the checkpoint's own processor makes them."""
+    if policy.family == "smolvlm":
+        return told_one_by_one(policy, text, media)
     made = dict(policy.chat.processor(text=[text], **processor_inputs(policy, media), return_tensors="pt"))
     videos: list[DecodedVideo] = shown(policy, media, "video")
     if "sound" in policy.chat.modalities and videos:
@@ -118,6 +120,30 @@ def stock_inputs(policy: Policy, text: str, media: Sequence[Media]) -> dict[str,
     if any(item.sound is not None for item in media):
         made["use_audio_in_video"] = True  # type: ignore[assignment]
     return with_trained_positions(policy.model.config, made)
+
+
+def told_one_by_one(policy: Policy, text: str, media: Sequence[Media]) -> dict[str, Tensor]:
+    """SmolVLM2's processor over each medium by itself, and its tokenizer over the whole: it takes no mixture of kinds."""
+    processor, tiles = policy.chat.processor, []
+    for item in media:
+        (seen,) = shown(policy, [item], item.kind)
+        if item.kind == "picture":
+            token, given = processor.image_token, {"images": [[seen]]}
+        else:
+            told = {
+                "total_num_frames": round(seen.duration_s * seen.source_fps), "fps": seen.source_fps,
+                "frames_indices": seen.indices.tolist(), "duration": round(seen.seconds_per_frame * len(seen.frames), 3),
+            }  # fmt: skip
+            settings = {"do_sample_frames": False, "video_metadata": [told]}
+            token, given = processor.video_token, {"videos": [[torch.tensor(seen.frames)]], "videos_kwargs": settings}
+        made = processor(text=[token], **given, return_tensors="pt")
+        tiles.append(made["pixel_values"])
+        before, _, after = text.partition(token)
+        gap = " " if item.kind == "video" and not before.endswith(" ") else ""  # on purpose; see docs/families.md
+        expanded = processor.tokenizer.decode(made["input_ids"][0]).replace(processor.image_token, "\0")
+        text = before + gap + expanded + after
+    ids = processor.tokenizer(text.replace("\0", processor.image_token), return_tensors="pt")
+    return {**ids, **({"pixel_values": torch.cat(tiles, dim=1)} if tiles else {})}
 
 
 def heard_alone(policy: Policy, sounds: Sequence[DecodedAudio]) -> dict[str, Tensor]:

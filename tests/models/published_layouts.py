@@ -139,6 +139,7 @@ LAYOUTS = {
     "Qwen2.5-Omni-7B": Published("qwen2_5_omni", whole_omni, omni_config, UNTIED),
     "Qwen3-Omni-30B-A3B": Published("qwen3_omni_moe", whole_omni3, omni3_config, UNTIED | OBLONG),
     "InternVL3-8B-hf": Published("internvl", same, text_config, UNTIED),
+    "SmolVLM2-2.2B": Published("smolvlm", same, text_config, UNTIED),
     "Qwen2.5-0.5B": Published("qwen2", head_written_out, text_config, sharded=False),
     "Qwen3-0.6B": Published("qwen3", same, text_config),
 }

@@ -98,7 +98,7 @@ def test_turns_cut_out_of_the_template_join_to_the_whole_conversation(
     close = (chat.renderer.close_id,)
     tokens = chat.renderer.render(messages[:1], generate=True).tokens
     for said, asked in ((messages[1], messages[2]), (messages[3], messages[4])):
-        answer = chat.renderer.encode(said.text)
+        answer = chat.renderer.encode_answer(said.text)
         stopped = chat.renderer.extend([asked], closed=True).tokens
         assert chat.renderer.extend([asked], closed=False).tokens == close + stopped
         tokens += answer + close + stopped

@@ -79,7 +79,7 @@ class ChatProcessor:
 
     def respond(self, text: str, name: str, version: int = 0) -> Segment:
         """A given answer as a model segment: ends with the stop token, log-probs zero."""
-        tokens = (*self._renderer.encode(text), self._renderer.close_id)
+        tokens = (*self._renderer.encode_answer(text), self._renderer.close_id)
         zeros = (0.0,) * len(tokens)
         return self.written(tokens, zeros, zeros, name, version)
 

@@ -20,6 +20,11 @@ class MediaFormat(Protocol):
     ``placeholders`` and ``preprocessors`` have an entry for each kind of medium that the family takes.
     ``written_tokens`` names the special tokens that a model of the family may write in answers (boxes, for one). Other
     special tokens are never sampled, but for those that end a response.
+
+    Two mappings are empty for most families. ``stand_ins``: texts by which the template shows a medium and which are no
+    tokens, with the special token that stands for them in stored segments. ``joined``: kinds whose expansion is text that
+    joins its neighbours, with the text that it takes from the end of what stands before, and what it puts before what
+    follows.
     """
 
     @property
@@ -27,6 +32,12 @@ class MediaFormat(Protocol):
 
     @property
     def placeholders(self) -> Mapping[MediaKind, int]: ...
+
+    @property
+    def stand_ins(self) -> Mapping[str, int]: ...
+
+    @property
+    def joined(self) -> Mapping[MediaKind, tuple[str, str]]: ...
 
     @property
     def frame_rule(self) -> FrameRule:

@@ -39,6 +39,8 @@ class InternVLMedia:
         video_token: int = processor.tokenizer.convert_tokens_to_ids(processor.video_token)
         self.placeholders: dict[MediaKind, int] = {"picture": config.image_token_id, "video": video_token}
         self.own_marks: dict[MediaKind, tuple[int, int]] = {}
+        self.stand_ins: dict[str, int] = {}
+        self.joined: dict[MediaKind, tuple[str, str]] = {}
         side = features_a_side(config)
         settings = processor.valid_processor_kwargs._defaults["images_kwargs"]
         self.preprocessors: dict[MediaKind, Preprocessor] = {

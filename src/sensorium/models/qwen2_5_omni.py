@@ -53,6 +53,8 @@ class Qwen25OmniMedia:
         }
         self.frame_rule = frame_rule(processor, self.vision, 768 * 28 * 28)
         self.own_marks: dict[MediaKind, tuple[int, int]] = {}
+        self.stand_ins: dict[str, int] = {}
+        self.joined: dict[MediaKind, tuple[str, str]] = {}
         settings = video_settings(processor.video_processor) | {"size": frame_size(processor)}
         self.preprocessors: dict[MediaKind, Preprocessor] = {
             "picture": PicturePreprocessor(processor.image_processor),

@@ -30,6 +30,8 @@ class Qwen25VLMedia:
         self.placeholders: dict[MediaKind, int] = {"picture": config.image_token_id, "video": config.video_token_id}
         self.frame_rule = frame_rule(processor, self.vision, 768 * 28 * 28)
         self.own_marks: dict[MediaKind, tuple[int, int]] = {}
+        self.stand_ins: dict[str, int] = {}
+        self.joined: dict[MediaKind, tuple[str, str]] = {}
         self.preprocessors: dict[MediaKind, Preprocessor] = {
             "picture": PicturePreprocessor(processor.image_processor),
             "video": VideoPreprocessor(processor.video_processor, video_settings(processor.video_processor)),

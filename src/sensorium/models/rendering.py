@@ -32,6 +32,7 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any, owner: Any, table: TokenTable, media_format: MediaFormat) -> None:
         self._owner = owner
         placeholders, self._own_marks = media_format.placeholders, media_format.own_marks
+        self._joined = media_format.joined
         self._placeholders, self._frame_rule = placeholders, media_format.frame_rule
         self._hears_in_video = isinstance(media_format, HearsInVideo)
         if not getattr(owner, "chat_template", None):
@@ -39,14 +40,14 @@ class ChatRenderer:
                 f"checkpoint '{tokenizer.name_or_path}' has no chat template; give it one (chat_template.jinja)."
             )
         self._kind_of = {token: kind for kind, token in placeholders.items()}
-        self._special = table.special
-        self._guard = _Guard(table.special)
+        self._special = {**table.special, **media_format.stand_ins}
+        self._guard = _Guard(self._special)
         self._encode = lru_cache(maxsize=8192)(_plain_encoder(tokenizer))
         for kind, token in placeholders.items():
             if token not in table.special.values():
                 raise ModelError(f"the tokenizer does not mark token {token}, the placeholder of a {kind}, as special.")
         self.close_id = self._find_close()
-        self.append_only = self._keeps_history()
+        self.lead, self.append_only = self._find_lead()
 
     def render(self, messages: Sequence[Message], *, generate: bool) -> Segment:
         """The first turn, default system prompt included."""
@@ -72,9 +73,9 @@ class ChatRenderer:
             )
         return self._segment(after.removeprefix(tail), fence, messages)
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Tokens of plain text; special tokens in it are text."""
-        return self._encode(text)
+    def encode_answer(self, text: str) -> tuple[int, ...]:
+        """Tokens of an answer as it stands after the generation prompt; special tokens in it are text."""
+        return self._encode(self.lead + text)
 
     def _apply(self, messages: Sequence[Message], generate: bool) -> str:
         conversation = [{"role": message.role, "content": self._content(message)} for message in messages]
@@ -114,7 +115,7 @@ class ChatRenderer:
 
     def _segment(self, text: str, fence: str, messages: Sequence[Message], skip: int = 0) -> Segment:
         tokens: list[int] = []
-        for i, piece in enumerate(self._guard.split(text)):
+        for i, piece in enumerate(self._join(self._guard.split(text))):
             tokens += (self._special[piece],) if i % 2 else self._encode(piece.replace(fence, ""))
         del tokens[:skip]
         media = [item.resolved(self._frame_rule) for message in messages for item in message.media]
@@ -134,6 +135,16 @@ class ChatRenderer:
                 kept.append(token)
         return Segment("environment", tuple(kept), tuple(spans))
 
+    def _join(self, pieces: list[str]) -> list[str]:
+        """Plain texts and special tokens in turn, with the texts around media whose expansion joins them."""
+        for i in range(1, len(pieces), 2):
+            kind = self._kind_of.get(self._special[pieces[i]])
+            if kind is not None and kind in self._joined:
+                before, after = self._joined[kind]
+                pieces[i - 1] = pieces[i - 1].removesuffix(before)
+                pieces[i + 1] = after + pieces[i + 1]
+        return pieces
+
     def _template_marks(self, tokens: Sequence[int], place: int) -> tuple[int, ...]:
         """The template's markers around a placeholder whose expansion has its own markers."""
         marks = self._own_marks.get(self._kind_of[tokens[place]])
@@ -148,12 +159,17 @@ class ChatRenderer:
             raise ModelError("this chat template does not end an assistant's turn with a special token.")
         return self._special[pieces[1]]
 
-    def _keeps_history(self) -> bool:
-        """Whether a response stays as it was written once the conversation goes on, after the prompt it was written for."""
+    def _find_lead(self) -> tuple[str, bool]:
+        """What the template writes between the generation prompt and a response (SmolVLM2: a space, which is sampled).
+
+        And whether a response stays as it was written once the conversation goes on, after the prompt it was written for.
+        """
         thought = f"<think>\n{PRIVATE[1]}\n</think>\n\n{PRIVATE[0]}"
         before, after = [_say("user", "-")], [_say("user", "-")]
+        prompt = self._apply(before, True)
         history = self._apply([*before, _say("assistant", thought), *after], True)
-        return history.startswith(self._apply(before, True) + thought)
+        lead = " " if history.startswith(f"{prompt} {thought}") else ""
+        return lead, history.startswith(f"{prompt}{lead}{thought}")
 
 
 class _Guard:

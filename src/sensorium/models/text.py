@@ -20,6 +20,8 @@ class NoMedia:
         self.placeholders: dict[MediaKind, int] = {}
         self.frame_rule = FrameRule()
         self.own_marks: dict[MediaKind, tuple[int, int]] = {}
+        self.stand_ins: dict[str, int] = {}
+        self.joined: dict[MediaKind, tuple[str, str]] = {}
         self.preprocessors: dict[MediaKind, Preprocessor] = {}
 
     def expand(self, extent: Extent) -> NoReturn:

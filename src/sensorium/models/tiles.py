@@ -37,10 +37,13 @@ class TiledPictures:
 
 
 class TiledVideos:
-    """The checkpoint's video processor over sampled frames, each of which becomes one tile; it samples nothing itself."""
+    """The checkpoint's video processor over sampled frames, each of which becomes one tile; it samples nothing itself.
 
-    def __init__(self, video_processor: Any, side: int) -> None:
-        self._video_processor, self._side = video_processor, side
+    ``key`` is its name for the tiles.
+    """
+
+    def __init__(self, video_processor: Any, side: int, key: str = "pixel_values_videos") -> None:
+        self._video_processor, self._side, self._key = video_processor, side, key
 
     def __call__(self, items: "Sequence[tuple[Media, DecodedVideo]]") -> list[TowerInput]:
         """The tiles of each clip. One clip at a time: the processor wants clips of one length."""
@@ -50,7 +53,7 @@ class TiledVideos:
                 made = self._video_processor(
                     videos=[torch.tensor(clip.frames)], do_sample_frames=False, return_tensors="pt"
                 )
-            tiles = made["pixel_values_videos"][0]
+            tiles = made[self._key][0]
             grid = (len(tiles), self._side, self._side)
             prepared.append(tiled(tiles, Extent("video", grid, clip.frame_times_s, clip.seconds_per_frame)))
         return prepared

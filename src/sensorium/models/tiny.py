@@ -12,7 +12,7 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
 
 from sensorium.models.tiny_processors import TOKEN_KEYS, tiny_processor
-from sensorium.models.tiny_tokenizer import tiny_tokenizer
+from sensorium.models.tiny_tokenizer import closing_token, tiny_tokenizer
 from sensorium.recipe.tiny_sizes import KINDS, TEXT, Kind, Sizes
 from sensorium.vocabulary.errors import ModelError, nearest
 
@@ -38,7 +38,7 @@ def _model(family: str, tokenizer: PreTrainedTokenizerFast, seed: int, overrides
     library: Any = import_module("transformers")
     kind = KINDS[family]
     tie = overrides.pop("tie_word_embeddings", True)
-    ends = {"eos_token_id": _id(tokenizer, "<|im_end|>"), "pad_token_id": _id(tokenizer, "<|endoftext|>"),
+    ends = {"eos_token_id": _id(tokenizer, closing_token(family)), "pad_token_id": _id(tokenizer, "<|endoftext|>"),
             "bos_token_id": None}  # fmt: skip
     text = kind.text | {"vocab_size": -(-len(tokenizer) // 64) * 64}
     config_class = getattr(library, f"{kind.prefix}Config")

@@ -30,6 +30,7 @@ TOKEN_KEYS = {
     "qwen2_5_omni": OMNI_KEYS,
     "qwen3_omni_moe": OMNI3_KEYS,
     "internvl": {"image_token_id": "<IMG_CONTEXT>"},
+    "smolvlm": {"image_token_id": "<image>"},
 }
 """The keys by which the config of a family names its special tokens."""
 
@@ -42,6 +43,8 @@ def tiny_processor(family: str, tokenizer: PreTrainedTokenizerFast, config: Any)
     given = {"tokenizer": tokenizer, "chat_template": TEMPLATES[family]}
     if family == "internvl":
         return _tiled(library, given, config)
+    if family == "smolvlm":
+        return _rows_of_tiles(library, given, config)
     return _qwen(family, library, given, config)
 
 
@@ -53,6 +56,18 @@ def _tiled(library: Any, given: dict[str, Any], config: Any) -> Any:
         image_processor=library.GotOcr2ImageProcessor(size=size, max_patches=MAX_TILES),
         video_processor=library.InternVLVideoProcessor(size=size),
         image_seq_length=int(side // patch * config.downsample_ratio) ** 2,
+        **given,
+    )
+
+
+def _rows_of_tiles(library: Any, given: dict[str, Any], config: Any) -> Any:
+    """SmolVLM2's: two tiles on the longer side."""
+    vision = config.vision_config
+    sizes = {"size": {"longest_edge": 2 * vision.image_size}, "max_image_size": {"longest_edge": vision.image_size}}
+    return library.SmolVLMProcessor(
+        image_processor=library.SmolVLMImageProcessor(**sizes),
+        video_processor=library.SmolVLMVideoProcessor(**sizes),
+        image_seq_len=(vision.image_size // vision.patch_size // config.scale_factor) ** 2,
         **given,
     )
 

@@ -22,7 +22,19 @@ INTERNVL_TOKENS = {
     "start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
     "video_token": "<video>",
 }  # fmt: skip
-OWN_TOKENS = {"qwen2_5_omni": OMNI_TOKENS, "qwen3_omni_moe": OMNI3_TOKENS, "internvl": INTERNVL_TOKENS}
+SMOLVLM_TOKENS = {
+    "end_of_utterance_token": "<end_of_utterance>", "fake_image_token": "<fake_token_around_image>",
+    "image_token": "<image>", "global_image_token": "<global-img>",
+}  # fmt: skip
+TILE_TOKENS = {"smolvlm": tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))}
+CLOSING = {"smolvlm": "<end_of_utterance>"}
+"""What ends an assistant's turn where it is not ``<|im_end|>``."""
+OWN_TOKENS = {
+    "smolvlm": SMOLVLM_TOKENS,
+    "qwen2_5_omni": OMNI_TOKENS,
+    "qwen3_omni_moe": OMNI3_TOKENS,
+    "internvl": INTERNVL_TOKENS,
+}
 
 # Answers stand alone, words of a question follow a space: each becomes one token.
 ANSWERS = (
@@ -40,6 +52,7 @@ MORE_QUESTIONS = {
     "qwen3_vl": "seconds",
     "qwen3_vl_moe": "seconds",
     "internvl": "Frame",
+    "smolvlm": "User Assistant You provided following series frames from video Frame",
 }
 # Added tokens, as <think> is one of Qwen3's: `<answer>red</answer>` is three tokens.
 TAGS = ("<answer>", "</answer>", "<think>", "</think>", "<action>", "</action>")
@@ -66,6 +79,11 @@ OMNI3_TURN = TURN.replace(
     "{% elif block.type == 'text' %}",
     "{% elif block.type == 'audio' %}<|audio_start|><|audio_pad|><|audio_end|>{% elif block.type == 'text' %}",
 )
+SMOLVLM_TURN = (
+    "{{ message.role | capitalize }}{% if message.content[0].type == 'image' %}:{% else %}{{ ': ' }}{% endif %}"
+    "{% for block in message.content %}{% if block.type == 'text' %}{{ block.text }}{% elif block.type == 'image' %}<image>"
+    "{% elif block.type == 'video' %}<video>{% endif %}{% endfor %}<end_of_utterance>\n"
+)
 INTERNVL_TURN = (
     "<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for block in message.content %}"
@@ -89,6 +107,8 @@ GENERATION = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 EACH_TURN = "{% for message in messages %}" + TURN + "{% endfor %}"
 TEMPLATES = {
     "internvl": "{% for message in messages %}" + INTERNVL_TURN + "{% endfor %}" + GENERATION,
+    "smolvlm": "<|im_start|>{% for message in messages %}" + SMOLVLM_TURN + "{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}",
     "qwen2_5_omni": DEFAULT_SYSTEM + "{% for message in messages %}" + OMNI_TURN + "{% endfor %}" + GENERATION,
     "qwen3_omni_moe": "{% for message in messages %}" + OMNI3_TURN + "{% endfor %}" + GENERATION,
     "qwen2_5_vl": DEFAULT_SYSTEM + EACH_TURN + GENERATION,
@@ -119,10 +139,10 @@ def tiny_tokenizer(family: str, longest: int) -> PreTrainedTokenizerFast:
     )
     core.train_from_iterator(_corpus(family), trainer)
     core.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
-    others = [token for token in specials if token not in ("<|im_end|>", "<|endoftext|>")]
+    others = [token for token in specials if token not in (closing_token(family), "<|endoftext|>")]
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
-        eos_token="<|im_end|>",
+        eos_token=closing_token(family),
         pad_token="<|endoftext|>",
         extra_special_tokens=others,
         **({"model_specific_special_tokens": dict(OWN_TOKENS[family])} if family in OWN_TOKENS else {}),
@@ -134,7 +154,14 @@ def tiny_tokenizer(family: str, longest: int) -> PreTrainedTokenizerFast:
 
 def special_tokens(family: str) -> tuple[str, ...]:
     """The special tokens of a family, in the order of their ids."""
-    return (*SPECIAL_TOKENS[:3], *OWN_TOKENS[family].values()) if family in OWN_TOKENS else SPECIAL_TOKENS
+    if family not in OWN_TOKENS:
+        return SPECIAL_TOKENS
+    return (*SPECIAL_TOKENS[:3], *OWN_TOKENS[family].values(), *TILE_TOKENS.get(family, ()))
+
+
+def closing_token(family: str) -> str:
+    """What ends an assistant's turn."""
+    return CLOSING.get(family, "<|im_end|>")
 
 
 def _corpus(family: str) -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # Two-dimensional weights that are no linear layers: tables, and the routers and experts of a mixture.
-NOT_LINEAR = ("embed_tokens", "pos_embed", "audio_bos_eos_token", "mlp.gate")
+NOT_LINEAR = ("embed_tokens", "pos_embed", "position_embedding", "audio_bos_eos_token", "mlp.gate")
 
 
 @dataclass(frozen=True)

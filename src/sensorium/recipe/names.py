@@ -18,6 +18,7 @@ NAMES: dict[str, dict[str, str]] = {
         "qwen3_omni_moe": "sensorium.models.qwen3_omni:Qwen3Omni",
         "qwen3_vl": "sensorium.models.qwen3_vl:Qwen3VL",
         "qwen3_vl_moe": "sensorium.models.qwen3_vl:Qwen3VL",
+        "smolvlm": "sensorium.models.smolvlm:SmolVLM",
         "qwen2": "sensorium.models.text:TextModel",
         "qwen3": "sensorium.models.text:TextModel",
     },

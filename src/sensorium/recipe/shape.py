@@ -14,7 +14,10 @@ from sensorium.recipe.tiny_sizes import KINDS, tiny_config
 from sensorium.recipe.tower_tensors import tower_tensors
 from sensorium.vocabulary.errors import RecipeError
 
-PLAIN_PARTS = (("multi_modal_projector.", "projector"), ("vision_tower.", "vision"))
+PLAIN_PARTS = (
+    ("multi_modal_projector.", "projector"), ("connector.", "projector"), ("vision_tower.", "vision"),
+    ("vision_model.", "vision"),
+)  # fmt: skip
 """Parts of families whose towers are transformers' own, by the names of their weights."""
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"

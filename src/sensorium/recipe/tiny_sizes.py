@@ -57,6 +57,7 @@ KINDS = {
         "Qwen3OmniMoeThinker", INTERLEAVED | EXPERTS, DEEPSTACKED, STRETCHED, more={"position_id_per_seconds": 13}
     ),
     "internvl": Kind("InternVL", TEXT, PLAIN, text_type="qwen2"),
+    "smolvlm": Kind("SmolVLM", TEXT, PLAIN, text_type="llama", more={"scale_factor": 2, "pad_token_id": 0}),
     "qwen2": Kind("Qwen2", TEXT),
     "qwen3": Kind("Qwen3", TEXT | {"head_dim": 32}),
 }
@@ -64,6 +65,7 @@ KINDS = {
 VOCABULARY = {
     "qwen2_5_omni": 512,
     "qwen3_omni_moe": 512,
+    "smolvlm": 512,
 }  # rows of the embedding; the others' tokenizers have fewer special tokens
 USUAL_VOCABULARY = 448
 

@@ -47,6 +47,27 @@ def _internvl(config: dict[str, Any], vision: dict[str, Any], text: dict[str, An
     yield from _affine("multi_modal_projector.linear_2", [text["hidden_size"]] * 2)
 
 
+def _smolvlm(config: dict[str, Any], vision: dict[str, Any], text: dict[str, Any]) -> Shapes:
+    yield from _siglip("vision_model", vision)
+    shuffled = vision["hidden_size"] * config.get("scale_factor", 2) ** 2
+    yield "connector.modality_projection.proj.weight", [text["hidden_size"], shuffled]
+
+
+def _siglip(at: str, vision: dict[str, Any]) -> Shapes:
+    hidden, wide, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
+    yield f"{at}.embeddings.position_embedding.weight", [(vision["image_size"] // patch) ** 2, hidden]
+    yield from _affine(f"{at}.embeddings.patch_embedding", [hidden, 3, patch, patch])
+    for i in range(vision["num_hidden_layers"]):
+        layer = f"{at}.encoder.layers.{i}"
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            yield from _affine(f"{layer}.self_attn.{name}", [hidden, hidden])
+        yield from _affine(f"{layer}.layer_norm1", [hidden])
+        yield from _affine(f"{layer}.layer_norm2", [hidden])
+        yield from _affine(f"{layer}.mlp.fc1", [wide, hidden])
+        yield from _affine(f"{layer}.mlp.fc2", [hidden, wide])
+    yield from _affine(f"{at}.post_layernorm", [hidden])
+
+
 def _affine(name: str, weight: list[int]) -> Shapes:
     """A weight and its bias."""
     yield f"{name}.weight", weight
@@ -57,4 +78,7 @@ def _first(value: int | list[int]) -> int:
     return value if isinstance(value, int) else value[0]
 
 
-FAMILIES: dict[str, Callable[[dict[str, Any], dict[str, Any], dict[str, Any]], Shapes]] = {"internvl": _internvl}
+FAMILIES: dict[str, Callable[[dict[str, Any], dict[str, Any], dict[str, Any]], Shapes]] = {
+    "internvl": _internvl,
+    "smolvlm": _smolvlm,
+}
