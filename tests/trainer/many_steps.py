@@ -1,4 +1,4 @@
-"""Five hundred steps over fifty clips, of which no cache can keep more than a few; prints what the process held on the way.
+"""Three hundred steps over fifty clips, of which no cache can keep more than a few; prints what the process held.
 
 A process of its own: what other tests have left in theirs would be measured too.
 """
@@ -21,7 +21,7 @@ from sensorium.trainer.run import open_trainer
 from .cinema import recipe_of, rows_of, sound_bytes, video_bytes
 
 HERE = "tests.trainer.many_steps"
-STEPS, WARM, UPDATE_EVERY = 500, 100, 25
+STEPS, WARM, UPDATE_EVERY = 300, 50, 25
 
 
 def scripted(policy: Policy, lockstep: bool) -> ScriptedEngine:
@@ -47,7 +47,7 @@ async def step(trainer: Trainer, number: int) -> None:
 
 
 def main(folder: Path) -> None:
-    """Run, and print resident bytes and objects every hundred steps, and what was decoded."""
+    """Run, and print resident bytes and objects every fifty steps, and what was decoded."""
     rows: list[list[dict[str, Any]]] = []
     for i in range(25):
         (folder / f"{i}.mp4").write_bytes(video_bytes(i))

@@ -20,7 +20,7 @@ from sensorium.vocabulary.errors import SensoriumError
 from tests.trainer.small import small
 from tests.trainer.test_going_on import Notes
 
-TRIES = 12
+TRIES = 8
 
 
 @pytest.fixture(scope="module")

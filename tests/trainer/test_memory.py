@@ -9,15 +9,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_memory_is_flat_over_five_hundred_steps_and_fifty_clips(tmp_path: Path) -> None:
+def test_memory_is_flat_over_three_hundred_steps_and_fifty_clips(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "tests.trainer.many_steps", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": paths}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["steps"] == 500
+    assert found["steps"] == 300
     assert max(found["resident"]) <= 1.05 * found["resident"][0]
     assert max(found["objects"]) <= 1.05 * found["objects"][0]
-    assert found["decoded"] > 250, "with so little room clips are decoded again and again"
-    assert found["evictions"] > 250
+    assert found["decoded"] > 150, "with so little room clips are decoded again and again"
+    assert found["evictions"] > 150
