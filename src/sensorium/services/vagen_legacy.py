@@ -19,16 +19,12 @@ from sensorium.vocabulary.errors import RecipeError
 
 PREFIX = "vagen-legacy-"
 PAGES = {
-    400: ("Bad Request", "The browser (or proxy) sent a request that this server could not understand."),
+    400: ("Bad Request", "The request could not be understood."),
     401: ("Unauthorized", "The key is missing or wrong."),
-    415: (
-        "Unsupported Media Type",
-        "Did not attempt to load JSON data because the request Content-Type was not 'application/json'.",
-    ),
+    415: ("Unsupported Media Type", "The request's Content-Type was not 'application/json'."),
     500: (
         "Internal Server Error",
-        "The server encountered an internal error and was unable to complete your request. Either the server is overloaded or "
-        "there is an error in the application.",
+        "The request could not be completed: an id is not known, or a value is of the wrong type.",
     ),
 }
 
