@@ -104,6 +104,24 @@ def test_an_unknown_family_is_refused_with_the_nearest(folder: Path) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("Gemma3Config", r"'gemma3': the tokens of one of its pictures see each other both ways.*Use Qwen2\.5-VL"),
+        ("Idefics3Config", r"can compute its language model \(llama\)\. What is missing is how its pictures become tokens"),
+        ("MllamaConfig", r"'mllama'.*\(mllama_text_model\), if its layers are built as Qwen's are\."),
+        ("Gemma2Config", r"language model has layers that see a window of the text only.*would not help"),
+        ("LlamaConfig", r"It is a model of text: if its layers"),
+    ],
+)
+def test_what_a_family_of_no_adapter_would_need_is_told(config: str, says: str) -> None:
+    import transformers
+
+    made = getattr(transformers, config)()
+    with pytest.raises(ModelError, match=says):
+        family_of(made.model_type, config=made)
+
+
 def test_a_family_of_ones_own_is_found_by_name(folder: Path) -> None:
     register("family", "my_family", "sensorium.models.text:TextModel")
     try:

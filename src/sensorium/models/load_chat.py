@@ -10,8 +10,9 @@ from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.checkpoint_place import find_checkpoint, find_weights, naming
 from sensorium.models.model_classes import has_towers, own_config
 from sensorium.models.quiet import quiet
+from sensorium.models.unsupported import missing_family
 from sensorium.recipe.names import resolve, table
-from sensorium.vocabulary.errors import ModelError, nearest
+from sensorium.vocabulary.errors import ModelError
 
 DEQUANTIZABLE = "fp8"
 """transformers' name for weights in blocks of FP8 with a scale each, as Qwen's FP8 checkpoints have them."""
@@ -55,7 +56,7 @@ def read_config(
     with naming(path, place):
         config = AutoConfig.from_pretrained(place, trust_remote_code=False)
     quantized = _refuse_quantized(path, config, dequantize) if weights else False
-    family = family_of(config.model_type, family)
+    family = family_of(config.model_type, family, config)
     adapter_class = resolve("family", family, "model.family")
     if weights:
         place = find_weights(path, place)
@@ -86,13 +87,13 @@ def chat_processor_of(
     )
 
 
-def family_of(model_type: str, wanted: str = "auto") -> str:
-    """The family of a checkpoint by its ``model_type``; an unknown one is refused with the nearest name."""
+def family_of(model_type: str, wanted: str = "auto", config: Any = None) -> str:
+    """The family of a checkpoint by its ``model_type``; an unknown one is refused with what is missing for it."""
     if wanted != "auto":
         return wanted
     model_type = model_type.removesuffix("_thinker")  # Qwen2.5-Omni's, saved without the parts that speak
     if model_type not in table("family"):
-        raise ModelError(f"no adapter for model type '{model_type}'{nearest(model_type, list(table('family')))}")
+        raise ModelError(missing_family(model_type, config))
     return model_type
 
 
