@@ -57,6 +57,21 @@ def test_each_prompt_shows_a_video_and_lets_a_sound_be_heard(run: Path) -> None:
             assert kinds == ["video", "sound"]
 
 
+def test_a_sound_inside_its_video_is_trained_on_as_it_was_sampled(tmp_path: Path) -> None:
+    make_intent(tmp_path / "intent", count=4)
+    options = [
+        f"tasks.train.0.options.path={tmp_path / 'intent'}",
+        "tasks.train.0.options.video={use_audio_in_video: true}",
+    ]
+    other = ["tasks.evaluate=[]", "evaluation.every=0", "rewards.terms=[{name: tests.trainer.cinema:ByIndex}]", "steps=1"]
+    train(load_recipe("audio_visual", [f"run_dir={tmp_path / 'run'}", *options, *SMALL, *other]))
+    (row,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert row["mismatch/max"] < 1e-4
+    group = next(iter(read_groups(tmp_path / "run/episodes/step_000001.jsonl")))
+    video, sound = (span.media for span in group.episodes[0].threads[0].segments[0].media)
+    assert (video.sound, video.kind, sound.kind) == (sound, "video", "sound")
+
+
 def test_the_evaluation_knows_the_published_columns(run: Path) -> None:
     last = read_metrics(run / "metrics.jsonl")[-1]
     found = {name.removeprefix("eval/accuracy/") for name in last if name.startswith("eval/accuracy/")}

@@ -5,8 +5,11 @@ and picture of one file stay together.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from fractions import Fraction
 from io import BytesIO
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -18,6 +21,8 @@ from sensorium.vocabulary.decoding import AudioParameters
 
 RATES = (1000, 1_000_000)
 LATEST_S = 3600.0
+SHARP = "filter_size=128:cutoff=0.955"
+"""A filter as steep as soxr's, by which the models' own tools resample; libav's usual one dampens from 6 kHz on."""
 STREAMED = 0x7FFFFFFF
 """Lengths from here on stand in the header of a WAV whose writer could not know how long it would get."""
 
@@ -89,8 +94,7 @@ def _refuse_long(name: str, start: float, end: float, rate: int, limits: MediaLi
 
 def _resampled(container: Any, stream: Any, rate: int, name: str) -> Iterator[np.ndarray]:
     """Chunks of one channel, the mean of all, at ``rate`` from the file's start on."""
-    # Mixing channels there would add them up, beyond 1; and frames of separate channels cannot be read beyond eight.
-    resampler = library().AudioResampler(format="flt", rate=rate)
+    resampler = _Resampler(rate)
     skip = 0
     for number, frame in enumerate(container.decode(stream)):
         if number == 0 and frame.time is not None:
@@ -101,12 +105,52 @@ def _resampled(container: Any, stream: Any, rate: int, name: str) -> Iterator[np
             if late > 0:
                 yield np.zeros(late, np.float32)
         frame.pts = None  # what the resampler would do about a timestamp out of line is its own affair
-        for made in resampler.resample(frame):
+        for made in resampler(frame):
             samples = _mean(made)
             yield samples[skip:]
             skip = max(0, skip - len(samples))
-    for made in resampler.resample(None):
+    for made in resampler(None):
         yield _mean(made)[skip:]
+
+
+class _Resampler:
+    """Frames at a rate, their channels as they are: mixing them there would add them up, beyond 1.
+
+    Channels are interleaved, because frames of separate channels cannot be read beyond eight.
+    """
+
+    def __init__(self, rate: int) -> None:
+        self.rate = rate
+        self._plain = library().AudioResampler(format="flt", rate=rate)
+        self._graph: Any = None
+
+    def __call__(self, frame: Any) -> Iterator[Any]:
+        """What can be given after a frame; after None, what is left."""
+        if self._graph is None and (frame is None or frame.sample_rate == self.rate):
+            yield from self._plain.resample(frame)
+            return
+        if self._graph is None:
+            self._graph = self._sharp(frame)
+        self._graph.push(frame)
+        errors = library().error
+        with suppress(errors.BlockingIOError, errors.EOFError):
+            while True:
+                yield self._graph.pull()
+
+    def _sharp(self, frame: Any) -> Any:
+        graph = library().filter.Graph()
+        heard = graph.add_abuffer(
+            sample_rate=frame.sample_rate,
+            format=frame.format.name,
+            layout=frame.layout.name,
+            time_base=Fraction(1, frame.sample_rate),
+        )
+        parts = [heard, graph.add("aresample", f"{self.rate}:{SHARP}"), graph.add("aformat", "sample_fmts=flt")]
+        parts.append(graph.add("abuffersink"))
+        for one, other in pairwise(parts):
+            one.link_to(other)
+        graph.configure()
+        return graph
 
 
 def _mean(frame: Any) -> np.ndarray:

@@ -27,7 +27,7 @@ from sensorium.record.durable import drafted
 Clip = DecodedVideo | DecodedAudio
 KINDS: dict[str, type[Clip]] = {"video": DecodedVideo, "sound": DecodedAudio}
 
-FORMAT = 2
+FORMAT = 3
 STALE_DRAFT_S = 3600.0
 RECOUNT_EVERY = 64
 """Other processes write too, so the folder is counted again after so many entries of our own."""

@@ -19,11 +19,13 @@ def media_of(messages: Iterable[Message]) -> list[Media]:
 
 def refuse_strange_media(task: Task, messages: Sequence[Message], chat: ChatProcessor, engine: Engine) -> None:
     """Raise for the first medium of a kind that the model family or the engine lacks; names the task and the medium."""
-    for item in (part for whole in media_of(messages) for part in whole.parts):
+    pairs = [(block, part) for block in media_of(messages) for part in block.parts]
+    for block, item in pairs:
         for who, able in ((f"family {chat.family}", chat.modalities), ("the engine", engine.capabilities.modalities)):
             if item.kind not in able:
+                what = "is" if item == block else "is heard with (use_audio_in_video)"
                 raise ModelError(
-                    f"task {task.id}: {who} takes {', '.join(sorted(able))} and not {item.kind}, which {item.name} is. "
+                    f"task {task.id}: {who} takes {', '.join(sorted(able))} and not {item.kind}, which {item.name} {what}. "
                     "Use one that does (model.path, rollout.engine), or leave such tasks out."
                 )
 
