@@ -1,4 +1,4 @@
-"""How fast the environment service steps a trivial environment: latency alone, and 64 sessions at once, beside stock OpenEnv.
+"""How fast the environment service steps a trivial environment: latency alone, and 64 sessions beside stock OpenEnv.
 
     python bench/environment_service.py [--openenv PYTHON]
 
