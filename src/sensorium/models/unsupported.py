@@ -12,8 +12,8 @@ KNOWN_LAYERS = ("qwen2", "qwen3", "llama", "mistral")
 REASONS = {
     "gemma3": "the tokens of one of its pictures see each other both ways, so that no chunk of a prompt, cached prefix or "
     "packed row may end inside a picture, and five of six layers see the last 1024 tokens only. Neither the engine's "
-    "prefix cache nor the learner's shared prompts compute that, and leaving it out would train another model (its logits move by "
-    "more than 2). Use Qwen2.5-VL, Qwen3-VL, InternVL3 or SmolVLM2",
+    "prefix cache nor the learner's shared prompts compute that, and leaving it out would train another model (its logits "
+    "move by more than 2). Use Qwen2.5-VL, Qwen3-VL, InternVL3 or SmolVLM2",
 }
 """Families that were looked at and are refused, with the reason."""
 
