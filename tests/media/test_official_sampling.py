@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sensorium.media.audio import decode_audio
@@ -87,17 +87,66 @@ def test_frames_are_taken_by_their_numbers(form: str) -> None:
     assert clip.indices.tolist() == numbers(clip.frames) == [0, 8, 15, 23]
 
 
-@given(total=st.integers(2, 3000), fps=st.sampled_from([8.0, 23.976, 25.0, 30.0, 60.0]), rate=st.floats(0.1, 9.0))
-def test_counts_are_those_of_the_installed_tool(total: int, fps: float, rate: float) -> None:
-    tool = pytest.importorskip("qwen_vl_utils.vision_process")
+TOOLS = ("qwen_vl_utils.vision_process", "qwen_omni_utils.v2_5.vision_process")
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@settings(max_examples=40, deadline=None)
+@given(
+    total=st.integers(2, 3000),
+    fps=st.sampled_from([8.0, 23.976, 25.0, 30.0, 60.0]),
+    asked=st.one_of(
+        st.fixed_dictionaries({"fps": st.floats(0.1, 9.0)}),
+        st.fixed_dictionaries({"fps": st.just(2.0), "min_frames": st.integers(1, 9), "max_frames": st.integers(9, 40)}),
+        st.integers(2, 40).map(lambda count: {"nframes": count}),
+    ),
+    window=st.one_of(st.none(), st.tuples(st.floats(0, 20), st.floats(0.5, 60))),
+)
+def test_numbers_of_frames_are_those_of_the_installed_tool(
+    tool: str, total: int, fps: float, asked: dict[str, Any], window: tuple[float, float] | None
+) -> None:
+    module = pytest.importorskip(tool)
+    trim = {} if window is None else {"video_start": window[0], "video_end": window[0] + window[1]}
+    ours = {"frames" if key == "nframes" else key: value for key, value in asked.items()}
+    ours |= {key.removeprefix("video_"): value for key, value in trim.items()}
     try:
-        count = tool.smart_nframes({"fps": rate}, total_frames=total, video_fps=fps)
+        first, last, held = module.calculate_video_frame_range(trim, total, fps)
+        count = module.smart_nframes(asked, total_frames=held, video_fps=fps)
     except ValueError:
-        with pytest.raises(ValueError, match="no pair"):
-            official_indices(official(fps=rate), total, fps)
+        with pytest.raises(ValueError, match=r"sampling: middle"):
+            official_indices(official(**ours), total, fps)
         return
-    indices, _ = official_indices(official(fps=rate), total, fps)
-    assert indices.tolist() == torch.linspace(0, total - 1, count).round().long().tolist()
+    indices, seconds = official_indices(official(**ours), total, fps)
+    assert indices.tolist() == torch.linspace(first, last, count).round().long().tolist()
+    assert 1 / seconds == pytest.approx(count / held * fps)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.tuples(st.integers(20, 2000), st.integers(20, 2000)),
+    frames=st.integers(1, 384).map(lambda pairs: 2 * pairs),
+    least=st.one_of(st.none(), st.integers(784, 200_000)),
+    more=st.one_of(st.none(), st.integers(0, 1_000_000)),
+    clip=st.one_of(st.none(), st.integers(100_000, 100_000_000)),
+    patch=st.sampled_from([14, 16]),
+)
+def test_sizes_are_those_of_the_installed_tool(
+    tool: str, size: tuple[int, int], frames: int, least: int | None, more: int | None, clip: int | None, patch: int
+) -> None:
+    module = pytest.importorskip(tool)
+    rule = OLD if patch == 14 else NEW
+    most = None if more is None else (rule.min_pixels if least is None else least) + more
+    theirs = {"min_pixels": least, "max_pixels": most, "total_pixels": clip}
+    blank = torch.zeros(1, 1, 1, 1).expand(frames, 3, size[1], size[0])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(module.VIDEO_READER_BACKENDS, module.get_video_reader_backend(), lambda _: (blank, {}, 2.0))
+        patched.setattr(module.transforms.functional, "resize", lambda _, asked, **__: torch.zeros(asked))
+        given = {key: value for key, value in theirs.items() if value is not None}
+        found = module.fetch_video({"video": "a", **given}, image_patch_size=patch)
+    asked = VideoParameters(min_pixels_per_frame=least, max_pixels_per_frame=most, max_pixels_per_clip=clip)
+    height, width = (max(side, rule.multiple) for side in found.shape)  # it may leave a sliver without any pixels
+    assert official_size(size, frames, asked.resolved(rule)) == (width, height)
 
 
 def test_frames_are_those_of_the_installed_tool(monkeypatch: pytest.MonkeyPatch) -> None:
