@@ -97,7 +97,7 @@ def benches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bench]:
     return get
 
 
-@pytest.fixture(params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(params=["qwen2_5_vl", "qwen3_vl", "llava_onevision"])
 def vision(request: pytest.FixtureRequest, benches: Callable[[str], Bench]) -> Bench:
     """Both vision families in turn."""
     return benches(request.param)

@@ -11,10 +11,13 @@ from sensorium.models.tiny import make_tiny
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny checkpoints with weights large enough for logits of several units."""
     folder = tmp_path_factory.mktemp("tiny")
-    return {
+    scaled = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "qwen3_omni_moe", "internvl", "smolvlm")
+    made = {
         family: make_tiny(family, folder / family, initializer_range=0.15, vision_initializer_range=0.15)
-        for family in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "qwen3_omni_moe", "internvl", "smolvlm")
+        for family in scaled
     }
+    family = "llava_onevision"  # whose tower has weights large enough
+    return made | {family: make_tiny(family, folder / family, initializer_range=0.15)}
 
 
 @pytest.fixture(scope="session")

@@ -49,6 +49,8 @@ class Player:
 
     def film(self) -> Media:
         frames, seconds = int(self.rng.integers(2, 6)), float(self.rng.uniform(1, 12))
+        if self.policy.family == "llava_onevision":  # whose stock model takes videos of one length only
+            frames = 3
         return clip(self.policy.chat.store, int(self.rng.integers(1 << 30)), frames, 56, 28, seconds)
 
     def heard_film(self) -> Media:

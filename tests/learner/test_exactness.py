@@ -16,7 +16,16 @@ from sensorium.recipe.schema import AlgorithmSection, BatchSection, KLSection, L
 
 from .played import Groups, Player, distribution, make_learner, open_policy, stock_model, stock_rows
 
-FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "qwen3_omni_moe", "internvl", "smolvlm"]
+FAMILIES = [
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen2_5_omni",
+    "qwen3_omni_moe",
+    "internvl",
+    "smolvlm",
+    "llava_onevision",
+]
 GRADIENT_TOLERANCE = 1e-5
 GRADIENT_FLOOR = 1e-7
 LAYOUTS = {

@@ -110,6 +110,8 @@ def stock_inputs(policy: Policy, text: str, media: Sequence[Media]) -> dict[str,
     """Tokens and media of a rendered conversation, as the checkpoint's own processor makes them."""
     if policy.family == "smolvlm":
         return told_one_by_one(policy, text, media)
+    if policy.family == "llava_onevision":
+        return seen_one_by_one(policy, text, media)
     made = dict(policy.chat.processor(text=[text], **processor_inputs(policy, media), return_tensors="pt"))
     videos: list[DecodedVideo] = shown(policy, media, "video")
     if "sound" in policy.chat.modalities and videos:
@@ -120,6 +122,34 @@ def stock_inputs(policy: Policy, text: str, media: Sequence[Media]) -> dict[str,
     if any(item.sound is not None for item in media):
         made["use_audio_in_video"] = True  # type: ignore[assignment]
     return with_trained_positions(policy.model.config, made)
+
+
+def seen_one_by_one(policy: Policy, text: str, media: Sequence[Media]) -> dict[str, Tensor]:
+    """LLaVA-OneVision's processor over each medium by itself: of several in a prompt it shows base views only."""
+    processor = policy.chat.processor
+    tiles, sizes, films = [], [], []
+    for item in media:
+        (seen,) = shown(policy, [item], item.kind)
+        if item.kind == "picture":
+            token, mark, made = (
+                processor.image_token,
+                "\0",
+                processor(text=[processor.image_token], images=[seen], return_tensors="pt"),
+            )
+            tiles.append(made["pixel_values"][0])
+            sizes.append(made["image_sizes"][0])
+        else:
+            settings = {"do_sample_frames": False}
+            token, mark = processor.video_token, "\1"
+            made = processor(text=[token], videos=[torch.tensor(seen.frames)], videos_kwargs=settings, return_tensors="pt")
+            films.append(made["pixel_values_videos"])
+        text = text.replace(token, mark * made["input_ids"].shape[1], 1)
+    text = text.replace("\0", processor.image_token).replace("\1", processor.video_token)
+    inputs = dict(processor.tokenizer(text, return_tensors="pt"))
+    if tiles:
+        padded = torch.nn.utils.rnn.pad_sequence(tiles, batch_first=True)
+        inputs |= {"pixel_values": padded, "image_sizes": torch.stack(sizes)}
+    return inputs | ({"pixel_values_videos": torch.cat(films)} if films else {})
 
 
 def told_one_by_one(policy: Policy, text: str, media: Sequence[Media]) -> dict[str, Tensor]:

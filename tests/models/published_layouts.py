@@ -75,6 +75,11 @@ def whole_omni(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"thinker.{name}": tensor for name, tensor in weights.items()} | speaking
 
 
+def siglip_nested(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """LLaVA-OneVision: the tower's weights below ``vision_model``."""
+    return {name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in weights.items()}
+
+
 def whole_omni3(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Qwen3-Omni: the thinker, its experts one by one, beside what speaks."""
     speaking = {"talker.codec_head.weight": torch.ones(8, 4), "code2wav.decoder.0.bias": torch.ones(5)}
@@ -140,6 +145,7 @@ LAYOUTS = {
     "Qwen3-Omni-30B-A3B": Published("qwen3_omni_moe", whole_omni3, omni3_config, UNTIED | OBLONG),
     "InternVL3-8B-hf": Published("internvl", same, text_config, UNTIED),
     "SmolVLM2-2.2B": Published("smolvlm", same, text_config, UNTIED),
+    "LLaVA-OneVision-7B": Published("llava_onevision", siglip_nested, text_config, UNTIED),
     "Qwen2.5-0.5B": Published("qwen2", head_written_out, text_config, sharded=False),
     "Qwen3-0.6B": Published("qwen3", same, text_config),
 }

@@ -74,7 +74,8 @@ def processed(policy: Policy, messages: Sequence[Message], generate: bool = True
     owner = policy.chat.processor if policy.chat.processor is not None else policy.chat.tokenizer
     conversation = plain(policy, messages)
     media = [item for message in messages for item in message.media]
-    if any(item.kind != "picture" for item in media):
+    alone = policy.family == "llava_onevision"  # each picture as the only one
+    if alone or any(item.kind != "picture" for item in media):
         text = owner.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generate)
         if policy.chat.media_format.own_marks:
             # As transformers 4.57 does: the steps of a video replace the template's marks as well.

@@ -33,7 +33,7 @@ def film(pair: Pair, draw: Random) -> Media:
     fps, count = draw.choice([4.0, 8.0, 12.5]), draw.randint(6, 20)
     small = np.random.default_rng(seed).integers(0, 255, (count, 4, 4, 3), dtype=np.uint8)
     shown = small.repeat(-(-height // 4), axis=1).repeat(-(-width // 4), axis=2)[:, :height, :width]
-    if pair.policy.family == "internvl":  # whose stock processor takes videos of one length alone
+    if pair.policy.family in ("internvl", "llava_onevision"):  # whose stock processor takes videos of one length alone
         return store.put(encode_clip(shown, fps), "video", f"film {seed}", VideoParameters(frames=3))
     asked: dict[str, Any] = draw.choice([{}, {"frames": 4}, {"fps": 4.0, "max_frames": 6}, {"start": 0.2, "frames": 2}])
     return store.put(encode_clip(shown, fps), "video", f"film {seed}", VideoParameters(**asked))

@@ -162,7 +162,11 @@ def test_a_run_that_started_from_a_runs_checkpoint_goes_back_to_that_ones_source
 
 
 READER = """
-import json, sys, torch, transformers
+import json, sys, torch
+sys.path.append(sys.argv[2])
+from export_reader import import_torchvision
+kept = import_torchvision()
+import transformers
 for line in json.loads(sys.argv[1]):
     folder, kind = line
     model = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32)
@@ -194,7 +198,9 @@ def test_transformers_4_reads_every_export_and_gives_the_same_logits(tmp_path: P
         export(saved(policy, place / "run", source), place / "out")
         kind = CLASSES.get(layout.family, "AutoModelForImageTextToText")
         read.append([str(place / "out"), kind])
-    done = subprocess.run([PYTHON_4, "-c", READER, json.dumps(read)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [PYTHON_4, "-c", READER, json.dumps(read), str(Path(__file__).parent)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip().startswith("4.")
     for folder, kind in read:

@@ -13,7 +13,7 @@ from sensorium.models.tiny import KINDS, make_tiny
 from sensorium.models.tiny_tokenizer import TAGS, special_tokens
 from sensorium.vocabulary.errors import ModelError
 
-FEATURES = {"internvl": 20, "smolvlm": 20}  # of a picture of 84 x 84: four tiles and a whole view
+FEATURES = {"internvl": 20, "smolvlm": 20, "llava_onevision": 88}  # of a picture of 84 x 84: four tiles and a whole view
 VISION = [family for family, kind in KINDS.items() if kind.vision]
 
 

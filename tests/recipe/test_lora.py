@@ -41,7 +41,18 @@ def test_sound_adapters_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2_5_vl", "qwen3_vl", "qwen2_5_omni", "qwen3_omni_moe", "internvl", "smolvlm", "qwen2", "qwen3"]
+    "family",
+    [
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "qwen2_5_omni",
+        "qwen3_omni_moe",
+        "internvl",
+        "smolvlm",
+        "llava_onevision",
+        "qwen2",
+        "qwen3",
+    ],
 )
 @pytest.mark.parametrize(
     "modules", [(), ("q_proj", "down_proj", "qkv", "mlp.2", "linear_fc2", "attn.v", "fc1", "audio_tower.proj")]

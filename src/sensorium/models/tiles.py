@@ -67,18 +67,30 @@ def tiled(tiles_N3SS: Tensor, extent: Extent) -> TowerInput:
 class TileTower:
     """A stock tower that sees tiles [N, 3, S, S] one by one, and what projects its features, as ``parts`` of a model.
 
-    ``look`` gives the features [N, K, H] of tiles.
+    ``look`` gives the features [N, K, H] of tiles, ``finish`` the embeddings of an item from those of its tiles.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], look: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        look: Callable[[Tensor], Tensor],
+        finish: Callable[[Tensor, Extent], Tensor] | None = None,
+    ) -> None:
         self.module: nn.Module = nn.ModuleList(parts)
         self._look = look
+        self._finish = finish or one_after_another
 
     def __call__(self, prepared: Sequence[TowerInput]) -> list[Features]:
-        """Embeddings of each item, tile after tile."""
+        """Embeddings of each item."""
         weight = next(self.module.parameters())
         tiles_NP = torch.cat([item.patches_PC for item in prepared]).to(weight.device, weight.dtype)
         size = round((tiles_NP.shape[1] // 3) ** 0.5)
         seen_NKH = self._look(tiles_NP.unflatten(1, (3, size, size)))
         counts = [len(item.patches_PC) for item in prepared]
-        return [Features(part_NKH.flatten(0, 1)) for part_NKH in torch.split(seen_NKH, counts)]
+        parts = zip(torch.split(seen_NKH, counts), prepared, strict=True)
+        return [Features(self._finish(part_NKH, item.extent)) for part_NKH, item in parts]
+
+
+def one_after_another(seen_NKH: Tensor, extent: Extent) -> Tensor:
+    """The features of an item's tiles in a row."""
+    return seen_NKH.flatten(0, 1)

@@ -69,6 +69,8 @@ def _config(
     classes = dict(config_class.sub_configs)
     if kind.text_type:
         classes["text_config"] = CONFIG_MAPPING[kind.text_type]
+    if "model_type" in kind.vision:
+        classes["vision_config"] = CONFIG_MAPPING[kind.vision["model_type"]]
     made = {
         f"{part}_config": _given(family, sizes, classes[f"{part}_config"], of_part[part])
         for part, sizes in parts.items() if sizes

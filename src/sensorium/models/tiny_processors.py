@@ -31,6 +31,7 @@ TOKEN_KEYS = {
     "qwen3_omni_moe": OMNI3_KEYS,
     "internvl": {"image_token_id": "<IMG_CONTEXT>"},
     "smolvlm": {"image_token_id": "<image>"},
+    "llava_onevision": {"image_token_index": "<image>", "video_token_index": "<video>"},
 }
 """The keys by which the config of a family names its special tokens."""
 
@@ -43,6 +44,8 @@ def tiny_processor(family: str, tokenizer: PreTrainedTokenizerFast, config: Any)
     given = {"tokenizer": tokenizer, "chat_template": TEMPLATES[family]}
     if family == "internvl":
         return _tiled(library, given, config)
+    if family == "llava_onevision":
+        return _grids_of_tiles(library, given, config)
     if family == "smolvlm":
         return _rows_of_tiles(library, given, config)
     return _qwen(family, library, given, config)
@@ -56,6 +59,19 @@ def _tiled(library: Any, given: dict[str, Any], config: Any) -> Any:
         image_processor=library.GotOcr2ImageProcessor(size=size, max_patches=MAX_TILES),
         video_processor=library.InternVLVideoProcessor(size=size),
         image_seq_length=int(side // patch * config.downsample_ratio) ** 2,
+        **given,
+    )
+
+
+def _grids_of_tiles(library: Any, given: dict[str, Any], config: Any) -> Any:
+    """LLaVA-OneVision's: grids of up to four tiles."""
+    side, patch = config.vision_config.image_size, config.vision_config.patch_size
+    size, grids = {"height": side, "width": side}, config.image_grid_pinpoints
+    return library.LlavaOnevisionProcessor(
+        image_processor=library.LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=grids),
+        video_processor=library.LlavaOnevisionVideoProcessor(size=size),
+        num_image_tokens=(side // patch) ** 2,
+        vision_feature_select_strategy=config.vision_feature_select_strategy,
         **given,
     )
 

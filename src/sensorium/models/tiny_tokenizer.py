@@ -29,7 +29,9 @@ SMOLVLM_TOKENS = {
 TILE_TOKENS = {"smolvlm": tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))}
 CLOSING = {"smolvlm": "<end_of_utterance>"}
 """What ends an assistant's turn where it is not ``<|im_end|>``."""
+LLAVA_TOKENS = {"image_token": "<image>", "video_token": "<video>"}
 OWN_TOKENS = {
+    "llava_onevision": LLAVA_TOKENS,
     "smolvlm": SMOLVLM_TOKENS,
     "qwen2_5_omni": OMNI_TOKENS,
     "qwen3_omni_moe": OMNI3_TOKENS,
@@ -90,6 +92,7 @@ INTERNVL_TURN = (
     "{% if block.type == 'image' %}<IMG_CONTEXT>{{ '\n' }}{% elif block.type == 'video' %}<video>{{ '\n' }}"
     "{% elif block.type == 'text' %}{{ block.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
 )
+LLAVA_TURN = INTERNVL_TURN.replace("<IMG_CONTEXT>", "<image>")
 # Qwen3's own way: thoughts of assistant turns before the last question are not shown again.
 THOUGHTLESS_TURN = (
     "{% set roles = messages | map(attribute='role') | list %}"
@@ -107,6 +110,7 @@ GENERATION = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 EACH_TURN = "{% for message in messages %}" + TURN + "{% endfor %}"
 TEMPLATES = {
     "internvl": "{% for message in messages %}" + INTERNVL_TURN + "{% endfor %}" + GENERATION,
+    "llava_onevision": "{% for message in messages %}" + LLAVA_TURN + "{% endfor %}" + GENERATION,
     "smolvlm": "<|im_start|>{% for message in messages %}" + SMOLVLM_TURN + "{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}",
     "qwen2_5_omni": DEFAULT_SYSTEM + "{% for message in messages %}" + OMNI_TURN + "{% endfor %}" + GENERATION,

@@ -13,6 +13,7 @@ from sensorium.vocabulary.errors import RecipeError, nearest
 NAMES: dict[str, dict[str, str]] = {
     "family": {
         "internvl": "sensorium.models.internvl:InternVL",
+        "llava_onevision": "sensorium.models.llava_onevision:LlavaOnevision",
         "qwen2_5_omni": "sensorium.models.qwen2_5_omni:Qwen25Omni",
         "qwen2_5_vl": "sensorium.models.qwen2_5_vl:Qwen25VL",
         "qwen3_omni_moe": "sensorium.models.qwen3_omni:Qwen3Omni",

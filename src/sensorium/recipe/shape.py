@@ -15,8 +15,8 @@ from sensorium.recipe.tower_tensors import tower_tensors
 from sensorium.vocabulary.errors import RecipeError
 
 PLAIN_PARTS = (
-    ("multi_modal_projector.", "projector"), ("connector.", "projector"), ("vision_tower.", "vision"),
-    ("vision_model.", "vision"),
+    ("multi_modal_projector.", "projector"), ("image_newline", "projector"), ("connector.", "projector"),
+    ("vision_tower.", "vision"), ("vision_model.", "vision"),
 )  # fmt: skip
 """Parts of families whose towers are transformers' own, by the names of their weights."""
 

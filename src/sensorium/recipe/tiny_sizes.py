@@ -24,6 +24,10 @@ PLAIN: Sizes = {
     "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "image_size": 56,
     "patch_size": 14, "initializer_range": 0.05,
 }  # fmt: skip
+# The config of this tower has no scale of its first weights.
+SIGLIP = {key: size for key, size in PLAIN.items() if key != "initializer_range"} | {
+    "model_type": "siglip_vision_model", "vision_use_head": False,
+}  # fmt: skip
 ROPE: Sizes = {"rope_type": "default", "rope_theta": 1e4}
 THREE_AXES = TEXT | {"rope_parameters": ROPE | {"mrope_section": [4, 6, 6]}}
 INTERLEAVED = TEXT | {
@@ -57,6 +61,13 @@ KINDS = {
         "Qwen3OmniMoeThinker", INTERLEAVED | EXPERTS, DEEPSTACKED, STRETCHED, more={"position_id_per_seconds": 13}
     ),
     "internvl": Kind("InternVL", TEXT, PLAIN, text_type="qwen2"),
+    "llava_onevision": Kind(
+        "LlavaOnevision",
+        TEXT,
+        SIGLIP,
+        text_type="qwen2",
+        more={"image_grid_pinpoints": [[56, 56], [56, 112], [112, 56], [112, 112]]},
+    ),
     "smolvlm": Kind("SmolVLM", TEXT, PLAIN, text_type="llama", more={"scale_factor": 2, "pad_token_id": 0}),
     "qwen2": Kind("Qwen2", TEXT),
     "qwen3": Kind("Qwen3", TEXT | {"head_dim": 32}),

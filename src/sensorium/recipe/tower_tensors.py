@@ -53,6 +53,15 @@ def _smolvlm(config: dict[str, Any], vision: dict[str, Any], text: dict[str, Any
     yield "connector.modality_projection.proj.weight", [text["hidden_size"], shuffled]
 
 
+def _llava_onevision(config: dict[str, Any], vision: dict[str, Any], text: dict[str, Any]) -> Shapes:
+    yield from _siglip("vision_tower", vision)
+    layers = config.get("vision_feature_layer", -1)
+    seen = vision["hidden_size"] * (1 if isinstance(layers, int) else len(layers))
+    yield "image_newline", [text["hidden_size"]]
+    yield from _affine("multi_modal_projector.linear_1", [text["hidden_size"], seen])
+    yield from _affine("multi_modal_projector.linear_2", [text["hidden_size"]] * 2)
+
+
 def _siglip(at: str, vision: dict[str, Any]) -> Shapes:
     hidden, wide, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
     yield f"{at}.embeddings.position_embedding.weight", [(vision["image_size"] // patch) ** 2, hidden]
@@ -80,5 +89,6 @@ def _first(value: int | list[int]) -> int:
 
 FAMILIES: dict[str, Callable[[dict[str, Any], dict[str, Any], dict[str, Any]], Shapes]] = {
     "internvl": _internvl,
+    "llava_onevision": _llava_onevision,
     "smolvlm": _smolvlm,
 }
