@@ -13,7 +13,7 @@ from sensorium.rollout.intake import checked_step
 from sensorium.vocabulary import Task
 from sensorium.vocabulary.content import user
 
-PLAYED = sorted(set(table("environment")) - {"question", "gymnasium", "slime", "vagen", "openenv", "remote"})
+PLAYED = sorted(set(table("environment")) - {"question", "gymnasium", "slime", "vagen", "openenv", "remote", "isolated"})
 PIECES = [
     "<think>",
     "</think>",

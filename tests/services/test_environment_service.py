@@ -50,9 +50,11 @@ def test_a_session_over_http(server: str) -> None:
         assert http.post("/v1/sessions/s1/steps/3", json={"response": ""}).status_code == 409
         assert http.delete("/v1/sessions/s1").json() == {"closed": True}
         assert http.post("/v1/sessions/s1/steps/2", json={"response": ""}).status_code == 404
-        assert http.put("/v1/sessions/s2", json={"environment": "tetris"}).status_code == 422
+        assert http.put("/v1/sessions/s2", json={"environment": "tetris"}).status_code == 404
         assert http.put("/v1/sessions/s2", json={"environment": "sokoban", "seed": True}).status_code == 422
         assert http.get("/v1/media/" + "0" * 64).status_code == 404
+        other = http.post("/v1/sessions/s2")
+        assert (other.status_code, other.headers["Allow"]) == (405, "DELETE, PUT")
 
 
 def test_a_full_server_says_when_to_try_again() -> None:

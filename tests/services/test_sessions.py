@@ -1,10 +1,15 @@
 """Sessions act once for each step, whatever is asked again, and hold no more places than there are."""
 
 import asyncio
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sensorium.media.store import MediaStore
+from sensorium.services.environment_service import sweep
 from sensorium.services.offers import Offer, Offers, usual_offers
 from sensorium.services.sessions import Refusal, SessionTable
 from sensorium.vocabulary.errors import RecipeError
@@ -108,12 +113,15 @@ def test_idle_sessions_are_closed_and_renewed_ones_are_not() -> None:
 
 def test_a_client_chooses_among_what_is_offered_and_nothing_else() -> None:
     async def test(table: SessionTable) -> None:
-        wishes: list[tuple[Any, Any]] = [
-            ("countin", {}), ("os:system", {}), ("counting", {"turn": 1}), ("closed", {"secret": 2}),
-            ("sokoban", {"size": "a"}),
-        ]  # fmt: skip
-        for environment, options in wishes:
-            assert await refused(table.open("x", environment, options, 1)) == 422
+        wishes: list[tuple[str, dict[str, Any], int]] = [
+            ("countin", {}, 404),
+            ("os:system", {}, 404),
+            ("counting", {"turn": 1}, 422),
+            ("closed", {"secret": 2}, 422),
+            ("sokoban", {"size": "a"}, 422),
+        ]
+        for environment, options, status in wishes:
+            assert await refused(table.open("x", environment, options, 1)) == status
         assert await refused(table.open("", "counting", {}, 1)) == 422
         await table.open("x", "closed", {"turns": 2}, 1)
 
@@ -123,3 +131,25 @@ def test_a_client_chooses_among_what_is_offered_and_nothing_else() -> None:
         Offers({"tools": Offer("tools")})
     with pytest.raises(RecipeError, match="offers no environment"):
         Offers({})
+
+
+def test_an_isolated_environment_that_crashes_fails_its_own_session_only() -> None:
+    async def run() -> None:
+        offers, store = Offers({"wild": Offer("tests.envs.test_isolated:Wild")}), MediaStore()
+        table = SessionTable(offers, store, make=lambda name, options: offers.isolated(name, options, store, 4096, 60.0))
+        await asyncio.gather(*(table.open(id, "wild", {}, 0) for id in "ab"))
+        assert await refused(table.step("a", 1, "crash")) == 410
+        assert (await table.step("b", 1, "fine"))["reward"] == 1.0
+        assert (len(table.sessions), table.failed) == (1, 1)
+        await table.shut()
+
+    asyncio.run(run())
+
+
+def test_old_pictures_are_swept(tmp_path: Path) -> None:
+    for name, age in (("old", 1000), ("new", 0)):
+        (tmp_path / name).write_text("x")
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    assert sweep(tmp_path, 100) == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["new"]
+    assert sweep(None, 100) == 0

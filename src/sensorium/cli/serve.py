@@ -3,12 +3,13 @@
 import os
 import socket
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from sensorium.vocabulary.errors import RecipeError
 
-USAGE = (
-    "sensorium serve env [NAME | NAME=module:Class …] [--host H] [--port P] [--capacity N] [--lease-s S] [--deadline-s S]"
-)
+USAGE = "sensorium serve env [NAME | NAME=module:Class …] [--host H] [--port P] [--capacity N] [--isolate] …"
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -22,6 +23,8 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--capacity", type=int, default=1024, help="sessions that may be open at once")
     parser.add_argument("--lease-s", type=float, default=3600.0, help="a session that nobody asks for so long is closed")
     parser.add_argument("--deadline-s", type=float, default=60.0, help="what an environment may take for a call")
+    parser.add_argument("--isolate", action="store_true", help="run each environment in a process of its own, with limits")
+    parser.add_argument("--memory-mib", type=int, default=4096, help="address space of an isolated environment")
 
 
 def run(arguments: Namespace) -> int:
@@ -32,6 +35,7 @@ def run(arguments: Namespace) -> int:
         from sensorium.services.environment_service import make_app
     except ImportError as error:
         raise RecipeError(f"serve needs FastAPI and uvicorn: pip install 'sensorium[serve]' ({error}).") from error
+    from sensorium.envs.option_checks import within
     from sensorium.envs.remote.wire import MOST_BYTES
     from sensorium.media.store import MediaStore
     from sensorium.services.access import ENVIRONMENT_VARIABLE, refuse_open
@@ -42,7 +46,20 @@ def run(arguments: Namespace) -> int:
     refuse_open(arguments.host, key)
     named = dict(item.partition("=")[::2] if "=" in item else (item, item) for item in arguments.environments)
     offers = Offers({name: Offer(place) for name, place in named.items()} if named else usual_offers())
-    table = SessionTable(offers, MediaStore(), arguments.capacity, arguments.lease_s, arguments.deadline_s)
+    within("serve", "--capacity", arguments.capacity, 1, 10**6)
+    within("serve", "--lease-s", arguments.lease_s, 1.0, 10**8)
+    within("serve", "--deadline-s", arguments.deadline_s, 0.001, 86_400)
+    within("serve", "--memory-mib", arguments.memory_mib, 256, 2**20)
+    folder = TemporaryDirectory(prefix="sensorium-media-")
+    store = MediaStore(Path(folder.name))
+
+    def isolated(name: str, options: dict[str, Any]) -> Any:
+        return offers.isolated(name, options, store, arguments.memory_mib, arguments.deadline_s)
+
+    made = isolated if arguments.isolate else None
+    table = SessionTable(
+        offers, store, arguments.capacity, arguments.lease_s, arguments.deadline_s + 5 * arguments.isolate, made
+    )
     try:
         listening = socket.create_server((arguments.host, arguments.port), backlog=1024)
     except OSError as error:
@@ -52,5 +69,6 @@ def run(arguments: Namespace) -> int:
     server = uvicorn.Server(uvicorn.Config(make_app(table, key), log_level="warning", ws_max_size=MOST_BYTES))
     names, port = ", ".join(sorted(offers.offers)), listening.getsockname()[1]
     print(f"serving {names} on http://{arguments.host}:{port} ({'with' if key else 'without'} a key)", flush=True)
-    server.run(sockets=[listening])
+    with folder:
+        server.run(sockets=[listening])
     return 0

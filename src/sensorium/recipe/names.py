@@ -49,6 +49,7 @@ NAMES: dict[str, dict[str, str]] = {
         "vagen": "sensorium.envs.adapters.vagen:VagenEnvironment",
         "openenv": "sensorium.envs.adapters.openenv:OpenEnvironment",
         "remote": "sensorium.envs.remote.environment:RemoteEnvironment",
+        "isolated": "sensorium.envs.remote.isolated:IsolatedEnvironment",
     },
     "tool": {
         "calculator": "sensorium.envs.tools.calculator:Calculator",

@@ -7,18 +7,22 @@
     GET    /v1/media/{hash}             a picture that was referred to
     WS     /v1/ws                       frames of many operations (``envs/remote/wire.py``), with the pictures in them
 
-Statuses: 401 no key, 404 no such session, 409 a step out of turn, 410 the episode is lost, 422 a wish that makes no sense,
-503 full (with Retry-After).
+Statuses: 401 no key, 404 no such session or environment, 409 a step out of turn, 410 the episode is lost, 422 a wish that
+makes no sense, 503 full (with Retry-After).
 """
 
 import asyncio
+import os
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path as FilePath
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, HTTPException, Path, Request, Response, WebSocket, WebSocketDisconnect
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.routing import Match
 
 from sensorium import __version__
 from sensorium.envs.remote.wire import Json, WireError, bytes_of, pack, unpack
@@ -32,13 +36,15 @@ from sensorium.vocabulary.errors import MediaError, SensoriumError
 
 REAP_S = 5.0
 MOST_OPERATIONS = 4096
-MOST_SEED = 2**62
+MOST_SEED = 2**53 - 1
+"""The largest whole number that every reader of JSON reads exactly."""
+
 STATUSES: dict[int | str, dict[str, Any]] = {
     status: {"description": told}
     for status, told in {
         400: "the body cannot be read",
         401: "the key is missing or wrong",
-        404: "there is no such session or medium",
+        404: "there is no such session, environment or medium",
         409: "a step out of turn, or another session has this id",
         410: "the episode is lost",
         422: "the wish makes no sense",
@@ -81,6 +87,13 @@ def make_app(table: SessionTable, key: str = "") -> FastAPI:
     async def refused(request: Request, refusal: Refusal) -> JSONResponse:
         headers = {"Retry-After": f"{refusal.retry_after_s:g}"} if refusal.retry_after_s else None
         return JSONResponse({"detail": refusal.why}, refusal.status, headers=headers)
+
+    @app.exception_handler(405)
+    async def other_methods(request: Request, error: Exception) -> JSONResponse:
+        """All methods of a path, of which the framework names only those of the first route."""
+        found = [route for route in app.routes if route.matches(request.scope)[0] != Match.NONE]
+        methods = {method for route in found for method in getattr(route, "methods", None) or ()}
+        return JSONResponse({"detail": "Method Not Allowed"}, 405, headers={"Allow": ", ".join(sorted(methods))})
 
     def with_key(request: Request) -> None:
         if not allowed(key, request.headers, request.query_params):
@@ -223,3 +236,16 @@ async def _reap(table: SessionTable) -> None:
     while True:
         await asyncio.sleep(min(REAP_S, table.lease_s))
         table.reap()
+        await asyncio.to_thread(sweep, table.store.folder, table.lease_s)
+
+
+def sweep(folder: FilePath | None, lease_s: float) -> int:
+    """Delete pictures that are older than a lease: nobody asks for them any more. Returns how many."""
+    if folder is None:
+        return 0
+    oldest, deleted = time.time() - 2 * lease_s, 0
+    for entry in os.scandir(folder):
+        if entry.stat().st_mtime < oldest:
+            os.unlink(entry.path)
+            deleted += 1
+    return deleted

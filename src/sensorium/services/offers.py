@@ -55,6 +55,13 @@ class Offers:
         environment, chosen = self.chosen(name, options)
         return build("environment", environment, chosen, f"environment '{name}'", store=store)
 
+    def isolated(self, name: Any, options: Any, store: MediaStore, memory_mib: int, deadline_s: float) -> Any:
+        """The environment, in a process of its own."""
+        from sensorium.envs.remote.isolated import IsolatedEnvironment
+
+        environment, chosen = self.chosen(name, options)
+        return IsolatedEnvironment(store, environment, chosen, memory_mib, deadline_s)
+
     def content_key(self, name: Any, options: Any, seed: int) -> str:
         """What a seed leads to."""
         environment, chosen = self.chosen(name, options)

@@ -120,7 +120,7 @@ class _Player:
             if refusal.status == 503:
                 await self._full()
                 return False
-            code = "VALIDATION_ERROR" if refusal.status == 422 else "EXECUTION_ERROR"
+            code = "VALIDATION_ERROR" if refusal.status in (404, 422) else "EXECUTION_ERROR"
             await self._error(code, refusal.why)
             return True
         seen = self._seen(first["observation"], {}) | {"system": text_of_messages(first["head"])}

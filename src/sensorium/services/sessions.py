@@ -161,7 +161,7 @@ class SessionTable:
         try:
             self.offers.chosen(environment, options)
         except RecipeError as error:
-            raise Refusal(422, str(error)) from error
+            raise Refusal(422 if environment in self.offers.offers else 404, str(error)) from error
         task = Task(id, environment=EnvironmentSpec(environment, options, seed))
         live = LiveEnvironment(
             self._pool, lambda _: self._make(environment, options), task, self.deadline_s, Deadlines(), id

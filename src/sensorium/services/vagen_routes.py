@@ -103,7 +103,7 @@ class _Calls:
             first = await self.table.open(PREFIX + id, name, options, seed)
         except Refusal as refusal:
             await self._close(id)  # nothing is left behind of a session that did not begin
-            raise Refusal(500 if refusal.status in (410, 422) else refusal.status, refusal.why) from refusal
+            raise Refusal(503 if refusal.status == 503 else 500, refusal.why) from refusal
         self.prompts[id] = first["head"]
         return {"obs": with_images(first["observation"]), "info": {}}, pictures(first["observation"], self.table.store)
 

@@ -1,0 +1,185 @@
+"""IsolatedEnvironment: an environment in a child process with limits of time and memory.
+
+For environments that crash, hang in C code or eat memory: what a thread cannot be stopped from, a process can. A call that
+overruns its deadline kills the process and fails the episode; so do a crash and too much memory. A process that ended its
+episode in order is used again by the next one with the same limit.
+"""
+
+import os
+import selectors
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from sensorium.envs.option_checks import within
+from sensorium.envs.protocol import Observation, StepResult
+from sensorium.envs.remote.child import write_frame
+from sensorium.envs.remote.wire import Json, WireError, keep, pack, reset_from_json, step_from_json, unpack
+from sensorium.media.store import MediaStore
+from sensorium.recipe.names import resolve
+from sensorium.vocabulary.content import Message
+from sensorium.vocabulary.errors import EnvironmentFailure
+
+NAME = "isolated"
+START_S = 60.0
+MOST_IDLE = 8
+
+_idle: dict[int, list["_Child"]] = {}
+_lock = threading.Lock()
+
+
+class IsolatedEnvironment:
+    """``environment`` with ``options``, in a process limited to ``memory_mib`` of memory and ``deadline_s`` a call."""
+
+    instant = False
+    recipe_only = ("environment", "memory_mib", "deadline_s")
+
+    def __init__(
+        self,
+        store: MediaStore,
+        environment: str,
+        options: Mapping[str, Any] | None = None,
+        memory_mib: int = 4096,
+        deadline_s: float = 60.0,
+    ) -> None:
+        within(NAME, "memory_mib", memory_mib, 256, 2**20)
+        within(NAME, "deadline_s", deadline_s, 0.001, 86_400)
+        self.store, self.environment, self.options = store, environment, dict(options or {})
+        self.memory_mib, self.deadline_s = memory_mib, deadline_s
+        resolve("environment", environment, NAME)
+        self._child: _Child | None = None
+
+    @classmethod
+    def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
+        """What a seed leads to, as the environment itself says."""
+        return str(resolve("environment", options["environment"]).content_key(seed, options.get("options") or {}))
+
+    def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
+        """Build it in a process, and start it."""
+        self.close()
+        self._child = _taken(self.memory_mib)
+        self._ask({"op": "build", "environment": self.environment, "options": self.options}, START_S)
+        return reset_from_json(self._ask({"op": "reset", "seed": seed}))
+
+    def step(self, response: str) -> StepResult:
+        """Act there."""
+        return step_from_json(self._ask({"op": "step", "response": response}))
+
+    def demonstrate(self) -> str:
+        """A good response from here."""
+        return str(self._ask({"op": "demonstrate"}))
+
+    def close(self) -> None:
+        """Close it, and give the process to the next one."""
+        if self._child is not None:
+            self._ask({"op": "close"})
+            child, self._child = self._child, None
+            _give_back(child, self.memory_mib)
+
+    def _ask(self, operation: Json, deadline_s: float = 0.0) -> Any:
+        child = self._child
+        if child is None:
+            raise EnvironmentFailure(
+                f"isolated environment '{self.environment}': it has not begun, or is lost; reset it first."
+            )
+        try:
+            body, media = child.ask(operation, deadline_s or self.deadline_s)
+        except (_Gone, WireError) as gone:
+            self._child = None
+            child.end()
+            raise EnvironmentFailure(
+                f"isolated environment '{self.environment}' is lost in {operation['op']}: {gone}"
+            ) from gone
+        keep(media, self.store, f"isolated environment '{self.environment}'")
+        if "error" in body:
+            raise EnvironmentFailure(f"isolated environment '{self.environment}': {body['error']}")
+        return body["value"]
+
+
+class _Gone(Exception):
+    """The process ended, or did not answer in time."""
+
+
+class _Child:
+    """A process and its pipes."""
+
+    def __init__(self, memory_mib: int) -> None:
+        surroundings = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "sensorium.envs.remote.child", str(memory_mib)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env=surroundings,
+        )
+
+    def ask(self, operation: Json, deadline_s: float) -> tuple[Json, dict[str, bytes]]:
+        """Send an operation and wait for its reply."""
+        assert self._process.stdin is not None
+        until = time.monotonic() + deadline_s
+        try:
+            write_frame(self._process.stdin, pack(operation, {}))  # type: ignore[arg-type]
+            (length,) = struct.unpack(">Q", self._read(8, until))
+            return unpack(self._read(length, until))
+        except OSError as error:
+            raise _Gone(self._death()) from error
+        except _Gone as gone:
+            raise _Gone(str(gone) or f"no answer within {deadline_s:g} s") from gone
+
+    def end(self) -> None:
+        """Kill it."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process.poll() is None
+
+    def _read(self, count: int, until: float) -> bytes:
+        assert self._process.stdout is not None
+        data = bytearray()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while len(data) < count:
+                if not selector.select(max(0.0, until - time.monotonic())):
+                    raise _Gone("")
+                read = os.read(self._process.stdout.fileno(), min(count - len(data), 1 << 20))
+                if not read:
+                    raise _Gone(self._death())
+                data += read
+        return bytes(data)
+
+    def _death(self) -> str:
+        """How it ended."""
+        try:
+            code = self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            return "its process closed its pipes"
+        return f"its process died by signal {-code}" if code < 0 else f"its process ended with code {code}"
+
+
+def _taken(memory_mib: int) -> _Child:
+    with _lock:
+        idle = _idle.get(memory_mib, [])
+        while idle:
+            child = idle.pop()
+            if child.alive:
+                return child
+    return _Child(memory_mib)
+
+
+def _give_back(child: _Child, memory_mib: int) -> None:
+    with _lock:
+        idle = _idle.setdefault(memory_mib, [])
+        if len(idle) < MOST_IDLE:
+            idle.append(child)
+            return
+    child.end()
