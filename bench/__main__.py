@@ -1,6 +1,7 @@
 """Benchmarks on the reference workloads; each prints one JSON object.
 
 python -m bench step --workload W1|W2|OMNI [--steps 3] [--tokens-per-microbatch 16384] [--recompute none|selective|full]
+python -m bench curves
 python -m bench rollout --workload W1|W3 [--prompts 64] [--rounds 2] [--max-rows 512] [--profile]
 
 They need a CUDA GPU. Weights are random: speed does not depend on their values. ``bench/w0.py`` times W0 on the CPU.
@@ -20,7 +21,7 @@ RECOMPUTE: dict[str, bool | str] = {"none": False, "selective": "selective", "fu
 def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", choices=["step", "rollout"])
+    parser.add_argument("what", choices=["step", "rollout", "curves"])
     parser.add_argument("--workload", default="W1", choices=["W1", "W2", "W3", "OMNI"])
     parser.add_argument("--prompts", type=int, help="prompts a step, instead of the workload's")
     parser.add_argument("--steps", type=int, default=3)
@@ -38,6 +39,11 @@ def main() -> None:
     logging.disable(logging.WARNING)
     from workload import OMNI, W1, W2, W3
 
+    if given.what == "curves":
+        from curves import measure
+
+        print(json.dumps(measure(), indent=1))
+        return
     work = {"W1": W1, "W2": W2, "W3": W3, "OMNI": OMNI}[given.workload]
     if given.prompts:
         work = replace(work, prompts=given.prompts)

@@ -1,5 +1,6 @@
 """The reference workloads: what one step does, for us and for the peers, and our side of it as a recipe."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,12 @@ class Workload:
         for _ in range(20):  # cutting lowers the mean, so scale and cut in turn
             drawn = np.minimum(drawn / drawn.mean(), self.tail)
         return np.maximum(1, drawn * self.new_tokens).astype(int).tolist()
+
+    @property
+    def context(self) -> int:
+        """A context that prompt and response fit: 28 × 28 pixels are a token, a second of sound 25, and 128 for text."""
+        seen = (self.pixels // 28) ** 2 * (4 if self.clip else self.pictures)
+        return seen + (750 if self.clip else 0) + 128 + math.ceil(self.new_tokens * self.tail)
 
     @property
     def episodes(self) -> int:
@@ -125,7 +132,7 @@ def recipe_for(work: Workload, path: Path, run_dir: Path, **changes: Any) -> Rec
             "model": {"path": str(path)} | changes.pop("model", {}),
             "tasks": {"train": [{"source": source, "options": shown}]},
             "batch": {"prompts_per_step": work.prompts, "group_size": work.group} | changes.pop("batch", {}),
-            "rollout": {"max_new_tokens": work.new_tokens, "ignore_stop_tokens": True, "max_context_tokens": 8192},
+            "rollout": {"max_new_tokens": work.new_tokens, "ignore_stop_tokens": True, "max_context_tokens": work.context},
             "rewards": {"terms": [{"name": "workload:LengthModulo"}]},
             "optimizer": {"lr": 1e-6},
             "checkpoint": {"best": ""},

@@ -199,3 +199,33 @@ def test_the_disk_of_a_long_run_is_bounded_by_its_budgets() -> None:
     assert sum(long.disk.values()) < 6 << 30
     one, two = (make_plan(recipe(checkpoint={"keep": keep})).disk["checkpoints"] for keep in (1, 2))
     assert two > one
+
+
+QWEN2_5_VL_3B = {
+    "model_type": "qwen2_5_vl", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008,
+    "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    "vision_config": {
+        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "patch_size": 14, "out_hidden_size": 2048,
+    },
+}  # fmt: skip
+# The peaks of bench/baselines/h200.json in GiB: prompts, longest context, recomputation, tokens of a micro-batch.
+MEASURED = [
+    (16, 640, True, 14100, 52.4), (16, 640, "selective", 14100, 60.6), (16, 640, "selective", 9400, 56.5),
+    (16, 640, False, 4700, 59.3), (16, 640, False, 9400, 70.3), (16, 640, False, 14100, 81.2),
+    (8, 4480, True, 16384, 71.4), (8, 4480, "selective", 16384, 78.6), (8, 4480, False, 16384, 96.9),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("prompts", "context", "how", "tokens", "peak"), MEASURED)
+def test_the_forecast_of_memory_is_within_15_percent_of_what_was_measured(
+    prompts: int, context: int, how: object, tokens: int, peak: float, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_VL_3B))
+    made = recipe(
+        str(tmp_path),
+        model={"path": str(tmp_path), "dtype": "bfloat16", "device": "cuda", "gradient_checkpointing": how},
+        batch={"prompts_per_step": prompts, "group_size": 8, "tokens_per_microbatch": tokens},
+        rollout={"max_new_tokens": 256, "max_context_tokens": context},
+        optimizer={"moments": "bfloat16"},
+    )
+    assert sum(make_plan(made).memory.values()) / 2**30 == pytest.approx(peak, rel=0.15)

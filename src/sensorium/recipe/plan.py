@@ -5,6 +5,7 @@ Memory is an upper estimate: caches and activations are taken as full as the rec
 
 from dataclasses import dataclass, field
 
+from sensorium.recipe.activations import activation_bytes, head_bytes, tower_bytes
 from sensorium.recipe.schema import OptimizerSection, Recipe
 from sensorium.recipe.shape import ModelShape, read_shape
 from sensorium.recipe.traits import estimator_traits
@@ -100,7 +101,9 @@ def estimate_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
         "former adapters": adapters * size if recipe.algorithm.kl.coef and recipe.warm_start.steps else 0,
         "critic": _critic_bytes(recipe, shape),
         "keys and values": _cached_tokens(recipe) * 2 * shape.layers * shape.key_values * size,
-        "activations": _microbatch_tokens(recipe) * _activations_per_token(recipe, shape) * size,
+        "activations": activation_bytes(recipe, shape),
+        "logits": head_bytes(recipe, shape),
+        "vision tower": tower_bytes(recipe, shape),
     }
     return {use: amount for use, amount in uses.items() if amount}
 
@@ -158,23 +161,6 @@ def _cached_tokens(recipe: Recipe) -> int:
         return in_flight * rollout.max_context_tokens
     groups = -(-in_flight // batch.group_size)
     return groups * (rollout.max_context_tokens - rollout.max_new_tokens) + in_flight * rollout.max_new_tokens
-
-
-def _microbatch_tokens(recipe: Recipe) -> int:
-    """Tokens of one micro-batch at most; small updates do not fill it."""
-    batch, rollout = recipe.batch, recipe.rollout
-    group = rollout.max_context_tokens + (batch.group_size - 1) * rollout.max_new_tokens
-    if rollout.max_turns > 1:
-        group = batch.group_size * rollout.max_context_tokens
-    return min(batch.tokens_per_microbatch, batch.prompts_per_step // batch.updates_per_epoch * group)
-
-
-def _activations_per_token(recipe: Recipe, shape: ModelShape) -> int:
-    """Values kept per token for the backward pass: inputs of norms and projections, queries, keys, values and the MLP."""
-    layer = 7 * shape.hidden + 2 * shape.key_values + 4 * shape.mlp
-    if recipe.model.gradient_checkpointing:
-        return shape.layers * shape.hidden + layer
-    return shape.layers * layer
 
 
 def _evaluations(recipe: Recipe) -> int:

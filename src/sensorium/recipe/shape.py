@@ -39,6 +39,8 @@ class ModelShape:
     parameters: dict[str, int]
     exact: bool
     linears: tuple[Linear, ...] = ()
+    tower_hidden: int = 0
+    tower_depth: int = 0
 
     @property
     def total(self) -> int:
@@ -85,6 +87,7 @@ def _shape_of(config: dict[str, Any], shapes: dict[str, list[int]], *, exact: bo
     head_dim = text.get("head_dim") or text["hidden_size"] // heads
     experts = text.get("num_experts_per_tok", 0)
     counted = _count_weights(shapes)
+    vision = config.get("vision_config") or {}
     return ModelShape(
         family=config.get("model_type", "").removesuffix("_thinker"),
         layers=text["num_hidden_layers"],
@@ -95,6 +98,8 @@ def _shape_of(config: dict[str, Any], shapes: dict[str, list[int]], *, exact: bo
         parameters=counted or count_parameters(config),
         exact=exact or bool(counted),
         linears=linears_in(shapes, _group_of) if shapes else linears_by_config(config),
+        tower_hidden=vision.get("hidden_size", 0),
+        tower_depth=vision.get("depth", 0),
     )
 
 
