@@ -151,7 +151,7 @@ def test_logits_that_are_not_finite_spoil_only_their_row(kernels: TorchOps, bad:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [3, 24])
+@pytest.mark.parametrize("rows", [3, 24, 100])
 def test_products_in_parts_are_products(kernels: TorchOps, dtype: torch.dtype, rows: int) -> None:
     plain = TorchOps()
     x, residual = normal(rows, 256, dtype=dtype), normal(rows, 128, seed=1)

@@ -7,7 +7,7 @@ result sums the parts (``parts_PBN``, float32). Gate and up are read side by sid
 # mypy: disable-error-code="no-untyped-def"
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 # Rows; above, the library's products are as fast. Measured on an H200 with Qwen2.5-VL-3B's shapes, µs at 32 and 128 rows:
 # queries, keys and values 5.6 and 8.1 (library, as one product 6.6 and 7.1), out 4.7 and 6.1 (6.3 and 6.8), down 14 and 19
-# (17 and 20), gate and up 25 and 38 (29 and 31; one tiling only was tried at 128). Other numbers of rows were not timed.
-LARGEST, LARGEST_GATED = 128, 64
+# (17 and 20), gate and up 25 at 32 rows (29). Gate, up and what follows them at 96 and 128 rows: 29.6 and 30.0 (33.9 and
+# 34.0). Other numbers of rows were not timed.
+LARGEST, LARGEST_GATED = 128, 128
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ def narrow_tiling(rows: int, outputs: int, inner: int) -> Tiling:
 
 
 WIDE = Tiling(128, 64, 1, 4, 4)  # for gate and up
+WIDE_MANY = Tiling(128, 64, 1, 8, 4)  # the same for more than 64 rows: the fastest of seven
 
 
 def product_parts(x_BK: Tensor, weights: Sequence[Tensor], tiling: Tiling | None = None) -> Tensor:
@@ -55,7 +57,7 @@ def product_parts(x_BK: Tensor, weights: Sequence[Tensor], tiling: Tiling | None
     rows, inner = x_BK.shape
     sizes = [weight.shape[0] for weight in weights]
     total = sum(sizes)
-    tiling = tiling or narrow_tiling(rows, total, inner)
+    tiling = _fitted(tiling or narrow_tiling(rows, total, inner), x_BK)
     first, second, third = [*weights, weights[0], weights[0]][:3]
     second_from, third_from = sizes[0], sum(sizes[:2]) if len(sizes) > 1 else sizes[0]
     parts_PBN = x_BK.new_empty(tiling.parts, rows, total, dtype=torch.float32)
@@ -70,7 +72,7 @@ def product_parts(x_BK: Tensor, weights: Sequence[Tensor], tiling: Tiling | None
 def gated_products(x_BK: Tensor, gate_FK: Tensor, up_FK: Tensor, tiling: Tiling | None = None) -> Tensor:
     """silu(x · gate) · (x · up), with the roundings that separate products and ``layer_kernels.gated`` have."""
     rows, inner = x_BK.shape
-    tiling = tiling or WIDE
+    tiling = _fitted(tiling or (WIDE if rows <= 64 else WIDE_MANY), x_BK)
     out_BF = x_BK.new_empty(rows, gate_FK.shape[0])
     _gated[(gate_FK.shape[0] // tiling.outputs,)](
         x_BK, gate_FK, up_FK, out_BF, rows, gate_FK.shape[0],
@@ -78,6 +80,11 @@ def gated_products(x_BK: Tensor, gate_FK: Tensor, up_FK: Tensor, tiling: Tiling 
         PRECISION=_precision(x_BK), num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     return out_BF
+
+
+def _fitted(tiling: Tiling, x: Tensor) -> Tiling:
+    """A tiling for 16 bits, with fewer stages in float32: a multiprocessor has 227 KiB for them."""
+    return tiling if x.element_size() < 4 else replace(tiling, stages=min(2, tiling.stages))
 
 
 def _precision(x: Tensor) -> str:
