@@ -130,10 +130,10 @@ class _LevelFlash(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, row: LevelAttention, flash: Flash, scaling: float
     ) -> Tensor:
-        fine = [finer(x) for x in (query, key, value)]
-        out, lse = flash.forward(*fine, row.own, scaling)
+        fine_query, fine_key, fine_value = finer(query), finer(key), finer(value)
+        out, lse = flash.forward(fine_query, fine_key, fine_value, row.own, scaling)
         for part in row.above:
-            queries, keys, values = fine[0][part.queries], fine[1][part.keys], fine[2][part.keys]
+            queries, keys, values = fine_query[part.queries], fine_key[part.keys], fine_value[part.keys]
             more, more_lse = flash.forward(queries, keys, values, part, scaling)
             flash.merge(out[part.queries], lse, more, more_lse, part.queries.start)
         out = out.to(query.dtype)
