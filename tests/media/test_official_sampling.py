@@ -1,5 +1,6 @@
 """Frames, sizes and sounds are those of the Qwen models' own tools, where these are installed."""
 
+import io
 import math
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from sensorium.media.audio import decode_audio
 from sensorium.media.making import encode_clip, encode_wav
@@ -191,3 +193,13 @@ def test_sounds_are_those_of_the_installed_tool(tmp_path: Path) -> None:
 
 def test_two_frames_a_second_from_the_first_to_the_last() -> None:
     assert numbers(decode_video(CLIP, official(max_pixels_per_frame=6400), "x").frames) == [0, 5, 9, 14, 18, 23]
+
+
+def test_uneven_rates_and_a_long_last_frame_are_no_damage() -> None:
+    uneven = encode_clip(numbered(6), 8.0, times_s=[0, 0.1, 0.2, 3.0, 3.1, 3.2])
+    assert numbers(decode_video(uneven, official(frames=4, max_pixels_per_frame=6400), "x").frames) == [0, 2, 3, 5]
+    pictures = [Image.fromarray(frame) for frame in numbered(8)]
+    moving = io.BytesIO()
+    pictures[0].save(moving, "GIF", save_all=True, append_images=pictures[1:], duration=[100] * 7 + [2000])
+    shown = decode_video(moving.getvalue(), official(frames=4, max_pixels_per_frame=6400), "x")
+    assert numbers(shown.frames) == [0, 2, 5, 7]

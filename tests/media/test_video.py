@@ -178,13 +178,15 @@ def test_what_is_no_video_is_refused_by_name(data: bytes, what: str) -> None:
         decode_video(data, middle(frames=4), "train.jsonl:7")
 
 
+@pytest.mark.parametrize("sampling", ["middle", "official"])
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
-def test_a_truncated_file_that_still_opens_is_found(share: float, tmp_path: Path) -> None:
+def test_a_truncated_file_that_still_opens_is_found(share: float, sampling: str, tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 255, (48, 48, 64, 3), dtype=np.uint8)
+    asked = VideoParameters(sampling=sampling, frames=16, max_pixels_per_frame=4000)
     for data in (index_first(encode_clip(noise), tmp_path), encode_clip(noise, format="matroska")):
-        assert decode_video(data, middle(frames=16), "x").frames.shape[0] == 16
+        assert decode_video(data, asked, "x").frames.shape[0] == 16
         with pytest.raises(MediaError, match=r"row 3.*truncated"):
-            decode_video(data[: int(len(data) * share)], middle(frames=16), "row 3")
+            decode_video(data[: int(len(data) * share)], asked, "row 3")
 
 
 def test_an_unknown_codec_is_named() -> None:
@@ -210,8 +212,9 @@ def test_no_damage_whatever_raises_anything_but_media_error(data: st.DataObject)
     damaged = bytearray(CLIP)
     for _ in range(data.draw(st.integers(1, 20))):
         damaged[data.draw(st.integers(0, len(CLIP) - 1))] = data.draw(st.integers(0, 255))
+    asked = VideoParameters(sampling=data.draw(st.sampled_from(["middle", "official"])), frames=4)
     try:
-        clip = decode_video(bytes(damaged), middle(frames=4), "row 3")
+        clip = decode_video(bytes(damaged), asked, "row 3")
         assert clip.frames.shape[0] == 4
     except MediaError as error:
         if "row 3" not in str(error):

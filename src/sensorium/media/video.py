@@ -132,6 +132,7 @@ def _by_number(source: Source, parameters: VideoParameters, name: str) -> _Numbe
     """The frames taken by their numbers in the file, which is read through for it, not decoded."""
     sampled = nemo_rl_indices if parameters.sampling == "nemo_rl" else official_indices
     begins: list[float] = []
+    end = 0.0
     with opened(source, name, "video") as container:
         stream = track(container, "video", name)
         fps = _rate(stream)
@@ -139,9 +140,12 @@ def _by_number(source: Source, parameters: VideoParameters, name: str) -> _Numbe
             if packet.size and not packet.is_discard:
                 told = packet.pts is not None
                 begins.append(float(packet.pts * packet.time_base) - zero(container) if told else len(begins) / fps)
-    if not begins:
-        raise BadClip(name, "the video has no frames: zero length, or truncated. Restore the file.")
-    begins.sort()
+                shown = float(packet.duration * packet.time_base) if packet.duration else 1 / fps
+                end = max(end, begins[-1] + shown)
+        if not begins:
+            raise BadClip(name, "the video has no frames: zero length, or truncated. Restore the file.")
+        begins.sort()
+        check_whole(container, stated_end(container, stream), end, "video", name)
     try:
         indices, each = sampled(parameters, len(begins), fps)
     except ValueError as error:
