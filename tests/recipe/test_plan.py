@@ -229,3 +229,9 @@ def test_the_forecast_of_memory_is_within_15_percent_of_what_was_measured(
         optimizer={"moments": "bfloat16"},
     )
     assert sum(make_plan(made).memory.values()) / 2**30 == pytest.approx(peak, rel=0.15)
+
+
+def test_on_a_gpu_the_plan_names_what_does_not_repeat() -> None:
+    plan = make_plan(recipe(model={"path": "tiny:qwen3_vl", "device": "cuda"}))
+    assert not plan.deterministic
+    assert "flash attention's backward pass" in plan.determinism

@@ -203,5 +203,6 @@ def _determinism(recipe: Recipe) -> tuple[bool, str]:
         chosen = "" if recipe.selection.oversample == 1 else " and trains on the groups that it sees complete first"
         return False, f"no: the eager schedule batches by the clock{chosen}; {REPEATS}"
     if recipe.model.device.startswith("cuda"):
-        return False, "in order of work, not in last bits: GPU kernels do not promise them; on CPU it repeats bit for bit"
+        summed = "flash attention's backward pass sums gradients in no fixed order on a GPU"
+        return False, f"in order of work, not in last bits: {summed}; on CPU it repeats bit for bit"
     return True, "yes: on CPU the run, and a resumed run, repeats bit for bit"
