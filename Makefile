@@ -1,6 +1,7 @@
 # Two commands do all set-up on a fresh machine: `make demo` and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
+unexport PYTHONDONTWRITEBYTECODE  # else each of the many processes of a test run compiles the sources anew
 .DELETE_ON_ERROR:
 .PHONY: demo test suite lint types studies docs bench clean
 
@@ -35,19 +36,19 @@ bench: .venv/bench
 .venv/installed: pyproject.toml constraints.txt
 	@echo "installing into .venv (1.5 GB; one to five minutes)"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -e . -c constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -e . -c constraints.txt
 	touch $@
 
 .venv/dev: .venv/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -e '.[dev]' -c constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
 	touch $@
 
 .venv/tutorial: .venv/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -e '.[tutorial]' -c constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[tutorial]' -c constraints.txt
 	touch $@
 
 .venv/bench: .venv/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -e '.[bench]' -c constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[bench]' -c constraints.txt
 	touch $@
 
 clean:
