@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sensorium.engines.native.engine import NativeEngine
 from sensorium.recipe.schema import Recipe
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import EngineLost
@@ -54,17 +55,12 @@ def test_under_lora_with_pictures_and_a_frozen_tower_too(tmp_path: Path, monkeyp
 
 
 def test_a_dead_engine_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And does not go on with steps in which every episode was aborted."""
-    from sensorium.engines.process.engine import ProcessEngine
+    """And does not go on with steps in which every episode was aborted. tests/engines/test_process.py kills a real one."""
 
-    start = ProcessEngine.start
+    async def lost(self: NativeEngine, request: Any, episodes: Any = None) -> Any:
+        raise EngineLost("the engine process was killed by SIGKILL")
 
-    def start_and_lose(self: ProcessEngine) -> None:
-        start(self)
-        assert self._child is not None
-        self._child._process.kill()
-
-    monkeypatch.setattr(ProcessEngine, "start", start_and_lose)
-    recipe: Recipe = small(tmp_path / "dead", PROCESS)
+    monkeypatch.setattr(NativeEngine, "generate", lost)
+    recipe: Recipe = small(tmp_path / "dead", NATIVE)
     with pytest.raises(EngineLost, match="SIGKILL"):
         train(recipe)
