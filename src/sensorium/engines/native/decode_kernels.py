@@ -90,7 +90,8 @@ class TritonOps(TorchOps):
     def gated(self, inner: GatedMLP, x_BW: Tensor) -> Tensor:
         """The inner values of a gated MLP."""
         layers = (inner.gate, inner.up)
-        if not fits(layers, x_BW, LARGEST_GATED) or any(layer.bias is not None for layer in layers):
+        largest = LARGEST_GATED if x_BW.element_size() < 4 else LARGEST_GATED // 2  # float32 tiles take twice the room
+        if not fits(layers, x_BW, largest) or any(layer.bias is not None for layer in layers):
             return super().gated(inner, x_BW)
         assert isinstance(inner.gate, nn.Linear)
         assert isinstance(inner.up, nn.Linear)
