@@ -5,19 +5,19 @@ import pytest
 import torch
 
 from sensorium.models.tiny import make_tiny
+from sensorium.recipe.tiny_sizes import KINDS
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny checkpoints with weights large enough for logits of several units."""
     folder = tmp_path_factory.mktemp("tiny")
-    scaled = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "qwen3_omni_moe", "internvl", "smolvlm")
-    made = {
-        family: make_tiny(family, folder / family, initializer_range=0.15, vision_initializer_range=0.15)
-        for family in scaled
-    }
-    family = "llava_onevision"  # whose tower has weights large enough
-    return made | {family: make_tiny(family, folder / family, initializer_range=0.15)}
+    made = {}
+    for family, kind in KINDS.items():
+        if kind.vision:
+            more = {"vision_initializer_range": 0.15} if "initializer_range" in kind.vision else {}
+            made[family] = make_tiny(family, folder / family, initializer_range=0.15, **more)
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -13,19 +13,11 @@ from sensorium.models.policy import Policy
 from sensorium.models.reference import FrozenCopy
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.schema import AlgorithmSection, BatchSection, KLSection, LossSection, OptimizerSection
+from sensorium.recipe.tiny_sizes import KINDS
 
 from .played import Groups, Player, distribution, make_learner, open_policy, stock_model, stock_rows
 
-FAMILIES = [
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "qwen2_5_omni",
-    "qwen3_omni_moe",
-    "internvl",
-    "smolvlm",
-    "llava_onevision",
-]
+FAMILIES = [family for family, kind in KINDS.items() if kind.vision]
 GRADIENT_TOLERANCE = 1e-5
 GRADIENT_FLOOR = 1e-7
 LAYOUTS = {

@@ -15,10 +15,9 @@ import pytest
 from PIL import Image
 
 import sensorium as sn
-from sensorium.cli.export import export
 
-from .published_layouts import LAYOUTS, make_published
-from .test_published_layout import CLASSES, opened, saved, train
+from .published_layouts import LAYOUTS
+from .test_published_layout import CLASSES, exported
 
 READER = Path(__file__).with_name("export_reader.py")
 READERS = {
@@ -54,11 +53,7 @@ def test_an_export_answers_elsewhere_as_our_engine_does(reader: str, tmp_path: P
     ours = []
     for name in names:
         place = tmp_path / name.replace(" ", "_")
-        place.mkdir()
-        source = make_published(name, place)
-        policy = opened(source)
-        train(policy)
-        export(saved(policy, place / "run", source), place / "out")
+        policy = exported(name, place)
         family = LAYOUTS[name].family
         asked = prompts(place, text_only=family in ("qwen2", "qwen3"))
         kind = CLASSES.get(family, "AutoModelForImageTextToText")

@@ -12,22 +12,14 @@ from sensorium.models.attention import MaskedAttention
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import Features, Placement
+from sensorium.recipe.tiny_sizes import KINDS
 from sensorium.vocabulary.content import Message, assistant, system, user
 from sensorium.vocabulary.episode import Segment
 
 from .clips import noise, tone
 from .stock_pair import Pair, close, row
 
-VISION = (
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "qwen2_5_omni",
-    "qwen3_omni_moe",
-    "internvl",
-    "smolvlm",
-    "llava_onevision",
-)
+VISION = tuple(family for family, kind in KINDS.items() if kind.vision)
 FAMILIES = (*VISION, "qwen2", "qwen3")
 # Parameters of stock models that nothing is computed with.
 UNUSED = ("audio_bos_eos_token.weight", "vision_tower.post_layernorm.weight", "vision_tower.post_layernorm.bias")

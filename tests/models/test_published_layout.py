@@ -49,6 +49,16 @@ def train(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
 
 
+def exported(name: str, folder: Path) -> Policy:
+    """A look-alike trained a little and exported to ``folder/out``, as the policy that was trained."""
+    folder.mkdir()
+    source = make_published(name, folder)
+    policy = opened(source)
+    train(policy)
+    export(saved(policy, folder / "run", source), folder / "out")
+    return policy
+
+
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in weight_files(folder) for name, tensor in load_file(file.path).items()}
 
@@ -191,11 +201,7 @@ def test_transformers_4_reads_every_export_and_gives_the_same_logits(tmp_path: P
     read: list[list[str]] = []
     for name, layout in LAYOUTS.items():
         place = tmp_path / name.replace(" ", "_")
-        place.mkdir()
-        source = make_published(name, place)
-        policy = opened(source)
-        train(policy)
-        export(saved(policy, place / "run", source), place / "out")
+        exported(name, place)
         kind = CLASSES.get(layout.family, "AutoModelForImageTextToText")
         read.append([str(place / "out"), kind])
     done = subprocess.run(

@@ -94,10 +94,7 @@ class SoundPreprocessor:
     def _spectrogram(self, media: Media, sound: "DecodedAudio") -> TowerInput:
         extractor, length = self._extractor, len(sound.samples)
         rate, hop = extractor.sampling_rate, extractor.hop_length
-        if sound.sample_rate != rate:
-            raise MediaError(
-                f"{media.name}: decoded at {sound.sample_rate} Hz; this model listens at {rate}. Ask for that rate."
-            )
+        refuse_other_rate(media, sound, rate)
         if length > extractor.n_samples:
             raise MediaError(
                 f"{media.name}: the sound lasts {length / rate:.1f} s, and this checkpoint hears no more than "
@@ -117,6 +114,14 @@ class SoundPreprocessor:
             return_tensors="pt",
         )
         return TowerInput(made["input_features"][0, :, :frames].T.contiguous(), Extent("sound", (frames, 1, 1)))
+
+
+def refuse_other_rate(media: Media, sound: "DecodedAudio", rate: int) -> None:
+    """Refuse a sound that was decoded at another rate than the model listens at."""
+    if sound.sample_rate != rate:
+        raise MediaError(
+            f"{media.name}: decoded at {sound.sample_rate} Hz; this model listens at {rate}. Ask for that rate."
+        )
 
 
 def sound_tokens(frames: int) -> int:

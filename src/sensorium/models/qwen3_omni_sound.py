@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sensorium.models.prepared_media import Extent, TowerInput
+from sensorium.models.preprocessing import refuse_other_rate
 from sensorium.models.segment_layout import Features
 from sensorium.models.tower import SEGMENTS
 from sensorium.vocabulary.content import Media
@@ -45,10 +46,7 @@ class UnpaddedSounds:
     def _spectrogram(self, media: Media, sound: "DecodedAudio") -> TowerInput:
         extractor, length = self._extractor, len(sound.samples)
         rate = extractor.sampling_rate
-        if sound.sample_rate != rate:
-            raise MediaError(
-                f"{media.name}: decoded at {sound.sample_rate} Hz; this model listens at {rate}. Ask for that rate."
-            )
+        refuse_other_rate(media, sound, rate)
         if length <= extractor.n_fft // 2:
             raise MediaError(f"{media.name}: {length / rate * 1000:.0f} ms are too short to be heard; give 13 ms at least.")
         made = extractor([sound.samples], sampling_rate=rate, padding=True, truncation=False, return_tensors="pt")
