@@ -74,13 +74,15 @@ def test_it_plays_as_the_environment_does() -> None:
     [("crash", "died by signal 11"), ("exit", "ended with code 3"), ("hang", r"no answer within 0\.5 s")],
 )
 def test_what_ends_or_blocks_its_process_fails_the_episode_and_nothing_else(response: str, why: str) -> None:
-    environment = opened(deadline_s=0.5 if response == "hang" else 60.0)
+    environment = opened()
+    environment.deadline_s = 0.5 if response == "hang" else 60.0
     began = time.monotonic()
     with pytest.raises(EnvironmentFailure, match=why):
         environment.step(response)
     assert time.monotonic() - began < 50
     with pytest.raises(EnvironmentFailure, match="reset"):
         environment.step("more")
+    environment.deadline_s = 60.0
     environment.reset(1)
     assert environment.step("fine").reward == 1.0
     environment.close()

@@ -29,6 +29,7 @@ NAMES: dict[str, dict[str, str]] = {
         "parquet": "sensorium.tasks.rows:ParquetRows",
         "hub": "sensorium.tasks.hub:HubRows",
         "environments": "sensorium.tasks.environment_tasks:EnvironmentTasks",
+        "vagen": "sensorium.tasks.vagen:VagenTasks",
         "intent": "sensorium.tasks.intent:Intent",
         "daily_omni": "sensorium.tasks.daily_omni:DailyOmni",
         "sight_and_sound": "sensorium.tasks.sight_and_sound:SightAndSound",

@@ -11,10 +11,10 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from sensorium.envs.remote.wire import Json
+from sensorium.recipe.vagen_settings import environment_of
 from sensorium.services.access import allowed
 from sensorium.services.sessions import Refusal, SessionTable
 from sensorium.services.shown import paid, pictures, text_of_messages, with_images
-from sensorium.services.vagen_configs import environment_of
 from sensorium.vocabulary.errors import RecipeError
 
 PREFIX = "vagen-legacy-"
@@ -91,7 +91,7 @@ class _Environments:
                 self.known[id] = "the server is full"
                 break
             try:
-                name, options = environment_of(wish, self.table.offers)
+                name, options = environment_of(wish, self.table.offers.offers)
                 self.table.offers.chosen(name, options)
                 self.known[id] = (name, options)
             except RecipeError as error:

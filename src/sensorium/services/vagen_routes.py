@@ -11,10 +11,10 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from sensorium.envs.remote.wire import Json
+from sensorium.recipe.vagen_settings import environment_of
 from sensorium.services.access import allowed
 from sensorium.services.sessions import Refusal, SessionTable
 from sensorium.services.shown import paid, pictures, with_images
-from sensorium.services.vagen_configs import environment_of
 from sensorium.vocabulary.errors import RecipeError
 
 MOST_BODY = 64 * 1024 * 1024
@@ -61,7 +61,7 @@ class _Calls:
         self.prompts: dict[str, list[Json]] = {}
 
     async def connect(self, asked: Json) -> tuple[Json, list[bytes]]:
-        name, options = environment_of({"env_config": asked.get("env_config") or {}}, self.table.offers)
+        name, options = environment_of({"env_config": asked.get("env_config")}, self.table.offers.offers)
         self.table.offers.chosen(name, options)
         self._forget_ended()
         id = uuid4().hex

@@ -1,0 +1,67 @@
+"""VAGEN's names of environments and settings, as ours: {"env_name": "frozenlake", "env_config": {"is_slippery": false}}.
+
+Also the seeds that its data files stand for, so that a task here is the one that it is there.
+"""
+
+import hashlib
+import random
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from sensorium.vocabulary.errors import RecipeError
+
+WITHOUT_LIMIT = 10**6
+"""VAGEN counts the turns on its own side."""
+
+OPTIONS = {
+    "render_mode": "view",
+    "is_slippery": "slippery",
+    "max_actions_per_step": "max_actions_per_turn",
+    "prompt_format": "response_format",
+    "num_boxes": "boxes",
+    "dim_room": "size",
+    "max_solution_steps": "max_solution",
+    "min_solution_steps": "min_solution",
+}
+VALUES: dict[str, dict[str, str]] = {"view": {"vision": "picture"}}
+MOST_SEED = 2**31 - 1
+
+
+def environment_of(wish: Any, offered: Collection[str]) -> tuple[str, dict[str, Any]]:
+    """Our name (of those offered) and options; what has no counterpart here is refused by the environment's own checks."""
+    config = wish.get("env_config") or {} if isinstance(wish, dict) else None
+    if not isinstance(config, dict):
+        raise RecipeError("an environment of VAGEN's is {env_name: name, env_config: {…}}.")
+    name = wish.get("env_name", config.get("env_name"))
+    if name is None and len(offered) == 1:
+        (name,) = offered
+    plain = {offer.replace("_", "").lower(): offer for offer in offered}
+    known = plain.get(str(name).replace("_", "").lower(), str(name))
+    options: dict[str, Any] = {"max_turns": WITHOUT_LIMIT, "prompt": "full"} if known in ("frozen_lake", "sokoban") else {}
+    for key, value in config.items():
+        if key != "env_name":
+            option = OPTIONS.get(str(key), str(key))
+            value = value[0] if option == "size" and isinstance(value, list) and value else value
+            options[option] = VALUES.get(option, {}).get(value, value) if isinstance(value, str) else value
+    return known, options
+
+
+def seeds_of(count: int, seed: Sequence[int], name: str, index: int = 0, base_seed: int = 0) -> list[int]:
+    """The seeds of an entry of VAGEN's data file: ``[a]`` of all, ``[a, b]`` with repeats, ``[a, b, k]`` at most k times each.
+
+    ``seeds_of(3, [1, 10000, 1], "FrozenLake")`` is [3768, 111, 7926].
+    """
+    if len(seed) not in (1, 2, 3) or not all(isinstance(number, int) and not isinstance(number, bool) for number in seed):
+        raise RecipeError(f"a seed of VAGEN's is [a], [a, b] or [a, b, k] of whole numbers, not {list(seed)!r:.60}.")
+    text = f"{base_seed}|{index}|{name}|seed-{list(seed)}"
+    chance = random.Random(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
+    if len(seed) == 1:
+        return [chance.randint(0, MOST_SEED) for _ in range(count)]
+    low, high = seed[0], seed[1]
+    if len(seed) == 2:
+        return [chance.randint(low, high) for _ in range(count)]
+    if (high - low + 1) * seed[2] < count:
+        raise RecipeError(f"{name}: {count} seeds from {low} to {high}, each at most {seed[2]} times, are not to be had.")
+    if seed[2] == 1:
+        return chance.sample(range(low, high + 1), count)
+    return chance.sample([number for number in range(low, high + 1) for _ in range(seed[2])], count)

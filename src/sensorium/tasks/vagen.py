@@ -1,0 +1,144 @@
+"""VAGEN's own files of tasks: its parquet rows, its YAML list of seeds, and the legacy ``env_config.yaml``.
+
+    rows      {data_source, prompt, extra_info: {split, env_name, env_config, seed}}    the row's seed
+    list      envs: [{name, n_envs, seed: [1, 10000, 1], max_turns, config}]             the seeds that it stands for there
+    legacy    sokoban: {env_name, env_config, train_size, test_size}                     seeds of ours, split by content
+
+The legacy files use the same seeds for training and test; here the split goes by what a seed leads to: they share nothing.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from sensorium.media.files import open_regular
+from sensorium.media.store import MediaStore
+from sensorium.recipe.names import parameters_of, resolve, table, wrong_options
+from sensorium.recipe.vagen_settings import environment_of, seeds_of
+from sensorium.tasks.environment_tasks import EnvironmentTasks
+from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
+from sensorium.vocabulary.task import EnvironmentSpec, Task
+
+
+class VagenTasks:
+    """The tasks of a file, by its ending: ``.parquet``, ``.yaml`` or ``.yml``. ``split`` takes a side of those that have two.
+
+    ``max_turns`` is what an environment is cut off at; VAGEN says it outside of its environments.
+    """
+
+    def __init__(
+        self, path: str, store: MediaStore, split: Literal["train", "test"] = "train", max_turns: int = 5, seed: int = 0
+    ) -> None:
+        if split not in ("train", "test"):
+            raise RecipeError(f"vagen: unknown split '{split}'{nearest(str(split), ['train', 'test'])}")
+        self.path, self.split, self.max_turns, self.seed = Path(path), split, max_turns, seed
+        self._served = [name for name in table("environment") if _plays_from_seeds(name)]
+        self._tasks: list[Task] = []
+        if self.path.suffix == ".parquet":
+            self._take_rows()
+        elif self.path.suffix in (".yaml", ".yml"):
+            self._take_yaml(store)
+        else:
+            raise RecipeError(f"vagen: '{path}' is no .parquet, .yaml or .yml file.")
+        if not self._tasks:
+            raise TaskError(f"{path}: there are no tasks of split '{split}' in it.")
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __getitem__(self, index: int) -> Task:
+        return self._tasks[index]
+
+    def _take_rows(self) -> None:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+
+        try:
+            with open_regular(self.path):
+                rows = ParquetFile(self.path).read(columns=["data_source", "extra_info"]).to_pylist()
+        except (OSError, pyarrow.ArrowException) as error:
+            raise TaskError(f"{self.path}: cannot read the Parquet file: {error}") from error
+        for number, row in enumerate(rows):
+            place, extra = f"{self.path}, row {number}", row.get("extra_info")
+            if (
+                not isinstance(extra, Mapping)
+                or isinstance(extra.get("seed"), bool)
+                or not isinstance(extra.get("seed"), int)
+            ):
+                raise TaskError(f"{place}: 'extra_info' must hold env_name, env_config and seed.")
+            if extra.get("split", self.split) == self.split:
+                name, options = self._environment(dict(extra), place)
+                self._add(name, options, extra["seed"], str(row.get("data_source") or name), number)
+
+    def _take_yaml(self, store: MediaStore) -> None:
+        try:
+            with open_regular(self.path) as file:
+                held = yaml.safe_load(file)
+        except (OSError, yaml.YAMLError) as error:
+            raise TaskError(f"{self.path}: cannot read the file: {error}") from error
+        if isinstance(held, Mapping) and isinstance(held.get("envs"), list):
+            for index, entry in enumerate(held["envs"]):
+                self._take_entry(entry, index, int(held.get("base_seed", 0)))
+        elif isinstance(held, Mapping) and all(isinstance(entry, Mapping) for entry in held.values()):
+            for name, entry in held.items():
+                self._take_legacy(str(name), dict(entry), store)
+        else:
+            raise TaskError(f"{self.path}: it holds neither 'envs: […]' nor environments by name.")
+
+    def _take_entry(self, entry: Any, index: int, base_seed: int) -> None:
+        place = f"{self.path}, envs.{index}"
+        if (
+            not isinstance(entry, Mapping)
+            or not isinstance(entry.get("name"), str)
+            or not isinstance(entry.get("n_envs"), int)
+        ):
+            raise TaskError(f"{place}: an entry has name, n_envs and seed or seed_list.")
+        name, options = self._environment({"env_name": entry["name"], "env_config": entry.get("config") or {}}, place)
+        if isinstance(entry.get("max_turns"), int):
+            options["max_turns"] = entry["max_turns"]
+        count = entry["n_envs"]
+        listed = entry.get("seed_list")
+        seeds = (
+            list(listed)[:count] if listed else seeds_of(count, entry.get("seed") or [0], entry["name"], index, base_seed)
+        )
+        if len(seeds) < count:
+            raise TaskError(f"{place}: n_envs is {count}, and seed_list has {len(seeds)}.")
+        for number, seed in enumerate(seeds):
+            self._add(name, options, int(seed), str(entry.get("data_source") or name), f"{index}/{number}")
+
+    def _take_legacy(self, title: str, entry: dict[str, Any], store: MediaStore) -> None:
+        size = entry.get(f"{self.split}_size", 0)
+        name, options = self._environment(entry, f"{self.path}, {title}")
+        if size:
+            source = EnvironmentTasks(name, store, options, self.split, int(size), self.seed, distinct=False)
+            for number in range(len(source)):
+                spec = source[number].environment
+                assert spec is not None
+                self._add(name, options, spec.seed, title, number)
+
+    def _environment(self, wish: dict[str, Any], place: str) -> tuple[str, dict[str, Any]]:
+        """Our environment of theirs. Files are data: they name what is registered and runs no code of their choosing."""
+        try:
+            name, options = environment_of(wish, self._served)
+        except RecipeError as error:
+            raise TaskError(f"{place}: {error}") from error
+        if name not in self._served:
+            raise TaskError(f"{place}: unknown environment '{name:.60}'{nearest(name, self._served)}")
+        if "max_turns" in parameters_of(resolve("environment", name)):
+            options["max_turns"] = self.max_turns
+        options = {key: value for key, value in options.items() if value is not None}
+        _, problem = wrong_options("environment", name, options)
+        if problem:
+            raise TaskError(f"{place}: {problem}")
+        return name, options
+
+    def _add(self, name: str, options: dict[str, Any], seed: int, category: str, number: int | str) -> None:
+        spec = EnvironmentSpec(name, dict(options), seed)
+        self._tasks.append(Task(f"{self.path.name}/{number}", environment=spec, metadata={"category": category}))
+
+
+def _plays_from_seeds(name: str) -> bool:
+    kind = resolve("environment", name)
+    return hasattr(kind, "content_key") and not getattr(kind, "recipe_only", ())
