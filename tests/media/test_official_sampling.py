@@ -14,7 +14,7 @@ from PIL import Image
 
 from sensorium.media.audio import decode_audio
 from sensorium.media.making import encode_clip, encode_wav
-from sensorium.media.official_sampling import official_indices, official_size
+from sensorium.media.official_sampling import nemo_rl_indices, official_indices, official_size
 from sensorium.media.video import decode_video
 from sensorium.vocabulary.decoding import AudioParameters, FrameRule, VideoParameters
 from sensorium.vocabulary.errors import MediaError
@@ -204,3 +204,22 @@ def test_uneven_rates_and_a_long_last_frame_are_no_damage() -> None:
     pictures[0].save(moving, "GIF", save_all=True, append_images=pictures[1:], duration=[100] * 7 + [2000])
     shown = decode_video(moving.getvalue(), official(frames=4, max_pixels_per_frame=6400), "x")
     assert numbers(shown.frames) == [0, 2, 5, 7]
+
+
+@pytest.mark.parametrize(
+    ("total", "count", "head", "last"),
+    [(1800, 32, [0, 56, 112], 1736), (300, 32, [0, 9, 18], 279), (300, 8, [0, 37, 74], 259), (1800, 8, [0, 225], 1575)],
+)
+def test_nemo_rl_takes_frames_and_counts_seconds_as_measured(total: int, count: int, head: list[int], last: int) -> None:
+    indices, seconds = nemo_rl_indices(VideoParameters(sampling="nemo_rl", frames=count), total, 30.0)
+    assert (indices.tolist()[: len(head)], indices.tolist()[-1], len(indices)) == (head, last, count)
+    assert indices.tolist() == np.arange(0, total, total / count, dtype=int).tolist()  # as transformers writes it
+    assert 2 * seconds == 1.0
+
+
+def test_nemo_rl_decodes_by_its_rule_and_refuses_more_frames_than_there_are() -> None:
+    asked = VideoParameters(sampling="nemo_rl", frames=5, max_pixels_per_frame=6400)
+    clip = decode_video(CLIP, asked, "x")
+    assert (numbers(clip.frames), clip.seconds_per_frame) == ([0, 4, 8, 12, 16], 0.5)
+    with pytest.raises(MediaError, match="25 frames are asked for and it has 24"):
+        decode_video(CLIP, VideoParameters(sampling="nemo_rl", frames=25), "x")
