@@ -47,7 +47,7 @@ def environment_of(wish: Any, offered: Collection[str]) -> tuple[str, dict[str, 
 
 
 def seeds_of(count: int, seed: Sequence[int], name: str, index: int = 0, base_seed: int = 0) -> list[int]:
-    """The seeds of an entry of VAGEN's data file: ``[a]`` of all, ``[a, b]`` with repeats, ``[a, b, k]`` at most k times each.
+    """The seeds of an entry of VAGEN's data file: ``[a]`` of all, ``[a, b]`` with repeats, ``[a, b, k]`` at most k times.
 
     ``seeds_of(3, [1, 10000, 1], "FrozenLake")`` is [3768, 111, 7926].
     """

@@ -23,7 +23,7 @@ from sensorium.vocabulary.task import EnvironmentSpec, Task
 
 
 class VagenTasks:
-    """The tasks of a file, by its ending: ``.parquet``, ``.yaml`` or ``.yml``. ``split`` takes a side of those that have two.
+    """The tasks of a file, by its ending: ``.parquet``, ``.yaml`` or ``.yml``. ``split`` takes one side of it.
 
     ``max_turns`` is what an environment is cut off at; VAGEN says it outside of its environments.
     """
