@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from sensorium.envs.actions import ActionGrammar
-from sensorium.envs.protocol import Observation
+from sensorium.envs.actions import ActionGrammar, ActionTurn
+from sensorium.envs.protocol import Observation, StepResult
 from sensorium.vocabulary.content import Media, Message, Text, user
 
 
@@ -41,3 +41,20 @@ def sight(words: str, shown: str | Media) -> Observation:
     if isinstance(shown, str):
         return Observation((user("\n".join(filter(None, (words, shown)))),))
     return Observation((Message("user", (*([Text(words + "\n")] if words else []), shown)),))
+
+
+def turn_result(
+    asked: ActionTurn,
+    taken: str,
+    observation: Observation | None,
+    reward: float | dict[str, float],
+    /,
+    *,
+    truncated: bool,
+    success: bool,
+    **noted: bool | float,
+) -> StepResult:
+    """The outcome of a turn with named actions; it is over where nothing is shown any more."""
+    done = observation is None
+    info = {"valid": asked.valid, "format": asked.well_formed, "actions": taken, **noted, "success": success}
+    return StepResult(observation, reward, done, truncated, success if done else None, info)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, Literal
 
-from sensorium.envs.action_prompts import ActionPrompts, sight
+from sensorium.envs.action_prompts import ActionPrompts, sight, turn_result
 from sensorium.envs.actions import ActionGrammar
 from sensorium.envs.adapters.content import key_of, picture, said, success_of
 from sensorium.envs.option_checks import one_of, within
@@ -100,14 +100,9 @@ class GymnasiumEnvironment:
         known = success_of(info)
         success = bool(terminated and last > 0) if known is None else known
         taken = self.grammar.spell(asked.actions[:made])
-        return StepResult(
-            observation=None if self._over else self._shown(self.prompts.after(taken)),
-            reward=self.pay.of(reward=paid, format=asked.well_formed and asked.valid),
-            done=self._over,
-            truncated=truncated,
-            success=success if self._over else None,
-            info={"valid": asked.valid, "format": asked.well_formed, "actions": taken, "success": success},
-        )
+        pay = self.pay.of(reward=paid, format=asked.well_formed and asked.valid)
+        shown = None if self._over else self._shown(self.prompts.after(taken))
+        return turn_result(asked, taken, shown, pay, truncated=truncated, success=success)
 
     def demonstrate(self) -> str:
         """Nobody knows a good action here."""

@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from sensorium.envs.action_prompts import ActionPrompts, sight
+from sensorium.envs.action_prompts import ActionPrompts, sight, turn_result
 from sensorium.envs.actions import ActionGrammar
 from sensorium.envs.frozen_lake.drawing import draw_png, draw_text
 from sensorium.envs.frozen_lake.maps import ACTIONS, MOVES, Grid, lake, safe_way
@@ -111,21 +111,10 @@ class FrozenLake:
         said = self.grammar.spell(asked.actions)
         good = asked.well_formed and asked.valid
         described = judged(asked, before, self._state(), self.pay.worth)
-        return StepResult(
-            observation=None if self._over else self._observe(self.prompts.after(said)),
-            reward=self.pay.of(goal=reached, format=good, **described),
-            done=self._over,
-            truncated=truncated,
-            success=reached if self._over else None,
-            info={
-                "valid": asked.valid,
-                "format": asked.well_formed,
-                "actions": said,
-                "moved": place != self._place,
-                "success": reached,
-                **described,
-            },
-        )
+        shown = None if self._over else self._observe(self.prompts.after(said))
+        pay = self.pay.of(goal=reached, format=good, **described)
+        moved = place != self._place
+        return turn_result(asked, said, shown, pay, truncated=truncated, success=reached, moved=moved, **described)
 
     def demonstrate(self) -> str:
         """The next moves of a shortest safe way; by ``demonstration_noise`` a move at random, keyed by seed and turn."""

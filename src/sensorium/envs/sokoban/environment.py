@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from sensorium.envs.action_prompts import ActionPrompts, sight
+from sensorium.envs.action_prompts import ActionPrompts, sight, turn_result
 from sensorium.envs.actions import ActionGrammar
 from sensorium.envs.option_checks import one_of, within
 from sensorium.envs.pay import TurnPay
@@ -115,23 +115,11 @@ class Sokoban:
         said = self.grammar.spell(asked.actions[:made])
         described = judged(asked, before, self._state(), self.pay.worth)
         placed = len(self._position.boxes & room.targets) - len(start.boxes & room.targets)
-        return StepResult(
-            observation=None if self._over else self._observe(self.prompts.after(said)),
-            reward=self.pay.of(
-                step=made, box=placed, success=success, format=asked.well_formed and asked.valid, **described
-            ),
-            done=self._over,
-            truncated=truncated,
-            success=success if self._over else None,
-            info={
-                "valid": asked.valid,
-                "format": asked.well_formed,
-                "actions": said,
-                "moved": start != self._position,
-                "success": success,
-                **described,
-            },
-        )
+        good = asked.well_formed and asked.valid
+        pay = self.pay.of(step=made, box=placed, success=success, format=good, **described)
+        shown = None if self._over else self._observe(self.prompts.after(said))
+        moved = start != self._position
+        return turn_result(asked, said, shown, pay, truncated=truncated, success=success, moved=moved, **described)
 
     def demonstrate(self) -> str:
         """The next moves of a shortest solution; by ``demonstration_noise`` a move at random, keyed by seed and turn."""
