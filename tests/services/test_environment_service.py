@@ -51,7 +51,8 @@ def test_a_session_over_http(server: str) -> None:
         assert http.delete("/v1/sessions/s1").json() == {"closed": True}
         assert http.post("/v1/sessions/s1/steps/2", json={"response": ""}).status_code == 404
         assert http.put("/v1/sessions/s2", json={"environment": "tetris"}).status_code == 404
-        assert http.put("/v1/sessions/s2", json={"environment": "sokoban", "seed": True}).status_code == 422
+        for seed, status in ((True, 422), (-1, 422), (1.5, 422), (2**53, 422), ("1", 422), (7.0, 200)):
+            assert http.put("/v1/sessions/s2", json={"environment": "sokoban", "seed": seed}).status_code == status
         assert http.get("/v1/media/" + "0" * 64).status_code == 404
         other = http.post("/v1/sessions/s2")
         assert (other.status_code, other.headers["Allow"]) == (405, "DELETE, PUT")

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, HTTPException, Path, Request, Response, WebSocket, WebSocketDisconnect
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.routing import Match
 
 from sensorium import __version__
@@ -55,13 +55,18 @@ STATUSES: dict[int | str, dict[str, Any]] = {
 SessionId = Annotated[str, Path(min_length=1, max_length=MOST_ID)]
 
 
+def whole(value: Any) -> Any:
+    """JSON has one kind of number: 7.0 is whole, as 7 is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 class Wish(BaseModel):
     """What to open."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     environment: str
     options: dict[str, Any] = Field(default_factory=dict)
-    seed: int = Field(0, ge=0, le=MOST_SEED)
+    seed: Annotated[int, BeforeValidator(whole)] = Field(0, ge=0, le=MOST_SEED)
 
 
 class Act(BaseModel):
