@@ -43,7 +43,9 @@ def by_transformers(item: dict[str, Any]) -> list[list[int]]:
 
     model = getattr(transformers, item["kind"]).from_pretrained(item["folder"], dtype=torch.float32).eval()
     plain = item["kind"].endswith("ForCausalLM")
-    owner: Any = (transformers.AutoTokenizer if plain else transformers.AutoProcessor).from_pretrained(item["folder"])
+    # 4.57 would resize pictures by Pillow where 5 does it by torchvision.
+    auto: Any = transformers.AutoTokenizer if plain else transformers.AutoProcessor
+    owner = auto.from_pretrained(item["folder"], use_fast=True)
     answers = []
     for prompt in item["prompts"]:
         inputs = owner.apply_chat_template(
