@@ -1,7 +1,8 @@
 # Two commands do all set-up on a fresh machine: `make demo` and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
-unexport PYTHONDONTWRITEBYTECODE  # else each of the many processes of a test run compiles the sources anew
+# Packages are compiled by who imports them first (pip would compile all); so that must be kept.
+unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 .PHONY: demo test suite lint types studies docs bench clean
 
@@ -33,22 +34,27 @@ docs: .venv/installed
 bench: .venv/bench
 	$(BIN)/python bench/w0.py
 
-.venv/installed: pyproject.toml constraints.txt
+INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e
+
+.venv/python:
 	@echo "installing into .venv (1.5 GB; one to five minutes)"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -e . -c constraints.txt
 	touch $@
 
-.venv/dev: .venv/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+.venv/installed: pyproject.toml constraints.txt | .venv/python
+	$(INSTALL) .
 	touch $@
+
+.venv/dev: pyproject.toml constraints.txt | .venv/python
+	$(INSTALL) '.[dev]'
+	touch .venv/installed $@
 
 .venv/tutorial: .venv/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[tutorial]' -c constraints.txt
+	$(INSTALL) '.[tutorial]'
 	touch $@
 
 .venv/bench: .venv/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[bench]' -c constraints.txt
+	$(INSTALL) '.[bench]'
 	touch $@
 
 clean:
