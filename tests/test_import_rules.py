@@ -38,7 +38,7 @@ MAY_IMPORT = {
         "record",
     },
     "evaluation": {*DATA, "workers", "assembly", "rollout", "engines", "models", "rewards", "tasks", "record", "report"},
-    "services": {*DATA, "workers", "envs", "rollout"},
+    "services": {*DATA, "workers", "tasks", "envs", "rewards", "models", "engines", "rollout"},
     "record": {"vocabulary"},
     "report": {*DATA, "record"},
     "trainer": BELOW_TRAINER - {"models"},  # it knows weights by the learner's protocol and the session only

@@ -77,18 +77,25 @@ def make_table(**options: Any) -> SessionTable:
 
 @contextmanager
 def serving(table: SessionTable, key: str = "") -> Iterator[str]:
-    """A server in a thread; gives its address."""
+    """An environment service in a thread; gives its address."""
+    with serving_app(make_app(table, key)) as (address, _):
+        yield address
+
+
+@contextmanager
+def serving_app(app: Any) -> Iterator[tuple[str, uvicorn.Server]]:
+    """A server in a thread; gives its address, and the server to stop it by."""
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         place.listen()
-        server = uvicorn.Server(uvicorn.Config(make_app(table, key), log_level="error", ws_max_size=1 << 28))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", ws_max_size=1 << 28))
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[place])), daemon=True)
         thread.start()
         until = time.monotonic() + 60
         while not server.started and time.monotonic() < until:
             time.sleep(0.01)
         try:
-            yield f"http://127.0.0.1:{place.getsockname()[1]}"
+            yield f"http://127.0.0.1:{place.getsockname()[1]}", server
         finally:
             server.should_exit = True
             thread.join(30)

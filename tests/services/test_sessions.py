@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sensorium.media.store import MediaStore
-from sensorium.services.environment_service import sweep
+from sensorium.services.kept_media import sweep
 from sensorium.services.offers import Offer, Offers, usual_offers
 from sensorium.services.sessions import Refusal, SessionTable
 from sensorium.vocabulary.errors import RecipeError
@@ -150,6 +150,6 @@ def test_old_pictures_are_swept(tmp_path: Path) -> None:
     for name, age in (("old", 1000), ("new", 0)):
         (tmp_path / name).write_text("x")
         os.utime(tmp_path / name, (time.time() - age,) * 2)
-    assert sweep(tmp_path, 100) == 1
+    assert sweep(tmp_path, 200) == 1
     assert [file.name for file in tmp_path.iterdir()] == ["new"]
     assert sweep(None, 100) == 0

@@ -22,7 +22,7 @@ COMMANDS = {
     "eval": "evaluate a checkpoint on a recipe's held-out tasks",
     "compare": "set two evaluations of the same tasks side by side",
     "export": "write a run's model in the layout of the published checkpoint it started from",
-    "serve": "serve environments to other processes and machines",
+    "serve": "serve environments, a model or rewards to other processes and machines",
     "replay": "run a batch again that was kept because its update was not finite",
 }
 MODULES = {"eval": "evaluate"}
@@ -78,6 +78,11 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
     if name not in COMMANDS:
         raise SensoriumError(f"there is no command '{name}'{nearest(name, list(COMMANDS))}")
     command = import_module(f"sensorium.cli.{MODULES.get(name, name)}")
+    if parts := getattr(command, "PARTS", None):
+        chooser = Parser(prog=f"sensorium {name}", description=command.__doc__, allow_abbrev=False)
+        chooser.add_argument("what", choices=list(parts), help="each has its own --help")
+        what = chooser.parse_args(arguments[:1]).what
+        name, arguments, command = f"{name} {what}", arguments[1:], import_module(f"sensorium.cli.{parts[what]}")
     parser = Parser(prog=f"sensorium {name}", description=command.__doc__, allow_abbrev=False)
     command.configure(parser)
     parser.usage = getattr(command, "USAGE", None)

@@ -1,1 +1,1 @@
-"""Services over HTTP and WebSocket: the environment service."""
+"""Services over HTTP and WebSocket: environments, a model, rewards."""

@@ -12,23 +12,20 @@ makes no sense, 503 full (with Retry-After).
 """
 
 import asyncio
-import os
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path as FilePath
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, HTTPException, Path, Request, Response, WebSocket, WebSocketDisconnect
-from fastapi.responses import JSONResponse
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from starlette.routing import Match
+from fastapi import FastAPI, Path, Response, WebSocket, WebSocketDisconnect
+from pydantic import BaseModel, ConfigDict, Field
 
 from sensorium import __version__
 from sensorium.envs.remote.wire import Json, WireError, bytes_of, pack, unpack
 from sensorium.services.access import allowed
+from sensorium.services.application import Refusal, Whole, make_application
+from sensorium.services.kept_media import sweep
 from sensorium.services.openenv_routes import openenv_routes
-from sensorium.services.sessions import MOST_ID, Refusal, SessionTable
+from sensorium.services.sessions import MOST_ID, SessionTable
 from sensorium.services.vagen_legacy import legacy_routes
 from sensorium.services.vagen_routes import vagen_routes
 from sensorium.vocabulary.content import Media
@@ -39,25 +36,17 @@ MOST_OPERATIONS = 4096
 MOST_SEED = 2**53 - 1
 """The largest whole number that every reader of JSON reads exactly."""
 
-STATUSES: dict[int | str, dict[str, Any]] = {
-    status: {"description": told}
-    for status, told in {
-        400: "the body cannot be read",
-        401: "the key is missing or wrong",
-        404: "there is no such session, environment or medium",
-        409: "a step out of turn, or another session has this id",
-        410: "the episode is lost",
-        422: "the wish makes no sense",
-        503: "the server is full; try again after Retry-After seconds",
-    }.items()
+STATUSES = {
+    400: "the body cannot be read",
+    401: "the key is missing or wrong",
+    404: "there is no such session, environment or medium",
+    409: "a step out of turn, or another session has this id",
+    410: "the episode is lost",
+    422: "the wish makes no sense",
+    503: "the server is full; try again after Retry-After seconds",
 }
 
 SessionId = Annotated[str, Path(min_length=1, max_length=MOST_ID)]
-
-
-def whole(value: Any) -> Any:
-    """JSON has one kind of number: 7.0 is whole, as 7 is."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class Wish(BaseModel):
@@ -66,7 +55,7 @@ class Wish(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     environment: str
     options: dict[str, Any] = Field(default_factory=dict)
-    seed: Annotated[int, BeforeValidator(whole)] = Field(0, ge=0, le=MOST_SEED)
+    seed: Whole = Field(0, ge=0, le=MOST_SEED)
 
 
 class Act(BaseModel):
@@ -86,25 +75,7 @@ def make_app(table: SessionTable, key: str = "") -> FastAPI:
         reaper.cancel()
         await table.shut()
 
-    app = FastAPI(title="Sensorium environment service", version=__version__, lifespan=lifespan)
-
-    @app.exception_handler(Refusal)
-    async def refused(request: Request, refusal: Refusal) -> JSONResponse:
-        headers = {"Retry-After": f"{refusal.retry_after_s:g}"} if refusal.retry_after_s else None
-        return JSONResponse({"detail": refusal.why}, refusal.status, headers=headers)
-
-    @app.exception_handler(405)
-    async def other_methods(request: Request, error: Exception) -> JSONResponse:
-        """All methods of a path, of which the framework names only those of the first route."""
-        found = [route for route in app.routes if route.matches(request.scope)[0] != Match.NONE]
-        methods = {method for route in found for method in getattr(route, "methods", None) or ()}
-        return JSONResponse({"detail": "Method Not Allowed"}, 405, headers={"Allow": ", ".join(sorted(methods))})
-
-    def with_key(request: Request) -> None:
-        if not allowed(key, request.headers, request.query_params):
-            raise HTTPException(401, "the key is missing or wrong")
-
-    keyed: dict[str, Any] = {"dependencies": [Depends(with_key)], "responses": STATUSES}
+    app, keyed = make_application("Sensorium environment service", key, lifespan, STATUSES)
 
     @app.get("/health")
     async def health() -> Json:
@@ -241,16 +212,4 @@ async def _reap(table: SessionTable) -> None:
     while True:
         await asyncio.sleep(min(REAP_S, table.lease_s))
         table.reap()
-        await asyncio.to_thread(sweep, table.store.folder, table.lease_s)
-
-
-def sweep(folder: FilePath | None, lease_s: float) -> int:
-    """Delete pictures that are older than a lease: nobody asks for them any more. Returns how many."""
-    if folder is None:
-        return 0
-    oldest, deleted = time.time() - 2 * lease_s, 0
-    for entry in os.scandir(folder):
-        if entry.stat().st_mtime < oldest:
-            os.unlink(entry.path)
-            deleted += 1
-    return deleted
+        await asyncio.to_thread(sweep, table.store.folder, 2 * table.lease_s)

@@ -14,7 +14,8 @@ from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 
 from sensorium.envs.remote.wire import Json
 from sensorium.services.access import allowed
-from sensorium.services.sessions import Refusal, SessionTable
+from sensorium.services.application import Refusal
+from sensorium.services.sessions import SessionTable
 from sensorium.services.shown import paid, pictures, text_of_messages
 
 ACTION = {

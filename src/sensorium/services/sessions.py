@@ -18,6 +18,7 @@ from sensorium.envs.protocol import Environment
 from sensorium.envs.remote.wire import Json, reset_to_json, step_to_json
 from sensorium.media.store import MediaStore
 from sensorium.rollout.live import Deadlines, LiveEnvironment
+from sensorium.services.application import Refusal
 from sensorium.services.offers import Offers
 from sensorium.vocabulary.errors import RecipeError, SensoriumError
 from sensorium.vocabulary.plain import words
@@ -25,14 +26,6 @@ from sensorium.vocabulary.task import EnvironmentSpec, Task
 from sensorium.workers.pool import WorkerPool
 
 MOST_ID = 200
-
-
-class Refusal(Exception):
-    """A request that is not carried out: an HTTP status and why."""
-
-    def __init__(self, status: int, why: str, retry_after_s: float = 0.0) -> None:
-        super().__init__(why)
-        self.status, self.why, self.retry_after_s = status, why, retry_after_s
 
 
 @dataclass

@@ -13,7 +13,8 @@ from fastapi import APIRouter, Request, Response
 from sensorium.envs.remote.wire import Json
 from sensorium.recipe.vagen_settings import environment_of
 from sensorium.services.access import allowed
-from sensorium.services.sessions import Refusal, SessionTable
+from sensorium.services.application import Refusal
+from sensorium.services.sessions import SessionTable
 from sensorium.services.shown import paid, pictures, text_of_messages, with_images
 from sensorium.vocabulary.errors import RecipeError
 

@@ -13,7 +13,8 @@ from fastapi.responses import JSONResponse
 from sensorium.envs.remote.wire import Json
 from sensorium.recipe.vagen_settings import environment_of
 from sensorium.services.access import allowed
-from sensorium.services.sessions import Refusal, SessionTable
+from sensorium.services.application import Refusal
+from sensorium.services.sessions import SessionTable
 from sensorium.services.shown import paid, pictures, with_images
 from sensorium.vocabulary.errors import RecipeError
 

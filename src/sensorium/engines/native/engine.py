@@ -59,6 +59,10 @@ class NativeEngine:
         """Write one response. Cancelling the wait withdraws the request."""
         return await self._scheduler.generate(request, episodes)
 
+    def written_so_far(self, thread: str) -> tuple[Sequence[int], Sequence[float]]:
+        """Between ticks: the tokens of a response that is being written, and their log-probs."""
+        return self._writer.written_so_far(thread)
+
     def release(self, thread: str) -> None:
         """The thread will not be continued: forget its keys and values."""
         self._writer.release(thread)

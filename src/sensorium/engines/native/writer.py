@@ -128,6 +128,11 @@ class Writer:
             self._draw(torch.cat(logits) if len(logits) > 1 else logits[0])
         return min(len(waiting), room)
 
+    def written_so_far(self, thread: str) -> tuple[Sequence[int], Sequence[float]]:
+        """The tokens of a response that is being written, and their log-probs; none before it has begun."""
+        row = next((row for row in self._rows if row.job.request.thread == thread), None)
+        return ((), ()) if row is None else (row.tokens, row.logprobs)
+
     def release(self, thread: str) -> None:
         """Forget the keys and values of a thread, or do not set them aside when its response ends."""
         self._prefix_cache.pop(thread)

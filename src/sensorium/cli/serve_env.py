@@ -1,0 +1,60 @@
+"""Serve environments to other processes and machines: sensorium serve env [NAME | NAME=module:Class …]."""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from sensorium.vocabulary.errors import RecipeError
+
+USAGE = "sensorium serve env [NAME | NAME=module:Class …] [--host H] [--port P] [--capacity N] [--isolate] …"
+
+
+def configure(parser: ArgumentParser) -> None:
+    """The arguments."""
+    parser.add_argument(
+        "environments", nargs="*", help="environments to offer; by default all that play from seeds and run no foreign code"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; beyond this machine a key is needed")
+    parser.add_argument("--port", type=int, default=8300)
+    parser.add_argument("--capacity", type=int, default=1024, help="sessions that may be open at once")
+    parser.add_argument("--lease-s", type=float, default=3600.0, help="a session that nobody asks for so long is closed")
+    parser.add_argument("--deadline-s", type=float, default=60.0, help="what an environment may take for a call")
+    parser.add_argument("--isolate", action="store_true", help="run each environment in a process of its own, with limits")
+    parser.add_argument("--memory-mib", type=int, default=4096, help="address space of an isolated environment")
+
+
+def run(arguments: Namespace) -> int:
+    """Serve until it is interrupted."""
+    try:
+        from sensorium.services.application import listen, serve_until_stopped
+        from sensorium.services.environment_service import make_app
+    except ImportError as error:
+        raise RecipeError(f"serve needs FastAPI and uvicorn: pip install 'sensorium[serve]' ({error}).") from error
+    from sensorium.envs.option_checks import within
+    from sensorium.envs.remote.wire import MOST_BYTES
+    from sensorium.media.store import MediaStore
+    from sensorium.services.offers import Offer, Offers, usual_offers
+    from sensorium.services.sessions import SessionTable
+
+    named = dict(item.partition("=")[::2] if "=" in item else (item, item) for item in arguments.environments)
+    offers = Offers({name: Offer(place) for name, place in named.items()} if named else usual_offers())
+    within("serve", "--capacity", arguments.capacity, 1, 10**6)
+    within("serve", "--lease-s", arguments.lease_s, 1.0, 10**8)
+    within("serve", "--deadline-s", arguments.deadline_s, 0.001, 86_400)
+    within("serve", "--memory-mib", arguments.memory_mib, 256, 2**20)
+    listening, key = listen(arguments.host, arguments.port)
+    folder = TemporaryDirectory(prefix="sensorium-media-")
+    store = MediaStore(Path(folder.name))
+
+    def isolated(name: str, options: dict[str, Any]) -> Any:
+        return offers.isolated(name, options, store, arguments.memory_mib, arguments.deadline_s)
+
+    made = isolated if arguments.isolate else None
+    table = SessionTable(
+        offers, store, arguments.capacity, arguments.lease_s, arguments.deadline_s + 5 * arguments.isolate, made
+    )
+    with folder:
+        names = ", ".join(sorted(offers.offers))
+        serve_until_stopped(make_app(table, key), listening, names, key, ws_max_size=MOST_BYTES)
+    return 0

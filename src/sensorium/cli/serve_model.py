@@ -1,0 +1,66 @@
+"""Serve a checkpoint to any OpenAI-compatible client: sensorium serve model CHECKPOINT."""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from sensorium.vocabulary.errors import RecipeError
+
+USAGE = "sensorium serve model CHECKPOINT [--name N] [--host H] [--port P] [--capacity N] [--media-root FOLDER …] …"
+
+
+def configure(parser: ArgumentParser) -> None:
+    """The arguments."""
+    parser.add_argument("checkpoint", help="a folder, a run (its best checkpoint), a hub id, package:NAME or tiny:FAMILY")
+    parser.add_argument("--name", default="", help="what clients call it; default: the checkpoint's name")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; beyond this machine a key is needed")
+    parser.add_argument("--port", type=int, default=8000, help="0: any free one")
+    parser.add_argument("--capacity", type=int, default=256, help="answers that may be under way at once; others get a 503")
+    parser.add_argument("--rows", type=int, default=64, help="answers that are written at once, in one batch")
+    parser.add_argument("--max-context", type=int, default=8192, help="tokens of a prompt and its answer")
+    parser.add_argument("--media-root", action="append", default=[], help="folder from which file:// media may be read")
+    parser.add_argument("--max-body-mib", type=float, default=64.0, help="size of a request")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads of torch; 0: as torch has it")
+    parser.add_argument("--drain-s", type=float, default=60.0, help="how long answers under way may take after a stop")
+
+
+def run(arguments: Namespace) -> int:
+    """Serve until it is interrupted."""
+    try:
+        from sensorium.services.application import MIB, listen, serve_until_stopped
+        from sensorium.services.model_service import ModelService, make_model_app
+    except ImportError as error:
+        raise RecipeError(f"serve needs FastAPI and uvicorn: pip install 'sensorium[serve]' ({error}).") from error
+    import torch
+
+    from sensorium.envs.option_checks import within
+    from sensorium.media.limits import MediaLimits
+    from sensorium.media.store import MediaStore
+    from sensorium.models.load import load_policy
+    from sensorium.record.checkpoint_files import checkpoint_of_run
+    from sensorium.services.model_host import ModelHost
+
+    within("serve model", "--capacity", arguments.capacity, 1, 10**6)
+    within("serve model", "--rows", arguments.rows, 1, 10**5)
+    within("serve model", "--max-context", arguments.max_context, 16, 2**24)
+    within("serve model", "--max-body-mib", arguments.max_body_mib, 0.001, 4096)
+    within("serve model", "--drain-s", arguments.drain_s, 0, 86_400)
+    listening, key = listen(arguments.host, arguments.port)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    place = Path(arguments.checkpoint)
+    of_run = place.is_dir() and not (place / "config.json").exists()
+    path = str(checkpoint_of_run(place)) if of_run else arguments.checkpoint
+    with TemporaryDirectory(prefix="sensorium-media-") as folder:
+        limits = MediaLimits(file_mib=arguments.max_body_mib, clip_s=1200, clip_mib=1024)
+        store = MediaStore(Path(folder), limits=limits)
+        policy = load_policy(path, store=store, device=arguments.device, dtype=arguments.dtype)
+        name = arguments.name or arguments.checkpoint.rstrip("/")
+        roots = tuple(Path(root).expanduser().resolve() for root in arguments.media_root)
+        host = ModelHost(policy, arguments.max_context, arguments.rows)
+        service = ModelService(host, store, name, arguments.capacity, roots)
+        app = make_model_app(service, key, round(arguments.max_body_mib * MIB))
+        serve_until_stopped(app, listening, f"model '{name}'", key, arguments.drain_s)
+    return 0

@@ -1,0 +1,173 @@
+"""What all services share: one way to refuse, keys, bounded bodies, counters for /metrics, and how they listen."""
+
+import os
+import socket
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import BeforeValidator
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sensorium import __version__
+from sensorium.services.access import ENVIRONMENT_VARIABLE, allowed, refuse_open
+from sensorium.vocabulary.errors import RecipeError
+
+Json = dict[str, Any]
+MIB = 1 << 20
+
+
+class Refusal(Exception):
+    """A request that is not carried out: an HTTP status and why."""
+
+    def __init__(self, status: int, why: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(why)
+        self.status, self.why, self.retry_after_s = status, why, retry_after_s
+
+
+def whole(value: Any) -> Any:
+    """JSON has one kind of number: 7.0 is whole, as 7 is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(whole)]
+
+
+def make_application(
+    title: str,
+    key: str,
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None,
+    statuses: dict[int, str],
+    told: Callable[[int, str], Json] | None = None,
+) -> tuple[FastAPI, Json]:
+    """An application that refuses as all services do, and what its routes behind the key are declared with.
+
+    ``told`` makes the body of a refusal from status and reason; by default ``{"detail": reason}``.
+    """
+    app = FastAPI(title=title, version=__version__, lifespan=lifespan)
+
+    def reply(status: int, why: str, headers: dict[str, str] | None = None) -> JSONResponse:
+        return JSONResponse(told(status, why) if told else {"detail": why}, status, headers=headers)
+
+    @app.exception_handler(Refusal)
+    async def refused(request: Request, refusal: Refusal) -> JSONResponse:
+        again = refusal.retry_after_s
+        return reply(refusal.status, refusal.why, {"Retry-After": f"{again:g}"} if again else None)
+
+    @app.exception_handler(405)
+    async def other_methods(request: Request, error: Exception) -> JSONResponse:
+        """All methods of a path, of which the framework names only those of the first route."""
+        found = [route for route in app.routes if route.matches(request.scope)[0] != Match.NONE]
+        methods = {method for route in found for method in getattr(route, "methods", None) or ()}
+        return reply(405, "Method Not Allowed", {"Allow": ", ".join(sorted(methods))})
+
+    if told is not None:
+
+        @app.exception_handler(HTTPException)
+        async def plain(request: Request, error: HTTPException) -> JSONResponse:
+            return reply(error.status_code, str(error.detail))
+
+        @app.exception_handler(RequestValidationError)
+        async def unfit(request: Request, error: RequestValidationError) -> JSONResponse:
+            first = error.errors()[0]
+            return reply(400, f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}")
+
+    def with_key(request: Request) -> None:
+        if not allowed(key, request.headers, request.query_params):
+            raise HTTPException(401, "the key is missing or wrong")
+
+    responses = {status: {"description": text} for status, text in statuses.items()}
+    return app, {"dependencies": [Depends(with_key)], "responses": responses}
+
+
+class BodyLimit:
+    """Refuses bodies of more than ``most`` bytes, before they are held in memory."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self.app, self.most = app, most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand a request on; one that grows too large is answered with 413."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self.most:
+                raise HTTPException(413, f"the body has more than {self.most / MIB:g} MiB")
+            return message
+
+        await self.app(scope, counted, send)
+
+
+class Counters:
+    """Numbers by name for /metrics: what only grows (``…_total``), and what is measured when it is asked for."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self._helps: dict[str, str] = {}
+        self._sums: dict[str, float] = {}
+        self._measured: dict[str, Callable[[], float]] = {}
+
+    def declare(self, **helps: str) -> None:
+        """Counters that start at 0, with what they count."""
+        for name, text in helps.items():
+            self._helps[name], self._sums[name] = text, 0
+
+    def measure(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """A number that is read whenever it is asked for."""
+        self._helps[name], self._measured[name] = text, read
+
+    def add(self, name: str, amount: float = 1) -> None:
+        """Count."""
+        self._sums[name] += amount
+
+    def __getitem__(self, name: str) -> float:
+        return self._sums[name] if name in self._sums else self._measured[name]()
+
+    def page(self) -> PlainTextResponse:
+        """All of them in Prometheus' text format."""
+        lines = []
+        for name, text in self._helps.items():
+            full, kind = (
+                (f"{self.prefix}_{name}_total", "counter") if name in self._sums else (f"{self.prefix}_{name}", "gauge")
+            )
+            lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}", f"{full} {self[name]:.10g}"]
+        return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+
+
+async def until_gone(request: Request) -> None:
+    """Return when the client has closed its connection. The body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def listen(host: str, port: int) -> tuple[socket.socket, str]:
+    """A listening socket, and the key of the service from the environment; refused beyond this machine without a key."""
+    key = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    refuse_open(host, key)
+    try:
+        return socket.create_server((host, port), backlog=1024), key
+    except OSError as error:
+        raise RecipeError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port.") from error
+
+
+def serve_until_stopped(
+    app: FastAPI, listening: socket.socket, what: str, key: str, drain_s: float | None = None, **options: Any
+) -> None:
+    """Serve until it is interrupted; what is under way then is finished, for at most ``drain_s``."""
+    import uvicorn
+
+    drain = None if drain_s is None else max(1, round(drain_s))
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=drain, **options)
+    host, port = listening.getsockname()[:2]
+    print(f"serving {what} on http://{host}:{port} ({'with' if key else 'without'} a key)", flush=True)
+    uvicorn.Server(config).run(sockets=[listening])

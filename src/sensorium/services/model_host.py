@@ -1,0 +1,125 @@
+"""A model that answers many at once: its engine runs in a thread with an event loop of its own.
+
+Requests come from the server's loop. All that are open are batched by the engine, and join and leave the batch from token
+to token. Who stops waiting withdraws the request. A prompt that is asked for often is computed once (prefix cache).
+"""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sensorium.engines.native.engine import NativeEngine
+from sensorium.engines.protocol import Request, Sampling
+from sensorium.engines.random_keys import response_key
+from sensorium.models.policy import Policy
+from sensorium.rollout.modalities import media_of
+from sensorium.rollout.preparing import Preparation
+from sensorium.services.application import Refusal
+from sensorium.services.chat_replies import Choice
+from sensorium.vocabulary.content import Message
+from sensorium.vocabulary.episode import Segment
+from sensorium.vocabulary.errors import SensoriumError
+
+Heard = Callable[[Choice, Sequence[int], Sequence[float]], None]
+"""Hears what a choice has got: further tokens and their log-probs. Called in the engine's thread."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A rendered conversation, and its tokens as the language model sees them."""
+
+    segment: Segment
+    tokens: tuple[int, ...]
+
+
+class ModelHost:
+    """A policy, its engine, and the thread they work in. ``most_context`` bounds prompt and answer together."""
+
+    def __init__(self, policy: Policy, most_context: int, max_rows: int = 256) -> None:
+        self.policy, self.chat = policy, policy.chat
+        self.most_context = min(most_context, policy.model.config.get_text_config().max_position_embeddings)
+        self.engine = NativeEngine(policy, lockstep=False, max_context=self.most_context, max_rows=max_rows)
+        self._ready = Preparation(self.chat)
+        self._numbers = itertools.count()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
+        self._thread.start()
+
+    async def prompt(self, messages: Sequence[Message]) -> Prompt:
+        """Messages rendered and their media prepared; refused where they leave no room for an answer."""
+        return await self._there(self._prompt(messages))
+
+    async def answer(
+        self, prompt: Prompt, sampling: Sampling, seed: int, count: int, heard: Heard | None = None
+    ) -> list[Choice]:
+        """``count`` answers to a prompt, drawn by a seed. ``heard`` is told of them as they are written."""
+        return await self._there(self._answers(prompt, sampling, seed, count, heard))
+
+    def close(self) -> None:
+        """Stop the thread and give back what the engine holds."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(30)
+        self.engine.close()
+        self.chat.decoder.close()
+
+    async def _there(self, work: Any) -> Any:
+        """Run a coroutine in the engine's thread; what is wrong with a request refuses that request."""
+        try:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        except SensoriumError as error:
+            raise Refusal(400, str(error)) from error
+
+    async def _prompt(self, messages: Sequence[Message]) -> Prompt:
+        for medium in media_of(messages):
+            if medium.kind not in self.chat.modalities:
+                raise Refusal(
+                    400, f"this model takes no {medium.kind}; it takes {', '.join(sorted(self.chat.modalities))}."
+                )
+        segment = self.chat.render(messages)
+        await self._ready(span.media for span in segment.media)
+        tokens = tuple(self.chat.layout(segment).ids_T.tolist())
+        if len(tokens) >= self.most_context:
+            raise Refusal(
+                400, f"the prompt has {len(tokens)} tokens and this server holds {self.most_context} with the answer."
+            )
+        return Prompt(segment, tokens)
+
+    async def _answers(
+        self, prompt: Prompt, sampling: Sampling, seed: int, count: int, heard: Heard | None
+    ) -> list[Choice]:
+        room = self.most_context - len(prompt.tokens)
+        sampling = replace(sampling, max_new_tokens=min(room, sampling.max_new_tokens))
+        async with asyncio.TaskGroup() as crowd:
+            asked = [crowd.create_task(self._one(prompt, sampling, seed, index, heard)) for index in range(count)]
+        return [task.result() for task in asked]
+
+    async def _one(self, prompt: Prompt, sampling: Sampling, seed: int, index: int, heard: Heard | None) -> Choice:
+        number = next(self._numbers)
+        thread, choice = f"request {number}", Choice(index)
+        request = Request(thread, (prompt.segment,), sampling, (number,), response_key(seed, 0, "serve", index, 0), thread)
+        watching = asyncio.create_task(self._watch(thread, choice, heard)) if heard is not None else None
+        try:
+            response = await self.engine.generate(request)
+        finally:
+            self.engine.release(thread)
+            if watching is not None:
+                watching.cancel()
+        new = len(choice.tokens)
+        choice.tokens, choice.logprobs = list(response.segment.tokens), list(response.segment.logprobs)
+        choice.finish = response.finish
+        if heard is not None:
+            heard(choice, choice.tokens[new:], choice.logprobs[new:])
+        return choice
+
+    async def _watch(self, thread: str, choice: Choice, heard: Heard) -> None:
+        """Tell of tokens between ticks; the engine yields after each."""
+        while True:
+            tokens, logprobs = self.engine.written_so_far(thread)
+            new = len(choice.tokens)
+            if len(tokens) > new:
+                choice.tokens, choice.logprobs = list(tokens), list(logprobs)
+                heard(choice, choice.tokens[new:], choice.logprobs[new:])
+            await asyncio.sleep(0)
