@@ -29,6 +29,9 @@ PIECES = [
     "<tool_call>",
     "{",
     '"name"',
+    "<svg>",
+    "</svg>",
+    "<rect/>",
 ]
 TEXTS = st.one_of(st.text(max_size=80), st.lists(st.sampled_from(PIECES), max_size=20).map("".join))
 

@@ -25,6 +25,9 @@ def test_the_seeds_are_those_that_vagen_draws() -> None:
     assert seeds_of(5, [1, 10000, 1], "FrozenLake") == [3768, 111, 7926, 6577, 1360]
     assert seeds_of(3, [1, 10000], "FrozenLake") == [8411, 7888, 5990]
     assert seeds_of(2, [0], "FrozenLake") == [1809629613, 1984054866]
+    assert seeds_of(2, 0, "FrozenLake") == [1809629613, 1984054866]
+    assert seeds_of(6, [3, 7, 3], "FrozenLake") == [6, 6, 3, 7, 7, 3]
+    assert seeds_of(6, [1, 100, 4], "FrozenLake") == [10, 43, 35, 22, 49, 72]
     assert max(seeds_of(20, [1, 10, 2], "x").count(number) for number in range(1, 11)) == 2
     for seed in ([], [1, 2, 3, 4], [True], ["a"], [1, 2, 1]):
         with pytest.raises(RecipeError):

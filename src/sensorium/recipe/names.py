@@ -30,6 +30,7 @@ NAMES: dict[str, dict[str, str]] = {
         "hub": "sensorium.tasks.hub:HubRows",
         "environments": "sensorium.tasks.environment_tasks:EnvironmentTasks",
         "vagen": "sensorium.tasks.vagen:VagenTasks",
+        "svg_files": "sensorium.tasks.svg_files:SvgFiles",
         "intent": "sensorium.tasks.intent:Intent",
         "daily_omni": "sensorium.tasks.daily_omni:DailyOmni",
         "sight_and_sound": "sensorium.tasks.sight_and_sound:SightAndSound",
@@ -43,6 +44,7 @@ NAMES: dict[str, dict[str, str]] = {
         "frozen_lake": "sensorium.envs.frozen_lake:FrozenLake",
         "sokoban": "sensorium.envs.sokoban:Sokoban",
         "countdown": "sensorium.envs.countdown:Countdown",
+        "svg": "sensorium.envs.svg:SvgDrawing",
         "tools": "sensorium.envs.tools.environment:ToolUse",
         "geo3k": "sensorium.envs.tools.geo3k:Geo3k",
         "gymnasium": "sensorium.envs.adapters.gymnasium:GymnasiumEnvironment",
@@ -55,6 +57,10 @@ NAMES: dict[str, dict[str, str]] = {
     "tool": {
         "calculator": "sensorium.envs.tools.calculator:Calculator",
         "crop": "sensorium.envs.tools.crop:Crop",
+    },
+    "similarity": {
+        "dino": "sensorium.models.picture_similarity:mean_similarity",
+        "dreamsim": "sensorium.models.picture_similarity:first_token_similarity",
     },
     "reward": {
         "format": "sensorium.rewards.format:Format",
@@ -210,6 +216,24 @@ def parameters_of(target: Any) -> dict[str, Parameter]:
         else:
             found[parameter.name] = parameter
     return found
+
+
+def needs_a_row(kind: Any) -> bool:
+    """Whether an environment plays the questions of rows only: one that can do without a ``task`` plays from seeds too."""
+    task = parameters_of(kind).get("task")
+    return task is not None and task.default is Parameter.empty
+
+
+def closed_options(kind: Any) -> tuple[str, ...]:
+    """The options of an environment that only a recipe may set."""
+    return tuple(getattr(kind, "recipe_only", ()))
+
+
+def plays_for_anybody(kind: Any) -> bool:
+    """Whether an environment plays from seeds without an option that only a recipe may set."""
+    parameters = parameters_of(kind)
+    needed = (parameters[key] for key in closed_options(kind) if key in parameters)
+    return not needs_a_row(kind) and all(parameter.default is not Parameter.empty for parameter in needed)
 
 
 def _wanted(annotation: Any, value: Any) -> str:

@@ -5,6 +5,7 @@ Also the seeds that its data files stand for, so that a task here is the one tha
 
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -46,11 +47,12 @@ def environment_of(wish: Any, offered: Collection[str]) -> tuple[str, dict[str, 
     return known, options
 
 
-def seeds_of(count: int, seed: Sequence[int], name: str, index: int = 0, base_seed: int = 0) -> list[int]:
+def seeds_of(count: int, seed: Sequence[int] | int, name: str, index: int = 0, base_seed: int = 0) -> list[int]:
     """The seeds of an entry of VAGEN's data file: ``[a]`` of all, ``[a, b]`` with repeats, ``[a, b, k]`` at most k times.
 
     ``seeds_of(3, [1, 10000, 1], "FrozenLake")`` is [3768, 111, 7926].
     """
+    seed = [seed] if isinstance(seed, int) else seed
     if len(seed) not in (1, 2, 3) or not all(isinstance(number, int) and not isinstance(number, bool) for number in seed):
         raise RecipeError(f"a seed of VAGEN's is [a], [a, b] or [a, b, k] of whole numbers, not {list(seed)!r:.60}.")
     text = f"{base_seed}|{index}|{name}|seed-{list(seed)}"
@@ -58,10 +60,19 @@ def seeds_of(count: int, seed: Sequence[int], name: str, index: int = 0, base_se
     if len(seed) == 1:
         return [chance.randint(0, MOST_SEED) for _ in range(count)]
     low, high = seed[0], seed[1]
+    if high < low:
+        raise RecipeError(f"{name}: there is no seed from {low} to {high}.")
     if len(seed) == 2:
         return [chance.randint(low, high) for _ in range(count)]
     if (high - low + 1) * seed[2] < count:
         raise RecipeError(f"{name}: {count} seeds from {low} to {high}, each at most {seed[2]} times, are not to be had.")
     if seed[2] == 1:
         return chance.sample(range(low, high + 1), count)
-    return chance.sample([number for number in range(low, high + 1) for _ in range(seed[2])], count)
+    seeds: list[int] = []
+    used: Counter[int] = Counter()
+    while len(seeds) < count:
+        number = chance.randint(low, high)
+        if used[number] < seed[2]:
+            used[number] += 1
+            seeds.append(number)
+    return seeds

@@ -5,7 +5,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sensorium.media.store import MediaStore
-from sensorium.recipe.names import build, check, parameters_of, resolve, table, wrong_options
+from sensorium.recipe.names import (
+    build,
+    check,
+    closed_options,
+    needs_a_row,
+    plays_for_anybody,
+    resolve,
+    table,
+    wrong_options,
+)
 from sensorium.vocabulary.errors import RecipeError, nearest
 
 NOT_SERVED = ("question", "remote", "isolated")
@@ -30,7 +39,7 @@ class Offers:
             )
         for name, offer in self.offers.items():
             check("environment", offer.environment, f"environment '{name}'")
-            if "task" in parameters_of(resolve("environment", offer.environment)):
+            if needs_a_row(resolve("environment", offer.environment)):
                 raise RecipeError(f"environment '{name}' plays the questions of rows, and cannot be served by seeds.")
 
     def chosen(self, name: Any, options: Any) -> tuple[str, dict[str, Any]]:
@@ -40,7 +49,7 @@ class Offers:
         if not isinstance(options, Mapping):
             raise RecipeError("the options of an environment are an object.")
         offer = self.offers[name]
-        closed = {*getattr(resolve("environment", offer.environment), "recipe_only", ()), *offer.options}
+        closed = {*closed_options(resolve("environment", offer.environment)), *offer.options}
         for key in options:
             if key in closed:
                 raise RecipeError(f"the option '{key}' of environment '{name}' is the server's own.")
@@ -76,6 +85,6 @@ def usual_offers() -> dict[str, Offer]:
     found = {}
     for name in table("environment"):
         kind = resolve("environment", name) if name not in NOT_SERVED else None
-        if kind is not None and "task" not in parameters_of(kind) and not getattr(kind, "recipe_only", ()):
+        if kind is not None and plays_for_anybody(kind):
             found[name] = Offer(name)
     return found

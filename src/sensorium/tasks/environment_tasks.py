@@ -43,7 +43,7 @@ class EnvironmentTasks:
         seed: int = 0,
         distinct: bool = True,
     ) -> None:
-        from sensorium.recipe.names import parameters_of, resolve
+        from sensorium.recipe.names import needs_a_row, resolve
 
         if split not in ("train", "test"):
             raise RecipeError(f"environments: unknown split '{split}'{nearest(str(split), ['train', 'test'])}")
@@ -52,7 +52,7 @@ class EnvironmentTasks:
         self.environment, self.split = environment, split
         self.options = dict(options or {})
         kind = resolve("environment", environment, "environments")
-        if "task" in parameters_of(kind):
+        if needs_a_row(kind):
             raise RecipeError(
                 f"environments: '{environment}' plays the questions of rows and has no seeds to start from. Read the rows "
                 f"with jsonl, parquet or hub, and say there environment: {{name: {environment}}}."

@@ -15,7 +15,7 @@ import yaml
 
 from sensorium.media.files import open_regular
 from sensorium.media.store import MediaStore
-from sensorium.recipe.names import parameters_of, resolve, table, wrong_options
+from sensorium.recipe.names import closed_options, parameters_of, plays_for_anybody, resolve, table, wrong_options
 from sensorium.recipe.vagen_settings import environment_of, seeds_of
 from sensorium.tasks.environment_tasks import EnvironmentTasks
 from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
@@ -130,6 +130,9 @@ class VagenTasks:
             options["max_turns"] = self.max_turns
         options = {key: value for key, value in options.items() if value is not None}
         _, problem = wrong_options("environment", name, options)
+        closed = [key for key in options if key in closed_options(resolve("environment", name))]
+        if closed:
+            problem = f"the option '{closed[0]}' of environment '{name}' is the recipe's to set, not a file's."
         if problem:
             raise TaskError(f"{place}: {problem}")
         return name, options
@@ -141,4 +144,4 @@ class VagenTasks:
 
 def _plays_from_seeds(name: str) -> bool:
     kind = resolve("environment", name)
-    return hasattr(kind, "content_key") and not getattr(kind, "recipe_only", ())
+    return hasattr(kind, "content_key") and plays_for_anybody(kind)

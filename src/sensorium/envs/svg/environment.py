@@ -1,0 +1,229 @@
+"""The SVG environment: a picture is shown, and the answer is SVG code that draws it. It may be revised."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from sensorium.envs.action_prompts import sight
+from sensorium.envs.actions import ActionTurn
+from sensorium.envs.option_checks import one_of, within
+from sensorium.envs.pay import TurnPay
+from sensorium.envs.protocol import Observation, StepResult
+from sensorium.envs.responses import ResponseFormat
+from sensorium.envs.state_description import describe, judged
+from sensorium.envs.svg.checks import SvgRefused, svg_in
+from sensorium.envs.svg.renderer import Pixels, draw, refuse_missing
+from sensorium.envs.svg.similarity import pixel_similarity, structural_similarity
+from sensorium.envs.svg.targets import State, state_of, target_code
+from sensorium.media.picture import encode_png
+from sensorium.media.store import MediaStore
+from sensorium.recipe.names import build
+from sensorium.vocabulary.content import Media, Message, system
+from sensorium.vocabulary.errors import EnvironmentFailure, MediaError, RecipeError
+from sensorium.vocabulary.task import Task
+
+NAME = "svg"
+DEFAULTS = {"grid": 3, "shapes": 4}
+RULES = (
+    "You are shown a picture. Write SVG code that draws it, as exactly as you can: shapes, colours, places. Text, filters, "
+    "scripts and pictures from files are not drawn."
+)
+
+
+class SvgDrawing:
+    """One picture, drawn in up to ``max_turns`` attempts; after each the drawing is shown. An answer without SVG ends it.
+
+    From seeds, pictures are 1 to ``shapes`` flat shapes on a grid. A row brings its own: its picture, or SVG code as its
+    answer. Each attempt is paid ``format_reward`` for code that is drawn, in the form asked for, and the similarity of the
+    drawing, times a weight: ``pixel``, ``structural`` (edges), and with folders of vision models ``dino`` and
+    ``dreamsim``. ``state_reward`` is paid for what the response says of where shapes are, as FrozenLake does.
+    """
+
+    instant = False
+    recipe_only = ("dino_path", "dreamsim_path", "device")
+
+    def __init__(
+        self,
+        store: MediaStore,
+        task: Task | None = None,
+        grid: int = 3,
+        shapes: int = 4,
+        side: int = 224,
+        max_turns: int = 2,
+        view: Literal["picture", "blank"] = "picture",
+        prompt: Literal["short", "full"] = "short",
+        response_format: str = "",
+        format_reward: float = 0.5,
+        pixel_weight: float = 1.0,
+        structural_weight: float = 1.0,
+        dino_weight: float = 0.0,
+        dreamsim_weight: float = 0.0,
+        dino_path: str = "",
+        dreamsim_path: str = "",
+        device: str = "cpu",
+        state_reward: float = 0.0,
+        success_above: float = 0.9,
+    ) -> None:
+        refuse_missing()
+        one_of(NAME, "view", view, ["picture", "blank"])
+        one_of(NAME, "prompt", prompt, ["short", "full"])
+        within(NAME, "grid", grid, 1, 8)
+        within(NAME, "shapes", shapes, 1, grid * grid)
+        within(NAME, "side", side, 16, 1024)
+        within(NAME, "max_turns", max_turns, 1, 10**6)
+        within(NAME, "success_above", success_above, 0.0, 1.0)
+        for term, weight, path in (("dino", dino_weight, dino_path), ("dreamsim", dreamsim_weight, dreamsim_path)):
+            if weight and not path:
+                raise RecipeError(
+                    f"svg: {term}_weight is {weight:g} and no model: say {term}_path, the folder of a vision model."
+                )
+        self.store, self.side, self.max_turns, self.view, self.device = store, side, max_turns, view, device
+        self.full, self.success_above, self._kind, self._task = prompt == "full", success_above, (grid, shapes), task
+        self.format = ResponseFormat(response_format or ("free_think" if self.full else "no_think"))
+        self._paths = {"dino": dino_path, "dreamsim": dreamsim_path}
+        weights = {"pixel": pixel_weight, "structural": structural_weight, "dino": dino_weight, "dreamsim": dreamsim_weight}
+        self._weights = {term: weight for term, weight in weights.items() if weight}
+        described = {part: state_reward for part in self.format.sections if part in ("observation", "prediction")}
+        self.pay = TurnPay({"format": format_reward, **self._weights, **described})
+        self._describes = bool(state_reward and described)
+        self._target: Pixels | None = None
+        self._code, self._seed, self._turn, self._over = "", 0, 0, True
+
+    @classmethod
+    def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
+        """What the seed leads to: the code of its picture. Different codes are different pictures."""
+        return target_code(*(options.get(key, value) for key, value in DEFAULTS.items()), seed)
+
+    def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
+        """A new picture."""
+        self._seed, self._turn = seed, 0
+        self._code, self._target = self._chosen(seed)
+        if self._describes and not self._code:
+            raise EnvironmentFailure("svg: state_reward needs the SVG code of the picture, and the row has none as answer.")
+        self._over = False
+        return (system(self._rules()),), self._shown(self._target, self._form() if self.full else "")
+
+    def step(self, response: str) -> StepResult:
+        """Draw the code of the answer and compare."""
+        target = self._open()
+        parsed = self.format.parse(response)
+        code = svg_in(parsed.answer) if parsed.answer is not None else svg_in(response)
+        drawn, told = self._attempt(code)
+        scores = self._scores(target, drawn) if drawn is not None else {}
+        self._turn += 1
+        self._over = drawn is None or self._turn >= self.max_turns
+        worth = sum(self._weights.values())
+        likeness = sum(self._weights[term] * score for term, score in scores.items()) / worth if worth else 0.0
+        good = parsed.well_formed and drawn is not None
+        grid = self._kind[0]
+        turn = ActionTurn((0,) if good else (), parsed.sections, good)
+        described = judged(turn, state_of(self._code, grid), state_of(code or "", grid), self.pay.worth)
+        success = bool(self._over and scores and likeness >= self.success_above)
+        words = f"Your drawing. {'Revise it.' if not self.full else 'Revise your code. ' + self._form()}"
+        return StepResult(
+            observation=None if self._over or drawn is None else self._shown(drawn, words),
+            reward=self.pay.of(format=good, **scores, **described),
+            done=self._over,
+            success=success if self._over else None,
+            info={
+                "valid": drawn is not None,
+                "format": parsed.well_formed,
+                "told": told,
+                "similarity": round(likeness, 6),
+                **{term: round(score, 6) for term, score in scores.items()},
+                **described,
+                "success": success,
+            },
+        )
+
+    def demonstrate(self) -> str:
+        """The code of the picture."""
+        self._open()
+        if not self._code:
+            raise EnvironmentFailure("svg: there is no SVG code of this picture to demonstrate.")
+        state = self._described(state_of(self._code, self._kind[0]))
+        reason = "I draw each shape in its place."
+        return self.format.write(self._code, think=reason, reasoning=reason, observation=state, prediction=state)
+
+    def close(self) -> None:
+        """The processes that draw are shared, and stay."""
+
+    def _open(self) -> Pixels:
+        if self._over or self._target is None:
+            raise EnvironmentFailure("svg: it is over (or has not begun); reset it first.")
+        return self._target
+
+    def _chosen(self, seed: int) -> tuple[str, Pixels]:
+        """The code (empty if unknown) and the pixels of the picture to draw: the row's, or the seed's."""
+        task = self._task
+        shown = (
+            [block for message in task.messages for block in message.content if isinstance(block, Media)] if task else []
+        )
+        code = svg_in(task.answer) or "" if task is not None and isinstance(task.answer, str) else ""
+        if shown:
+            return code, self._fitted(shown[0])
+        code = code or target_code(*self._kind, seed)
+        try:
+            return code, draw(code, self.side)
+        except SvgRefused as refused:
+            where = f"task {task.id}" if task is not None else f"seed {seed}"
+            raise EnvironmentFailure(f"svg: the SVG code of {where} cannot be drawn: {refused}.") from refused
+
+    def _fitted(self, media: Media) -> Pixels:
+        import numpy as np
+        from PIL import Image
+
+        from sensorium.media.picture import decode_picture
+
+        if media.kind != "picture":
+            raise EnvironmentFailure(f"svg: a {media.kind} cannot be drawn; the row needs a picture.")
+        try:
+            picture = decode_picture(self.store.bytes_of(media), media.name)
+        except MediaError as error:
+            raise EnvironmentFailure(str(error)) from error
+        picture.thumbnail((self.side, self.side))
+        canvas = Image.new("RGB", (self.side, self.side), "white")
+        canvas.paste(picture, ((self.side - picture.width) // 2, (self.side - picture.height) // 2))
+        return np.asarray(canvas)
+
+    def _attempt(self, code: str | None) -> tuple[Pixels | None, str]:
+        if code is None:
+            return None, "There is no SVG code in the answer."
+        try:
+            return draw(code, self.side), ""
+        except SvgRefused as refused:
+            return None, f"The SVG code is refused: {refused}."
+
+    def _scores(self, target: Pixels, drawn: Pixels) -> dict[str, float]:
+        compared = {"pixel": pixel_similarity, "structural": structural_similarity}
+        scores = {term: compared[term](target, drawn) for term in self._weights if term in compared}
+        for term in (term for term in self._weights if term not in compared):
+            model = build("similarity", term, {"path": self._paths[term], "device": self.device}, NAME)
+            scores[term] = model.score(target, drawn)
+        return scores
+
+    def _shown(self, pixels: Pixels, words: str) -> Observation:
+        if self.view == "blank":
+            pixels = pixels * 0 + 255
+        return sight(words, self.store.put(encode_png(pixels), "picture", f"svg seed {self._seed} turn {self._turn}"))
+
+    def _form(self) -> str:
+        return f"Answer in this form:\n{self.format.shown('SVG code')}"
+
+    def _rules(self) -> str:
+        if not self.full:
+            return "Draw this as SVG."
+        grid = self._kind[0]
+        states = (
+            f"\nSay where shapes are (circle, rect, ellipse, polygon) by row and column of a grid of {grid} by {grid} over "
+            "the picture, counted from 0 at the top left, as in: circle at (0, 1)."
+            if self._describes
+            else ""
+        )
+        example = '<svg viewBox="0 0 96 96"><circle cx="48" cy="48" r="12" fill="red"/></svg>'
+        state, reason = "circle at (1, 1)", "There is one red circle in the middle."
+        written = self.format.write(example, think=reason, reasoning=reason, observation=state, prediction=state)
+        return f"{RULES}{states}\n{self._form()}\nFor example: {written}"
+
+    @staticmethod
+    def _described(state: State) -> str:
+        return describe(state)
