@@ -3,8 +3,11 @@
 python -m bench step --workload W1|W2|OMNI [--steps 3] [--tokens-per-microbatch 16384] [--recompute none|selective|full]
 python -m bench curves
 python -m bench rollout --workload W1|W3 [--prompts 64] [--rounds 2] [--max-rows 512] [--profile]
+python -m bench export [--prompts 1] [--lora 0] [--scratch FOLDER] [--tiny]
 
 They need a CUDA GPU. Weights are random: speed does not depend on their values. ``bench/w0.py`` times W0 on the CPU.
+``export`` measures memory and needs 60 GiB of disk (without a LoRA rank 110 to save the optimizer too); ``--tiny`` runs it
+on a tiny model and any machine.
 """
 
 import argparse
@@ -21,7 +24,7 @@ RECOMPUTE: dict[str, bool | str] = {"none": False, "selective": "selective", "fu
 def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", choices=["step", "rollout", "curves"])
+    parser.add_argument("what", choices=["step", "rollout", "curves", "export"])
     parser.add_argument("--workload", default="W1", choices=["W1", "W2", "W3", "OMNI"])
     parser.add_argument("--prompts", type=int, help="prompts a step, instead of the workload's")
     parser.add_argument("--steps", type=int, default=3)
@@ -31,12 +34,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--max-rows", type=int, default=512)
     parser.add_argument("--profile", action="store_true", help="list kernels by their time, of a rollout also functions")
+    parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains all weights")
+    parser.add_argument("--scratch", type=Path, help="where the export writes; default: a temporary folder")
+    parser.add_argument("--tiny", action="store_true", help="export: on a tiny model")
     given = parser.parse_args()
     import torch
+
+    if given.what == "export" and given.tiny:
+        _export(given)
+        return
 
     if not torch.cuda.is_available():
         sys.exit("these workloads need a CUDA GPU, and torch sees none; on a CPU run: python bench/w0.py")
     logging.disable(logging.WARNING)
+    if given.what == "export":
+        _export(given)
+        return
     from workload import OMNI, W1, W2, W3
 
     if given.what == "curves":
@@ -65,6 +78,13 @@ def main() -> None:
         from rollout import time_rollouts
 
         result = time_rollouts(given.workload, work, given.rounds, given.max_rows, given.profile)
+    print(json.dumps(result, indent=1))
+
+
+def _export(given: argparse.Namespace) -> None:
+    from published_export import measure_export
+
+    result = measure_export(tiny=given.tiny, scratch=given.scratch, prompts=given.prompts or 1, lora=given.lora)
     print(json.dumps(result, indent=1))
 
 

@@ -154,13 +154,17 @@ LAYOUTS = {
 def make_published(name: str, folder: Path) -> Path:
     """Write the look-alike of a published checkpoint."""
     layout = LAYOUTS[name]
-    made = make_tiny(layout.family, folder / "v5", **layout.overrides)
-    target = folder / "published"
+    return publish(name, make_tiny(layout.family, folder / "v5", **layout.overrides), folder / "published")
+
+
+def publish(name: str, made: Path, target: Path, shard_bytes: int = SHARD_BYTES) -> Path:
+    """Write a checkpoint that transformers 5 saved in the layout of a published one."""
+    layout = LAYOUTS[name]
     target.mkdir()
     weights = {
         key: tensor.to(layout.dtype) for key, tensor in layout.weights(load_file(made / "model.safetensors")).items()
     }
-    _save(weights, target, sharded=layout.sharded)
+    _save(weights, target, shard_bytes if layout.sharded else None)
     config = layout.config(json.loads((made / "config.json").read_text()))
     _write(target / "config.json", config | {"torch_dtype": str(layout.dtype).removeprefix("torch.")})
     generation = json.loads((made / "generation_config.json").read_text())
@@ -173,13 +177,13 @@ def make_published(name: str, folder: Path) -> Path:
     return target
 
 
-def _save(weights: dict[str, Tensor], target: Path, *, sharded: bool) -> None:
-    if not sharded:
+def _save(weights: dict[str, Tensor], target: Path, shard_bytes: int | None) -> None:
+    if shard_bytes is None:
         save_file(weights, target / "model.safetensors", {"format": "pt"})
         return
     shards: list[dict[str, Tensor]] = [{}]
     for name, tensor in weights.items():
-        if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > SHARD_BYTES:
+        if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > shard_bytes:
             shards.append({})
         shards[-1][name] = tensor
     places = {}

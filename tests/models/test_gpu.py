@@ -1,5 +1,7 @@
 """On a GPU the parts follow the stock model, and the CPU in float32, within stated bounds."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
@@ -7,7 +9,7 @@ from transformers import AutoModelForImageTextToText
 from sensorium.media.store import MediaStore
 from sensorium.models.attention import MaskedAttention, causal_attention, masked_attention
 from sensorium.models.load import load_policy
-from sensorium.models.tiny import make_tiny
+from sensorium.models.tiny import KINDS, make_tiny
 from sensorium.vocabulary.content import user
 
 from .clips import noise
@@ -42,6 +44,17 @@ def test_logits_and_gradients_on_the_gpu(family: str, dtype: str, tmp_path_facto
         for name, parameter in policy.model.named_parameters():
             assert parameter.grad is not None, name
             assert parameter.grad.isfinite().all(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", KINDS)
+def test_what_goes_straight_to_the_gpu_is_what_the_cpu_loads(family: str, tmp_path: Path) -> None:
+    folder = make_tiny(family, tmp_path / family)
+    there, here = (load_policy(str(folder), store=MediaStore(), device=d).tensors() for d in ("cuda", "cpu"))
+    assert there.keys() == here.keys()
+    for name, tensor in there.items():
+        assert tensor.is_cuda, name
+        assert torch.equal(tensor.cpu(), here[name]), name
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from sensorium.models.load import find_device, load_policy
 from sensorium.models.load_chat import family_of
 from sensorium.models.tiny import KINDS, make_tiny
 from sensorium.recipe.names import register, table
+from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import ModelError
 
@@ -199,3 +200,29 @@ def test_models_are_loaded_by_several_threads_at_once(folder: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         assert len(list(pool.map(work, range(4)))) == 4
     load(folder)
+
+
+def test_a_checkpoint_of_several_files_is_the_same_model_adapters_added_in(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = load_policy(str(folder), store=MediaStore(), device="cpu", lora=LoraSection(rank=2))
+    assert policy.adapters is not None
+    with torch.no_grad():
+        for parameter in policy.adapters.parameters.values():
+            parameter.add_(0.1)
+    policy.save(tmp_path / "one")
+    monkeypatch.setattr("sensorium.models.policy.SHARD_BYTES", 200_000)
+    policy.save(tmp_path / "several")
+    assert len(list((tmp_path / "several").glob("model-*.safetensors"))) > 1
+    one, several = (load_policy(str(tmp_path / n), store=MediaStore(), device="cpu").tensors() for n in ("one", "several"))
+    assert one.keys() == several.keys()
+    assert all(torch.equal(tensor, several[name]) for name, tensor in one.items())
+
+
+def test_weights_without_a_place_are_told_in_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"model.strange.weight": torch.zeros(2)}, folder / "model.safetensors", {"format": "pt"})
+    load(folder)
+    (told,) = capfd.readouterr().err.splitlines()
+    assert told.startswith("ATTENTION")
+    assert "no place for 1 weights of the checkpoint, such as model.strange.weight" in told

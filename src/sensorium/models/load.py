@@ -1,5 +1,6 @@
 """From a recipe's model path to a policy: a folder, a hub id, a shipped model or a tiny one made on the spot."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
 from sensorium.models.checkpoint_place import is_hub_id, naming
 from sensorium.models.load_chat import CheckpointConfig, chat_processor_of, read_config
-from sensorium.models.load_checks import announced, check_weights
+from sensorium.models.load_checks import NOT_LOADED, announced, check_weights
 from sensorium.models.lora import add_adapters
 from sensorium.models.model_classes import LOADING, builder_of, model_class
 from sensorium.models.policy import Policy
@@ -57,7 +58,10 @@ def load_policy(
 
 
 def _read_model(checkpoint: CheckpointConfig, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model with its weights, in the memory of this machine; what is missing or does not fit is refused."""
+    """The model with its weights on ``device``; what is missing or does not fit is refused.
+
+    Weights of a GPU go there one by one, straight from their files: this machine's memory holds no copy of the model.
+    """
     from transformers import FineGrainedFP8Config
 
     path, place = checkpoint.path, checkpoint.place
@@ -71,6 +75,7 @@ def _read_model(checkpoint: CheckpointConfig, dtype: torch.dtype, device: torch.
             attn_implementation=checkpoint.adapter_class.attention,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
+            device_map=None if device.type == "cpu" else {"": device},
             **({"quantization_config": FineGrainedFP8Config(dequantize=True)} if checkpoint.dequantize else {}),
         )
     if checkpoint.dequantize:
@@ -84,6 +89,13 @@ def _read_model(checkpoint: CheckpointConfig, dtype: torch.dtype, device: torch.
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:4])
         raise ModelError(f"model.path '{path}': the checkpoint lacks {len(report['missing_keys'])} weights: {missing}, ….")
+    strange = sorted(key for key in report["unexpected_keys"] if not key.startswith(NOT_LOADED))
+    if strange:
+        print(
+            f"ATTENTION: model.path '{path}': the model has no place for {len(strange)} weights of the checkpoint, such as "
+            f"{strange[0]}; they are left out.",
+            file=sys.stderr,
+        )
     _refuse_dropout(path, model)
     return model
 

@@ -29,8 +29,7 @@ def check_weights(path: str, folder: Path, dtype: torch.dtype, device: torch.dev
     needed = bytes_of(tensors, dtype)
     if device.type == "cuda":
         _refuse_too_large(path, needed, torch.cuda.mem_get_info(device)[0], f"memory of {device}", dtype)
-    free = free_memory()
-    if free is not None:
+    elif (free := free_memory()) is not None:
         _refuse_too_large(path, needed, free, "memory of this machine", dtype)
     return needed
 

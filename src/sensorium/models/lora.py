@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sensorium.models.family import group_of
+from sensorium.models.published_layout import common_name, raw_bytes
+from sensorium.models.weight_files import weight_files
 from sensorium.recipe.linears import ends_in
 from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary.errors import CheckpointError, RecipeError, nearest
@@ -138,23 +140,30 @@ class Adapters:
             for name, parameter in self.parameters.items():
                 parameter.data = own[name]
 
-    @torch.no_grad()
-    def merged(self) -> dict[str, Tensor]:
-        """The state of the model with its adapters added in, under the names of the model without them.
-
-        Summed in float32 and rounded once; the model itself is not touched. Sums are on the CPU, the rest is not copied.
-        """
+    def base_state(self) -> dict[str, Tensor]:
+        """The state of the model without its adapters, under the names it has without them; not copies."""
         state: dict[str, Tensor] = {}
         for name, tensor in self._model.state_dict().items():
             owner, _, leaf = name.rpartition(".")
             layer = owner.removesuffix(".base_layer")
             if name not in self.parameters:
                 state[f"{layer}.{leaf}" if layer in self.layers else name] = tensor
+        return state
+
+    @torch.no_grad()
+    def sums(self) -> Iterator[tuple[str, Tensor]]:
+        """Every adapted weight with its adapter added in, one at a time; summed in float32 and rounded once."""
         for name, layer in self.layers.items():
             weight_OI = layer.base_layer.weight
             added_OI = layer.lora_B[NAME].weight.float() @ layer.lora_A[NAME].weight.float()
-            state[f"{name}.weight"] = weight_OI.float().add(added_OI, alpha=layer.scaling[NAME]).to(weight_OI.dtype).cpu()
-        return state
+            yield f"{name}.weight", weight_OI.float().add(added_OI, alpha=layer.scaling[NAME]).to(weight_OI.dtype).cpu()
+
+    def add_into(self, folder: Path) -> None:
+        """Add the adapters into the weight files of ``base_state``, in place and one weight in memory at a time."""
+        files = {common_name(tensor.name): (file, tensor) for file in weight_files(folder) for tensor in file.tensors}
+        for name, weight_OI in self.sums():
+            file, tensor = files[common_name(name)]
+            file.overwrite(tensor, raw_bytes(weight_OI))
 
     def save(self, folder: Path) -> None:
         """Write the adapters as a standard peft folder, for ``PeftModel.from_pretrained(base, folder)``."""

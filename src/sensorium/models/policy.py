@@ -28,6 +28,9 @@ from sensorium.models.segment_layout import Features, Placement
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import ModelError, SpanMismatch
 
+SHARD_BYTES = 2 << 30
+"""Bytes of weights in one file of a checkpoint. Weights of a GPU are in this machine's memory one file at a time."""
+
 
 class Policy:
     """A model that is sampled from and trained. ``version`` counts the updates it has had.
@@ -212,9 +215,11 @@ class Policy:
         Adapters are added into its weights, and stand beside them in a folder of their own.
         """
         with quiet():
-            self.model.save_pretrained(folder, state_dict=self.adapters.merged() if self.adapters is not None else None)
+            state = self.adapters.base_state() if self.adapters is not None else None
+            self.model.save_pretrained(folder, state_dict=state, max_shard_size=SHARD_BYTES)
             self.chat.save(folder)
         if self.adapters is not None:
+            self.adapters.add_into(folder)
             self.adapters.save(folder / FOLDER)
 
 

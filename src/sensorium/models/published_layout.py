@@ -168,9 +168,14 @@ def _write_file(
             summary.changed += 1
             if old.element_size() < new.element_size():
                 summary.rounded[f"{_word(new.dtype)} to {_word(old.dtype)}"] += 1
-            return new.to(old.dtype).contiguous().flatten().view(torch.uint8).numpy().data
+            return raw_bytes(new.to(old.dtype))
 
         file.write_like(target / file.path.name, content)
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU as a weight file holds them; not a copy of a contiguous one."""
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def _word(dtype: torch.dtype) -> str:

@@ -51,6 +51,13 @@ class WeightFile:
                 assert len(data) == tensor.size, f"{tensor.name} has {len(data)} bytes, not {tensor.size}"
                 file.write(data)
 
+    def overwrite(self, tensor: StoredTensor, data: bytes | memoryview) -> None:
+        """Put other bytes in the place of a tensor's."""
+        assert len(data) == tensor.size, f"{tensor.name} has {len(data)} bytes, not {tensor.size}"
+        with self.path.open("r+b") as file:
+            file.seek(tensor.start)
+            file.write(data)
+
 
 def weight_files(folder: Path) -> list[WeightFile]:
     """The weight files that transformers would load of a folder; a missing or damaged one is refused by name."""
