@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "sensorium"
 DATA = {"vocabulary", "caches", "recipe", "media"}
 BELOW_TRAINER = {
     *DATA, "workers", "tasks", "envs", "rewards", "algorithms", "models", "engines", "rollout", "learner", "assembly",
-    "evaluation", "record", "report",
+    "evaluation", "record", "report", "judges",
 }  # fmt: skip
 MAY_IMPORT = {
     "vocabulary": set(),
@@ -19,7 +19,8 @@ MAY_IMPORT = {
     "media": {"vocabulary", "caches", "record"},
     "tasks": {*DATA, "workers", "record"},
     "envs": {*DATA, "workers", "rewards"},
-    "rewards": {*DATA, "workers"},
+    "judges": {*DATA, "record"},
+    "rewards": {*DATA, "workers", "judges"},
     "algorithms": set(),
     "models": DATA,
     "engines": {*DATA, "models"},
@@ -31,21 +32,46 @@ MAY_IMPORT = {
         "tasks",
         "envs",
         "rewards",
+        "judges",
         "models",
         "engines",
         "rollout",
         "learner",
         "record",
     },
-    "evaluation": {*DATA, "workers", "assembly", "rollout", "engines", "models", "rewards", "tasks", "record", "report"},
-    "services": {*DATA, "workers", "tasks", "envs", "rewards", "models", "engines", "rollout"},
+    "evaluation": {
+        *DATA,
+        "workers",
+        "assembly",
+        "rollout",
+        "engines",
+        "models",
+        "rewards",
+        "judges",
+        "tasks",
+        "record",
+        "report",
+    },
+    "services": {*DATA, "workers", "tasks", "envs", "judges", "rewards", "models", "engines", "rollout"},
     "record": {"vocabulary"},
     "report": {*DATA, "record"},
     "trainer": BELOW_TRAINER - {"models"},  # it knows weights by the learner's protocol and the session only
     "cli": {*BELOW_TRAINER, "trainer", "services"},
     "api": {*BELOW_TRAINER, "trainer", "services", "cli"},
 }
-TORCH_FREE = {"vocabulary", "caches", "workers", "recipe", "media", "tasks", "envs", "rewards", "record", "report"}
+TORCH_FREE = {
+    "vocabulary",
+    "caches",
+    "workers",
+    "recipe",
+    "media",
+    "tasks",
+    "envs",
+    "rewards",
+    "judges",
+    "record",
+    "report",
+}
 
 
 def imports_of(path: Path) -> set[str]:

@@ -13,6 +13,7 @@ from sensorium.assembly.models import load_model
 from sensorium.engines.protocol import Engine, Sampling
 from sensorium.engines.requirements import refuse_unable
 from sensorium.envs.protocol import Environment
+from sensorium.judges.client import JudgeClient
 from sensorium.media.decoder import Decoder
 from sensorium.media.limits import MediaLimits
 from sensorium.media.store import MediaStore
@@ -44,6 +45,7 @@ class Session:
     engine: Engine
     rollout: Rollout
     scorer: Scorer
+    judges: JudgeClient
 
     @property
     def decoder(self) -> Decoder:
@@ -94,6 +96,7 @@ class Session:
     def close(self) -> None:
         """Give back what terms, environments and the media decoder hold."""
         self.scorer.close()
+        self.judges.close()
         self.rollout.close()
         self.engine.close()
         self.policy.chat.decoder.close()
@@ -106,8 +109,8 @@ def open_store(recipe: Recipe, folder: Path | None = None) -> MediaStore:
     return MediaStore(folder, limits=limits)
 
 
-def open_session(recipe: Recipe, policy: Policy, judgements: JudgementCache | None) -> Session:
-    """Everything around a loaded policy."""
+def open_session(recipe: Recipe, policy: Policy, judgements: JudgementCache | None, folder: Path | None = None) -> Session:
+    """Everything around a loaded policy; judges keep their files in ``folder``, the run directory."""
     section, lockstep = recipe.rollout.engine, recipe.rollout.schedule == "lockstep"
     engine: Engine = build(
         "engine", section.name, section.options, "rollout.engine.options", policy=policy, lockstep=lockstep
@@ -115,7 +118,9 @@ def open_session(recipe: Recipe, policy: Policy, judgements: JudgementCache | No
     refuse_unable(engine.capabilities, recipe.rollout)
     engine.start()
     rollout = Rollout(policy.chat, engine, recipe.rollout, EnvironmentMaker(policy.chat.store))
-    return Session(policy.chat.store, policy, engine, rollout, make_scorer(recipe.rewards, judgements, policy.chat.store))
+    store = policy.chat.store
+    judges = JudgeClient(recipe.judges, store, folder)
+    return Session(store, policy, engine, rollout, make_scorer(recipe.rewards, judgements, store, judges), judges)
 
 
 @contextmanager
@@ -148,9 +153,11 @@ def refuse_unanswered(session: Session, training: Sequence[Task], held_out: Sequ
     return found
 
 
-def make_scorer(section: RewardsSection, judgements: JudgementCache | None, store: MediaStore) -> Scorer:
+def make_scorer(
+    section: RewardsSection, judgements: JudgementCache | None, store: MediaStore, judges: JudgeClient | None = None
+) -> Scorer:
     """The recipe's reward terms behind one scorer."""
-    context = RewardContext(store)
+    context = RewardContext(store, judges)
     terms = [
         (build_term(term.name, term.options, f"rewards.terms.{i}", context), term.weight)
         for i, term in enumerate(section.terms)

@@ -124,6 +124,7 @@ DESCRIPTIONS = {
     "Recipe.selection": "which groups a step trains on",
     "Recipe.rollout": "how episodes are played",
     "Recipe.rewards": "what is paid",
+    "Recipe.judges": "models that judge, and where they are reached; docs/judges.md",
     "Recipe.algorithm": "how it learns; docs/algorithms.md",
     "Recipe.optimizer": "of RL",
     "Recipe.warm_start": "SFT before RL",

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from sensorium.recipe.judge_section import JudgesSection
 from sensorium.recipe.section import Section, named
 from sensorium.recipe.task_sections import TasksSection
 from sensorium.recipe.traits import loss_takes, loss_traits
@@ -333,6 +334,7 @@ class Recipe(Section):
     selection: SelectionSection = SelectionSection()
     rollout: RolloutSection = RolloutSection()
     rewards: RewardsSection
+    judges: JudgesSection = JudgesSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     optimizer: OptimizerSection = OptimizerSection()
     warm_start: WarmStartSection = WarmStartSection()

@@ -18,7 +18,7 @@ from sensorium.rewards.intake import group_scores_of, scores_of
 from sensorium.rewards.judgements import JudgementCache, JudgementKeys, JudgementMemory, Scores, judgement_keys
 from sensorium.rewards.protocol import ComparingTerm, GroupTerm, RewardTerm, Term
 from sensorium.vocabulary.episode import Episode, Group, Status
-from sensorium.vocabulary.errors import RewardFailure, TaskError
+from sensorium.vocabulary.errors import JudgeOffline, JudgeRefusal, RewardFailure, TaskError
 from sensorium.vocabulary.plain import attempt, printable, words
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
@@ -200,13 +200,13 @@ class Scorer:
             running.set_result(found)
 
     async def _persistently(self, term: Term, task: Task, episodes: Sequence[Episode]) -> list[Scores]:
-        """Ask until it answers or the retries are spent; a task that is at fault is not asked again."""
+        """Ask until it answers or the retries are spent; a task at fault, or a judge that refuses, is not asked again."""
         for tries in range(1, self.retries + 2):
             found = await self._asked(term, task, episodes)
             if isinstance(found, list):
                 return found
             reason = _reason(found) + (f" (tried {tries} times)" if tries > 1 else "")
-            if isinstance(found, TaskError):
+            if isinstance(found, TaskError | JudgeRefusal):
                 break
             if tries <= self.retries:
                 self._note_retry(term.name, reason)
@@ -223,6 +223,8 @@ class Scorer:
         except WorkerFailure as refused:
             return RewardFailure(f"{refused}, so '{term.name}' was not asked")
         self._counts[term.name].add(call.seconds)
+        if isinstance(call.error, JudgeOffline):  # a missing score would hide that the run is not repeated
+            raise call.error
         if call.error is not None:
             return call.error
         try:

@@ -17,8 +17,8 @@ from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.vocabulary.errors import CheckpointError, RecipeError
 
 MAY_CHANGE = (
-    "run_dir", "steps", "threads", "model.device", "media", "evaluation.every", "checkpoint.every", "checkpoint.keep",
-    "logging", "health", "rollout.engine", "tasks.on_bad_row", "tasks.on_long_prompt",
+    "run_dir", "steps", "threads", "model.device", "media", "judges", "evaluation.every", "checkpoint.every",
+    "checkpoint.keep", "logging", "health", "rollout.engine", "tasks.on_bad_row", "tasks.on_long_prompt",
 )  # fmt: skip
 """Keys, or sections, that may differ when a run is gone on with."""
 

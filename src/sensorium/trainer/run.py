@@ -77,7 +77,8 @@ def open_trainer(
     last, found = _last_good(recipe, directory, checkpoints) if resume else (None, [])
     ledger = Ledger(directory.ledger)
     saved = None if last is None else checkpoints.path(last)
-    session = open_session(recipe, load_trained(recipe, open_store(recipe, directory.media), saved), ledger)
+    store = open_store(recipe, directory.media)
+    session = open_session(recipe, load_trained(recipe, store, saved), ledger, directory.path)
     if not resume or not directory.source.exists():
         write_source(recipe, directory)
     stream = make_stream(recipe, session.store)

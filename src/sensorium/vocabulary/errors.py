@@ -51,6 +51,18 @@ class RewardFailure(SensoriumError):
     """A reward term raised, or overran its deadline. Gives a missing score, never a zero."""
 
 
+class JudgeFailure(RewardFailure):
+    """A judge did not answer in time, or not in the form that was asked for. Gives a missing score."""
+
+
+class JudgeRefusal(JudgeFailure):
+    """A judge refused the request itself (HTTP 4xx): asking again would not help, so nobody does."""
+
+
+class JudgeOffline(SensoriumError):
+    """An offline run needs a judgement that its cache lacks. Ends the run: it would not repeat the earlier one."""
+
+
 class NonFiniteUpdate(SensoriumError):
     """Loss or gradient is not finite; raised before the optimizer step, the batch is kept on disk."""
 

@@ -1,0 +1,76 @@
+"""What judges were asked about each episode and what they said, kept in the run directory for who wants to see it.
+
+A row is known by episode, term and judgement, so that a resumed run, which asks again or finds the answer in the cache,
+leaves the same rows. Media are named by their hash: they are in the run's ``media/``.
+"""
+
+import json
+import sqlite3
+import threading
+from pathlib import Path
+from typing import Any
+
+from sensorium.judges.request import JudgeRequest
+from sensorium.record.durable import cannot_write, full_disk_error
+from sensorium.vocabulary.content import Text
+from sensorium.vocabulary.errors import RecordError
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS transcripts (episode TEXT, term TEXT, key TEXT, model TEXT, prompt TEXT, messages TEXT,
+  answer TEXT, PRIMARY KEY (episode, term, key)) WITHOUT ROWID
+"""
+
+
+class Transcripts:
+    """Transcripts by episode, in a SQLite file; without a path nothing is kept."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._db: sqlite3.Connection | None = None
+
+    def keep(self, about: tuple[str, ...], term: str, request: JudgeRequest, answer: str) -> None:
+        """Keep what a judge was asked about these episodes and what it said."""
+        if self.path is None or not about:
+            return
+        said = json.dumps([{"role": m.role, "content": [_block(b) for b in m.content]} for m in request.messages])
+        rows = [(episode, term, request.key, request.model, request.prompt, said, answer) for episode in about]
+        try:
+            with self._lock:
+                if self._db is None:
+                    self._db = sqlite3.connect(self.path, timeout=30.0, check_same_thread=False, isolation_level=None)
+                    self._db.execute("PRAGMA journal_mode=WAL")
+                    self._db.execute("PRAGMA synchronous=NORMAL")
+                    self._db.execute(SCHEMA)
+                self._db.executemany("INSERT OR IGNORE INTO transcripts VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+        except sqlite3.Error as error:
+            full = full_disk_error(error, self.path)
+            if full is not None:
+                raise cannot_write(self.path, full) from error
+            raise RecordError(f"judges' transcripts '{self.path}' cannot be written: {error}. Remove the file.") from error
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            if self._db is not None:
+                self._db.close()
+                self._db = None
+
+
+def read_transcripts(path: Path, episode: str) -> list[dict[str, Any]]:
+    """What judges were asked about an episode, by term; nothing where there is no file."""
+    if not path.exists():
+        return []
+    db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=30.0)
+    try:
+        rows = db.execute(
+            "SELECT term, model, prompt, messages, answer FROM transcripts WHERE episode = ? ORDER BY term, key", (episode,)
+        ).fetchall()
+    finally:
+        db.close()
+    names = ("term", "model", "prompt", "messages", "answer")
+    return [{**dict(zip(names, row, strict=True)), "messages": json.loads(row[3])} for row in rows]
+
+
+def _block(block: Any) -> dict[str, str]:
+    return {"text": block.text} if isinstance(block, Text) else {"media": block.kind, "hash": block.hash}

@@ -1,0 +1,89 @@
+"""Messages as OpenAI's chat API has them: text, pictures, videos (as frames or as a file) and sounds as content parts."""
+
+import base64
+from io import BytesIO
+from typing import Any
+
+from PIL import Image
+
+from sensorium.media.audio import decode_audio
+from sensorium.media.making import encode_wav
+from sensorium.media.mime import mime_type
+from sensorium.media.store import MediaStore
+from sensorium.media.video import decode_video
+from sensorium.vocabulary.content import Media, Message, Text
+from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
+from sensorium.vocabulary.errors import MediaError
+
+MEDIUM_TOKENS = 300
+"""What a picture or frame, or a second of sound, is taken for when tokens are estimated."""
+
+
+def wire_messages(messages: tuple[Message, ...], store: MediaStore | None, video: str) -> list[dict[str, Any]]:
+    """The messages as the API takes them; media are read from the store."""
+    return [_message(message, store, video) for message in messages]
+
+
+def _message(message: Message, store: MediaStore | None, video: str) -> dict[str, Any]:
+    if not message.media:
+        return {"role": message.role, "content": message.text}
+    parts: list[dict[str, Any]] = []
+    for block in message.content:
+        parts += [{"type": "text", "text": block.text}] if isinstance(block, Text) else _media_parts(block, store, video)
+    return {"role": message.role, "content": parts}
+
+
+def _media_parts(media: Media, store: MediaStore | None, video: str) -> list[dict[str, Any]]:
+    if store is None:
+        raise MediaError(f"a judge is to be shown the {media.kind} '{media.name}', and there is no store that holds it.")
+    if media.kind == "picture":
+        data = store.bytes_of(media)
+        return [_picture(data, mime_type(data[:64], "picture"))]
+    if media.kind == "sound":
+        return [_sound(media, store)]
+    sound = [] if media.sound is None else [_sound(media.sound, store)]
+    return [*(_file(media, store) if video == "file" else _frames(media, store)), *sound]
+
+
+def _picture(data: bytes, mime: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"data:{mime};base64,{base64.b64encode(data).decode()}"}}
+
+
+def _frames(media: Media, store: MediaStore) -> list[dict[str, Any]]:
+    """Frames as pictures, each after its time."""
+    assert isinstance(media.parameters, VideoParameters)
+    clip = decode_video(store.source_of(media), media.parameters, media.name, store.limits)
+    parts: list[dict[str, Any]] = []
+    for time_s, frame in zip(clip.times_s.tolist(), clip.frames, strict=True):
+        buffer = BytesIO()
+        Image.fromarray(frame).save(buffer, "JPEG", quality=90)
+        parts += [{"type": "text", "text": f"<{time_s:.1f} seconds>"}, _picture(buffer.getvalue(), "image/jpeg")]
+    return parts
+
+
+def _file(media: Media, store: MediaStore) -> list[dict[str, Any]]:
+    """The whole file; a trimmed one would show more than was asked for."""
+    asked = media.parameters
+    assert isinstance(asked, VideoParameters)
+    if asked.start or asked.end is not None:
+        raise MediaError(f"video '{media.name}' is trimmed, so a judge can be shown its frames only; set video: frames.")
+    data = store.bytes_of(media)
+    url = f"data:{mime_type(data[:64], 'video')};base64,{base64.b64encode(data).decode()}"
+    return [{"type": "video_url", "video_url": {"url": url}}]
+
+
+def _sound(media: Media, store: MediaStore) -> dict[str, Any]:
+    assert isinstance(media.parameters, AudioParameters)
+    clip = decode_audio(store.source_of(media), media.parameters, media.name, store.limits)
+    data = encode_wav(clip.samples, clip.sample_rate)
+    return {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": "wav"}}
+
+
+def estimated_tokens(messages: list[dict[str, Any]], most: int) -> int:
+    """About how many tokens a call takes: a quarter of the characters, a fixed number a medium, and all it may write."""
+    found = most
+    for message in messages:
+        content = message["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        found += sum(len(part["text"]) // 4 + 4 if part["type"] == "text" else MEDIUM_TOKENS for part in parts)
+    return found

@@ -1,0 +1,316 @@
+"""The client against real servers: cache, single flight, rotation, limits, deadlines, keys."""
+
+import asyncio
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sensorium.judges.cache import AnswerCache
+from sensorium.judges.client import JudgeClient
+from sensorium.judges.endpoints import Secret, endpoints_of
+from sensorium.judges.forms import JsonAnswer, Number
+from sensorium.judges.limits import SharedLimits
+from sensorium.judges.request import JudgeRequest, untrusted_message
+from sensorium.judges.transcripts import read_transcripts
+from sensorium.recipe.judge_section import JudgesSection
+from sensorium.vocabulary.content import user
+from sensorium.vocabulary.errors import JudgeFailure, JudgeOffline, JudgeRefusal, RecipeError
+from tests.judges.server import Answer, judge_server, said, section_of
+
+SCORE = JsonAnswer({"score": Number(0, 1)})
+
+
+def question(text: str = "a cat", **more: Any) -> JudgeRequest:
+    return JudgeRequest("judge", (untrusted_message("Rate {text}.", text=text),), "rate/1", SCORE, **more)
+
+
+def good(request: dict[str, Any]) -> str:
+    return '{"score": 1}' if "cat" in said(request) else '{"score": 0}'
+
+
+async def many(client: JudgeClient, requests: list[JudgeRequest]) -> list[Any]:
+    return await asyncio.gather(*(client.ask(request) for request in requests), return_exceptions=True)
+
+
+def test_equal_questions_are_asked_once_also_by_the_next_client(tmp_path: Path) -> None:
+    with judge_server(good) as server:
+        client = JudgeClient(section_of(server.url, prices={"judge": {"input": 1.0, "output": 2.0}}), folder=tmp_path)
+        found = asyncio.run(many(client, [question()] * 8 + [question("a dog")]))
+        assert [answer.value["score"] for answer in found] == [1] * 8 + [0]
+        assert len(server.asked) == 2
+        row = client.take_metrics()
+        assert row["judge/judge/calls"] == 2
+        assert row["judge/judge/input_tokens"] == 20
+        assert row["judge/judge/cost"] == pytest.approx((20 * 1 + 4 * 2) / 1e6)
+        client.ask_now(question(), about=("e1",), term="rate")
+        assert client.take_metrics()["judge/judge/cache_hits"] == 1
+        client.close()
+        again = JudgeClient(section_of(server.url), folder=tmp_path)
+        assert again.ask_now(question()).cached
+        again.close()
+        assert len(server.asked) == 2
+    (kept,) = read_transcripts(tmp_path / "judge_transcripts.sqlite", "e1")
+    assert kept["answer"] == '{"score": 1}'
+    assert "a cat" in kept["messages"][0]["content"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model": "other"}, {"prompt": "rate/2"}, {"parameters": {"temperature": 0.5}}, {"draw": 1},
+        {"messages": (user("x"),)}, {"form": JsonAnswer({"score": Number(0, 2)})},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)  # fmt: skip
+def test_a_judgement_is_known_by_all_that_decides_it(changed: dict[str, Any]) -> None:
+    from dataclasses import replace
+
+    assert replace(question(), **changed).key != question().key
+    assert question().key == question().key
+
+
+def test_offline_answers_from_the_cache_and_fails_loudly_on_the_rest(tmp_path: Path) -> None:
+    with judge_server(good) as server:
+        client = JudgeClient(section_of(server.url), folder=tmp_path)
+        client.ask_now(question())
+        client.close()
+    offline = JudgeClient(JudgesSection(offline=True, cache=tmp_path / "judges.sqlite"))
+    assert offline.ask_now(question()).value == {"score": 1}
+    with pytest.raises(JudgeOffline, match="has no answer of 'judge'"):
+        offline.ask_now(question("a dog"))
+    offline.close()
+
+
+def test_processes_that_share_a_cache_ask_once(tmp_path: Path) -> None:
+    slow = threading.Event()
+
+    def judge(request: dict[str, Any]) -> str:
+        slow.wait(10)
+        return good(request)
+
+    with judge_server(judge) as server:
+        clients = [JudgeClient(section_of(server.url, cache=tmp_path / "shared.sqlite")) for _ in range(3)]
+        answers = [client._submit(client._ask(question(), (), "")) for client in clients]  # each has its own claims
+        while not server.asked:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        slow.set()
+        assert [answer.result(20).value["score"] for answer in answers] == [1, 1, 1]
+        for client in clients:
+            client.close()
+        assert len(server.asked) == 1
+
+
+def test_a_claim_of_the_dead_runs_out(tmp_path: Path) -> None:
+    cache = AnswerCache(tmp_path / "c.sqlite")
+    assert cache.claim("k", "dead", 0.05)
+    assert not cache.claim("k", "me", 1)
+    time.sleep(0.06)
+    assert cache.claim("k", "me", 1)
+    cache.release("k", "dead")
+    assert not cache.claim("k", "other", 1)
+    cache.close()
+
+
+def test_a_malformed_answer_is_sent_back_and_a_bounded_number_of_times() -> None:
+    answers = iter(["Sure!", '{"score": 7}', '{"score": 0.5}'])
+    with judge_server(lambda _: next(answers)) as server:
+        client = JudgeClient(section_of(server.url))
+        assert client.ask_now(question()).value == {"score": 0.5}
+        assert [row.outcome for row in client.cache.calls()] == ["malformed", "malformed", "answered"]
+        assert "cannot be used" in server.asked[1]["messages"][-1]["content"]
+        client.close()
+    with judge_server(lambda _: "Sure!") as server:
+        client = JudgeClient(section_of(server.url))
+        with pytest.raises(JudgeFailure, match="answered 3 times not as asked"):
+            client.ask_now(question())
+        assert len(server.asked) == 3
+        assert not client.cache.keys()
+        client.close()
+
+
+def test_an_endpoint_that_takes_no_schema_is_asked_without() -> None:
+    def judge(request: dict[str, Any]) -> Answer | str:
+        return Answer("response_format is unknown", 400) if "response_format" in request else good(request)
+
+    with judge_server(judge) as server:
+        client = JudgeClient(section_of(server.url))
+        assert client.ask_now(question()).value == {"score": 1}
+        client.ask_now(question("a dog"))
+        assert ["response_format" in request for request in server.asked] == [True, False, False]
+        client.close()
+
+
+def test_a_refusal_is_final_and_a_fallback_stands_in(tmp_path: Path) -> None:
+    with judge_server(lambda _: Answer("too long", 413)) as refusing, judge_server(good) as other:
+        section = section_of(refusing.url)
+        client = JudgeClient(section)
+        with pytest.raises(JudgeRefusal, match="413: too long"):
+            client.ask_now(question())
+        assert len(refusing.asked) == 1
+        client.close()
+        two = JudgesSection(
+            endpoints={"judge": [{"base_url": refusing.url}], "spare": [{"base_url": other.url}]},
+            fallbacks={"judge": ["spare"]},
+        )
+        client = JudgeClient(two, folder=tmp_path)
+        answer = client.ask_now(question())
+        assert answer.model == "spare"
+        assert answer.value == {"score": 1}
+        assert client.ask_now(question()).cached
+        assert len(other.asked) == 1
+        client.close()
+
+
+def test_retry_after_is_kept_and_the_other_endpoint_asked_meanwhile() -> None:
+    moments: list[float] = []
+
+    def limited(_: dict[str, Any]) -> Answer | str:
+        moments.append(time.monotonic())
+        return Answer("slow down", 429, {"Retry-After": "0.6"}) if len(moments) == 1 else '{"score": 1}'
+
+    with judge_server(limited) as server:
+        client = JudgeClient(section_of(server.url))
+        assert client.ask_now(question()).value == {"score": 1}
+        assert moments[1] - moments[0] >= 0.59
+        client.close()
+    moments.clear()
+    with judge_server(limited) as first, judge_server(good) as second:
+        client = JudgeClient(section_of(first.url, second.url))
+        started = time.monotonic()
+        assert client.ask_now(question()).value == {"score": 1}
+        assert time.monotonic() - started < 5
+        assert len(first.asked) == len(second.asked) == 1
+        client.close()
+
+
+def test_load_goes_to_the_endpoint_with_the_fewest_open_calls() -> None:
+    gate = threading.Event()
+
+    def slow(request: dict[str, Any]) -> str:
+        gate.wait(10)
+        return good(request)
+
+    with judge_server(slow) as first, judge_server(slow) as second:
+        client = JudgeClient(section_of(first.url, second.url))
+        waiting = [client._submit(client._ask(question(f"cat {i}"), (), "")) for i in range(8)]
+        while len(first.asked) + len(second.asked) < 8:
+            time.sleep(0.01)
+        assert len(first.asked) == len(second.asked) == 4
+        gate.set()
+        assert all(one.result(20).value == {"score": 1} for one in waiting)
+        client.close()
+
+
+def test_a_slow_judge_is_waited_for_within_its_deadlines() -> None:
+    gate = threading.Event()
+
+    def slow(request: dict[str, Any]) -> str:
+        gate.wait(5)
+        return good(request)
+
+    with judge_server(slow) as server:
+        client = JudgeClient(section_of(server.url, deadline_s=0.2, total_deadline_s=1.0))
+        started = time.monotonic()
+        with pytest.raises(JudgeFailure, match="did not answer within"):
+            client.ask_now(question())
+        assert time.monotonic() - started < 10
+        gate.set()
+        client.close()
+
+
+def test_limits_are_shared_through_the_file(tmp_path: Path) -> None:
+    one, two = (SharedLimits(tmp_path / "l.sqlite", {"judge": 60}, {"judge": 60_000}) for _ in range(2))
+    waits = [limits.take("judge", 1000) for limits in (one, two) * 5]
+    assert waits[:6] == [0.0] * 6
+    assert waits[6:] == pytest.approx([1, 2, 3, 4], abs=0.7)
+    two.give_back("judge", 1000)
+    assert one.take("judge", 1000) == pytest.approx(4, abs=0.7)
+    one.settle("judge", 1000, 5000)
+    assert two.take("judge", 0) <= two.take("judge", 1000)
+    assert one.take("other", 5) == 0.0
+
+
+def test_a_limit_that_leaves_no_call_is_said(tmp_path: Path) -> None:
+    with judge_server(good) as server:
+        section = section_of(server.url, requests_per_minute={"judge": 1}, total_deadline_s=2.0)
+        client = JudgeClient(section, folder=tmp_path)
+        assert client.ask_now(question()).value == {"score": 1}
+        with pytest.raises(JudgeFailure, match="its limit a minute"):
+            client.ask_now(question("a dog"))
+        client.close()
+        assert len(server.asked) == 1
+
+
+KEY = "sk-topsecret-1234567890"
+
+
+def test_keys_are_sent_and_written_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THE_KEY", KEY)
+    echo = Answer(f"Incorrect API key provided: {KEY}", 401)
+    with judge_server(good) as server, judge_server(lambda _: echo) as refusing:
+        section = JudgesSection(
+            endpoints={
+                "judge": [{"base_url": server.url, "api_key_env": "THE_KEY"}],
+                "closed": [{"base_url": refusing.url, "api_key_env": "THE_KEY"}],
+            }
+        )
+        client = JudgeClient(section, folder=tmp_path)
+        client.ask_now(question(), about=("e",), term="t")
+        with pytest.raises(JudgeRefusal, match="environment variable THE_KEY") as refused:
+            client.ask_now(question().asked_of("closed"))
+        assert server.keys == [f"Bearer {KEY}"]
+        assert KEY not in str(refused.value)
+        client.close()
+    assert KEY not in section.model_dump_json()
+    assert KEY not in repr(client.endpoints)
+    assert not any(KEY.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    with pytest.raises(TypeError):
+        json.dumps(Secret(KEY))
+
+
+def test_the_reference_config_with_objects_and_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with judge_server(good) as server:
+        azure = {"azure_endpoint": server.url.removesuffix("/v1"), "api_version": "2024-03-01", "api_key": KEY}
+        (tmp_path / "api_config.json").write_text(json.dumps({"judge": azure, "two": [azure, azure]}))
+        monkeypatch.setenv("M3_API_CONFIG", str(tmp_path / "api_config.json"))
+        assert {model: len(found) for model, found in endpoints_of(JudgesSection()).items()} == {"judge": 1, "two": 2}
+        client = JudgeClient(JudgesSection())
+        assert client.ask_now(question()).value == {"score": 1}
+        assert server.paths[0].startswith("/openai/deployments/judge/chat/completions?api-version=2024-03-01")
+        assert server.keys == [KEY]
+        assert KEY not in repr(client.endpoints)
+        client.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "must be an object"),
+        ('{"m": []}', "an endpoint"),
+        ('{"m": {"azure_endpoint": "x"}}', "api_version"),
+        ('{"m": {"url": "x"}}', "unknown key 'url'"),
+    ],
+)
+def test_a_wrong_config_is_refused(text: str, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match=problem):
+        endpoints_of(JudgesSection(config=path))
+
+
+def test_a_recipe_cannot_hold_a_key_and_a_missing_one_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="api_key"):
+        JudgesSection(endpoints={"judge": [{"base_url": "http://x", "api_key": KEY}]})
+    monkeypatch.delenv("NO_KEY", raising=False)
+    client = JudgeClient(JudgesSection(endpoints={"judge": [{"base_url": "http://x", "api_key_env": "NO_KEY"}]}))
+    with pytest.raises(RecipeError, match="NO_KEY, which is not set"):
+        client.ask_now(question())
+    with pytest.raises(RecipeError, match="no endpoint for the model 'judgo'; did you mean 'judge'"):
+        client.refuse_unknown("judgo")
+    client.close()
