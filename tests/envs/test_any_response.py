@@ -13,7 +13,8 @@ from sensorium.rollout.intake import checked_step
 from sensorium.vocabulary import Task
 from sensorium.vocabulary.content import user
 
-PLAYED = sorted(set(table("environment")) - {"question", "gymnasium", "slime", "vagen", "openenv", "remote", "isolated"})
+FOREIGN = {"gymnasium", "slime", "vagen", "openenv", "ai2thor", "primitive_skill"}
+PLAYED = sorted(set(table("environment")) - FOREIGN - {"question", "remote", "isolated"})
 PIECES = [
     "<think>",
     "</think>",
@@ -37,7 +38,11 @@ TEXTS = st.one_of(st.text(max_size=80), st.lists(st.sampled_from(PIECES), max_si
 
 
 QUESTION = Task("t", (user("How much is 1 + 1?"),), answer="2")
-OPTIONS: dict[str, dict[str, Any]] = {"tools": {"tools": ["calculator", "crop"]}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tools": {"tools": ["calculator", "crop"]},
+    "svg": {"side": 16},
+    "navigation": {"side": 16},
+}
 
 
 def opened(name: str, seed: int) -> Any:

@@ -126,7 +126,7 @@ def test_a_client_chooses_among_what_is_offered_and_nothing_else() -> None:
         await table.open("x", "closed", {"turns": 2}, 1)
 
     played(test)
-    assert set(usual_offers()) == {"frozen_lake", "sokoban", "countdown", "svg"}
+    assert set(usual_offers()) == {"frozen_lake", "sokoban", "countdown", "svg", "navigation"}
     with pytest.raises(RecipeError, match="cannot be served"):
         Offers({"tools": Offer("tools")})
     with pytest.raises(RecipeError, match="offers no environment"):

@@ -45,6 +45,8 @@ NAMES: dict[str, dict[str, str]] = {
         "sokoban": "sensorium.envs.sokoban:Sokoban",
         "countdown": "sensorium.envs.countdown:Countdown",
         "svg": "sensorium.envs.svg:SvgDrawing",
+        "navigation": "sensorium.envs.navigation:Navigation",
+        "ai2thor": "sensorium.envs.navigation:ThorNavigation",
         "tools": "sensorium.envs.tools.environment:ToolUse",
         "geo3k": "sensorium.envs.tools.geo3k:Geo3k",
         "gymnasium": "sensorium.envs.adapters.gymnasium:GymnasiumEnvironment",
