@@ -29,7 +29,7 @@ def look_at(recipe: Recipe, *, train: bool = True) -> Iterator[str]:
 
     Without ``train`` only what an evaluation needs is looked at.
     """
-    _find_names(recipe)
+    find_names(recipe)
     terms = _build_terms(recipe)
     if train:
         sources: list[TaskSource] = []
@@ -48,7 +48,7 @@ def look_at(recipe: Recipe, *, train: bool = True) -> Iterator[str]:
         yield f"tasks.evaluate: {problem}"
 
 
-def _find_names(recipe: Recipe) -> None:
+def find_names(recipe: Recipe) -> None:
     """Names of the user's own are imported; shipped ones are in the table, and importing them would load torch."""
     named = [("advantage", recipe.algorithm.advantage.name, "algorithm.advantage.name")]
     named += [("loss", recipe.algorithm.loss.name, "algorithm.loss.name")]

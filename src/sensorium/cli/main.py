@@ -19,6 +19,8 @@ from sensorium.vocabulary.errors import SensoriumError, nearest
 COMMANDS = {
     "demo": "watch a small model learn to see, on this machine, in minutes",
     "train": "train a model by a recipe",
+    "validate": "check a recipe's environments, tools, rewards and data, without a model",
+    "play": "act as the policy yourself, in the terminal",
     "eval": "evaluate a checkpoint on a recipe's held-out tasks",
     "compare": "set two evaluations of the same tasks side by side",
     "export": "write a run's model in the layout of the published checkpoint it started from",

@@ -49,6 +49,7 @@ NAMES: dict[str, dict[str, str]] = {
         "ai2thor": "sensorium.envs.navigation:ThorNavigation",
         "tools": "sensorium.envs.tools.environment:ToolUse",
         "geo3k": "sensorium.envs.tools.geo3k:Geo3k",
+        "geometry": "sensorium.envs.tools.geometry:Geometry",
         "gymnasium": "sensorium.envs.adapters.gymnasium:GymnasiumEnvironment",
         "slime": "sensorium.envs.adapters.slime:SlimeEnvironment",
         "vagen": "sensorium.envs.adapters.vagen:VagenEnvironment",

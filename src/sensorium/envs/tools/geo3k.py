@@ -107,10 +107,14 @@ class Geo3k:
             right = self._right(str(answer)) or ((box := boxed(str(answer))) is not None and self._right(box))
         except RewardFailure:
             return "Error: the answer could not be compared in time. Write it more simply.", False, info
+        return self._told(f"{answer!s:.200}", right), False, info
+
+    def _told(self, answer: str, right: bool) -> str:
+        """What the tool says of an answer."""
         if right:
-            return f"{answer!s:.200} matches the reference answer. Now give the final answer as \\boxed{{}}.", False, info
+            return f"{answer} matches the reference answer. Now give the final answer as \\boxed{{}}."
         last = " Your next answer is final." if self._turn + 1 >= self.max_turns else ""
-        return f"{answer!s:.200} does not match the reference answer. Think again.{last}", False, info
+        return f"{answer} does not match the reference answer. Think again.{last}"
 
     def _right(self, answer: str) -> bool:
         if len(answer) > MOST_CHARACTERS:

@@ -1,0 +1,53 @@
+"""Check a recipe's environments, tools, rewards and data without a model: a table of what was found.
+
+Exit code 0: nothing is wrong (warnings may be meant); 1: something is; 2: the recipe itself cannot be read.
+"""
+
+from argparse import ArgumentParser, Namespace
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sensorium.recipe.load import load_recipe
+
+USAGE = "sensorium validate RECIPE [key=value …] [--rows N] [--episodes N]"
+PROBLEMS = 1
+"""Exit code where something is wrong."""
+
+STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
+
+
+def configure(parser: ArgumentParser) -> None:
+    """The arguments."""
+    parser.add_argument("recipe", help="a YAML file, or a shipped recipe (frozen_lake)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change the recipe")
+    parser.add_argument("--rows", type=int, default=0, help="rows of each source to read, drawn from all; 0: all")
+    parser.add_argument("--episodes", type=int, default=16, help="tasks of each source to play")
+
+
+def run(arguments: Namespace) -> int:
+    """Validate."""
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    from sensorium.cli.dry_run import find_names
+    from sensorium.cli.validation import Finding, validate
+    from sensorium.cli.without_model import model_free_session
+
+    find_names(recipe)
+    with model_free_session(recipe) as session:
+        findings = list(validate(session, max(0, arguments.rows), max(1, arguments.episodes)))
+    console = Console(soft_wrap=False)
+    table = Table(box=SIMPLE_HEAD, title=f"validate {recipe.name}", title_justify="left")
+    for name in ("where", "check", "found", ""):
+        table.add_column(name, overflow="fold")
+
+    def row(finding: Finding) -> tuple[Text, ...]:
+        return (*map(Text, (finding.where, finding.check, finding.found)), Text(finding.level, STYLES[finding.level]))
+
+    for finding in findings:
+        table.add_row(*row(finding))
+    console.print(table)
+    counts = {level: sum(finding.level == level for finding in findings) for level in STYLES}
+    console.print(f"{counts['ok']} ok, {counts['warning']} warnings, {counts['error']} errors", highlight=False)
+    return PROBLEMS if counts["error"] else 0

@@ -1,0 +1,252 @@
+"""What ``sensorium validate`` checks: rows, splits, media, prompt lengths, environments, tools and rewards; no model.
+
+Tasks are played twice: as they are demonstrated, and at random. What is wrong is a finding, and the checks go on.
+"""
+
+import hashlib
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from sensorium.assembly.session import EnvironmentMaker, make_sources
+from sensorium.cli.random_play import RandomPlay, try_tools
+from sensorium.cli.without_model import ModelFreeSession
+from sensorium.recipe.names import resolve
+from sensorium.recipe.task_sections import SourceSection
+from sensorium.rollout.modalities import media_of
+from sensorium.rollout.threads import Renderer
+from sensorium.tasks.mixture import permuted
+from sensorium.tasks.source import TaskSource
+from sensorium.vocabulary.episode import Episode, Group, Status
+from sensorium.vocabulary.errors import MediaError, SensoriumError, TaskError
+from sensorium.vocabulary.plain import attempt, words
+from sensorium.vocabulary.score import by_name
+from sensorium.vocabulary.task import Task
+from sensorium.workers.event_loop import run_async
+
+Level = Literal["ok", "warning", "error"]
+MEDIA_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found, and where."""
+
+    where: str
+    check: str
+    found: str
+    level: Level = "ok"
+
+
+@dataclass
+class Split:
+    """The tasks of one side of a recipe, by their content."""
+
+    place: str
+    tasks: list[Task] = field(default_factory=list)
+    contents: list[str] = field(default_factory=list)
+
+
+def validate(session: ModelFreeSession, rows: int = 0, episodes: int = 16) -> Iterator[Finding]:
+    """Check everything that a recipe names; ``rows`` of each source at most (0: all), ``episodes`` played of each."""
+    recipe = session.recipe
+    if session.stand_in:
+        yield Finding(
+            "model",
+            "chat template",
+            f"the files of {recipe.model.path} are not here; {session.stand_in} stands in",
+            "warning",
+        )
+    splits = []
+    for place, sections in (("tasks.train", recipe.tasks.train), ("tasks.evaluate", recipe.tasks.evaluate)):
+        split = Split(place)
+        splits.append(split)
+        for number, section in enumerate(sections):
+            where = f"{place}.{number}"
+            try:
+                (source,) = make_sources([section], session.store, place)
+            except SensoriumError as error:
+                yield Finding(where, "source", str(error), "error")
+                continue
+            yield from _check_source(session, where, section, source, split, rows, episodes)
+    yield from _check_splits(*splits)
+
+
+def _check_source(
+    session: ModelFreeSession,
+    where: str,
+    section: SourceSection,
+    source: TaskSource,
+    split: Split,
+    rows: int,
+    episodes: int,
+) -> Iterator[Finding]:
+    tasks, bad = [], []
+    count = min(rows or len(source), len(source))
+    for nth in range(count):
+        try:
+            tasks.append(source[permuted(nth, len(source), "validate") if count < len(source) else nth])
+        except (TaskError, MediaError) as error:
+            bad.append(str(error))
+    told = f"{section.source}: {count:,} of {len(source):,} read"
+    skips = session.recipe.tasks.on_bad_row == "skip"
+    yield Finding(where, "rows", *_counted(told, bad, "warning" if skips else "error"))
+    split.tasks += tasks
+    split.contents += [content_of(task) for task in tasks]
+    if not tasks:
+        return
+    yield from _check_media(session, where, tasks)
+    yield from _check_questions(session, where, tasks)
+    played = [tasks[permuted(nth, len(tasks), "play")] for nth in range(min(episodes, len(tasks)))]
+    yield from _check_play(session, where, played)
+
+
+def _counted(told: str, problems: Sequence[str], level: Level = "error") -> tuple[str, Level]:
+    """What was found, with the number of problems and the first of them."""
+    if not problems:
+        return told, "ok"
+    return f"{told}; {len(problems):,} with a problem, the first: {problems[0]}", level
+
+
+def content_of(task: Task) -> str:
+    """What a task is made of: an environment's start, or the question with its media and answer."""
+    spec = task.environment
+    key = getattr(resolve("environment", spec.name), "content_key", None) if spec is not None else None
+    if spec is not None and key is not None and not task.messages:
+        content, error = attempt(key, spec.seed, spec.options)
+        return f"{spec.name}/{content}" if error is None else f"{spec.name}/seed {spec.seed}"
+    shown = [(m.role, m.text, [item.hash for item in m.media]) for m in task.messages]
+    start = (spec.name, spec.seed) if spec is not None and not task.messages else ()
+    return hashlib.blake2b(repr((shown, task.answer, start)).encode(), digest_size=16).hexdigest()
+
+
+def _check_splits(train: Split, held_out: Split) -> Iterator[Finding]:
+    if not held_out.tasks:
+        yield Finding("tasks.evaluate", "splits", "there are no held-out tasks", "warning")
+        return
+    known = set(train.contents)
+    shared = [task.id for content, task in zip(held_out.contents, held_out.tasks, strict=True) if content in known]
+    different = len(set(held_out.contents))
+    told = f"{len(set(train.contents)):,} different tasks to train on, {different:,} held out"
+    if shared:
+        told += f"; {len(shared):,} held-out tasks are trained on too, the first: {shared[0]}"
+    yield Finding("tasks", "splits disjoint", told, "error" if shared else "ok")
+
+
+def _check_media(session: ModelFreeSession, where: str, tasks: Sequence[Task]) -> Iterator[Finding]:
+    media = list(dict.fromkeys(media_of(message for task in tasks for message in task.messages)))
+    if not media:
+        return
+    problems: list[str] = []
+    for start in range(0, len(media), MEDIA_AT_ONCE):
+        some = media[start : start + MEDIA_AT_ONCE]
+        found, error = attempt(session.chat.prepare, some)
+        problems += [str(each) for each in found.values()] if error is None else [words(error)]
+    kinds = ", ".join(f"{sum(item.kind == kind for item in media):,} {kind}s" for kind in sorted({m.kind for m in media}))
+    yield Finding(where, "media readable", *_counted(kinds, problems))
+
+
+def _check_questions(session: ModelFreeSession, where: str, tasks: Sequence[Task]) -> Iterator[Finding]:
+    questions = [task for task in tasks if task.environment is None]
+    if not questions:
+        return
+    section, renderer = session.recipe.rollout, Renderer(session.chat)
+    lengths, long = [], []
+    for task in questions:
+        length, error = attempt(lambda asked=task: len(session.chat.layout(renderer.start(asked.messages))))
+        if error is not None:
+            continue  # its media cannot be read, which was found above
+        lengths.append(length)
+        if length + section.max_new_tokens > section.max_context_tokens:
+            long.append(f"task {task.id} takes {length}")
+    if lengths:
+        told = f"up to {max(lengths):,} tokens and {section.max_new_tokens:,} to write, of {section.max_context_tokens:,}"
+        skips = session.recipe.tasks.on_long_prompt == "skip"
+        yield Finding(where, "prompt lengths", *_counted(told, long, "warning" if skips else "error"))
+
+
+def _check_play(session: ModelFreeSession, where: str, tasks: list[Task]) -> Iterator[Finding]:
+    random = RandomPlay(EnvironmentMaker(session.store))
+    demonstrated = _episodes(session.play(tasks, lambda request: "", demonstrate=True))
+    first = _episodes(session.play(tasks, random.answer, make=random.make))
+    again = _episodes(session.play(tasks, random.answer, make=random.make))
+    shown = [episode for episode in demonstrated if not _lacks_demonstration(episode)]
+    yield from _outcome(where, "demonstrated play", shown, len(tasks), session)
+    yield from _outcome(where, "random play", first, len(tasks), session)
+    differing = [a.task_id for a, b in zip(first, again, strict=True) if _course(a) != _course(b)]
+    if tasks[0].environment is not None:
+        told = "the same responses lead to the same observations and pay"
+        yield Finding(where, "repeats", *_counted(told, differing, "warning"))
+    yield from _rewards(where, shown, first)
+    yield from _lengths(session, where, shown, first)
+    for name, told, good in try_tools(tasks, EnvironmentMaker(session.store)):
+        yield Finding(where, f"tool {name}", told, "ok" if good else "warning")
+
+
+def _episodes(play: Coroutine[Any, Any, list[Group]]) -> list[Episode]:
+    return [group.episodes[0] for group in run_async(play)]
+
+
+def _lacks_demonstration(episode: Episode) -> bool:
+    return episode.status is Status.FAILED and "demonstrat" in episode.failure
+
+
+def _course(episode: Episode) -> object:
+    return [([(m.role, m.content) for m in turn.observation], turn.reward, turn.parts) for turn in episode.turns]
+
+
+def _outcome(
+    where: str, check: str, episodes: Sequence[Episode], asked: int, session: ModelFreeSession
+) -> Iterator[Finding]:
+    if not episodes:
+        learns = session.recipe.warm_start.steps > 0
+        yield Finding(where, check, "nobody knows a good response to these tasks", "error" if learns else "warning")
+        return
+    failed = [episode.failure for episode in episodes if episode.status in (Status.FAILED, Status.ABORTED)]
+    turns = [len(episode.turns) for episode in episodes]
+    correct = [episode.correct for episode in episodes if episode.correct is not None]
+    told = f"{len(episodes)} of {asked} tasks, {min(turns)} to {max(turns)} turns"
+    told += f", {sum(correct)} of {len(correct)} correct" if correct else ""
+    yield Finding(where, check, *_counted(told, failed))
+
+
+def _rewards(where: str, demonstrated: Sequence[Episode], random: Sequence[Episode]) -> Iterator[Finding]:
+    """Each reward by name: its range in both kinds of play, and what is missing."""
+    kinds = {"demonstrated": demonstrated, "random": random}
+    names = list(dict.fromkeys(score.name for episode in (*demonstrated, *random) for score in episode.scores))
+    sound = [e for e in (*demonstrated, *random) if e.status not in (Status.FAILED, Status.ABORTED)]
+    for name in names:
+        ranges = []
+        for kind, episodes in kinds.items():
+            values = [value for episode in episodes if (value := by_name(episode.scores).get(name)) is not None]
+            if values:
+                ranges.append(f"{kind} {min(values):g} to {max(values):g}")
+        missing = [s.reason for episode in sound for s in episode.scores if s.name == name and s.missing]
+        yield Finding(where, f"reward {name}", *_counted(", ".join(ranges) or "never given", missing))
+    totals = {kind: [e.reward for e in episodes if e.reward is not None] for kind, episodes in kinds.items()}
+    if all(totals.values()):
+        good, chance = (sum(values) / len(values) for values in totals.values())
+        level: Level = "ok" if good > chance else "warning"
+        more = "" if good > chance else "; a reward that does not tell good play from random play teaches nothing"
+        yield Finding(where, "reward", f"demonstrated {good:.3g}, random {chance:.3g} on average{more}", level)
+
+
+def _lengths(
+    session: ModelFreeSession, where: str, demonstrated: Sequence[Episode], random: Sequence[Episode]
+) -> Iterator[Finding]:
+    """The longest context that was played, and the longest demonstration, against their budgets."""
+    section = session.recipe.rollout
+    contexts, cut = [], []
+    for episode in (*demonstrated, *random):
+        if episode.info.get("prompt_too_long") or episode.info.get("out_of_context"):
+            cut.append(episode.failure)
+        for thread in episode.threads:
+            contexts.append(sum(len(session.chat.layout(segment)) for segment in thread.segments))
+    if contexts:
+        told = f"up to {max(contexts):,} of {section.max_context_tokens:,} tokens"
+        yield Finding(where, "context lengths", *_counted(told, cut))
+    written = [len(turn.response.tokens) for episode in demonstrated for turn in episode.turns]
+    if written:
+        told = f"demonstrations take up to {max(written):,} tokens; rollout.max_new_tokens is {section.max_new_tokens:,}"
+        long = max(written) > section.max_new_tokens
+        yield Finding(where, "response lengths", told + ": they would be cut" * long, "warning" if long else "ok")
