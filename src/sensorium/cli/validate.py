@@ -3,6 +3,7 @@
 Exit code 0: nothing is wrong (warnings may be meant); 1: something is; 2: the recipe itself cannot be read.
 """
 
+import sys
 from argparse import ArgumentParser, Namespace
 
 from rich.box import SIMPLE_HEAD
@@ -15,6 +16,9 @@ from sensorium.recipe.load import load_recipe
 USAGE = "sensorium validate RECIPE [key=value …] [--rows N] [--episodes N]"
 PROBLEMS = 1
 """Exit code where something is wrong."""
+
+WIDTH = 160
+"""Columns of the table where it is written to a file or a pipe."""
 
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
@@ -37,7 +41,7 @@ def run(arguments: Namespace) -> int:
     find_names(recipe)
     with model_free_session(recipe) as session:
         findings = list(validate(session, max(0, arguments.rows), max(1, arguments.episodes)))
-    console = Console(soft_wrap=False)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     table = Table(box=SIMPLE_HEAD, title=f"validate {recipe.name}", title_justify="left")
     for name in ("where", "check", "found", ""):
         table.add_column(name, overflow="fold")

@@ -1,0 +1,160 @@
+"""``sensorium validate`` finds what is wrong with data, environments, tools and rewards, without a model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from sensorium.cli.main import main
+from sensorium.cli.random_play import example_arguments
+from sensorium.cli.validation import Finding, validate
+from sensorium.cli.without_model import model_free_session
+from sensorium.envs.tools.arguments import misfit
+from sensorium.recipe.load import parse_recipe
+
+SOKOBAN = {"source": "environments", "options": {"environment": "sokoban", "size": 6, "options": {"max_turns": 5}}}
+
+
+def findings(episodes: int = 3, **changes: Any) -> dict[str, Finding]:
+    base = {
+        "name": "checked",
+        "steps": 1,
+        "model": {"path": "package:frozen_lake"},
+        "tasks": {"train": [SOKOBAN]},
+        "rollout": {"max_turns": 5, "max_new_tokens": 8},
+        "rewards": {"terms": [{"name": "environment"}]},
+    }
+    with model_free_session(parse_recipe(json.dumps(base | changes), "test")) as session:
+        return {f"{found.where} {found.check}": found for found in validate(session, episodes=episodes)}
+
+
+def rows(path: Path, *tasks: dict[str, Any]) -> list[dict[str, Any]]:
+    path.write_text("\n".join(map(json.dumps, tasks)))
+    columns = {"prompt": "prompt", "answer": "answer"}
+    columns |= {"demonstration": "demonstration"} if "demonstration" in tasks[0] else {}
+    columns |= {"pictures": "images"} if "images" in tasks[0] else {}
+    return [{"source": "jsonl", "options": {"path": str(path), "columns": columns}}]
+
+
+def test_a_sound_recipe_has_no_errors_and_shows_what_good_and_random_play_are_paid(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = ["tasks.train.0.options.size=8", "tasks.evaluate.0.options.size=8"]
+    assert main(["validate", "frozen_lake", *small, "--rows", "4", "--episodes", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "splits disjoint" in shown
+    assert "demonstrated 1, random 0 on average" in shown
+    assert "0 errors" in shown
+
+
+def test_demonstrated_and_random_play_are_measured_and_repeat() -> None:
+    found = findings()
+    assert found["tasks.train.0 demonstrated play"].found.endswith("3 of 3 correct")
+    assert found["tasks.train.0 random play"].level == "ok"
+    assert found["tasks.train.0 repeats"].level == "ok"
+    assert "demonstrated 10 to 10" in found["tasks.train.0 reward environment/success"].found
+    assert found["tasks.evaluate splits"].level == "warning"
+
+
+def test_held_out_rows_that_are_trained_on_are_an_error(tmp_path: Path) -> None:
+    one, two = ({"prompt": f"{n} + 1?", "answer": str(n + 1), "demonstration": str(n + 1)} for n in (1, 2))
+    tasks = {"train": rows(tmp_path / "train.jsonl", one, two), "evaluate": rows(tmp_path / "test.jsonl", two)}
+    found = findings(tasks=tasks, rewards={"terms": [{"name": "exact"}]})
+    assert found["tasks splits disjoint"].level == "error"
+    assert "1 held-out tasks are trained on too" in found["tasks splits disjoint"].found
+
+
+def test_unreadable_rows_and_pictures_are_errors_that_name_the_first(tmp_path: Path) -> None:
+    Image.new("RGB", (64, 64)).save(tmp_path / "good.png")
+    (tmp_path / "bad.png").write_bytes(b"no picture")
+    path = tmp_path / "rows.jsonl"
+    asked = {"prompt": "<image>What?", "answer": "A"}
+    source = rows(path, asked | {"images": ["good.png"]}, asked | {"images": ["bad.png"]})
+    path.write_text(path.read_text() + '\n{"prompt": broken')
+    found = findings(tasks={"train": source}, rewards={"terms": [{"name": "exact"}]})
+    told = found["tasks.train.0 rows"]
+    assert told.level == "error"
+    assert "2 with a problem" in told.found
+    assert "bad.png" in told.found
+
+
+def test_prompts_and_demonstrations_are_held_against_their_budgets(tmp_path: Path) -> None:
+    long = {"prompt": "word " * 200, "answer": "A", "demonstration": "A long answer that is cut."}
+    found = findings(
+        tasks={"train": rows(tmp_path / "long.jsonl", long)},
+        rollout={"max_context_tokens": 64, "max_new_tokens": 4},
+        rewards={"terms": [{"name": "exact"}]},
+    )
+    assert found["tasks.train.0 prompt lengths"].level == "error"
+
+
+def test_environments_that_fail_or_do_not_repeat_are_found() -> None:
+    options = {"environment": f"{__name__}:Moody", "size": 8}
+    found = findings(8, tasks={"train": [{"source": "environments", "options": options}]})
+    assert found["tasks.train.0 repeats"].level == "warning"
+    assert found["tasks.train.0 demonstrated play"].level == "warning"
+    assert found["tasks.train.0 random play"].level == "error"
+    assert "it is Monday" in found["tasks.train.0 random play"].found
+
+
+class Moody:
+    """Shows another number each time it is begun, knows no good response, and fails by seed."""
+
+    instant = True
+    begun = 0
+
+    def __init__(self, store: object) -> None:
+        pass
+
+    @classmethod
+    def content_key(cls, seed: int, options: object) -> str:
+        return str(seed)
+
+    def reset(self, seed: int) -> Any:
+        from sensorium.envs.protocol import Observation
+        from sensorium.vocabulary import user
+
+        Moody.begun += 1
+        self.seed = seed
+        return (), Observation((user(f"{Moody.begun}"),))
+
+    def step(self, response: str) -> Any:
+        from sensorium.envs.protocol import StepResult
+
+        if self.seed % 2:
+            raise RuntimeError("it is Monday")
+        return StepResult(None, reward=0.5, done=True)
+
+    def demonstrate(self) -> str:
+        from sensorium.vocabulary.errors import EnvironmentFailure
+
+        raise EnvironmentFailure("nobody demonstrates this")
+
+    def close(self) -> None:
+        pass
+
+
+def test_each_tool_is_called_once_and_its_reply_shown(tmp_path: Path) -> None:
+    asked = {"prompt": "2 + 3?", "answer": "5", "demonstration": "5"}
+    source = rows(tmp_path / "sums.jsonl", asked)
+    tools = {"name": "tools", "options": {"tools": ["calculator"], "offer": "text"}}
+    source[0]["options"]["environment"] = tools
+    found = findings(tasks={"train": source}, rewards={"terms": [{"name": "exact"}]})
+    assert found["tasks.train.0 tool calculator"].found == "replies: 1"
+
+
+def test_example_arguments_fit_their_schema() -> None:
+    box = {"type": "array", "items": {"type": "number"}, "minItems": 4, "maxItems": 4}
+    schema = {
+        "type": "object",
+        "properties": {
+            "box": box,
+            "unit": {"enum": ["cm"]},
+            "deep": {"type": "object", "properties": {}},
+            "n": {"type": "integer"},
+        },
+        "required": ["box", "unit", "deep", "n"],
+    }
+    assert not misfit(example_arguments(schema), schema)
