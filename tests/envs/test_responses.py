@@ -124,5 +124,7 @@ def test_naming_every_place_earns_nothing() -> None:
     everywhere = ", ".join(f"({r}, {c})" for r in range(4) for c in range(4))
     assert share_right(f"player {everywhere} box {everywhere}", state) == 0
     assert share_right(describe(state), state) == 1
+    assert share_right("cubea at (1, 2)", {"cubeA": frozenset([(1, 2)])}) == 1
+    assert share_right("ellip\u017fe at (1, 2)", {"ellipse": frozenset([(1, 2)])}) == 1
     assert share_right("boxes: ( 2,3 ) and (1,1). The player? In (0, 2).", state) == 0.5
     assert share_right("(0, 1)", state) == 0

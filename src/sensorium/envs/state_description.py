@@ -25,14 +25,14 @@ PLACE = r"\(\s*(\d{1,3})\s*,\s*(\d{1,3})\s*\)"
 def share_right(description: str, state: State) -> float:
     """The share of the kinds of things that a description places rightly."""
     kinds = "|".join(sorted(map(re.escape, state), key=len, reverse=True))
-    found: dict[str, set[tuple[int, int]]] = {kind: set() for kind in state}
+    found: dict[str, set[tuple[int, int]]] = {kind.casefold(): set() for kind in state}
     kind = ""
     for mark in re.finditer(rf"\b({kinds})(?:s|es)?\b|{PLACE}", description[:MOST_CHARACTERS], re.IGNORECASE):
         if mark[1]:
-            kind = mark[1].lower()
-        elif kind:
+            kind = mark[1].casefold()
+        elif kind in found:
             found[kind].add((int(mark[2]), int(mark[3])))
-    return sum(found[kind] == set(places) for kind, places in state.items()) / len(state) if state else 0.0
+    return sum(found[kind.casefold()] == set(places) for kind, places in state.items()) / len(state) if state else 0.0
 
 
 def judged(asked: ActionTurn, before: State, after: State, parts: Iterable[str]) -> dict[str, float]:

@@ -47,6 +47,7 @@ NAMES: dict[str, dict[str, str]] = {
         "svg": "sensorium.envs.svg:SvgDrawing",
         "navigation": "sensorium.envs.navigation:Navigation",
         "ai2thor": "sensorium.envs.navigation:ThorNavigation",
+        "primitive_skill": "sensorium.envs.primitive_skill:PrimitiveSkills",
         "tools": "sensorium.envs.tools.environment:ToolUse",
         "geo3k": "sensorium.envs.tools.geo3k:Geo3k",
         "geometry": "sensorium.envs.tools.geometry:Geometry",
