@@ -43,6 +43,8 @@ def by_transformers(item: dict[str, Any]) -> list[list[int]]:
 
     model = getattr(transformers, item["kind"]).from_pretrained(item["folder"], dtype=torch.float32).eval()
     plain = item["kind"].endswith("ForCausalLM")
+    if model.config.model_type == "smolvlm" and transformers.__version__.startswith("4.57"):
+        number_patches(model.model.vision_model.embeddings)
     # 4.57 would resize pictures by Pillow where 5 does it by torchvision.
     auto: Any = transformers.AutoTokenizer if plain else transformers.AutoProcessor
     owner = auto.from_pretrained(item["folder"], use_fast=True)
@@ -56,6 +58,17 @@ def by_transformers(item: dict[str, Any]) -> list[list[int]]:
         )
         answers.append(written[0, inputs["input_ids"].shape[1] :].tolist())
     return answers
+
+
+def number_patches(embeddings: Any) -> None:
+    """Give the patches of SmolVLM2's tiles the positions of 4.50 and 5: 4.57 puts rows and columns one too early."""
+
+    def forward(pixel_values: torch.Tensor, patch_attention_mask: torch.Tensor) -> torch.Tensor:
+        assert bool(patch_attention_mask.all())
+        patches = embeddings.patch_embedding(pixel_values).flatten(2).transpose(1, 2)
+        return patches + embeddings.position_embedding(torch.arange(patches.shape[1]))
+
+    embeddings.forward = forward
 
 
 def by_vllm(item: dict[str, Any]) -> list[list[int]]:

@@ -11,7 +11,10 @@ from sensorium.media.store import MediaStore
 from sensorium.models.attention import MaskedAttention
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
+from sensorium.models.prepared_media import Extent, TowerInput
 from sensorium.models.segment_layout import Features, Placement
+from sensorium.models.smolvlm import patch_places
+from sensorium.models.tiny import make_tiny
 from sensorium.recipe.tiny_sizes import KINDS
 from sensorium.vocabulary.content import Message, assistant, system, user
 from sensorium.vocabulary.episode import Segment
@@ -311,3 +314,20 @@ def test_what_inference_mode_remembered_serves_training(family: str) -> None:
     ids_T, positions_3T, placed = row(policy, segments)
     policy.language(ids_T[None], positions_3T[:, None], MaskedAttention(), placed).sum().backward()
     assert all(p.grad is not None for name, p in policy.groups()["vision"].items() if not name.endswith(UNUSED))
+
+
+@pytest.mark.parametrize("side", [27, 32, 4])  # of the 2.2B model, of the smaller ones, of ours
+def test_patches_of_a_smolvlm_tile_count_through_the_learned_positions(side: int) -> None:
+    assert patch_places(side, side).tolist() == list(range(side * side))
+
+
+def test_a_smolvlm_tile_of_26_patches_a_side_is_seen_in_bfloat16_as_in_float32(tmp_path: Path) -> None:
+    folder = make_tiny("smolvlm", tmp_path / "model", vision_image_size=26 * 14, vision_num_hidden_layers=1)
+    wide, narrow = (load_policy(str(folder), store=MediaStore(), device="cpu", dtype=d) for d in ("float32", "bfloat16"))
+    with torch.no_grad():
+        for policy in (wide, narrow):  # positions that matter
+            places_PH = policy.model.model.vision_model.embeddings.position_embedding.weight
+            places_PH.copy_(torch.randn(places_PH.shape, generator=torch.Generator().manual_seed(1)))
+        tile = TowerInput(torch.rand(1, 3 * (26 * 14) ** 2), Extent("picture", (1, 1, 13)))
+        seen, seen_narrow = (policy.adapter.towers["picture"]([tile])[0].embeds_NH.float() for policy in (wide, narrow))
+    assert (seen_narrow - seen).norm() < 0.02 * seen.norm()

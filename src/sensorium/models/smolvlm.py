@@ -101,6 +101,19 @@ class RowsOfTiles:
         return prepared
 
 
+def patch_places(known: int, side: int) -> Tensor:
+    """Which of the ``known`` x ``known`` learned positions each patch of a tile of ``side`` x ``side`` patches has.
+
+    As transformers 4.50 had it, with which the weights came: fractions of a side in float32, so that a tile of the usual
+    size counts through them. transformers 4.57 puts all but the first row and column one too early (``0 0 1 2``), and 4.57
+    and 5 round the fractions to the model's dtype: in bfloat16 the last of 27 are ``… 22 22 24 24 26``.
+    """
+    boundaries = torch.arange(1 / known, 1.0, 1 / known)
+    fractions = torch.arange(0, 1 - 1e-6, float(1 / torch.tensor(side)))  # the step in float32, as it was
+    row = torch.bucketize(fractions, boundaries, right=True)
+    return (row[:, None] * known + row).flatten()
+
+
 class SmolVLM:
     """The adapter of ``SmolVLMForConditionalGeneration``."""
 
@@ -114,13 +127,18 @@ class SmolVLM:
     }
 
     def __init__(self, model: Any) -> None:
-        core = model.model
+        core, seeing = model.model, model.model.vision_model
         self.language_model = core.text_model
         self.head = model.lm_head
 
         def look(tiles_N3SS: Tensor) -> Tensor:
-            # Not through the model's own function, which leaves out tiles of zeros.
-            found: Tensor = core.connector(core.vision_model(pixel_values=tiles_N3SS).last_hidden_state)
+            # Not through the model's own functions: one leaves out tiles of zeros, one rounds places to bfloat16.
+            parts = seeing.embeddings
+            patches_NHYX: Tensor = parts.patch_embedding(tiles_N3SS)
+            places_P = patch_places(parts.num_patches_per_side, patches_NHYX.shape[-1]).to(tiles_N3SS.device)
+            embeds_NPH = patches_NHYX.flatten(2).transpose(1, 2) + parts.position_embedding(places_P)
+            seen_NPH = seeing.encoder(inputs_embeds=embeds_NPH, attention_mask=None).last_hidden_state
+            found: Tensor = core.connector(seeing.post_layernorm(seen_NPH))
             return found
 
         tower = TileTower([core.vision_model, core.connector], look)
