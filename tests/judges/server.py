@@ -34,8 +34,8 @@ class JudgeServer:
 
 
 def said(request: dict[str, Any]) -> str:
-    """All text of a request's last user message."""
-    content = [message for message in request["messages"] if message["role"] == "user"][-1]["content"]
+    """All text of a request's question: what was sent back to it afterwards stands in later messages."""
+    content = [message for message in request["messages"] if message["role"] == "user"][0]["content"]
     return content if isinstance(content, str) else "\n".join(p["text"] for p in content if p["type"] == "text")
 
 

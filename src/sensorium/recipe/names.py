@@ -79,6 +79,11 @@ NAMES: dict[str, dict[str, str]] = {
         "math": "sensorium.rewards.mathematics:Mathematics",
         "environment": "sensorium.rewards.environment:EnvironmentReward",
         "overlong": "sensorium.rewards.overlong:Overlong",
+        "timestamps": "sensorium.rewards.timestamps:Timestamps",
+        "token_length": "sensorium.rewards.token_length:TokenLength",
+        "judge": "sensorium.rewards.judged:Judge",
+        "judge_ranking": "sensorium.rewards.judge_ranking:JudgeRanking",
+        "episodic_memory": "sensorium.rewards.episodic_memory:EpisodicMemory",
     },
     "engine": {
         "native": "sensorium.engines.native.engine:NativeEngine",

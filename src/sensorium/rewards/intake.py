@@ -115,7 +115,8 @@ def _plain(score: Score) -> Score:
     if not isinstance(score.scope, str) or score.scope not in SCOPES:
         raise ValueError(f"the scope of a score is one of {', '.join(SCOPES)}, not {shown(score.scope)}")
     reason = printable(score.reason) if isinstance(score.reason, str) else shown(score.reason)
-    return _finite(Score(name, value, scope=score.scope, turn=turn, span=span, correct=correct, reason=reason))
+    paid = 0.0 if isinstance(score.weight, int | float) and score.weight == 0 else 1.0  # 0: measured and not paid
+    return _finite(Score(name, value, paid, scope=score.scope, turn=turn, span=span, correct=correct, reason=reason))
 
 
 def _span(span: Any) -> tuple[int, int]:
@@ -128,7 +129,7 @@ def _finite(score: Score) -> Score:
     if score.value is None or isfinite(score.value):
         return score
     return Score(
-        score.name, None, scope=score.scope, turn=score.turn, span=score.span,
+        score.name, None, score.weight, scope=score.scope, turn=score.turn, span=score.span,
         reason=f"the value {score.value} is not finite",
     )  # fmt: skip
 

@@ -88,7 +88,7 @@ class Scorer:
                     self._counts[term.name].missing += sum(score.missing for score in given)
                 else:
                     given = (Score(term.name, None, reason=f"the episode {episode.status.value}: {episode.failure}"),)
-                scores += [replace(score, weight=weight) for score in given]
+                scores += [replace(score, weight=weight if score.weight else 0.0) for score in given]
             episodes.append(episode.with_scores(tuple(scores)))
         return replace(group, episodes=tuple(episodes))
 

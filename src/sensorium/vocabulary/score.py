@@ -12,7 +12,10 @@ LARGEST = 1e30
 
 @dataclass(frozen=True)
 class Score:
-    """A named value, or missing (``value is None``) with a reason. ``correct`` where right and wrong have a meaning."""
+    """A named value, or missing (``value is None``) with a reason. ``correct`` where right and wrong have a meaning.
+
+    ``weight`` is the recipe's; a term may give a score the weight 0, which is then measured and not paid.
+    """
 
     name: str
     value: float | None

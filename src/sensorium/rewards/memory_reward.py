@@ -1,0 +1,114 @@
+"""The episodic-memory reward as a pure function of what was parsed and judged: every part by its name.
+
+samples of a group: (correct, u = 1, t = 1000), (correct, u = 0, t = 1800), (wrong, t = 500), (not parsed)
+final:              0.55                        0.0                         -0.5              -1.5
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sensorium.vocabulary.episode import Segment
+
+END_OF_THOUGHT = "</think>"
+FACE = re.compile(r"(?<![A-Za-z])face[\s_-]*(\d+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class MemoryPay:
+    """What is paid for what; the defaults are those of the published run."""
+
+    think_length_threshold: int = 1200
+    think_penalty: float = -1.0
+    correct_reward: float = 0.5
+    wrong_reward: float = -0.5
+    format_penalty: float = -1.5
+    memory_token_threshold: int = 150
+    usefulness_scale: float = 0.1
+
+
+@dataclass(frozen=True)
+class WrittenMemory:
+    """A response: its memory, or None where it was not parsed; tokens of its thought, and from ``</think>`` on."""
+
+    description: str | None
+    think_tokens: int
+    memory_tokens: int
+
+
+def parse_memory(text: str) -> str | None:
+    """The memory of a response: exactly one ``</think>``, then JSON with the one key ``description``, not empty."""
+    _, end, rest = text.partition(END_OF_THOUGHT)
+    if not end or END_OF_THOUGHT in rest:
+        return None
+    try:
+        found = json.loads(rest)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or list(found) != ["description"]:
+        return None
+    description = found["description"]
+    return description if isinstance(description, str) and description.strip() else None
+
+
+def written_memory(response: Segment, max_response_tokens: int) -> WrittenMemory:
+    """What a response holds. Of one that is not parsed the thought counts as long as a response may be."""
+    description = parse_memory(response.text)
+    if description is None:
+        return WrittenMemory(None, max_response_tokens, 0)
+    start = len(response.text[: response.text.index(END_OF_THOUGHT)].encode())
+    ends = response.byte_ends
+    before = sum(end <= start and end > 0 for end in ends)
+    counted = sum(end > (ends[i - 1] if i else 0) for i, end in enumerate(ends))  # a stop token has no text
+    return WrittenMemory(description, before, counted - before)
+
+
+def faces_are_spelled(text: str) -> bool:
+    """False where a tag is ``<face>``, or a ``face N`` is not spelled ``<face_N>``; "surface 3" names no face."""
+    if re.search(r"<\s*face\s*>", text, re.IGNORECASE):
+        return False
+    return all(
+        text[found.start() - 1 : found.end() + 1] == f"<face_{found.group(1)}>" and found.start() > 0
+        for found in FACE.finditer(text)
+    )
+
+
+def is_correct(pay: MemoryPay, memory: WrittenMemory, judged: float, label: float) -> bool:
+    """True for a memory that is judged correct, is labelled good, spells faces rightly and is short enough."""
+    return (
+        judged > 0.5
+        and label != 0
+        and memory.description is not None
+        and faces_are_spelled(memory.description)
+        and memory.memory_tokens <= pay.memory_token_threshold
+    )
+
+
+def think_reward(pay: MemoryPay, tokens: int) -> float:
+    """0 up to L tokens of thought, the whole penalty from 2L on, in a straight line between."""
+    longest = pay.think_length_threshold
+    if tokens <= longest:
+        return 0.0
+    return pay.think_penalty if tokens >= 2 * longest else pay.think_penalty * (tokens - longest) / longest
+
+
+def bonuses(pay: MemoryPay, usefulness: Sequence[float | None]) -> list[float]:
+    """What the ranked of a group earn beside: ``correct_reward`` for the most useful, 0 for the least; None: not ranked."""
+    ranked = [value for value in usefulness if value is not None]
+    lowest, spread = (min(ranked), max(ranked) - min(ranked)) if ranked else (0.0, 0.0)
+    if spread <= 1e-8:
+        return [0.0] * len(usefulness)
+    return [0.0 if value is None else pay.correct_reward * (value - lowest) / spread for value in usefulness]
+
+
+def paid_parts(pay: MemoryPay, memory: WrittenMemory, correct: bool, bonus: float) -> dict[str, float]:
+    """What a sample is paid, part by part; the parts sum up to its reward."""
+    if memory.description is None:
+        return {"correct": 0.0, "usefulness": 0.0, "think": 0.0, "format": pay.format_penalty}
+    return {
+        "correct": pay.correct_reward if correct else pay.wrong_reward,
+        "usefulness": pay.usefulness_scale * bonus,
+        "think": think_reward(pay, memory.think_tokens),
+        "format": 0.0,
+    }
