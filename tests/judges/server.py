@@ -35,7 +35,7 @@ class JudgeServer:
 
 def said(request: dict[str, Any]) -> str:
     """All text of a request's question: what was sent back to it afterwards stands in later messages."""
-    content = [message for message in request["messages"] if message["role"] == "user"][0]["content"]
+    content = next(message for message in request["messages"] if message["role"] == "user")["content"]
     return content if isinstance(content, str) else "\n".join(p["text"] for p in content if p["type"] == "text")
 
 

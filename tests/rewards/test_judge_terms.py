@@ -257,9 +257,9 @@ def test_a_run_repeated_offline_is_bit_identical_and_another_policy_reuses_what_
         with scorer_of(terms[:1], section_of(server.url, cache=cache), tmp_path / "two") as (scorer, _):
             scored(scorer, [replace(GROUPS[0], id="other", episodes=tuple(changed))])
         assert len(server.asked) == asked + 1
-        with scorer_of(terms, JudgesSection(offline=True, cache=cache), tmp_path / "lacking") as (scorer, _):
-            with pytest.raises(JudgeOffline, match=r"judges\.offline"):
-                scored(scorer, [GROUPS[5]])
+        lacking = scorer_of(terms, JudgesSection(offline=True, cache=cache), tmp_path / "lacking")
+        with lacking as (scorer, _), pytest.raises(JudgeOffline, match=r"judges\.offline"):
+            scored(scorer, [GROUPS[5]])
 
 
 def test_ledger_and_cache_agree_after_a_resume(tmp_path: Path) -> None:
