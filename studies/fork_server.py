@@ -5,17 +5,19 @@
         ended.code     # 0, or -9 for a killed run
 
 Invariant: the server imports and forks, and never computes, so it has no threads and no random state that a run could
-inherit. What a fork cannot show is a fresh interpreter (another hash seed, imports in another order).
+inherit. What a fork cannot show is a fresh interpreter (another hash seed, imports in another order). It ends as one
+does: threads are waited for, and what was registered for the end is called.
 """
 
 import json
 import os
+import runpy
 import signal
+import socket
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -27,8 +29,11 @@ THEIRS = ("auto.modeling_auto", "auto.processing_auto", "auto.tokenization_auto"
 THEIRS += ("qwen2_5_omni.modeling_qwen2_5_omni", "qwen3_vl.processing_qwen3_vl", "qwen2_5_omni.processing_qwen2_5_omni")
 PRELOADED = tuple(f"sensorium.{name}" for name in OURS) + tuple(f"transformers.models.{name}" for name in THEIRS)
 PRELOADED += ("av", "gymnasium.envs.toy_text", "peft")
+CALL = "import sys; from importlib import import_module; module, name, *given = sys.argv[1:]; "
+CALL += "sys.exit(getattr(import_module(module), name)(*given))"
 LOOK_EVERY_S = 0.002
 TICKS = os.sysconf("SC_CLK_TCK")
+MOST_FDS = 32
 
 
 @dataclass(frozen=True)
@@ -39,17 +44,44 @@ class Ended:
     cpu_s: float
 
 
+class Forked:
+    """A fork that runs: its process id, and how it ended when it has."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._answers = connection.makefile()
+        self._connection = connection
+        self.pid: int = json.loads(self._answers.readline())["pid"]
+        self.ended: Ended | None = None
+
+    def wait(self, timeout_s: float | None = None) -> Ended | None:
+        """How it ended; None if it has not within this time."""
+        if self.ended is None:
+            self._connection.settimeout(timeout_s or None)
+            try:
+                if timeout_s == 0 and not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                    raise RuntimeError("the fork server ended")
+                self.ended = Ended(**json.loads(self._answers.readline()))
+            except (TimeoutError, BlockingIOError):
+                return None
+            self._answers.close()
+            self._connection.close()
+        return self.ended
+
+
 class ForkServer:
-    """A server and its runs, one at a time; ``cpu_s`` is what the runs have taken together."""
+    """A server and its runs; ``cpu_s`` is what those that were waited for by ``run`` have taken together."""
 
     def __init__(self, *preloaded: str) -> None:
         self.cpu_s = 0.0
         paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        command = [sys.executable, "-m", "studies.fork_server", *PRELOADED, *preloaded]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-        self._server = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=ROOT, text=True
-        )
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", "studies.fork_server", str(theirs.fileno()), *PRELOADED, *preloaded],
+                pass_fds=[theirs.fileno()],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+                cwd=ROOT,
+            )
 
     def __enter__(self) -> "ForkServer":
         return self
@@ -57,63 +89,109 @@ class ForkServer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def start(
+        self,
+        arguments: Sequence[str],
+        fds: Mapping[int, int],
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        kill_at_cpu_s: float | None = None,
+    ) -> Forked:
+        """What ``python *arguments`` does (``-c CODE`` or ``-m MODULE``, with its arguments), in a fork.
+
+        ``fds``: its file descriptors, by the number they have there.
+        """
+        ours, theirs = socket.socketpair()
+        order = {
+            "arguments": list(arguments),
+            "fds": list(fds),
+            "cwd": cwd,
+            "env": dict(os.environ if env is None else env),
+        }
+        file = os.memfd_create("order")
+        with os.fdopen(file, "w+") as memory, theirs:
+            json.dump(order | {"kill_at_cpu_s": kill_at_cpu_s}, memory)
+            memory.flush()
+            socket.send_fds(self._socket, [b"order"], [file, theirs.fileno(), *fds.values()])
+        return Forked(ours)
+
     def run(self, target: str, *arguments: str, kill_at_cpu_s: float | None = None, log: Path | None = None) -> Ended:
         """Call ``module:function`` with these strings in a fork and wait for its end.
 
         ``kill_at_cpu_s``: kill it when it has used so many CPU seconds, a moment that a busy machine does not move.
         """
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        order = {"target": target, "arguments": arguments, "kill_at_cpu_s": kill_at_cpu_s, "log": str(log or os.devnull)}
-        self._server.stdin.write(json.dumps(order) + "\n")
-        self._server.stdin.flush()
-        answer = self._server.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the fork server ended with code {self._server.wait()}")
-        ended = Ended(**json.loads(answer))
+        with open(os.devnull) as nothing, open(log or os.devnull, "a") as output:
+            fds = {0: nothing.fileno(), 1: output.fileno(), 2: output.fileno()}
+            call = ("-c", CALL, *target.split(":"), *arguments)
+            ended = self.start(call, fds, kill_at_cpu_s=kill_at_cpu_s).wait()
+        assert ended is not None
         self.cpu_s += ended.cpu_s
         return ended
 
     def close(self) -> None:
         """End the server."""
-        assert self._server.stdin is not None
-        self._server.stdin.close()
+        self._socket.close()
         self._server.wait()
 
 
-def serve(preloaded: list[str]) -> None:
-    """Import, then fork a run for every line of stdin and answer with how it ended."""
-    for module in preloaded:
-        import_module(module)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what an import or a run prints is no answer
-    for line in sys.stdin:
-        order = json.loads(line)
-        pid = os.fork()
-        if not pid:
-            _become(order)
-        code, cpu_s = _wait(pid, order["kill_at_cpu_s"])
-        answers.write(json.dumps({"code": code, "cpu_s": cpu_s}) + "\n")
-        answers.flush()
+def serve(orders: socket.socket) -> list[str] | None:
+    """Fork a run for every order. In a fork this returns what to run; in the server nothing, when no order can come."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those who watch over the runs are not waited for
+    while True:
+        message, received, _, _ = socket.recv_fds(orders, 16, MOST_FDS)
+        if not message:
+            return None
+        if not os.fork():
+            orders.close()
+            return _watch_over_a_fork(*received)
+        for fd in received:
+            os.close(fd)
 
 
-def _become(order: dict[str, Any]) -> None:
-    """The fork's whole life."""
-    code = 1
-    try:
-        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        module, _, name = order["target"].partition(":")
-        target: Callable[..., int | None] = getattr(import_module(module), name)
-        code = int(target(*order["arguments"]) or 0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+def _watch_over_a_fork(file: int, connection: int, *given: int) -> list[str]:
+    """Fork once more: the fork goes on with what to run, and this process waits for it, tells how it ended, and ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with os.fdopen(file) as memory:
+        memory.seek(0)
+        order = json.load(memory)
+    pid = os.fork()
+    if not pid:
+        os.close(connection)
+        _take_over(order, given)
+        return order["arguments"]
+    answers = os.fdopen(connection, "w")
+    print(json.dumps({"pid": pid}), file=answers, flush=True)
+    code, cpu_s = _wait(pid, order["kill_at_cpu_s"])
+    print(json.dumps({"code": code, "cpu_s": cpu_s}), file=answers, flush=True)
+    os._exit(0)
+
+
+def _take_over(order: dict[str, Any], given: Sequence[int]) -> None:
+    """Become the process that was ordered: its files, folder, variables and modules' places."""
+    apart = [os.dup(fd) for fd in given]  # above all numbers that are asked for: those are low, and still taken
+    for fd, number in zip(apart, order["fds"], strict=True):
+        os.dup2(fd, number)
+    for fd in {*apart, *given} - set(order["fds"]):
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(order["env"])
+    if order["cwd"]:
+        os.chdir(order["cwd"])
+    sys.path[:0] = order["env"].get("PYTHONPATH", "").split(os.pathsep)
+
+
+def _run(arguments: list[str]) -> None:
+    """What python does with these arguments."""
+    how, what, *rest = arguments
+    sys.argv[:] = [how, *rest]
+    sys.path.insert(0, "")
+    if how == "-m":
+        sys.modules.pop(what, None)
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        assert how == "-c", arguments
+        exec(compile(what, "<string>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
 
 
 def _wait(pid: int, kill_at_cpu_s: float | None) -> tuple[int, float]:
@@ -137,4 +215,9 @@ def _cpu_s(pid: int) -> float:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1:])
+    with socket.socket(fileno=int(sys.argv[1])) as orders:
+        for module in sys.argv[2:]:
+            import_module(module)
+        ordered = serve(orders)
+    if ordered is not None:
+        _run(ordered)

@@ -66,6 +66,7 @@ def test_functions_are_rewards_and_the_importable_ones_are_written_by_their_modu
     assert row["reward/reward"] == 1.0
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_resume_needs_a_passed_function_again_and_says_so(tmp_path: Path) -> None:
     def pays(task: sn.Task, episode: sn.Episode) -> float:
         return len(episode.response) / 100

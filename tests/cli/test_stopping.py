@@ -75,22 +75,22 @@ checkpoint: {every: 1}
 """
 
 
-def test_a_terminated_run_says_how_to_go_on_and_can_be_gone_on_with(tmp_path: Path) -> None:
+def test_a_terminated_run_says_how_to_go_on_and_can_be_gone_on_with(tmp_path: Path, fork_server: ForkServer) -> None:
     marker, directory, log = tmp_path / "marker", tmp_path / "run", tmp_path / "log.txt"
     recipe = tmp_path / "trial.yaml"
     recipe.write_text(TRAINING.replace("RUN", str(directory)).replace("MARKER", str(marker)))
-    with ForkServer("tests.cli.terminating") as server:
-        ended = server.run("tests.cli.terminating:train", str(recipe), log=log)
-        assert marker.exists()
-        said = log.read_text()
-        assert ended.code == 143, said[-2000:]
-        assert "Traceback" not in said
-        assert f"sensorium train {directory} --resume" in " ".join(said.split())
-        assert said.endswith("\nterminated\n")
-        assert len(read_metrics(directory / "metrics.jsonl")) == 1
-        ended = server.run("tests.cli.terminating:train", str(recipe), "--resume", log=log)
-        assert ended.code == 0, log.read_text()[-2000:]
-        count(-server.cpu_s)
+    ended = fork_server.run("tests.cli.terminating:train", str(recipe), log=log)
+    count(ended.cpu_s)
+    assert marker.exists()
+    said = log.read_text()
+    assert ended.code == 143, said[-2000:]
+    assert "Traceback" not in said
+    assert f"sensorium train {directory} --resume" in " ".join(said.split())
+    assert said.endswith("\nterminated\n")
+    assert len(read_metrics(directory / "metrics.jsonl")) == 1
+    ended = fork_server.run("tests.cli.terminating:train", str(recipe), "--resume", log=log)
+    count(ended.cpu_s)
+    assert ended.code == 0, log.read_text()[-2000:]
     assert [row["step"] for row in read_metrics(directory / "metrics.jsonl")] == [1, 2, 3]
 
 
@@ -128,6 +128,7 @@ gc.collect()
 """
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_signal_in_the_middle_of_scoring_is_followed_by_no_traceback_where_interrupts_are_ignored() -> None:
     environ = os.environ | {"PYTHONPATH": SOURCES}
     ended = subprocess.run([sys.executable, "-c", SCORING], env=environ, capture_output=True, text=True, timeout=600)

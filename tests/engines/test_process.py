@@ -20,17 +20,20 @@ from sensorium.engines.protocol import LiveEpisodes, Request, Sampling
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import EngineError, EngineLost, MediaError
+from studies.fork_server import ForkServer
 
+from ..forked import forked_python
 from .conftest import Bench, ask
 
 SAMPLING = Sampling(max_new_tokens=8, temperature=1.1)
 
 
 @pytest.fixture(scope="module")
-def engine(benches: Any) -> Iterator[ProcessEngine]:
+def engine(benches: Any, fork_server: ForkServer) -> Iterator[ProcessEngine]:
     """One child of the family that sees and hears; tests leave it as they found it."""
     engine = ProcessEngine(benches("qwen2_5_omni").policy)
-    engine.start()
+    with forked_python(fork_server):
+        engine.start()
     child = engine._child
     yield engine
     engine.close()

@@ -38,6 +38,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in FILES}
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_killed_evaluation_finishes_the_rest(recipe: Path, whole: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
     way, dies_at, chunks = "sampled", "daily_omni/6 1", 2
     command = ["eval", str(recipe), *WAYS[way], "--chunk", "3", "--out", str(tmp_path / "out")]

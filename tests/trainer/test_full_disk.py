@@ -82,6 +82,7 @@ sys.exit(main(["train", sys.argv[1]]))
 """
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_limit_on_file_size_is_said_too(tmp_path: Path) -> None:
     recipe = tmp_path / "small.yaml"
     recipe.write_text(dump_recipe(small(tmp_path / "run", "steps=1")).replace("tiny:qwen2", str(_model(tmp_path))))

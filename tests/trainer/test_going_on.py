@@ -300,6 +300,7 @@ train(load_recipe(sys.argv[1], ["steps=5"]), resume=True, watchers=[Wait()])
 """
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_live_run_cannot_be_resumed_and_a_killed_one_can(run: Path) -> None:
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     child = subprocess.Popen([sys.executable, "-c", WAIT, str(run)], stdout=subprocess.PIPE, text=True, env=environment)

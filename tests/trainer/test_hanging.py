@@ -9,11 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from sensorium.record.episode_json import read_episodes
 from sensorium.record.metrics import read_metrics
 from sensorium.vocabulary import Episode, Status
 from tests.recipes import quick
 
+pytestmark = pytest.mark.usefixtures("forked_python")
 ROOT = Path(__file__).parents[2]
 # A background job ignores Ctrl-C, and so would its children.
 COMMAND = (

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_memory_is_flat_over_three_hundred_steps_and_fifty_clips(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "tests.trainer.many_steps", str(tmp_path)]

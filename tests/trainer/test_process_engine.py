@@ -15,6 +15,7 @@ from sensorium.vocabulary.errors import EngineLost
 
 from .small import small
 
+pytestmark = pytest.mark.usefixtures("forked_python")  # tests/engines/test_process.py starts a new interpreter
 PROCESS = "rollout.engine={name: process, options: {max_rows: 3}}"
 NATIVE = "rollout.engine={name: native, options: {max_rows: 3}}"
 

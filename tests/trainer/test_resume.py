@@ -5,7 +5,6 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,6 @@ from ..cpu_budget import count
 
 MOMENTS = {"rounds and early stop": "3:rollout:2"}
 FRESH = "single turn, with KL"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer("studies.resumed_runs") as server:
-        yield server
-    count(-server.cpu_s)  # a server that has ended is a child whose time counts, its forks included
 
 
 def run(server: ForkServer, folder: Path, recipe: Path, directory: Path, mode: str = "") -> int:
@@ -45,7 +37,7 @@ def run_afresh(recipe: Path, directory: Path, mode: str = "") -> int:
 
 
 @pytest.mark.parametrize("name", sorted(RESUMED))
-def test_a_killed_and_resumed_run_repeats_the_uninterrupted_one(name: str, tmp_path: Path, server: ForkServer) -> None:
+def test_a_killed_and_resumed_run_repeats_the_uninterrupted_one(name: str, tmp_path: Path, fork_server: ForkServer) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RESUMED[name])
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -53,7 +45,7 @@ def test_a_killed_and_resumed_run_repeats_the_uninterrupted_one(name: str, tmp_p
     def start(directory: Path, mode: str = "") -> int:
         if name == FRESH and directory == broken:
             return run_afresh(recipe, directory, mode)
-        return run(server, tmp_path, recipe, directory, mode)
+        return run(fork_server, tmp_path, recipe, directory, mode)
 
     assert start(whole) == 0, (tmp_path / "log.txt").read_text()[-2000:]
     assert start(broken, MOMENTS.get(name, "3:update")) == -signal.SIGKILL
@@ -64,10 +56,10 @@ def test_a_killed_and_resumed_run_repeats_the_uninterrupted_one(name: str, tmp_p
     assert moved(whole), "training moved the weights"
 
 
-def test_a_kill_at_a_random_moment_leaves_no_trace(tmp_path: Path, server: ForkServer) -> None:
+def test_a_kill_at_a_random_moment_leaves_no_trace(tmp_path: Path, fork_server: ForkServer) -> None:
     """The short form of studies/kills.py, which holds two hundred kills of four recipes."""
     name = "LoRA"
-    found = kill_and_resume(name, tmp_path, server, random.Random(name), kills=1)
+    found = kill_and_resume(name, tmp_path, fork_server, random.Random(name), kills=1)
     count(found.cpu_s)
     assert len(found.kills) == 1
     assert found.differences == []

@@ -53,7 +53,7 @@ def read_config(
     from transformers import AutoConfig
 
     place = find_checkpoint(path, revision)
-    with naming(path, place):
+    with naming(path, place), quiet():
         config = AutoConfig.from_pretrained(place, trust_remote_code=False)
     quantized = _refuse_quantized(path, config, dequantize) if weights else False
     family = family_of(config.model_type, family, config)
