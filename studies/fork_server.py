@@ -9,6 +9,8 @@ inherit. What a fork cannot show is a fresh interpreter (another hash seed, impo
 does: threads are waited for, and what was registered for the end is called.
 """
 
+import atexit
+import gc
 import json
 import os
 import runpy
@@ -16,7 +18,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -181,6 +185,25 @@ def _take_over(order: dict[str, Any], given: Sequence[int]) -> None:
     sys.path[:0] = order["env"].get("PYTHONPATH", "").split(os.pathsep)
 
 
+def _live(arguments: list[str]) -> None:
+    """Run, and end as an interpreter ends, but for taking itself to pieces: that copies all that was imported."""
+    code: Any = 0
+    try:
+        _run(arguments)
+    except SystemExit as end:
+        code = end.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
 def _run(arguments: list[str]) -> None:
     """What python does with these arguments."""
     how, what, *rest = arguments
@@ -218,6 +241,11 @@ if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as orders:
         for module in sys.argv[2:]:
             import_module(module)
+        from PIL import Image
+
+        Image.init()
+        gc.collect()
+        gc.freeze()  # or each fork would walk, and so copy, all that was imported
         ordered = serve(orders)
     if ordered is not None:
-        _run(ordered)
+        _live(ordered)
