@@ -14,7 +14,7 @@ from sensorium.vocabulary import Task
 from sensorium.vocabulary.content import user
 
 FOREIGN = {"gymnasium", "slime", "vagen", "openenv", "ai2thor", "primitive_skill"}
-PLAYED = sorted(set(table("environment")) - FOREIGN - {"question", "remote", "isolated"})
+PLAYED = sorted(set(table("environment")) - FOREIGN - {"question", "remote", "isolated", "rows"})
 PIECES = [
     "<think>",
     "</think>",

@@ -7,13 +7,22 @@ from typing import Any
 
 from sensorium.vocabulary.errors import RecipeError
 
-USAGE = "sensorium serve env [NAME | NAME=module:Class …] [--host H] [--port P] [--capacity N] [--isolate] …"
+USAGE = (
+    "sensorium serve env [NAME | NAME=module:Class …] [--rows NAME=FILE] [--host H] [--port P] [--capacity N] [--isolate] …"
+)
 
 
 def configure(parser: ArgumentParser) -> None:
     """The arguments."""
     parser.add_argument(
         "environments", nargs="*", help="environments to offer; by default all that play from seeds and run no foreign code"
+    )
+    parser.add_argument(
+        "--rows",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="offer the rows of a source, which FILE describes in YAML as a recipe does: {source: parquet, options: {…}}",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; beyond this machine a key is needed")
     parser.add_argument("--port", type=int, default=8300)
@@ -34,11 +43,14 @@ def run(arguments: Namespace) -> int:
     from sensorium.envs.option_checks import within
     from sensorium.envs.remote.wire import MOST_BYTES
     from sensorium.media.store import MediaStore
-    from sensorium.services.offers import Offer, Offers, usual_offers
+    from sensorium.services.offers import Offer, Offers, rows_offer, usual_offers
     from sensorium.services.sessions import SessionTable
 
     named = dict(item.partition("=")[::2] if "=" in item else (item, item) for item in arguments.environments)
-    offers = Offers({name: Offer(place) for name, place in named.items()} if named else usual_offers())
+    rows = dict(rows_offer(given) for given in arguments.rows)
+    offers = Offers(
+        {**({name: Offer(place) for name, place in named.items()} if named or rows else usual_offers()), **rows}
+    )
     within("serve", "--capacity", arguments.capacity, 1, 10**6)
     within("serve", "--lease-s", arguments.lease_s, 1.0, 10**8)
     within("serve", "--deadline-s", arguments.deadline_s, 0.001, 86_400)

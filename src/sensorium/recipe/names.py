@@ -55,6 +55,7 @@ NAMES: dict[str, dict[str, str]] = {
         "slime": "sensorium.envs.adapters.slime:SlimeEnvironment",
         "vagen": "sensorium.envs.adapters.vagen:VagenEnvironment",
         "openenv": "sensorium.envs.adapters.openenv:OpenEnvironment",
+        "rows": "sensorium.envs.rows:RowsEnvironment",
         "remote": "sensorium.envs.remote.environment:RemoteEnvironment",
         "isolated": "sensorium.envs.remote.isolated:IsolatedEnvironment",
     },

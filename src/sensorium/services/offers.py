@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from sensorium.media.files import open_regular
 from sensorium.media.store import MediaStore
 from sensorium.recipe.names import (
     build,
@@ -78,6 +80,23 @@ class Offers:
         if not hasattr(kind, "content_key"):
             raise RecipeError(f"environment '{name}' has no content_key(seed, options).")
         return str(kind.content_key(seed, chosen))
+
+
+def rows_offer(given: str) -> tuple[str, Offer]:
+    """``NAME=FILE``: the rows of a source as an environment; the file is YAML, ``{source: parquet, options: {…}}``."""
+    import yaml
+
+    name, _, file = given.partition("=")
+    try:
+        with open_regular(Path(file)) as opened:
+            held = yaml.safe_load(opened)
+    except (OSError, yaml.YAMLError, RecursionError) as error:
+        raise RecipeError(f"--rows {given}: the file cannot be read: {error}") from error
+    if not name or not isinstance(held, Mapping) or set(held) - {"source", "options"} or "source" not in held:
+        raise RecipeError(
+            f"--rows {given}: it is NAME=FILE, and the file holds source and options, as a recipe's tasks do."
+        )
+    return name, Offer("rows", {"source": held["source"], "options": dict(held.get("options") or {})})
 
 
 def usual_offers() -> dict[str, Offer]:
