@@ -1,6 +1,6 @@
 """Make the warm-started models that ship inside the package, from nothing but their recipes.
 
-    python studies/warm_starts.py [shapes|frozen_lake|sight_and_sound …]
+    python studies/warm_starts.py [shapes|frozen_lake|sight_and_sound|sokoban|geometry …]
 
 Weights are kept in bfloat16 (half the size; they are read back as float32). Existing runs of these names are replaced.
 """
@@ -23,6 +23,8 @@ STAGES = {
     "shapes": ("shapes_warm", "shapes_guess"),
     "frozen_lake": ("frozen_lake_warm",),
     "sight_and_sound": ("sight_and_sound_warm", "sight_and_sound_guess"),
+    "sokoban": ("tiny/vagen_sokoban_warm",),
+    "geometry": ("tiny/geo3k_multi_turn_warm",),
 }
 
 

@@ -111,9 +111,9 @@ def run_of(path: str | Path) -> Path | None:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Recipes that come with the package, by name."""
+    """Recipes that come with the package, by name: ``shapes``, ``tiny/vagen_sokoban``."""
     folder = Path(__file__).resolve().parents[1] / "assets" / "recipes"
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
 
 
 def _apply(override: str, data: dict[str, Any], origins: dict[Place, str]) -> None:

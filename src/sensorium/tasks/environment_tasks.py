@@ -30,7 +30,8 @@ ALIKE = 100
 class EnvironmentTasks:
     """``size`` starts of one environment from one side of the split; all different unless ``distinct`` is off.
 
-    The environment class tells a start's content by ``content_key(seed, options)``.
+    The environment class tells a start's content by ``content_key(seed, options)``. One that ``stands_for`` another
+    (``remote``, ``isolated``) gives its tasks that one's name, so that they are sampled alike wherever they are played.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class EnvironmentTasks:
                 f"environments: '{environment}' has no content_key(seed, options), so train and test cannot be told apart. "
                 "Give its class one that returns what a seed leads to, such as the map as text."
             )
+        self.name = str(self.options.get("environment", environment)) if getattr(kind, "stands_for", False) else environment
         self.seeds = self._choose(kind, size, seed, distinct)
 
     def __len__(self) -> int:
@@ -71,9 +73,9 @@ class EnvironmentTasks:
     def __getitem__(self, index: int) -> Task:
         seed = self.seeds[index]
         return Task(
-            id=f"{self.environment}-{self.split}-{seed}",
+            id=f"{self.name}-{self.split}-{seed}",
             environment=EnvironmentSpec(self.environment, self.options, seed),
-            metadata={"category": self.environment},
+            metadata={"category": self.name},
         )
 
     def _choose(self, kind: Any, size: int, seed: int, distinct: bool) -> tuple[int, ...]:

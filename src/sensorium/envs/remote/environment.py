@@ -22,6 +22,7 @@ class RemoteEnvironment:
     """
 
     instant = False
+    stands_for = True
     recipe_only = ("servers",)
 
     def __init__(

@@ -36,6 +36,7 @@ class IsolatedEnvironment:
     """``environment`` with ``options``, in a process limited to ``memory_mib`` of memory and ``deadline_s`` a call."""
 
     instant = False
+    stands_for = True
     recipe_only = ("environment", "memory_mib", "deadline_s")
 
     def __init__(
