@@ -43,7 +43,10 @@ ESTIMATORS = {
     "turn_wise_gae": ["algorithm.advantage={name: turn_wise_gae, turn_lam: 0.95}", CRITIC[0], *TURNS],
     "bi_level_gae": ["algorithm.advantage={name: bi_level_gae}", *CRITIC, *TURNS],
 }
-COMPARED = {"frozen_lake": ("frozen_lake", LAKE), "sokoban": ("tiny/vagen_sokoban", ["optimizer.lr=3e-4"])}
+COMPARED = {
+    "frozen_lake": ("frozen_lake", LAKE),
+    "sokoban": ("tiny/vagen_sokoban", ["steps=24", "batch.prompts_per_step=16"]),
+}
 """By name: the recipe that estimators are compared on, and the budget that they share."""
 
 

@@ -24,7 +24,7 @@ STAGES = {
     "frozen_lake": ("frozen_lake_warm",),
     "sight_and_sound": ("sight_and_sound_warm", "sight_and_sound_guess"),
     "sokoban": ("tiny/vagen_sokoban_warm",),
-    "geometry": ("tiny/geo3k_multi_turn_warm",),
+    "geometry": ("tiny/geo3k_multi_turn_warm", "tiny/geo3k_multi_turn_guess"),
 }
 
 

@@ -1,6 +1,7 @@
-"""docs/environments.md: its asynchronous environment plays against a real service, and pays by name."""
+"""docs/environments.md: its examples are validated, played and trained, against a real service where they need one."""
 
 import asyncio
+import io
 import re
 import socketserver
 import threading
@@ -10,15 +11,18 @@ from typing import Any
 
 import pytest
 
+from sensorium.cli.main import main
 from sensorium.engines.protocol import Request, Sampling
 from sensorium.engines.scripted import ScriptedEngine
 from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
+from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import RolloutSection
 from sensorium.rewards.environment import EnvironmentReward
 from sensorium.rewards.scorer import Scorer
 from sensorium.rollout.play import Attempt, Rollout
+from sensorium.trainer.run import train
 from sensorium.vocabulary import EnvironmentSpec, Status, Task
 
 PAGE = (Path(__file__).parents[2] / "docs/environments.md").read_text()
@@ -45,7 +49,7 @@ def port() -> Iterator[int]:
 
 def test_an_environment_whose_methods_are_coroutines_plays_with_a_service(port: int, tmp_path: Path) -> None:
     code: dict[str, Any] = {}
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (block,) = (found for found in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "class Guess" in found)
     exec(block, code)
     policy = load_policy(str(make_tiny("qwen2_5_vl", tmp_path)), store=MediaStore(), device="cpu")
 
@@ -66,3 +70,22 @@ def test_an_environment_whose_methods_are_coroutines_plays_with_a_service(port: 
     scored = asyncio.run(Scorer([(EnvironmentReward(), 1.0)]).score_group(group)).episodes[0]
     assert {s.name: s.value for s in scored.scores} == {"environment/goal": 1.0, "environment/turn": pytest.approx(-0.3)}
     rollout.close()
+
+
+def test_the_environment_of_five_minutes_is_validated_played_and_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    code, recipe = (
+        next(found for found in re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) if "coins" in found.lower())
+        for kind in ("python", "yaml")
+    )
+    Path("coins.py").write_text(code)
+    Path("coins.yaml").write_text(recipe)
+    assert main(["validate", "coins.yaml"]) == 0
+    assert "0 warnings, 0 errors" in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO("left\nleft\n"))
+    assert main(["play", "coins.yaml", "--episodes", "2"]) == 0
+    assert capsys.readouterr().out.count("turn 1: larger") == 2
+    train(load_recipe("coins.yaml", ["steps=1", "warm_start.steps=1", "health.sight_tasks=0", "threads=1"]))
