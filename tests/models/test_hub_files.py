@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sensorium.assembly.models import load_trained, write_source
 from sensorium.media.store import MediaStore
 from sensorium.models.checkpoint_source import describe_source
 from sensorium.models.load import load_policy
@@ -16,6 +17,7 @@ from sensorium.models.weight_files import INDEX
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import LoraSection
 from sensorium.recipe.shape import read_shape
+from sensorium.record.run_directory import RunDirectory
 from sensorium.vocabulary.errors import ModelError, RecipeError
 
 NAME = "some/model"
@@ -81,3 +83,14 @@ def test_a_revision_of_what_is_no_hub_id_is_refused(tmp_path: Path) -> None:
     for path in ("tiny:qwen2", str(tmp_path)):
         with pytest.raises(RecipeError, match=r"model\.revision.*it is for hub ids"):
             load_recipe("shapes", [f"model.path={path}", "model.revision=main"])
+
+
+def test_a_resumed_lora_run_takes_the_commit_it_began_with_though_the_branch_has_moved(cache: Path, tmp_path: Path) -> None:
+    recipe = load_recipe("shapes", [f"model.path={NAME}", "model.lora.rank=2", "model.device=cpu"])
+    directory = RunDirectory(tmp_path / "run").create()
+    began = load_trained(recipe, MediaStore())
+    write_source(recipe, directory, "official")
+    began.save(directory.checkpoint_of(1))
+    (cache / "refs" / "main").write_text(OTHER)
+    assert torch.equal(embeddings(load_trained(recipe, MediaStore(), directory.checkpoint_of(1))), embeddings(began))
+    assert not torch.equal(embeddings(load_trained(recipe, MediaStore())), embeddings(began))

@@ -1,10 +1,11 @@
 """The models of a run: loaded as the recipe holds them, from the recipe's own path or from what a run has written."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from sensorium.media.decoder import Decoder, open_decoder
 from sensorium.media.store import MediaStore
-from sensorium.models.checkpoint_source import describe_source
+from sensorium.models.checkpoint_source import CheckpointSource, describe_source
 from sensorium.models.load import load_policy
 from sensorium.models.lora import FOLDER
 from sensorium.models.policy import Policy
@@ -26,11 +27,12 @@ def load_model(
     decoder: Decoder | None = None,
     *,
     verified: bool = False,
+    commit: str = "",
 ) -> Policy:
     """The model at ``path``, in the recipe's family, precision and place; without adapters unless some are asked for.
 
-    Its media are decoded by ``decoder``, or by one of its own as the recipe's media section says. A run's checkpoint is
-    compared with its digests first, unless it is ``verified``.
+    ``commit`` of a hub id is taken instead of the recipe's revision. Its media are decoded by ``decoder``, or by one of its
+    own as the recipe's media section says. A run's checkpoint is compared with its digests unless it is ``verified``.
     """
     model, media = recipe.model, recipe.media
     if not verified:
@@ -41,7 +43,7 @@ def load_model(
         dtype=model.dtype,
         device=model.device,
         family=model.family,
-        revision=model.revision if path == model.path else "",
+        revision=commit or (model.revision if path == model.path else ""),
         dequantize=model.dequantize,
         lora=lora,
         seed=recipe.seed,
@@ -73,7 +75,8 @@ def load_trained(
 ) -> Policy:
     """The policy to be trained: as the recipe starts it, or exactly as it was when ``checkpoint`` was saved.
 
-    Under LoRA that is the base of model.path with the checkpoint's adapters, not the rounded sum of both.
+    Under LoRA that is the base of model.path with the checkpoint's adapters, not the rounded sum of both; of a hub id the
+    commit that the run began with, wherever its branch is today.
     """
     lora = recipe.model.lora
     if lora.rank == 0:
@@ -83,13 +86,29 @@ def load_trained(
         for parameter in (p for name in recipe.model.freeze for p in groups.get(name, {}).values()):
             parameter.requires_grad_(False)  # what frozen towers compute is cached, wherever the learner is
         return policy
-    policy = load_model(recipe, recipe.model.path, store, lora, decoder)
+    policy = load_model(recipe, recipe.model.path, store, lora, decoder, commit=_commit_of_run(recipe, checkpoint))
     if checkpoint is not None:
         assert policy.adapters is not None
         policy.adapters.load(checkpoint / FOLDER)
     return policy
 
 
-def write_source(recipe: Recipe, directory: RunDirectory) -> None:
-    """Write down in a run which checkpoint it starts from, and where that lies, for its export."""
-    write_whole(directory.source, describe_source(recipe.model.path, recipe.model.revision).to_json())
+def write_source(recipe: Recipe, directory: RunDirectory, sampling: str) -> None:
+    """Write down in a run which checkpoint it starts from, where that lies, and by which rule its family takes frames."""
+    source = describe_source(recipe.model.path, recipe.model.revision)
+    write_whole(directory.source, replace(source, sampling=sampling).to_json())
+
+
+def recorded_sampling(directory: RunDirectory) -> str:
+    """The rule by which a run took the frames of videos that say none; empty if it is not on record."""
+    return CheckpointSource.read(directory.source).sampling if directory.source.is_file() else ""
+
+
+def _commit_of_run(recipe: Recipe, checkpoint: Path | None) -> str:
+    """The hub's commit of model.path that the run of a checkpoint began with; empty if it is not on record."""
+    for folder in checkpoint.resolve().parents[:3] if checkpoint is not None else ():
+        directory = RunDirectory(folder)
+        if directory.source.is_file():
+            source = CheckpointSource.read(directory.source)
+            return source.revision if source.path == recipe.model.path else ""
+    return ""

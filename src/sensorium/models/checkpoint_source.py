@@ -11,11 +11,15 @@ from sensorium.vocabulary.errors import CheckpointError, ModelError
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """``path`` as the recipe names it, ``folder`` where it lay (absolute), ``revision``: the hub's commit, for a hub id."""
+    """``path`` as the recipe names it, ``folder`` where it lay (absolute), ``revision``: the hub's commit, for a hub id.
+
+    ``sampling``: the rule by which the run's family takes the frames of videos that say none.
+    """
 
     path: str
     folder: str = ""
     revision: str = ""
+    sampling: str = ""
 
     def to_json(self) -> str:
         """What ``read`` reads."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sensorium.assembly.determinism import settle
 from sensorium.assembly.local_learner import LearnerMaker, local_learner
-from sensorium.assembly.models import load_trained, write_source
+from sensorium.assembly.models import load_trained, recorded_sampling, write_source
 from sensorium.assembly.session import (
     make_sources,
     make_stream,
@@ -32,7 +32,7 @@ from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.claim import begin, begin_again, go_on, no_checkpoint, refuse_fewer_steps, write_recipe
 from sensorium.trainer.health.at_start import long_demonstrations, refuse_without_demonstrations, start_notes
 from sensorium.trainer.loop import Trainer
-from sensorium.trainer.seen_tasks import changed_tasks, remember_tasks
+from sensorium.trainer.seen_tasks import changed_tasks, refuse_other_frames, remember_tasks
 from sensorium.vocabulary.errors import CheckpointError, RecordError, SensoriumError
 from sensorium.workers.event_loop import run_async
 
@@ -79,8 +79,6 @@ def open_trainer(
     saved = None if last is None else checkpoints.path(last)
     store = open_store(recipe, directory.media)
     session = open_session(recipe, load_trained(recipe, store, saved), ledger, directory.path)
-    if not resume or not directory.source.exists():
-        write_source(recipe, directory)
     stream = make_stream(recipe, session.store)
     planner = make_planner(recipe.tasks.planner, stream, session.store)
     sources = make_sources(recipe.tasks.evaluate, session.store, "tasks.evaluate")
@@ -89,6 +87,11 @@ def open_trainer(
     refuse_without_demonstrations(recipe, few)
     refuse_strange_tasks(session, [*held_out, *few])
     unanswered = refuse_unanswered(session, few, held_out)
+    sampling = session.policy.chat.media_format.frame_rule.sampling
+    if resume:
+        refuse_other_frames(directory, recorded_sampling(directory), sampling, [*few, *held_out])
+    if not resume or not directory.source.exists():
+        write_source(recipe, directory, sampling)
     if resume:
         found += changed_tasks(directory, [*few, *held_out])
     else:

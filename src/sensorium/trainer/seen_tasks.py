@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from sensorium.record.durable import read_json, write_whole
 from sensorium.record.run_directory import RunDirectory
 from sensorium.rewards.judgements import task_digest
+from sensorium.vocabulary.content import Media
+from sensorium.vocabulary.decoding import VideoParameters
+from sensorium.vocabulary.errors import CheckpointError
 from sensorium.vocabulary.task import Task
 
 
@@ -36,3 +39,25 @@ def changed_tasks(directory: RunDirectory, tasks: Sequence[Task]) -> list[str]:
         "were replaced since. The run goes on with what is there now, and is not the run that was begun; put the data "
         "back, or start a new run."
     ]
+
+
+def refuse_other_frames(directory: RunDirectory, then: str, now: str, tasks: Sequence[Task]) -> None:
+    """Refuse to go on where videos that name no rule of sampling would show other frames ``now`` than ``then``.
+
+    Versions that did not write the rule down (then it is empty) took frames at the middles of intervals.
+    """
+    if now == (then or "middle"):
+        return
+    open_ones = [task for task in tasks for message in task.messages for item in message.media if _leaves_open(item)]
+    if open_ones:
+        told = f"by '{then}'" if then else "by 'middle', for an earlier version began it,"
+        raise CheckpointError(
+            f"'{directory.path}' took the frames of videos {told} where a task says nothing (task '{open_ones[0].id}' does "
+            f"not), and this version takes them by '{now}': the run would go on with other frames. To go on as it was, "
+            f"write 'sampling: {then or 'middle'}' into the options of its videos (tasks, options, video) in "
+            f"'{directory.recipe}'; or start a new run."
+        )
+
+
+def _leaves_open(item: Media) -> bool:
+    return isinstance(item.parameters, VideoParameters) and item.parameters.sampling is None
