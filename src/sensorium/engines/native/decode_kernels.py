@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from sensorium.engines.native.attention_kernels import attend_own, attend_shared, merge
+from sensorium.engines.native.attention_kernels import attend_both, attend_own, attend_shared, merge
 from sensorium.engines.native.decode_ops import TorchOps
 from sensorium.engines.native.decode_state import TILE_ROWS, DecodeRows
+from sensorium.engines.native.launch_ahead import after_previous, launch_ahead, next_may_start
 from sensorium.engines.native.product_kernels import LARGEST_GATED, fits, gated_products, product_parts
 from sensorium.engines.native.sampler import unit_bits
 from sensorium.engines.native.sampler_kernels import chunk_mass, draw_tokens, largest_logits
@@ -27,6 +28,7 @@ from sensorium.models.layer_parts import GatedMLP, LayerParts, NormWeights
 
 CHUNK = 4096  # entries of the vocabulary that one program of the sampler reads
 PROGRAMS = 528  # programs of attention that keep a GPU busy: four for each multiprocessor of an H200
+TOGETHER = 64  # rows up to which shared and own pages are one launch: above, two beside each other fill the GPU better
 LOG2_E = math.log2(math.e)
 
 
@@ -80,6 +82,7 @@ class TritonOps(TorchOps):
         _add_parts_norm[(rows,)](
             parts_PBW, layer.bias if layer.bias is not None else norm.weight, residual_BW, norm.weight, out_BW, summed_BW,
             rows, width, norm.eps, PARTS=parts, BIAS=layer.bias is not None, W=triton.next_power_of_2(width), num_warps=8,
+            **launch_ahead(x_BK),
         )  # fmt: skip
         return out_BW, summed_BW
 
@@ -147,7 +150,7 @@ class TritonOps(TorchOps):
             *projected, *(biases or (query_BHD,) * 3), *rotary, first.weight, second.weight, query_BHD, layer_block[0],
             layer_block[1], rows.table_BP, rows.lengths_B, rows.table_BP.shape[1], batch, first.eps,
             PARTS=parts, BIAS=bool(biases), NORM=norms is not None, HEADS=heads, KV=kv_heads, SIZE=size,
-            D=triton.next_power_of_2(size), PAGE=page, num_warps=1,
+            D=triton.next_power_of_2(size), PAGE=page, num_warps=1, **launch_ahead(query_BHD),
         )  # fmt: skip
         return query_BHD
 
@@ -164,29 +167,39 @@ class TritonOps(TorchOps):
             "KV": kv_heads, "SHARE": share, "SIZE": size, "D": max(16, triton.next_power_of_2(size)), "PAGE": page,
             "TOTAL": total, "PRECISION": "ieee" if query_BHD.dtype == torch.float32 else "tf32",
         }  # fmt: skip
-        pointers = (query_BHD, layer_block[0], layer_block[1], rows.table_BP, rows.lengths_B, rows.shared_B)
+        pages = (query_BHD, layer_block[0], layer_block[1], rows.table_BP)
+        tiles = (rows.tile_first_B, rows.tile_rows_B)
         rest = (partial, weight, rows.table_BP.shape[1], scaling * LOG2_E)
+        own_m, shared_m = (max(16, triton.next_power_of_2(count * share)) for count in (1, TILE_ROWS))
+        ahead = launch_ahead(query_BHD)
 
         def own() -> Tensor:
             attend_own[(batch, kv_heads, own_splits)](
-                *pointers, *rest, SPLITS=own_splits, FIRST=shared_splits, M=max(16, triton.next_power_of_2(share)),
-                **common, num_warps=4, num_stages=3,
+                *pages, rows.lengths_B, rows.shared_B, *rest, SPLITS=own_splits, FIRST=shared_splits, M=own_m,
+                **common, **ahead, num_warps=4, num_stages=3,
             )  # fmt: skip
             return partial
 
         def shared() -> Tensor:
             attend_shared[(batch // 2, kv_heads, shared_splits)](
-                *pointers, rows.tile_first_B, rows.tile_rows_B, *rest, SPLITS=shared_splits,
-                M=max(16, triton.next_power_of_2(TILE_ROWS * share)), **common, num_warps=4, num_stages=2,
-            )  # fmt: skip
+                *pages, rows.shared_B, *tiles, *rest, SPLITS=shared_splits, M=shared_m, **common, num_warps=4, num_stages=2
+            )
             return partial
 
-        self.together(own, *([shared] if batch > 1 else []))
+        alone = batch <= TOGETHER
+        if alone:
+            count = batch // 2 * kv_heads * shared_splits + batch * kv_heads * own_splits
+            attend_both[(count,)](
+                *pages, rows.lengths_B, rows.shared_B, *tiles, *rest, batch // 2, SHARED_SPLITS=shared_splits,
+                OWN_SPLITS=own_splits, SHARED_M=shared_m, OWN_M=own_m, **common, **ahead, num_warps=4, num_stages=2,
+            )  # fmt: skip
+        else:
+            self.together(own, shared)
         out_BHD = torch.empty_like(query_BHD)
         merge[(batch, heads)](
             partial, weight, rows.shared_B, out_BHD,
             HEADS=heads, SIZE=size, D=triton.next_power_of_2(size), TOTAL=total, SHARED=shared_splits,
-            S=triton.next_power_of_2(total), num_warps=2,
+            S=triton.next_power_of_2(total), num_warps=2, **(ahead if alone else {"AHEAD": False}),
         )  # fmt: skip
         return out_BHD.flatten(1)
 
@@ -233,9 +246,11 @@ def splits(batch: int, kv_heads: int) -> tuple[int, int]:
 @triton.jit
 def _add_parts_norm(
     parts, bias, residual, weight, out, summed, rows, width, eps,
-    PARTS: tl.constexpr, BIAS: tl.constexpr, W: tl.constexpr,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, W: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """``add_norm`` of a product that comes in parts."""
+    next_may_start(AHEAD)
+    after_previous(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, W)
     inside = place < width
@@ -275,8 +290,10 @@ def _place(
     query, key, value, query_bias, key_bias, value_bias, cos, sin, query_gain, key_gain, query_out, key_pages, value_pages,
     table, lengths, width, rows, eps,
     PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, SIZE: tl.constexpr,
-    D: tl.constexpr, PAGE: tl.constexpr,
+    D: tl.constexpr, PAGE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    next_may_start(AHEAD)
+    after_previous(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     d = tl.arange(0, D)
