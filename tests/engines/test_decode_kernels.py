@@ -11,7 +11,7 @@ from sensorium.engines.native.decode_ops import TorchOps
 from sensorium.engines.native.decode_state import DecodeRows, DecodeState, RowLayout
 from sensorium.engines.native.pages import PAGE
 from sensorium.engines.protocol import Sampling
-from sensorium.models.layer_parts import GatedMLP, LayerParts, NormWeights
+from sensorium.models.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights
 
 pytestmark = [pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")]
 if torch.cuda.is_available():
@@ -165,6 +165,37 @@ def test_products_in_parts_are_products(kernels: TorchOps, dtype: torch.dtype, r
     gate, up = (torch.nn.Linear(256, 384, bias=False, device=DEVICE, dtype=dtype).requires_grad_(False) for _ in range(2))
     inner = GatedMLP(gate, up, torch.nn.Identity())
     assert close(kernels.gated(inner, x), plain.gated(inner, x))
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter has no bfloat16")
+@pytest.mark.parametrize("rows", [3, 100, 200])
+def test_early_layers_compute_from_activations_of_eleven_bits(kernels: TorchOps, rows: int) -> None:
+    plain, half = TorchOps(), torch.float16
+    gate, up, down = (
+        torch.nn.Linear(size, out, bias=False, device=DEVICE, dtype=torch.bfloat16).requires_grad_(False)
+        for size, out in ((256, 384), (256, 384), (384, 256))
+    )
+    inner, norm = GatedMLP(gate, up, down), NormWeights(normal(256, dtype=torch.bfloat16, seed=2), 1e-6)
+    x, residual = normal(rows, 256).to(half), normal(rows, 256, seed=1)
+    exact = exact_of(x, gate, up)
+    for ops in (kernels, plain):
+        values = ops.gated(inner, x)
+        assert values.dtype == half
+        assert (values.float() * FINE_SCALE - exact).abs().max() <= 2e-3 * exact.abs().max()
+        normed, summed = ops.add_product(down, values, residual, norm, half)
+        wanted = residual + exact @ down.weight.float().T
+        assert (summed - wanted).abs().max() <= 2e-3 * wanted.abs().max()
+        assert (normed.float() - plain.norm(wanted, norm).float()).abs().max() <= 0.01 * normed.float().abs().max()
+        assert normed.dtype == half
+    with torch.no_grad():
+        gate.weight.mul_(2)
+    kernels.renew()
+    exact = exact_of(x, gate, up)  # also where a copy of the weights was kept
+    assert (kernels.gated(inner, x).float() * FINE_SCALE - exact).abs().max() <= 2e-3 * exact.abs().max()
+
+
+def exact_of(x: Tensor, gate: torch.nn.Linear, up: torch.nn.Linear) -> Tensor:
+    return torch.nn.functional.silu(x.float() @ gate.weight.float().T) * (x.float() @ up.weight.float().T)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -77,6 +77,11 @@ class FusedLayer:
         )
         return self._second_half(wide_linear(parts.out, seen_BTHD.flatten(2)), hidden_BTW)
 
+    @property
+    def fine(self) -> bool:
+        """Whether its MLP computes from float16 activations."""
+        return self._parts.fine
+
     def norm(self, x: Tensor, norm: NormWeights) -> Tensor:
         """RMSNorm in the kind of its weight."""
         normed: Tensor = self._kernels.Norm.apply(x, norm.weight, norm.eps)
@@ -103,7 +108,7 @@ class FusedLayer:
             if all(layer.bias is None for layer in layers):
                 weights = [layer.weight for layer in layers]
                 block: Tensor = products.GatedBlock.apply(
-                    seen_BTW, hidden_BTW, between.weight, between.eps, *weights, not self.lean
+                    seen_BTW, hidden_BTW, between.weight, between.eps, *weights, not self.lean, self._parts.fine
                 )
                 return block
         normed_BTW, sum_BTW = self._kernels.AddNorm.apply(seen_BTW, hidden_BTW, between.weight, between.eps)
@@ -126,7 +131,7 @@ def fused_layers(model: Any, rotary: Callable[[Tensor, Tensor], tuple[Tensor, Te
         if find_spec("triton") is None:
             raise UnknownLayer("Triton is not installed")
         fused = [FusedLayer(parts_of(layer)) for layer in layers]
-        kinds = {type(layer.mlp): i for i, layer in reversed(list(enumerate(layers)))}
+        kinds = {(type(layer.mlp), fused[i].fine): i for i, layer in reversed(list(enumerate(layers)))}
         last = norm_of(model.norm)
         for i in kinds.values():
             check(layers[i], fused[i], rotary)

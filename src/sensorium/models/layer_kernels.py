@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sensorium.models.layer_parts import FINE_SCALE
+
 NORM_PROGRAMS = 528  # programs of a norm's backward: each sums the weight's gradient over its rows
 
 
@@ -87,7 +89,14 @@ class Gate(torch.autograd.Function):
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up of contiguous tensors."""
     out, count = torch.empty_like(gate), gate.numel()
-    _gate[(triton.cdiv(count, 2048),)](gate, up, out, count, BLOCK=2048, num_warps=8)
+    _gate[(triton.cdiv(count, 2048),)](gate, up, out, count, SCALE=1.0, BLOCK=2048, num_warps=8)
+    return out
+
+
+def gated_finely(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up of contiguous float32 tensors in float16, divided by ``FINE_SCALE``."""
+    out, count = torch.empty_like(gate, dtype=torch.float16), gate.numel()
+    _gate[(triton.cdiv(count, 2048),)](gate, up, out, count, SCALE=1 / FINE_SCALE, BLOCK=2048, num_warps=8)
     return out
 
 
@@ -106,19 +115,21 @@ def normed(x: Tensor, weight_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return _launch_norm(x, None, weight_W, eps, None)
 
 
-def add_normed(x: Tensor, residual: Tensor, weight_W: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The RMSNorm of a sum of contiguous rows, the sum in the residual's kind, and the norm's scales."""
+def add_normed(
+    x: Tensor, residual: Tensor, weight_W: Tensor, eps: float, kind: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The RMSNorm of a sum of contiguous rows in ``kind`` or the weight's, the sum in the residual's, the norm's scales."""
     summed = torch.empty_like(residual)
-    out, scale_N = _launch_norm(x, residual, weight_W, eps, summed)
+    out, scale_N = _launch_norm(x, residual, weight_W, eps, summed, kind)
     return out, summed, scale_N
 
 
 def _launch_norm(
-    x: Tensor, residual: Tensor | None, weight_W: Tensor, eps: float, summed: Tensor | None
+    x: Tensor, residual: Tensor | None, weight_W: Tensor, eps: float, summed: Tensor | None, kind: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     rows = x.numel() // width
-    out = torch.empty_like(x, dtype=weight_W.dtype)
+    out = torch.empty_like(x, dtype=kind or weight_W.dtype)
     scale_N = torch.empty(rows, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
     _norm[(rows,)](
@@ -235,14 +246,23 @@ def _rotate(
 
 
 @triton.jit
-def _gate(gate, up, out, count, BLOCK: tl.constexpr):
+def fitted(value, SCALE: tl.constexpr):
+    """As float16 holds it: scaled, and no larger than its largest number."""
+    return tl.minimum(tl.maximum(value * SCALE, -65504.0), 65504.0).to(tl.float16)
+
+
+@triton.jit
+def _gate(gate, up, out, count, SCALE: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     opened = tl.load(gate + place, mask=inside, other=0.0)
-    kind = opened.dtype
     wide = opened.to(tl.float32)
     silu = wide / (1.0 + tl.exp(-wide))
-    tl.store(out + place, (silu * tl.load(up + place, mask=inside, other=0.0).to(tl.float32)).to(kind), mask=inside)
+    found = silu * tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
+    if SCALE == 1.0:
+        tl.store(out + place, found.to(opened.dtype), mask=inside)
+    else:
+        tl.store(out + place, fitted(found, SCALE), mask=inside)
 
 
 @triton.jit

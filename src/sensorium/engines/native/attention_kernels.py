@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sensorium.engines.native.launch_ahead import after_previous, next_may_start
+from sensorium.engines.native.launch_ahead import after_previous
 
 
 def write_entries(new_NKD: Tensor, pages_NKPD: Tensor, page_N: Tensor, offset_N: Tensor) -> None:
@@ -63,44 +63,50 @@ def _over_pages(
 
 
 @triton.jit
-def _shared_part(
-    query, key_pages, value_pages, table, shared, tile_first, tile_rows, partial, weights, width, factor, tile, k, split,
+def attend_shared(
+    query, key_pages, value_pages, table, lengths, shared, tile_first, tile_rows, partial, weights, width, factor,
     SPLITS: tl.constexpr, M: tl.constexpr, KV: tl.constexpr, SHARE: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, TOTAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All queries of a tile's rows to one key head, over a split of the pages they share."""
+    tile = tl.program_id(0)
+    k = tl.program_id(1)
+    split = tl.program_id(2)
     count = tl.load(tile_rows + tile)
     first = tl.load(tile_first + tile)
+    if count < 2:
+        return
     common = tl.load(shared + first).to(tl.int32)
-    if (count > 1) & (common > 0):
-        m = tl.arange(0, M)
-        d = tl.arange(0, D)
-        row = first + m // SHARE
-        head = k * SHARE + m % SHARE
-        real = m < count * SHARE
-        at = (row * (KV * SHARE) + head).to(tl.int64)
-        used = real[:, None] & (d < SIZE)[None, :]
-        q = tl.load(query + at[:, None] * SIZE + d[None, :], mask=used, other=0.0)
-        each = tl.cdiv(common // PAGE, SPLITS)
-        low = split * each
-        high = tl.minimum(low + each, common // PAGE)
-        summed, weight, largest = _over_pages(
-            q, key_pages, value_pages, table + first * width, k, low, high, common, factor, KV, SIZE, D, PAGE, M, PRECISION
-        )
-        divisor = tl.where(weight > 0, weight, 1.0)
-        tl.store(partial + (at * TOTAL + split)[:, None] * SIZE + d[None, :], summed / divisor[:, None], mask=used)
-        tl.store(
-            weights + at * TOTAL + split, tl.where(weight > 0, largest + tl.log2(divisor), float("-inf")), mask=real
-        )
+    if common == 0:
+        return
+    m = tl.arange(0, M)
+    d = tl.arange(0, D)
+    row = first + m // SHARE
+    head = k * SHARE + m % SHARE
+    real = m < count * SHARE
+    at = (row * (KV * SHARE) + head).to(tl.int64)
+    used = real[:, None] & (d < SIZE)[None, :]
+    q = tl.load(query + at[:, None] * SIZE + d[None, :], mask=used, other=0.0)
+    each = tl.cdiv(common // PAGE, SPLITS)
+    low = split * each
+    high = tl.minimum(low + each, common // PAGE)
+    summed, weight, largest = _over_pages(
+        q, key_pages, value_pages, table + first * width, k, low, high, common, factor, KV, SIZE, D, PAGE, M, PRECISION
+    )
+    divisor = tl.where(weight > 0, weight, 1.0)
+    tl.store(partial + (at * TOTAL + split)[:, None] * SIZE + d[None, :], summed / divisor[:, None], mask=used)
+    tl.store(weights + at * TOTAL + split, tl.where(weight > 0, largest + tl.log2(divisor), float("-inf")), mask=real)
 
 
 @triton.jit
-def _own_part(
-    query, key_pages, value_pages, table, lengths, shared, partial, weights, width, factor, row, k, split,
+def attend_own(
+    query, key_pages, value_pages, table, lengths, shared, partial, weights, width, factor,
     SPLITS: tl.constexpr, FIRST: tl.constexpr, M: tl.constexpr, KV: tl.constexpr, SHARE: tl.constexpr, SIZE: tl.constexpr,
-    D: tl.constexpr, PAGE: tl.constexpr, TOTAL: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, PAGE: tl.constexpr, TOTAL: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One row's queries to one key head, over a split of the pages that are its own."""
+    after_previous(AHEAD)
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1)
+    split = tl.program_id(2)
     seen = tl.minimum(tl.load(lengths + row) + 1, width * PAGE).to(tl.int32)
     begin = (tl.load(shared + row) // PAGE).to(tl.int32)
     end = tl.cdiv(seen, PAGE)
@@ -123,67 +129,10 @@ def _own_part(
 
 
 @triton.jit
-def attend_shared(
-    query, key_pages, value_pages, table, shared, tile_first, tile_rows, partial, weights, width, factor,
-    SPLITS: tl.constexpr, M: tl.constexpr, KV: tl.constexpr, SHARE: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
-    PAGE: tl.constexpr, TOTAL: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    _shared_part(
-        query, key_pages, value_pages, table, shared, tile_first, tile_rows, partial, weights, width, factor,
-        tl.program_id(0), tl.program_id(1), tl.program_id(2), SPLITS, M, KV, SHARE, SIZE, D, PAGE, TOTAL, PRECISION,
-    )  # fmt: skip
-
-
-@triton.jit
-def attend_own(
-    query, key_pages, value_pages, table, lengths, shared, partial, weights, width, factor,
-    SPLITS: tl.constexpr, FIRST: tl.constexpr, M: tl.constexpr, KV: tl.constexpr, SHARE: tl.constexpr, SIZE: tl.constexpr,
-    D: tl.constexpr, PAGE: tl.constexpr, TOTAL: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    next_may_start(AHEAD)
-    after_previous(AHEAD)
-    _own_part(
-        query, key_pages, value_pages, table, lengths, shared, partial, weights, width, factor,
-        tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2),
-        SPLITS, FIRST, M, KV, SHARE, SIZE, D, PAGE, TOTAL, PRECISION,
-    )  # fmt: skip
-
-
-@triton.jit
-def attend_both(
-    query, key_pages, value_pages, table, lengths, shared, tile_first, tile_rows, partial, weights, width, factor, tiles,
-    SHARED_SPLITS: tl.constexpr, OWN_SPLITS: tl.constexpr, SHARED_M: tl.constexpr, OWN_M: tl.constexpr, KV: tl.constexpr,
-    SHARE: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TOTAL: tl.constexpr,
-    PRECISION: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """Shared and own pages in one launch: for few rows, where launches are what takes the time."""
-    next_may_start(AHEAD)
-    after_previous(AHEAD)
-    program = tl.program_id(0)
-    first_own = tiles * (KV * SHARED_SPLITS)
-    if program < first_own:
-        _shared_part(
-            query, key_pages, value_pages, table, shared, tile_first, tile_rows, partial, weights, width, factor,
-            program // (KV * SHARED_SPLITS), program // SHARED_SPLITS % KV, program % SHARED_SPLITS,
-            SHARED_SPLITS, SHARED_M, KV, SHARE, SIZE, D, PAGE, TOTAL, PRECISION,
-        )  # fmt: skip
-    else:
-        own = program - first_own
-        _own_part(
-            query, key_pages, value_pages, table, lengths, shared, partial, weights, width, factor,
-            (own // (KV * OWN_SPLITS)).to(tl.int64), own // OWN_SPLITS % KV, own % OWN_SPLITS,
-            OWN_SPLITS, SHARED_SPLITS, OWN_M, KV, SHARE, SIZE, D, PAGE, TOTAL, PRECISION,
-        )  # fmt: skip
-
-
-@triton.jit
 def merge(
     partial, weights, shared, out,
     HEADS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, TOTAL: tl.constexpr, SHARED: tl.constexpr, S: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):  # fmt: skip
-    next_may_start(AHEAD)
-    after_previous(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     at = row * HEADS + tl.program_id(1)
     s = tl.arange(0, S)

@@ -16,19 +16,18 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from sensorium.engines.native.attention_kernels import attend_both, attend_own, attend_shared, merge
+from sensorium.engines.native.attention_kernels import attend_own, attend_shared, merge
 from sensorium.engines.native.decode_ops import TorchOps
 from sensorium.engines.native.decode_state import TILE_ROWS, DecodeRows
-from sensorium.engines.native.launch_ahead import after_previous, launch_ahead, next_may_start
+from sensorium.engines.native.launch_ahead import after_previous, launch_ahead
 from sensorium.engines.native.product_kernels import LARGEST_GATED, fits, gated_products, product_parts
 from sensorium.engines.native.sampler import unit_bits
 from sensorium.engines.native.sampler_kernels import chunk_mass, draw_tokens, largest_logits
-from sensorium.models.layer_kernels import add_normed, gated, normed
-from sensorium.models.layer_parts import GatedMLP, LayerParts, NormWeights
+from sensorium.models.layer_kernels import add_normed, gated, gated_finely, normed
+from sensorium.models.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights
 
 CHUNK = 4096  # entries of the vocabulary that one program of the sampler reads
 PROGRAMS = 528  # programs of attention that keep a GPU busy: four for each multiprocessor of an H200
-TOGETHER = 64  # rows up to which shared and own pages are one launch: above, two beside each other fill the GPU better
 LOG2_E = math.log2(math.e)
 
 
@@ -40,6 +39,7 @@ class TritonOps(TorchOps):
     def __init__(self) -> None:
         super().__init__()
         self._blocked: dict[tuple[int, int], Tensor] = {}
+        self._halves: dict[int, tuple[Tensor, Tensor]] = {}
         self._streams: list[torch.cuda.Stream] = []
 
     def together(self, first: Callable[[], Tensor], *others: Callable[[], Tensor]) -> list[Tensor]:
@@ -67,28 +67,48 @@ class TritonOps(TorchOps):
         """RMSNorm over the last axis."""
         return normed(x_BW, norm.weight, norm.eps)[0]
 
-    def add_norm(self, x_BW: Tensor, residual_BW: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        """The norm of the sum, and the sum."""
-        return add_normed(x_BW, residual_BW, norm.weight, norm.eps)[:2]
+    def add_norm(
+        self, x_BW: Tensor, residual_BW: Tensor, norm: NormWeights, kind: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of the sum in the weight's kind or another, and the sum."""
+        return add_normed(x_BW, residual_BW, norm.weight, norm.eps, kind)[:2]
 
-    def add_product(self, layer: nn.Module, x_BK: Tensor, residual_BW: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        """A linear layer's result added to the residual: the norm of the sum, and the sum."""
+    def add_product(
+        self, layer: nn.Module, x_BK: Tensor, residual_BW: Tensor, norm: NormWeights, kind: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """A linear layer's result added to the residual: the norm of the sum, in ``kind`` if given, and the sum."""
         if not fits([layer], x_BK):
-            return super().add_product(layer, x_BK, residual_BW, norm)
+            return super().add_product(layer, x_BK, residual_BW, norm, kind)
         assert isinstance(layer, nn.Linear)
         parts_PBW = product_parts(x_BK, [layer.weight])
         parts, rows, width = parts_PBW.shape
-        out_BW, summed_BW = x_BK.new_empty(rows, width), torch.empty_like(residual_BW)
+        out_BW, summed_BW = x_BK.new_empty(rows, width, dtype=kind or norm.weight.dtype), torch.empty_like(residual_BW)
         _add_parts_norm[(rows,)](
             parts_PBW, layer.bias if layer.bias is not None else norm.weight, residual_BW, norm.weight, out_BW, summed_BW,
-            rows, width, norm.eps, PARTS=parts, BIAS=layer.bias is not None, W=triton.next_power_of_2(width), num_warps=8,
-            **launch_ahead(x_BK),
+            rows, width, norm.eps, PARTS=parts, BIAS=layer.bias is not None, W=triton.next_power_of_2(width),
+            SCALE=1.0 if x_BK.dtype == layer.weight.dtype else FINE_SCALE, num_warps=8, **launch_ahead(x_BK),
         )  # fmt: skip
         return out_BW, summed_BW
 
     def gate(self, gate_BF: Tensor, up_BF: Tensor) -> Tensor:
         """SwiGLU."""
         return gated(gate_BF, up_BF)
+
+    def gate_finely(self, gate_BF: Tensor, up_BF: Tensor) -> Tensor:
+        """SwiGLU of float32 values in float16, divided by ``FINE_SCALE``."""
+        return gated_finely(gate_BF, up_BF)
+
+    def half(self, weight: Tensor) -> Tensor:
+        """A weight in float16, at a fixed address; kept, since many rows would take it at every step."""
+        key = weight.data_ptr()
+        if key not in self._halves:
+            self._halves[key] = (weight, weight.half())
+        return self._halves[key][1]
+
+    def renew(self) -> None:
+        """Weights changed in place: what was computed of them is computed again."""
+        for weight, half in self._halves.values():
+            half.copy_(weight)
 
     def gated(self, inner: GatedMLP, x_BW: Tensor) -> Tensor:
         """The inner values of a gated MLP."""
@@ -167,39 +187,29 @@ class TritonOps(TorchOps):
             "KV": kv_heads, "SHARE": share, "SIZE": size, "D": max(16, triton.next_power_of_2(size)), "PAGE": page,
             "TOTAL": total, "PRECISION": "ieee" if query_BHD.dtype == torch.float32 else "tf32",
         }  # fmt: skip
-        pages = (query_BHD, layer_block[0], layer_block[1], rows.table_BP)
-        tiles = (rows.tile_first_B, rows.tile_rows_B)
+        pointers = (query_BHD, layer_block[0], layer_block[1], rows.table_BP, rows.lengths_B, rows.shared_B)
         rest = (partial, weight, rows.table_BP.shape[1], scaling * LOG2_E)
-        own_m, shared_m = (max(16, triton.next_power_of_2(count * share)) for count in (1, TILE_ROWS))
-        ahead = launch_ahead(query_BHD)
 
         def own() -> Tensor:
             attend_own[(batch, kv_heads, own_splits)](
-                *pages, rows.lengths_B, rows.shared_B, *rest, SPLITS=own_splits, FIRST=shared_splits, M=own_m,
-                **common, **ahead, num_warps=4, num_stages=3,
+                *pointers, *rest, SPLITS=own_splits, FIRST=shared_splits, M=max(16, triton.next_power_of_2(share)),
+                **common, **launch_ahead(query_BHD), num_warps=4, num_stages=3,
             )  # fmt: skip
             return partial
 
         def shared() -> Tensor:
             attend_shared[(batch // 2, kv_heads, shared_splits)](
-                *pages, rows.shared_B, *tiles, *rest, SPLITS=shared_splits, M=shared_m, **common, num_warps=4, num_stages=2
-            )
+                *pointers, rows.tile_first_B, rows.tile_rows_B, *rest, SPLITS=shared_splits,
+                M=max(16, triton.next_power_of_2(TILE_ROWS * share)), **common, num_warps=4, num_stages=2,
+            )  # fmt: skip
             return partial
 
-        alone = batch <= TOGETHER
-        if alone:
-            count = batch // 2 * kv_heads * shared_splits + batch * kv_heads * own_splits
-            attend_both[(count,)](
-                *pages, rows.lengths_B, rows.shared_B, *tiles, *rest, batch // 2, SHARED_SPLITS=shared_splits,
-                OWN_SPLITS=own_splits, SHARED_M=shared_m, OWN_M=own_m, **common, **ahead, num_warps=4, num_stages=2,
-            )  # fmt: skip
-        else:
-            self.together(own, shared)
+        self.together(own, *([shared] if batch > 1 else []))
         out_BHD = torch.empty_like(query_BHD)
         merge[(batch, heads)](
             partial, weight, rows.shared_B, out_BHD,
             HEADS=heads, SIZE=size, D=triton.next_power_of_2(size), TOTAL=total, SHARED=shared_splits,
-            S=triton.next_power_of_2(total), num_warps=2, **(ahead if alone else {"AHEAD": False}),
+            S=triton.next_power_of_2(total), num_warps=2,
         )  # fmt: skip
         return out_BHD.flatten(1)
 
@@ -246,10 +256,9 @@ def splits(batch: int, kv_heads: int) -> tuple[int, int]:
 @triton.jit
 def _add_parts_norm(
     parts, bias, residual, weight, out, summed, rows, width, eps,
-    PARTS: tl.constexpr, BIAS: tl.constexpr, W: tl.constexpr, AHEAD: tl.constexpr,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, W: tl.constexpr, SCALE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """``add_norm`` of a product that comes in parts."""
-    next_may_start(AHEAD)
     after_previous(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, W)
@@ -258,6 +267,7 @@ def _add_parts_norm(
     value = tl.zeros((W,), tl.float32)
     for part in tl.static_range(PARTS):
         value += tl.load(parts + (part * rows + row) * width + place, mask=inside, other=0.0)
+    value *= SCALE
     if BIAS:
         value += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(residual + row * width + place, mask=inside, other=0.0)
@@ -292,7 +302,6 @@ def _place(
     PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, PAGE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    next_may_start(AHEAD)
     after_previous(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)

@@ -15,8 +15,10 @@ from sensorium.engines.native.decode_state import DecodeRows
 from sensorium.engines.native.pages import PAGE, attend
 from sensorium.engines.native.randomness import uniforms
 from sensorium.engines.native.sampler import sample
-from sensorium.models.layer_parts import GatedMLP, LayerParts, NormWeights
-from sensorium.models.wide_products import wide_linear
+from sensorium.models.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights
+from sensorium.models.wide_products import wide_linear, wide_product
+
+LARGEST_HALF = 65504.0  # the largest float16 number
 
 
 class TorchOps:
@@ -38,21 +40,43 @@ class TorchOps:
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
         return (norm.weight * wide.to(x_BW.dtype)).to(norm.weight.dtype)
 
-    def add_norm(self, x_BW: Tensor, residual_BW: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        """The norm of the sum, and the sum in the residual's kind."""
+    def add_norm(
+        self, x_BW: Tensor, residual_BW: Tensor, norm: NormWeights, kind: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of the sum in the weight's kind or another, and the sum in the residual's kind."""
         summed_BW = residual_BW + x_BW
-        return self.norm(summed_BW, norm), summed_BW
+        finer = norm if kind is None else NormWeights(norm.weight.to(kind), norm.eps)
+        return self.norm(summed_BW, finer), summed_BW
 
-    def add_product(self, layer: nn.Module, x_BK: Tensor, residual_BW: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        """A linear layer's result added to the residual: the norm of the sum, and the sum."""
-        return self.add_norm(wide_linear(layer, x_BK), residual_BW, norm)
+    def add_product(
+        self, layer: nn.Module, x_BK: Tensor, residual_BW: Tensor, norm: NormWeights, kind: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """A linear layer's result added to the residual: the norm of the sum, in ``kind`` if given, and the sum."""
+        weight = layer.weight if isinstance(layer, nn.Linear) else None
+        if weight is not None and x_BK.dtype == torch.float16 != weight.dtype:
+            return self.add_norm(wide_product(x_BK, self.half(weight)) * FINE_SCALE, residual_BW, norm, kind)
+        return self.add_norm(wide_linear(layer, x_BK), residual_BW, norm, kind)
 
     def gate(self, gate_BF: Tensor, up_BF: Tensor) -> Tensor:
         """SwiGLU."""
         return silu(gate_BF) * up_BF
 
+    def gate_finely(self, gate_BF: Tensor, up_BF: Tensor) -> Tensor:
+        """SwiGLU of float32 values in float16, divided by ``FINE_SCALE``."""
+        return (silu(gate_BF) * up_BF).div_(FINE_SCALE).clamp_(-LARGEST_HALF, LARGEST_HALF).half()
+
+    def half(self, weight: Tensor) -> Tensor:
+        """A weight in float16."""
+        return weight.half()
+
+    def renew(self) -> None:
+        """Weights changed in place: what was computed of them is computed again."""
+
     def gated(self, inner: GatedMLP, x_BW: Tensor) -> Tensor:
-        """The inner values of a gated MLP."""
+        """The inner values of a gated MLP; of float16 activations and wider weights as ``layer_kernels.gated_finely``."""
+        gate, up = inner.gate, inner.up
+        if x_BW.dtype == torch.float16 and isinstance(gate, nn.Linear) and isinstance(up, nn.Linear):
+            return self.gate_finely(*(wide_product(x_BW, self.half(layer.weight)) for layer in (gate, up)))
         return self.gate(*self.together(partial(inner.gate, x_BW), partial(inner.up, x_BW)))
 
     def project(

@@ -6,6 +6,7 @@ Its residual stream is float32, as in the learner's fused layers.
 Nothing in a step reads a tensor's value on the host, so it can be captured in a CUDA graph.
 """
 
+import torch
 from torch import Tensor
 
 from sensorium.engines.native.decode_ops import TorchOps
@@ -71,7 +72,8 @@ class FusedStep:
             block = pool.block[i]
             query_BHD = ops.project(layer, normed_BW, (cos_BD, sin_BD), rows, block)
             seen_BN = ops.attend(query_BHD, rows, block, layer.scaling)
-            normed_BW, sum_BW = ops.add_product(layer.out, seen_BN, sum_BW, layer.between)
+            fine = torch.float16 if layer.fine else None
+            normed_BW, sum_BW = ops.add_product(layer.out, seen_BN, sum_BW, layer.between, fine)
             normed_BW, sum_BW = self._inner(layer, normed_BW, sum_BW, next_norm)
         return policy.head_logits(normed_BW)
 

@@ -81,6 +81,9 @@ class DecodeRunner:
         """Call this when weights changed. In-place changes are fine; parameters at new addresses need new graphs."""
         if self._parameters != _addresses(self._policy):
             self._reset()
+        else:
+            with torch.no_grad():
+                self._ops.renew()
 
     def _drop_graphs(self) -> None:
         """Drop graphs captured for addresses that no longer exist, with their memory pool; new graphs get a new pool."""
