@@ -1,6 +1,7 @@
 """Environment services for tests: a real server on loopback, and an environment that counts every act."""
 
 import asyncio
+import os
 import random
 import socket
 import threading
@@ -61,6 +62,16 @@ class Slow(Counting):
     def step(self, response: str) -> StepResult:
         time.sleep(random.random() * 0.01)
         return super().step(response)
+
+
+class Logged(Slow):
+    """Writes every act into the file of ACT_LOG, which servers in other processes share."""
+
+    def step(self, response: str) -> StepResult:
+        result = super().step(response)
+        with open(os.environ["ACT_LOG"], "ab", buffering=0) as log:
+            log.write(f"{self.seed} {self.turn} {os.getpid()}\n".encode())
+        return result
 
 
 OFFERS = {

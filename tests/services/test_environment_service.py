@@ -8,8 +8,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from sensorium.services.access import refuse_open
 from sensorium.tasks.environment_tasks import EnvironmentTasks
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 
-from .running import ACTS, make_table, serving
+from .running import make_table, serving
 
 
 @pytest.fixture(scope="module")
@@ -107,37 +109,6 @@ def test_tasks_of_a_remote_environment_are_split_as_here(server: str) -> None:
     assert there.seeds == EnvironmentTasks("sokoban", MediaStore(), split="test", size=8).seeds
 
 
-def test_no_act_is_lost_or_doubled_under_dropped_connections() -> None:
-    """256 sessions at once, random delays, and all connections cut again and again; every act is counted."""
-    ACTS.clear()
-    with serving(make_table(capacity=300)) as address:
-        client = shared_client([address], "")
-        over = threading.Event()
-
-        def cut() -> None:
-            while not over.wait(0.05):
-                client._loop.call_soon_threadsafe(client.servers[0].connection._break, "cut by the test")
-
-        def play(seed: int) -> int:
-            environment = RemoteEnvironment(MediaStore(), address, "slow", {"turns": 4}, deadline_s=120, retry_s=120)
-            environment.reset(seed)
-            done, turns = False, 0
-            while not done:
-                result = environment.step("go")
-                done, turns = result.done, turns + 1
-            environment.close()
-            return turns
-
-        cutter = threading.Thread(target=cut, daemon=True)
-        cutter.start()
-        with ThreadPoolExecutor(256) as crowd:
-            turns = list(crowd.map(play, range(256)))
-        over.set()
-        cutter.join()
-    assert turns == [4] * 256
-    assert {(seed, turn): 1 for seed in range(256) for turn in range(1, 5)} == ACTS
-
-
 def started(port: int, *arguments: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "sensorium.cli.main", "serve", "env", *arguments, "--port", str(port)]
     surroundings = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -147,32 +118,75 @@ def started(port: int, *arguments: str) -> "subprocess.Popen[str]":
     return process
 
 
-def test_a_killed_server_fails_only_its_own_episodes(unused_ports: list[int]) -> None:
-    servers = [started(port, "counting=tests.services.running:Counting") for port in unused_ports]
+@dataclass
+class Played:
+    """What became of an episode: where it was, the turns that were replied to, and whether it failed."""
+
+    url: str
+    replied: int = 0
+    failed: str = ""
+
+
+def test_no_act_is_lost_or_doubled_by_delays_dropped_connections_and_a_kill(
+    unused_ports: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """256 sessions at two servers; connections are cut again and again, and one server is killed. Every act is counted."""
+    log = tmp_path / "acts"
+    log.touch()
+    monkeypatch.setenv("ACT_LOG", str(log))
+    servers = [started(port, "logged=tests.services.running:Logged", "--capacity", "300") for port in unused_ports]
     addresses = [f"http://127.0.0.1:{port}" for port in unused_ports]
-    try:
-        environments = [
-            RemoteEnvironment(MediaStore(), addresses, "counting", deadline_s=60, retry_s=0.5) for _ in range(8)
-        ]
-        for seed, environment in enumerate(environments):
-            environment.reset(seed)
-            environment.step("go")
-        at = [environment._session.server.connection.url for environment in environments if environment._session]
-        assert {url: at.count(url) for url in at} == {socket_address(address): 4 for address in addresses}
+    client, over, played = shared_client(addresses, ""), threading.Event(), {}
+
+    def cut() -> None:
+        while not over.wait(0.05):
+            for server in client.servers:
+                client._loop.call_soon_threadsafe(server.connection._break, "cut by the test")
+
+    def kill() -> None:
+        while log.stat().st_size < 256 * 12 and not over.wait(0.01):  # each has acted once, or so
+            pass
         servers[0].send_signal(signal.SIGKILL)
-        servers[0].wait()
-        for url, environment in zip(at, environments, strict=True):
-            if url == socket_address(addresses[0]):
-                with pytest.raises(EnvironmentFailure, match="step 2 is lost"):
-                    environment.step("go")
-            else:
-                assert environment.step("go").observation is not None
-        environments[0].reset(9)  # a new episode goes to the server that is left
-        assert environments[0].step("go").observation is not None
+
+    def play(seed: int) -> None:
+        environment = RemoteEnvironment(MediaStore(), addresses, "logged", {"turns": 4}, deadline_s=120, retry_s=15)
+        environment.reset(seed)
+        assert environment._session is not None
+        episode = played[seed] = Played(environment._session.server.connection.url)
+        try:
+            while not environment.step("go").done:
+                episode.replied += 1
+            episode.replied += 1
+        except EnvironmentFailure as failure:
+            episode.failed = str(failure)
+        environment.close()
+        if episode.failed and seed < 1000:
+            play(seed + 1000)  # rolled again, as another episode
+
+    at_work = [threading.Thread(target=work, daemon=True) for work in (cut, kill)]
+    try:
+        for thread in at_work:
+            thread.start()
+        with ThreadPoolExecutor(256) as crowd:
+            list(crowd.map(play, range(256)))
     finally:
+        over.set()
+        for thread in at_work:
+            thread.join()
         for process in servers:
             process.kill()
             process.wait()
+    acts = Counter(tuple(map(int, line.split()[:2])) for line in log.read_text().splitlines())
+    assert set(acts.values()) == {1}, "a step acted twice"
+    dead, left = map(socket_address, addresses)
+    for seed, episode in played.items():
+        acted = [turn for turn in range(1, 5) if acts[seed, turn]]
+        assert acted[: episode.replied] == list(range(1, episode.replied + 1)), "a reply without an act"
+        assert len(acted) <= episode.replied + bool(episode.failed), "an act without a reply, in an episode that goes on"
+        assert bool(episode.failed) == (episode.replied < 4)
+        assert not episode.failed or episode.url == dead
+    assert {episode.url for episode in played.values() if episode.failed} == {dead}
+    assert all(played[seed + 1000].url == left for seed in range(256) if played[seed].failed)
 
 
 @pytest.fixture
