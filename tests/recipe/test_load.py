@@ -159,7 +159,10 @@ def test_what_is_wrong_in_the_file_is_named_with_its_line(text: str, said: str) 
         ("tasks.train.3.source=shapes", "'tasks.train' is a list and '3' is none of its items; it has 1 items"),
         ("name.first=x", "'name' is a text, so it has no 'first' inside."),
         ("model.dtype=float16", "'model.dtype' is 'float16'; it must be 'float32' or 'bfloat16'."),
-        ("model.gradient_checkpointing=yes", "gradient_checkpointing' is 'yes'; it must be false, true or 'selective'."),
+        (
+            "model.gradient_checkpointing=yes",
+            "gradient_checkpointing' is 'yes'; it must be false, true, 'selective' or 'auto'.",
+        ),
         ("tasks.train=[]", "'tasks.train' needs at least 1 items and has 0."),
         ("batch.group_size=" + "[" * 5000, "not valid YAML: it is nested too deep"),
         ("tasks.train.0.options.size=many", "source 'shapes' has 'size' as 'many'; it must be a whole number."),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sensorium.recipe.plan import estimate_memory, make_plan
+from sensorium.recipe.recomputation import least_recomputation
 from sensorium.recipe.schema import LoraSection, Recipe
 from sensorium.recipe.shape import count_parameters, read_shape
 from sensorium.recipe.tiny_sizes import KINDS
@@ -216,18 +217,34 @@ MEASURED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("prompts", "context", "how", "tokens", "peak"), MEASURED)
-def test_the_forecast_of_memory_is_within_15_percent_of_what_was_measured(
-    prompts: int, context: int, how: object, tokens: int, peak: float, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_VL_3B))
-    made = recipe(
-        str(tmp_path),
-        model={"path": str(tmp_path), "dtype": "bfloat16", "device": "cuda", "gradient_checkpointing": how},
+def of_3b(folder: Path, prompts: int, context: int, how: object, tokens: int) -> Recipe:
+    """A recipe of the bench on a checkpoint of Qwen2.5-VL-3B's shape."""
+    (folder / "config.json").write_text(json.dumps(QWEN2_5_VL_3B))
+    return recipe(
+        str(folder),
+        model={"path": str(folder), "dtype": "bfloat16", "device": "cuda", "gradient_checkpointing": how},
         batch={"prompts_per_step": prompts, "group_size": 8, "tokens_per_microbatch": tokens},
         rollout={"max_new_tokens": 256, "max_context_tokens": context},
         optimizer={"moments": "bfloat16"},
     )
+
+
+@pytest.mark.parametrize(("memory", "way"), [(140, False), (80, "selective"), (64, True), (24, True)])
+def test_auto_recomputes_as_little_as_the_memory_allows(memory: int, way: object, tmp_path: Path) -> None:
+    made = of_3b(tmp_path, 16, 640, "auto", 14100)
+    shape = read_shape(made.model.path, made.model.revision)
+    assert shape is not None
+    chosen, forecast = least_recomputation(made, shape, memory << 30)
+    assert chosen == way
+    assert (forecast <= 0.9 * (memory << 30)) == (memory > 24)
+    assert make_plan(made).memory == make_plan(of_3b(tmp_path, 16, 640, False, 14100)).memory  # the dry run says the most
+
+
+@pytest.mark.parametrize(("prompts", "context", "how", "tokens", "peak"), MEASURED)
+def test_the_forecast_of_memory_is_within_15_percent_of_what_was_measured(
+    prompts: int, context: int, how: object, tokens: int, peak: float, tmp_path: Path
+) -> None:
+    made = of_3b(tmp_path, prompts, context, how, tokens)
     assert sum(make_plan(made).memory.values()) / 2**30 == pytest.approx(peak, rel=0.15)
 
 

@@ -1,5 +1,6 @@
 """The learner of a run, in this process: on the very policy that the engine samples from."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -15,9 +16,12 @@ from sensorium.learner.critic import Critic
 from sensorium.learner.learner import Learner
 from sensorium.learner.plain_state import load_state, save_state
 from sensorium.learner.protocol import RunLearner
+from sensorium.models.fused import Recomputation
 from sensorium.models.policy import Policy
 from sensorium.models.reference import Reference
+from sensorium.recipe.recomputation import least_recomputation
 from sensorium.recipe.schema import Recipe
+from sensorium.recipe.shape import read_shape
 from sensorium.recipe.traits import estimator_traits
 from sensorium.record.run_directory import RunDirectory
 from sensorium.vocabulary.episode import Episode
@@ -31,7 +35,7 @@ class LocalLearner:
 
     def __init__(self, recipe: Recipe, policy: Policy, directory: RunDirectory) -> None:
         self._recipe, self._policy, self._directory = recipe, policy, directory
-        policy.checkpoint_gradients(recipe.model.gradient_checkpointing)
+        policy.checkpoint_gradients(recomputation(recipe, policy.device))
         self._warming = recipe.warm_start.steps > 0
         self._stage = make_learner(recipe, policy, None, warming=self._warming)
         self._shortest: CreditedEpisode | None = None
@@ -139,7 +143,7 @@ def make_critic(recipe: Recipe, policy: Policy) -> Critic | None:
     """The critic as RL begins: on the policy's trunk, on a copy of it, or on another checkpoint of the family."""
     if not estimator_traits(recipe.algorithm.advantage.name).critic:
         return None
-    section, model = recipe.algorithm.critic, recipe.model
+    section = recipe.algorithm.critic
     trunk = policy
     if section.trunk == "own":
         trunk = load_beside(recipe, section.path, policy) if section.path else policy.copy()
@@ -148,8 +152,27 @@ def make_critic(recipe: Recipe, policy: Policy) -> Critic | None:
                 f"algorithm.critic.path '{section.path}' is of family {trunk.family} and the policy of {policy.family}: a "
                 "critic reads the policy's own tokens. Use a checkpoint of the same family, or leave path empty."
             )
-        trunk.checkpoint_gradients(model.gradient_checkpointing)
+        trunk.checkpoint_gradients(recomputation(recipe, trunk.device))
     return Critic(trunk, section, total_steps=recipe.steps)
+
+
+def recomputation(recipe: Recipe, device: torch.device) -> Recomputation:
+    """What the learner computes again in the backward pass; where that is left to the GPU, it is said what was chosen."""
+    how = recipe.model.gradient_checkpointing
+    if how != "auto":
+        return how
+    shape = read_shape(recipe.model.path, recipe.model.revision) if device.type == "cuda" else None
+    if shape is None:
+        return False
+    memory = torch.cuda.get_device_properties(device).total_memory
+    way, forecast = least_recomputation(recipe, shape, memory)
+    named = {False: "nothing", "selective": "MLPs", True: "whole layers"}[way]
+    print(
+        f"model.gradient_checkpointing=auto: the backward pass recomputes {named}; forecast {forecast / 2**30:.1f} GiB of "
+        f"{memory / 2**30:.1f}.",
+        file=sys.stderr,
+    )
+    return way
 
 
 def _length(sample: CreditedEpisode) -> int:

@@ -12,8 +12,9 @@ PATCHES = 4  # patches that become one token
 
 
 def activation_bytes(recipe: Recipe, shape: ModelShape) -> int:
-    """Activations of the language model's layers that one micro-batch keeps for its backward pass."""
+    """Activations of the language model's layers that one micro-batch keeps for its backward pass; ``auto``: at most."""
     how, tokens = recipe.model.gradient_checkpointing, microbatch_tokens(recipe)
+    how = False if how == "auto" else how
     if recipe.model.dtype == "float32":
         layer = 4 * (7 * shape.hidden + 2 * shape.key_values + 4 * shape.mlp)
         return tokens * (4 * shape.layers * shape.hidden + layer if how else shape.layers * layer)

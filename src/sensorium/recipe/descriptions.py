@@ -13,7 +13,8 @@ DESCRIPTIONS = {
     "ModelSection.device": "auto (the GPU where there is one), cpu, cuda or cuda:N",
     "ModelSection.freeze": "parts that do not learn: vision, audio, projector, language, head",
     "ModelSection.gradient_checkpointing": "recompute activations: slower, less memory; selective: on CUDA those of MLPs "
-    "only, elsewhere as true. Towers on CUDA: always",
+    "only, elsewhere as true; auto: on CUDA as little as the forecast of memory allows, elsewhere none. Towers on CUDA: "
+    "always",
     "ModelSection.lora": "low-rank adapters",
     "SourceSection.source": "a registered source (jsonl, parquet, hub, environments, shapes, …) or your own, module:Name",
     "SourceSection.weight": "its share of the mixture, relative to the other sources'",

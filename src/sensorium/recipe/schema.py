@@ -35,7 +35,7 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "auto"
     freeze: tuple[str, ...] = ()
-    gradient_checkpointing: Literal[False, True, "selective"] = False
+    gradient_checkpointing: Literal[False, True, "selective", "auto"] = False
     dequantize: bool = Field(default=False, description="load FP8 weights as numbers of `dtype`; else they are refused")
     lora: LoraSection = LoraSection()
 
