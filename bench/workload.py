@@ -100,7 +100,8 @@ class NoiseClips(NoisePictures):
     """Tasks with a silent video of 8 frames at 2 a second and a sound of 30 seconds each."""
 
     def __getitem__(self, index: int) -> Task:
-        from sensorium.media.making import encode_clip, encode_wav
+        from sensorium.media.making import encode_clip
+        from sensorium.media.wav import encode_wav
 
         rng = np.random.default_rng(index)
         frames = rng.integers(0, 255, (8, self.pixels, self.pixels, 3), dtype=np.uint8)

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sensorium.media.audio import decode_audio
-from sensorium.media.making import encode_clip, encode_wav
+from sensorium.media.making import encode_clip
+from sensorium.media.wav import encode_wav
 from sensorium.vocabulary.decoding import AudioParameters
 from sensorium.vocabulary.errors import MediaError
 from tests.media.clips import CLIP, index_first, numbered, pitch_of, remuxed, tone

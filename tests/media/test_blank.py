@@ -5,10 +5,11 @@ import numpy as np
 from sensorium.media.audio import DecodedAudio
 from sensorium.media.blank import GREY, blank, muted
 from sensorium.media.decoder import Decoder
-from sensorium.media.making import encode_clip, encode_wav
+from sensorium.media.making import encode_clip
 from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
 from sensorium.media.video import DecodedVideo
+from sensorium.media.wav import encode_wav
 from sensorium.vocabulary.decoding import AudioParameters, FrameRule, VideoParameters
 from tests.media.clips import middle
 

@@ -17,10 +17,11 @@ from sensorium.media.container import Source
 from sensorium.media.decoded_cache import Clip, DiskCache
 from sensorium.media.decoder import Decoder, open_decoder
 from sensorium.media.limits import MediaLimits
-from sensorium.media.making import encode_clip, encode_wav
+from sensorium.media.making import encode_clip
 from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
 from sensorium.media.video import DecodedVideo
+from sensorium.media.wav import encode_wav
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.decoding import AudioParameters
 from sensorium.vocabulary.errors import MediaError

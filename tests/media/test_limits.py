@@ -10,9 +10,10 @@ from PIL import Image
 
 from sensorium.media.decoder import Decoder
 from sensorium.media.limits import MediaLimits
-from sensorium.media.making import encode_clip, encode_wav
+from sensorium.media.making import encode_clip
 from sensorium.media.picture import FORMATS, decode_picture
 from sensorium.media.store import MediaStore
+from sensorium.media.wav import encode_wav
 from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
 from sensorium.vocabulary.errors import MediaError
 from tests.media.clips import middle, numbered, tone

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from sensorium.media.making import encode_clip, encode_wav
+from sensorium.media.making import encode_clip
 from sensorium.media.mime import HEAD_BYTES, UNKNOWN, mime_type
 from sensorium.media.picture import encode_png
+from sensorium.media.wav import encode_wav
 
 from .clips import numbered, tone
 

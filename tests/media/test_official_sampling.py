@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from sensorium.media.audio import decode_audio
-from sensorium.media.making import encode_clip, encode_wav
+from sensorium.media.making import encode_clip
 from sensorium.media.official_sampling import nemo_rl_indices, official_indices, official_size
 from sensorium.media.video import decode_video
+from sensorium.media.wav import encode_wav
 from sensorium.vocabulary.decoding import AudioParameters, FrameRule, VideoParameters
 from sensorium.vocabulary.errors import MediaError
 from tests.media.clips import CLIP, middle, numbered, numbers, tone

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from sensorium.media.making import encode_clip, encode_wav
+from sensorium.media.making import encode_clip
 from sensorium.media.video import budgeted, decode_video, sampled_times
+from sensorium.media.wav import encode_wav
 from sensorium.vocabulary.decoding import VideoParameters
 from sensorium.vocabulary.errors import MediaError
 from tests.media.clips import CLIP, index_first, middle, numbered, numbers, tone

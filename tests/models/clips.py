@@ -12,9 +12,10 @@ from torch import Tensor
 
 from sensorium.media.audio import DecodedAudio
 from sensorium.media.decoder import decode
-from sensorium.media.making import encode_clip, encode_wav
+from sensorium.media.making import encode_clip
 from sensorium.media.store import MediaStore
 from sensorium.media.video import DecodedVideo
+from sensorium.media.wav import encode_wav
 from sensorium.models.policy import Policy
 from sensorium.models.qwen2_5_omni import frame_size
 from sensorium.vocabulary.content import Media

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sensorium.media.audio import DecodedAudio
-from sensorium.media.making import encode_wav
+from sensorium.media.wav import encode_wav
 from sensorium.models.prepared_media import Extent
 from sensorium.models.preprocessing import SoundPreprocessor, sound_tokens
 from sensorium.vocabulary.content import Media, user

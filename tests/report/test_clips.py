@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from sensorium.media.decoder import open_decoder
-from sensorium.media.making import encode_clip, encode_wav
+from sensorium.media.making import encode_clip
 from sensorium.media.store import MediaStore
+from sensorium.media.wav import encode_wav
 from sensorium.record.episode_json import write_episodes
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.html import render_report

@@ -17,8 +17,8 @@ from PIL import Image
 
 from sensorium.engines.protocol import Request, Sampling
 from sensorium.engines.random_keys import response_key
-from sensorium.media.making import encode_wav
 from sensorium.media.store import MediaStore
+from sensorium.media.wav import encode_wav
 from sensorium.models.load import load_policy
 from sensorium.services.access import refuse_open
 from sensorium.services.chat_replies import WrittenText

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sensorium.media.decoder import Decoder
-from sensorium.media.making import encode_clip, encode_wav
+from sensorium.media.making import encode_clip
 from sensorium.media.store import MediaStore
 from sensorium.media.video import DecodedVideo
+from sensorium.media.wav import encode_wav
 from sensorium.recipe.names import build
 from sensorium.tasks.hub import HubRows
 from sensorium.tasks.message_parsing import Place, fill_placeholders

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
-from sensorium.media.making import encode_clip, encode_wav
+from sensorium.media.making import encode_clip
 from sensorium.media.store import MediaStore
+from sensorium.media.wav import encode_wav
 from sensorium.models.counts import COUNTS
 from sensorium.recipe.names import wrong_options
 from sensorium.recipe.schema import MediaSection

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.media.making import encode_clip, encode_wav
+from sensorium.media.making import encode_clip
 from sensorium.media.store import MediaStore
+from sensorium.media.wav import encode_wav
 from sensorium.recipe.schema import Recipe
 from sensorium.vocabulary import Episode, Media, Message, Score, Task, system, user
 from tests.media.clips import middle

@@ -7,10 +7,10 @@ from typing import Any
 from PIL import Image
 
 from sensorium.media.audio import decode_audio
-from sensorium.media.making import encode_wav
 from sensorium.media.mime import mime_type
 from sensorium.media.store import MediaStore
 from sensorium.media.video import decode_video
+from sensorium.media.wav import encode_wav
 from sensorium.vocabulary.content import Media, Message, Text
 from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
 from sensorium.vocabulary.errors import MediaError

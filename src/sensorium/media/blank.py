@@ -9,6 +9,7 @@ from sensorium.media.decoder import Decoder
 from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
 from sensorium.media.video import DecodedVideo
+from sensorium.media.wav import encode_wav
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
 
@@ -24,7 +25,7 @@ def blank(media: Media, decoder: Decoder, store: MediaStore) -> Media:
     if isinstance(shown, DecodedVideo):
         assert isinstance(media.parameters, VideoParameters)
         count, seconds = len(shown.frames), max(shown.end_s - shown.start_s, 1e-3)
-        from sensorium.media.making import encode_clip, encode_wav  # brings PyAV, which a run without clips does without
+        from sensorium.media.making import encode_clip  # brings PyAV, which a run without clips does without
 
         if media.parameters.sampling != "middle":  # of the file's size, which becomes the clip's own
             width, height = shown.size
@@ -40,8 +41,6 @@ def blank(media: Media, decoder: Decoder, store: MediaStore) -> Media:
             return store.put(clip, "video", origin, asked).heard_with(sound)
         return store.put(clip, "video", origin, asked)
     if isinstance(shown, DecodedAudio):
-        from sensorium.media.making import encode_wav
-
         silence = encode_wav(np.zeros_like(shown.samples), shown.sample_rate)
         return store.put(silence, "sound", origin, AudioParameters(shown.sample_rate))
     grey = np.full((shown.height, shown.width, 3), GREY, np.uint8)
@@ -50,8 +49,6 @@ def blank(media: Media, decoder: Decoder, store: MediaStore) -> Media:
 
 def muted(video: Media, decoder: Decoder, store: MediaStore) -> Media:
     """A video that is heard, with as much silence for its sound."""
-    from sensorium.media.making import encode_wav
-
     assert video.sound is not None
     heard = decoder.get(video.sound)
     assert isinstance(heard, DecodedAudio)

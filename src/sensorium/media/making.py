@@ -1,6 +1,5 @@
-"""Making small real files from arrays: clips with video and sound, and WAVs. The same input gives the same bytes."""
+"""Making small real clips with video and sound from arrays. The same input gives the same bytes."""
 
-import wave
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from io import BytesIO
@@ -10,6 +9,7 @@ import av
 import numpy as np
 
 from sensorium.media.video import exactly
+from sensorium.media.wav import sixteen_bits
 
 CLOCK = 90000
 """Ticks a second in which the times of frames are given."""
@@ -66,17 +66,6 @@ def encode_clip(
     return buffer.getvalue()
 
 
-def encode_wav(samples: np.ndarray, sample_rate: int = 16000) -> bytes:
-    """A 16-bit WAV of samples in [-1, 1], [N] or [N, channels]."""
-    buffer = BytesIO()
-    with wave.open(buffer, "wb") as file:
-        file.setnchannels(1 if samples.ndim == 1 else samples.shape[1])
-        file.setsampwidth(2)
-        file.setframerate(sample_rate)
-        file.writeframes(_sixteen_bits(samples).astype("<i2").tobytes())
-    return buffer.getvalue()
-
-
 def _frames(
     frames: "np.ndarray | Sequence[np.ndarray]", times_s: Sequence[float] | None, fps: float, stream: Any
 ) -> Iterator[Any]:
@@ -92,11 +81,7 @@ def _frames(
 
 def _sound(samples: np.ndarray, sample_rate: int, layout: str, stream: Any) -> Iterator[Any]:
     """The samples in the form that the codec takes, in a few large frames."""
-    turned = _sixteen_bits(samples).reshape(1, -1)
+    turned = sixteen_bits(samples).reshape(1, -1)
     frame = av.AudioFrame.from_ndarray(turned, format="s16", layout=layout)
     frame.sample_rate, frame.pts, frame.time_base = sample_rate, 0, Fraction(1, sample_rate)
     yield from av.AudioResampler(format=stream.format, layout=layout, rate=sample_rate).resample(frame)
-
-
-def _sixteen_bits(samples: np.ndarray) -> np.ndarray:
-    return np.rint(np.clip(samples, -1.0, 1.0) * 32767).astype(np.int16)

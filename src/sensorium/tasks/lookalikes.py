@@ -12,7 +12,8 @@ from random import Random
 
 import numpy as np
 
-from sensorium.media.making import encode_clip, encode_wav
+from sensorium.media.making import encode_clip
+from sensorium.media.wav import encode_wav
 from sensorium.tasks.daily_omni import COLUMNS
 from sensorium.tasks.sight_and_sound import COLOURS, TONES, square_frames, tone_samples
 

@@ -14,8 +14,9 @@ from typing import Literal
 
 import numpy as np
 
-from sensorium.media.making import encode_clip, encode_wav
+from sensorium.media.making import encode_clip
 from sensorium.media.store import MediaStore
+from sensorium.media.wav import encode_wav
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
 from sensorium.vocabulary.errors import TaskError, nearest
