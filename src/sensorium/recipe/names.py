@@ -87,6 +87,9 @@ NAMES: dict[str, dict[str, str]] = {
         "judge": "sensorium.rewards.judged:Judge",
         "judge_ranking": "sensorium.rewards.judge_ranking:JudgeRanking",
         "episodic_memory": "sensorium.rewards.episodic_memory:EpisodicMemory",
+        "caption_qa": "sensorium.rewards.caption_qa:CaptionQA",
+        "caption_judge": "sensorium.rewards.caption_judge:CaptionJudge",
+        "remote": "sensorium.rewards.remote:RemoteReward",
     },
     "engine": {
         "native": "sensorium.engines.native.engine:NativeEngine",

@@ -1,67 +1,115 @@
-"""Pictures of shapes to be described, with questions about them; and captions of such pictures to be read.
+"""Pictures and videos of a shape to be described, with questions about them; and captions of such to be read.
 
-    a caption:    red circle top left, blue square bottom right
-    a question:   What colour is top left?   A) green B) red C) blue D) yellow
+    of a picture:   red circle top left              What colour is it? What shape is it?
+    of a video:     [00:02] red circle top left      … and: When does it come? 1, 2, 3 or 4
 
-``CaptionedShapes`` is for captioners. Its demonstrations are reticent: of each thing they tell at random colour and shape,
-or leave either out, so that a model that learned from them can see and speak, but tells too little. ``CaptionReading`` is
-for readers: a caption, also a wrong or a reticent one, and a question with shuffled options; the answer is a letter.
+In a video nothing is seen until the shape comes. ``CaptionedShapes`` is for captioners. Its demonstrations are reticent:
+each part is told with a probability, else something vague stands there, so that a model that learned from them can see and
+speak, but tells too little. ``CaptionReading`` is for readers: a caption, also a reticent one, and a question with shuffled
+options; the answer is a letter. Which things belong to the test split is decided by what they are.
 """
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
-from typing import Any, Literal
+from typing import Literal
 
+import numpy as np
+
+from sensorium.media.making import encode_clip
 from sensorium.media.store import MediaStore
-from sensorium.tasks.shapes import COLOURS, LIST, PLACES, SHAPES, Pictures, Shapes, Thing
+from sensorium.tasks.png import indexed_png
+from sensorium.tasks.shapes import COLOURS, PALETTE, PLACES, SHAPES, Pictures, Thing, paint
 from sensorium.vocabulary.caption_questions import CaptionQuestion, draws
-from sensorium.vocabulary.content import user
-from sensorium.vocabulary.errors import TaskError
+from sensorium.vocabulary.content import Media, user
+from sensorium.vocabulary.decoding import VideoParameters
+from sensorium.vocabulary.errors import TaskError, nearest
 from sensorium.vocabulary.task import Task
 
-ASKED = "What is in the picture?"
-VAGUE_COLOUR, VAGUE_SHAPE = "a", "shape"
+ASKED = {"picture": "What is in the picture?", "video": "What is in the video?"}
+SECONDS = ("1", "2", "3", "4")
+VAGUE = {"colour": "a", "shape": "shape", "second": "0"}
+FPS = 2
+TEST_SHARE = 4
+VARIANTS = 8
+"""Drawings of one thing in one place: videos are made once each."""
+
+Kind = Literal["picture", "video"]
 
 
-def caption(things: Sequence[Thing]) -> str:
-    """All that can be told, in reading order."""
-    told = sorted(things, key=lambda thing: thing.quarter)
-    return ", ".join(f"{thing.colour} {thing.shape} {PLACES[thing.quarter]}" for thing in told)
+@dataclass(frozen=True)
+class CaptionedScene:
+    """A thing, and the second at which it comes (of a video)."""
+
+    thing: Thing
+    second: str = ""
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What can be asked about."""
+        known = {"colour": self.thing.colour, "shape": self.thing.shape}
+        return known | ({"second": self.second} if self.second else {})
+
+    def caption(self, told: Sequence[str] = ("colour", "shape", "second")) -> str:
+        """What is seen; of what is not to be told something vague is said."""
+        words = {name: value if name in told else VAGUE[name] for name, value in self.facts.items()}
+        stamp = f"[00:0{words['second']}] " if self.second else ""
+        return f"{stamp}{words['colour']} {words['shape']} {PLACES[self.thing.quarter]}"
+
+    def questions(self) -> list[CaptionQuestion]:
+        """A question about each fact."""
+        options = {"colour": tuple(COLOURS), "shape": SHAPES, "second": SECONDS}
+        stems = {"colour": "What colour is it?", "shape": "What shape is it?", "second": "When does it come?"}
+        return [CaptionQuestion(stems[name], options[name], options[name].index(fact)) for name, fact in self.facts.items()]
 
 
-def reticent(things: Sequence[Thing], telling: float, random: Random) -> str:
-    """A caption in which each colour and each shape is told with a probability: "a circle top left, red shape …"."""
-    vague = [
-        Thing(
-            thing.colour if random.random() < telling else VAGUE_COLOUR,
-            thing.shape if random.random() < telling else VAGUE_SHAPE,
-            thing.quarter,
-        )
-        for thing in things
-    ]
-    return caption(vague)
+class _Scenes:
+    """The scenes of a source, by index."""
+
+    def __init__(self, name: str, kind: Kind, split: str, size: int, seed: int, telling: float) -> None:
+        for given, known, what in ((kind, ("picture", "video"), "kind"), (split, ("train", "test"), "split")):
+            if given not in known:
+                raise TaskError(f"{name}: there is no {what} '{given}'{nearest(str(given), list(known))}")
+        if size < 1 or not 0 <= telling <= 1:
+            raise TaskError(f"{name}: size is {size} and telling {telling}; at least 1, and a share between 0 and 1.")
+        self.name, self.kind, self.split, self.size, self.seed, self.telling = name, kind, split, size, seed, telling
+
+    def __len__(self) -> int:
+        return self.size
+
+    def scene(self, index: int) -> CaptionedScene:
+        """What task ``index`` is about; drawn again until it belongs to this split."""
+        if not 0 <= index < self.size:
+            raise IndexError(f"{self.name}: there is no task {index} among {self.size}")
+        random = self.random("scene", index)
+        second = random.choice(SECONDS) if self.kind == "video" else ""
+        while True:
+            thing = Thing(random.choice(list(COLOURS)), random.choice(SHAPES), random.randrange(4))
+            if _is_test(thing) == (self.split == "test"):
+                return CaptionedScene(thing, second)
+
+    def reticent(self, index: int) -> str:
+        """A caption that tells each part with the probability ``telling``."""
+        random, scene = self.random("told", index), self.scene(index)
+        return scene.caption([name for name in scene.facts if random.random() < self.telling])
+
+    def random(self, purpose: str, index: int) -> Random:
+        """Random numbers for one purpose."""
+        return Random(f"{self.name} {self.kind} {self.seed} {self.split} {purpose} {index}")
 
 
-def questions_about(things: Sequence[Thing]) -> list[CaptionQuestion]:
-    """Colour and shape of every thing."""
-    found = []
-    for thing in sorted(things, key=lambda thing: thing.quarter):
-        place = PLACES[thing.quarter]
-        found.append(CaptionQuestion(f"What colour is {place}?", tuple(COLOURS), list(COLOURS).index(thing.colour)))
-        found.append(CaptionQuestion(f"What shape is {place}?", SHAPES, SHAPES.index(thing.shape)))
-    return found
+class CaptionedShapes(_Scenes):
+    """Pictures or videos to be described. ``picture``: "own", "blank", or "swapped" (another one than is asked about).
 
-
-class CaptionedShapes:
-    """Pictures to be described. ``picture`` is as in ``shapes``: "swapped" shows another one than is asked about.
-
-    ``telling`` is how much of colours and shapes the demonstrations tell.
+    ``telling`` is how much the demonstrations tell.
     """
 
     def __init__(
         self,
         *,
         store: MediaStore,
+        kind: Kind = "picture",
         split: Literal["train", "test"] = "train",
         size: int = 8192,
         seed: int = 0,
@@ -69,64 +117,71 @@ class CaptionedShapes:
         picture: Pictures = "own",
         telling: float = 1.0,
     ) -> None:
-        _refuse_share("captioned_shapes", telling)
-        self._shapes = Shapes(
-            store=store, split=split, size=size, seed=seed, kinds=[LIST], picture_size=picture_size, picture=picture
-        )
-        self.telling = telling
-
-    def __len__(self) -> int:
-        return len(self._shapes)
+        super().__init__("captioned_shapes", kind, split, size, seed, telling)
+        if picture not in ("own", "blank", "swapped") or not 32 <= picture_size <= 1024:
+            raise TaskError("captioned_shapes: picture is own, blank or swapped, and picture_size 32 to 1024.")
+        self.store, self.picture_size, self.picture = store, picture_size, picture
+        self._made: dict[tuple[CaptionedScene | None, int], Media] = {}
 
     def __getitem__(self, index: int) -> Task:
-        drawn = self._shapes[index]
-        things = self._shapes.scene(index).things
+        scene = self.scene(index)
+        name = f"{self.name}/{self.kind}/{self.split}/{self.seed}/{index}"
         return Task(
-            id=f"captioned_{drawn.id}",
-            messages=(user(*drawn.messages[0].media, ASKED),),
-            answer=caption(things),
-            demonstration=(reticent(things, self.telling, Random(f"told {drawn.id}")),),
-            metadata={"questions": [question.to_json() for question in questions_about(things)]},
+            id=name if self.picture == "own" else f"{name}/{self.picture}",
+            messages=(user(self._shown(index), ASKED[self.kind]),),
+            answer=scene.caption(),
+            demonstration=(self.reticent(index),),
+            metadata={"questions": [question.to_json() for question in scene.questions()]},
         )
 
+    def _shown(self, index: int) -> Media:
+        other = (index + self.size // 2 + 1) % self.size if self.picture == "swapped" else index
+        scene = None if self.picture == "blank" else self.scene(other)
+        variant = self.random("variant", other).randrange(VARIANTS)
+        if (scene, variant) not in self._made:
+            self._made[scene, variant] = self._drawn(scene, variant)
+        return self._made[scene, variant]
 
-class CaptionReading:
-    """Captions and questions as a reader is asked them; a seed gives other captions and other orders of options.
+    def _drawn(self, scene: CaptionedScene | None, variant: int) -> Media:
+        origin = f"{self.name}, {scene.caption() if scene else 'blank'} {variant}"
+        full_HW, empty_HW = (
+            paint(things, self.picture_size, Random(f"{self.split} {origin}"))
+            for things in ([scene.thing] if scene else [], [])
+        )
+        if self.kind == "picture":
+            return self.store.put(indexed_png(full_HW, PALETTE), "picture", origin)
+        comes = int(scene.second) if scene else len(SECONDS) + 1
+        colours_P3 = np.array(PALETTE, np.uint8)
+        frames = [colours_P3[full_HW if place >= comes * FPS else empty_HW] for place in range((len(SECONDS) + 1) * FPS)]
+        asked = VideoParameters(fps=FPS, sampling="middle")
+        return self.store.put(encode_clip(np.stack(frames), FPS), "video", origin, asked)
 
-    ``telling`` is how much of colours and shapes the captions tell. What a caption does not tell cannot be answered.
-    ``most`` things are in a caption: with one, a reader only has to find the option that the caption names.
-    """
+
+class CaptionReading(_Scenes):
+    """Captions and questions as a reader is asked them. What a caption does not tell cannot be answered."""
 
     def __init__(
         self,
         *,
         store: MediaStore,
+        kind: Kind = "picture",
         split: Literal["train", "test"] = "train",
         size: int = 65536,
         seed: int = 0,
         telling: float = 0.8,
-        most: int = 4,
         prompt: str = "short",
     ) -> None:
-        _refuse_share("caption_reading", telling)
-        self._shapes = Shapes(store=store, split=split, size=size, seed=seed, kinds=[LIST])
-        self.telling, self.most, self.prompt = telling, most, prompt
-
-    def __len__(self) -> int:
-        return len(self._shapes)
+        super().__init__("caption_reading", kind, split, size, seed, telling)
+        self.prompt = prompt
 
     def __getitem__(self, index: int) -> Task:
-        if not 0 <= index < len(self):
-            raise IndexError(f"caption_reading: there is no task {index} among {len(self)}")
-        name = f"caption_reading/{self._shapes.split}/{self._shapes.seed}/{index}"
-        random = Random(name)
-        things = self._shapes.scene(index).things[: self.most]
-        text = reticent(things, self.telling, random)
-        (asked,) = draws(questions_about(things), 1, random)
-        told = asked.question.choices[asked.question.answer] in _part(text, asked.question.stem)
+        scene, text = self.scene(index), self.reticent(index)
+        (asked,) = draws(scene.questions(), 1, self.random("draw", index))
+        right = asked.question.choices[asked.question.answer]
+        told = right in text.replace("[00:0", "").replace("]", "").split()
         letter = asked.letter if told else asked.letters[-1]
         return Task(
-            id=name,
+            id=f"{self.name}/{self.kind}/{self.split}/{self.seed}/{index}",
             messages=(user(asked.prompt(text, self.prompt)),),
             answer=letter,
             demonstration=(letter,),
@@ -134,11 +189,7 @@ class CaptionReading:
         )
 
 
-def _part(text: str, stem: str) -> Any:
-    """What a caption tells of the place that is asked about."""
-    return next((part for part in text.split(", ") if part.endswith(stem.rpartition(" is ")[2].rstrip("?"))), "")
-
-
-def _refuse_share(name: str, share: float) -> None:
-    if not 0 <= share <= 1:
-        raise TaskError(f"{name}: telling is {share}; it is a share, between 0 and 1.")
+def _is_test(thing: Thing) -> bool:
+    """Whether a thing in its place belongs to the test split: a quarter of all, by content."""
+    body = f"{thing.colour} {thing.shape} {thing.quarter}".encode()
+    return hashlib.sha256(body).digest()[0] % TEST_SHARE == 0

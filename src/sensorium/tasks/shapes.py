@@ -115,7 +115,7 @@ class Shapes:
         kind = self.kinds[index % len(self.kinds)]
         while True:
             scene = _draw_scene(kind, random)
-            if _is_test(scene.things) == (self.split == "test"):
+            if is_test(scene.things) == (self.split == "test"):
                 return scene
 
     def _drawing(self, index: int, scene: ShapesScene) -> bytes:
@@ -124,13 +124,13 @@ class Shapes:
         elif self.picture == "swapped":
             index = (index + self.size // 2 + 1) % self.size
             scene = self.scene(index)
-        return indexed_png(_paint(scene.things, self.picture_size, self._random("paint", index)), PALETTE)
+        return indexed_png(paint(scene.things, self.picture_size, self._random("paint", index)), PALETTE)
 
     def _random(self, purpose: str, index: int) -> Random:
         return Random(f"shapes {self.seed} {self.split} {purpose} {index}")
 
 
-def _is_test(things: tuple[Thing, ...]) -> bool:
+def is_test(things: tuple[Thing, ...]) -> bool:
     """Whether a scene belongs to the test split: a fifth of all scenes, by content."""
     body = repr(sorted((thing.quarter, thing.colour, thing.shape) for thing in things)).encode()
     return hashlib.sha256(body).digest()[0] % TEST_SHARE == 0
@@ -175,7 +175,7 @@ def _listing(things: Sequence[Thing]) -> ShapesScene:
     return ShapesScene(LIST, "What is in the picture?", answer, tuple(things))
 
 
-def _paint(things: Sequence[Thing], size: int, random: Random) -> np.ndarray:
+def paint(things: Sequence[Thing], size: int, random: Random) -> np.ndarray:
     """The picture as palette indices: a plain ground, each thing somewhere in its quarter, at its own size."""
     indices_HW = np.full((size, size), random.randrange(len(BACKGROUNDS)), dtype=np.uint8)
     quarter = size // 2

@@ -1,0 +1,135 @@
+"""Serve rewards for captions: sensorium serve reward CHECKPOINT, or sensorium serve reward --reader URL --model NAME."""
+
+import os
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+from sensorium.vocabulary.errors import RecipeError
+
+USAGE = "sensorium serve reward [CHECKPOINT] [--workers N] [--reader URL …] [--mode qa|vl_judge] [--host H] [--port P] …"
+Value = TypeVar("Value", int, float, str)
+WORKER_GAP = 10
+
+
+def configure(parser: ArgumentParser) -> None:
+    """The arguments. Those that CapRL's scripts set in the environment have their defaults from there."""
+    model = os.environ.get("REWARD_MODEL", "")
+    parser.add_argument("checkpoint", nargs="?", default=model, help="the model of the workers; default: REWARD_MODEL")
+    parser.add_argument(
+        "--reader",
+        action="append",
+        default=[],
+        help="URL of an OpenAI-compatible server (with its /v1), in place of workers",
+    )
+    parser.add_argument("--model", default="", help="the model's name at the readers")
+    parser.add_argument("--reader-key-env", default="", help="environment variable that holds the readers' key")
+    parser.add_argument(
+        "--workers", type=int, default=_set("REWARD_NUM_WORKERS", 1, int), help="processes with a model each"
+    )
+    parser.add_argument("--devices", default="", help="CUDA devices of the workers, as in 0,1,2,3")
+    parser.add_argument("--worker-option", action="append", default=[], help="further arguments of sensorium serve model")
+    parser.add_argument("--mode", default=_set("REWARD_SCORE_MODE", "qa", str), choices=["qa", "vl_judge"])
+    parser.add_argument("--task", default=_set("REWARD_TASK", "video", str), choices=["video", "image"])
+    parser.add_argument(
+        "--qa-num", type=int, default=_set("REWARD_QA_NUM", 8, int), help="questions drawn for a caption; 0: each once"
+    )
+    parser.add_argument("--all-qa", action="store_true", help="ask each question once")
+    parser.add_argument(
+        "--format-weight", type=float, default=_set("FORMAT_REWARD_WEIGHT", 0.2, float), help="of timestamps, for videos"
+    )
+    parser.add_argument("--prompt", default="plain", choices=["plain", "short"], help="how readers are asked")
+    parser.add_argument("--temperature", type=float, default=0.6, help="of the readers")
+    parser.add_argument("--seed", type=int, default=0, help="of draws and readers")
+    parser.add_argument(
+        "--missing-as",
+        type=float,
+        default=None,
+        help="number that CapRL's and OpenRLHF's clients get for what was not judged; default: the request fails",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; beyond this machine a key is needed")
+    parser.add_argument("--port", type=int, default=_set("REWARD_PORT", 18889, int), help="0: any free one")
+    parser.add_argument(
+        "--worker-port",
+        type=int,
+        default=_set("REWARD_WORKER_BASE", -1, int),
+        help="of the first worker; 0: any free ones; default: the port and 10",
+    )
+    parser.add_argument(
+        "--capacity", type=int, default=4096, help="captions that may be under way at once; others get a 503"
+    )
+    parser.add_argument("--calls", type=int, default=256, help="questions that are asked of readers at once")
+    parser.add_argument(
+        "--media-root", action="append", default=[], help="folder from which videos and pictures may be read"
+    )
+    parser.add_argument("--max-body-mib", type=float, default=64.0, help="size of a request")
+    parser.add_argument("--cache", default="", help="SQLite file of judgements, kept for the next time; default: none")
+    parser.add_argument("--drain-s", type=float, default=600.0, help="how long requests under way may take after a stop")
+
+
+def run(arguments: Namespace) -> int:
+    """Serve until it is interrupted."""
+    try:
+        from sensorium.services.application import MIB, listen, serve_until_stopped
+        from sensorium.services.reward_service import RewardService, RewardSettings, make_reward_app
+    except ImportError as error:
+        raise RecipeError(f"serve needs FastAPI and uvicorn: pip install 'sensorium[serve]' ({error}).") from error
+    from sensorium.envs.option_checks import within
+    from sensorium.judges.client import JudgeClient
+    from sensorium.media.store import MediaStore
+    from sensorium.rewards.caption_qa import Reading
+    from sensorium.services.model_workers import model_workers
+
+    if bool(arguments.checkpoint) == bool(arguments.reader):
+        raise RecipeError("serve reward needs a CHECKPOINT (or REWARD_MODEL), or --reader URL, and not both.")
+    for name, least, most in (("workers", 1, 1024), ("capacity", 1, 10**6), ("calls", 1, 1024), ("qa_num", 0, 4096)):
+        within("serve reward", f"--{name.replace('_', '-')}", getattr(arguments, name), least, most)
+    listening, key = listen(arguments.host, arguments.port)
+    port = listening.getsockname()[1]
+    workers, key_env, served = None, arguments.reader_key_env, arguments.model or "reader"
+    urls = list(arguments.reader)
+    if arguments.checkpoint:
+        first = port + WORKER_GAP if arguments.worker_port < 0 else arguments.worker_port
+        devices = [device for device in arguments.devices.split(",") if device]
+        workers, key_env = model_workers(arguments.checkpoint, arguments.workers, first, arguments.worker_option, devices)
+        urls, served = [f"{worker.url}/v1" for worker in workers.workers], "reader"
+    draws = 0 if arguments.all_qa else arguments.qa_num
+    settings = RewardSettings(
+        Reading("reader", draws, arguments.prompt, arguments.temperature, seed=arguments.seed),
+        arguments.mode,
+        arguments.format_weight if arguments.task == "video" else 0.0,
+        arguments.missing_as,
+        arguments.capacity,
+        tuple(Path(root).expanduser().resolve() for root in arguments.media_root),
+    )
+    with TemporaryDirectory(prefix="sensorium-media-") as folder:
+        store = MediaStore(Path(folder) / "media")
+        cache = Path(arguments.cache).expanduser() if arguments.cache else Path(folder) / "judgements.sqlite"
+        client = JudgeClient(judges_section(urls, served, key_env, cache, arguments.calls), store)
+        service = RewardService(settings, client, store)
+        if workers is not None:
+            service.workers = workers.states
+        around: Callable[[], Any] | None = workers.running if workers is not None else None
+        app = make_reward_app(service, key, round(arguments.max_body_mib * MIB), around)
+        what = f"rewards ({arguments.mode}) by {len(urls)} reader{'s' if len(urls) > 1 else ''}"
+        serve_until_stopped(app, listening, what, key, arguments.drain_s)
+    return 0
+
+
+def judges_section(urls: list[str], served: str, key_env: str, cache: Path | None, calls: int) -> Any:
+    """The readers as the client of judges knows them."""
+    from sensorium.recipe.judge_section import JudgeEndpointSection, JudgesSection
+
+    endpoints = tuple(JudgeEndpointSection(base_url=url, model=served, api_key_env=key_env) for url in urls)
+    return JudgesSection(endpoints={"reader": endpoints}, cache=cache, concurrency=calls, retries=12, total_deadline_s=600)
+
+
+def _set(name: str, usual: Value, kind: Callable[[str], Value]) -> Value:
+    """A number or word from the environment."""
+    given = os.environ.get(name, "")
+    try:
+        return kind(given) if given else usual
+    except ValueError as error:
+        raise RecipeError(f"the environment variable {name} is '{given:.40}', which is no {kind.__name__}.") from error

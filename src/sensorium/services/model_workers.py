@@ -1,0 +1,156 @@
+"""Worker processes with a model each: ``sensorium serve model`` on loopback, started again when one dies.
+
+A worker has a port of its own for its whole life, and a key that only this process knows. Who asks them goes through the
+client of judges, which passes over a worker that is down and asks it again later.
+"""
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from sensorium.services.access import ENVIRONMENT_VARIABLE
+from sensorium.services.application import Json
+from sensorium.vocabulary.errors import EngineLost
+
+KEY_VARIABLE = "SENSORIUM_WORKER_KEY"
+LOOK_S = 0.2
+LONGEST_REST_S = 30.0
+
+
+@dataclass
+class ModelWorker:
+    """One process. ``command`` holds ``{port}``, and is run with the key in its environment."""
+
+    command: Sequence[str]
+    port: int
+    environment: dict[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+    restarts: int = 0
+    started: float = 0.0
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self.process is not None and self.process.poll() is None
+
+    def start(self) -> None:
+        """Start it."""
+        command = [part.replace("{port}", str(self.port)) for part in self.command]
+        self.started = time.monotonic()
+        self.process = subprocess.Popen(command, env={**os.environ, **self.environment}, stdout=subprocess.DEVNULL)
+
+    def answers(self) -> bool:
+        """Whether its /health says so now."""
+        try:
+            with urlopen(f"{self.url}/health", timeout=2) as reply:
+                return bool(reply.status == 200)
+        except (URLError, OSError, ValueError):
+            return False
+
+    def stop(self, patience_s: float = 10.0) -> None:
+        """Ask it to end, and end it."""
+        if self.process is None:
+            return
+        if self.alive:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(patience_s)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self.process.wait()
+
+
+class ModelWorkers:
+    """Several workers, kept alive."""
+
+    def __init__(self, workers: Sequence[ModelWorker], start_s: float = 600.0) -> None:
+        self.workers, self.start_s = list(workers), start_s
+
+    def states(self) -> list[Json]:
+        """How each of them is."""
+        return [{"url": worker.url, "alive": worker.alive, "restarts": worker.restarts} for worker in self.workers]
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Start all, wait until each answers, and start again those that die; at the end stop them."""
+        for worker in self.workers:
+            worker.start()
+        keeping = None
+        try:
+            await self._until_ready()
+            keeping = asyncio.create_task(self._keep())
+            yield
+        finally:
+            if keeping is not None:
+                keeping.cancel()
+            await asyncio.gather(*(asyncio.to_thread(worker.stop) for worker in self.workers))
+
+    async def _until_ready(self) -> None:
+        until = time.monotonic() + self.start_s
+        for worker in self.workers:
+            while not await asyncio.to_thread(worker.answers):
+                code = worker.process.poll() if worker.process is not None else None
+                if code is not None or time.monotonic() > until:
+                    why = f"ended with code {code}" if code is not None else f"was not ready within {self.start_s:g} s"
+                    raise EngineLost(f"the worker at {worker.url} {why}: {' '.join(worker.command)}. Its errors are above.")
+                await asyncio.sleep(LOOK_S)
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for worker in self.workers:
+                rest = min(LONGEST_REST_S, 2.0 ** min(worker.restarts, 10) - 1)
+                if not worker.alive and time.monotonic() - worker.started >= rest:
+                    worker.restarts += 1
+                    print(f"the worker at {worker.url} died and is started again ({worker.restarts})", file=sys.stderr)
+                    worker.start()
+
+
+def model_workers(
+    checkpoint: str, count: int, first_port: int, options: Sequence[str], devices: Sequence[str] = ()
+) -> tuple[ModelWorkers, str]:
+    """Workers that serve a checkpoint, and the environment variable that holds their key. Port 0: any free ones."""
+    key = secrets.token_urlsafe(32)
+    os.environ[KEY_VARIABLE] = key
+    command = [
+        sys.executable,
+        "-m",
+        "sensorium.cli.main",
+        "serve",
+        "model",
+        checkpoint,
+        "--name",
+        "reader",
+        "--port",
+        "{port}",
+    ]
+    workers = []
+    for place in range(count):
+        environment = {ENVIRONMENT_VARIABLE: key}
+        if devices:
+            environment["CUDA_VISIBLE_DEVICES"] = devices[place % len(devices)]
+        port = first_port + place if first_port else free_port()
+        workers.append(ModelWorker([*command, *options], port, environment))
+    return ModelWorkers(workers), KEY_VARIABLE
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        return int(place.getsockname()[1])
