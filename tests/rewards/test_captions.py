@@ -14,8 +14,8 @@ from sensorium.recipe.judge_section import JudgeEndpointSection, JudgesSection
 from sensorium.rewards.caption_judge import PICTURE_WEIGHTS, WEIGHTS
 from sensorium.rewards.caption_qa import CaptionQA, Reading
 from sensorium.rewards.context import RewardContext
-from sensorium.rewards.length import Length
 from sensorium.rewards.timestamps import timestamp_format
+from sensorium.rewards.token_length import TokenLength
 from sensorium.vocabulary.caption_questions import (
     CANNOT,
     draws,
@@ -55,12 +55,8 @@ def test_the_format_reward_is_as_published(caption: str, paid: float) -> None:
 
 
 def test_the_length_reward_falls_in_a_straight_line() -> None:
-    length = Length(2048, 3072)
+    length = TokenLength(2048, 3072)
     assert [length.paid(n) for n in (1, 2048, 2304, 2560, 3071, 3072, 9999)] == [1, 1, 0.75, 0.5, 1 / 1024, 0, 0]
-    assert Length(4, 4).paid(4) == 1
-    assert Length(4, 4).paid(5) == 0
-    with pytest.raises(RecipeError, match="full comes first"):
-        Length(5, 4)
     paid = [Score("caption_qa", 0.5), Score("timestamps", 0.75, 0.2), Score("length", 1.0, 0.2)]
     assert total(paid) == 0.5 + 0.2 * 0.75 + 0.2 * 1.0
 

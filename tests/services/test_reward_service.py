@@ -35,13 +35,16 @@ from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import RecipeError, RewardFailure
 from sensorium.vocabulary.task import Task
 
-from ..rewards.conftest import episode_of  # noqa: F401
+from ..rewards import conftest as episodes
 from . import text_reader
 from .running import serving_app
 
 BLOCK = "Which colour is the circle?\n   - A) blue\n   - B) red\n   - C) green\n   - D) yellow"
 ROW = {"question": "Which colour is the circle?", "choices": ["A. blue", "B. red", "C. green", "D. yellow"], "answer": "B"}
 GOOD, BAD, SILENT = "[00:00] a red circle", "[00:09 - 00:05] a blue circle [00:20] x", "a circle"
+
+
+episode_of = episodes.episode_of
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """A reader that knows how to read: it chooses the option that the caption names, else the last one ("can not answer").
 
-Speaks the OpenAI protocol with the standard library alone, so that it starts at once: ``python text_reader.py PORT [DELAY]``.
+Speaks the OpenAI protocol with the standard library alone, so that it starts at once: ``text_reader.py PORT [DELAY]``.
 """
 
 import json

@@ -8,8 +8,8 @@ from sensorium.judges.client import JudgeClient
 from sensorium.judges.forms import JsonAnswer, Number
 from sensorium.judges.request import JudgeRequest, untrusted_message
 from sensorium.rewards.answer import last_response
-from sensorium.rewards.caption_qa import judges_of
 from sensorium.rewards.context import RewardContext
+from sensorium.rewards.judge_parts import client_of, needed
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.decoding import VideoParameters
 from sensorium.vocabulary.episode import Episode
@@ -72,18 +72,18 @@ class CaptionJudge:
         temperature: float = 0.0,
         name: str = "caption_judge",
         *,
-        context: RewardContext,
+        context: RewardContext | None = None,
     ) -> None:
         self.name, self.model = name, model
         self.version = VERSION
         self._parameters = {"temperature": temperature, "max_tokens": max_tokens}
-        self._judges = judges_of(context, model, name)
+        self._client = client_of(context, name, model)
 
     async def score(self, task: Task, episode: Episode) -> Any:
         """The four scores as named parts, each with its weight in it: they add up to the judgement."""
-        media = as_judged(described(task))
+        client, media = needed(self._client, self.name), as_judged(described(task))
         found = await judge_caption(
-            self._judges, self.model, last_response(episode), media, self._parameters, (episode.id,), self.name
+            client, self.model, last_response(episode), media, self._parameters, (episode.id,), self.name
         )
         return {name: weight * found[name] for name, weight in weights_of(media.kind).items()}
 
@@ -100,6 +100,5 @@ def as_judged(media: Media) -> Media:
     """The medium as a judge is shown it: of a video two frames a second, of the part that the task shows."""
     if media.kind != "video":
         return media
-    asked = media.parameters
-    trim = {"start": asked.start, "end": asked.end} if isinstance(asked, VideoParameters) else {}
-    return replace(media, parameters=VideoParameters(fps=FPS, sampling="middle", **trim))
+    asked = media.parameters if isinstance(media.parameters, VideoParameters) else VideoParameters()
+    return replace(media, parameters=VideoParameters(fps=FPS, sampling="middle", start=asked.start, end=asked.end))

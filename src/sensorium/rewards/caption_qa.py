@@ -19,6 +19,7 @@ from sensorium.judges.request import JudgeRequest
 from sensorium.judges.untrusted import neutral, shortened
 from sensorium.rewards.answer import last_response
 from sensorium.rewards.context import RewardContext
+from sensorium.rewards.judge_parts import client_of, needed
 from sensorium.vocabulary.caption_questions import PROMPTS, CaptionQuestion, draws, first_letter, question_of
 from sensorium.vocabulary.content import Message, Text
 from sensorium.vocabulary.episode import Episode
@@ -134,23 +135,17 @@ class CaptionQA:
         longest: int = LONGEST,
         name: str = "caption_qa",
         *,
-        context: RewardContext,
+        context: RewardContext | None = None,
     ) -> None:
         self.name = name
         self.version = VERSION
         self.reading = Reading(model, draws, prompt, temperature, max_tokens, seed, longest)
-        self._judges = judges_of(context, model, name)
+        self._client = client_of(context, name, model)
 
     async def score(self, task: Task, episode: Episode) -> Any:
         """The share of questions answered."""
         caption, questions = last_response(episode), questions_of(task)
-        share = await read_caption(self._judges, self.reading, caption, questions, (episode.id,), self.name)
+        share = await read_caption(
+            needed(self._client, self.name), self.reading, caption, questions, (episode.id,), self.name
+        )
         return Score(self.name, share)
-
-
-def judges_of(context: RewardContext, model: str, name: str) -> JudgeClient:
-    """The client of a run's judges; refused where there is none, or none of that name."""
-    if context.judges is None:
-        raise RecipeError(f"reward '{name}' asks the judge '{model}', and there is no section judges here.")
-    context.judges.refuse_unknown(model)
-    return context.judges

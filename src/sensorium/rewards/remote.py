@@ -16,6 +16,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from sensorium.media.mime import mime_type
+from sensorium.media.store import MediaStore
 from sensorium.rewards.answer import last_response
 from sensorium.rewards.caption_judge import described
 from sensorium.rewards.caption_qa import questions_of
@@ -50,7 +51,7 @@ class RemoteReward:
         key_env: str = KEY_VARIABLE,
         name: str = "remote",
         *,
-        context: RewardContext,
+        context: RewardContext | None = None,
     ) -> None:
         if protocol not in PROTOCOLS:
             raise RecipeError(f"reward '{name}': there is no protocol '{protocol}'{nearest(protocol, list(PROTOCOLS))}")
@@ -64,7 +65,7 @@ class RemoteReward:
         usual = {"caprl_qa": "qa_rewards", "caprl_vl_judge": "judge_rewards"}
         self.name, self.protocol, self.mode, self.deadline_s = name, protocol, mode, deadline_s
         self.reads = reads or usual.get(protocol, "rewards")
-        self._store, self._key_env = context.store, key_env
+        self._store, self._key_env = context.store if context is not None else MediaStore(), key_env
         self._servers = [server.rstrip("/").removesuffix("/get_reward") + "/get_reward" for server in given]
         self._open = dict.fromkeys(self._servers, 0)
         self._rests = dict.fromkeys(self._servers, 0.0)

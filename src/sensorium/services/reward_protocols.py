@@ -175,9 +175,11 @@ def _labelled(caption: str, label: Any, mode: Mode) -> CaptionItem:
         return CaptionItem(caption, problem=f"its label says nothing to judge it by: {label!r:.80}")
     if mode == "vl_judge":
         video, picture = held.get("video_path", held.get("video")), held.get("image_path", held.get("picture"))
-        if not isinstance(video or picture, str):
-            return CaptionItem(caption, problem="it has neither a video nor a picture, and is not judged without")
-        return CaptionItem(caption, picture=picture if not video else "", video=video or "")
+        if isinstance(video, str) and video:
+            return CaptionItem(caption, video=video)
+        if isinstance(picture, str) and picture:
+            return CaptionItem(caption, picture=picture)
+        return CaptionItem(caption, problem="it has neither a video nor a picture, and is not judged without")
     questions = held.get("questions", held.get("ground_truth"))
     if not isinstance(questions, list):
         return CaptionItem(caption, problem="it has no questions")
