@@ -24,6 +24,7 @@ COMMANDS = {
     "eval": "evaluate a checkpoint on a recipe's held-out tasks",
     "compare": "set two evaluations of the same tasks side by side",
     "export": "write a run's model in the layout of the published checkpoint it started from",
+    "curate": "keep the questions about pictures that can be answered with them and not without",
     "serve": "serve environments, a model or rewards to other processes and machines",
     "replay": "run a batch again that was kept because its update was not finite",
 }

@@ -33,6 +33,7 @@ NAMES: dict[str, dict[str, str]] = {
         "svg_files": "sensorium.tasks.svg_files:SvgFiles",
         "intent": "sensorium.tasks.intent:Intent",
         "daily_omni": "sensorium.tasks.daily_omni:DailyOmni",
+        "caprl": "sensorium.tasks.caprl:CaptionRows",
         "captioned_shapes": "sensorium.tasks.captioned_shapes:CaptionedShapes",
         "caption_reading": "sensorium.tasks.captioned_shapes:CaptionReading",
         "sight_and_sound": "sensorium.tasks.sight_and_sound:SightAndSound",

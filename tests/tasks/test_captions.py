@@ -1,0 +1,156 @@
+"""Tasks of captions: CapRL's rows, generated pictures and videos with questions, and which questions are kept."""
+
+import io
+import json
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+from sensorium.cli.main import main
+from sensorium.media.making import encode_clip
+from sensorium.media.store import MediaStore
+from sensorium.media.video import decode_video
+from sensorium.rewards.timestamps import timestamp_format
+from sensorium.tasks.caprl import CaptionRows
+from sensorium.tasks.captioned_shapes import CaptionedShapes, CaptionReading
+from sensorium.vocabulary.caption_questions import question_of
+from sensorium.vocabulary.decoding import VideoParameters
+from sensorium.vocabulary.errors import MediaError, TaskError
+
+from ..services import text_reader
+
+ASKED = [
+    {"question": "Which colour?", "choices": ["A. blue", "B. red"], "answer": "B"},
+    {"question": "Which sky?", "choices": ["blue", "green"], "answer": "blue"},
+]
+
+
+def png(colour: str) -> bytes:
+    body = io.BytesIO()
+    Image.new("RGB", (32, 32), colour).save(body, "PNG")
+    return body.getvalue()
+
+
+def picture_rows(path: Path) -> Path:
+    rows = [
+        {
+            "id": f"p{i}",
+            "image": {"bytes": png(colour), "path": None},
+            "prompt": [{"role": "user", "content": "<image>Describe."}],
+            "data_source": "image_caption_rl",
+            "reward_model": {"style": "rule", "ground_truth": json.dumps(ASKED) if i else ASKED},
+        }
+        for i, colour in enumerate(["red"])
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def test_caprl_video_and_image_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.mp4").write_bytes(encode_clip(np.zeros((4, 32, 32, 3), np.uint8), 2))
+    row: dict[str, Any] = {
+        "prompt": [{"role": "user", "content": "<video>\nDescribe it with timestamps."}],
+        "videos": ["a.mp4"],
+        "data_source": "video_caption_rl",
+        "reward_model": {"ground_truth": ASKED},
+    }
+    broken = row | {"reward_model": {"ground_truth": [{"question": "?", "choices": ["x"], "answer": "A"}]}}
+    lines = [row, broken, row | {"videos": ["gone.mp4"]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    source = CaptionRows(str(tmp_path / "rows.jsonl"), MediaStore(), video={"fps": 2.0})
+    task = source[0]
+    assert [block.kind for block in task.messages[0].media] == ["video"]
+    assert task.messages[0].text.strip() == "Describe it with timestamps."
+    assert task.answer is None
+    assert task.metadata["questions"][0] == {"question": "Which colour?", "choices": ["blue", "red"], "answer": "B"}
+    with pytest.raises(TaskError, match=r"row 1: reward_model\.ground_truth: .*2 to 25 options"):
+        source[1]
+    with pytest.raises(MediaError, match="gone"):
+        source[2]
+    (picture,) = CaptionRows(str(picture_rows(tmp_path / "rows.parquet")), MediaStore())
+    assert (picture.id, [block.kind for block in picture.messages[0].media]) == ("p0", ["picture"])
+
+
+def test_pictures_and_their_questions_agree_and_splits_share_nothing() -> None:
+    store = MediaStore()
+    for kind in ("picture", "video"):
+        seen = {}
+        for split in ("train", "test"):
+            source = CaptionedShapes(store=store, kind=kind, split=split, size=64, telling=0.5)  # type: ignore[arg-type]
+            tasks = [source[i] for i in range(64)]
+            seen[split] = {str(task.answer).rpartition("]")[2].strip() for task in tasks}
+            for task in tasks:
+                answers = [question_of(raw) for raw in task.metadata["questions"]]
+                assert all(question.choices[question.answer] in str(task.answer) for question in answers)
+                assert timestamp_format(task.demonstration[0]) == float(kind == "video")
+            told = [task.demonstration[0].partition("] ")[2] or task.demonstration[0] for task in tasks]
+            assert {text.startswith("a ") for text in told} == {True, False}
+        assert not seen["train"] & seen["test"]
+
+
+def test_a_video_shows_its_thing_from_its_second_on() -> None:
+    store = MediaStore()
+    task = CaptionedShapes(store=store, kind="video", size=1)[0]
+    (media,) = task.messages[0].media
+    assert isinstance(media.parameters, VideoParameters)
+    clip = decode_video(store.source_of(media), media.parameters, "clip", store.limits)
+    second = int(str(task.answer)[5])
+    moved = [float(np.abs(frame.astype(int) - clip.frames[0]).max()) > 60 for frame in clip.frames]
+    assert moved == [time_s >= second for time_s in clip.times_s.tolist()]
+
+
+def test_swapped_pictures_are_no_better_than_chance() -> None:
+    own = CaptionedShapes(store=MediaStore(), split="test", size=512)
+    swapped = CaptionedShapes(store=MediaStore(), split="test", size=512, picture="swapped")
+    assert own[0].messages[0].media != swapped[0].messages[0].media
+    same: Counter[str] = Counter()
+    for i in range(512):
+        other = str(own[(i + 257) % 512].answer).split()
+        same.update(name for name, word in own.scene(i).facts.items() if word in other)
+    assert all(0.15 < same[name] / 512 < 0.4 for name in ("colour", "shape"))
+
+
+def test_a_reader_is_asked_as_the_service_asks_it() -> None:
+    source = CaptionReading(store=MediaStore(), kind="video", size=400)
+    letters: Counter[Any] = Counter()
+    for i in range(400):
+        task = source[i]
+        text = task.messages[0].text
+        letters[task.answer] += 1
+        assert text_reader.read(text.replace("[00:0", "").replace("]", "")) == task.answer == task.demonstration[0]
+    assert set(letters) == set("ABCDE")
+    assert max(letters[letter] for letter in "ABCD") < 2 * min(letters[letter] for letter in "ABCD")
+
+
+def test_curation_keeps_what_needs_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model sees red, and knows without looking that the sky is blue."""
+
+    class Seeing(text_reader.Reader):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            content = body["messages"][-1]["content"]
+            text = content if isinstance(content, str) else content[-1]["text"]
+            known = "blue" if "sky" in text else "red" if not isinstance(content, str) else "can not answer"
+            letter = next(line[0] for line in text.split("\n") if line[1:] == f") {known}")
+            choice = {"index": 0, "message": {"role": "assistant", "content": letter}, "finish_reason": "stop"}
+            self.reply(200, {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]})
+
+    server = text_reader.Server(("127.0.0.1", 0), Seeing)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    rows, out = picture_rows(tmp_path / "rows.parquet"), tmp_path / "kept.parquet"
+    url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    assert main(["curate", str(rows), str(out), "--reader", url, "--draws", "3"]) == 0
+    assert "2 questions of 1 rows: 1 kept, in 1 rows; 0 could not be tried" in " ".join(capsys.readouterr().out.split())
+    (task,) = CaptionRows(str(out), MediaStore())
+    assert [question["question"] for question in task.metadata["questions"]] == ["Which colour?"]
+    found = json.loads((tmp_path / "kept.parquet.curation.json").read_text())
+    assert [(one["seen"], one["blind"]) for one in found[0]["questions"]] == [(1.0, 0.0), (1.0, 1.0)]
+    assert main(["curate", str(rows), str(out), "--reader", url]) == 2
+    server.shutdown()
