@@ -89,7 +89,7 @@ def test_processes_that_share_a_cache_ask_once(tmp_path: Path) -> None:
     slow = threading.Event()
 
     def judge(request: dict[str, Any]) -> str:
-        slow.wait(10)
+        slow.wait(600)
         return good(request)
 
     with judge_server(judge) as server:
@@ -99,7 +99,7 @@ def test_processes_that_share_a_cache_ask_once(tmp_path: Path) -> None:
             time.sleep(0.01)
         time.sleep(0.2)
         slow.set()
-        assert [answer.result(20).value["score"] for answer in answers] == [1, 1, 1]
+        assert [answer.result(600).value["score"] for answer in answers] == [1, 1, 1]
         for client in clients:
             client.close()
         assert len(server.asked) == 1
@@ -107,12 +107,12 @@ def test_processes_that_share_a_cache_ask_once(tmp_path: Path) -> None:
 
 def test_a_claim_of_the_dead_runs_out(tmp_path: Path) -> None:
     cache = AnswerCache(tmp_path / "c.sqlite")
-    assert cache.claim("k", "dead", 0.05)
-    assert not cache.claim("k", "me", 1)
-    time.sleep(0.06)
-    assert cache.claim("k", "me", 1)
-    cache.release("k", "dead")
-    assert not cache.claim("k", "other", 1)
+    assert cache.claim("k", "living", 600)
+    assert not cache.claim("k", "me", 600)
+    assert cache.claim("l", "dead", -1)
+    assert cache.claim("l", "me", 600)
+    cache.release("l", "dead")
+    assert not cache.claim("l", "other", 600)
     cache.close()
 
 
@@ -169,9 +169,9 @@ def test_a_refusal_is_final_and_a_fallback_stands_in(tmp_path: Path) -> None:
 def test_retry_after_is_kept_and_the_other_endpoint_asked_meanwhile() -> None:
     moments: list[float] = []
 
-    def limited(_: dict[str, Any]) -> Answer | str:
+    def limited(_: dict[str, Any], wait_s: str = "0.6") -> Answer | str:
         moments.append(time.monotonic())
-        return Answer("slow down", 429, {"Retry-After": "0.6"}) if len(moments) == 1 else '{"score": 1}'
+        return Answer("slow down", 429, {"Retry-After": wait_s}) if len(moments) == 1 else '{"score": 1}'
 
     with judge_server(limited) as server:
         client = JudgeClient(section_of(server.url))
@@ -179,11 +179,9 @@ def test_retry_after_is_kept_and_the_other_endpoint_asked_meanwhile() -> None:
         assert moments[1] - moments[0] >= 0.59
         client.close()
     moments.clear()
-    with judge_server(limited) as first, judge_server(good) as second:
+    with judge_server(lambda asked: limited(asked, "600")) as first, judge_server(good) as second:
         client = JudgeClient(section_of(first.url, second.url))
-        started = time.monotonic()
         assert client.ask_now(question()).value == {"score": 1}
-        assert time.monotonic() - started < 5
         assert len(first.asked) == len(second.asked) == 1
         client.close()
 
@@ -192,7 +190,7 @@ def test_load_goes_to_the_endpoint_with_the_fewest_open_calls() -> None:
     gate = threading.Event()
 
     def slow(request: dict[str, Any]) -> str:
-        gate.wait(10)
+        gate.wait(600)
         return good(request)
 
     with judge_server(slow) as first, judge_server(slow) as second:
@@ -202,7 +200,7 @@ def test_load_goes_to_the_endpoint_with_the_fewest_open_calls() -> None:
             time.sleep(0.01)
         assert len(first.asked) == len(second.asked) == 4
         gate.set()
-        assert all(one.result(20).value == {"score": 1} for one in waiting)
+        assert all(one.result(600).value == {"score": 1} for one in waiting)
         client.close()
 
 
@@ -210,15 +208,13 @@ def test_a_slow_judge_is_waited_for_within_its_deadlines() -> None:
     gate = threading.Event()
 
     def slow(request: dict[str, Any]) -> str:
-        gate.wait(5)
+        gate.wait(600)
         return good(request)
 
     with judge_server(slow) as server:
         client = JudgeClient(section_of(server.url, deadline_s=0.2, total_deadline_s=1.0))
-        started = time.monotonic()
         with pytest.raises(JudgeFailure, match="did not answer within"):
             client.ask_now(question())
-        assert time.monotonic() - started < 10
         gate.set()
         client.close()
 
