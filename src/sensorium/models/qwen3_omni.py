@@ -15,7 +15,7 @@ from sensorium.models.family import MediaFormat, Tower
 from sensorium.models.prepared_media import Extent
 from sensorium.models.preprocessing import frame_rule
 from sensorium.models.qwen2_5_omni import Qwen25Omni, Qwen25OmniMedia
-from sensorium.models.qwen2_5_vl import merged_patches, repeated, seconds_per_step
+from sensorium.models.qwen2_5_vl import WRITTEN_TOKENS, merged_patches, repeated, seconds_per_step
 from sensorium.models.qwen3_omni_sound import StretchedSoundTower, UnpaddedSounds, stretched_sound_tokens
 from sensorium.models.qwen3_vl import interpolation_tables
 from sensorium.models.rope_positions import MarkedBlock, interleaved_block, line_offsets
@@ -29,6 +29,7 @@ class Qwen3OmniMedia(Qwen25OmniMedia):
 
     def __init__(self, config: Any, processor: Any) -> None:
         super().__init__(config, processor)
+        self.written_tokens = WRITTEN_TOKENS
         self.frame_rule = frame_rule(processor, self.vision, 768 * 32 * 32)
         self.preprocessors["sound"] = UnpaddedSounds(processor.feature_extractor)
 

@@ -42,6 +42,8 @@ class ChatRenderer:
         self._kind_of = {token: kind for kind, token in placeholders.items()}
         self._special = {**table.special, **media_format.stand_ins}
         self._guard = _Guard(self._special)
+        written = [name for name, token in table.special.items() if token in table.written]
+        self._written = re.compile("(" + "|".join(map(re.escape, written)) + ")") if written else None
         self._encode = lru_cache(maxsize=8192)(_plain_encoder(tokenizer))
         for kind, token in placeholders.items():
             if token not in table.special.values():
@@ -74,8 +76,14 @@ class ChatRenderer:
         return self._segment(after.removeprefix(tail), fence, messages)
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
-        """Tokens of an answer as it stands after the generation prompt; special tokens in it are text."""
-        return self._encode(self.lead + text)
+        """Tokens of an answer as it stands after the generation prompt.
+
+        Special tokens in it are text, but for those that the model may write, which are what it would have sampled.
+        """
+        pieces = self._written.split(self.lead + text) if self._written else [self.lead + text]
+        return tuple(
+            token for i, piece in enumerate(pieces) for token in ((self._special[piece],) if i % 2 else self._encode(piece))
+        )
 
     def _apply(self, messages: Sequence[Message], generate: bool) -> str:
         conversation = [{"role": message.role, "content": self._content(message)} for message in messages]

@@ -6,6 +6,9 @@ from typing import Any
 
 from sensorium.vocabulary.errors import ModelError
 
+ANSWER_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+"""Marks that models of any family write. Most tokenizers have them as ordinary tokens, some as special ones."""
+
 
 class TokenTable:
     """What each token id is: special, ordinary (with its bytes), or a row of the head that no token owns.
@@ -25,7 +28,7 @@ class TokenTable:
         self.special: dict[str, int] = {token.content: i for i, token in added.items() if token.special}
         owned = set(tokenizer.get_vocab().values())
         self.unowned = tuple(i for i in range(vocab_size) if i not in owned)
-        self.written = tuple(self.special[name] for name in written if name in self.special)
+        self.written = tuple(self.special[name] for name in (*written, *ANSWER_MARKS) if name in self.special)
         for i in (*self.special.values(), *self.unowned):
             if i not in self.written:
                 self._bytes[i] = b""
