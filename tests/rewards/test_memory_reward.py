@@ -7,14 +7,13 @@ from sensorium.rewards.memory_reward import (
     MemoryPay,
     WrittenMemory,
     bonuses,
-    faces_are_spelled,
     is_correct,
     paid_parts,
-    parse_memory,
     think_reward,
     written_memory,
 )
 from sensorium.vocabulary.episode import Segment
+from sensorium.vocabulary.memory import faces_are_spelled, parse_memory
 
 PAY = MemoryPay()
 

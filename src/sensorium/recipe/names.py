@@ -37,10 +37,13 @@ NAMES: dict[str, dict[str, str]] = {
         "captioned_shapes": "sensorium.tasks.captioned_shapes:CaptionedShapes",
         "caption_reading": "sensorium.tasks.captioned_shapes:CaptionReading",
         "sight_and_sound": "sensorium.tasks.sight_and_sound:SightAndSound",
+        "taskmem": "sensorium.tasks.taskmem:TaskMemRows",
+        "memory_clips": "sensorium.tasks.memory_clips:MemoryClips",
     },
     "planner": {
         "mixture": "sensorium.tasks.planner:MixturePlanner",
         "success_curriculum": "sensorium.tasks.success_curriculum:SuccessCurriculum",
+        "causal_history": "sensorium.tasks.causal:CausalHistory",
     },
     "environment": {
         "question": "sensorium.envs.question:Question",

@@ -19,13 +19,13 @@ from sensorium.rewards.memory_reward import (
     MemoryPay,
     WrittenMemory,
     bonuses,
-    faces_are_spelled,
     is_correct,
     paid_parts,
     written_memory,
 )
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RewardFailure
+from sensorium.vocabulary.memory import faces_are_spelled
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 

@@ -4,15 +4,11 @@ samples of a group: (correct, u = 1, t = 1000), (correct, u = 0, t = 1800), (wro
 final:              0.55                        0.0                         -0.5              -1.5
 """
 
-import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sensorium.vocabulary.episode import Segment
-
-END_OF_THOUGHT = "</think>"
-FACE = re.compile(r"(?<![A-Za-z])face[\s_-]*(\d+)", re.IGNORECASE)
+from sensorium.vocabulary.memory import END_OF_THOUGHT, faces_are_spelled, parse_memory
 
 
 @dataclass(frozen=True)
@@ -37,21 +33,6 @@ class WrittenMemory:
     memory_tokens: int
 
 
-def parse_memory(text: str) -> str | None:
-    """The memory of a response: exactly one ``</think>``, then JSON with the one key ``description``, not empty."""
-    _, end, rest = text.partition(END_OF_THOUGHT)
-    if not end or END_OF_THOUGHT in rest:
-        return None
-    try:
-        found = json.loads(rest)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(found, dict) or list(found) != ["description"]:
-        return None
-    description = found["description"]
-    return description if isinstance(description, str) and description.strip() else None
-
-
 def written_memory(response: Segment, max_response_tokens: int) -> WrittenMemory:
     """What a response holds. Of one that is not parsed the thought counts as long as a response may be."""
     description = parse_memory(response.text)
@@ -62,16 +43,6 @@ def written_memory(response: Segment, max_response_tokens: int) -> WrittenMemory
     before = sum(end <= start and end > 0 for end in ends)
     counted = sum(end > (ends[i - 1] if i else 0) for i, end in enumerate(ends))  # a stop token has no text
     return WrittenMemory(description, before, counted - before)
-
-
-def faces_are_spelled(text: str) -> bool:
-    """False where a tag is ``<face>``, or a ``face N`` is not spelled ``<face_N>``; "surface 3" names no face."""
-    if re.search(r"<\s*face\s*>", text, re.IGNORECASE):
-        return False
-    return all(
-        text[found.start() - 1 : found.end() + 1] == f"<face_{found.group(1)}>" and found.start() > 0
-        for found in FACE.finditer(text)
-    )
 
 
 def is_correct(pay: MemoryPay, memory: WrittenMemory, judged: float, label: float) -> bool:

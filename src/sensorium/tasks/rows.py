@@ -45,7 +45,16 @@ class JsonlRows:
 
     def __getitem__(self, index: int) -> Task:
         line = self._lines[index]
-        place = Place(f"{self.path}:{line}", self.path.parent, self.store, self._reading.clips, self._roots)
+        return self._reading.format.task(self._read(index), f"{self.path.name}:{line}", self._place(index))
+
+    def _place(self, index: int) -> Place:
+        """Where a row stands."""
+        where = f"{self.path}:{self._lines[index]}"
+        return Place(where, self.path.parent, self.store, self._reading.clips, self._roots)
+
+    def _read(self, index: int) -> dict[str, Any]:
+        """The object of a row."""
+        place = self._place(index)
         try:
             with open_regular(self.path) as file:
                 self._refuse_changed(file)
@@ -59,7 +68,7 @@ class JsonlRows:
             raise place.error(f"cannot read the line: {error}.") from error
         if not isinstance(row, dict):
             raise place.error(f"a line must hold one JSON object, not {row!r:.60}.")
-        return self._reading.format.task(row, f"{self.path.name}:{line}", place)
+        return row
 
     def _scan(self, limit: int) -> None:
         """Note where each row starts, so that any one can be read alone, and what was read so far."""

@@ -1,0 +1,80 @@
+"""Face ids from clip to clip: what earlier memories call a person, in the words of the current clip.
+
+Every clip numbers its faces anew (local ids); a map says which person of the whole video each one is (global ids).
+
+    memories  {3: "<face_1> waves to face 2", 4: "<face_1> leaves"}
+    maps      {3: {7: 1, 8: 2}, 4: {8: 1}, 5: {8: 4}}           global to local, by clip
+    current   5
+    result    {3: "<face_5> waves to <face_4>", 4: "<face_4> leaves"}: person 8 is <face_4> now; 7, who is not in clip 5,
+              gets the first free number after all that clip 5 knows
+
+Each text is rewritten in one pass, so no id is exchanged twice. Fresh ids are given in the order in which they first occur,
+so the result depends on the input alone. An id that a clip's map does not know is a person of its own.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sensorium.vocabulary.errors import TaskError
+
+TAG = re.compile(
+    r"<\s*face[\s_-]*(\d+)\s*>|\[\s*face[\s_-]*(\d+)\s*\]|(?<![A-Za-z<\[])face[\s_-]*(\d+)", re.IGNORECASE | re.ASCII
+)
+FaceMaps = Mapping[int, Mapping[int, int]]
+"""Global to local ids, by clip."""
+
+
+def rewrite_faces(memories: Mapping[int, str], maps: FaceMaps, current: int) -> dict[int, str]:
+    """The memories with the current clip's ids, by clip."""
+    local_now = dict(maps.get(current, {}))
+    highest = max(local_now.values(), default=0)
+    fresh: dict[tuple[str, int, int], int] = {}
+    rewritten = {}
+    for clip in sorted(memories):
+        people = _people(maps.get(clip, {}))
+
+        def renamed(found: re.Match[str], clip: int = clip, people: Mapping[int, int] = people) -> str:
+            nonlocal highest
+            local = int(next(group for group in found.groups() if group is not None))
+            person = people.get(local)
+            if person is not None and person in local_now:
+                return f"<face_{local_now[person]}>"
+            key = ("known", 0, person) if person is not None else ("strange", clip, local)
+            if key not in fresh:
+                highest += 1
+                fresh[key] = highest
+            return f"<face_{fresh[key]}>"
+
+        rewritten[clip] = TAG.sub(renamed, memories[clip])
+    return rewritten
+
+
+def read_face_maps(path: Path) -> dict[int, dict[int, int]]:
+    """The maps of a video, ``{clip: {"[face_G]": "<face_L>"}}``; none where there is no file."""
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise TaskError(f"{path}: the face maps cannot be read: {error}.") from error
+    try:
+        return {
+            int(clip): {_number(person): _number(local) for person, local in faces.items()} for clip, faces in raw.items()
+        }
+    except (AttributeError, ValueError, TypeError) as error:
+        raise TaskError(f'{path}: face maps are {{clip: {{"[face_G]": "<face_L>"}}}}: {error}.') from error
+
+
+def _people(faces: Mapping[int, int]) -> dict[int, int]:
+    """Local to global; of two people with one local id the one with the lower number."""
+    return {local: person for person, local in sorted(faces.items(), reverse=True)}
+
+
+def _number(tag: Any) -> int:
+    found = re.fullmatch(r"[\[<]?\s*(?:face)?[\s_-]*(\d+)\s*[\]>]?", str(tag), re.IGNORECASE | re.ASCII)
+    if found is None:
+        raise ValueError(f"'{tag}' is no face")
+    return int(found.group(1))

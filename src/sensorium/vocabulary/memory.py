@@ -1,0 +1,33 @@
+"""Memories of clips as a policy writes them: ``thoughts</think>{"description": "…"}``, with faces as ``<face_3>``."""
+
+import json
+import re
+
+END_OF_THOUGHT = "</think>"
+FACE = re.compile(r"(?<![A-Za-z])face[\s_-]*(\d+)", re.IGNORECASE | re.ASCII)
+"""A face in any spelling; "surface 3" names none."""
+
+
+def parse_memory(text: str) -> str | None:
+    """The memory of a response: exactly one ``</think>``, then JSON with the one key ``description``, not empty."""
+    _, end, rest = text.partition(END_OF_THOUGHT)
+    if not end or END_OF_THOUGHT in rest:
+        return None
+    try:
+        found = json.loads(rest)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or list(found) != ["description"]:
+        return None
+    description = found["description"]
+    return description if isinstance(description, str) and description.strip() else None
+
+
+def faces_are_spelled(text: str) -> bool:
+    """False where a tag is ``<face>``, or a ``face N`` is not spelled ``<face_N>``."""
+    if re.search(r"<\s*face\s*>", text, re.IGNORECASE):
+        return False
+    return all(
+        text[found.start() - 1 : found.end() + 1] == f"<face_{found.group(1)}>" and found.start() > 0
+        for found in FACE.finditer(text)
+    )

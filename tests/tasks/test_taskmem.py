@@ -1,0 +1,127 @@
+"""TaskMem's rows and the generated clips: history, faces, and what is wrong with a row."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sensorium.media.making import encode_clip
+from sensorium.media.picture import encode_png
+from sensorium.media.store import MediaStore
+from sensorium.recipe.names import build
+from sensorium.tasks.causal import CausalHistory
+from sensorium.tasks.memory_clips import MemoryClips
+from sensorium.tasks.mixture import TaskStream
+from sensorium.tasks.planner import GroupOutcome
+from sensorium.tasks.taskmem import TaskMemRows
+from sensorium.vocabulary.errors import TaskError
+from sensorium.vocabulary.memory import parse_memory
+
+ASK = "Watch.\n[Description of the preceding part]: {}\nWrite {}."
+
+
+def row_of(clip: int, video: str = "v1", step: int | None = None, **more: Any) -> dict[str, Any]:
+    blocks = [{"type": "video", "video": "c.mp4"}, {"type": "text", "text": ASK}]
+    fields = {"type": "episodic_on_policy", "step": clip if step is None else step, "video_idx": clip}
+    return {"id": f"{video}*{clip}", **fields, "episodic_folder": "faces", "input": blocks, **more}
+
+
+def write_rows(folder: Path, *rows: dict[str, Any]) -> str:
+    (folder / "c.mp4").write_bytes(encode_clip(np.zeros((2, 32, 32, 3), np.uint8), 2.0))
+    (folder / "p.png").write_bytes(encode_png(np.zeros((8, 8, 3), np.uint8)))
+    (folder / "faces" / "v1").mkdir(parents=True, exist_ok=True)
+    maps = {
+        "0": {"[face_5]": "<face_1>"},
+        "1": {"[face_5]": "<face_2>", "[face_6]": "<face_1>"},
+        "2": {"[face_6]": "<face_3>"},
+    }
+    (folder / "faces" / "v1" / "v1_map.json").write_text(json.dumps(maps))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / "rows.jsonl")
+
+
+def test_history_is_rewritten_and_filled_in(tmp_path: Path) -> None:
+    rows = TaskMemRows(write_rows(tmp_path, *(row_of(clip) for clip in range(3))), MediaStore())
+    assert [rows.place_of(i).needs for i in range(3)] == [(), (0,), (0, 1)]
+    task = rows.with_history(2, {0: "face 1 sits {}", 1: "<face_1> greets <face_2>"})
+    assert task.metadata["history"] == "<face_4> sits {} <face_3> greets <face_4>"
+    told = task.messages[0].text
+    assert told == f"Watch.\n[Description of the preceding part]: {task.metadata['history']}\nWrite {{}}."
+    assert (task.id, len(task.messages[0].media)) == ("v1*2", 1)
+    assert rows[0].messages[0].text == "Watch.\n[Description of the preceding part]: \nWrite {}."
+
+
+def test_at_most_four_clips_are_needed(tmp_path: Path) -> None:
+    rows = TaskMemRows(write_rows(tmp_path, row_of(9, step=7), row_of(9, step=2)), MediaStore())
+    assert [rows.place_of(i).needs for i in range(2)] == [(5, 6, 7, 8), (7, 8)]
+
+
+def test_by_itself_a_row_takes_a_folder_of_memories_or_none(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, row_of(0), row_of(1))
+    with pytest.raises(TaskError, match="causal_history"):
+        TaskMemRows(path, MediaStore())[1]
+    assert TaskMemRows(path, MediaStore(), blank_history=True)[1].metadata["history"] == ""
+    (tmp_path / "v1.json").write_text(json.dumps({"0": "<face_1> sits"}))
+    kept = TaskMemRows(path, MediaStore(), history_folder=str(tmp_path))
+    assert kept[1].metadata["history"] == "<face_2> sits"
+    (tmp_path / "v1.json").write_text("{}")
+    with pytest.raises(TaskError, match="no memory of clip 0"):
+        kept[1]
+
+
+def test_pictures_alone_and_semantic_rows_are_read(tmp_path: Path) -> None:
+    shown = [{"type": "image", "image": "p.png"}, {"type": "text", "text": ASK}]
+    semantic = row_of(0, type="semantic", memory_tag="x")
+    path = write_rows(tmp_path, row_of(0, input=shown), semantic)
+    (tmp_path / "faces" / "v1" / "episodic_x.json").write_text(json.dumps({"0": "one", "10": "three", "2": "two"}))
+    rows = TaskMemRows(path, MediaStore())
+    assert rows[0].messages[0].media[0].kind == "picture"
+    assert rows[1].messages[0].text.endswith("Write one two three.")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"id": "v1"}, "VIDEO\\*KEY"),
+        ({"id": "../x*1"}, "VIDEO\\*KEY"),
+        ({"type": "other"}, "'type' is 'other'"),
+        ({"step": "1"}, "'step' must be a whole number"),
+        ({"step": 3}, "before the first"),
+        ({"input": []}, "input|content|text block"),
+        ({"input": [{"type": "text", "text": "no mark {}"}]}, "after it a {}"),
+        ({"input": [{"type": "video", "video": "c.mp4"}]}, "no text block"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_is_wrong_with_a_row_is_said(change: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    path = write_rows(tmp_path, row_of(0) | change)
+    with pytest.raises(TaskError, match=problem) as refused:
+        TaskMemRows(path, MediaStore())[0]
+    assert "rows.jsonl:1" in str(refused.value)
+
+
+def test_generated_clips_are_told_apart_and_true(tmp_path: Path) -> None:
+    source: MemoryClips = build("source", "memory_clips", {"videos": 16, "together": 8}, store=MediaStore())
+    truths = source.truths()
+    assert len(truths) == 48
+    for index in (0, 9, 23, 40):
+        task = source[index]
+        assert truths[task.messages[0].media[0].hash].description == task.answer == parse_memory(task.demonstration[0])
+    colours = {task.metadata["video_id"]: task.answer.split()[1] for task in map(source.__getitem__, range(8))}
+    for index in range(8, 24):
+        task = source[index]
+        assert colours[task.metadata["video_id"]] in task.metadata["history"]
+        assert f"<face_{task.answer[6]}>" in task.metadata["history"]
+    blank = MemoryClips(store=MediaStore(), videos=16, history="blank")
+    assert blank[23].metadata["history"] == ""
+
+
+def test_the_planner_tells_generated_clips_what_was_written() -> None:
+    source = MemoryClips(store=MediaStore(), videos=8)
+    planner = CausalHistory(TaskStream([source], [1.0], seed=0, shuffle=False))
+    tasks = planner.draw(8).tasks
+    said = '</think>{"description": "<face_1> pink away"}'
+    planner.observe([GroupOutcome(task.id, (0.0,), (None,), (said,)) for task in tasks])
+    assert all("pink away" in task.metadata["history"] for task in planner.draw(8).tasks)
