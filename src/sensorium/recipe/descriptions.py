@@ -25,7 +25,7 @@ DESCRIPTIONS = {
     "TasksSection.on_long_prompt": "a prompt that does not fit the context stops the run, or is skipped and counted",
     "TasksSection.shuffle": "pass through each source in a new order every epoch",
     "TasksSection.planner": "what decides which task comes next",
-    "PlannerSection.name": "mixture, success_curriculum, or your own, module:Name; docs/tasks.md",
+    "PlannerSection.name": "mixture, success_curriculum, causal_history, or your own, module:Name; docs/tasks.md",
     "PlannerSection.options": "the planner's own options",
     "MediaSection.memory_gib": "memory for decoded (a quarter) and preprocessed media (the rest)",
     "BatchSection.prompts_per_step": "tasks a step trains on; one group of episodes for each",
