@@ -140,6 +140,7 @@ def make_model_app(service: ModelService, key: str = "", most_body: int = 64 << 
 
     app, keyed = make_application("Sensorium model service", key, lifespan, STATUSES, error_body)
     app.add_middleware(BodyLimit, most=most_body)
+    streamed = {"description": "the completion, or its parts as events", "content": {"text/event-stream": {}}}
 
     @app.get("/health")
     async def health() -> Json:
@@ -161,7 +162,9 @@ def make_model_app(service: ModelService, key: str = "", most_body: int = 64 << 
         model = {"id": service.name, "object": "model", "created": service.started, "owned_by": "sensorium"}
         return {"object": "list", "data": [model | {"modalities": modalities, "max_model_len": service.host.most_context}]}
 
-    @app.post("/v1/chat/completions", response_model=ChatReply, **keyed)
+    @app.post(
+        "/v1/chat/completions", response_model=ChatReply, **{**keyed, "responses": keyed["responses"] | {200: streamed}}
+    )
     async def complete(body: ChatRequest, request: Request) -> Any:
         service.take(body)
         streaming = False

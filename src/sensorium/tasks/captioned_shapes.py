@@ -1,7 +1,7 @@
 """Pictures and videos of a shape to be described, with questions about them; and captions of such to be read.
 
-    of a picture:   red circle top left              What colour is it? What shape is it?
-    of a video:     [00:02] red circle top left      … and: When does it come? 1, 2, 3 or 4
+    of a picture:   a red circle top left              What colour is it? What shape is it?
+    of a video:     [00:02] a red circle top left      … and: When does it come? 1, 2, 3 or 4
 
 In a video nothing is seen until the shape comes. ``CaptionedShapes`` is for captioners. Its demonstrations are reticent:
 each part is told with a probability, else something vague stands there, so that a model that learned from them can see and
@@ -29,7 +29,7 @@ from sensorium.vocabulary.task import Task
 
 ASKED = {"picture": "What is in the picture?", "video": "What is in the video?"}
 SECONDS = ("1", "2", "3", "4")
-VAGUE = {"colour": "a", "shape": "shape", "second": "0"}
+VAGUE = {"colour": "", "shape": "shape", "second": "0"}
 FPS = 2
 TEST_SHARE = 4
 VARIANTS = 8
@@ -55,7 +55,7 @@ class CaptionedScene:
         """What is seen; of what is not to be told something vague is said."""
         words = {name: value if name in told else VAGUE[name] for name, value in self.facts.items()}
         stamp = f"[00:0{words['second']}] " if self.second else ""
-        return f"{stamp}{words['colour']} {words['shape']} {PLACES[self.thing.quarter]}"
+        return stamp + " ".join(filter(None, ("a", words["colour"], words["shape"], PLACES[self.thing.quarter])))
 
     def questions(self) -> list[CaptionQuestion]:
         """A question about each fact."""
