@@ -103,7 +103,7 @@ def vision(request: pytest.FixtureRequest, benches: Callable[[str], Bench]) -> B
     return benches(request.param)
 
 
-@pytest.fixture(params=["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "qwen3_omni_moe", "internvl", "smolvlm"])
+@pytest.fixture(params=[family for family, kind in KINDS.items() if kind.vision])
 def watching(request: pytest.FixtureRequest, benches: Callable[[str], Bench]) -> Bench:
     """Every family that takes video."""
     return benches(request.param)

@@ -62,7 +62,7 @@ def samples(asked: list[Request], written: list[Segment]) -> list[list[CreditedE
     return [made[:2], made[2:]]
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_omni_moe", "internvl", "llava_onevision", "smolvlm"])
 def test_engine_learner_and_peft_agree_and_the_engine_follows_an_update(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
