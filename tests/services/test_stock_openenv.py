@@ -3,7 +3,9 @@
 It cannot share an environment with mcp 2.x, so these run where OPENENV_PYTHON names an interpreter that has it:
 
     python -m venv /tmp/openenv && /tmp/openenv/bin/pip install openenv
-    OPENENV_PYTHON=/tmp/openenv/bin/python pytest tests/services/test_stock_openenv.py
+    git clone https://github.com/huggingface/OpenEnv /tmp/OpenEnv
+    export OPENENV_PYTHON=/tmp/openenv/bin/python OPENENV_ECHO=/tmp/OpenEnv/envs/echo_env
+    pytest tests/services/test_stock_openenv.py
 """
 
 import os
@@ -11,6 +13,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from urllib.request import urlopen
 
 import pytest
@@ -21,7 +24,7 @@ from sensorium.media.store import MediaStore
 
 from .running import make_table, serving
 
-PYTHON = os.environ.get("OPENENV_PYTHON", "")
+PYTHON, ECHO = os.environ.get("OPENENV_PYTHON", ""), os.environ.get("OPENENV_ECHO", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="OPENENV_PYTHON names no interpreter with openenv")
 
 CLIENT = """
@@ -49,14 +52,15 @@ def test_the_stock_client_plays_at_our_server() -> None:
     assert "VALIDATION_ERROR" in said
 
 
-@pytest.fixture
-def address() -> Iterator[str]:
+@contextmanager
+def started(command: list[str], **options: str) -> Iterator[str]:
+    """A server of theirs; PORT in its command is a free one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    server = subprocess.Popen([PYTHON, "-c", STOCK_SERVER, str(port)])
+    server = subprocess.Popen([str(port) if part == "PORT" else part for part in command], **options)  # type: ignore[call-overload]
     until = time.monotonic() + 300
-    while time.monotonic() < until:
+    while time.monotonic() < until and server.poll() is None:
         try:
             urlopen(f"http://127.0.0.1:{port}/health", timeout=1).close()
             break
@@ -65,6 +69,24 @@ def address() -> Iterator[str]:
     yield f"http://127.0.0.1:{port}"
     server.kill()
     server.wait()
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with started([PYTHON, "-c", STOCK_SERVER, "PORT"]) as place:
+        yield place
+
+
+@pytest.mark.skipif(not ECHO, reason="OPENENV_ECHO names no folder of OpenEnv's example echo_env")
+def test_our_client_plays_at_their_echo_example() -> None:
+    with started([PYTHON, "-m", "uvicorn", "server.app:app", "--port", "PORT"], cwd=ECHO) as place:
+        call = {"type": "call_tool", "tool_name": "echo_message"}
+        environment = OpenEnvironment(MediaStore(), place, field="arguments.message", action=call)
+        environment.reset(1)
+        result = environment.step("Is anybody there?")
+        assert result.observation is not None
+        assert "Is anybody there?" in result.observation.messages[0].text
+        environment.close()
 
 
 def test_our_client_plays_at_the_stock_server(address: str) -> None:

@@ -40,11 +40,23 @@ class Deadlines:
 
 
 class LiveEnvironment:
-    """The environment of one episode."""
+    """The environment of one episode.
+
+    ``wary`` is for options that somebody else chose: what makes a start (reset) or searches for a way (demonstrate) may
+    then take long, so it runs in a thread, under the deadline, for an instant environment too.
+    """
 
     def __init__(
-        self, pool: WorkerPool, make: MakeEnvironment, task: Task, deadline_s: float, deadlines: Deadlines, episode: str
+        self,
+        pool: WorkerPool,
+        make: MakeEnvironment,
+        task: Task,
+        deadline_s: float,
+        deadlines: Deadlines,
+        episode: str,
+        wary: bool = False,
     ) -> None:
+        self._wary = wary
         self._pool, self._make, self._task, self._deadline_s = pool, make, task, deadline_s
         self._deadlines, self._episode = deadlines, episode
         self._environment: Environment | None = None
@@ -126,7 +138,8 @@ class LiveEnvironment:
         self, what: str, place: int, method: Callable[..., Any], *arguments: Any, instant: bool | None = None
     ) -> Any:
         self._refuse_known(place)
-        if instant if instant is not None else _instant(self._environment):
+        in_place = instant if instant is not None else _instant(self._environment)
+        if in_place and not (self._wary and what in ("reset", "demonstrate")):
             return self._outcome(what, *attempt(method, *arguments))
         return await self._in_thread(what, place, partial(method, *arguments))
 

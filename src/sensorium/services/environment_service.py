@@ -22,17 +22,20 @@ from pydantic import BaseModel, ConfigDict, Field
 from sensorium import __version__
 from sensorium.envs.remote.wire import Json, WireError, bytes_of, pack, unpack
 from sensorium.services.access import allowed
-from sensorium.services.application import Refusal, Whole, make_application
+from sensorium.services.application import BodyLimit, Refusal, Whole, make_application
 from sensorium.services.kept_media import sweep
 from sensorium.services.openenv_routes import openenv_routes
 from sensorium.services.sessions import MOST_ID, SessionTable
 from sensorium.services.vagen_legacy import legacy_routes
 from sensorium.services.vagen_routes import vagen_routes
 from sensorium.vocabulary.content import Media
-from sensorium.vocabulary.errors import MediaError, SensoriumError
+from sensorium.vocabulary.errors import MediaError
 
 REAP_S = 5.0
 MOST_OPERATIONS = 4096
+MOST_WAITING = 2 * MOST_OPERATIONS
+"""Operations of a connection that are under way or whose replies wait; a client that has more is not listened to."""
+MOST_BODY = 64 * 1024 * 1024
 MOST_SEED = 2**53 - 1
 """The largest whole number that every reader of JSON reads exactly."""
 
@@ -42,6 +45,7 @@ STATUSES = {
     404: "there is no such session, environment or medium",
     409: "a step out of turn, or another session has this id",
     410: "the episode is lost",
+    413: "the body is too large",
     422: "the wish makes no sense",
     503: "the server is full; try again after Retry-After seconds",
 }
@@ -76,6 +80,7 @@ def make_app(table: SessionTable, key: str = "") -> FastAPI:
         await table.shut()
 
     app, keyed = make_application("Sensorium environment service", key, lifespan, STATUSES)
+    app.add_middleware(BodyLimit, most=MOST_BODY)
 
     @app.get("/health")
     async def health() -> Json:
@@ -136,6 +141,8 @@ class _Exchange:
         try:
             while True:
                 self._take(await self.socket.receive_bytes())
+                while len(self._ready) + len(self._at_work) > MOST_WAITING:  # it asks faster than it reads
+                    await asyncio.sleep(0.05)
         except (WebSocketDisconnect, RuntimeError, KeyError):  # it is gone, or sent text; sessions go on by their lease
             pass
         except WireError as error:
@@ -202,10 +209,7 @@ async def perform(table: SessionTable, operation: Json) -> Json:
 async def _content_keys(table: SessionTable, environment: str, options: Json, seeds: list[Any]) -> Json:
     if len(seeds) > 1000 or not all(isinstance(seed, int) and 0 <= seed <= MOST_SEED for seed in seeds):
         raise Refusal(422, "up to 1000 seeds, whole numbers from 0")
-    try:
-        return {"keys": [table.offers.content_key(environment, options, seed) for seed in seeds]}
-    except SensoriumError as error:
-        raise Refusal(422, str(error)) from error
+    return {"keys": await table.content_keys(environment, options, seeds)}
 
 
 async def _reap(table: SessionTable) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from sensorium.media.store import MediaStore
@@ -17,10 +17,12 @@ def sweep(folder: Path | None, older_s: float) -> int:
     if folder is None:
         return 0
     oldest, deleted = time.time() - older_s, 0
-    for entry in os.scandir(folder):
-        if entry.stat().st_mtime < oldest:
-            os.unlink(entry.path)
-            deleted += 1
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(OSError):  # it is gone already, or not ours to delete; the others are swept all the same
+                if entry.stat().st_mtime < oldest:
+                    os.unlink(entry.path)
+                    deleted += 1
     return deleted
 
 

@@ -23,7 +23,7 @@ from sensorium.services.offers import Offers
 from sensorium.vocabulary.errors import RecipeError, SensoriumError
 from sensorium.vocabulary.plain import words
 from sensorium.vocabulary.task import EnvironmentSpec, Task
-from sensorium.workers.pool import WorkerPool
+from sensorium.workers.pool import WorkerFailure, WorkerPool
 
 MOST_ID = 200
 
@@ -104,6 +104,24 @@ class SessionTable:
         except SensoriumError as error:
             raise Refusal(410, str(error)) from error
 
+    async def content_keys(self, environment: Any, options: Any, seeds: list[int]) -> list[str]:
+        """What seeds lead to. Asked in a thread, under the deadline: options may make it take long."""
+
+        def asked() -> list[str]:
+            return [self.offers.content_key(environment, options, seed) for seed in seeds]
+
+        try:
+            call = await self._pool.call(asked, self.deadline_s)
+        except WorkerFailure as overdue:
+            raise Refusal(
+                422, f"the seeds of '{environment!s:.60}' {overdue}; ask for fewer, or for smaller ones"
+            ) from overdue
+        if call.error is not None:
+            told = str(call.error) if isinstance(call.error, SensoriumError) else words(call.error)
+            raise Refusal(422, told) from call.error
+        found: list[str] = call.value
+        return found
+
     def renew(self, id: str) -> Json:
         """Keep a session for another lease."""
         session = self._known(id)
@@ -157,7 +175,7 @@ class SessionTable:
             raise Refusal(422 if environment in self.offers.offers else 404, str(error)) from error
         task = Task(id, environment=EnvironmentSpec(environment, options, seed))
         live = LiveEnvironment(
-            self._pool, lambda _: self._make(environment, options), task, self.deadline_s, Deadlines(), id
+            self._pool, lambda _: self._make(environment, options), task, self.deadline_s, Deadlines(), id, wary=True
         )
         session = Session(id, wish, live, asyncio.create_task(self._begin(live, seed)))
         self.sessions[id] = session

@@ -27,6 +27,7 @@ FULL = "CAPACITY_REACHED"
 
 class OpenEnvironment:
     """``url`` of the server. A response's answer goes into ``field`` of the action, or names one of ``actions``.
+    A field may lie within another: ``arguments.message``.
 
     Without ``response_format`` the whole response is the answer. ``media`` {field: form} says which fields of the
     observation are pictures (``openenv_media``); ``text`` names those that are shown, by default all others. ``reset`` are
@@ -148,7 +149,7 @@ class OpenEnvironment:
         if self.actions:
             named = self.actions.get((answer or "").strip().lower())
             return (None if named is None else {**self.action, **named}), well_formed
-        return (None if answer is None else {**self.action, self.field: answer}), well_formed
+        return (None if answer is None else _with(self.action, self.field.split("."), answer)), well_formed
 
     def _connect(self, keys: dict[str, Any]) -> dict[str, Any]:
         """Connect and reset. A server without a free place is asked again until the time is up."""
@@ -217,6 +218,13 @@ class OpenEnvironment:
         blocks = [Text(lines)] if lines else []
         shown = tuple(picture(self.store, item, where) for item in found)
         return Observation((Message("user", (*blocks, *shown) or (Text("(nothing is shown)"),)),))
+
+
+def _with(action: Mapping[str, Any], path: Sequence[str], answer: str) -> dict[str, Any]:
+    """An action with the answer at the end of a path of keys."""
+    first, *rest = path
+    inner = action.get(first)
+    return {**action, first: _with(inner if isinstance(inner, Mapping) else {}, rest, answer) if rest else answer}
 
 
 def _address(url: str) -> str:
