@@ -13,7 +13,7 @@ test: .venv/dev
 	@$(MAKE) --no-print-directory -j 3 lint types suite
 
 suite: .venv/dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal  # one more than cores: tests that wait for processes leave theirs idle
 
 lint: .venv/dev
 	$(BIN)/ruff check src tests examples bench studies

@@ -78,7 +78,6 @@ RESUMED = {
     "single turn, with KL": small(
         "single",
         "shapes",
-        threads=2,
         tasks={"evaluate": HELD_OUT["shapes"]},
         batch={"updates_per_epoch": 2},
         algorithm={"kl": {"coef": 0.01}},
@@ -106,6 +105,7 @@ RESUMED = {
     "single turn, with a critic on the policy's trunk, an adaptive KL in the loss and random choices": small(
         "shared_critic",
         "shapes",
+        threads=2,
         batch={"epochs_per_step": 2},
         algorithm={
             "advantage": {"name": "masked_gae"},

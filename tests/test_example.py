@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import grpo_in_one_file as flat
 
-STEPS = 3
+STEPS = 2
 
 
 @pytest.fixture(scope="module")

@@ -51,8 +51,11 @@ def same(found: list[Response], expected: list[Response]) -> None:
             assert torch.allclose(*pair, atol=1e-5)
 
 
-@pytest.mark.parametrize("kinds", [KINDS, [Sampling(stop_tokens=False)] * 4], ids=["mixed", "plain"])
-@pytest.mark.parametrize("record", [True, False], ids=["fused", "stock"])
+@pytest.mark.parametrize(
+    ("kinds", "record"),
+    [(KINDS, True), ([Sampling(stop_tokens=False)] * 4, False)],
+    ids=["mixed, fused", "plain, stock"],
+)
 def test_pages_give_what_rows_give(watching: Bench, kinds: list[Sampling], record: bool) -> None:
     expected = generate(NativeEngine(watching.policy, record=False), *crowd(watching, kinds))
     engine = paged(watching, record=record)

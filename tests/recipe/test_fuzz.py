@@ -11,7 +11,7 @@ from sensorium.recipe.load import dump_recipe, parse_recipe, shipped_recipes
 from sensorium.recipe.plan import make_plan
 from sensorium.vocabulary.errors import SensoriumError
 
-TRIES = 200
+TRIES = 120
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 10**30, -(10**30), 0.5, -0.5, 1e308, float("inf"), float("nan"), "", " ", "x", "1",
     "nan", "../..", "a/b", "a:b", "os:system", ":", "tiny:", "tiny:qwen2", "package:", "package:../..", "eval/", "@",

@@ -1,4 +1,4 @@
-"""Every kind of algorithm learns what it is paid for in a few steps on a few tasks; with the advantage flipped it unlearns.
+"""What is paid for is learned in a few steps on a few tasks, and with the advantage flipped it is unlearned.
 
 These are the short forms of studies/run.py and studies/algorithms.py, which hold the learning claims on held-out tasks.
 """
@@ -17,8 +17,8 @@ SHORT = {
     "shapes": ["steps=10", "optimizer.lr=6e-4", "tasks.train.0.options.size=8", "batch.prompts_per_step=8"],
     "sight_and_sound": ["steps=10", "optimizer.lr=1e-3", "tasks.train.0.options.size=8", "batch.prompts_per_step=8"],
 }
-SHORT_ONES = [name for name, (recipe, _, _) in ALGORITHMS.items() if recipe == "shapes"]
-"""PPO in an environment takes longer to show anything: it is in the study alone, its parts in tests/learner."""
+SHORT_ONES = ["grpo+clip", "grpo+gspo"]
+"""The study has all; PPO in an environment takes longer to show anything, and its parts are in tests/learner."""
 
 
 def rewards(recipe: str, folder: Path, *overrides: str) -> list[float]:
@@ -32,12 +32,12 @@ def rise(paid: list[float]) -> float:
 
 
 @pytest.mark.parametrize("algorithm", SHORT_ONES)
-def test_every_kind_of_algorithm_learns_what_it_is_paid_for(algorithm: str, tmp_path: Path) -> None:
+def test_an_algorithm_learns_what_it_is_paid_for(algorithm: str, tmp_path: Path) -> None:
     recipe, estimator, overrides = ALGORITHMS[algorithm]
     assert rise(rewards(recipe, tmp_path / "run", f"algorithm.advantage.name={estimator}", *overrides)) > 0.08
 
 
-@pytest.mark.parametrize("algorithm", SHORT_ONES)
+@pytest.mark.parametrize("algorithm", SHORT_ONES[:1])
 def test_with_the_sign_flipped_it_unlearns(algorithm: str, tmp_path: Path) -> None:
     recipe, estimator, overrides = ALGORITHMS[algorithm]
     with flip(estimator) as flipped:
