@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from sensorium.envs.protocol import StepResult
 from sensorium.media.store import MediaStore
-from sensorium.recipe.names import build, table
+from sensorium.recipe.names import build, parameters_of, resolve, table
 from sensorium.rollout.intake import checked_step
 from sensorium.vocabulary import Task
 from sensorium.vocabulary.content import user
+from sensorium.vocabulary.errors import RecipeError
 
 FOREIGN = {"gymnasium", "slime", "vagen", "openenv", "ai2thor", "primitive_skill"}
 PLAYED = sorted(set(table("environment")) - FOREIGN - {"question", "remote", "isolated", "rows"})
@@ -73,3 +74,15 @@ def test_megabytes_are_answered_like_anything_else(name: str) -> None:
         result = checked_step(environment.step(f"<think></think><answer>{text}</answer>"), name)
         assert result.success is not True
         assert len(str(result.info)) < 10_000
+
+
+DESCRIBING = [
+    name for name in [*PLAYED, "primitive_skill"] if "state_reward" in parameters_of(resolve("environment", name))
+]
+
+
+def test_pay_for_descriptions_needs_a_place_for_them() -> None:
+    assert DESCRIBING == ["frozen_lake", "navigation", "sokoban", "svg", "primitive_skill"]
+    for name in DESCRIBING:
+        with pytest.raises(RecipeError, match="has no place for a description"):
+            build("environment", name, {"state_reward": 1.0, "response_format": "free_think"}, "x", store=MediaStore())

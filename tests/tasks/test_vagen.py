@@ -110,3 +110,16 @@ def test_only_its_own_files_are_read(tmp_path: Path) -> None:
         VagenTasks(str(tmp_path / "x.yaml"), MediaStore())
     with pytest.raises(RecipeError, match="env_config"):
         environment_of("x", ["sokoban"])
+
+
+def test_pay_for_descriptions_is_translated() -> None:
+    offered = ["sokoban", "frozen_lake"]
+
+    def of(**config: Any) -> dict[str, Any]:
+        return environment_of({"env_name": "sokoban", "env_config": {"prompt_format": "grounding", **config}}, offered)[1]
+
+    usual = {"max_turns": 10**6, "prompt": "full", "response_format": "grounding"}
+    assert of(use_state_reward=False, grounding_reward_weight=0.3) == usual
+    assert of(use_state_reward=True) == usual | {"state_reward": 0.5}
+    with pytest.raises(RecipeError, match="differ"):
+        of(use_state_reward=True, grounding_reward_weight=0.3)

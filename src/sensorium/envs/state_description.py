@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 from sensorium.envs.actions import ActionTurn
+from sensorium.envs.responses import ResponseFormat
+from sensorium.vocabulary.errors import RecipeError
 
 State = Mapping[str, frozenset[tuple[int, int]]]
 
@@ -40,6 +42,17 @@ def judged(asked: ActionTurn, before: State, after: State, parts: Iterable[str])
     good = asked.well_formed and asked.valid
     states = {"observation": before, "prediction": after}
     return {part: share_right(asked.sections[part], states[part]) if good else 0.0 for part in states if part in parts}
+
+
+def described_parts(environment: str, form: ResponseFormat, state_reward: float) -> dict[str, float]:
+    """The parts of the pay that descriptions earn: those that a form has a place for. A reward without one is refused."""
+    parts = {part: state_reward for part in form.sections if part in ("observation", "prediction")}
+    if state_reward and not parts:
+        raise RecipeError(
+            f"{environment}: state_reward is {state_reward:g}, and the response format '{form.name}' has no place for a "
+            "description of the state; use grounding, worldmodeling or grounding_worldmodeling."
+        )
+    return parts
 
 
 def describe(state: State) -> str:

@@ -24,6 +24,7 @@ OPTIONS = {
     "max_solution_steps": "max_solution",
     "min_solution_steps": "min_solution",
 }
+STATE_REWARD = ("use_state_reward", "grounding_reward_weight", "worldmodeling_reward_weight")
 VALUES: dict[str, dict[str, str]] = {"view": {"vision": "picture"}}
 MOST_SEED = 2**31 - 1
 
@@ -39,12 +40,24 @@ def environment_of(wish: Any, offered: Collection[str]) -> tuple[str, dict[str, 
     plain = {offer.replace("_", "").lower(): offer for offer in offered}
     known = plain.get(str(name).replace("_", "").lower(), str(name))
     options: dict[str, Any] = {"max_turns": WITHOUT_LIMIT, "prompt": "full"} if known in ("frozen_lake", "sokoban") else {}
+    config = _with_state_reward(config)
     for key, value in config.items():
         if key != "env_name":
             option = OPTIONS.get(str(key), str(key))
             value = value[0] if option == "size" and isinstance(value, list) and value else value
             options[option] = VALUES.get(option, {}).get(value, value) if isinstance(value, str) else value
     return known, options
+
+
+def _with_state_reward(config: dict[str, Any]) -> dict[str, Any]:
+    """VAGEN switches the pay for descriptions on, and weighs its two parts; here it is one number, 0 where it is off."""
+    found = {key: value for key, value in config.items() if key not in STATE_REWARD}
+    if config.get("use_state_reward"):
+        weights = [config.get(key, 0.5) for key in STATE_REWARD[1:]]
+        if weights[0] != weights[1]:
+            raise RecipeError(f"{STATE_REWARD[1]} and {STATE_REWARD[2]} differ; here both are one state_reward.")
+        found["state_reward"] = weights[0]
+    return found
 
 
 def seeds_of(count: int, seed: Sequence[int] | int, name: str, index: int = 0, base_seed: int = 0) -> list[int]:

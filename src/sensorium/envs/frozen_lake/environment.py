@@ -12,7 +12,7 @@ from sensorium.envs.option_checks import one_of, within
 from sensorium.envs.pay import TurnPay
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.envs.responses import ResponseFormat
-from sensorium.envs.state_description import State, describe, instruction, judged
+from sensorium.envs.state_description import State, describe, described_parts, instruction, judged
 from sensorium.media.store import MediaStore
 from sensorium.vocabulary.content import Message, system
 from sensorium.vocabulary.errors import EnvironmentFailure
@@ -70,7 +70,7 @@ class FrozenLake:
         form = ResponseFormat(response_format or ("free_think" if prompt == "full" else "no_think"))
         self.grammar = ActionGrammar(ACTIONS, max_actions_per_turn, form, bare)
         self.prompts = ActionPrompts(self.grammar, full=prompt == "full")
-        described = {part: state_reward for part in form.sections if part in ("observation", "prediction")}
+        described = described_parts(NAME, form, state_reward)
         self.pay = TurnPay({"goal": goal_reward, "format": format_reward, **described})
         self.demonstration_noise = demonstration_noise
         self._walk: Any = None

@@ -12,7 +12,7 @@ from sensorium.envs.option_checks import one_of, within
 from sensorium.envs.pay import TurnPay
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.envs.responses import ResponseFormat
-from sensorium.envs.state_description import State, describe, judged
+from sensorium.envs.state_description import State, describe, described_parts, judged
 from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
 from sensorium.vocabulary.content import Message, system
@@ -95,7 +95,7 @@ class NavigationPlay:
         form = ResponseFormat(settings.response_format or ("free_think" if full else "no_think"))
         self.grammar = ActionGrammar(ACTIONS, settings.max_actions_per_turn, form)
         self.prompts = ActionPrompts(self.grammar, full=full)
-        described = {part: settings.state_reward for part in form.sections if part in ("observation", "prediction")}
+        described = described_parts(settings.name, form, settings.state_reward)
         self.pay = TurnPay({"success": settings.success_reward, "format": settings.format_reward, **described})
         self._instruction = ""
         self._seed = self._turn = self._steps = 0

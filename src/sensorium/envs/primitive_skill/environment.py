@@ -16,7 +16,7 @@ from sensorium.envs.pay import TurnPay
 from sensorium.envs.primitive_skill.skills import Arm, skills_in, vector
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.envs.responses import ResponseFormat
-from sensorium.envs.state_description import State, judged
+from sensorium.envs.state_description import State, described_parts, judged
 from sensorium.media.store import MediaStore
 from sensorium.vocabulary.content import Message, system
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
@@ -83,7 +83,7 @@ class PrimitiveSkills:
         self.instruction = instruction or INSTRUCTIONS.get(id, "")
         self._workspace = tuple(workspace)
         self.format = ResponseFormat(response_format or ("free_think" if self.full else "no_think"))
-        described = {part: state_reward for part in self.format.sections if part in ("observation", "prediction")}
+        described = described_parts(NAME, self.format, state_reward)
         self.pay = TurnPay({"success": success_reward, "stage": stage_reward, "format": format_reward, **described})
         self._making = (id, tuple(modules), dict(make or {}), render_backend)
         self._environment: Any = None

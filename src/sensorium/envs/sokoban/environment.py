@@ -12,7 +12,7 @@ from sensorium.envs.protocol import Observation, StepResult
 from sensorium.envs.responses import ResponseFormat
 from sensorium.envs.sokoban.drawing import draw_blank, draw_png, draw_text
 from sensorium.envs.sokoban.rooms import ACTIONS, Position, Room, room_of, solution
-from sensorium.envs.state_description import State, describe, instruction, judged
+from sensorium.envs.state_description import State, describe, described_parts, instruction, judged
 from sensorium.media.store import MediaStore
 from sensorium.vocabulary.content import Message, system
 from sensorium.vocabulary.errors import EnvironmentFailure
@@ -76,7 +76,7 @@ class Sokoban:
         form = ResponseFormat(response_format or ("free_think" if prompt == "full" else "no_think"))
         self.grammar = ActionGrammar(ACTIONS, max_actions_per_turn, form, bare)
         self.prompts = ActionPrompts(self.grammar, full=prompt == "full")
-        described = {part: state_reward for part in form.sections if part in ("observation", "prediction")}
+        described = described_parts(NAME, form, state_reward)
         self.pay = TurnPay(
             {"step": step_reward, "box": box_reward, "success": success_reward, "format": format_reward, **described}
         )

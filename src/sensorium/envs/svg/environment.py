@@ -9,7 +9,7 @@ from sensorium.envs.option_checks import one_of, within
 from sensorium.envs.pay import TurnPay
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.envs.responses import ResponseFormat
-from sensorium.envs.state_description import describe, judged
+from sensorium.envs.state_description import describe, described_parts, judged
 from sensorium.envs.svg.checks import SvgRefused, svg_in
 from sensorium.envs.svg.renderer import Pixels, draw, refuse_missing
 from sensorium.envs.svg.similarity import pixel_similarity, structural_similarity
@@ -82,7 +82,7 @@ class SvgDrawing:
         self._paths = {"dino": dino_path, "dreamsim": dreamsim_path}
         weights = {"pixel": pixel_weight, "structural": structural_weight, "dino": dino_weight, "dreamsim": dreamsim_weight}
         self._weights = {term: weight for term, weight in weights.items() if weight}
-        described = {part: state_reward for part in self.format.sections if part in ("observation", "prediction")}
+        described = described_parts(NAME, self.format, state_reward)
         self.pay = TurnPay({"format": format_reward, **self._weights, **described})
         self._describes = bool(state_reward and described)
         self._target: Pixels | None = None
