@@ -138,6 +138,10 @@ def _each_option(recipe: Recipe) -> Iterator[Problem]:
         yield from _unfit("source", section.source, section.options, f"{place}.source", f"{place}.options")
         if section.source == "environments" and "environment" in section.options:
             environment, options = section.options["environment"], section.options.get("options") or {}
+            if not isinstance(environment, str) or not isinstance(options, Mapping):
+                given = f"{environment!r:.40} with {options!r:.40}"
+                yield f"{place}.options", f"an environment is a name with an object of options, not {given}"
+                continue
             yield from _unfit(
                 "environment", environment, options, f"{place}.options.environment", f"{place}.options.options"
             )

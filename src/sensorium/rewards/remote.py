@@ -57,7 +57,7 @@ class RemoteReward:
             raise RecipeError(f"reward '{name}': there is no protocol '{protocol}'{nearest(protocol, list(PROTOCOLS))}")
         if mode not in MODES:
             raise RecipeError(f"reward '{name}': there is no mode '{mode}'{nearest(mode, list(MODES))}")
-        given = [servers] if isinstance(servers, str) else list(servers)
+        given = [servers] if isinstance(servers, str) else list(servers) if isinstance(servers, list | tuple) else []
         if not given or not all(str(server).startswith(("http://", "https://")) for server in given):
             raise RecipeError(
                 f"reward '{name}': servers are addresses such as http://127.0.0.1:18889, not {servers!r:.80}."
