@@ -12,8 +12,9 @@ demo: .venv/installed
 test: .venv/dev
 	@$(MAKE) --no-print-directory -j 3 lint types suite
 
+# One more worker than cores: tests that wait for other processes leave theirs idle.
 suite: .venv/dev
-	$(BIN)/python -m pytest -n 3 --dist worksteal  # one more than cores: tests that wait for processes leave theirs idle
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 lint: .venv/dev
 	$(BIN)/ruff check src tests examples bench studies

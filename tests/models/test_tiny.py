@@ -1,5 +1,7 @@
 """Tiny checkpoints are real ones: they load with the library's own classes, offline, and behave like their family."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,3 +112,13 @@ def test_sizes_can_be_overridden_and_a_wrong_name_is_refused(tmp_path: Path) -> 
         make_tiny("qwen3_vl", tmp_path, hiden_size=64)
     with pytest.raises(ModelError, match="qwen3_vl"):
         make_tiny("qwen3-vl", tmp_path)
+
+
+@pytest.mark.usefixtures("forked_python")
+def test_one_that_was_made_on_the_spot_goes_when_its_process_ends(tmp_path: Path) -> None:
+    code = "import sys, tempfile; tempfile.tempdir = sys.argv[1]; from sensorium.models.checkpoint_place import *; "
+    code += "print(find_checkpoint('tiny:qwen2'))"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    made = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+    assert made.parent == tmp_path
+    assert not list(tmp_path.iterdir())
