@@ -1,6 +1,8 @@
 """An exported checkpoint is a plain Hugging Face model, complete or absent."""
 
+import fcntl
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -130,3 +132,29 @@ def test_what_was_trained_is_not_written_into_a_quantized_layout(tmp_path: Path)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
     with pytest.raises(CheckpointError, match="is quantized"):
         export(source, tmp_path / "other", layout=str(quantized))
+
+
+def test_two_exports_into_one_folder_do_not_meet(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "run", 1)
+    with (tmp_path / ".out.lock").open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(CheckpointError, match="another process is exporting into"):
+            export(source, tmp_path / "out", as_trained=True)
+        assert not (tmp_path / "out").exists()
+    export(source, tmp_path / "out", as_trained=True)  # a lock of a process that was killed holds nobody up
+    with pytest.raises(CheckpointError, match="exists; choose another folder"):
+        export(source, tmp_path / "out", as_trained=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_checkpoints_on_another_disk_are_still_those_of_their_run(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "elsewhere", 1)
+    published = tmp_path / "published"
+    shutil.copytree(tmp_path / "elsewhere" / "checkpoints" / "step_000001", published)
+    (published / "COMPLETE").unlink()
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "checkpoints").symlink_to(tmp_path / "elsewhere" / "checkpoints")
+    (run / "source.json").write_text(json.dumps({"path": str(published), "folder": str(published)}))
+    notes = export(run / "checkpoints" / "step_000001", tmp_path / "out")
+    assert f"in the layout of {published}" in notes

@@ -4,9 +4,12 @@ Checkpoints inside a run are as transformers 5 writes them, which other readers 
 config, tokenizer, template and processor files, and its weight names, shapes and shards, with the trained numbers in them.
 """
 
+import fcntl
 import shutil
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,8 +64,7 @@ def export(
 
     Returns what is worth saying. ``layout`` names the checkpoint whose layout is taken, where the run does not know it.
     """
-    if target.exists():
-        raise CheckpointError(f"'{target}' exists; choose another folder or remove it.")
+    _refuse_present(target)
     if adapter and not (checkpoint / ADAPTER).is_dir():
         raise CheckpointError(
             f"'{checkpoint}' has no adapter: its run trained the weights themselves (model.lora.rank is 0). Export it "
@@ -71,7 +73,7 @@ def export(
     refuse_damaged(checkpoint)
     published, notes = (None, []) if adapter or as_trained else _published_source(checkpoint, layout)
     try:
-        with writing(target), drafted(target) as draft:
+        with writing(target), _alone(target), drafted(target) as draft:
             if published is not None:
                 from sensorium.models.published_layout import write_published
 
@@ -84,6 +86,32 @@ def export(
             f"cannot write '{target}': {error.args[0][0][-1]}. Make room, or choose another place."
         ) from error
     return notes
+
+
+def _refuse_present(target: Path) -> None:
+    if target.exists():
+        raise CheckpointError(f"'{target}' exists; choose another folder or remove it.")
+
+
+@contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """No other export writes the same folder meanwhile, or would replace it afterwards."""
+    place = target.with_name(f".{target.name}.lock")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with place.open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"another process is exporting into '{target}'. Wait for it, or choose another folder."
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+        try:
+            _refuse_present(target)
+            yield
+        finally:
+            place.unlink(missing_ok=True)
 
 
 def _published_source(checkpoint: Path, layout: str | None) -> tuple[Path | None, list[str]]:
@@ -129,7 +157,9 @@ def _source_of(checkpoint: Path) -> "CheckpointSource":
     """What the run of a checkpoint says of its source."""
     from sensorium.models.checkpoint_source import CheckpointSource, describe_source
 
-    directory = RunDirectory(checkpoint.resolve().parents[1])
+    # A checkpoint, or the folder of all checkpoints, may be a link to another disk.
+    as_named, resolved = (RunDirectory(path.parents[1]) for path in (checkpoint.absolute(), checkpoint.resolve()))
+    directory = as_named if as_named.source.is_file() or as_named.recipe.is_file() else resolved
     if directory.source.is_file():
         return CheckpointSource.read(directory.source)
     if not directory.recipe.is_file():
