@@ -12,6 +12,7 @@ from sensorium.media.store import MediaStore
 from sensorium.models.checkpoint_place import find_checkpoint
 from sensorium.models.load import find_device, load_policy
 from sensorium.models.tiny import make_tiny
+from sensorium.models.weight_files import INDEX
 from sensorium.recipe.shape import read_shape
 from sensorium.vocabulary.errors import ModelError, RecipeError
 
@@ -174,6 +175,19 @@ def test_a_shard_cut_short_is_named(tmp_path: Path) -> None:
     shard = sorted(source.glob("model-*.safetensors"))[-1]
     shard.write_bytes(shard.read_bytes()[:-2])
     assert f"{shard.name}' is cut short or damaged" in refused(source)
+
+
+def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path) -> None:
+    model = make_published("Qwen3-0.6B", tmp_path)
+    index = model / INDEX
+    index.write_text(index.read_text().replace("model-00001", "../published/model-00001"))
+    assert "names '../published/model-00001-of-" in refused(model)
+
+
+def test_a_header_whose_places_do_not_fit_is_refused(model: Path) -> None:
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"dtype":"F32"', b'"dtype":"F64"', 1))
+    assert "its header gives " in refused(model)
 
 
 def test_a_model_larger_than_memory_says_so_before_it_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ and the tensors' bytes without gaps, so that headers alone tell of a file cut sh
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from sensorium.vocabulary.errors import ModelError
@@ -14,7 +15,8 @@ from sensorium.vocabulary.errors import ModelError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LENGTH = 8
-CHUNK = 64 << 20
+WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "BOOL": 1}
+"""Bytes of a number, by the header's word for it."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,11 @@ def weight_files(folder: Path) -> list[WeightFile]:
         return [read_weight_file(single)]
     try:
         shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        assert all(isinstance(shard, str) for shard in shards)
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         raise ModelError(f"'{index}' is damaged: it does not say which weight is in which file. Copy it again.") from error
+    if strange := [shard for shard in shards if Path(shard).name != shard]:
+        raise ModelError(f"'{index}' is damaged: it names '{strange[0]}', which is no file of its folder. Copy it again.")
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
         raise ModelError(
@@ -102,7 +107,12 @@ def read_weight_file(path: Path) -> WeightFile:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, "its header cannot be read") from error
     tensors.sort(key=lambda tensor: (tensor.start, tensor.size))
-    end = max((tensor.start + tensor.size for tensor in tensors), default=begin)
+    end = begin
+    for tensor in tensors:
+        width = WIDTHS.get(tensor.dtype)
+        if tensor.start != end or (width is not None and tensor.size != prod(tensor.shape) * width):
+            raise _damaged(path, f"its header gives {tensor.name} a place that does not fit it")
+        end += tensor.size
     if end != size:
         raise _damaged(path, f"it has {size} bytes instead of {end}")
     return WeightFile(path, start + header, tuple(tensors))
