@@ -24,7 +24,9 @@ class Wild:
 
     @classmethod
     def content_key(cls, seed: int, options: Any) -> str:
-        return str(seed)
+        if seed == 13:
+            ctypes.string_at(0)
+        return f"{seed} in {os.getpid()}"
 
     def reset(self, seed: int) -> Any:
         return (), Observation((user(f"process {os.getpid()}"),))
@@ -95,6 +97,14 @@ def test_too_much_memory_and_errors_are_told_and_the_process_goes_on() -> None:
             environment.step(response)
     assert environment.step("print").observation is not None
     environment.close()
+
+
+def test_the_content_of_seeds_is_asked_for_there_too() -> None:
+    options = {"environment": WILD, "memory_mib": 3000}
+    said = [IsolatedEnvironment.content_key(seed, options) for seed in (1, 2)]
+    assert said[0].removeprefix("1") == said[1].removeprefix("2") != f" in {os.getpid()}"
+    with pytest.raises(EnvironmentFailure, match="died by signal 11"):
+        IsolatedEnvironment.content_key(13, options)
 
 
 def test_a_process_is_used_again() -> None:

@@ -1,12 +1,13 @@
 """Stock Gymnasium environments that nobody here wrote, played through the adapter."""
 
+import threading
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
 
-from sensorium.envs.adapters.gymnasium import GymnasiumEnvironment
+from sensorium.envs.adapters.gymnasium import GymnasiumEnvironment, refuse_thread_bound
 from sensorium.media.store import MediaStore
 from sensorium.tasks.environment_tasks import EnvironmentTasks
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
@@ -109,3 +110,20 @@ def test_splits_share_no_start() -> None:
 def test_what_cannot_be_played_is_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(RecipeError, match=problem):
         GymnasiumEnvironment(MediaStore(), **options)
+
+
+def test_miniworld_is_not_played_where_its_pictures_are_wrong() -> None:
+    refused: list[str] = []
+
+    def make() -> None:
+        try:
+            GymnasiumEnvironment(MediaStore(), id="MiniWorld-Hallway-v0", modules=["miniworld"])
+        except RecipeError as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert len(refused) == 1
+    assert "environment: isolated" in refused[0]
+    refuse_thread_bound("miniworld.envs:Hallway")  # the main thread may

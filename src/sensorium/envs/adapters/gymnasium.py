@@ -1,5 +1,7 @@
 """Any Gymnasium environment with actions that have names: what it renders is shown, as a picture or as text."""
 
+import os
+import threading
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, Literal
@@ -127,8 +129,12 @@ def _made(id: str, options: dict[str, Any], modules: Sequence[str], view: str) -
     import gymnasium
 
     try:
+        if "miniworld" in modules:
+            os.environ.setdefault("PYGLET_HEADLESS", "1")  # it looks for a display when it is imported
+            refuse_thread_bound("miniworld")
         for module in modules:
             import_module(module)
+        refuse_thread_bound(gymnasium.spec(id).entry_point)
         modes = _render_modes(id)
         wanted = "rgb_array" if view == "picture" else "ansi"
         if view == "picture" and wanted not in modes:
@@ -138,6 +144,15 @@ def _made(id: str, options: dict[str, Any], modules: Sequence[str], view: str) -
         raise
     except Exception as error:  # whatever the environment's own code raises
         raise RecipeError(f"{NAME}: '{id}' cannot be made: {words(error)}") from error
+
+
+def refuse_thread_bound(place: Any) -> None:
+    """Refuse what draws right only in the main thread of a process: MiniWorld's pictures are silently wrong elsewhere."""
+    if str(place).split(".")[0] == "miniworld" and threading.current_thread() is not threading.main_thread():
+        raise RecipeError(
+            f"{NAME}: MiniWorld draws right only in the main thread of a process, one environment at a time. Play it in a "
+            "process of its own: environment: isolated, options: {environment: gymnasium, options: {…}}; or use navigation."
+        )
 
 
 def _render_modes(id: str) -> Sequence[str]:

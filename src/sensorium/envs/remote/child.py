@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from sensorium.envs.remote.wire import Json, bytes_of, pack, reset_to_json, step_to_json, unpack
 from sensorium.media.store import MediaStore
-from sensorium.recipe.names import build
+from sensorium.recipe.names import build, resolve
 from sensorium.vocabulary.errors import SensoriumError
 from sensorium.vocabulary.plain import words
 
@@ -50,6 +50,10 @@ class _Host:
             where = f"environment '{operation['environment']}'"
             self.environment = build("environment", operation["environment"], operation["options"], where, store=self.store)
             return None
+        if kind == "content_key":
+            return str(
+                resolve("environment", operation["environment"]).content_key(operation["seed"], operation["options"])
+            )
         if kind == "reset":
             return reset_to_json(*self.environment.reset(operation["seed"]))
         if kind == "step":

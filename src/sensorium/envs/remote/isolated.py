@@ -56,14 +56,21 @@ class IsolatedEnvironment:
 
     @classmethod
     def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
-        """What a seed leads to, as the environment itself says."""
-        return str(resolve("environment", options["environment"]).content_key(seed, options.get("options") or {}))
+        """What a seed leads to, as the environment itself says; asked in a process too, since making one may crash."""
+        resolve("environment", options["environment"], NAME)
+        isolated = cls(MediaStore(), **options)
+        isolated._child = _taken(isolated.memory_mib)
+        try:
+            return str(isolated._ask({"op": "content_key", "seed": seed, **isolated._wish()}, START_S))
+        finally:
+            if isolated._child is not None:
+                _give_back(isolated._child, isolated.memory_mib)
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
         """Build it in a process, and start it."""
         self.close()
         self._child = _taken(self.memory_mib)
-        self._ask({"op": "build", "environment": self.environment, "options": self.options}, START_S)
+        self._ask({"op": "build", **self._wish()}, START_S)
         return reset_from_json(self._ask({"op": "reset", "seed": seed}))
 
     def step(self, response: str) -> StepResult:
@@ -80,6 +87,9 @@ class IsolatedEnvironment:
             self._ask({"op": "close"})
             child, self._child = self._child, None
             _give_back(child, self.memory_mib)
+
+    def _wish(self) -> Json:
+        return {"environment": self.environment, "options": self.options}
 
     def _ask(self, operation: Json, deadline_s: float = 0.0) -> Any:
         child = self._child
