@@ -23,8 +23,8 @@ STAGES = {
     "shapes": ("shapes_warm", "shapes_guess"),
     "frozen_lake": ("frozen_lake_warm",),
     "sight_and_sound": ("sight_and_sound_warm", "sight_and_sound_guess"),
-    "sokoban": ("tiny/vagen_sokoban_warm",),
-    "geometry": ("tiny/geo3k_multi_turn_warm", "tiny/geo3k_multi_turn_guess"),
+    "sokoban": ("tiny/vagen_sokoban_warm", "tiny/vagen_sokoban_more"),
+    "geometry": ("tiny/geo3k_multi_turn_warm",),
 }
 
 
