@@ -26,6 +26,7 @@ types: .venv/dev
 studies: .venv/tutorial
 	$(BIN)/python studies/run.py
 	$(BIN)/python studies/algorithms.py
+	$(BIN)/python studies/environments.py
 	$(BIN)/python studies/digits.py
 	$(BIN)/python studies/kills.py
 
