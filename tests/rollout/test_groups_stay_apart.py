@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +14,7 @@ from sensorium.engines.scripted import ScriptedEngine
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.envs.remote.environment import RemoteEnvironment
 from sensorium.media.store import MediaStore
-from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
-from sensorium.models.tiny import make_tiny
 from sensorium.recipe.schema import RolloutSection
 from sensorium.rewards.environment import EnvironmentReward
 from sensorium.rewards.scorer import Scorer
@@ -57,12 +54,6 @@ class InOrder:
         return ""
 
     def close(self) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    folder: Path = make_tiny("qwen2_5_vl", tmp_path_factory.mktemp("tiny"))
-    return load_policy(str(folder), store=MediaStore(), device="cpu")
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,7 @@ from sensorium.engines.scripted import ScriptedEngine
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.learner.assessment import Assessment
 from sensorium.learner.positions import find_positions
-from sensorium.media.store import MediaStore
-from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
-from sensorium.models.tiny import make_tiny
 from sensorium.recipe.schema import AdvantageSection, AlgorithmSection, RolloutSection
 from sensorium.recipe.traits import ESTIMATORS
 from sensorium.rewards.environment import EnvironmentReward
@@ -51,12 +48,6 @@ class Steps:
         return ""
 
     def close(self) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    folder: Path = make_tiny("qwen2_5_vl", tmp_path_factory.mktemp("tiny"))
-    return load_policy(str(folder), store=MediaStore(), device="cpu")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Only what the model wrote is scored: right answers that an environment whispers in its observations earn nothing."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +8,7 @@ import pytest
 from sensorium.engines.protocol import Request, Sampling
 from sensorium.engines.scripted import ScriptedEngine
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.media.store import MediaStore
-from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
-from sensorium.models.tiny import make_tiny
 from sensorium.recipe.names import build, plays_for_anybody, resolve, table
 from sensorium.recipe.schema import RolloutSection
 from sensorium.rewards.scorer import Scorer
@@ -53,12 +49,6 @@ class Whispering:
     def _with(self, shown: Observation) -> Observation:
         said = Text(self.said or self.inner.demonstrate())
         return Observation(tuple(Message(m.role, (*m.content, said)) for m in shown.messages))
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    folder: Path = make_tiny("qwen2_5_vl", tmp_path_factory.mktemp("tiny"))
-    return load_policy(str(folder), store=MediaStore(), device="cpu")
 
 
 def scored(policy: Policy, made: Any, task: Task, said: str, *terms: tuple[str, dict[str, Any]]) -> Episode:

@@ -90,9 +90,9 @@ def test_the_renderer_itself_can_open_no_file(tmp_path: Path) -> None:
     past_the_check = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 8 8">{named}</svg>'
     assert renderer._drawn(past_the_check, 8).min() == 255
     (process, *_) = renderer._idle
-    limits = Path(f"/proc/{process._process.pid}/limits").read_text()
+    limits = Path(f"/proc/{process.pid}/limits").read_text()
     assert [line.split()[3] for line in limits.splitlines() if line.startswith("Max open files")] == ["0"]
-    assert os.path.realpath(f"/proc/{process._process.pid}/cwd") == "/"
+    assert os.path.realpath(f"/proc/{process.pid}/cwd") == "/"
 
 
 def test_use_gradients_and_clips_of_its_own_are_drawn() -> None:

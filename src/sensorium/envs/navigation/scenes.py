@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from sensorium.envs.way_back import way_back
 from sensorium.vocabulary.errors import EnvironmentFailure
 
 ACTIONS = ("moveahead", "moveback", "moveright", "moveleft", "rotateright", "rotateleft", "lookup", "lookdown")
@@ -112,7 +113,7 @@ class Scene:
         while frontier and len(came) < MOST_PLACES:
             here = frontier.popleft()
             if math.dist(_lattice(pose, here, step), self.target.at) <= near:
-                return tuple(_back(came, here))
+                return way_back(came, here)
             for action in SIDEWAYS_FIRST:
                 there = (here[0] + AHEAD_RIGHT[action][0], here[1] + AHEAD_RIGHT[action][1])
                 if there not in came and self.free(_lattice(pose, there, step)):
@@ -210,12 +211,3 @@ def _lattice(pose: Pose, steps: tuple[int, int], step: float) -> Point:
     ahead, right = steps[0] * step, steps[1] * step
     cos, sin = math.cos(math.radians(pose.heading)), math.sin(math.radians(pose.heading))
     return pose.at[0] + ahead * cos + right * sin, pose.at[1] - ahead * sin + right * cos
-
-
-def _back(came: dict[tuple[int, int], tuple[tuple[int, int], int] | None], end: tuple[int, int]) -> list[int]:
-    actions = []
-    step = came[end]
-    while step is not None:
-        actions.append(step[1])
-        step = came[step[0]]
-    return actions[::-1]

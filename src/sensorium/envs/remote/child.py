@@ -74,9 +74,14 @@ def read_frame(stream: BinaryIO) -> bytes | None:
     return stream.read(length)
 
 
+def framed(frame: bytes) -> bytes:
+    """A frame after its length."""
+    return struct.pack(">Q", len(frame)) + frame
+
+
 def write_frame(stream: BinaryIO, frame: bytes) -> None:
     """Write a frame after its length, all of it."""
-    rest = memoryview(struct.pack(">Q", len(frame)) + frame)
+    rest = memoryview(framed(frame))
     while rest:
         rest = rest[stream.write(rest) :]
     stream.flush()

@@ -6,9 +6,7 @@ episode in order is used again by the next one with the same limit.
 """
 
 import os
-import selectors
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -17,12 +15,13 @@ from typing import Any
 
 from sensorium.envs.option_checks import within
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.envs.remote.child import write_frame
+from sensorium.envs.remote.child import framed
 from sensorium.envs.remote.wire import Json, WireError, keep, pack, reset_from_json, step_from_json, unpack
 from sensorium.media.store import MediaStore
 from sensorium.recipe.names import resolve
 from sensorium.vocabulary.content import Message
 from sensorium.vocabulary.errors import EnvironmentFailure
+from sensorium.workers.piped_process import PipedProcess, ProcessLost
 
 NAME = "isolated"
 START_S = 60.0
@@ -99,7 +98,7 @@ class IsolatedEnvironment:
             )
         try:
             body, media = child.ask(operation, deadline_s or self.deadline_s)
-        except (_Gone, WireError) as gone:
+        except (ProcessLost, WireError) as gone:
             self._child = None
             child.end()
             raise EnvironmentFailure(
@@ -111,70 +110,22 @@ class IsolatedEnvironment:
         return body["value"]
 
 
-class _Gone(Exception):
-    """The process ended, or did not answer in time."""
-
-
-class _Child:
-    """A process and its pipes."""
+class _Child(PipedProcess):
+    """The process of an isolated environment."""
 
     def __init__(self, memory_mib: int) -> None:
         surroundings = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "sensorium.envs.remote.child", str(memory_mib)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env=surroundings,
-        )
+        super().__init__([sys.executable, "-P", "-m", "sensorium.envs.remote.child", str(memory_mib)], surroundings)
 
     def ask(self, operation: Json, deadline_s: float) -> tuple[Json, dict[str, bytes]]:
         """Send an operation and wait for its reply."""
-        assert self._process.stdin is not None
         until = time.monotonic() + deadline_s
+        self.write(framed(pack(operation, {})))
         try:
-            write_frame(self._process.stdin, pack(operation, {}))  # type: ignore[arg-type]
-            (length,) = struct.unpack(">Q", self._read(8, until))
-            return unpack(self._read(length, until))
-        except OSError as error:
-            raise _Gone(self._death()) from error
-        except _Gone as gone:
-            raise _Gone(str(gone) or f"no answer within {deadline_s:g} s") from gone
-
-    def end(self) -> None:
-        """Kill it."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
-
-    @property
-    def alive(self) -> bool:
-        """Whether it runs."""
-        return self._process.poll() is None
-
-    def _read(self, count: int, until: float) -> bytes:
-        assert self._process.stdout is not None
-        data = bytearray()
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            while len(data) < count:
-                if not selector.select(max(0.0, until - time.monotonic())):
-                    raise _Gone("")
-                read = os.read(self._process.stdout.fileno(), min(count - len(data), 1 << 20))
-                if not read:
-                    raise _Gone(self._death())
-                data += read
-        return bytes(data)
-
-    def _death(self) -> str:
-        """How it ended."""
-        try:
-            code = self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            return "its process closed its pipes"
-        return f"its process died by signal {-code}" if code < 0 else f"its process ended with code {code}"
+            (length,) = struct.unpack(">Q", self.read(8, until))
+            return unpack(self.read(length, until))
+        except TimeoutError as error:
+            raise ProcessLost(f"no answer within {deadline_s:g} s") from error
 
 
 def _taken(memory_mib: int) -> _Child:

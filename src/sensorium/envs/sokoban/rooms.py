@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from sensorium.envs.way_back import way_back
 from sensorium.vocabulary.errors import EnvironmentFailure
 
 ACTIONS = ("Up", "Down", "Left", "Right")
@@ -112,22 +113,13 @@ def solution(room: Room, start: Position) -> tuple[int, ...] | None:
     while frontier and len(came) <= MOST_POSITIONS:
         here = frontier.popleft()
         if room.solved(here):
-            return tuple(_way(came, here))
+            return way_back(came, here)
         for action in range(len(MOVES)):
             there = room.after(here, action)
             if there not in came:
                 came[there] = (here, action)
                 frontier.append(there)
     return None
-
-
-def _way(came: dict[Position, tuple[Position, int] | None], end: Position) -> list[int]:
-    actions = []
-    step = came[end]
-    while step is not None:
-        actions.append(step[1])
-        step = came[step[0]]
-    return actions[::-1]
 
 
 def _connected(floor: frozenset[Place]) -> bool:
