@@ -56,7 +56,9 @@ def _step(work: Any, model: Path, folder: Path) -> dict[str, float]:
     for _ in range(2):
         loop.run_until_complete(trainer.advance())
     trainer.close()
+    loop.close()
     row = read_metrics(directory.metrics)[-1]
+    vars(trainer).clear()  # the next point needs the GPU
     del trainer
     gc.collect()
     torch.cuda.empty_cache()

@@ -3,10 +3,13 @@
 import asyncio
 import warnings
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
+from sensorium.assembly.session import Session
 from sensorium.engines.native import decode_step, graphs, pipeline
 from sensorium.engines.native.decode_state import RowLayout
 from sensorium.engines.native.decode_step import FusedStep
@@ -14,7 +17,9 @@ from sensorium.engines.native.engine import NativeEngine
 from sensorium.engines.native.graphs import BUCKETS, bucket_of
 from sensorium.engines.native.pages import PAGE, PagePool
 from sensorium.engines.protocol import Request, Response, Sampling
+from sensorium.models.fast_paths import fallbacks
 from sensorium.models.layer_parts import UnknownLayer
+from sensorium.trainer.clock import Clock
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import EngineError
@@ -167,10 +172,20 @@ def test_a_fused_step_that_disagrees_is_not_used(bench: Bench, monkeypatch: pyte
     monkeypatch.setattr(FusedStep, "logits", lambda *given: original(*given) * 1.001)
     requests = crowd(bench, [Sampling(stop_tokens=False)])
     engine = paged(bench)
+    before, clock = fallbacks(), Clock(cast(Session, SimpleNamespace(patches=0, fallbacks=0)), lambda phase, total: None)
     with pytest.warns(UserWarning, match="off the reference"):
         found = generate(engine, *requests)
     same(found, generate(NativeEngine(bench.policy), *requests))
     assert len(engine.notes) == 1
+    told: list[str] = []
+    engine = paged(bench)
+    engine.tell_by(told.append)
+    generate(engine, *requests)
+    assert told == list(engine.notes)
+    assert fallbacks() == before + 2
+    assert "throughput/fallbacks" not in clock.metrics([])
+    clock.session = cast(Session, SimpleNamespace(patches=0, fallbacks=2))
+    assert clock.metrics([])["throughput/fallbacks"] == 2
 
 
 def test_layers_that_the_fused_step_does_not_know_run_as_they_are(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

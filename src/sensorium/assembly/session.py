@@ -18,6 +18,7 @@ from sensorium.media.decoder import Decoder
 from sensorium.media.limits import MediaLimits
 from sensorium.media.store import MediaStore
 from sensorium.models.counts import MediaCounts
+from sensorium.models.fast_paths import fallbacks
 from sensorium.models.policy import Policy
 from sensorium.recipe.names import build, resolve
 from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection
@@ -70,6 +71,11 @@ class Session:
         tell_by = getattr(self.engine, "tell_by", None)  # an engine may have nothing to say
         if tell_by is not None:
             tell_by(noted)
+
+    @property
+    def fallbacks(self) -> int:
+        """How many fast ways to compute were given up in this process, because they disagree with the reference."""
+        return fallbacks()
 
     @property
     def patches(self) -> int:

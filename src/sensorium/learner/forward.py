@@ -4,7 +4,6 @@ The policy is softmax(logits / temperature) over the ids that are not forbidden;
 forbidden too. The head runs only where a token was predicted, in chunks, so that full logits never exist.
 """
 
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sensorium.learner.packing import MicroBatch, Packing, media_of
+from sensorium.models.fast_paths import fall_back
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import Features
 from sensorium.vocabulary.content import Media
@@ -134,7 +134,7 @@ class LogprobScorer:
         except Exception as error:  # a kernel that this GPU or Triton cannot build is a reason to be slow, not to stop
             wrong = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if wrong:
-            warnings.warn(f"log-probs are computed without the head's kernels, which is slower: {wrong}", stacklevel=2)
+            fall_back(f"log-probs are computed without the head's kernels, which is slower: {wrong}")
         return not wrong
 
     def _chunk(self, hidden_MH: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:

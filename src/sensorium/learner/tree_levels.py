@@ -9,7 +9,6 @@ prompt's keys are summed over its responses inside the kernel, in float32. The f
 (``models.attention.finer``). Axes: T tokens, H query heads, K key heads, D.
 """
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -23,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sensorium.learner.tree_attention import TokenRun, TreeAttention, arrange
 from sensorium.models.attention import finer
+from sensorium.models.fast_paths import fall_back
 
 # How far results and gradients in 16 bits may be from float32 attention over the same inputs, relative to the largest.
 BOUND = 0.02
@@ -214,7 +214,7 @@ def usable(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, 
             raise ValueError(f"it is {error:.2g} off (bound {BOUND:g})")
     except Exception as error:  # a kernel that this GPU cannot run is a reason to be slow, not to stop
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        warnings.warn(f"the learner attends over padded rectangles, which is slower, not by flash: {reason}", stacklevel=2)
+        fall_back(f"the learner attends over padded rectangles, which is slower, not by flash: {reason}")
         return None
     return flash
 

@@ -7,7 +7,6 @@ values and gradients, before it is used; where they disagree, or the layer is no
 warning that says why.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sensorium.models.attention import Attention, MaskedAttention
+from sensorium.models.fast_paths import fall_back
 from sensorium.models.layer_parts import GatedMLP, LayerParts, NormWeights, UnknownLayer, norm_of, parts_of
 from sensorium.models.wide_products import wide_linear
 
@@ -136,9 +136,7 @@ def fused_layers(model: Any, rotary: Callable[[Tensor, Tensor], tuple[Tensor, Te
         for i in kinds.values():
             check(layers[i], fused[i], rotary)
     except Exception as error:  # a kernel that this GPU or Triton cannot build is a reason to be slow, not to stop
-        warnings.warn(
-            f"the language model runs through its stock layers, which is slower: {str(error).splitlines()[0]}", stacklevel=2
-        )
+        fall_back(f"the language model runs through its stock layers, which is slower: {str(error).splitlines()[0]}")
         return LayerStack(layers, model.norm)
     return LayerStack(fused, partial(fused[0].norm, norm=last), torch.float32)
 

@@ -4,13 +4,14 @@ The modules here take over the layers and settings of the stock ones, so checkpo
 ones do until ``fused`` is set. ``choose`` sets it once a block has been held against itself, values and gradients.
 """
 
-import warnings
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
+
+from sensorium.models.fast_paths import fall_back
 
 # How far values and gradients of a block may be from the stock one's, relative to the largest.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -160,7 +161,7 @@ def choose(tower: Any) -> None:
     except Exception as error:  # a kernel that this GPU or Triton cannot build is a reason to be slow, not to stop
         _set(block, False)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        warnings.warn(f"the vision tower runs through its stock blocks, which is slower: {reason}", stacklevel=2)
+        fall_back(f"the vision tower runs through its stock blocks, which is slower: {reason}")
         return
     for each in tower.blocks:
         _set(each, True)

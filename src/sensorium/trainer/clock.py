@@ -39,6 +39,8 @@ class Clock:
         row["throughput/episodes_per_s"] = len(episodes) / whole
         row["throughput/tokens_per_s"] = sum(e.sampled_tokens for e in episodes) / whole
         row["throughput/patches_per_s"] = (self.session.patches - self.patches) / whole
+        if self.session.fallbacks:
+            row["throughput/fallbacks"] = self.session.fallbacks
         row["memory/peak_gib"] = peak_memory_gib()
         return row
 

@@ -5,8 +5,7 @@ page. The fused step is compared with the stock one on the first batch it meets.
 captured (experts whose routing is read on the host, say), the slower way is taken, with a warning that says why.
 """
 
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
@@ -18,6 +17,7 @@ from sensorium.engines.native.decode_ops import TorchOps
 from sensorium.engines.native.decode_state import DecodeState, RowLayout
 from sensorium.engines.native.decode_step import FusedStep, StockStep
 from sensorium.engines.native.pages import PagePool
+from sensorium.models.fast_paths import fall_back, note_fallback
 from sensorium.models.layer_parts import UnknownLayer
 from sensorium.models.policy import Policy
 
@@ -39,6 +39,7 @@ class DecodeRunner:
         self, policy: Policy, pool: PagePool, forbidden_F: Tensor, stop_S: Tensor, max_rows: int, fast: bool
     ) -> None:
         self.notes: list[str] = []
+        self.noted: Callable[[str], None] | None = None
         self.captured = 0
         self._policy, self._pool = policy, pool
         self._forbidden_F, self._stop_S = forbidden_F, stop_S
@@ -174,7 +175,11 @@ class DecodeRunner:
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
-        warnings.warn(text, stacklevel=2)
+        if self.noted is None:
+            fall_back(text)
+        else:
+            note_fallback(text)
+            self.noted(text)
 
 
 def _ops(policy: Policy) -> TorchOps:

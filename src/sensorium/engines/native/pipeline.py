@@ -10,7 +10,7 @@ their budget are known to without looking. The lag is a number of steps, not of 
 stays a function of the requests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,6 +136,11 @@ class PagedWriter(Writer):
     def notes(self) -> tuple[str, ...]:
         """What is done the slow way, and why."""
         return tuple(self._runner.notes)
+
+    def tell_by(self, noted: Callable[[str], None]) -> None:
+        """Report slow fallbacks by this callback instead of as warnings."""
+        super().tell_by(noted)
+        self._runner.noted = noted
 
     @torch.no_grad()
     def tick(self, waiting: Sequence[Job]) -> int:
