@@ -6,6 +6,7 @@ python -m bench rollout --workload W1|W3 [--prompts 64] [--rounds 2] [--max-rows
 python -m bench export [--prompts 1] [--lora 0] [--scratch FOLDER] [--tiny]
 
 They need a CUDA GPU. Weights are random: speed does not depend on their values. ``bench/w0.py`` times W0 on the CPU.
+SENSORIUM_BENCH_MODELS=FOLDER keeps the models that are made, so that several commands make them once.
 ``export`` measures memory and needs 60 GiB of disk (without a LoRA rank 110 to save the optimizer too); ``--tiny`` runs it
 on a tiny model and any machine.
 """

@@ -1,6 +1,7 @@
 """The reference workloads: what one step does, for us and for the peers, and our side of it as a recipe."""
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from sensorium.media.store import MediaStore
 from sensorium.recipe.schema import Recipe
 from sensorium.vocabulary import Episode, Score, Task, user
 
+MODELS = "SENSORIUM_BENCH_MODELS"
 QUESTION = "what colour is it? red green blue"
 W0_SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -143,11 +145,19 @@ def recipe_for(work: Workload, path: Path, run_dir: Path, **changes: Any) -> Rec
 
 
 def write_model(folder: Path, family: str = "qwen2_5_vl", sizes: dict[str, Any] = QWEN2_5_VL_3B) -> Path:
-    """A checkpoint of a published model's shape with random bf16 weights, made on the GPU."""
+    """A checkpoint of a published model's shape with random bf16 weights, made on the GPU.
+
+    Where ``MODELS`` names a folder it is made there once and found again by later commands.
+    """
     import torch
 
     from sensorium.models.tiny import make_tiny
 
+    kept = os.environ.get(MODELS)
+    if kept:
+        folder = Path(kept) / family
+        if (folder / "config.json").exists():
+            return folder
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
         path = make_tiny(family, folder, **sizes)
