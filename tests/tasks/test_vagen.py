@@ -10,6 +10,7 @@ import yaml
 
 from sensorium.assembly.session import EnvironmentMaker
 from sensorium.media.store import MediaStore
+from sensorium.recipe.names import wrong_options
 from sensorium.recipe.vagen_settings import environment_of, seeds_of
 from sensorium.tasks.vagen import VagenTasks
 from sensorium.vocabulary.errors import RecipeError, TaskError
@@ -123,3 +124,19 @@ def test_pay_for_descriptions_is_translated() -> None:
     assert of(use_state_reward=True) == usual | {"state_reward": 0.5}
     with pytest.raises(RecipeError, match="differ"):
         of(use_state_reward=True, grounding_reward_weight=0.3)
+
+
+def test_settings_of_navigation_are_translated_and_its_task_files_are_not_guessed() -> None:
+    config = {"prompt_format": "free_think", "success_threshold": 1.5, "resolution": 255, "fov": 100, "step_length": 0.5}
+    name, options = environment_of({"env_name": "navigation", "env_config": config}, ["navigation", "ai2thor"])
+    given = {
+        "success_distance": 1.5,
+        "side": 255,
+        "field_of_view": 100,
+        "step_length": 0.5,
+        "response_format": "free_think",
+    }
+    assert (name, options) == ("navigation", {"max_turns": 10**6, "prompt": "full", **given})
+    assert wrong_options("environment", name, options) == ("", "")
+    with pytest.raises(RecipeError, match="environment ai2thor with tasks"):
+        environment_of({"env_name": "navigation", "env_config": {"eval_set": "base"}}, ["navigation"])

@@ -24,6 +24,8 @@ OPTIONS = {
     "max_solution_steps": "max_solution",
     "min_solution_steps": "min_solution",
 }
+PLAYED_BY_TURNS = ("frozen_lake", "sokoban", "svg", "navigation")
+OF_NAVIGATION = {"success_threshold": "success_distance", "resolution": "side", "fov": "field_of_view"}
 STATE_REWARD = ("use_state_reward", "grounding_reward_weight", "worldmodeling_reward_weight")
 VALUES: dict[str, dict[str, str]] = {"view": {"vision": "picture"}}
 MOST_SEED = 2**31 - 1
@@ -39,11 +41,16 @@ def environment_of(wish: Any, offered: Collection[str]) -> tuple[str, dict[str, 
         (name,) = offered
     plain = {offer.replace("_", "").lower(): offer for offer in offered}
     known = plain.get(str(name).replace("_", "").lower(), str(name))
-    options: dict[str, Any] = {"max_turns": WITHOUT_LIMIT, "prompt": "full"} if known in ("frozen_lake", "sokoban") else {}
+    options: dict[str, Any] = {"max_turns": WITHOUT_LIMIT, "prompt": "full"} if known in PLAYED_BY_TURNS else {}
     config = _with_state_reward(config)
+    if known == "navigation" and "eval_set" in config:
+        raise RecipeError(
+            "VAGEN's navigation plays the rooms of AI2-THOR (eval_set); here that is the environment ai2thor with tasks: "
+            "the file of that name. navigation has rooms of its own: leave eval_set out to play those."
+        )
     for key, value in config.items():
         if key != "env_name":
-            option = OPTIONS.get(str(key), str(key))
+            option = (OPTIONS | (OF_NAVIGATION if known == "navigation" else {})).get(str(key), str(key))
             value = value[0] if option == "size" and isinstance(value, list) and value else value
             options[option] = VALUES.get(option, {}).get(value, value) if isinstance(value, str) else value
     return known, options

@@ -83,6 +83,11 @@ def test_what_cannot_be_is_refused() -> None:
 
 @pytest.mark.skipif(find_spec("miniworld") is None, reason="pip install 'sensorium[navigation]'")
 def test_options_that_make_no_sense_are_refused() -> None:
-    for options, told in (({"rooms": 3}, "rooms"), ({"step_length": 2.0}, "step_length"), ({"view": "x"}, "view")):
+    for options, told in (
+        ({"rooms": 3}, "rooms"),
+        ({"step_length": 2.0}, "step_length"),
+        ({"room_size": 50.0, "step_length": 0.1}, "steps across"),
+        ({"view": "x"}, "view"),
+    ):
         with pytest.raises(RecipeError, match=told):
             Navigation(MediaStore(), **options)  # type: ignore[arg-type]

@@ -20,6 +20,8 @@ from sensorium.vocabulary.errors import EnvironmentFailure
 
 NAME = "navigation"
 DEFAULTS = {"rooms": 1, "room_size": 6.0, "things": 3, "success_distance": 1.5, "step_length": 0.5}
+MOST_ACROSS = 120
+"""Steps from wall to wall: a way is searched for step by step, and a larger floor would take too long."""
 RIGHT, LEFT = ACTIONS.index("rotateright"), ACTIONS.index("rotateleft")
 
 
@@ -213,6 +215,8 @@ class Navigation(NavigationPlay):
         within(NAME, "field_of_view", field_of_view, 10.0, 150.0)
         within(NAME, "step_length", step_length, 0.1, 0.7)
         one_of(NAME, "rooms", str(rooms), ["1", "4"])
+        across = (room_size if rooms == 1 else 2 * room_size + 2) / step_length
+        within(NAME, "room_size (all rooms, in steps across)", round(across), 1, MOST_ACROSS)
         settings = NavigationSettings(
             NAME, max_turns, max_steps, max_actions_per_turn, success_distance, view, prompt, response_format,
             success_reward, format_reward, state_reward,

@@ -21,7 +21,7 @@ from sensorium.envs.svg.checks import SvgRefused, checked
 from sensorium.vocabulary.errors import RecipeError
 from sensorium.workers.piped_process import PipedProcess, ProcessLost
 
-DEADLINE_S = 10.0
+DEADLINE_S = 5.0
 START_S = 60.0
 MEMORY_MIB = 1024
 """Address space of a process: the interpreter takes a small part of it, a picture a few megabytes."""
@@ -46,7 +46,7 @@ def draw(code: str, side: int) -> Pixels:
     return _drawn(checked(code), side)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _drawn(code: str, side: int) -> Pixels:
     with _free:
         process = _taken()
