@@ -1,6 +1,6 @@
 """Caption RL over HTTP: a tiny captioner is paid by what a reader behind a reward service answers from its captions.
 
-    python studies/captions.py [image|video …] [threads=1 …]
+    python studies/captions.py [image|video …] [reader_steps=3000] [threads=4 …]
 
 Trains two readers (the second takes no part in training), makes the captioners that say too little, serves the readers in
 processes of their own, trains the captioners, and writes studies/results/captions.json: the share of questions answered on
@@ -31,8 +31,12 @@ from sensorium.trainer.run import train
 from studies.seeds import circumstances, cpu_minutes
 
 RESULTS = Path(__file__).parent / "results"
-READERS = {"first": [], "second": ["model.path=tiny:qwen2", "seed=1", "name=tiny_caption_reader_second"]}
+READERS: dict[str, list[str]] = {
+    "first": [],
+    "second": ["model.path=tiny:qwen2", "seed=1", "name=tiny_caption_reader_second"],
+}
 START_S = 300.0
+LEAST_READING = 0.8
 
 
 def trained(name: str, *overrides: str) -> Path:
@@ -81,6 +85,19 @@ def measured(recipe: Recipe, model: Path, name: str) -> dict[str, Any]:
     return found
 
 
+def reader(name: str, steps: str, overrides: list[str]) -> tuple[Path, float]:
+    """A reader, and how many questions it answers from captions that tell; one that cannot read ends the study."""
+    changed = [*READERS[name], *([f"warm_start.steps={steps}"] if steps else []), *overrides]
+    model = trained("tiny/caption_reader", *changed)
+    recipe = load_recipe("tiny/caption_reader", [*changed, "evaluation.temperature=0"])
+    summary = evaluate_into(Path("runs") / "study_captions" / f"reader_{name}", recipe, str(model), fresh=True)
+    share = float(summary["accuracy"])
+    print(f"the {name} reader answers {share:.3f} of the questions from captions that tell", flush=True)
+    if share < LEAST_READING:
+        raise SystemExit("that is too little to pay captions by; train it longer: reader_steps=6000")
+    return model, share
+
+
 def study(kind: str, readers: dict[str, Path], overrides: list[str]) -> dict[str, Any]:
     """Train one captioner, and measure it before and after."""
     spent = cpu_minutes()
@@ -104,7 +121,7 @@ def study(kind: str, readers: dict[str, Path], overrides: list[str]) -> dict[str
 
 
 def verdicts(found: dict[str, Any]) -> dict[str, Any]:
-    """What issue's sentences ask for: gains, and what is left with swapped pictures."""
+    """The gains, and what is left with swapped pictures."""
 
     def share(look: str, when: str, drawn: str) -> float:
         return float(found[look][when][drawn]["terms"]["caption_qa"])
@@ -121,14 +138,18 @@ def verdicts(found: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Run the named studies, or both."""
     kinds = [word for word in sys.argv[1:] if "=" not in word] or ["image", "video"]
-    overrides = [word for word in sys.argv[1:] if "=" in word]
+    words = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+    steps = words.pop("reader_steps", "")
+    overrides = [f"{key}={value}" for key, value in words.items()]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    readers = {name: trained("tiny/caption_reader", *more, *overrides) for name, more in READERS.items()}
+    made = {name: reader(name, steps, overrides) for name in READERS}
+    readers = {name: model for name, (model, _) in made.items()}
     place = RESULTS / "captions.json"
     results = json.loads(place.read_text()) if place.exists() else {}
     for kind in kinds:
         found = study(kind, readers, overrides)
-        results[kind] = {"verdicts": verdicts(found), **found, **circumstances()}
+        shares = {name: share for name, (_, share) in made.items()}
+        results[kind] = {"verdicts": verdicts(found), "readers": shares, **found, **circumstances()}
         place.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
         print(json.dumps(results[kind]["verdicts"], indent=1))
 
