@@ -94,9 +94,11 @@ def test_environments_that_fail_or_do_not_repeat_are_found() -> None:
     options = {"environment": f"{__name__}:Moody", "size": 8}
     found = findings(8, tasks={"train": [{"source": "environments", "options": options}]})
     assert found["tasks.train.0 repeats"].level == "warning"
-    assert found["tasks.train.0 demonstrated play"].level == "warning"
+    assert found["tasks.train.0 demonstrated play"].level == "ok"
     assert found["tasks.train.0 random play"].level == "error"
     assert "it is Monday" in found["tasks.train.0 random play"].found
+    taught = findings(1, tasks={"train": [{"source": "environments", "options": options}]}, warm_start={"steps": 5})
+    assert taught["tasks.train.0 demonstrated play"].level == "error"
 
 
 class Moody:

@@ -200,7 +200,8 @@ def _outcome(
 ) -> Iterator[Finding]:
     if not episodes:
         learns = session.recipe.warm_start.steps > 0
-        yield Finding(where, check, "nobody knows a good response to these tasks", "error" if learns else "warning")
+        needs = "which warm_start.steps needs" if learns else "which only a warm start needs"
+        yield Finding(where, check, f"there are no demonstrations, {needs}", "error" if learns else "ok")
         return
     failed = [episode.failure for episode in episodes if episode.status in (Status.FAILED, Status.ABORTED)]
     turns = [len(episode.turns) for episode in episodes]
