@@ -55,6 +55,12 @@ def test_a_session_over_http(server: str) -> None:
         assert http.put("/v1/sessions/s2", json={"environment": "tetris"}).status_code == 404
         for seed, status in ((True, 422), (-1, 422), (1.5, 422), (2**53, 422), ("1", 422), (7.0, 200)):
             assert http.put("/v1/sessions/s2", json={"environment": "sokoban", "seed": seed}).status_code == status
+        beyond = http.put(
+            "/v1/sessions/s3",
+            content=b'{"environment": "sokoban", "seed": 1e400}',
+            headers={"Content-Type": "application/json"},
+        )
+        assert (beyond.status_code, beyond.json()["detail"][0]["loc"]) == (422, ["body", "seed"])
         assert http.get("/v1/media/" + "0" * 64).status_code == 404
         other = http.post("/v1/sessions/s2")
         assert (other.status_code, other.headers["Allow"]) == (405, "DELETE, PUT")

@@ -76,6 +76,14 @@ def make_application(
             first = error.errors()[0]
             return reply(400, f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}")
 
+    else:
+
+        @app.exception_handler(RequestValidationError)
+        async def unfit_body(request: Request, error: RequestValidationError) -> JSONResponse:
+            """What is wrong and where, without what was given: that may be nothing that JSON can hold, such as 1e400."""
+            found = [{key: held[key] for key in ("type", "loc", "msg")} for held in error.errors()]
+            return JSONResponse({"detail": found}, 422)
+
     def with_key(request: Request) -> None:
         if not allowed(key, request.headers, request.query_params):
             raise HTTPException(401, "the key is missing or wrong")
