@@ -271,3 +271,15 @@ def test_ledger_and_cache_agree_after_a_resume(tmp_path: Path) -> None:
                 _held(client, server, 24)
             ledger.close()
         assert len(server.asked) == 24
+
+
+def test_what_a_term_measures_beside_is_not_part_of_what_it_paid(tmp_path: Path) -> None:
+    from sensorium.trainer.selection import Selection
+    from sensorium.trainer.step_metrics import episode_metrics
+
+    terms: list[tuple[str, dict[str, Any]]] = [("episodic_memory", {"correctness": "judge"})]
+    with judge_server(truthful) as server, scorer_of(terms, section_of(server.url), tmp_path) as (scorer, _):
+        episodes = scored(scorer, [MEMORY_GROUP])
+    row = episode_metrics([replace(MEMORY_GROUP, episodes=tuple(episodes))], Selection())
+    assert row["reward/episodic_memory"] == pytest.approx(row["reward/mean"])
+    assert row["reward/episodic_memory/judged"] == pytest.approx(2 / 3)

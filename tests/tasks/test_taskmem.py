@@ -109,7 +109,7 @@ def test_generated_clips_are_told_apart_and_true(tmp_path: Path) -> None:
     for index in (0, 9, 23, 40):
         task = source[index]
         assert truths[task.messages[0].media[0].hash].description == task.answer == parse_memory(task.demonstration[0])
-    colours = {task.metadata["video_id"]: task.answer.split()[1] for task in map(source.__getitem__, range(8))}
+    colours = {task.metadata["video_id"]: task.answer.partition(">")[2] for task in map(source.__getitem__, range(8))}
     for index in range(8, 24):
         task = source[index]
         assert colours[task.metadata["video_id"]] in task.metadata["history"]

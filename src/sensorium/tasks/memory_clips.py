@@ -1,8 +1,8 @@
 """Memory clips: short videos of a moving square, clip by clip; what it looked like at first must be remembered.
 
 A video has ``clips`` clips. In the first one the square has a colour, in all later ones it is grey. In every clip it moves
-somewhere and has another number, as people in TaskMem's clips do. The memory of a clip says number, colour and
-direction, ``<face_2> red left``. So from the second clip on the colour is to be had from the history alone.
+somewhere and has another number, as people in TaskMem's clips do. The memory of a clip says number and colour,
+``<face_2>red``. So from the second clip on the colour is to be had from the history alone.
 
 An index always gives the same task. Every clip of every video is a file of its own, so who sees it can tell which it is.
 Rows come in blocks of ``together`` videos: first the first clips of all of them, then the second ones, and so on.
@@ -44,7 +44,7 @@ class ClipTruth:
     @property
     def description(self) -> str:
         """The memory that says all of it."""
-        return f"<face_{self.face}> {self.colour} {self.direction}"
+        return f"<face_{self.face}>{self.colour}"
 
 
 class MemoryClips:

@@ -113,8 +113,12 @@ class MediaMeter:
 
 
 def _sum_of_parts(episode: Episode, term: str) -> float | None:
-    """What a term paid an episode in all, by its named parts; None where one is missing."""
-    values = [score.value for score in episode.scores if score.name.startswith(f"{term}/")]
+    """What a term paid an episode in all, by its named parts; None where one is missing.
+
+    Parts that are measured beside paid ones (weight 0) do not count.
+    """
+    parts = [score for score in episode.scores if score.name.startswith(f"{term}/")]
+    values = [score.value for score in parts if score.weight != 0 or not any(part.weight for part in parts)]
     return sum(value for value in values if value is not None) if values and None not in values else None
 
 
