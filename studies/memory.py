@@ -85,7 +85,7 @@ def measure(recipe: Recipe, model: str) -> dict[str, Any]:
 def histories_held(run: Path) -> int:
     """How many prompts of a run tell exactly what the policy wrote of earlier clips; AssertionError if one does not."""
     written: dict[tuple[str, int], str | None] = {}
-    source = MemoryClips(store=MediaStore(), videos=192)
+    source = MemoryClips(store=MediaStore(), videos=192, together=16)
     held = 0
     for path in sorted(RunDirectory(run).episodes.glob("step_*.jsonl")):
         for group in read_groups(path):
@@ -98,8 +98,12 @@ def histories_held(run: Path) -> int:
                 told = rewrite_faces(memories, maps, clip)
                 assert task.metadata["history"] == " ".join(told[i] for i in sorted(told)), (path, task.id)
                 held += 1
-            parsed = [memory for e in group.episodes if (memory := parse_memory(e.response)) is not None]
-            written[video, clip] = parsed[0] if parsed else None
+            paid = [
+                (-1e9 if e.reward is None else e.reward, -i, memory)
+                for i, e in enumerate(group.episodes)
+                if (memory := parse_memory(e.response)) is not None
+            ]
+            written[video, clip] = max(paid)[2] if paid else None  # the recipe keeps the best paid
     return held
 
 
