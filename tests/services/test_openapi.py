@@ -9,11 +9,12 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode, checks
 
+from sensorium.services.environment_service import make_app
 from sensorium.services.model_service import make_model_app
 from sensorium.services.reward_service import make_reward_app
 
 from . import test_model_service, test_reward_service
-from .running import serving_app
+from .running import make_table, serving_app
 
 CHECKS = [
     checks.not_a_server_error,
@@ -33,12 +34,16 @@ def reward_app(folder: Path) -> Any:
     return make_reward_app(test_reward_service.make_service(folder, "http://127.0.0.1:9/v1"))
 
 
+def environment_app(folder: Path) -> Any:
+    return make_app(make_table(capacity=50))
+
+
 def named(body: Any) -> Any:
     """A request for the model that there is, with short answers, so that more than the name is tried."""
     return body | {"model": "tiny", "max_tokens": 1, "max_completion_tokens": 1, "n": 1} if isinstance(body, dict) else body
 
 
-@pytest.mark.parametrize("make", [model_app, reward_app])
+@pytest.mark.parametrize("make", [environment_app, model_app, reward_app])
 def test_a_service_keeps_to_its_description(make: Callable[[Path], Any], tmp_path: Path) -> None:
     with serving_app(make(tmp_path)) as (address, _):
         schema = schemathesis.openapi.from_url(f"{address}/openapi.json")
