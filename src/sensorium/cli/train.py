@@ -1,5 +1,6 @@
 """Train a model by a recipe: a YAML file, a shipped recipe by name, or a run directory to go on with."""
 
+import os
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
@@ -29,6 +30,9 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="change the recipe: batch.group_size=16")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and its plan, spend nothing")
     parser.add_argument("--resume", action="store_true", help="go on from the run's last good checkpoint")
+    parser.add_argument(
+        "--caprl-env", action="store_true", help="take CapRL's environment variables: CAPTION_MODEL, DATASET, …"
+    )
     parser.add_argument("--restart", action="store_true", help="start over in the directory of a run without a checkpoint")
 
 
@@ -39,7 +43,8 @@ def run(arguments: Namespace) -> int:
         raise RecipeError("--resume goes on from a checkpoint and --restart starts over; drop one of them.")
     if arguments.resume:
         refuse_no_run(arguments.recipe)
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    overrides = [*_from_environment(arguments.recipe), *arguments.overrides] if arguments.caprl_env else arguments.overrides
+    recipe = load_recipe(arguments.recipe, overrides)
     if arguments.dry_run:
         show_dry_run(recipe, console)
         return 0
@@ -59,6 +64,14 @@ def run(arguments: Namespace) -> int:
         raise
     say(f"report  {directory / 'report.html'}", console)
     return UNTRAINED if run_untrained(RunDirectory(directory), recipe) else 0
+
+
+def _from_environment(recipe: str) -> list[str]:
+    """What CapRL's environment variables change in a recipe."""
+    from sensorium.recipe.caprl_settings import caprl_overrides
+
+    terms = [str(term.options.get("name", term.name)) for term in load_recipe(recipe).rewards.terms]
+    return caprl_overrides(os.environ, recipe, terms)
 
 
 def refuse_no_run(source: str) -> None:
