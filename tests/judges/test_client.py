@@ -15,8 +15,8 @@ from sensorium.judges.endpoints import Secret, endpoints_of
 from sensorium.judges.forms import JsonAnswer, Number
 from sensorium.judges.limits import SharedLimits
 from sensorium.judges.request import JudgeRequest, untrusted_message
-from sensorium.judges.transcripts import read_transcripts
 from sensorium.recipe.judge_section import JudgesSection
+from sensorium.record.judge_transcripts import read_transcripts
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import JudgeFailure, JudgeOffline, JudgeRefusal, RecipeError
 from tests.judges.server import Answer, judge_server, said, section_of

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from sensorium.judges.client import JudgeClient
-from sensorium.judges.transcripts import read_transcripts
 from sensorium.media.store import MediaStore
 from sensorium.recipe.judge_section import JudgesSection
+from sensorium.record.judge_transcripts import read_transcripts
 from sensorium.record.ledger import Ledger
 from sensorium.rewards.context import RewardContext
 from sensorium.rewards.functions import build_term

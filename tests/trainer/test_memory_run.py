@@ -55,6 +55,8 @@ def test_a_judged_run_with_memories(tmp_path: Path) -> None:
     judged = [score for g in groups for e in g.episodes for score in e.scores if score.name == "episodic_memory/judged"]
     assert {score.value for score in judged} <= {0.0, 1.0}
     assert judged
+    report = (tmp_path / "run/report.html").read_text()
+    assert "episodic_memory/1/correctness</b> by truth" in report
 
     write_layout(tmp_path / "run", tmp_path / "layout")
     assert len(list((tmp_path / "layout" / "history").glob("*.json"))) == 8

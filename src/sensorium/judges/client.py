@@ -33,11 +33,12 @@ from sensorium.judges.transcripts import Transcripts
 from sensorium.judges.transport import Transport, refuse_without_client
 from sensorium.media.store import MediaStore
 from sensorium.recipe.judge_section import JudgesSection
+from sensorium.record.judge_transcripts import TRANSCRIPTS
 from sensorium.vocabulary.errors import JudgeFailure, JudgeOffline, JudgeRefusal, RecipeError, nearest
 
 T = TypeVar("T")
 POLL_S = 0.05
-CACHE, TRANSCRIPTS, LIMITS = "judges.sqlite", "judge_transcripts.sqlite", "judge_limits.sqlite"
+CACHE, LIMITS = "judges.sqlite", "judge_limits.sqlite"
 
 
 class JudgeClient:

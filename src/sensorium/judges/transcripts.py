@@ -57,20 +57,5 @@ class Transcripts:
                 self._db = None
 
 
-def read_transcripts(path: Path, episode: str) -> list[dict[str, Any]]:
-    """What judges were asked about an episode, by term; nothing where there is no file."""
-    if not path.exists():
-        return []
-    db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=30.0)
-    try:
-        rows = db.execute(
-            "SELECT term, model, prompt, messages, answer FROM transcripts WHERE episode = ? ORDER BY term, key", (episode,)
-        ).fetchall()
-    finally:
-        db.close()
-    names = ("term", "model", "prompt", "messages", "answer")
-    return [{**dict(zip(names, row, strict=True)), "messages": json.loads(row[3])} for row in rows]
-
-
 def _block(block: Any) -> dict[str, str]:
     return {"text": block.text} if isinstance(block, Text) else {"media": block.kind, "hash": block.hash}

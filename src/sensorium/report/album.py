@@ -13,6 +13,7 @@ from sensorium.media.audio import DecodedAudio
 from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
 from sensorium.media.video import DecodedVideo
+from sensorium.record.judge_transcripts import TRANSCRIPTS, read_transcripts
 from sensorium.report.clips import (
     CLIP_BYTES,
     caption,
@@ -46,6 +47,11 @@ class Album:
         self._pictures: dict[str, tuple[str, int, int]] = {}
         self._given: dict[Media, str] = {}
         self._seen: dict[tuple[Any, ...], Media] = {}
+
+    def transcripts(self, episode: str) -> list[dict[str, Any]]:
+        """What judges were asked about an episode; nothing where none were."""
+        folder = self.store.folder
+        return [] if folder is None else read_transcripts(folder.parent / TRANSCRIPTS, episode)
 
     def learn(self, episode: Episode) -> None:
         """Note what an episode's model was shown of the clips in its messages: a family decides what they leave open."""

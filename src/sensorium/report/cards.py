@@ -75,7 +75,20 @@ def _attempt(episode: Episode, album: Album, times: int = 1, credit: EpisodeCred
     total = "no total" if episode.reward is None else f"{episode.reward:.2f}"
     paid = f'<span class="total">paid <b>{total}</b></span>' if episode.scores else ""
     verdict = f'<div class="verdict"><span>{_verdict(episode)}</span>{many}{paid}</div>'
-    return f'<div class="attempt {_class(episode)}">{verdict}{said}{fate}{_pay(episode)}</div>'
+    judges = _judges(episode, album)
+    return f'<div class="attempt {_class(episode)}">{verdict}{said}{fate}{_pay(episode)}{judges}</div>'
+
+
+def _judges(episode: Episode, album: Album) -> str:
+    """What judges were asked about an attempt and what they said, folded away."""
+    rows = ""
+    for asked in album.transcripts(episode.id):
+        words = "\n".join(block.get("text", "") for message in asked["messages"] for block in message["content"])
+        rows += (
+            f"<li><b>{escape(asked['prompt'])}</b> by {escape(asked['model'])}: <code>{escape(_clip(asked['answer'], 400))}"
+            f"</code><details><summary>the question</summary><pre>{escape(_clip(words))}</pre></details></li>"
+        )
+    return f'<details class="judges"><summary>judges</summary><ul>{rows}</ul></details>' if rows else ""
 
 
 def _turn(episode: Episode, index: int, album: Album, credit: EpisodeCredit | None) -> str:

@@ -1,0 +1,23 @@
+"""What judges were asked about an episode, read from the file that ``judges/transcripts.py`` writes in the run directory."""
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+TRANSCRIPTS = "judge_transcripts.sqlite"
+
+
+def read_transcripts(path: Path, episode: str) -> list[dict[str, Any]]:
+    """What judges were asked about an episode, by term; nothing where there is no file."""
+    if not path.exists():
+        return []
+    db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=30.0)
+    try:
+        rows = db.execute(
+            "SELECT term, model, prompt, messages, answer FROM transcripts WHERE episode = ? ORDER BY term, key", (episode,)
+        ).fetchall()
+    finally:
+        db.close()
+    names = ("term", "model", "prompt", "messages", "answer")
+    return [{**dict(zip(names, row, strict=True)), "messages": json.loads(row[3])} for row in rows]
