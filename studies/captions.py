@@ -22,6 +22,7 @@ from urllib.request import urlopen
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from sensorium.evaluation.held_out import evaluate_into
+from sensorium.models.tiny import make_tiny
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.record.checkpoint_files import checkpoint_of_run
@@ -31,10 +32,9 @@ from sensorium.trainer.run import train
 from studies.seeds import circumstances, cpu_minutes
 
 RESULTS = Path(__file__).parent / "results"
-READERS: dict[str, list[str]] = {
-    "first": [],
-    "second": ["model.path=tiny:qwen2", "seed=1", "name=tiny_caption_reader_second"],
-}
+READERS = {"first": ("qwen3", 0), "second": ("qwen2", 1)}
+LAYERS = 4
+"""Of the readers: to find what a caption tells, and then the letter of its option, takes more than the usual two."""
 START_S = 300.0
 LEAST_READING = 0.8
 
@@ -87,7 +87,10 @@ def measured(recipe: Recipe, model: Path, name: str) -> dict[str, Any]:
 
 def reader(name: str, steps: str, overrides: list[str]) -> tuple[Path, float]:
     """A reader, and how many questions it answers from captions that tell; one that cannot read ends the study."""
-    changed = [*READERS[name], *([f"warm_start.steps={steps}"] if steps else []), *overrides]
+    family, seed = READERS[name]
+    base = make_tiny(family, Path("runs") / "study_captions" / f"base_{name}", seed=seed, num_hidden_layers=LAYERS)
+    changed = [f"model.path={base}", f"seed={seed}", f"name=tiny_caption_reader_{name}"]
+    changed += [*([f"warm_start.steps={steps}"] if steps else []), *overrides]
     model = trained("tiny/caption_reader", *changed)
     recipe = load_recipe("tiny/caption_reader", [*changed, "evaluation.temperature=0"])
     summary = evaluate_into(Path("runs") / "study_captions" / f"reader_{name}", recipe, str(model), fresh=True)
