@@ -44,6 +44,8 @@ class SvgFiles:
         seen: set[str] = set()
         self._tasks = []
         for file in files:
+            if not file.resolve().is_relative_to(folder.resolve()):
+                raise TaskError(f"svg_files: '{file}' is a link that leads out of its folder; copy the file there.")
             held, task = self._task(file, str(file.relative_to(folder)), store)
             if held not in seen and split in ("all", side(held)):
                 self._tasks.append(task)

@@ -129,6 +129,10 @@ def test_a_folder_of_files_is_split_by_content(tmp_path: Path) -> None:
     (tmp_path / "half.svg").write_text("<svg>")
     with pytest.raises(TaskError, match=r"half\.svg: there is no complete"):
         SvgFiles(str(tmp_path), store)
+    (tmp_path / "half.svg").unlink()
+    (tmp_path / "link.svg").symlink_to("/etc/hostname")
+    with pytest.raises(TaskError, match="leads out of its folder"):
+        SvgFiles(str(tmp_path), store)
     with pytest.raises(TaskError, match="is no folder"):
         SvgFiles(str(tmp_path / "none"), store)
 

@@ -154,7 +154,7 @@ class _Reader:
             if not value.strip().startswith("#"):
                 raise SvgRefused(f"{key} may refer only to #id in it")
             element.refers.append(value.strip()[1:])
-        elif OUTSIDE.search(_unescaped(value)):
+        elif _leads_outside(value):
             raise SvgRefused(f"its attribute {key:.40} refers to something outside")
         element.refers += POINTED.findall(value)
 
@@ -163,13 +163,19 @@ class _Reader:
         self._in_style -= name.rpartition(" ")[2] == "style"
 
     def _text(self, said: str) -> None:
-        if self._in_style and (OUTSIDE.search(_unescaped(said)) or "url" in _unescaped(said).lower()):
+        if self._in_style and (_leads_outside(said) or "url" in (said + _unescaped(said)).lower()):
             raise SvgRefused("a style sheet in it refers to something")
+
+
+def _leads_outside(value: str) -> bool:
+    """Whether an attribute or a style refers to anything but an id, as it stands or without escapes and comments."""
+    return bool(OUTSIDE.search(value) or OUTSIDE.search(_unescaped(value)))
 
 
 def _unescaped(value: str) -> str:
     """CSS with its escapes and comments taken out, so that they hide nothing."""
-    plain = re.sub(r"/\*.*?\*/", "", value, flags=re.DOTALL)
+    before, *comments = value.split("/*")
+    plain = before + "".join(comment.partition("*/")[2] for comment in comments)
     return re.sub(r"\\([0-9a-fA-F]{1,6})\s?", lambda found: _character(found[1]), plain).replace("\\", "")
 
 
