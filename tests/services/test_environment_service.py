@@ -55,6 +55,8 @@ def test_a_session_over_http(server: str) -> None:
         assert http.put("/v1/sessions/s2", json={"environment": "tetris"}).status_code == 404
         for seed, status in ((True, 422), (-1, 422), (1.5, 422), (2**53, 422), ("1", 422), (7.0, 200)):
             assert http.put("/v1/sessions/s2", json={"environment": "sokoban", "seed": seed}).status_code == status
+        senseless = http.put("/v1/sessions/s4", json={"environment": "sokoban", "options": {"size": 1}})
+        assert (senseless.status_code, "option size is 1" in senseless.json()["detail"]) == (422, True)
         beyond = http.put(
             "/v1/sessions/s3",
             content=b'{"environment": "sokoban", "seed": 1e400}',

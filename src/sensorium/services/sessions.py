@@ -205,7 +205,8 @@ class SessionTable:
                 del self.sessions[session.id]
                 self._end(session)
             told = str(error) if isinstance(error, SensoriumError) else words(error)
-            raise Refusal(410, told) from error
+            senseless = task is session.opening and isinstance(error.__cause__, RecipeError)
+            raise Refusal(422 if senseless else 410, told) from error
 
     def _known(self, id: str) -> Session:
         session = self.sessions.get(id)
