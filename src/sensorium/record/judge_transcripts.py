@@ -1,4 +1,4 @@
-"""What judges were asked about an episode, read from the file that ``judges/transcripts.py`` writes in the run directory."""
+"""What judges were asked about an episode, read from the file that ``judges/transcripts.py`` writes into a run."""
 
 import json
 import sqlite3
