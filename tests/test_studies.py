@@ -130,3 +130,16 @@ def test_two_hundred_kills_changed_nothing() -> None:
         assert recipe["kills"] >= 50, name
         assert recipe["differences"] == [], name
         assert len(recipe["phases"]) >= 5, "kills fell into many phases of a run"
+
+
+def test_memories_become_right_and_need_their_history() -> None:
+    found = result("memory")
+    before, after = found["before"], found["after"]
+    for row in (*before.values(), *after.values()):
+        assert row["clips"] >= 500
+    assert after["sampled"]["all"] >= before["sampled"]["all"] + 0.2
+    assert after["greedy"]["all"] >= before["greedy"]["all"] + 0.1
+    for how in ("greedy", "sampled"):
+        assert after[f"{how}, history blanked"]["later"] <= after[how]["later"] - 0.4
+        assert after[f"{how}, history blanked"]["later"] <= 0.35
+    assert found["prompts whose history is what the policy wrote"] > 500
