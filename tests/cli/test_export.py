@@ -1,5 +1,6 @@
 """An exported checkpoint is a plain Hugging Face model, complete or absent."""
 
+import errno
 import fcntl
 import json
 import shutil
@@ -10,7 +11,7 @@ import pytest
 from sensorium.cli.export import export
 from sensorium.cli.main import main
 from sensorium.record.checkpoint_files import checkpoint_of_run
-from sensorium.vocabulary.errors import CheckpointError
+from sensorium.vocabulary.errors import CheckpointError, RecordError
 
 
 def checkpoint(run: Path, step: int, *, complete: bool = True) -> Path:
@@ -158,3 +159,14 @@ def test_checkpoints_on_another_disk_are_still_those_of_their_run(tmp_path: Path
     (run / "source.json").write_text(json.dumps({"path": str(published), "folder": str(published)}))
     notes = export(run / "checkpoints" / "step_000001", tmp_path / "out")
     assert f"in the layout of {published}" in notes
+
+
+def test_a_full_disk_is_told_with_the_way_out_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    source = checkpoint(tmp_path / "run", 1)
+    monkeypatch.setattr("sensorium.cli.export.shutil.copytree", full)
+    with pytest.raises(RecordError, match=r"cannot write '.*out'.*make room, then export again"):
+        export(source, tmp_path / "out", as_trained=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -81,6 +81,8 @@ def export(
             else:
                 origin = checkpoint / ADAPTER if adapter else checkpoint
                 shutil.copytree(origin, draft, ignore=shutil.ignore_patterns(*NOT_THE_MODEL))
+    except RecordError as error:  # of a run it would be gone on with
+        raise RecordError(str(error).replace("go on with --resume", "export again")) from error
     except shutil.Error as error:
         raise RecordError(
             f"cannot write '{target}': {error.args[0][0][-1]}. Make room, or choose another place."
