@@ -50,11 +50,25 @@ def test_runs_through_the_service_have_the_numbers_of_runs_in_one_process(enviro
         assert here[part] == there[part], part
 
 
-def test_tool_use_is_learned_and_the_tool_is_used() -> None:
-    (run,) = result("environments/geometry")["runs"]
+def cell(summary: dict[str, Any]) -> str:
+    low, high = summary["interval"]
+    return f"{summary['accuracy']:.3f} [{low:.3f}–{high:.3f}]"
+
+
+@pytest.mark.parametrize("environment", ["sokoban", "geometry"])
+def test_tiny_runs_learn_and_the_page_quotes_them(environment: str) -> None:
+    run = result(f"environments/{environment}")["runs"][0]
     before, after = run["before"], run["after"]
     assert all(summary["tasks"] >= 500 for summary in (*before.values(), *after.values()))
     assert after["sampled"]["accuracy"] >= before["sampled"]["accuracy"] + 0.2
     assert after["greedy"]["accuracy"] >= before["greedy"]["accuracy"] + 0.1
+    assert after["sampled"]["interval"][0] > after["blank"]["interval"][1] + 0.1, "it looks"
+    for kind in ("sampled", "greedy"):
+        assert f"{kind} | {cell(before[kind])} | {cell(after[kind])} |" in PAGE
+
+
+def test_the_tool_is_used() -> None:
+    after = result("environments/geometry")["runs"][0]["after"]
     for kind, garbled in (("sampled", "garbled"), ("greedy", "garbled, greedy")):
         assert after[kind]["interval"][0] > after[garbled]["interval"][1] + 0.1
+        assert f"| {cell(after[garbled])} |" in PAGE
