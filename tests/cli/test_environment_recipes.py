@@ -68,7 +68,6 @@ def test_the_settings_are_the_published_ones() -> None:
 def test_a_step_of_each_tiny_variant_is_played_and_learned(name: str, tmp_path: Path) -> None:
     small = ["steps=1", "threads=1", "batch.prompts_per_step=2", "batch.group_size=2", "rollout.max_turns=2"]
     small += ["warm_start.steps=1", "warm_start.prompts_per_step=2", "rollout.max_new_tokens=12", "health.sight_tasks=0"]
-    small += ["model.path=tiny:qwen3_vl"]
     recipe = load_recipe(f"tiny/{name}", [f"run_dir={tmp_path / 'run'}", *small, *FEW])
     with suppress(NothingTrained):  # two groups of two may all be paid alike; they were played
         train(recipe)
