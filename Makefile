@@ -27,6 +27,7 @@ studies: .venv/tutorial
 	$(BIN)/python studies/run.py
 	$(BIN)/python studies/algorithms.py
 	$(BIN)/python studies/environments.py
+	$(BIN)/python studies/memory.py
 	$(BIN)/python studies/digits.py
 	$(BIN)/python studies/kills.py
 

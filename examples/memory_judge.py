@@ -1,7 +1,7 @@
-"""A judge on loopback that knows the truth about the clips of ``recipes/taskmem_tiny.yaml``, and speaks OpenAI's protocol.
+"""A judge on loopback that knows the truth about the clips of ``recipes/tiny/taskmem.yaml``, and speaks OpenAI's protocol.
 
     python examples/memory_judge.py --port 18990
-    sensorium train taskmem_tiny            # in another terminal
+    sensorium train tiny/taskmem            # in another terminal
 
 It tells a clip by the bytes of its file, and reads a memory inside the frame that the request puts around it. A memory is
 correct if it says the square's number, its colour and its direction, and nothing else. It is fit to be kept always. Of

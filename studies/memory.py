@@ -2,7 +2,7 @@
 
     python studies/memory.py [FOLDER]         # writes studies/results/memory.json
 
-Trains ``recipes/taskmem_tiny.yaml`` against a judge on loopback (``examples/memory_judge.py``), then has the model before
+Trains ``recipes/tiny/taskmem.yaml`` against a judge on loopback (``examples/memory_judge.py``), then has the model before
 and after watch 200 held-out videos of three clips, clip by clip, with its own memories as history, and then without any.
 Greedy and sampled. 600 clips each, of which 400 need the history.
 """
@@ -112,13 +112,13 @@ def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="memory_study_"))
     with serving(all_truths()) as address:
         endpoint = f"judges.endpoints.truth=[{{base_url: '{address}'}}]"
-        recipe = load_recipe("taskmem_tiny", [f"run_dir={folder / 'run'}", endpoint, "threads=1"])
+        recipe = load_recipe("tiny/taskmem", [f"run_dir={folder / 'run'}", endpoint, "threads=1"])
         if not (folder / "run" / "recipe.yaml").exists():
             train(recipe)
         checkpoints = Checkpoints(folder / "run" / "checkpoints", recipe.checkpoint.keep)
         last = checkpoints.path(checkpoints.complete()[-1])
         result = {
-            "recipe": "taskmem_tiny",
+            "recipe": "tiny/taskmem",
             "steps": recipe.steps,
             "before": measure(recipe, recipe.model.path),
             "after": measure(recipe, str(last)),

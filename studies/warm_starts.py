@@ -23,7 +23,7 @@ STAGES = {
     "shapes": ("shapes_warm", "shapes_guess"),
     "frozen_lake": ("frozen_lake_warm",),
     "sight_and_sound": ("sight_and_sound_warm", "sight_and_sound_guess"),
-    "memory_clips": ("memory_clips_warm", "memory_clips_guess"),
+    "memory_clips": ("tiny/memory_clips_warm", "tiny/memory_clips_guess"),
     "sokoban": ("tiny/vagen_sokoban_warm", "tiny/vagen_sokoban_more"),
     "geometry": ("tiny/geo3k_multi_turn_warm",),
 }

@@ -25,7 +25,7 @@ def recipe_of(run: Path, *more: str) -> Recipe:
         "batch.prompts_per_step=4", "batch.group_size=3", "checkpoint.every=1", "threads=1", "optimizer.warmup_steps=0",
         "tasks.train=[{source: memory_clips, options: {videos: 8}}]", "tasks.planner.options.choice=first",
     )  # fmt: skip
-    return load_recipe("taskmem_tiny", [f"run_dir={run}", f"steps={STEPS}", *small, *more])
+    return load_recipe("tiny/taskmem", [f"run_dir={run}", f"steps={STEPS}", *small, *more])
 
 
 def at(address: str) -> str:
