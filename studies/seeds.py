@@ -33,6 +33,7 @@ def add_run(place: Path, facts: dict[str, Any], run: dict[str, Any]) -> dict[str
     """Put one seed's run into a result file, beside those of other seeds, and what they give together; returns the result.
 
     ``run`` has a seed, and summaries by variant under ``before`` and ``after``. Seeds may be run side by side.
+    A variant that an earlier seed was not measured in is summed up over the others.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
     with place.with_suffix(".lock").open("w") as lock:
@@ -40,7 +41,7 @@ def add_run(place: Path, facts: dict[str, Any], run: dict[str, Any]) -> dict[str
         earlier = json.loads(place.read_text()).get("runs", []) if place.exists() else []
         runs = sorted([run, *(one for one in earlier if one["seed"] != run["seed"])], key=lambda one: one["seed"])
         together = {
-            when: {name: over_seeds([one[when][name] for one in runs]) for name in run[when]}
+            when: {name: over_seeds([one[when][name] for one in runs if name in one[when]]) for name in run[when]}
             for when in ("before", "after")
         }
         result = {**facts, **together, "runs": runs}

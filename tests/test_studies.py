@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from studies.seeds import add_run
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -143,3 +145,12 @@ def test_memories_become_right_and_need_their_history() -> None:
         assert after[f"{how}, history blanked"]["later"] <= after[how]["later"] - 0.4
         assert after[f"{how}, history blanked"]["later"] <= 0.35
     assert found["prompts whose history is what the policy wrote"] > 500
+
+
+def test_a_seed_measured_in_more_variants_joins_the_others(tmp_path: Path) -> None:
+    summary = {"accuracy": 0.5, "interval": [0.4, 0.6], "tasks": 500, "failed": 0, "missing": 0}
+    place = tmp_path / "result.json"
+    add_run(place, {}, {"seed": 0, "before": {}, "after": {"sampled": summary}})
+    found = add_run(place, {}, {"seed": 1, "before": {}, "after": {"sampled": summary, "blank": summary}})
+    assert [run["seed"] for run in found["runs"]] == [0, 1]
+    assert found["after"]["blank"]["mean"] == 0.5
