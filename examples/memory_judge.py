@@ -3,9 +3,9 @@
     python examples/memory_judge.py --port 18990
     sensorium train tiny/taskmem            # in another terminal
 
-It tells a clip by the bytes of its file, and reads a memory inside the frame that the request puts around it. A memory is
-correct if it says the square's number, its colour and its direction, and nothing else. It is fit to be kept always. Of
-several correct ones the shortest is the most useful.
+It knows a clip by the bytes of its file, and reads a memory inside the frame that the request puts around it. A memory is
+correct if it says the square's number and its colour, and nothing else. It is always fit to be kept. Of several correct
+ones the shortest is the most useful.
 """
 
 import argparse
@@ -74,8 +74,11 @@ def serving(truths: Mapping[str, ClipTruth], port: int = 0) -> Iterator[str]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    server.daemon_threads = True
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 512  # a step's questions come at once; the default refuses the sixth connection that waits
+        daemon_threads = True
+
+    server = Server(("127.0.0.1", port), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

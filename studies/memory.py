@@ -1,24 +1,27 @@
 """Does a policy that is paid by a judge write better memories, and does it use the ones it wrote before?
 
-    python studies/memory.py [FOLDER]         # writes studies/results/memory.json
+    python studies/memory.py [best|first …] [seed=1 …] [results=FOLDER] [steps=2 …]
 
-Trains ``recipes/tiny/taskmem.yaml`` against a judge on loopback (``examples/memory_judge.py``), then has the model before
-and after watch 200 held-out videos of three clips, clip by clip, with its own memories as history, and then without any.
-Greedy and sampled. 600 clips each, of which 400 need the history.
+Trains ``recipes/tiny/taskmem.yaml`` against a judge on loopback (``examples/memory_judge.py``), three seeds. The memory
+that later clips are told is the best paid of its group, as in the recipe, or the first, as in the published run. The model
+before and after watches 200 held-out videos of three clips, clip by clip, with its own memories as history, and then the
+later clips again without any; sampled and greedy. Nothing was chosen by these videos: their seed is used here alone.
+Other words override the recipe. Writes studies/results/memory/CHOICE.json.
 """
 
 import asyncio
 import json
+import shutil
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from examples.memory_judge import all_truths, serving
+from examples.memory_judge import serving
 from sensorium.assembly.session import Session, model_session, sampling_of
+from sensorium.evaluation.intervals import wilson
 from sensorium.media.store import MediaStore
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
@@ -34,9 +37,11 @@ from sensorium.trainer.run import train
 from sensorium.trainer.task_loader import outcome_of
 from sensorium.vocabulary.memory import parse_memory
 from sensorium.vocabulary.task import Task
+from studies.seeds import add_run, chosen_seeds, circumstances, cpu_minutes
 
-VIDEOS = 200
-RESULT = Path(__file__).parent / "results" / "memory.json"
+RESULTS = Path(__file__).parent / "results" / "memory"
+CHOICES = ("best", "first")
+VIDEOS, HELD_OUT_SEED = 200, 7
 
 
 def right(task: Task, response: str) -> bool:
@@ -45,47 +50,59 @@ def right(task: Task, response: str) -> bool:
     return memory is not None and memory.split() == str(task.answer).split()
 
 
-async def watch(session: Session, recipe: Recipe, temperature: float, *, blank: bool) -> Counter[str]:
-    """Watch the held-out videos clip by clip; how many memories of first and later clips are right."""
-    source = MemoryClips(store=session.store, split="test", videos=VIDEOS, together=VIDEOS)
+async def watch(session: Session, recipe: Recipe, temperature: float, videos: int, *, blank: bool) -> Counter[str]:
+    """Watch held-out videos clip by clip; how many memories of first and later clips are right, and how many failed."""
+    source = MemoryClips(store=session.store, split="test", videos=videos, together=videos, seed=HELD_OUT_SEED)
     planner = CausalHistory(TaskStream([source], [1.0], seed=0, shuffle=False))
     found: Counter[str] = Counter()
     for clip in range(source.clips):
-        tasks = planner.draw(VIDEOS).tasks
+        tasks = planner.draw(videos).tasks
         if blank:
-            tasks = tuple(source.with_history(clip * VIDEOS + i, {}) for i in range(VIDEOS))
+            tasks = tuple(source.with_history(clip * videos + i, {}) for i in range(videos))
         attempt = Attempt(1, clip + 1, f"watch {temperature} {blank}")
         groups = await session.rollout.stream(tasks, 1, attempt, sampling_of(recipe.rollout, temperature)).in_order()
+        kind = "first" if clip == 0 else "later"
         for group in groups:
-            kind = "first" if clip == 0 else "later"
-            found[f"{kind} clips"] += 1
-            found[f"{kind} right"] += right(group.task, group.episodes[0].response)
+            failed = bool(group.episodes[0].failure)
+            found[f"{kind} clips"] += not failed
+            found[f"{kind} failed"] += failed
+            found[f"{kind} right"] += not failed and right(group.task, group.episodes[0].response)
         planner.observe([outcome_of(group, False) for group in groups])
         session.forget_played()
     return found
 
 
-def measure(recipe: Recipe, model: str) -> dict[str, Any]:
-    """Shares of right memories of a model: all clips, first ones, later ones; with its own history and without."""
-    row: dict[str, Any] = {}
+def summed(found: Counter[str], kinds: tuple[str, ...]) -> dict[str, Any]:
+    """The share of right memories of some clips."""
+    clips, correct, failed = (sum(found[f"{kind} {what}"] for kind in kinds) for what in ("clips", "right", "failed"))
+    return {
+        "accuracy": correct / clips,
+        "interval": wilson(correct, clips),
+        "tasks": clips,
+        "failed": failed,
+        "missing": 0,
+    }
+
+
+def measure(recipe: Recipe, model: str, videos: int) -> dict[str, Any]:
+    """Shares of right memories of a model: all clips, first ones, later ones, later ones without history."""
+    rows: dict[str, Any] = {}
     with model_session(recipe, model) as session:
-        for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
-            for blank in (False, True):
-                found = asyncio.run(watch(session, recipe, temperature, blank=blank))
-                session.forget_played()
-                row[f"{name}{', history blanked' if blank else ''}"] = {
-                    "all": (found["first right"] + found["later right"]) / (found["first clips"] + found["later clips"]),
-                    "first": found["first right"] / found["first clips"],
-                    "later": found["later right"] / found["later clips"],
-                    "clips": found["first clips"] + found["later clips"],
-                }
-    return row
+        for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
+            found = asyncio.run(watch(session, recipe, temperature, videos, blank=False))
+            rows[name] = summed(found, ("first", "later"))
+            rows[f"{name}, first clips"] = summed(found, ("first",))
+            rows[f"{name}, later clips"] = summed(found, ("later",))
+            session.forget_played()
+            found = asyncio.run(watch(session, recipe, temperature, videos, blank=True))
+            rows[f"{name}, later clips, history blanked"] = summed(found, ("later",))
+            session.forget_played()
+    return rows
 
 
-def histories_held(run: Path) -> int:
+def histories_held(run: Path, source: MemoryClips, choice: str) -> int:
     """How many prompts of a run tell exactly what the policy wrote of earlier clips; AssertionError if one does not."""
     written: dict[tuple[str, int], str | None] = {}
-    source = MemoryClips(store=MediaStore(), videos=192, together=16)
     held = 0
     for path in sorted(RunDirectory(run).episodes.glob("step_*.jsonl")):
         for group in read_groups(path):
@@ -99,34 +116,53 @@ def histories_held(run: Path) -> int:
                 assert task.metadata["history"] == " ".join(told[i] for i in sorted(told)), (path, task.id)
                 held += 1
             paid = [
-                (-1e9 if e.reward is None else e.reward, -i, memory)
+                (-1e9 if e.reward is None or choice == "first" else e.reward, -i, memory)
                 for i, e in enumerate(group.episodes)
                 if (memory := parse_memory(e.response)) is not None
             ]
-            written[video, clip] = max(paid)[2] if paid else None  # the recipe keeps the best paid
+            written[video, clip] = max(paid)[2] if paid else None
     return held
 
 
-def main() -> None:
-    """Train, measure, write the result."""
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="memory_study_"))
-    with serving(all_truths()) as address:
-        endpoint = f"judges.endpoints.truth=[{{base_url: '{address}'}}]"
-        recipe = load_recipe("tiny/taskmem", [f"run_dir={folder / 'run'}", endpoint, "threads=1"])
-        if not (folder / "run" / "recipe.yaml").exists():
-            train(recipe)
-        checkpoints = Checkpoints(folder / "run" / "checkpoints", recipe.checkpoint.keep)
-        last = checkpoints.path(checkpoints.complete()[-1])
-        result = {
-            "recipe": "tiny/taskmem",
-            "steps": recipe.steps,
-            "before": measure(recipe, recipe.model.path),
-            "after": measure(recipe, str(last)),
-            "prompts whose history is what the policy wrote": histories_held(folder / "run"),
-        }
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+def study(choice: str, seed: int, results: Path, overrides: list[str], videos: int) -> None:
+    """Measure, train, measure again on the same videos with the same random numbers, and add that to the results."""
+    name = f"study_memory_{choice}_seed{seed}"
+    spent = cpu_minutes()
+    changed = [f"name={name}", f"seed={seed}", f"tasks.planner.options.choice={choice}", "threads=1", *overrides]
+    rows = load_recipe("tiny/taskmem", changed).tasks.train[0].options
+    source = MemoryClips(store=MediaStore(), **rows)
+    with serving(source.truths()) as address:
+        recipe = load_recipe("tiny/taskmem", [*changed, f"judges.endpoints.truth=[{{base_url: '{address}'}}]"])
+        shutil.rmtree(recipe.directory, ignore_errors=True)
+        before = measure(recipe, recipe.model.path, videos)
+        directory = train(recipe)
+        checkpoints = Checkpoints(directory / "checkpoints", recipe.checkpoint.keep)
+        after = measure(recipe, str(checkpoints.path(checkpoints.complete()[-1])), videos)
+    metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    one = {
+        "seed": seed,
+        **circumstances(),
+        "cpu_minutes": round(cpu_minutes() - spent, 1),
+        "curve": [round(row["reward/mean"], 4) for row in metrics if "reward/mean" in row],
+        "prompts whose history is what the policy wrote": histories_held(directory, source, choice),
+        "before": before,
+        "after": after,
+    }
+    facts = {"recipe": "tiny/taskmem", "choice": choice, "command": f"python studies/memory.py {choice}"}
+    found = add_run(results / f"{choice}.json", {**facts, "steps": recipe.steps}, one)
+    for kind, summary in found["after"].items():
+        print(f"{name} {kind:>38} {found['before'][kind]['mean']:.3f} → {summary['mean']:.3f}", flush=True)
+
+
+def main(words: list[str]) -> None:
+    """Run the study for the named choices and seeds, or all."""
+    named = dict(word.split("=", 1) for word in words if "=" in word)
+    results, videos = Path(named.pop("results", RESULTS)), int(named.pop("videos", VIDEOS))
+    overrides = [f"{key}={value}" for key, value in named.items() if key != "seed"]
+    for choice in [word for word in words if "=" not in word] or CHOICES:
+        for seed in chosen_seeds(words):
+            study(choice, seed, results, overrides, videos)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
