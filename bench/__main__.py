@@ -1,6 +1,7 @@
 """Benchmarks on the reference workloads; each prints one JSON object.
 
-python -m bench step --workload W1|W2|OMNI [--steps 3] [--tokens-per-microbatch 16384] [--recompute none|selective|full]
+python -m bench step --workload W1|W2|OMNI [--steps 3] [--tokens-per-microbatch 16384]
+                     [--recompute none|selective|full|auto] [--moments bfloat16]
 python -m bench curves
 python -m bench rollout --workload W1|W3 [--prompts 64] [--rounds 2] [--max-rows 512] [--profile]
 python -m bench export [--prompts 1] [--lora 0] [--scratch FOLDER] [--tiny]
@@ -19,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-RECOMPUTE: dict[str, bool | str] = {"none": False, "selective": "selective", "full": True}
+RECOMPUTE: dict[str, bool | str] = {"none": False, "selective": "selective", "full": True, "auto": "auto"}
 
 
 def main() -> None:
