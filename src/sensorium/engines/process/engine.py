@@ -6,7 +6,6 @@ memory where there is room; media by their files; all else as JSON over a socket
 """
 
 import asyncio
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -15,8 +14,6 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 from sensorium.engines.native.options import WriterOptions, check_options, completed
 from sensorium.engines.native.writer import WriterCounters
@@ -24,12 +21,11 @@ from sensorium.engines.process.connection import ChildProcess
 from sensorium.engines.process.messages import error_of, plain_request
 from sensorium.engines.protocol import Capabilities, LiveEpisodes, Request, Response, WeightSource
 from sensorium.engines.scheduler import Job, TickScheduler
+from sensorium.engines.tensor_files import write_tensors
 from sensorium.media.store import MediaStore
 from sensorium.models.policy import Policy
 from sensorium.vocabulary.content import Media
-from sensorium.vocabulary.errors import EngineError, EngineLost, SensoriumError
-
-SHARED_MEMORY = Path("/dev/shm")
+from sensorium.vocabulary.errors import EngineLost, SensoriumError
 
 
 class ProcessEngine:
@@ -103,7 +99,7 @@ class ProcessEngine:
         moved = {
             name: tensors[name] for name in tensors if tensors[name].requires_grad or self._sent.get(name) != state[name]
         }
-        file = _write_tensors(moved)
+        file = write_tensors(moved)
         try:
             self._ask({"do": "weights", "file": str(file), "learning": learning, "version": version})
         finally:
@@ -201,22 +197,3 @@ class ProcessEngine:
             "paged": self._paged,
             "writer": self._writer,
         }
-
-
-def _write_tensors(tensors: Mapping[str, Tensor]) -> Path:
-    """A safetensors file, in shared memory where there is room for it."""
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    roomy = (
-        SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > 2 * size
-    )
-    handle, name = tempfile.mkstemp(".safetensors", "sensorium-weights-", SHARED_MEMORY if roomy else None)
-    os.close(handle)
-    try:
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, name)
-    except Exception as error:
-        Path(name).unlink(missing_ok=True)
-        raise EngineError(
-            f"the weights ({size / 2**30:.1f} GiB) cannot be handed to the engine process by '{name}': {error}. Make room "
-            "there, or set TMPDIR to a disk that has some."
-        ) from error
-    return Path(name)

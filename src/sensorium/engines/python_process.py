@@ -1,0 +1,99 @@
+"""A Python process that an engine samples in: started with sockets to talk over, ended for certain, its end explained."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+LAST_LINES = 6
+CLOSE_S = 30.0
+
+
+class PythonProcess:
+    """Runs ``python -m module fd …``. What it prints goes to ``log``; its last lines tell why it died.
+
+    With ``own_group`` it leads a process group, and its end is the end of whatever it started.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        sockets: Sequence[socket.socket],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        *,
+        own_group: bool = False,
+    ) -> None:
+        self._log, self._own_group = log, own_group
+        fds = [end.fileno() for end in sockets]
+        given = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **(environment or {})}
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, *map(str, fds)],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **given},
+                start_new_session=own_group,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        """True until it has ended."""
+        return self.process.poll() is None
+
+    def end(self, after_s: float = 0.0) -> None:
+        """Wait so long for it to end, then kill it; then the others of its group, and wait until they are gone."""
+        try:
+            self.process.wait(after_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self._own_group:
+            _end_group(self.pid)
+
+    def why(self) -> str:
+        """How it ended, in one paragraph."""
+        self.end(CLOSE_S)
+        code = self.process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        hint = " (SIGKILL often means that memory ran out)" if code == -signal.SIGKILL else ""
+        return (
+            f"the engine process (pid {self.pid}) {how}{hint}, so nothing more can be sampled. Resume the run from its "
+            f"last checkpoint.{self.last_words()}"
+        )
+
+    def last_words(self) -> str:
+        """A sentence with the last lines that it printed; empty if there are none."""
+        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        return f" It last said: {' / '.join(lines[-LAST_LINES:])}" if lines else ""
+
+
+def _end_group(group: int, wait_s: float = 30.0) -> None:
+    """Kill what is left of a process group, and wait: a dying worker holds its memory and its GPU for seconds."""
+    until = time.monotonic() + wait_s
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+        while time.monotonic() < until and any_alive(group):
+            time.sleep(0.05)
+
+
+def any_alive(group: int) -> bool:
+    """True while a process of the group is alive. Zombies are not: whoever adopted them may never collect them."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError, ValueError):
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False

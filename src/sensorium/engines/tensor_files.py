@@ -1,0 +1,33 @@
+"""Tensors for another process on this machine: in a file that its reader or its writer deletes."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sensorium.vocabulary.errors import EngineError
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def write_tensors(tensors: Mapping[str, Tensor], what: str = "weights") -> Path:
+    """A safetensors file, in shared memory where there is room for it."""
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    roomy = (
+        SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > 2 * size
+    )
+    handle, name = tempfile.mkstemp(".safetensors", f"sensorium-{what}-", SHARED_MEMORY if roomy else None)
+    os.close(handle)
+    try:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, name)
+    except Exception as error:
+        Path(name).unlink(missing_ok=True)
+        raise EngineError(
+            f"the {what} ({size / 2**30:.1f} GiB) cannot be handed to the engine process by '{name}': {error}. Make room "
+            "there, or set TMPDIR to a disk that has some."
+        ) from error
+    return Path(name)
