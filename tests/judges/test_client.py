@@ -145,6 +145,26 @@ def test_an_endpoint_that_takes_no_schema_is_asked_without() -> None:
         client.close()
 
 
+def test_whether_a_schema_is_taken_is_known_of_each_endpoint() -> None:
+    def without(request: dict[str, Any]) -> Answer | str:
+        return Answer("unknown", 400) if "response_format" in request or "dog" in said(request) else good(request)
+
+    with judge_server(without) as plain, judge_server(good) as full:
+        client = JudgeClient(section_of(plain.url, full.url))
+        for i in range(4):
+            client.ask_now(question(f"cat {i}"))
+        assert ["response_format" in request for request in plain.asked] == [True, False, False]
+        assert ["response_format" in request for request in full.asked] == [True, True]
+        client.close()
+    with judge_server(without) as alone:
+        client = JudgeClient(section_of(alone.url))
+        with pytest.raises(JudgeRefusal):  # refused with a schema and without: the schema was not the cause
+            client.ask_now(question("a dog"))
+        client.ask_now(question("a cat"))
+        assert ["response_format" in request for request in alone.asked] == [True, False, True, False]
+        client.close()
+
+
 def test_a_refusal_is_final_and_a_fallback_stands_in(tmp_path: Path) -> None:
     with judge_server(lambda _: Answer("too long", 413)) as refusing, judge_server(good) as other:
         section = section_of(refusing.url)

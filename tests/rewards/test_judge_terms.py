@@ -23,7 +23,7 @@ from sensorium.rewards.scorer import Scorer
 from sensorium.rewards.scoring import score_groups
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.episode import Episode, Group, Segment, Status, Thread, Turn
-from sensorium.vocabulary.errors import JudgeOffline
+from sensorium.vocabulary.errors import JudgeOffline, RecipeError
 from sensorium.vocabulary.score import by_name
 from sensorium.vocabulary.task import Task
 from tests.judges.server import Answer, Judge, JudgeServer, judge_server, said, section_of
@@ -174,6 +174,52 @@ def test_a_span_is_judged_and_credited_alone(tmp_path: Path) -> None:
         assert score.span is not None
         assert text.encode()[slice(*score.span)] == b"cat"
         assert second.reward is None
+
+
+RUBRIC = {
+    "type": "object",
+    "properties": {"truth": {"type": "number", "minimum": 0, "maximum": 1}, "kept": {"type": "boolean"}},
+    "required": ["truth", "kept"],
+    "additionalProperties": False,
+}
+
+
+def test_a_judge_answers_by_a_users_schema(tmp_path: Path) -> None:
+    (tmp_path / "rubric.json").write_text(json.dumps(RUBRIC))
+    options = {**RATE, "schema": str(tmp_path / "rubric.json"), "score": {"truth": 0.75, "kept": 0.25}, "correct_from": 0.5}
+
+    def judge(request: dict[str, Any]) -> str:
+        if len(request["messages"]) == 1:  # at first it forgets a field, then it is told so
+            return '{"truth": 1}'
+        assert "lacks 'kept'" in request["messages"][-1]["content"]
+        return json.dumps({"truth": 0.5, "kept": "cat" in framed(said(request), "ANSWER")})
+
+    with (
+        judge_server(judge) as server,
+        scorer_of([("judge", options)], section_of(server.url), tmp_path) as (scorer, client),
+    ):
+        first, second = scored(scorer, [group_of("g", "a cat", "a dog")])
+        assert by_name(first.scores) == {"judge": 0.625, "judge/truth": 0.5, "judge/kept": 1.0}
+        assert (first.reward, first.correct, second.reward, second.correct) == (0.625, True, 0.375, False)
+        assert [row.outcome for row in client.cache.calls()].count("malformed") == 2
+        _held(client, server, 2)
+    sent = {"name": "answer", "schema": RUBRIC, "strict": True}
+    assert all(request["response_format"]["json_schema"] == sent for request in server.asked)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"schema": {"type": "object"}}, "no field 'score'"),
+        ({"schema": RUBRIC, "score": "trust"}, "no field 'trust'"),
+        ({"schema": RUBRIC, "score": "truth", "high": 5}, "minimum and maximum do"),
+        ({"schema": "nowhere.json"}, "cannot be read"),
+        ({"score": "truth"}, "there is no schema"),
+    ],
+)
+def test_a_schema_that_says_nothing_of_the_score_is_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(RecipeError, match=problem):
+        build_term("judge", {**RATE, **options}, "test", None)
 
 
 HOSTILE = [

@@ -42,7 +42,8 @@ class ModelAsker:
     ) -> None:
         self.section, self.pool, self.transport, self.limits = section, pool, transport, limits
         self.cache, self.meter, self.store, self.gate = cache, meter, store, gate
-        self._takes_schema = section.structured == "auto"
+        self._without_schema: set[str] = set()
+        """Places whose endpoints refused a JSON schema; they are asked for JSON in words alone."""
         self._random = random.Random()
 
     async def ask(self, request: JudgeRequest, until: float) -> StoredAnswer:
@@ -74,12 +75,13 @@ class ModelAsker:
                 if (found.rest_s is None and self.pool.next()[0] is None) or len(self.pool.members) == 1:
                     wait = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (failures - 1)) * (0.5 + self._random.random())
                     await self._sleep(wait if found.rest_s is None else 0.0, until, request, found.reason)
-            elif found.schema and self._takes_schema:
-                self._takes_schema = False  # from now on this model is asked for JSON in words alone
+            elif found.schema:
+                self._without_schema.add(found.place)
             elif found.key:
                 if self.pool.next()[1] == float("inf"):
                     raise JudgeRefusal(f"judge '{request.model}': {found.reason}")
             else:
+                self._without_schema.discard(found.place)  # it refused without a schema too: that was not the cause
                 raise JudgeRefusal(f"judge '{request.model}': {found.reason}")
 
     async def _called(self, request: JudgeRequest, talk: list[dict[str, Any]], until: float) -> Reply | CallProblem:
@@ -97,7 +99,8 @@ class ModelAsker:
             member = await self._endpoint(request, until)
             self.pool.begin(member)
             started, found = time.monotonic(), None
-            schema = request.form.schema() if self._takes_schema else None
+            taken = self.section.structured == "auto" and member.endpoint.place not in self._without_schema
+            schema = request.form.schema() if taken else None
             deadline = max(0.001, min(self.section.deadline_s, until - started))
             try:
                 found = await self.transport.call(member.endpoint, talk, dict(request.parameters), schema, deadline)

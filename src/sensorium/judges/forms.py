@@ -8,18 +8,14 @@ Whatever is not in its form raises ValueError with what is wrong, in words that 
 never guessed: a ranking with an unknown or repeated candidate, or two different letters, is no answer.
 """
 
-import ast
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from sensorium.judges.json_text import THOUGHT, only_json, only_object
 from sensorium.vocabulary.plain import number_of, shown, whole_of
-
-FENCE = re.compile(r"```[a-zA-Z]*\s*\n?(.*?)```", re.DOTALL)
-THOUGHT = re.compile(r"^.*</think>", re.DOTALL)
-TRAILING_COMMA = re.compile(r",(\s*[}\]])")
 
 
 class AnswerForm(Protocol):
@@ -130,7 +126,7 @@ class JsonAnswer:
 
     def parse(self, text: str) -> dict[str, Any]:
         """The fields by name."""
-        found = _only_object(text)
+        found = only_object(text)
         if missing := [name for name in self.fields if name not in found]:
             raise ValueError(f"the object lacks '{missing[0]}'")
         if not self.extra and (more := [name for name in found if name not in self.fields]):
@@ -211,7 +207,7 @@ class RankingAnswer:
 
     def parse(self, text: str) -> tuple[int | None, ...]:
         """The place of each candidate among those that were ranked, counted from 0."""
-        found = _only_json(text)
+        found = only_json(text)
         listed = found.get(self.key) if isinstance(found, dict) else found
         if not isinstance(listed, list):
             raise ValueError(f'the answer is no list of candidates; write {{"{self.key}": [best, …, worst]}}')
@@ -242,69 +238,3 @@ def _candidate(entry: Any) -> int:
         return whole_of(entry)
     except ValueError:
         raise ValueError(f"{shown(entry)} is no candidate's number") from None
-
-
-def _only_object(text: str) -> dict[str, Any]:
-    found = _only_json(text)
-    if not isinstance(found, dict):
-        raise ValueError("the answer is no JSON object")
-    return found
-
-
-def _only_json(text: str) -> Any:
-    """The one JSON value of a text: all of it, in a fence, or among words. Repairs fences, commas, quotes; nothing else."""
-    said = THOUGHT.sub("", text).strip()
-    fenced = [block.strip() for block in FENCE.findall(said)]
-    for candidate in (said, *(fenced[:1] if len(fenced) == 1 else [])):
-        found = _loaded(candidate)
-        if found is not None:
-            return found
-    spans = _balanced(said)
-    values = [value for value in map(_loaded, spans) if value is not None]
-    if len(values) == 1 or (values and all(value == values[0] for value in values)):
-        return values[0]
-    raise ValueError(
-        "the answer holds several JSON values" if values else "the answer holds no JSON value that can be read"
-    )
-
-
-def _loaded(text: str) -> Any:
-    if not text or text[0] not in "{[":
-        return None
-    for attempt in (text, TRAILING_COMMA.sub(r"\1", text)):
-        try:
-            return json.loads(attempt, parse_constant=_no_constant)
-        except (ValueError, RecursionError):
-            pass
-    if len(text) > 100_000:
-        return None
-    try:
-        found = ast.literal_eval(text)  # single quotes, True, None
-    except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
-        return None
-    return found if isinstance(found, dict | list) else None
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-
-def _balanced(text: str) -> list[str]:
-    """The outermost {...} and [...] of a text, quotes respected."""
-    spans: list[str] = []
-    stack: list[str] = []
-    start, quoted, escaped = 0, False, False
-    for i, char in enumerate(text):
-        if quoted:
-            escaped, quoted = (char == "\\" and not escaped), not (char == '"' and not escaped)
-        elif char == '"' and stack:
-            quoted = True
-        elif char in "{[":
-            if not stack:
-                start = i
-            stack.append("}" if char == "{" else "]")
-        elif stack and char == stack[-1]:
-            stack.pop()
-            if not stack:
-                spans.append(text[start : i + 1])
-    return spans

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sensorium.judges.endpoints import Endpoint
+from sensorium.judges.json_schema import strict
 from sensorium.vocabulary.errors import RecipeError
 from sensorium.vocabulary.plain import printable
 
@@ -28,7 +29,7 @@ class Reply:
 class CallProblem:
     """Why a call gave no text. ``again``: asking again may help. ``key``: the endpoint refused the key.
 
-    ``rest_s``: how long it asked to be left alone. ``schema``: it may be the JSON schema that it does not take.
+    ``rest_s``: how long it asked to be left alone. ``schema``: the endpoint at ``place`` may not take JSON schemas.
     """
 
     reason: str
@@ -37,6 +38,7 @@ class CallProblem:
     key: bool = False
     rest_s: float | None = None
     schema: bool = False
+    place: str = ""
 
 
 class Transport:
@@ -73,7 +75,7 @@ class Transport:
 
         extra: dict[str, Any] = {}
         if schema is not None:
-            named = {"name": "answer", "schema": schema}
+            named = {"name": "answer", "schema": schema, **({"strict": True} if strict(schema) else {})}
             extra["response_format"] = {"type": "json_schema", "json_schema": named}
         try:
             client = self._client(endpoint)
@@ -150,7 +152,7 @@ def _status_problem(endpoint: Endpoint, error: Any, with_schema: bool) -> CallPr
         return CallProblem(f"{said} (its key comes from {endpoint.key_source})", str(status), again=False, key=True)
     if status >= 500 or status in AGAIN:
         return CallProblem(said, str(status), rest_s=_retry_after(error.response.headers))
-    return CallProblem(said, str(status), again=False, schema=with_schema and status in (400, 422))
+    return CallProblem(said, str(status), again=False, schema=with_schema and status in (400, 422), place=endpoint.place)
 
 
 def _said(error: Any) -> str:
