@@ -1,5 +1,9 @@
 """Serve a checkpoint to any OpenAI-compatible client: sensorium serve model CHECKPOINT."""
 
+import os
+import signal
+import sys
+import threading
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +28,9 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=0, help="CPU threads of torch; 0: as torch has it")
     parser.add_argument("--drain-s", type=float, default=60.0, help="how long answers under way may take after a stop")
+    parser.add_argument(
+        "--until-input-ends", action="store_true", help="stop when standard input ends, as it does when who started it dies"
+    )
 
 
 def run(arguments: Namespace) -> int:
@@ -48,6 +55,8 @@ def run(arguments: Namespace) -> int:
     within("serve model", "--max-body-mib", arguments.max_body_mib, 0.001, 4096)
     within("serve model", "--drain-s", arguments.drain_s, 0, 86_400)
     listening, key = listen(arguments.host, arguments.port)
+    if arguments.until_input_ends:
+        threading.Thread(target=_stop_when_input_ends, daemon=True).start()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     place = Path(arguments.checkpoint)
@@ -64,3 +73,10 @@ def run(arguments: Namespace) -> int:
         app = make_model_app(service, key, round(arguments.max_body_mib * MIB))
         serve_until_stopped(app, listening, f"model '{name}'", key, arguments.drain_s)
     return 0
+
+
+def _stop_when_input_ends() -> None:
+    """Stop this process as SIGTERM does once nobody holds the other end of its standard input."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -49,10 +49,19 @@ class ModelWorker:
         return self.process is not None and self.process.poll() is None
 
     def start(self) -> None:
-        """Start it."""
+        """Start it, in a session of its own: Ctrl-C in a terminal must not end it before its answers are written.
+
+        Its standard input is a pipe that ends when this process does, however that happens.
+        """
         command = [part.replace("{port}", str(self.port)) for part in self.command]
         self.started = time.monotonic()
-        self.process = subprocess.Popen(command, env={**os.environ, **self.environment}, stdout=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            command,
+            env={**os.environ, **self.environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def answers(self) -> bool:
         """Whether its /health says so now."""
@@ -73,6 +82,8 @@ class ModelWorker:
             except subprocess.TimeoutExpired:
                 self.process.kill()
         self.process.wait()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
 
 
 class ModelWorkers:
@@ -138,6 +149,7 @@ def model_workers(
         "reader",
         "--port",
         "{port}",
+        "--until-input-ends",
     ]
     workers = []
     for place in range(count):
