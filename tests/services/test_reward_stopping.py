@@ -34,9 +34,7 @@ def test_a_service_that_is_stopped_finishes_what_is_under_way(tmp_path: Path) ->
     service = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path)
     assert service.stdout is not None
     address = service.stdout.readline().decode().split(" on ")[1].split()[0]
-    bodies = [
-        {"items": [{"caption": f"{i} {told}", "questions": [ROW]} for told in (GOOD, BAD, SILENT)]} for i in range(4)
-    ]
+    bodies = [{"items": [{"caption": f"{i} {told}", "questions": [ROW]} for told in (GOOD, BAD, SILENT)]} for i in range(4)]
     with ThreadPoolExecutor(4) as crowd:
         under_way = [crowd.submit(httpx.post, f"{address}/get_reward", json=body, timeout=120) for body in bodies]
         for _ in range(12):

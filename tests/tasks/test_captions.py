@@ -17,9 +17,11 @@ from sensorium.cli.main import main
 from sensorium.media.making import encode_clip
 from sensorium.media.store import MediaStore
 from sensorium.media.video import decode_video
+from sensorium.rewards.caption_qa import Reading
 from sensorium.rewards.timestamps import timestamp_format
 from sensorium.tasks.caprl import CaptionRows
-from sensorium.tasks.captioned_shapes import CaptionedShapes, CaptionReading
+from sensorium.tasks.caption_reading import CaptionReading
+from sensorium.tasks.captioned_shapes import CaptionedShapes
 from sensorium.vocabulary.caption_questions import question_of
 from sensorium.vocabulary.decoding import VideoParameters
 from sensorium.vocabulary.errors import MediaError, TaskError
@@ -116,16 +118,41 @@ def test_swapped_pictures_are_no_better_than_chance() -> None:
     assert all(0.15 < same[name] / 512 < 0.4 for name in ("colour", "shape"))
 
 
-def test_a_reader_is_asked_as_the_service_asks_it() -> None:
-    source = CaptionReading(store=MediaStore(), kind="video", size=400)
+@pytest.mark.parametrize("options", [{}, {"wording": "free"}, {"choices": [2, 3, 4]}, {"form": "open"}])
+def test_a_reader_is_taught_what_the_caption_tells(options: dict[str, Any]) -> None:
+    source = CaptionReading(store=MediaStore(), kind="video", size=400, **options)
     letters: Counter[Any] = Counter()
     for i in range(400):
-        task = source[i]
-        text = task.messages[0].text
+        task, told = source[i], source.told(i)
+        caption, _, *shown = task.messages[0].text.split("\n")
+        words = caption.replace("[00:0", " ").replace("[0:0", " ").translate(str.maketrans(',]"', "   ")).split()
+        facts = {name: value in words for name, value in source.scene(i).facts.items()}
+        assert facts == {name: name in told for name in facts}
         letters[task.answer] += 1
-        assert text_reader.read(text.replace("[00:0", "").replace("]", "")) == task.answer == task.demonstration[0]
-    assert set(letters) == set("ABCDE")
-    assert max(letters[letter] for letter in "ABCD") < 2 * min(letters[letter] for letter in "ABCD")
+        assert task.demonstration == (task.answer,)
+        if options.get("form") == "open":
+            assert not shown
+            assert task.answer == "can not answer" or task.answer in words
+        else:
+            right = [line[0] for line in shown[:-1] if line[3:] in words]
+            assert task.answer == (right[0] if right else shown[-1][0])
+    if not options:
+        assert set(letters) == set("ABCDE")
+        assert max(letters[letter] for letter in "ABCD") < 2 * min(letters[letter] for letter in "ABCD")
+
+
+def test_a_reader_of_plain_captions_is_asked_as_the_service_asks_it() -> None:
+    scene, task = CaptionReading(store=MediaStore(), size=1, telling=1.0).scene(0), CaptionReading(store=MediaStore())[0]
+    asked = [Reading("reader", draws=64, prompt="short").requests(scene.caption(), scene.questions())]
+    assert task.messages[0].text.split("\n")[1:] in [one.messages[0].text.split("\n")[1:] for one, _ in asked[0]]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"form": "opne"}, {"wording": "other"}, {"prompt": "shor"}, {"choices": [5]}, {"choices": []}]
+)
+def test_a_reader_cannot_be_taught_what_there_is_not(wrong: dict[str, Any]) -> None:
+    with pytest.raises(TaskError, match=r"caption_reading: (there is no|choices are)"):
+        CaptionReading(store=MediaStore(), **wrong)
 
 
 def test_curation_keeps_what_needs_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

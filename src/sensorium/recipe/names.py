@@ -35,7 +35,7 @@ NAMES: dict[str, dict[str, str]] = {
         "daily_omni": "sensorium.tasks.daily_omni:DailyOmni",
         "caprl": "sensorium.tasks.caprl:CaptionRows",
         "captioned_shapes": "sensorium.tasks.captioned_shapes:CaptionedShapes",
-        "caption_reading": "sensorium.tasks.captioned_shapes:CaptionReading",
+        "caption_reading": "sensorium.tasks.caption_reading:CaptionReading",
         "sight_and_sound": "sensorium.tasks.sight_and_sound:SightAndSound",
         "taskmem": "sensorium.tasks.taskmem:TaskMemRows",
         "memory_clips": "sensorium.tasks.memory_clips:MemoryClips",

@@ -1,12 +1,12 @@
-"""Pictures and videos of a shape to be described, with questions about them; and captions of such to be read.
+"""Pictures and videos of a shape to be described, with questions about them.
 
     of a picture:   a red circle top left              What colour is it? What shape is it?
     of a video:     [00:02] a red circle top left      … and: When does it come? 1, 2, 3 or 4
 
-In a video nothing is seen until the shape comes. ``CaptionedShapes`` is for captioners. Its demonstrations are reticent:
-each part is told with a probability, else something vague stands there, so that a model that learned from them can see and
-speak, but tells too little. ``CaptionReading`` is for readers: a caption, also a reticent one, and a question with shuffled
-options; the answer is a letter. Which things belong to the test split is decided by what they are.
+In a video nothing is seen until the shape comes. ``CaptionedShapes`` is for captioners (``caption_reading`` has tasks for
+readers). Its demonstrations are reticent: each part is told with a probability, else something vague stands there, so that
+a model that learned from them can see and speak, but tells too little. Which things belong to the test split is decided by
+what they are.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from sensorium.media.making import encode_clip
 from sensorium.media.store import MediaStore
 from sensorium.tasks.png import indexed_png
 from sensorium.tasks.shapes import COLOURS, PALETTE, PLACES, SHAPES, Pictures, Thing, paint
-from sensorium.vocabulary.caption_questions import CaptionQuestion, draws
+from sensorium.vocabulary.caption_questions import CaptionQuestion
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.decoding import VideoParameters
 from sensorium.vocabulary.errors import TaskError, nearest
@@ -64,7 +64,7 @@ class CaptionedScene:
         return [CaptionQuestion(stems[name], options[name], options[name].index(fact)) for name, fact in self.facts.items()]
 
 
-class _Scenes:
+class CaptionedScenes:
     """The scenes of a source, by index."""
 
     def __init__(self, name: str, kind: Kind, split: str, size: int, seed: int, telling: float) -> None:
@@ -89,17 +89,17 @@ class _Scenes:
             if _is_test(thing) == (self.split == "test"):
                 return CaptionedScene(thing, second)
 
-    def reticent(self, index: int) -> str:
-        """A caption that tells each part with the probability ``telling``."""
-        random, scene = self.random("told", index), self.scene(index)
-        return scene.caption([name for name in scene.facts if random.random() < self.telling])
+    def told(self, index: int) -> list[str]:
+        """The parts that a caption tells: each with the probability ``telling``."""
+        random = self.random("told", index)
+        return [name for name in self.scene(index).facts if random.random() < self.telling]
 
     def random(self, purpose: str, index: int) -> Random:
         """Random numbers for one purpose."""
         return Random(f"{self.name} {self.kind} {self.seed} {self.split} {purpose} {index}")
 
 
-class CaptionedShapes(_Scenes):
+class CaptionedShapes(CaptionedScenes):
     """Pictures or videos to be described. ``picture``: "own", "blank", or "swapped" (another one than is asked about).
 
     ``telling`` is how much the demonstrations tell.
@@ -130,7 +130,7 @@ class CaptionedShapes(_Scenes):
             id=name if self.picture == "own" else f"{name}/{self.picture}",
             messages=(user(self._shown(index), ASKED[self.kind]),),
             answer=scene.caption(),
-            demonstration=(self.reticent(index),),
+            demonstration=(scene.caption(self.told(index)),),
             metadata={"questions": [question.to_json() for question in scene.questions()]},
         )
 
@@ -155,38 +155,6 @@ class CaptionedShapes(_Scenes):
         frames = [colours_P3[full_HW if place >= comes * FPS else empty_HW] for place in range((len(SECONDS) + 1) * FPS)]
         asked = VideoParameters(fps=FPS, sampling="middle")
         return self.store.put(encode_clip(np.stack(frames), FPS), "video", origin, asked)
-
-
-class CaptionReading(_Scenes):
-    """Captions and questions as a reader is asked them. What a caption does not tell cannot be answered."""
-
-    def __init__(
-        self,
-        *,
-        store: MediaStore,
-        kind: Kind = "picture",
-        split: Literal["train", "test"] = "train",
-        size: int = 65536,
-        seed: int = 0,
-        telling: float = 0.8,
-        prompt: str = "short",
-    ) -> None:
-        super().__init__("caption_reading", kind, split, size, seed, telling)
-        self.prompt = prompt
-
-    def __getitem__(self, index: int) -> Task:
-        scene, text = self.scene(index), self.reticent(index)
-        (asked,) = draws(scene.questions(), 1, self.random("draw", index))
-        right = asked.question.choices[asked.question.answer]
-        told = right in text.replace("[00:0", "").replace("]", "").split()
-        letter = asked.letter if told else asked.letters[-1]
-        return Task(
-            id=f"{self.name}/{self.kind}/{self.split}/{self.seed}/{index}",
-            messages=(user(asked.prompt(text, self.prompt)),),
-            answer=letter,
-            demonstration=(letter,),
-            metadata={"category": "told" if told else "not told"},
-        )
 
 
 def _is_test(thing: Thing) -> bool:
