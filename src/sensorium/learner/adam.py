@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sensorium.learner.masters import join, noise_bits, noise_key, rounded_at_random, split
+from sensorium.learner.shards import local_of
 
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -39,7 +40,8 @@ class ParameterState:
         self.parameter = parameter
         self.place = place
         self.steps = 0
-        self.remainder = torch.zeros_like(parameter, dtype=torch.int16) if parameter.dtype == torch.bfloat16 else None
+        halved = parameter.dtype == torch.bfloat16
+        self.remainder = torch.zeros_like(local_of(parameter), dtype=torch.int16) if halved else None
         self.first: Tensor | None = None
         self.second: Tensor | None = None
         self._moments = moments
@@ -47,40 +49,42 @@ class ParameterState:
 
     @property
     def gradient(self) -> Tensor | None:
-        """The float32 gradient so far."""
-        return self.parameter.grad if self.remainder is None else self._sum
+        """The float32 gradient so far, of what this rank holds of the parameter."""
+        if self.remainder is not None:
+            return self._sum
+        return None if self.parameter.grad is None else local_of(self.parameter.grad)
 
     @gradient.setter
     def gradient(self, gradient: Tensor | None) -> None:
         if self.remainder is None:
             self.parameter.grad = gradient
         else:
-            self._sum, self.parameter.grad = gradient, None
+            self._sum, self.parameter.grad = None if gradient is None else local_of(gradient), None
 
     def gather(self) -> None:
         """Add a bfloat16 gradient to the float32 sum, and free it."""
         gradient = self.parameter.grad
         if self.remainder is not None and gradient is not None:
-            self._sum = gradient.float() if self._sum is None else self._sum.add_(gradient)
+            self._sum = local_of(gradient).float() if self._sum is None else self._sum.add_(local_of(gradient))
             self.parameter.grad = None
 
     @property
     def master(self) -> Tensor:
         """The float32 weights that the optimizer updates; a copy where they are stored in two halves."""
-        weight = self.parameter.detach()
+        weight = local_of(self.parameter)
         return weight if self.remainder is None else join(weight, self.remainder)
 
     @master.setter
     def master(self, master: Tensor) -> None:
         assert self.remainder is not None, "a float32 parameter is its own master"
         weight, remainder = split(master)
-        self.parameter.detach().copy_(weight)
+        local_of(self.parameter).copy_(weight)
         self.remainder.copy_(remainder)
 
     def make_moments(self) -> tuple[Tensor, Tensor]:
         """Both moments, zero before the first step."""
         if self.first is None or self.second is None:
-            like = self.parameter.detach()
+            like = local_of(self.parameter)
             self.first, self.second = (torch.zeros_like(like, dtype=self._moments) for _ in range(2))
         return self.first, self.second
 

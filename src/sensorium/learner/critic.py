@@ -14,6 +14,8 @@ from sensorium.learner.credited_episode import AskedValues
 from sensorium.learner.forward import UpdateFeatures, hidden_states
 from sensorium.learner.optimizer import Optimizer, rate_share
 from sensorium.learner.packing import MicroBatch, Packing
+from sensorium.learner.shards import copy_state
+from sensorium.learner.team import ALONE, Team
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import CriticSection
 
@@ -23,7 +25,7 @@ HEAD = "value_head"
 class Critic:
     """Values of prefixes. ``trunk`` is the policy itself where it is shared."""
 
-    def __init__(self, trunk: Policy, section: CriticSection, *, total_steps: int) -> None:
+    def __init__(self, trunk: Policy, section: CriticSection, *, total_steps: int, team: Team = ALONE) -> None:
         self.trunk = trunk
         self.shared = section.trunk == "shared"
         self.section = section
@@ -34,7 +36,7 @@ class Critic:
         nn.init.zeros_(self.head.bias)
         named = {HEAD: {f"{HEAD}.{name}": parameter for name, parameter in self.head.named_parameters()}}
         groups = named if self.shared else {**_trunk_groups(trunk), **named}
-        self.optimizer = Optimizer(groups, section.optimizer, section.freeze, where="algorithm.critic")
+        self.optimizer = Optimizer(groups, section.optimizer, section.freeze, where="algorithm.critic", team=team)
 
     def share(self, step: int) -> float:
         """The share of its learning rate at a step."""
@@ -67,7 +69,7 @@ class Critic:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on exactly where ``state`` was taken."""
         if not self.shared:
-            self.trunk.model.load_state_dict(state["trunk"])
+            copy_state(self.trunk.model, state["trunk"])
         self.head.load_state_dict(state["head"])
         self.optimizer.load_state_dict(state["optimizer"])
 
@@ -107,6 +109,11 @@ class ValuePass:
         for microbatch in packing.microbatches:
             self.loss(hidden_states(self.critic.trunk, microbatch, features), microbatch).backward()
         features.backward()
+
+    def over_ranks(self, team: Team) -> None:
+        """Fill in what the other ranks have found."""
+        for found_P in (self.values_P, self.losses_P, self.clipped_P):
+            team.sum(found_P)
 
     def metrics(self) -> dict[str, float]:
         """Over the positions that were taught."""

@@ -34,6 +34,7 @@ class UpdateFeatures:
     def __init__(self, policy: Policy, microbatches: Sequence[MicroBatch], idle: Sequence[MicroBatch] = ()) -> None:
         self._roots: list[Tensor] = []
         self._leaves: list[Tensor] = []
+        self._sharded = policy.sharding is not None
         learning = policy.encode(media_of(microbatches))
         self._features = {item: self._cut_off(features) for item, features in learning.items()}
         with torch.no_grad():
@@ -44,6 +45,9 @@ class UpdateFeatures:
 
     def backward(self) -> None:
         """Carry the gathered gradients through the towers, once."""
+        if self._sharded:  # the others are waiting in the towers' backward, also for a rank that shows nothing
+            for leaf in self._leaves:
+                leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         pairs = [(root, leaf.grad) for root, leaf in zip(self._roots, self._leaves, strict=True) if leaf.grad is not None]
         if pairs:
             torch.autograd.backward([root for root, _ in pairs], [grad.to(root.dtype) for root, grad in pairs])
@@ -88,7 +92,7 @@ class LogprobScorer:
 
     def score(self, hidden_TH: Tensor, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [M] of a micro-batch's predicted tokens, in float32, from its hidden states."""
-        return self._head(hidden_TH.index_select(0, microbatch.states_M), microbatch.targets_M)
+        return self.policy.inside(self._head, hidden_TH.index_select(0, microbatch.states_M), microbatch.targets_M)
 
     @torch.no_grad()
     def logprobs(self, packing: Packing) -> Tensor:

@@ -18,6 +18,7 @@ from sensorium.learner.objective import Objective
 from sensorium.learner.optimizer import Optimizer, rate_share
 from sensorium.learner.packing import Packing, pack
 from sensorium.learner.positions import Positions, find_positions
+from sensorium.learner.team import ALONE, Team
 from sensorium.learner.update import Shares, UpdateBatch, UpdateResult, corrections, update
 from sensorium.models.policy import Policy
 from sensorium.models.reference import Reference
@@ -57,8 +58,10 @@ class Learner:
         critic: Critic | None = None,
         seed: int = 0,
         stop_tokens: bool = True,
+        team: Team = ALONE,
     ) -> None:
         self.policy = policy
+        self.team = team
         self.reference = reference
         self.critic = critic
         self.steps = 0
@@ -71,7 +74,7 @@ class Learner:
         self._kl = AdaptiveKL(algorithm.kl.coef, algorithm.kl.target, algorithm.kl.horizon)
         policy.model.requires_grad_(False)
         adapted = policy.adapters is not None
-        self._optimizer = Optimizer(policy.trainable(), optimizer, freeze, adapted=adapted)
+        self._optimizer = Optimizer(policy.trainable(), optimizer, freeze, adapted=adapted, team=team)
         self._scorer = LogprobScorer(policy, temperature, stop_tokens=stop_tokens)
         if algorithm.router_coef and not policy.experts_per_token:
             raise RecipeError(
@@ -84,29 +87,37 @@ class Learner:
         """False while only the critic warms up."""
         return self.critic is None or self.steps >= self.critic.section.warmup_steps
 
-    def assess(self, groups: Sequence[Sequence[Episode]]) -> Assessment:
-        """Positions of the episodes, and what the models think of them, as far as credit needs it."""
+    def assess(self, groups: Sequence[Sequence[Episode]], costs: Sequence[float] | None = None) -> Assessment:
+        """Positions of the episodes, and what the models think of them, as far as credit needs it.
+
+        ``costs`` of the groups decide which rank of the team computes which.
+        """
         episodes = [episode for group in groups for episode in group]
         positions = self._positions(episodes)
         in_reward = self._algorithm.kl.place == "reward" and self._kl.coef > 0
         if not episodes or (self.critic is None and not in_reward):
             return Assessment(positions)
-        packing = self._pack(uncredited(groups), positions if self.critic is not None else None)
+        packing = self._pack(uncredited(groups), positions if self.critic is not None else None, costs)
         values_P = after_S = old_N = reference_N = None
         if self.critic is not None:
-            both = self.critic.values(packing, len(positions) + len(episodes)).cpu()
+            both = self.team.sum(self.critic.values(packing, len(positions) + len(episodes))).cpu()
+            self.critic.trunk.rest()
             values_P, after_S = both[: len(positions)], both[len(positions) :]
         if in_reward:
-            old_N, reference_N = self._scorer.logprobs(packing).cpu(), self._reference(packing).cpu()
+            old_N, reference_N = self._logprobs(packing).cpu(), self._reference(packing).cpu()
             self._kl_in_reward = float(kl.k3(old_N, reference_N).double().mean())
         return Assessment(positions, values_P, after_S, old_N, reference_N, self._kl.coef)
 
-    def step(self, groups: Groups, loss: str | None = None) -> dict[str, float]:
+    def step(self, groups: Groups, loss: str | None = None, costs: Sequence[float] | None = None) -> dict[str, float]:
         """All updates of one step; returns its metrics. ``loss`` overrides the recipe's (``likelihood``: supervised)."""
         objective = self._objective(loss or self._algorithm.loss.name)
         self._scorer.scale = 0.0
         seen = self.policy.counters.tower_items
-        batches = [self._prepare(part, objective) for part in _partition(groups, self._batch.updates_per_epoch)]
+        parts = _partition(groups, self._batch.updates_per_epoch)
+        batches = [
+            self._prepare([groups[i] for i in part], objective, None if costs is None else [costs[i] for i in part])
+            for part in parts
+        ]
         count = len(batches) * self._batch.epochs_per_step
         interrupted, self._interrupted = self._interrupted, None
         if interrupted is not None:
@@ -123,7 +134,7 @@ class Learner:
             if index == 0:  # the weights are those that sampled: old is current, and every ratio exactly 1
                 batch = replace(batch, old_N=None)
             try:
-                measured.append(update(self._scorer, self._optimizer, batch, objective, shares, self.critic))
+                measured.append(update(self._scorer, self._optimizer, batch, objective, shares, self.critic, self.team))
             except NonFiniteUpdate as error:
                 self._interrupted = InterruptedStep(index, tuple(batch.old_N for batch in batches))
                 raise NonFiniteUpdate(f"update {index + 1} of {count}: {error}") from error
@@ -132,19 +143,17 @@ class Learner:
         self.steps += 1
         metrics = _over_updates([one.metrics() for one in measured])
         if not objective.supervised:
-            metrics |= _mismatch(batches, measured, self._scorer.scale)
+            metrics |= _mismatch(batches, measured, self.team.largest(self._scorer.scale)[0])
             metrics |= self._controlled(metrics, sum(len(group) for group in groups))
         return metrics | {
             "policy/lr": self._optimizer_section.lr * share if objective.policy_learns else 0.0,
             "packing/trained_tokens": sum(batch.packing.trained for batch in batches),
-            "packing/tokens": sum(batch.packing.tokens for batch in batches),
-            "packing/splits": sum(batch.packing.splits for batch in batches),
-            "packing/tower_items": self.policy.counters.tower_items - seen,
+            **self._packing_metrics(batches, self.policy.counters.tower_items - seen),
         }
 
     def logprobs(self, groups: Groups) -> list[list[tuple[Tensor, ...]]]:
         """Log-probs of every sampled token under the current weights: group, sample, turn."""
-        flat_N = self._scorer.logprobs(self._pack(groups))
+        flat_N = self._logprobs(self._pack(groups))
         lengths = [len(turn.response.tokens) for group in groups for s in group for turn in s.episode.turns]
         parts = iter(flat_N.split(lengths))
         return [[tuple(next(parts) for _ in sample.episode.turns) for sample in group] for group in groups]
@@ -186,11 +195,20 @@ class Learner:
         observations = estimator_traits(self._algorithm.advantage.name).observations
         return find_positions(episodes, self.policy.chat.layout, observations=observations)
 
-    def _prepare(self, groups: Groups, objective: Objective) -> UpdateBatch:
+    def _packing_metrics(self, batches: Sequence[UpdateBatch], tower_items: int) -> dict[str, float]:
+        """What was computed for the step, on all ranks."""
+        counts = {
+            "packing/tokens": sum(batch.packing.tokens for batch in batches),
+            "packing/splits": sum(batch.packing.splits for batch in batches),
+            "packing/tower_items": tower_items,
+        }
+        return dict(zip(counts, self.team.total(*counts.values()), strict=True))
+
+    def _prepare(self, groups: Groups, objective: Objective, costs: Sequence[float] | None) -> UpdateBatch:
         device = self.policy.device
         asked = asked_values(groups, device) if self.critic is not None else None
         positions = None if asked is None else self._positions([sample.episode for group in groups for sample in group])
-        packing = self._pack(groups, positions)
+        packing = self._pack(groups, positions, costs)
         reference_N = self._reference(packing) if objective.kl_coef else None
         return UpdateBatch(sampled_tokens(groups, device), packing, reference_N=reference_N, asked=asked)
 
@@ -199,15 +217,23 @@ class Learner:
         if self.reference is None:
             raise ValueError("algorithm.kl.coef is not 0, but the learner was given no reference policy")
         with self.reference.active() as reference:
-            return LogprobScorer(reference, self._temperature, stop_tokens=self._stop_tokens).logprobs(packing)
+            scorer = LogprobScorer(reference, self._temperature, stop_tokens=self._stop_tokens)
+            found_N = self.team.sum(scorer.logprobs(packing))
+            reference.rest()
+        return found_N
+
+    def _logprobs(self, packing: Packing) -> Tensor:
+        """Log-probs of a packing's tokens under the current weights, those of the other ranks included."""
+        found_N = self.team.sum(self._scorer.logprobs(packing))
+        self.policy.rest()
+        return found_N
 
     def _with_old(self, batches: list[UpdateBatch]) -> list[UpdateBatch]:
         """Old log-probs of all batches. The first update computes its own, unless the correction needs them before."""
         section = self._algorithm.correction
         whole = section.weights in ("sequence", "geometric") or section.reject != "none"
         return [
-            replace(batch, old_N=self._scorer.logprobs(batch.packing)) if i or whole else batch
-            for i, batch in enumerate(batches)
+            replace(batch, old_N=self._logprobs(batch.packing)) if i or whole else batch for i, batch in enumerate(batches)
         ]
 
     def _corrected(self, batch: UpdateBatch, objective: Objective) -> UpdateBatch:
@@ -234,12 +260,15 @@ class Learner:
             self._kl.update(seen, episodes)
         return {"policy/kl_ref": seen, "policy/kl_coef": coef}
 
-    def _pack(self, groups: Groups, positions: Positions | None = None) -> Packing:
+    def _pack(self, groups: Groups, positions: Positions | None = None, costs: Sequence[float] | None = None) -> Packing:
         for episode in (sample.episode for group in groups for sample in group):
             for turn in episode.turns:
                 if not self._scorer.forbidden.isdisjoint(turn.response.tokens):
                     raise ModelError(_forbidden_token(episode, turn.index, self._stop_tokens))
-        return pack(groups, self.policy.chat.layout, self._batch.tokens_per_microbatch, self.policy.device, positions)
+        if costs is None:
+            costs = [sum(sample.episode.sampled_tokens for sample in group) for group in groups]
+        limit, device = self._batch.tokens_per_microbatch, self.policy.device
+        return self.team.level(pack(groups, self.policy.chat.layout, limit, device, positions, self.team.owned(costs)))
 
 
 def _forbidden_token(episode: Episode, turn: int, stop_tokens: bool) -> str:
@@ -251,15 +280,15 @@ def _forbidden_token(episode: Episode, turn: int, stop_tokens: bool) -> str:
     )
 
 
-def _partition(groups: Groups, updates: int) -> list[Groups]:
-    """Groups in order, in as many parts as there are updates; none is empty."""
+def _partition(groups: Groups, updates: int) -> list[range]:
+    """The numbers of the groups in order, in as many parts as there are updates; none is empty."""
     size, more = divmod(len(groups), updates)
     parts, start = [], 0
     for i in range(updates):
         end = start + size + (i < more)
-        parts.append(groups[start:end])
+        parts.append(range(start, end))
         start = end
-    trained = [part for part in parts if any(sample.episode.sampled_tokens for group in part for sample in group)]
+    trained = [part for part in parts if any(sample.episode.sampled_tokens for i in part for sample in groups[i])]
     if not trained:
         raise ValueError("a step needs at least one sampled token")
     return trained

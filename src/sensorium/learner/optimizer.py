@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sensorium.learner.adam import MOMENTS, ParameterState, Rates, step_all
+from sensorium.learner.shards import is_sharded, local_of, part_for, spread_like
+from sensorium.learner.team import ALONE, Team
 from sensorium.recipe.schema import OptimizerSection
 from sensorium.vocabulary.errors import CheckpointError, RecipeError, nearest
 
@@ -45,12 +47,13 @@ class Optimizer:
         *,
         where: str = "model",
         adapted: bool = False,
+        team: Team = ALONE,
     ) -> None:
         _check_names(freeze, list(groups), f"{where}.freeze")
         _check_names(section.group_lr, list(groups), "optimizer.group_lr")
         if adapted:
             _check_adapted(groups, freeze, section)
-        self._section = section
+        self._section, self._team = section, team
         self._tensors: dict[str, ParameterState] = {}
         self._rates: dict[str, float] = {}
         for group, named in groups.items():
@@ -86,11 +89,18 @@ class Optimizer:
         for tensor in self._tensors.values():
             if tensor.gradient is None:
                 tensor.gradient = torch.zeros_like(tensor.parameter, dtype=torch.float32)
-        return torch.nn.utils.get_total_norm(list(self.gradients().values()))
+        shards: list[Tensor] = []
+        whole: list[Tensor] = []
+        for name, gradient in self.gradients().items():
+            (shards if is_sharded(self._tensors[name].parameter) else whole).append(gradient)
+        for gradient in whole:
+            self._team.sum(gradient)  # those of shards were summed as they were found
+        return self._team.norm(shards, whole)
 
     def not_finite(self) -> list[str]:
         """Names of parameters whose gradient is not finite."""
-        return [name for name, gradient in self.gradients().items() if not bool(gradient.isfinite().all())]
+        bad = {name: float(not gradient.isfinite().all()) for name, gradient in self.gradients().items()}
+        return [name for name, found in zip(bad, self._team.largest(*bad.values()), strict=True) if found]
 
     def step(self, share: float, norm: Tensor) -> None:
         """Update the weights by the clipped gradients of the given norm, at a share of every group's rate; clear them."""
@@ -103,7 +113,7 @@ class Optimizer:
             scale = (section.clip_norm / (norm + 1e-6)).clamp(max=1.0)
             step_all(list(self._tensors.values()), rates, scale)
         # Kernels write without raising torch's version counter, by which caches see that weights changed.
-        torch.autograd.graph.increment_version([tensor.parameter for tensor in self._tensors.values()])
+        torch.autograd.graph.increment_version([local_of(tensor.parameter) for tensor in self._tensors.values()])
         self.forget()
 
     def gradients(self) -> dict[str, Tensor]:
@@ -121,7 +131,11 @@ class Optimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Moments by parameter name, and the remainders of parameters that are not float32."""
-        remainders = {name: tensor.remainder for name, tensor in self._tensors.items() if tensor.remainder is not None}
+        remainders = {
+            name: spread_like(tensor.remainder, tensor.parameter)
+            for name, tensor in self._tensors.items()
+            if tensor.remainder is not None
+        }
         return {"moments": {name: _moments(tensor) for name, tensor in self._tensors.items()}, "remainders": remainders}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -140,9 +154,9 @@ class Optimizer:
         with torch.no_grad():
             for name, tensor in self._tensors.items():
                 if tensor.remainder is not None and "masters" in state:
-                    tensor.master = held[name].to(tensor.parameter.device)
+                    tensor.master = part_for(held[name], tensor.parameter).to(tensor.parameter.device)
                 elif tensor.remainder is not None:
-                    tensor.remainder.copy_(held[name])
+                    tensor.remainder.copy_(part_for(held[name], tensor.parameter))
                 moments = state["moments"][name]
                 tensor.steps = int(moments["step"]) if moments else 0
                 if moments:
@@ -152,8 +166,8 @@ class Optimizer:
                             f"the optimizer's moments were saved as {_word(moments['exp_avg'])} and the recipe asks for "
                             f"{_word(first)}; set optimizer.moments as it was."
                         )
-                    first.copy_(moments["exp_avg"])
-                    second.copy_(moments["exp_avg_sq"])
+                    first.copy_(part_for(moments["exp_avg"], tensor.parameter))
+                    second.copy_(part_for(moments["exp_avg_sq"], tensor.parameter))
 
 
 def _gather(tensor: ParameterState, _: Tensor) -> None:
@@ -163,7 +177,8 @@ def _gather(tensor: ParameterState, _: Tensor) -> None:
 def _moments(tensor: ParameterState) -> dict[str, Tensor]:
     if tensor.first is None or tensor.second is None:
         return {}
-    return {"step": torch.tensor(float(tensor.steps)), "exp_avg": tensor.first, "exp_avg_sq": tensor.second}
+    first, second = (spread_like(moment, tensor.parameter) for moment in (tensor.first, tensor.second))
+    return {"step": torch.tensor(float(tensor.steps)), "exp_avg": first, "exp_avg_sq": second}
 
 
 def _word(tensor: Tensor) -> str:

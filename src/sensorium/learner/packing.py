@@ -43,7 +43,10 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Packing:
-    """The micro-batches of an update. ``splits``: how often a group was cut because it did not fit one."""
+    """The micro-batches of an update, which trains ``trained`` tokens; of a team's, those that are computed here.
+
+    ``splits``: how often a group was cut because it did not fit one.
+    """
 
     microbatches: tuple[MicroBatch, ...]
     trained: int
@@ -55,32 +58,51 @@ class Packing:
         return sum(len(microbatch) for microbatch in self.microbatches)
 
 
-def pack(groups: Groups, lay_out: LayOut, limit: int, device: torch.device, positions: Positions | None = None) -> Packing:
+def pack(
+    groups: Groups,
+    lay_out: LayOut,
+    limit: int,
+    device: torch.device,
+    positions: Positions | None = None,
+    owned: Sequence[bool] | None = None,
+) -> Packing:
     """Pack groups in order into micro-batches of at most ``limit`` tokens; every sampled token is trained once.
 
     Groups without any advantage go into micro-batches of their own, after the others: they may need no backward. With
-    ``positions`` of the groups' episodes, values are read there too.
+    ``positions`` of the groups' episodes, values are read there too. Groups that are not ``owned`` are computed elsewhere.
     """
     parts: dict[bool, list[Part]] = {False: [], True: []}
-    splits = first = sequence = value = 0
-    for group in groups:
-        roots = grow(group, first, lay_out)
-        if positions is not None:
-            value = ask_values(roots, group, positions, sequence, value, lay_out)
-        of_group = split(roots, limit)
-        splits += max(0, len(of_group) - 1)
-        parts[_silent(group)] += of_group
-        first += sum(sample.episode.sampled_tokens for sample in group)
+    splits = first = sequence = value = own = 0
+    for i, group in enumerate(groups):
+        sampled = sum(sample.episode.sampled_tokens for sample in group)
+        if owned is None or owned[i]:
+            roots = grow(group, first, lay_out)
+            if positions is not None:
+                value = ask_values(roots, group, positions, sequence, value, lay_out)
+            of_group = split(roots, limit)
+            splits += max(0, len(of_group) - 1)
+            parts[_silent(group)] += of_group
+            own += sampled
+        elif positions is not None:
+            of_others = positions.stretches[sequence : sequence + len(group)]
+            value += sum(stretch.length for stretches in of_others for stretch in stretches)
+        first += sampled
         sequence += len(group)
     microbatches = tuple(
         _lay_out(several, device, silent) for silent, of_kind in parts.items() for several in _fill(of_kind, limit)
     )
     assert positions is None or value == len(positions), f"{value} of {len(positions)} values are read"
-    packing = Packing(microbatches, sum(len(microbatch.places_M) for microbatch in microbatches), splits)
-    places = np.concatenate([microbatch.places_M.cpu().numpy() for microbatch in microbatches])
-    assert packing.trained == first == len(np.unique(places)), f"{first} tokens sampled, {packing.trained} trained"
+    packing = Packing(microbatches, first, splits)
+    places = np.concatenate([np.zeros(0), *(microbatch.places_M.cpu().numpy() for microbatch in microbatches)])
+    assert len(places) == own == len(np.unique(places)), f"{own} tokens sampled, {len(places)} trained"
     assert packing.tokens == sum(part.tokens for of_kind in parts.values() for part in of_kind)
     return packing
+
+
+def blank(device: torch.device, silent: bool) -> MicroBatch:
+    """A micro-batch of one token that nobody reads: for a rank that has fewer of them than another."""
+    node = Node("", np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), 1, (), None, after=0)
+    return _lay_out([Part((node,), frozenset(), frozenset(), 1)], device, silent)
 
 
 def media_of(microbatches: Sequence[MicroBatch]) -> list[Media]:

@@ -13,14 +13,15 @@ from torch import Tensor
 from sensorium.algorithms.router import RouterLoad, balance_loss, load_metrics, router_load
 from sensorium.learner.objective import Objective
 from sensorium.learner.packing import MicroBatch
+from sensorium.learner.team import ALONE, Team
 from sensorium.models.policy import Policy
 
 
 class Routers:
     """Measures the routers of a policy; without experts there are none, and no metrics."""
 
-    def __init__(self, policy: Policy, objective: Objective) -> None:
-        self._policy = policy
+    def __init__(self, policy: Policy, objective: Objective, team: Team = ALONE) -> None:
+        self._policy, self._team = policy, team
         self._coef = objective.algorithm.router_coef
         self._experts = policy.experts_per_token
         self._ahead: RouterLoad | None = None
@@ -47,6 +48,10 @@ class Routers:
         else:
             self._whole = told if self._whole is None else self._whole + told
 
+    def close_ahead(self) -> None:
+        """Looking ahead is over: what was counted is now of the whole update, on all ranks."""
+        self._ahead = self._over_ranks(self._ahead)
+
     def loss(self) -> Tensor:
         """The share of the last pass in the load-balancing loss, weighted."""
         if not self.pull or self._part is None:
@@ -55,4 +60,10 @@ class Routers:
 
     def metrics(self) -> dict[str, float]:
         """How evenly the experts were used over the whole update."""
-        return {} if self._whole is None else load_metrics(self._whole)
+        whole = self._over_ranks(self._whole)
+        return {} if whole is None else load_metrics(whole)
+
+    def _over_ranks(self, load: RouterLoad | None) -> RouterLoad | None:
+        if load is None:
+            return None
+        return RouterLoad(*(self._team.sum(part) for part in (load.chosen_LE, load.probabilities_E, load.rows)))

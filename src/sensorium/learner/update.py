@@ -26,6 +26,7 @@ from sensorium.learner.objective import Objective
 from sensorium.learner.optimizer import Optimizer
 from sensorium.learner.packing import MicroBatch, Packing
 from sensorium.learner.routers import Routers
+from sensorium.learner.team import ALONE, Team
 from sensorium.recipe.schema import CorrectionSection
 from sensorium.vocabulary.errors import NonFiniteUpdate
 
@@ -110,8 +111,9 @@ def update(
     objective: Objective,
     shares: Shares,
     critic: Critic | None,
+    team: Team = ALONE,
 ) -> UpdateResult:
-    """Run one update; raises NonFiniteUpdate with all weights as they were."""
+    """Run one update; raises NonFiniteUpdate with all weights as they were, on every rank of the team."""
     learners = [optimizer] if critic is None else [optimizer, critic.optimizer]
     try:
         with ExitStack() as gathering:
@@ -120,8 +122,10 @@ def update(
             value = None if critic is None or batch.asked is None else ValuePass(critic, batch.asked)
             if value is not None and not value.critic.shared:
                 value.gather(batch.packing)
-            pass_ = _Pass(scorer, batch, objective, value)
+            pass_ = _Pass(scorer, batch, objective, value, team)
             pass_.run()
+        for policy in (scorer.policy,) if critic is None else (scorer.policy, critic.trunk):
+            policy.rest()
         norms = [one.grad_norm() for one in learners]
         measured = pass_.measured(norms)
         if not (isfinite(measured.loss) and all(bool(norm.isfinite()) for norm in norms)):
@@ -153,8 +157,10 @@ def corrections(
 class _Pass:
     """Forward and backward over micro-batches, filling whole-update vectors."""
 
-    def __init__(self, scorer: LogprobScorer, batch: UpdateBatch, objective: Objective, value: ValuePass | None) -> None:
-        self.scorer, self.batch, self.objective, self.value = scorer, batch, objective, value
+    def __init__(
+        self, scorer: LogprobScorer, batch: UpdateBatch, objective: Objective, value: ValuePass | None, team: Team
+    ) -> None:
+        self.scorer, self.batch, self.objective, self.value, self.team = scorer, batch, objective, value, team
         counts_S = batch.tokens.counts_S
         self.kept_N: Tensor | None = None
         if batch.rejected_S is not None:
@@ -168,14 +174,14 @@ class _Pass:
         ).unbind()
         self.clipped_N = torch.zeros_like(self.losses_N, dtype=torch.bool)
         correcting = not objective.supervised and objective.algorithm.correction.weights != "none"
-        self.corrections_N = torch.ones_like(self.losses_N) if correcting else None
-        self.routers = Routers(scorer.policy, objective)
+        self.corrections_N = torch.zeros_like(self.losses_N) if correcting else None
+        self.routers = Routers(scorer.policy, objective, team)
         self.whole_N = self._look_ahead() if self._looks_ahead() else None
 
     def _looks_ahead(self) -> bool:
         """Whether the loss must know log-probs that other micro-batches will find; then they are found beforehand."""
         over, microbatches = self.objective.over, self.batch.packing.microbatches
-        if len(microbatches) == 1:
+        if len(microbatches) == self.team.size == 1:
             return False
         if self.routers.pull:
             return True
@@ -183,9 +189,11 @@ class _Pass:
             return False
         if over == "update":
             return True
+        if self.batch.old_N is None:  # with old as current every ratio is 1
+            return False
         present = [self.batch.tokens.sequences_N[microbatch.places_M].unique() for microbatch in microbatches]
-        cut = sum(len(sequences) for sequences in present) > int((self.batch.tokens.counts_S > 0).sum())
-        return cut and self.batch.old_N is not None  # with old as current every ratio is 1
+        cut = sum(len(sequences) for sequences in present) > len(torch.cat(present).unique())
+        return bool(self.team.largest(cut)[0])
 
     @torch.no_grad()
     def _look_ahead(self) -> Tensor:
@@ -197,7 +205,8 @@ class _Pass:
             with self.routers.watch(microbatch, ahead=True):
                 hidden_TH = hidden_states(policy, microbatch, features)
             logprobs_N[microbatch.places_M] = self.scorer.score(hidden_TH, microbatch)[0]
-        return logprobs_N
+        self.routers.close_ahead()
+        return self.team.sum(logprobs_N)
 
     def run(self) -> None:
         """All micro-batches: those that teach the policy with a graph, the others without; then the towers, once."""
@@ -215,6 +224,11 @@ class _Pass:
             if loss.requires_grad:
                 loss.backward()
         features.backward()
+        for found_N in (self.logprobs_N, self.entropies_N, self.losses_N, self.clipped_N, self.corrections_N):
+            if found_N is not None:
+                self.team.sum(found_N)
+        if self.value is not None:
+            self.value.over_ranks(self.team)
 
     def _idles(self, microbatch: MicroBatch) -> bool:
         """True if a micro-batch gives the policy no gradient."""
@@ -226,6 +240,8 @@ class _Pass:
         """A micro-batch's share of the policy loss."""
         batch, objective, places_M = self.batch, self.objective, microbatch.places_M
         logprobs_M, entropies_M = self.scorer.score(hidden_TH, microbatch)
+        if not len(places_M):  # nothing is read here, but the gradient of every parameter is there: zero
+            return logprobs_M.sum()
         still_M = logprobs_M.detach()
         self.logprobs_N[places_M] = still_M
         self.entropies_N[places_M] = entropies_M.detach()

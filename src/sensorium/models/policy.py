@@ -4,11 +4,11 @@ The parts are stock transformers modules. The loop over the decoder layers is wr
 library, so that attention, deepstack features and recomputation are the caller's, without hooks or masks on the side.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,21 @@ SHARD_BYTES = 2 << 30
 """Bytes of weights in one file of a checkpoint. Weights of a GPU are in this machine's memory one file at a time."""
 
 
+class Sharding(Protocol):
+    """How a model's weights are spread over processes (``learner/sharded``). ``device`` is where they are computed with."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def call(self, part: Callable[..., Any], *given: Any) -> Any:
+        """What a function of whole weights returns. All processes call the same parts, in the same order."""
+        ...
+
+    def rest(self) -> None:
+        """Give up gathered weights: whoever writes to this process' own part must be seen."""
+        ...
+
+
 class Policy:
     """A model that is sampled from and trained. ``version`` counts the updates it has had.
 
@@ -48,6 +63,7 @@ class Policy:
         self.version = 0
         self.vocab_size: int = adapter.head.weight.shape[0]
         assert self.vocab_size == chat.vocab_size, "the head has a row for every token of the config's vocabulary"
+        self.sharding: Sharding | None = None
         self._encoder = Encoder(adapter, chat, self.device)
         self._recompute: Recomputation = False
         self._fused: LayerStack | None = None
@@ -71,7 +87,9 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        """Where the language model lives."""
+        """Where the language model computes."""
+        if self.sharding is not None:
+            return self.sharding.device
         return self.adapter.language_model.embed_tokens.weight.device
 
     @property
@@ -79,11 +97,21 @@ class Policy:
         """What the language model computes in."""
         return self.adapter.language_model.embed_tokens.weight.dtype
 
+    def inside(self, part: Callable[..., Any], *given: Any) -> Any:
+        """What ``part`` returns, called where it finds whole weights: under sharding, as a forward of the model."""
+        return part(*given) if self.sharding is None else self.sharding.call(part, *given)
+
+    def rest(self) -> None:
+        """Hold no more than this process' own part of the weights, until they are used again."""
+        if self.sharding is not None:
+            self.sharding.rest()
+
     # Parts.
 
     def encode(self, media: Iterable[Media]) -> dict[Media, Features]:
         """Features of the distinct media, one pass of each tower. Keeps the graph in grad mode unless a tower is frozen."""
-        return self._encoder(media)
+        features: dict[Media, Features] = self.inside(self._encoder, media)
+        return features
 
     def language(
         self,
@@ -95,6 +123,12 @@ class Policy:
         stock: bool = False,
     ) -> Tensor:
         """Hidden states [B, T, H] after the final norm. ``stock``: through the layers' own forward on every device."""
+        hidden_BTH: Tensor = self.inside(self._language, ids_BT, positions_3BT, attention, placements, stock)
+        return hidden_BTH
+
+    def _language(
+        self, ids_BT: Tensor, positions_3BT: Tensor, attention: Attention, placements: Sequence[Placement], stock: bool
+    ) -> Tensor:
         model = self.adapter.language_model
         stack = LayerStack(model.layers, model.norm) if stock else self._stack()
         hidden_BTH = model.embed_tokens(ids_BT)
@@ -120,7 +154,7 @@ class Policy:
     def _stack(self) -> LayerStack:
         """The decoder layers: fused on CUDA, where they give what the stock ones give."""
         model = self.adapter.language_model
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or self.sharding is not None:
             return LayerStack(model.layers, model.norm)
         if self._fused is None:
             self._fused = fused_layers(model, self.adapter.rotary)
@@ -138,7 +172,8 @@ class Policy:
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Float32 logits of chosen positions."""
-        return self.head_logits(hidden_NH).float()
+        logits_NV: Tensor = self.inside(self.head_logits, hidden_NH)
+        return logits_NV.float()
 
     def head_logits(self, hidden_NH: Tensor) -> Tensor:
         """Logits as the head gives them; on CUDA a plain bfloat16 head gives float32, not rounded to eight bits."""

@@ -1,0 +1,54 @@
+"""The processes that train one model together, as one of them sees them.
+
+Every rank knows the whole update: its tokens, advantages and counts. It packs and computes the groups that are its own,
+writes what it finds at their places in vectors of the whole update, and the vectors are summed:
+
+    groups                  g0   g1   g2   g3
+    computed by rank         0    1    1    0
+    log-probs on rank 0     a a  . .  . .  d d     (. is 0)
+    after ``sum``           a a  b b  c c  d d     on both ranks
+
+So weights, losses and metrics are those of one process, whatever the number of ranks. ``Team`` itself is a single process;
+``learner/sharded`` has the team of several.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sensorium.learner.packing import Packing
+
+
+class Team:
+    """One process: all groups are its own, and there is nobody to sum with."""
+
+    rank = 0
+    size = 1
+
+    def owned(self, costs: Sequence[float]) -> list[bool]:
+        """Which groups are computed here, given what each costs."""
+        return [True] * len(costs)
+
+    def level(self, packing: Packing) -> Packing:
+        """A packing with as many micro-batches of each kind as the other ranks have, since all run the same modules."""
+        return packing
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        return tensor
+
+    def largest(self, *numbers: float) -> tuple[float, ...]:
+        """The largest of each number over all ranks."""
+        return numbers
+
+    def total(self, *numbers: float) -> tuple[float, ...]:
+        """The sum of each number over all ranks."""
+        return numbers
+
+    def norm(self, shards: Sequence[Tensor], whole: Sequence[Tensor]) -> Tensor:
+        """The norm of all gradients together: of those that are spread over the ranks, and of those that each has whole."""
+        return torch.nn.utils.get_total_norm([*shards, *whole])
+
+
+ALONE = Team()
