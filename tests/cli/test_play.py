@@ -35,7 +35,7 @@ def test_a_script_plays_two_turns_and_sees_what_each_is_paid(
     assert main(["play", recipe]) == 0
     shown = capsys.readouterr().out
     assert "Push the boxes onto the targets." in shown
-    assert "turn 1: step -0  box +0  success +0  format +0" in shown
+    assert "turn 1: step 0  box 0  success 0  format 0" in shown
     assert "the model may write 8: it would be cut" in shown
     assert "turn 2: step -0.1" in shown
     pictures = list((tmp_path / "runs/play/mine").glob("*.png"))

@@ -1,4 +1,4 @@
-"""The response grammar: five forms, read in linear time whatever the text is."""
+"""The response grammar: eight forms, read in linear time whatever the text is."""
 
 import time
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sensorium.envs.actions import ActionGrammar
 from sensorium.envs.pay import TurnPay
-from sensorium.envs.responses import SECTIONS, ResponseFormat
+from sensorium.envs.responses import LAYOUTS, REQUIRED, ResponseFormat
 from sensorium.envs.state_description import describe, share_right
 from sensorium.vocabulary.errors import RecipeError
 
@@ -20,7 +20,11 @@ FORMS = {
     "grounding_worldmodeling": (
         "<think><observation>o</observation><reasoning>r</reasoning><prediction>p</prediction></think><answer>Left</answer>"
     ),
+    "wm": "<observation>o</observation><think>why</think><answer>Left</answer><prediction>p</prediction>",
+    "free_wm": "<observation>o</observation><answer>Left</answer><prediction>p</prediction>",
+    "eval_mode": "<think>why</think><answer>Left</answer>",
 }
+STRICT = [name for name in FORMS if name not in REQUIRED]
 PIECES = [
     "<think>",
     "</think>",
@@ -38,16 +42,53 @@ PIECES = [
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_form_reads_what_it_writes_and_no_other_form(name: str) -> None:
+def test_a_form_reads_what_it_writes(name: str) -> None:
     form = ResponseFormat(name)
     assert form.write("Left", think="why", observation="o", reasoning="r", prediction="p") == FORMS[name]
-    for other, text in FORMS.items():
+    assert (form.parse(FORMS[name]).well_formed, form.parse(FORMS[name]).answer) == (True, "Left")
+    assert set(FORMS) == set(LAYOUTS)
+
+
+@pytest.mark.parametrize("name", STRICT)
+def test_a_strict_form_reads_no_other(name: str) -> None:
+    form = ResponseFormat(name)
+    for other in STRICT:
+        text = FORMS[other]
         spaced = text.replace("><", "> \n<").upper()
         assert (form.parse(text).well_formed, form.parse(spaced).well_formed) == (other == name, other == name)
         assert form.parse(text).answer == "Left"
     assert not form.parse(FORMS[name] + "!").well_formed
     assert not form.parse("so " + FORMS[name]).well_formed
-    assert set(FORMS) == set(SECTIONS)
+
+
+def test_free_forms_let_thoughts_stand_around_what_they_require() -> None:
+    free, lenient = ResponseFormat("free_wm"), ResponseFormat("eval_mode")
+    said = (
+        "<observation>o</observation> so <think>a box</think> <answer>Left</answer>, and then <prediction>p</prediction>!"
+    )
+    assert free.parse(said).well_formed
+    assert free.parse(said).sections == {"observation": "o", "think": "a box", "prediction": "p"}
+    assert lenient.parse("I go <answer>Left</answer> now").well_formed
+    for broken in (
+        "<answer>Left</answer><observation>o</observation><prediction>p</prediction>",
+        "<observation>o<answer>Left</answer></observation><prediction>p</prediction>",
+        "<observation>o</observation><answer>Left</answer>",
+        "<observation>o</observation><answer>Le<think>ft</think></answer><prediction>p</prediction>",
+    ):
+        assert not free.parse(broken).well_formed, broken
+    assert not lenient.parse("Left").well_formed
+    assert not lenient.parse("<answer>Left</answer><answer>Left</answer>").well_formed
+
+
+def test_the_answer_may_stand_in_another_tag_with_another_separator() -> None:
+    grammar = ActionGrammar(("move_forward", "turn_left"), 3, ResponseFormat("wm", "action"), separator="|")
+    said = "<observation>o</observation><think>t</think><action>move_forward| turn_left</action><prediction>p</prediction>"
+    assert grammar.write((0, 1), observation="o", think="t", prediction="p") == said
+    turn = grammar.read(said)
+    assert (turn.actions, turn.well_formed, turn.sections["prediction"]) == ((0, 1), True, "p")
+    assert grammar.read(said.replace("action>", "answer>")).actions == ()
+    assert "separated by '|'" in grammar.instruction()
+    assert "<action>your actions</action>" in grammar.instruction()
 
 
 def test_sections_are_told_apart() -> None:
@@ -94,7 +135,7 @@ def test_what_is_not_all_valid_names_no_action() -> None:
     assert grammar.read("left").actions == ()
 
 
-@given(st.sampled_from(list(FORMS)), st.lists(st.sampled_from(PIECES), max_size=30), st.booleans())
+@given(st.sampled_from(STRICT), st.lists(st.sampled_from(PIECES), max_size=30), st.booleans())
 def test_any_text_is_read(name: str, pieces: list[str], bare: bool) -> None:
     grammar = ActionGrammar(("Left",), 3, ResponseFormat(name), bare)
     asked = grammar.read("".join(pieces))

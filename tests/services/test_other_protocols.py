@@ -17,6 +17,7 @@ from websockets.sync.client import connect
 from sensorium.envs.adapters.openenv import OpenEnvironment
 from sensorium.envs.sokoban import Sokoban
 from sensorium.media.store import MediaStore
+from sensorium.recipe.vagen_settings import CURRENT_DEFAULTS
 
 from .running import ACTS, make_table, serving
 
@@ -119,8 +120,9 @@ def test_todays_vagen(server: str) -> None:
             content, headers = form(body)
             return http.post(path, content=content, headers=headers)
 
-        opened, images = parts(post("/connect", {"env_config": {"env_name": "Sokoban", "num_boxes": 1}, "seed": 7}))
-        here = Sokoban(MediaStore(), **FULL)  # type: ignore[arg-type]
+        config = {"env_name": "Sokoban", "num_boxes": 1, "render_mode": "vision"}
+        opened, images = parts(post("/connect", {"env_config": config, "seed": 7}))
+        here = Sokoban(MediaStore(), **FULL | CURRENT_DEFAULTS["sokoban"] | {"view": "picture"})  # type: ignore[arg-type]
         head, first = here.reset(7)
         assert re.fullmatch("[0-9a-f]{32}", opened["session_id"])
         assert opened["obs"] == first.messages[0].text + "<image>"

@@ -1,5 +1,7 @@
 """VAGEN's own files of tasks: its seeds, its settings under our names, and splits that share nothing."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import yaml
 from sensorium.assembly.session import EnvironmentMaker
 from sensorium.media.store import MediaStore
 from sensorium.recipe.names import wrong_options
-from sensorium.recipe.vagen_settings import environment_of, seeds_of
+from sensorium.recipe.vagen_settings import LEGACY, environment_of, seeds_of
 from sensorium.tasks.vagen import VagenTasks
 from sensorium.vocabulary.errors import RecipeError, TaskError
 
@@ -52,7 +54,10 @@ def test_a_list_of_seeds(tmp_path: Path) -> None:
         ("frozen_lake", 3768), ("frozen_lake", 111), ("frozen_lake", 7926), ("sokoban", 7), ("sokoban", 8),
     ]  # fmt: skip
     assert specs[0] is not None
-    assert specs[0].options == {"max_turns": 4, "prompt": "full", "slippery": False, "size": 5}
+    assert specs[0].options == {
+        "max_turns": 4, "prompt": "full", "slippery": False, "size": 5, "view": "text", "max_actions_per_turn": 5,
+        "goal_reward": 1.0, "format_reward": 0.02, "response_format": "free_think",
+    }  # fmt: skip
     assert source[3].metadata == {"category": "boxes"}
     assert len({source[i].id for i in range(5)}) == 5
     environment = EnvironmentMaker(MediaStore())(source[3])
@@ -119,7 +124,7 @@ def test_pay_for_descriptions_is_translated() -> None:
     def of(**config: Any) -> dict[str, Any]:
         return environment_of({"env_name": "sokoban", "env_config": {"prompt_format": "grounding", **config}}, offered)[1]
 
-    usual = {"max_turns": 10**6, "prompt": "full", "response_format": "grounding"}
+    usual = {"max_turns": 10**6, "prompt": "full", "max_actions_per_turn": 3, "response_format": "grounding"}
     assert of(use_state_reward=False, grounding_reward_weight=0.3) == usual
     assert of(use_state_reward=True) == usual | {"state_reward": 0.5}
     with pytest.raises(RecipeError, match="differ"):
@@ -140,3 +145,100 @@ def test_settings_of_navigation_are_translated_and_its_task_files_are_not_guesse
     assert wrong_options("environment", name, options) == ("", "")
     with pytest.raises(RecipeError, match="environment ai2thor with tasks"):
         environment_of({"env_name": "navigation", "env_config": {"eval_set": "base"}}, ["navigation"])
+
+
+def today(folder: Path, *entries: Any, **more: Any) -> tuple[str, dict[str, Any], int]:
+    """Of an entry of today's list: the environment, its options, and the first seed."""
+    source = VagenTasks(written(folder, {"envs": list(entries)}), MediaStore(), **more)
+    spec = source[0].environment
+    assert spec is not None
+    return spec.name, spec.options, spec.seed
+
+
+def test_sokoban_of_today_is_played_with_its_own_defaults(tmp_path: Path) -> None:
+    entry = {
+        "name": "Sokoban", "n_envs": 1, "seed": [1, 10000, 1], "max_turns": 5,
+        "config": {"render_mode": "vision", "min_solution_steps": [1, 5], "prompt_format": "free_wm"},
+    }  # fmt: skip
+    name, options, seed = today(tmp_path, entry)
+    assert (name, seed) == ("sokoban", seeds_of(1, [1, 10000, 1], "Sokoban")[0])
+    assert options == {
+        "max_turns": 5, "prompt": "full", "max_actions_per_turn": 3, "success_reward": 1.0, "format_reward": 0.1,
+        "step_reward": 0.0, "box_reward": 0.0, "view": "picture", "response_format": "free_wm", "min_solution": 1,
+        "max_solution": 5,
+    }  # fmt: skip
+    room = EnvironmentMaker(MediaStore())(VagenTasks(written(tmp_path, {"envs": [entry]}), MediaStore())[0])
+    room.reset(seed)
+    result = room.step("<observation>o</observation>So <answer>Up</answer> then <prediction>p</prediction>")
+    assert result.info["format"]
+    assert result.reward == {"success": 0.0, "format": 0.1}
+
+
+def test_navigation_of_today_goes_to_the_task_file_that_the_recipe_names(tmp_path: Path) -> None:
+    pose = {"position": {"x": 0, "y": 0, "z": 0}, "rotation": 0, "horizon": 0}
+    task = {"scene": "FloorPlan1", "instruction": "go", "target_position": {"x": 1, "z": 1}, "agentPose": pose}
+    (tmp_path / "base.json").write_text(json.dumps({"tasks": [task]}))
+    client = {"base_urls": "http://localhost:8000", "timeout": 120, "retries": 3}
+    config = {**client, "eval_set": "base", "prompt_format": "eval_mode", "max_actions_per_step": 5}
+    entry = {"name": "RemoteEnv", "n_envs": 1, "data_source": "navigation", "seed": [0, 30], "config": config}
+    with pytest.raises(TaskError, match="environment ai2thor with tasks"):
+        today(tmp_path, entry)
+    name, options, seed = today(tmp_path, entry, options={"ai2thor": {"tasks": str(tmp_path / "{eval_set}.json")}})
+    assert (name, seed) == ("ai2thor", seeds_of(1, [0, 30], "RemoteEnv")[0])
+    assert options == {
+        "max_turns": 5, "prompt": "full", "action_names": "move_forward", "success_reward": 1.0, "format_reward": 0.01,
+        "success_distance": 1.0, "step_length": 0.3, "response_format": "eval_mode", "max_actions_per_turn": 5,
+        "tasks": str(tmp_path / "base.json"),
+    }  # fmt: skip
+    config["eval_set"] = "../etc/passwd"
+    with pytest.raises(TaskError, match="name of a task file"):
+        today(tmp_path, entry, options={"ai2thor": {"tasks": str(tmp_path / "{eval_set}.json")}})
+
+
+def test_svg_needs_the_folders_of_its_models_from_the_recipe(tmp_path: Path) -> None:
+    config = {
+        "prompt_format": LEGACY, "split": "train", "dino_weight": 0.5, "structural_weight": 0.0, "dreamsim_weight": 0.0,
+        "device": {"dino": 0, "dreamsim": 0},
+    }  # fmt: skip
+    path = written(tmp_path, {"env1": {"env_name": "svg", "env_config": config, "train_size": 2, "test_size": 0}})
+    with pytest.raises(TaskError, match=r"options: \{svg: \{dino_path: folder\}\}"):
+        VagenTasks(path, MediaStore())
+    source = VagenTasks(path, MediaStore(), options={"svg": {"dino_path": "models/dino", "device": "cpu"}})
+    spec = source[0].environment
+    assert spec is not None
+    assert (len(source), spec.name) == (2, "svg")
+    assert spec.options == {
+        "max_turns": 5, "prompt": "full", "response_format": LEGACY, "pixel_weight": 0.0, "structural_weight": 0.0,
+        "dino_weight": 0.5, "dreamsim_weight": 0.0, "dino_path": "models/dino", "device": "cpu",
+    }  # fmt: skip
+
+
+def test_primitive_skills_need_the_modules_that_register_them(tmp_path: Path) -> None:
+    config = {"env_id": "AlignTwoCube", "prompt_format": "wm", "action_sep": "|", "render_mode": "vision"}
+    entry = {"name": "RemoteEnv", "n_envs": 1, "data_source": "AlignTwoCube", "seed": [0, 5000], "config": config}
+    with pytest.raises(TaskError, match="name the modules that register it"):
+        today(tmp_path, entry)
+    name, options, _ = today(tmp_path, entry, options={"primitive_skill": {"modules": ["cubes"], "render_backend": "cpu"}})
+    assert name == "primitive_skill"
+    assert options == {
+        "max_turns": 5, "prompt": "full", "id": "AlignTwoCube", "response_format": "wm", "view": "picture",
+        "format_reward": 0.1, "modules": ["cubes"], "render_backend": "cpu",
+    }  # fmt: skip
+    config["env_id"] = "os:system"
+    with pytest.raises(TaskError, match="env_id is one of AlignTwoCube"):
+        today(tmp_path, entry, options={"primitive_skill": {"modules": ["cubes"]}})
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "problem"),
+    [
+        ("navigation", {"format_reward": 0.5}, "per_turn_format_reward"),
+        ("navigation", {"multiview": True}, "multiview: True has no counterpart"),
+        ("navigation", {"action_sep": ","}, "separated by '|'"),
+        ("svg", {"dataset_name": "starvector/svg-icons-simple"}, "svg_files for a folder"),
+        ("FrozenLake", {"slip_prob": 0.02}, "slip_prob: 0.02 has no counterpart"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused_with_the_cause(name: str, config: dict[str, Any], problem: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(problem)):
+        environment_of({"env_name": name, "env_config": config}, ["navigation", "svg", "frozen_lake"], current=True)

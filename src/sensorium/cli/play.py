@@ -101,7 +101,9 @@ class Screen:
         self.turn += 1
         paid = returned.reward
         parts = paid if isinstance(paid, Mapping) else {} if paid is None else {"reward": paid}
-        told = "  ".join(f"{name} {value:+g}" for name, value in parts.items()) or "nothing is paid by the environment"
+        told = (
+            "  ".join(f"{name} {_signed(value)}" for name, value in parts.items()) or "nothing is paid by the environment"
+        )
         self.say(f"turn {self.turn}: {told}", "cyan")
         if returned.observation is not None and not returned.done and not returned.truncated:
             self.show(returned.observation.messages)
@@ -157,7 +159,7 @@ class Screen:
         """How the episode ended, and what the reward terms say of it."""
         self.say(f"the episode {episode.status.value}{': ' + episode.failure if episode.failure else ''}", "bold")
         for score in episode.scores:
-            value = "missing: " + score.reason if score.value is None else f"{score.value:+g}"
+            value = "missing: " + score.reason if score.value is None else _signed(score.value)
             at = f" (turn {score.turn})" if score.turn is not None else ""
             self.say(f"  {score.name}{at}: {value} × {score.weight:g}")
         correct = {True: ", correct", False: ", not correct", None: ""}[episode.correct]
@@ -167,3 +169,8 @@ class Screen:
         """A line as it is."""
         if text:
             self.console.print(Styled(text, style=style), soft_wrap=True)
+
+
+def _signed(value: float) -> str:
+    """A number with its sign; nothing is 0, also where it was computed as -0.0."""
+    return f"{value:+g}" if value else "0"

@@ -35,6 +35,7 @@ class ActionGrammar:
     most_actions: int
     format: ResponseFormat
     bare: bool = False
+    separator: str = ","
 
     def read(self, response: str) -> ActionTurn:
         """The actions that a response names."""
@@ -51,19 +52,20 @@ class ActionGrammar:
 
     def spell(self, actions: Sequence[int]) -> str:
         """The names of some actions."""
-        return ", ".join(self.names[action] for action in actions)
+        return f"{self.separator} ".join(self.names[action] for action in actions)
 
     def instruction(self) -> str:
         """What to write each turn, for a prompt."""
         many = self.most_actions
-        how = "one action" if many == 1 else f"up to {many} actions, separated by commas"
+        apart = "commas" if self.separator == "," else f"'{self.separator}'"
+        how = "one action" if many == 1 else f"up to {many} actions, separated by {apart}"
         return f"Answer with {how}, in this form:\n{self.format.shown('your action' if many == 1 else 'your actions')}"
 
     def _numbers(self, named: str) -> tuple[int, ...]:
         if len(named) > MOST_CHARACTERS:
             return ()
         numbers = {name.lower(): number for number, name in enumerate(self.names)}
-        words = [word.strip().lower() for word in named.split(",")]
+        words = [word.strip().lower() for word in named.split(self.separator)]
         if len(words) > self.most_actions or not all(word in numbers for word in words):
             return ()
         return tuple(numbers[word] for word in words)

@@ -1,4 +1,4 @@
-"""The response grammar: the five forms in which an environment may ask for an answer, and how a response is read.
+"""The response grammar: the forms in which an environment may ask for an answer, and how a response is read.
 
 A form is a sequence of sections in tags. ``grounding``, for example, is
 
@@ -16,16 +16,27 @@ from itertools import pairwise
 
 from sensorium.vocabulary.errors import RecipeError, nearest
 
-TAG = re.compile(r"<(/?)(think|observation|reasoning|prediction|answer)>", re.IGNORECASE)
-
-SECTIONS: dict[str, tuple[str, ...] | None] = {
-    "no_think": None,
-    "free_think": (),
-    "grounding": ("observation", "reasoning"),
-    "worldmodeling": ("reasoning", "prediction"),
-    "grounding_worldmodeling": ("observation", "reasoning", "prediction"),
+ANSWER_TAGS = ("answer", "action")
+TAGS = {
+    answer: re.compile(rf"<(/?)(think|observation|reasoning|prediction|{answer})>", re.IGNORECASE) for answer in ANSWER_TAGS
 }
-"""What the thought of each form holds: no thought at all, free text, or these sections."""
+"""The tags that are read, by the one that the answer stands in."""
+
+LAYOUTS: dict[str, tuple[str | tuple[str, ...], ...]] = {
+    "no_think": ("answer",),
+    "free_think": ("think", "answer"),
+    "grounding": (("think", "observation", "reasoning"), "answer"),
+    "worldmodeling": (("think", "reasoning", "prediction"), "answer"),
+    "grounding_worldmodeling": (("think", "observation", "reasoning", "prediction"), "answer"),
+    "wm": ("observation", "think", "answer", "prediction"),
+    "free_wm": ("observation", "answer", "prediction"),
+    "eval_mode": ("think", "answer"),
+}
+"""The sections of each form in order; of those in brackets the first holds the others. The first five are legacy VAGEN's,
+the last three today's."""
+
+REQUIRED = {"free_wm": ("observation", "answer", "prediction"), "eval_mode": ("answer",)}
+"""Forms that are well formed by these sections alone: any text, and other tags, may stand around them."""
 
 MEANINGS = {
     "think": "your thoughts",
@@ -52,32 +63,31 @@ class ParsedResponse:
 
 @dataclass(frozen=True)
 class ResponseFormat:
-    """One of the five forms, by its name."""
+    """One of the forms, by its name. ``answer_tag`` is the tag that the answer stands in."""
 
     name: str
+    answer_tag: str = "answer"
 
     def __post_init__(self) -> None:
-        if self.name not in SECTIONS:
-            raise RecipeError(f"unknown response format '{self.name}'{nearest(str(self.name), list(SECTIONS))}")
+        if self.name not in LAYOUTS:
+            raise RecipeError(f"unknown response format '{self.name}'{nearest(str(self.name), list(LAYOUTS))}")
+        assert self.answer_tag in ANSWER_TAGS, self.answer_tag
 
     @property
     def sections(self) -> tuple[str, ...]:
-        """The sections that hold text, in order; the answer is the last."""
-        inner = SECTIONS[self.name]
-        return ("answer",) if inner is None else (*(inner or ("think",)), "answer")
+        """The sections that hold text, in order."""
+        parts = LAYOUTS[self.name]
+        return tuple(name for part in parts for name in ((part,) if isinstance(part, str) else part[1:]))
 
     @property
     def thinks(self) -> bool:
-        """Whether a thought is asked for before the answer."""
-        return SECTIONS[self.name] is not None
+        """Whether more than an answer is asked for."""
+        return self.sections != ("answer",)
 
     def write(self, answer: str, **sections: str) -> str:
         """A response of this form; of the sections given, it has those that the form has, the others empty."""
-        inner = SECTIONS[self.name]
-        if inner is None:
-            return _tagged("answer", answer)
-        thought = "".join(_tagged(name, sections.get(name, "")) for name in inner) if inner else sections.get("think", "")
-        return _tagged("think", thought) + _tagged("answer", answer)
+        held = {**sections, "answer": answer}
+        return "".join(self._written(part, held) for part in LAYOUTS[self.name])
 
     def shown(self, answer: str = "") -> str:
         """The form as a prompt shows it, each section with what belongs into it."""
@@ -87,8 +97,8 @@ class ResponseFormat:
 
     def parse(self, text: str) -> ParsedResponse:
         """Read a response. Whatever the text is, it is read, in one pass."""
-        marks = list(TAG.finditer(text))
-        tags = [mark[1] + mark[2].lower() for mark in marks]
+        marks = list(TAGS[self.answer_tag].finditer(text))
+        tags = [mark[1] + self._section(mark[2].lower()) for mark in marks]
         ends = [0, *(mark.end() for mark in marks)]
         between = [text[end : mark.start()] for end, mark in zip(ends, marks, strict=False)] + [text[ends[-1] :]]
         sections: dict[str, str] = {}
@@ -98,13 +108,28 @@ class ResponseFormat:
                 answers.append(between[i + 1])
             elif following == f"/{tag}":
                 sections[tag] = between[i + 1]
+        if self.name in REQUIRED:
+            needed = REQUIRED[self.name]
+            among = [tag for tag in tags if tag.lstrip("/") in needed]
+            whole = all(name in sections or (name == "answer" and answers) for name in needed)
+            return ParsedResponse(
+                tuple(answers), sections, whole and among == [end for name in needed for end in (name, f"/{name}")]
+            )
         outside = (said for gap, said in enumerate(between) if not _is_leaf(tags, gap))
         return ParsedResponse(tuple(answers), sections, tags == self._tags and not any(map(str.strip, outside)))
 
     @property
     def _tags(self) -> list[str]:
         """The tags of a well-formed response, in order."""
-        return [found[1] + found[2] for found in TAG.finditer(self.write(""))]
+        return [found[1] + self._section(found[2]) for found in TAGS[self.answer_tag].finditer(self.write(""))]
+
+    def _section(self, tag: str) -> str:
+        return "answer" if tag == self.answer_tag else tag
+
+    def _written(self, part: str | tuple[str, ...], held: Mapping[str, str]) -> str:
+        if isinstance(part, tuple):
+            return _tagged(part[0], "".join(self._written(inner, held) for inner in part[1:]))
+        return _tagged(self.answer_tag if part == "answer" else part, held.get(part, ""))
 
 
 def _is_leaf(tags: list[str], gap: int) -> bool:

@@ -41,7 +41,9 @@ def judged(asked: ActionTurn, before: State, after: State, parts: Iterable[str])
     """How right a response's observation (of the state before) and prediction (of that after it) are; 0 if not as asked."""
     good = asked.well_formed and asked.valid
     states = {"observation": before, "prediction": after}
-    return {part: share_right(asked.sections[part], states[part]) if good else 0.0 for part in states if part in parts}
+    return {
+        part: share_right(asked.sections.get(part, ""), states[part]) if good else 0.0 for part in states if part in parts
+    }
 
 
 def described_parts(environment: str, form: ResponseFormat, state_reward: float) -> dict[str, float]:
@@ -50,7 +52,7 @@ def described_parts(environment: str, form: ResponseFormat, state_reward: float)
     if state_reward and not parts:
         raise RecipeError(
             f"{environment}: state_reward is {state_reward:g}, and the response format '{form.name}' has no place for a "
-            "description of the state; use grounding, worldmodeling or grounding_worldmodeling."
+            "description of the state; use grounding, worldmodeling, grounding_worldmodeling or wm."
         )
     return parts
 

@@ -1,12 +1,13 @@
 """VAGEN's names of environments and settings, as ours: {"env_name": "frozenlake", "env_config": {"is_slippery": false}}.
 
-Also the seeds that its data files stand for, so that a task here is the one that it is there.
+What a file leaves unsaid is what VAGEN leaves it at; its legacy and its present version differ there. Also the seeds that
+its data files stand for, so that a task here is the one that it is there.
 """
 
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from sensorium.vocabulary.errors import RecipeError
@@ -24,15 +25,72 @@ OPTIONS = {
     "max_solution_steps": "max_solution",
     "min_solution_steps": "min_solution",
 }
-PLAYED_BY_TURNS = ("frozen_lake", "sokoban", "svg", "navigation")
-OF_NAVIGATION = {"success_threshold": "success_distance", "resolution": "side", "fov": "field_of_view"}
+OF_ENVIRONMENT = {
+    "frozen_lake": {"success_reward": "goal_reward"},
+    "navigation": {"success_threshold": "success_distance", "resolution": "side", "fov": "field_of_view"},
+    "ai2thor": {"success_threshold": "success_distance"},
+    "primitive_skill": {"env_id": "id"},
+}
+"""Further settings under our names, by environment."""
+
+LEGACY = "grounding_worldmodeling"
+LEGACY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "frozen_lake": {
+        "max_actions_per_turn": 3, "goal_reward": 10.0, "format_reward": 0.5, "response_format": LEGACY
+    },
+    "sokoban": {"max_actions_per_turn": 3, "response_format": LEGACY},
+    "svg": {"response_format": LEGACY, "pixel_weight": 0.0},
+    "navigation": {"response_format": LEGACY},
+    "ai2thor": {"response_format": LEGACY},
+    "primitive_skill": {"response_format": LEGACY},
+}  # fmt: skip
+WALK = {
+    "action_names": "move_forward", "success_reward": 1.0, "format_reward": 0.01, "success_distance": 1.0,
+    "step_length": 0.3, "response_format": "free_think",
+}  # fmt: skip
+CURRENT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "frozen_lake": {
+        "max_actions_per_turn": 5, "goal_reward": 1.0, "format_reward": 0.02, "view": "text",
+        "response_format": "free_think",
+    },
+    "sokoban": {
+        "max_actions_per_turn": 3, "success_reward": 1.0, "format_reward": 0.1, "step_reward": 0.0, "box_reward": 0.0,
+        "view": "text", "response_format": "wm",
+    },
+    "svg": {"response_format": "free_think", "pixel_weight": 0.0},
+    "navigation": WALK,
+    "ai2thor": WALK,
+    "primitive_skill": {"format_reward": 0.1, "response_format": "wm"},
+}  # fmt: skip
+"""What settings are in VAGEN where a file leaves them out, and they are not so here."""
+
+IDLE = (
+    "image_placeholder", "record_video", "video_record_dir", "mask_success", "gpu_device", "device", "model_size",
+    "max_objects_in_state", "max_action_penalty", "reset_seed_max_tries", "min_solution_bfs_max_depth", "example_count",
+    "use_example_in_sys_prompt",
+)  # fmt: skip
+"""Settings of its own machinery: they change nothing that is played here."""
+
+ONLY: dict[str, Any] = {
+    "multiview": False, "down_sample_ratio": 1.0, "slip_prob": 0.0, "desc": None, "format_penalty": 0.0,
+}  # fmt: skip
+"""Settings that can be played here with this value only."""
+
+SKILL_TASKS = ("AlignTwoCube", "PlaceTwoCube", "PutAppleInDrawer", "StackThreeCube")
+CLIENT = (
+    "base_urls", "url_file", "timeout", "retries", "backoff", "max_delay", "backoff_jitter_min", "backoff_jitter_range",
+    "token", "log_retries", "failover_after_failures",
+)  # fmt: skip
 STATE_REWARD = ("use_state_reward", "grounding_reward_weight", "worldmodeling_reward_weight")
 VALUES: dict[str, dict[str, str]] = {"view": {"vision": "picture"}}
 MOST_SEED = 2**31 - 1
 
 
-def environment_of(wish: Any, offered: Collection[str]) -> tuple[str, dict[str, Any]]:
-    """Our name (of those offered) and options; what has no counterpart here is refused by the environment's own checks."""
+def environment_of(wish: Any, offered: Collection[str], current: bool = False) -> tuple[str, dict[str, Any]]:
+    """Our name (of those offered) and options; what has no counterpart here is refused, here or by the environment.
+
+    ``current`` says that the wish is of today's VAGEN, not of its legacy version: settings that it leaves out differ.
+    """
     config = wish.get("env_config") or {} if isinstance(wish, dict) else None
     if not isinstance(config, dict):
         raise RecipeError("an environment of VAGEN's is {env_name: name, env_config: {…}}.")
@@ -41,19 +99,77 @@ def environment_of(wish: Any, offered: Collection[str]) -> tuple[str, dict[str, 
         (name,) = offered
     plain = {offer.replace("_", "").lower(): offer for offer in offered}
     known = plain.get(str(name).replace("_", "").lower(), str(name))
-    options: dict[str, Any] = {"max_turns": WITHOUT_LIMIT, "prompt": "full"} if known in PLAYED_BY_TURNS else {}
-    config = _with_state_reward(config)
+    defaults = (CURRENT_DEFAULTS if current else LEGACY_DEFAULTS).get(known)
     if known == "navigation" and "eval_set" in config:
         raise RecipeError(
             "VAGEN's navigation plays the rooms of AI2-THOR (eval_set); here that is the environment ai2thor with tasks: "
             "the file of that name. navigation has rooms of its own: leave eval_set out to play those."
         )
-    for key, value in config.items():
-        if key != "env_name":
-            option = (OPTIONS | (OF_NAVIGATION if known == "navigation" else {})).get(str(key), str(key))
-            value = value[0] if option == "size" and isinstance(value, list) and value else value
-            options[option] = VALUES.get(option, {}).get(value, value) if isinstance(value, str) else value
-    return known, options
+    settings = {str(key): value for key, value in _with_state_reward(config).items() if key != "env_name"}
+    if defaults is None:
+        return known, _renamed(known, settings)
+    settings = _playable(known, settings, current)
+    return known, {"max_turns": WITHOUT_LIMIT, "prompt": "full", **defaults, **_renamed(known, settings)}
+
+
+def entry_name(name: str, config: Mapping[str, Any], data_source: str) -> str:
+    """The environment that an entry of today's list means: of ``RemoteEnv``, a client, what its server is asked for.
+
+    {name: RemoteEnv, data_source: navigation, config: {eval_set: base}} is navigation; one with an env_id plays skills.
+    """
+    if name != "RemoteEnv":
+        return name
+    return str(config.get("env_name") or ("primitive_skill" if "env_id" in config else data_source))
+
+
+def without_client(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without those of VAGEN's client: where its servers are, and how often it asks again."""
+    return {key: value for key, value in config.items() if key not in CLIENT}
+
+
+def _playable(known: str, settings: dict[str, Any], current: bool) -> dict[str, Any]:
+    """Settings without those that change nothing here; one that asks for what cannot be played is refused."""
+    found = {key: value for key, value in settings.items() if key not in IDLE}
+    for key, value in ONLY.items():
+        if found.pop(key, value) != value:
+            raise RecipeError(
+                f"VAGEN's {key}: {settings[key]!r:.40} has no counterpart here; only {value!r} can be played."
+            )
+    walks = known in ("navigation", "ai2thor")
+    apart = {"svg": "~~", "primitive_skill": "|"}.get(known, "|" if walks and current else ",")
+    if found.pop("action_sep", apart) != apart:
+        raise RecipeError(f"VAGEN's action_sep: actions of {known} are separated by '{apart}' here.")
+    if walks and current:
+        if found.pop("format_reward", 0.0):
+            raise RecipeError(
+                "VAGEN's format_reward of navigation is paid once, at the end; here the form is paid by the turn: "
+                "per_turn_format_reward."
+            )
+        if "per_turn_format_reward" in found:
+            found["format_reward"] = found.pop("per_turn_format_reward")
+    if known == "svg":
+        if "dataset_name" in found or "data_dir" in found:
+            raise RecipeError(
+                "VAGEN's svg draws a data set (dataset_name). Here rows bring it: the source parquet, or svg_files for a "
+                "folder, with environment: {name: svg}. Without dataset_name pictures are made from seeds."
+            )
+        found.pop("split", None)
+        found.pop("max_actions_per_step", None)
+    if known == "sokoban" and isinstance(steps := found.get("min_solution_steps"), list | tuple) and len(steps) == 2:
+        found["min_solution_steps"], found["max_solution_steps"] = steps
+    if known == "primitive_skill" and found.get("env_id", SKILL_TASKS[0]) not in SKILL_TASKS:
+        raise RecipeError(f"VAGEN's env_id is one of {', '.join(SKILL_TASKS)}, not {found['env_id']!r:.40}.")
+    return found
+
+
+def _renamed(known: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings under our names, with our values."""
+    options: dict[str, Any] = {}
+    for key, value in settings.items():
+        option = (OPTIONS | OF_ENVIRONMENT.get(known, {})).get(key, key)
+        value = value[0] if option == "size" and isinstance(value, list | tuple) and value else value
+        options[option] = VALUES.get(option, {}).get(value, value) if isinstance(value, str) else value
+    return options
 
 
 def _with_state_reward(config: dict[str, Any]) -> dict[str, Any]:

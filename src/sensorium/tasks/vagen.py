@@ -7,6 +7,7 @@
 The legacy files use the same seeds for training and test; here the split goes by what a seed leads to: they share nothing.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -15,26 +16,38 @@ import yaml
 
 from sensorium.media.files import open_regular
 from sensorium.media.store import MediaStore
-from sensorium.recipe.names import closed_options, parameters_of, plays_for_anybody, resolve, table, wrong_options
-from sensorium.recipe.vagen_settings import environment_of, seeds_of
+from sensorium.recipe.names import check, closed_options, parameters_of, plays_for_anybody, resolve, table, wrong_options
+from sensorium.recipe.vagen_settings import entry_name, environment_of, seeds_of, without_client
 from sensorium.tasks.environment_tasks import EnvironmentTasks
 from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
 from sensorium.vocabulary.task import EnvironmentSpec, Task
+
+SKILLS, THOR = "primitive_skill", "ai2thor"
 
 
 class VagenTasks:
     """The tasks of a file, by its ending: ``.parquet``, ``.yaml`` or ``.yml``. ``split`` takes one side of it.
 
-    ``max_turns`` is what an environment is cut off at; VAGEN says it outside of its environments.
+    ``max_turns`` is what an environment is cut off at; VAGEN says it outside of its environments. ``options`` are the
+    recipe's own for an environment of ours, {svg: {dino_path: …}}: what a file may not say, such as folders of models.
     """
 
     def __init__(
-        self, path: str, store: MediaStore, split: Literal["train", "test"] = "train", max_turns: int = 5, seed: int = 0
+        self,
+        path: str,
+        store: MediaStore,
+        split: Literal["train", "test"] = "train",
+        max_turns: int = 5,
+        seed: int = 0,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         if split not in ("train", "test"):
             raise RecipeError(f"vagen: unknown split '{split}'{nearest(str(split), ['train', 'test'])}")
         self.path, self.split, self.max_turns, self.seed = Path(path), split, max_turns, seed
-        self._served = [name for name in table("environment") if _plays_from_seeds(name)]
+        self.options = {name: dict(own) for name, own in (options or {}).items()}
+        for name in self.options:
+            check("environment", name, "vagen, options")
+        self._served = [name for name in table("environment") if name in self.options or _plays_from_seeds(name)]
         self._tasks: list[Task] = []
         if self.path.suffix == ".parquet":
             self._take_rows()
@@ -95,7 +108,11 @@ class VagenTasks:
             or not isinstance(entry.get("n_envs"), int)
         ):
             raise TaskError(f"{place}: an entry has name, n_envs and seed or seed_list.")
-        name, options = self._environment({"env_name": entry["name"], "env_config": entry.get("config") or {}}, place)
+        config = entry.get("config") or {}
+        if not isinstance(config, Mapping):
+            raise TaskError(f"{place}: 'config' must hold settings by name.")
+        named = entry_name(entry["name"], config, str(entry.get("data_source") or entry["name"]))
+        name, options = self._environment({"env_name": named, "env_config": without_client(config)}, place, current=True)
         if isinstance(entry.get("max_turns"), int):
             options["max_turns"] = entry["max_turns"]
         count = entry["n_envs"]
@@ -118,24 +135,39 @@ class VagenTasks:
                 assert spec is not None
                 self._add(name, options, spec.seed, title, number)
 
-    def _environment(self, wish: dict[str, Any], place: str) -> tuple[str, dict[str, Any]]:
+    def _environment(self, wish: dict[str, Any], place: str, current: bool = False) -> tuple[str, dict[str, Any]]:
         """Our environment of theirs. Files are data: they name what is registered and runs no code of their choosing."""
         try:
-            name, options = environment_of(wish, self._served)
+            wish, eval_set = self._without_eval_set(wish)
+            name, options = environment_of(wish, self._served, current)
         except RecipeError as error:
             raise TaskError(f"{place}: {error}") from error
         if name not in self._served:
             raise TaskError(f"{place}: unknown environment '{name:.60}'{nearest(name, self._served)}")
+        own = dict(self.options.get(name, {}))
+        if eval_set:
+            own["tasks"] = str(own["tasks"]).replace("{eval_set}", eval_set)
         if "max_turns" in parameters_of(resolve("environment", name)):
             options["max_turns"] = self.max_turns
         options = {key: value for key, value in options.items() if value is not None}
-        _, problem = wrong_options("environment", name, options)
-        closed = [key for key in options if key in closed_options(resolve("environment", name))]
-        if closed:
-            problem = f"the option '{closed[0]}' of environment '{name}' is the recipe's to set, not a file's."
+        _, problem = wrong_options("environment", name, {**options, **own})
+        problem = _only_the_recipes(name, options, own) or problem
         if problem:
             raise TaskError(f"{place}: {problem}")
-        return name, options
+        return name, {**options, **own}
+
+    def _without_eval_set(self, wish: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """Navigation in AI2-THOR's rooms, where the recipe says where its task files are; and the file that is meant."""
+        config, tasks = wish.get("env_config"), self.options.get(THOR, {}).get("tasks")
+        asked = isinstance(config, Mapping) and "eval_set" in config
+        if not tasks or not asked or str(wish.get("env_name")).lower() != "navigation":
+            return wish, ""
+        assert isinstance(config, Mapping)
+        eval_set = str(config["eval_set"])
+        if not re.fullmatch(r"\w{1,60}", eval_set):
+            raise RecipeError(f"eval_set is the name of a task file, not {eval_set!r:.60}.")
+        rest = {key: value for key, value in config.items() if key not in ("eval_set", "env_name")}
+        return {"env_name": THOR, "env_config": rest}, eval_set
 
     def _add(self, name: str, options: dict[str, Any], seed: int, category: str, number: int | str) -> None:
         spec = EnvironmentSpec(name, dict(options), seed)
@@ -145,3 +177,20 @@ class VagenTasks:
 def _plays_from_seeds(name: str) -> bool:
     kind = resolve("environment", name)
     return hasattr(kind, "content_key") and plays_for_anybody(kind)
+
+
+def _only_the_recipes(name: str, options: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """What a file asks for that only a recipe may say, in a sentence with the way out; empty if nothing."""
+    for term in ("dino", "dreamsim") if name == "svg" else ():
+        if options.get(f"{term}_weight") and not own.get(f"{term}_path"):
+            return (
+                f"{term}_weight needs a model, which a file cannot name: give the source options: "
+                f"{{svg: {{{term}_path: folder}}}}, or set {term}_weight: 0."
+            )
+    if name == SKILLS and "id" in options:
+        return "" if own.get("modules") else (
+            f"'{options['id']}' is a task of VAGEN's own; name the modules that register it: give the source options: "
+            f"{{{SKILLS}: {{modules: [module, …]}}}}."
+        )  # fmt: skip
+    closed = [key for key in options if key in closed_options(resolve("environment", name)) and key not in own]
+    return f"the option '{closed[0]}' of environment '{name}' is the recipe's to set, not a file's." if closed else ""

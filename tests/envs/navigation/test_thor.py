@@ -107,6 +107,18 @@ def test_a_walk_of_vagens_task_is_paid_at_the_target(thor: None, tasks: str) -> 
     assert Controller.stopped == 1
 
 
+def test_a_walk_by_the_names_of_todays_vagen(thor: None, tasks: str) -> None:
+    options = {"tasks": tasks, "response_format": "wm", "resolution": 64, "action_names": "move_forward"}
+    environment = build("environment", "ai2thor", options, "x", store=MediaStore())
+    head, _ = environment.reset(9)
+    assert "move_forward, move_backward, move_right and move_left take a step" in head[0].text
+    assert "<action>move_forward| move_forward</action><prediction>" in head[0].text
+    said = "<observation>o</observation><think>t</think><action>{}</action><prediction>p</prediction>"
+    result = environment.step(said.format("turn_left|move_right| move_right |move_right|move_right"))
+    assert (result.reward, result.info["distance"]) == ({"success": 0.0, "format": 0.5}, 3.0)
+    assert environment.step(said.format("rotateright, moveahead")).info["actions"] == ""
+
+
 def test_tasks_of_a_file_are_split_by_content_and_only_a_recipe_names_the_file(thor: None, tasks: str) -> None:
     kind = resolve("environment", "ai2thor")
     assert not plays_for_anybody(kind)

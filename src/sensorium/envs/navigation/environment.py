@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 from sensorium.envs.action_prompts import ActionPrompts, sight, turn_result
 from sensorium.envs.actions import ActionGrammar
 from sensorium.envs.navigation.miniworld import Pixels, refuse_missing, view
-from sensorium.envs.navigation.scenes import ACTIONS, Pose, Scene, scene_of
+from sensorium.envs.navigation.scenes import ACTIONS, CURRENT_ACTIONS, Pose, Scene, scene_of
 from sensorium.envs.option_checks import one_of, within
 from sensorium.envs.pay import TurnPay
 from sensorium.envs.protocol import Observation, StepResult
@@ -72,8 +72,10 @@ class NavigationSettings:
     success_reward: float
     format_reward: float
     state_reward: float
+    action_names: str
 
     def __post_init__(self) -> None:
+        one_of(self.name, "action_names", self.action_names, [ACTIONS[0], CURRENT_ACTIONS[0]])
         one_of(self.name, "view", self.view, ["picture", "blank"])
         one_of(self.name, "prompt", self.prompt, ["short", "full"])
         within(self.name, "max_turns", self.max_turns, 1, 10**6)
@@ -94,8 +96,10 @@ class NavigationPlay:
     def __init__(self, store: MediaStore, simulator: Simulator, settings: NavigationSettings) -> None:
         self.store, self.simulator, self.settings = store, simulator, settings
         full = settings.prompt == "full"
-        form = ResponseFormat(settings.response_format or ("free_think" if full else "no_think"))
-        self.grammar = ActionGrammar(ACTIONS, settings.max_actions_per_turn, form)
+        current = settings.action_names == CURRENT_ACTIONS[0]
+        names, tag, separator = (CURRENT_ACTIONS, "action", "|") if current else (ACTIONS, "answer", ",")
+        form = ResponseFormat(settings.response_format or ("free_think" if full else "no_think"), tag)
+        self.grammar = ActionGrammar(names, settings.max_actions_per_turn, form, separator=separator)
         self.prompts = ActionPrompts(self.grammar, full=full)
         described = described_parts(settings.name, form, settings.state_reward)
         self.pay = TurnPay({"success": settings.success_reward, "format": settings.format_reward, **described})
@@ -170,10 +174,12 @@ class NavigationPlay:
                 "\nSay where the target is by its distance in metres and its direction on the clock, 12 being straight "
                 "ahead and 3 to the right, as in: target at (3, 12)."
             )
+        names = self.grammar.names
         explained = (
             "You walk through rooms and see what is before you. Walk to what the instruction names, until it is within "
-            f"{self.settings.success_distance:g} metres. moveahead, moveback, moveright and moveleft take a step without "
-            f"turning; rotateright and rotateleft turn you by 90 degrees; lookup and lookdown tilt your view.{states}"
+            f"{self.settings.success_distance:g} metres. {names[0]}, {names[1]}, {names[2]} and {names[3]} take a step "
+            f"without turning; {names[4]} and {names[5]} turn you by 90 degrees; {names[6]} and {names[7]} tilt your "
+            f"view.{states}"
         )
         reason = "It is straight ahead, and there is floor before me."
         thought = {
@@ -207,6 +213,7 @@ class Navigation(NavigationPlay):
         success_reward: float = 10.0,
         format_reward: float = 0.5,
         state_reward: float = 0.0,
+        action_names: Literal["moveahead", "move_forward"] = "moveahead",
     ) -> None:
         refuse_missing()
         within(NAME, "room_size", room_size, 3.0, 50.0)
@@ -219,7 +226,7 @@ class Navigation(NavigationPlay):
         within(NAME, "room_size (all rooms, in steps across)", round(across), 1, MOST_ACROSS)
         settings = NavigationSettings(
             NAME, max_turns, max_steps, max_actions_per_turn, success_distance, view, prompt, response_format,
-            success_reward, format_reward, state_reward,
+            success_reward, format_reward, state_reward, action_names,
         )  # fmt: skip
         kind = (rooms, float(room_size), things, float(success_distance), float(step_length))
         super().__init__(store, SceneSimulator(kind, side, field_of_view), settings)

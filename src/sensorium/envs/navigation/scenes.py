@@ -16,7 +16,12 @@ from sensorium.envs.way_back import way_back
 from sensorium.vocabulary.errors import EnvironmentFailure
 
 ACTIONS = ("moveahead", "moveback", "moveright", "moveleft", "rotateright", "rotateleft", "lookup", "lookdown")
-"""VAGEN's actions of navigation, in its order."""
+"""Legacy VAGEN's actions of navigation, in its order."""
+
+CURRENT_ACTIONS = (
+    "move_forward", "move_backward", "move_right", "move_left", "turn_right", "turn_left", "look_up", "look_down",
+)  # fmt: skip
+"""What today's VAGEN calls them. It separates them by | and wants them in <action>."""
 
 AHEAD_RIGHT = ((1, 0), (-1, 0), (0, 1), (0, -1))
 """Steps ahead and to the right of the four moves."""

@@ -58,13 +58,14 @@ class ThorNavigation(NavigationPlay):
         success_reward: float = 10.0,
         format_reward: float = 0.5,
         state_reward: float = 0.0,
+        action_names: Literal["moveahead", "move_forward"] = "moveahead",
     ) -> None:
         within(NAME, "resolution", resolution, 16, 4096)
         within(NAME, "fov", fov, 10.0, 170.0)
         within(NAME, "step_length", step_length, 0.01, 5.0)
         settings = NavigationSettings(
             NAME, max_turns, max_steps, max_actions_per_turn, success_distance, view, prompt, response_format,
-            success_reward, format_reward, state_reward,
+            success_reward, format_reward, state_reward, action_names,
         )  # fmt: skip
         task_list(tasks)
         options = {"width": resolution, "height": resolution, "fieldOfView": fov, "gpu_device": gpu_device}
