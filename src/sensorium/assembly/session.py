@@ -130,10 +130,13 @@ def open_session(recipe: Recipe, policy: Policy, judgements: JudgementCache | No
 
 
 @contextmanager
-def model_session(recipe: Recipe, model: str) -> Iterator[Session]:
-    """A session with any model instead of the recipe's, to be measured: its random numbers are the recipe's seed's."""
+def model_session(recipe: Recipe, model: str, folder: Path | None = None) -> Iterator[Session]:
+    """A session with any model instead of the recipe's, to be measured: its random numbers are the recipe's seed's.
+
+    Judges keep their files in ``folder``.
+    """
     settle(recipe)
-    session = open_session(recipe, load_model(recipe, model, open_store(recipe)), None)
+    session = open_session(recipe, load_model(recipe, model, open_store(recipe)), None, folder)
     try:
         yield session
     finally:

@@ -52,6 +52,7 @@ def run(arguments: Namespace) -> int:
         show_dry_run(recipe, console, train=False)
         return 0
     from sensorium.evaluation.held_out import evaluate_into
+    from sensorium.evaluation.judge_costs import told
 
     model = evaluated_model(arguments.model, recipe, Path(arguments.recipe))
     folder = arguments.out or default_folder(recipe, model)
@@ -61,6 +62,8 @@ def run(arguments: Namespace) -> int:
     print_grid(summary_grid(summary), console)
     if arguments.save:
         write_whole(arguments.save, json.dumps({"checkpoint": model, **summary}, indent=1) + "\n")
+    if costs := told(folder / "judge_costs.json"):
+        say(costs, console)
     say(f"written to {folder}: summary.json, table.md, samples.jsonl", console)
     return 0
 

@@ -36,6 +36,7 @@ class EvaluationFolder:
         self.samples = self.path / "samples.jsonl"
         self.summary = self.path / "summary.json"
         self.table = self.path / "table.md"
+        self.costs = self.path / "judge_costs.json"
 
     def clear(self) -> None:
         """Forget an earlier evaluation; anything else in the folder stays."""
@@ -43,6 +44,7 @@ class EvaluationFolder:
             with self.journal():
                 self.samples.unlink()
         self.reopen()
+        self.costs.unlink(missing_ok=True)
         self.claim.unlink(missing_ok=True)
 
     def reopen(self) -> None:

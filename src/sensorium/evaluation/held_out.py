@@ -11,6 +11,7 @@ from sensorium.assembly.session import Session, make_sources, model_session, sam
 from sensorium.evaluation.chunks import cut, play_chunks
 from sensorium.evaluation.evaluate import attempt_of
 from sensorium.evaluation.folder import EvaluationFolder, Journal
+from sensorium.evaluation.judge_costs import add_costs
 from sensorium.evaluation.sample import Row, row_of, sample_of
 from sensorium.evaluation.summary import summarize_samples
 from sensorium.models.identity import identity
@@ -42,7 +43,7 @@ def evaluate_into(
     claim = _claim(recipe, chunk)
     if not fresh:
         folder.refuse_other(claim)  # before a model is loaded for nothing
-    with model_session(recipe, model) as session:
+    with model_session(recipe, model, folder.path) as session:
         sources = make_sources(recipe.tasks.evaluate, session.store, "tasks.evaluate")
         tasks, skipped = each_once(sources, limit=section.limit, on_bad_row=recipe.tasks.on_bad_row)
         if not tasks:
@@ -97,6 +98,7 @@ async def _play(
         if recipe.tasks.on_long_prompt == "refuse":
             _refuse_long(groups)
         journal.append(_rows(groups, places, session.scorer, recipe.seed))
+        add_costs(folder.costs, session.judges.take_metrics())
         done = places.stop
 
 

@@ -192,6 +192,9 @@ class JudgeClient:
         requests, tokens = self.section.requests_per_minute, self.section.tokens_per_minute
         if not requests and not tokens:
             return None
+        if self.section.limits is not None:
+            self.section.limits.parent.mkdir(parents=True, exist_ok=True)
+            return SharedLimits(self.section.limits, requests, tokens)
         if folder is None:
             import tempfile
 

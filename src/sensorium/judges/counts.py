@@ -1,7 +1,8 @@
-"""What judges cost: calls, answers from the cache, tokens, money and seconds, by model."""
+"""What judges cost: calls, answers from the cache, tokens, money and seconds, by model and by what they are for."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from sensorium.recipe.judge_section import PriceSection
@@ -23,22 +24,32 @@ class JudgeCounts:
 
 
 class JudgeMeter:
-    """Counts by model name."""
+    """Counts by model name, under the phase that is measured now: ``judge/MODEL/calls``, ``eval/judge/MODEL/calls``."""
 
     def __init__(self, prices: Mapping[str, PriceSection]) -> None:
         self._prices = prices
-        self._counts: dict[str, JudgeCounts] = defaultdict(JudgeCounts)
+        self._phase = ""
+        self._counts: dict[tuple[str, str], JudgeCounts] = defaultdict(JudgeCounts)
 
     def of(self, model: str) -> JudgeCounts:
         """The counts of a model."""
-        return self._counts[model]
+        return self._counts[self._phase, model]
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what is asked inside the block under ``name/judge/…``."""
+        before, self._phase = self._phase, f"{name}/"
+        try:
+            yield
+        finally:
+            self._phase = before
 
     def take_metrics(self) -> dict[str, float]:
         """Rows for the metrics since the last call; names of models have '.' for '/'."""
         taken, self._counts = self._counts, defaultdict(JudgeCounts)
         row: dict[str, float] = {}
-        for model, counted in sorted(taken.items()):
-            name = f"judge/{model.replace('/', '.')}"
+        for (phase, model), counted in sorted(taken.items()):
+            name = f"{phase}judge/{model.replace('/', '.')}"
             price = self._prices.get(model, PriceSection())
             row[f"{name}/calls"] = counted.calls
             row[f"{name}/cache_hits"] = counted.cache_hits

@@ -63,6 +63,9 @@ class JudgesSection(Section):
     concurrency: int = Field(default=32, ge=1, le=1024, description="calls at once, of all models")
     requests_per_minute: dict[str, float] = Field(default={}, description="by model; shared by all processes of a run")
     tokens_per_minute: dict[str, float] = Field(default={}, description="by model, read and written; shared likewise")
+    limits: Path | None = Field(
+        default=None, description="SQLite file of these limits, for runs that share them; default: one of the run"
+    )
     prices: dict[str, PriceSection] = Field(default={}, description="what models cost, by name; for judge/MODEL/cost")
     structured: Literal["auto", "never"] = Field(
         default="auto", description="auto: send the JSON schema of the answer along, and stop where an endpoint refuses it"

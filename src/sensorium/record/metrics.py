@@ -8,10 +8,12 @@ from typing import Any
 from sensorium.record.durable import append_row, read_rows
 
 FAMILIES = (
-    "reward", "accuracy", "missing", "retries", "environment", "tasks", "groups", "episodes", "policy", "value", "mismatch",
-    "packing", "eval", "sight", "health", "media", "time", "throughput", "memory",
+    "reward", "accuracy", "missing", "retries", "judge", "environment", "tasks", "groups", "episodes", "policy", "value",
+    "mismatch", "packing", "eval", "sight", "health", "media", "time", "throughput", "memory",
 )  # fmt: skip
-UNREPEATABLE = ("media/", "time/", "throughput/", "memory/", "retries/", "environment/hung")
+UNREPEATABLE = (
+    "media/", "time/", "throughput/", "memory/", "retries/", "judge/", "eval/judge/", "environment/hung",
+)  # fmt: skip
 """Metrics that differ between equal runs; a resumed one finds its caches filled and its judgements made."""
 
 

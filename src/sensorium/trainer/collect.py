@@ -209,7 +209,7 @@ class Collector:
         """What the recipe's selection did, as far as it asks for any."""
         section, wanted = self.recipe.selection, self.recipe.batch.prompts_per_step
         row = skip_metrics(so_far.skipped, so_far.long) | self.session.scorer.take_metrics()
-        row |= self.session.judges.take_metrics() | environment_metrics(self.session.rollout.pool)
+        row |= environment_metrics(self.session.rollout.pool)
         if section.dynamic:
             row["groups/rounds"] = so_far.rounds
             row["groups/without_signal"] = so_far.without_signal

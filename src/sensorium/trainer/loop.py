@@ -220,6 +220,9 @@ class Trainer:
         refuse_moved(self.directory.path)
         self.step += 1
         row |= await self._evaluate()
+        row |= (
+            self.session.judges.take_metrics()
+        )  # of the evaluation before the first step too, which has no row of its own
         self._thin_logs()
         row["time/checkpoint_s"] = self.last_saving_s
         row |= self.meter.row()
@@ -252,14 +255,15 @@ class Trainer:
     async def _evaluate(self) -> dict[str, float]:
         """Measure the model as it is now, as far as that is due; returns the metrics of it."""
         row: dict[str, float] = {}
-        if self.evaluator.due(self.step):
-            self._announce("evaluate")
-            self._refuse_ruined()
-            row |= summary_metrics((await self.evaluator.evaluate(self.step)).summary)
-            self._forget_played()
-        if self.evaluator.sight_due(self.step):
-            self._announce("sight check")
-            row |= self.health.look(self.step, await self.evaluator.check_sight())
+        with self.session.judges.meter.phase("eval"):
+            if self.evaluator.due(self.step):
+                self._announce("evaluate")
+                self._refuse_ruined()
+                row |= summary_metrics((await self.evaluator.evaluate(self.step)).summary)
+                self._forget_played()
+            if self.evaluator.sight_due(self.step):
+                self._announce("sight check")
+                row |= self.health.look(self.step, await self.evaluator.check_sight())
         return row
 
     def _save(self) -> None:
