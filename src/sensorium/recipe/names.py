@@ -71,7 +71,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "similarity": {
         "dino": "sensorium.models.picture_similarity:mean_similarity",
-        "dreamsim": "sensorium.models.picture_similarity:first_token_similarity",
+        "dreamsim": "sensorium.models.picture_similarity:dreamsim_similarity",
     },
     "reward": {
         "format": "sensorium.rewards.format:Format",
