@@ -11,9 +11,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 import sensorium.models.torchvision_fix  # noqa: F401
+from sensorium.models.checkpoint_place import find_checkpoint
 from sensorium.models.tiny import KINDS, make_tiny
 from sensorium.models.tiny_tokenizer import TAGS, special_tokens
-from sensorium.vocabulary.errors import ModelError
+from sensorium.recipe.shape import read_shape
+from sensorium.vocabulary.errors import ModelError, RecipeError
 
 FEATURES = {"internvl": 20, "smolvlm": 20, "llava_onevision": 88}  # of a picture of 84 x 84: four tiles and a whole view
 VISION = [family for family, kind in KINDS.items() if kind.vision]
@@ -112,6 +114,17 @@ def test_sizes_can_be_overridden_and_a_wrong_name_is_refused(tmp_path: Path) -> 
         make_tiny("qwen3_vl", tmp_path, hiden_size=64)
     with pytest.raises(ModelError, match="qwen3_vl"):
         make_tiny("qwen3-vl", tmp_path)
+
+
+def test_a_tiny_model_has_as_many_layers_as_its_name_says() -> None:
+    weights = load_file(Path(find_checkpoint("tiny:qwen3:4")) / "model.safetensors")
+    shape = read_shape("tiny:qwen3:4")
+    assert shape is not None
+    assert shape.total == sum(weight.numel() for weight in weights.values())
+    assert {name.split(".")[2] for name in weights if ".layers." in name} == set("0123")
+    for wrong in ("tiny:qwen3:0", "tiny:qwen3:many", "tiny:qwen3:"):
+        with pytest.raises(RecipeError, match="number of layers, 1 to 64"):
+            find_checkpoint(wrong)
 
 
 @pytest.mark.usefixtures("forked_python")

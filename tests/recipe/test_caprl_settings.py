@@ -38,6 +38,20 @@ def test_the_variables_of_caprls_scripts_are_overrides(tmp_path: Path, monkeypat
         _from_environment("caprl_video")
 
 
+def test_a_variable_that_changes_nothing_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    needed = {"CAPTION_MODEL": "tiny:qwen3_vl", "DATASET": str(tmp_path / "rows.jsonl"), "SAVE_DIR": str(tmp_path)}
+    for name, value in (needed | {"SAVE_HF_MODEL": "False"}).items():
+        monkeypatch.setenv(name, value)
+    _from_environment("caprl_image")
+    assert "SAVE_HF_MODEL" in capsys.readouterr().err
+    monkeypatch.setenv("SAVE_HF_MODEL", "True")
+    _from_environment("caprl_image")
+    assert capsys.readouterr().err == ""
+
+
 def test_the_recipes_are_as_published() -> None:
     for name in ("caprl_image", "caprl_video"):
         recipe = load_recipe(name)

@@ -263,7 +263,9 @@ def test_the_command_refuses_what_makes_no_service(
 
 
 @pytest.mark.parametrize("protocol", ["sensorium", "caprl_qa", "openrlhf"])
-def test_any_recipe_can_ask_several_servers(reader: str, tmp_path: Path, episode_of: Any, protocol: Any) -> None:
+def test_any_recipe_can_ask_several_servers(
+    reader: str, tmp_path: Path, episode_of: Any, protocol: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A server that cannot be reached is passed over; what was not judged is missing; a busy one is asked again."""
     service = make_service(tmp_path, reader, format_weight=0.0)
     task = Task("t", (user("Describe."),), metadata={"questions": [ROW]})
@@ -275,6 +277,7 @@ def test_any_recipe_can_ask_several_servers(reader: str, tmp_path: Path, episode
         service.open = 10**6
         threading.Timer(0.2, lambda: setattr(service, "open", 0)).start()
         assert [score.value for score in term.score_group(task, group)] == [1.0, 0.0, 0.0]
+        assert capsys.readouterr().err.count(f"{servers[0]}/get_reward gave no reply") == 1
         if protocol == "sensorium":
             lost = term.score_group(task, [episode_of(GOOD), episode_of("boom")])
             assert ([score.value for score in lost], lost[1].reason != "") == ([1.0, None], True)

@@ -107,6 +107,11 @@ def test_a_video_shows_its_thing_from_its_second_on() -> None:
     assert moved == [time_s >= second for time_s in clip.times_s.tolist()]
 
 
+def test_600_held_out_tasks_show_500_different_pictures() -> None:
+    source = CaptionedShapes(store=MediaStore(), split="test", size=600)
+    assert len({source[i].messages[0].media[0].hash for i in range(600)}) >= 500
+
+
 def test_swapped_pictures_are_no_better_than_chance() -> None:
     own = CaptionedShapes(store=MediaStore(), split="test", size=512)
     swapped = CaptionedShapes(store=MediaStore(), split="test", size=512, picture="swapped")
@@ -118,7 +123,9 @@ def test_swapped_pictures_are_no_better_than_chance() -> None:
     assert all(0.15 < same[name] / 512 < 0.4 for name in ("colour", "shape"))
 
 
-@pytest.mark.parametrize("options", [{}, {"wording": "free"}, {"choices": [2, 3, 4]}, {"form": "open"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"wording": "free"}, {"choices": [2, 3, 4]}, {"form": "open"}, {"form": "spelled"}]
+)
 def test_a_reader_is_taught_what_the_caption_tells(options: dict[str, Any]) -> None:
     source = CaptionReading(store=MediaStore(), kind="video", size=400, **options)
     letters: Counter[Any] = Counter()
@@ -134,8 +141,8 @@ def test_a_reader_is_taught_what_the_caption_tells(options: dict[str, Any]) -> N
             assert not shown
             assert task.answer == "can not answer" or task.answer in words
         else:
-            right = [line[0] for line in shown[:-1] if line[3:] in words]
-            assert task.answer == (right[0] if right else shown[-1][0])
+            right = next((line for line in shown[:-1] if line[3:] in words), shown[-1])
+            assert task.answer == (right if options.get("form") == "spelled" else right[0])
     if not options:
         assert set(letters) == set("ABCDE")
         assert max(letters[letter] for letter in "ABCD") < 2 * min(letters[letter] for letter in "ABCD")
@@ -145,6 +152,18 @@ def test_a_reader_of_plain_captions_is_asked_as_the_service_asks_it() -> None:
     scene, task = CaptionReading(store=MediaStore(), size=1, telling=1.0).scene(0), CaptionReading(store=MediaStore())[0]
     asked = [Reading("reader", draws=64, prompt="short").requests(scene.caption(), scene.questions())]
     assert task.messages[0].text.split("\n")[1:] in [one.messages[0].text.split("\n")[1:] for one, _ in asked[0]]
+
+
+def test_the_answer_stays_true_where_the_caption_is_another() -> None:
+    own, blank, swapped = (
+        CaptionReading(store=MediaStore(), size=64, telling=1.0, caption=caption)  # type: ignore[arg-type]
+        for caption in ("own", "blank", "swapped")
+    )
+    tasks = {source.caption: [source[i] for i in range(64)] for source in (own, blank, swapped)}
+    heads = {name: [task.messages[0].text.split("\n")[0] for task in found] for name, found in tasks.items()}
+    assert len({tuple(task.answer for task in found) for found in tasks.values()}) == 1
+    assert set(heads["blank"]) == {'""'}
+    assert heads["swapped"] == heads["own"][33:] + heads["own"][:33]
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,8 @@ def _from_environment(recipe: str) -> list[str]:
     """What CapRL's environment variables change in a recipe."""
     from sensorium.recipe.caprl_settings import caprl_overrides
 
+    if os.environ.get("SAVE_HF_MODEL", "").lower() in ("0", "false", "no"):
+        say("SAVE_HF_MODEL is off, which changes nothing: every checkpoint is a Hugging Face model.", Console(stderr=True))
     terms = [str(term.options.get("name", term.name)) for term in load_recipe(recipe).rewards.terms]
     return caprl_overrides(os.environ, recipe, terms)
 

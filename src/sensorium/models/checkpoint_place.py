@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 
 from sensorium.models.hub_files import NotFetched, fetch_small_files, fetch_weights
 from sensorium.models.quiet import quiet
+from sensorium.recipe.tiny_sizes import family_and_layers
 from sensorium.vocabulary.errors import ModelError, nearest
 
 
@@ -77,10 +78,11 @@ def _made(name: str) -> str:
     """A tiny model in a folder of its own, which goes when this process ends."""
     from sensorium.models.tiny import make_tiny
 
-    folder, maker = Path(tempfile.mkdtemp(prefix=f"sensorium-tiny-{name}-")), os.getpid()
+    family, layers = family_and_layers(name)
+    folder, maker = Path(tempfile.mkdtemp(prefix=f"sensorium-tiny-{family}-")), os.getpid()
     atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == maker else None)
     with quiet():
-        return str(make_tiny(name, folder))
+        return str(make_tiny(family, folder, num_hidden_layers=layers))
 
 
 def _shipped(name: str) -> str:

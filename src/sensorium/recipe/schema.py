@@ -29,7 +29,9 @@ class LoraSection(Section):
 class ModelSection(Section):
     """Which checkpoint is trained, and how it is held."""
 
-    path: str = Field(description="a folder, a hub id, 'package:NAME' (shipped) or 'tiny:FAMILY' (made on the spot)")
+    path: str = Field(
+        description="a folder, a hub id, 'package:NAME' (shipped), 'tiny:FAMILY' or 'tiny:FAMILY:LAYERS' (made on the spot)"
+    )
     revision: str = Field(default="", description="a branch, tag or commit of a hub id; empty: the main branch")
     family: str = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"

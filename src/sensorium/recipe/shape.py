@@ -10,7 +10,7 @@ from typing import Any
 from sensorium.recipe.linears import Linear, ends_in, halved, linears_in, linears_of
 from sensorium.recipe.names import PARAMETER_GROUPS
 from sensorium.recipe.schema import LoraSection
-from sensorium.recipe.tiny_sizes import KINDS, tiny_config
+from sensorium.recipe.tiny_sizes import KINDS, family_and_layers, tiny_config
 from sensorium.recipe.tower_tensors import tower_tensors
 from sensorium.vocabulary.errors import RecipeError
 
@@ -61,7 +61,8 @@ def read_shape(path: str, revision: str = "") -> ModelShape | None:
     """The shape of the model that a recipe's ``model.path`` means, or None if it is not on this disk."""
     scheme, _, name = path.partition(":")
     if scheme == "tiny":
-        return _shape_of(tiny_config(name), {}, exact=True) if name in KINDS else None
+        family, layers = family_and_layers(name)
+        return _shape_of(tiny_config(family, layers), {}, exact=True) if family in KINDS else None
     folder = _folder(path, revision)
     if folder is None or not (folder / "config.json").is_file():
         return None

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from sensorium.vocabulary.errors import RecipeError
+
 Sizes = dict[str, Any]
 
 # head_dim 32 is the smallest that vLLM's attention takes.
@@ -79,12 +81,23 @@ VOCABULARY = {
     "smolvlm": 512,
 }  # rows of the embedding; the others' tokenizers have fewer special tokens
 USUAL_VOCABULARY = 448
+MOST_LAYERS = 64
 
 
-def tiny_config(family: str) -> Sizes:
+def family_and_layers(name: str) -> tuple[str, int]:
+    """What a name such as ``qwen3`` or ``qwen3:4`` asks for: the family, and how many layers its language model has."""
+    family, colon, layers = name.partition(":")
+    if colon and not (layers.isdecimal() and 1 <= int(layers) <= MOST_LAYERS):
+        raise RecipeError(
+            f"'tiny:{name}': after the family comes a number of layers, 1 to {MOST_LAYERS}, as in tiny:qwen3:4."
+        )
+    return family, int(layers) if colon else TEXT["num_hidden_layers"]
+
+
+def tiny_config(family: str, layers: int = TEXT["num_hidden_layers"]) -> Sizes:
     """What the config.json of a tiny model says about its sizes."""
     kind = KINDS[family]
-    text = kind.text | {"vocab_size": VOCABULARY.get(family, USUAL_VOCABULARY)}
+    text = kind.text | {"vocab_size": VOCABULARY.get(family, USUAL_VOCABULARY), "num_hidden_layers": layers}
     name = {"model_type": family, "tie_word_embeddings": True, **kind.more}
     if not kind.vision:
         return name | text

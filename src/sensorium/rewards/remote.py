@@ -8,6 +8,7 @@ missing, never 0.
 import base64
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ KEY_VARIABLE = "SENSORIUM_SERVICE_KEY"
 PROTOCOLS = ("sensorium", "caprl_qa", "caprl_vl_judge", "openrlhf")
 MODES = ("qa", "vl_judge")
 MOST_REST_S = 30.0
+TELL_S = 60.0
 MOST_REPLY = 64 << 20
 
 
@@ -69,6 +71,7 @@ class RemoteReward:
         self._servers = [server.rstrip("/").removesuffix("/get_reward") + "/get_reward" for server in given]
         self._open = dict.fromkeys(self._servers, 0)
         self._rests = dict.fromkeys(self._servers, 0.0)
+        self._told: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Any]:
@@ -150,6 +153,7 @@ class RemoteReward:
             except (URLError, OSError, ValueError) as error:
                 problem = f"{server} gave no reply: {getattr(error, 'reason', None) or error}"
                 self._rest(server, None)
+                self._tell(server, problem, until - time.monotonic())
             finally:
                 with self._lock:
                     self._open[server] -= 1
@@ -175,6 +179,20 @@ class RemoteReward:
             seconds = 1.0
         with self._lock:
             self._rests[server] = time.monotonic() + min(MOST_REST_S, max(0.1, seconds))
+
+    def _tell(self, server: str, problem: str, left_s: float) -> None:
+        """Say that a server is away, once a minute: a run that waits for it must not do so in silence."""
+        now = time.monotonic()
+        with self._lock:
+            if now < self._told.get(server, -TELL_S) + TELL_S:
+                return
+            self._told[server] = now
+        print(
+            f"reward term '{self.name}': {problem}; asked again for up to {max(0, left_s):.0f} s. Is it running? "
+            "(sensorium serve reward CHECKPOINT)",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _call(self, server: str, data: bytes, seconds: float) -> Any:
         headers = {"Content-Type": "application/json"}

@@ -3,7 +3,8 @@
     "a red circle top left"       form letter:  the question with shuffled options, as a reward service asks it   → B
     What colour is it?            form open:    the question alone                                                → red
     A) blue
-    B) red …                      of what a caption does not tell, the answer is "can not answer"
+    B) red …                      form spelled: as letter, and the option is written out                          → B) red
+                                  of what a caption does not tell, the answer is "can not answer"
 
 ``wording``: "plain" captions are those of ``captioned_shapes``. "free" ones tell the same in other words and orders,
 and questions are put in other words: for a reader that takes no part in training and shall read captions all the same.
@@ -22,7 +23,8 @@ from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import TaskError, nearest
 from sensorium.vocabulary.task import Task
 
-FORMS, WORDINGS = ("letter", "open"), ("plain", "free")
+FORMS = ("letter", "open", "spelled")
+WORDINGS, CAPTIONS = ("plain", "free"), ("own", "blank", "swapped")
 OTHER_STEMS = {
     "colour": ("Which colour?", "What is the colour?", "How is it coloured?"),
     "shape": ("Which shape?", "What is the shape?", "What is to be seen?"),
@@ -33,7 +35,11 @@ STAMPS = ("[00:0{}]", "[00:0{}]", "[0:0{}]", "at {}", "second {}")
 
 
 class CaptionReading(CaptionedScenes):
-    """Captions and questions for a reader. ``choices`` says among how many options a question asks: one is drawn."""
+    """Captions and questions for a reader. ``choices`` says among how many options a question asks: one is drawn.
+
+    ``caption``: "own"; or "blank" or "swapped" (another scene's), to see whether a reader answers from the caption alone:
+    the answer is then what is true of the scene all the same.
+    """
 
     def __init__(
         self,
@@ -45,29 +51,30 @@ class CaptionReading(CaptionedScenes):
         seed: int = 0,
         telling: float = 0.8,
         prompt: str = "short",
-        form: Literal["letter", "open"] = "letter",
+        form: Literal["letter", "open", "spelled"] = "letter",
         wording: Literal["plain", "free"] = "plain",
         choices: Sequence[int] = (4,),
+        caption: Literal["own", "blank", "swapped"] = "own",
     ) -> None:
         super().__init__("caption_reading", kind, split, size, seed, telling)
-        for given, known, what in ((prompt, PROMPTS, "prompt"), (form, FORMS, "form"), (wording, WORDINGS, "wording")):
+        named = {"prompt": (prompt, PROMPTS), "form": (form, FORMS), "wording": (wording, WORDINGS)}
+        for what, (given, known) in (named | {"caption": (caption, CAPTIONS)}).items():
             if given not in known:
                 raise TaskError(f"caption_reading: there is no {what} '{given}'{nearest(str(given), list(known))}")
         if not choices or not all(2 <= number <= 4 for number in choices):
             raise TaskError(f"caption_reading: choices are numbers of options, each 2 to 4, not {choices!r:.60}.")
-        self.prompt, self.form, self.wording, self.choices = prompt, form, wording, tuple(choices)
+        self.prompt, self.form, self.wording, self.choices, self.caption = prompt, form, wording, tuple(choices), caption
 
     def __getitem__(self, index: int) -> Task:
         scene, parts, random = self.scene(index), self.told(index), self.random("draw", index)
         asked, name = self._question(scene, random)
-        told = name in parts
-        caption = scene.caption(parts) if self.wording == "plain" else free_caption(scene, parts, random)
-        prompt = asked.prompt(caption, self.prompt)
-        if self.form == "letter":
-            answer = asked.letter if told else asked.letters[-1]
-        else:
+        told = name in parts or self.caption != "own"
+        prompt = asked.prompt(self._caption(index, random), self.prompt)
+        letter = asked.letter if told else asked.letters[-1]
+        said = asked.question.choices[asked.question.answer] if told else CANNOT
+        if self.form == "open":
             prompt = prompt.removesuffix(asked.text) + asked.question.stem
-            answer = asked.question.choices[asked.question.answer] if told else CANNOT
+        answer = {"letter": letter, "open": said, "spelled": f"{letter}) {said}"}[self.form]
         return Task(
             id=f"{self.name}/{self.kind}/{self.split}/{self.seed}/{index}",
             messages=(user(prompt),),
@@ -75,6 +82,14 @@ class CaptionReading(CaptionedScenes):
             demonstration=(answer,),
             metadata={"category": "told" if told else "not told"},
         )
+
+    def _caption(self, index: int, random: Random) -> str:
+        """What the reader is shown."""
+        if self.caption == "blank":
+            return ""
+        other = (index + self.size // 2 + 1) % self.size if self.caption == "swapped" else index
+        scene, parts = self.scene(other), self.told(other)
+        return scene.caption(parts) if self.wording == "plain" else free_caption(scene, parts, random)
 
     def _question(self, scene: CaptionedScene, random: Random) -> tuple[DrawnQuestion, str]:
         """A question as it is asked, and which fact it is about."""

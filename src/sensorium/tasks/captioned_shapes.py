@@ -33,7 +33,7 @@ VAGUE = {"colour": "", "shape": "shape", "second": "0"}
 FPS = 2
 TEST_SHARE = 4
 VARIANTS = 8
-"""Drawings of one thing in one place: videos are made once each."""
+"""Drawings of one thing in one place that training shows: videos are made once each. Of the test split each is its own."""
 
 Kind = Literal["picture", "video"]
 
@@ -137,7 +137,7 @@ class CaptionedShapes(CaptionedScenes):
     def _shown(self, index: int) -> Media:
         other = (index + self.size // 2 + 1) % self.size if self.picture == "swapped" else index
         scene = None if self.picture == "blank" else self.scene(other)
-        variant = self.random("variant", other).randrange(VARIANTS)
+        variant = other if self.split == "test" else self.random("variant", other).randrange(VARIANTS)
         if (scene, variant) not in self._made:
             self._made[scene, variant] = self._drawn(scene, variant)
         return self._made[scene, variant]
