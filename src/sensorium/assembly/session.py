@@ -73,6 +73,12 @@ class Session:
             tell_by(noted)
 
     @property
+    def engine_metrics(self) -> dict[str, float]:
+        """What the engine measures of itself; nothing for most."""
+        metrics = getattr(self.engine, "metrics", None)
+        return {} if metrics is None else metrics()
+
+    @property
     def fallbacks(self) -> int:
         """How many fast ways to compute were given up in this process, because they disagree with the reference."""
         return fallbacks()

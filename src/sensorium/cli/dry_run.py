@@ -22,6 +22,8 @@ from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError,
 from sensorium.vocabulary.task import Task
 
 ROWS = 8
+ENGINE_CHECKS = {"vllm": "sensorium.engines.vllm.recipe_checks"}
+"""Modules that say, without torch, what of a recipe an engine cannot do."""
 
 
 def look_at(recipe: Recipe, *, train: bool = True) -> Iterator[str]:
@@ -30,6 +32,9 @@ def look_at(recipe: Recipe, *, train: bool = True) -> Iterator[str]:
     Without ``train`` only what an evaluation needs is looked at.
     """
     find_names(recipe)
+    engine = recipe.rollout.engine.name
+    if engine in ENGINE_CHECKS:
+        yield from import_module(ENGINE_CHECKS[engine]).look_at(recipe)
     terms = _build_terms(recipe)
     if train:
         sources: list[TaskSource] = []

@@ -70,11 +70,24 @@ class Request:
 
 
 @dataclass(frozen=True)
+class VersionSpan:
+    """Tokens ``start`` to ``end`` of a response were sampled with weights of this version."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
 class Response:
-    """The model segment written, and why it ended."""
+    """The model segment written, and why it ended.
+
+    ``versions`` is empty unless weights were updated while it was written; its segment is then stamped with the first.
+    """
 
     segment: Segment
     finish: FinishReason
+    versions: tuple[VersionSpan, ...] = ()
 
 
 @dataclass(frozen=True)

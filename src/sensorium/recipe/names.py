@@ -98,6 +98,7 @@ NAMES: dict[str, dict[str, str]] = {
     "engine": {
         "native": "sensorium.engines.native.engine:NativeEngine",
         "process": "sensorium.engines.process.engine:ProcessEngine",
+        "vllm": "sensorium.engines.vllm.engine:VllmEngine",
     },
     "advantage": estimator_places(),
     "loss": loss_places(),

@@ -225,7 +225,7 @@ class Trainer:
         )  # of the evaluation before the first step too, which has no row of its own
         self._thin_logs()
         row["time/checkpoint_s"] = self.last_saving_s
-        row |= self.meter.row()
+        row |= self.meter.row() | self.session.engine_metrics
         for note in self.meter.notes():
             self.watcher.noted(note)
         row |= self.health.examine(self.step, row, evidence)

@@ -1,0 +1,232 @@
+"""The actor: vLLM's ``AsyncLLM`` in a process of its own, driven by the engine. Any number of questions at once.
+
+    start     build vLLM                                           {context}
+    generate  sample, and score given tokens                       {tokens, logprobs, finish, versions, scores}, {unknown}
+    cancel    end a request that nobody waits for any more         nothing
+    push      pause, load weights, forget what others computed     {pause_s, load_s}
+    lora      load an adapter, drop earlier ones that nobody uses  {}
+    reset     keep nothing of earlier rollouts                     {}
+    close     end
+
+Invariant: weights are never loaded while a request runs, and nothing computed with earlier ones outlives a push.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from sensorium.engines.process.channel import Channel, Message
+from sensorium.engines.process.messages import plain_error
+from sensorium.engines.vllm.engine_inputs import engine_input
+from sensorium.vocabulary.errors import EngineError, EngineLost
+
+SHUTDOWN_S = 15.0
+
+
+class Actor:
+    """vLLM, and what is asked of it."""
+
+    def __init__(self, heard: Channel) -> None:
+        self._heard = heard
+        self._engine: Any = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._adapters: dict[int, int] = {}  # open requests by the number of their adapter
+        self._adapter: Any = None
+
+    def take(self, message: Message) -> None:
+        """Begin to answer a message; on the event loop."""
+        if message["do"] == "cancel":
+            if task := self._tasks.get(message["request"]):
+                task.cancel()
+            return
+        number = message["id"]
+        self._tasks[number] = asyncio.get_running_loop().create_task(self._answer(number, message))
+
+    async def _answer(self, number: int, message: Message) -> None:
+        try:
+            answer = await getattr(self, f"_{message['do']}")(message)
+        except asyncio.CancelledError:
+            return
+        except Exception as error:
+            answer = self._explain(error)
+        finally:
+            self._tasks.pop(number, None)
+        self._heard.send({"id": number, **answer})
+
+    def _explain(self, error: Exception) -> Message:
+        if self._engine is not None and self._engine.errored:
+            return plain_error(
+                EngineLost(f"vLLM ended in the middle of its work ({error!r}); nothing more can be sampled.")
+            )
+        return plain_error(error)
+
+    async def _start(self, told: Message) -> Message:
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        given = {**told["engine_args"], "weight_transfer_config": WeightTransferConfig(backend=told["backend"])}
+        self._forbidden, self._stops = told["forbidden"], told["stops"]
+        self._vocab_size = told["vocab_size"]
+        self._tells_versions = told["tells_versions"]
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
+        await self._init_transfer()
+        return {"context": self._engine.model_config.max_model_len}
+
+    async def _init_transfer(self) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+
+    async def _generate(self, told: Message) -> Message:
+        prompt = engine_input(told)
+        adapter = self._adapter
+        key = 0 if adapter is None else adapter.lora_int_id
+        self._adapters[key] = self._adapters.get(key, 0) + 1
+        output = None
+        try:
+            stream = self._engine.generate(prompt, self._params(told), f"r{told['id']}", lora_request=adapter)
+            async for output in stream:
+                if told["streamed"] and output.outputs and not output.finished:
+                    self._heard.send({"id": told["id"], "part": _written(output.outputs[0])})
+        finally:
+            self._adapters[key] -= 1
+        if output is None or not output.outputs:
+            raise EngineError("vLLM ended a request without an output.")
+        written = output.outputs[0]
+        if written.finish_reason == "error":
+            if any(item["fields"] is None for item in told["media"]):
+                return {"unknown": True}
+            raise EngineError("vLLM refused a request without a reason; its log may tell more.")
+        if written.finish_reason == "abort":
+            raise EngineError("vLLM aborted a request that was not withdrawn.")
+        spans = getattr(written, "weight_versions", None) or []
+        return {
+            **_written(written),
+            "finish": written.finish_reason,
+            "versions": [[span.version, span.start, span.end] for span in spans],
+            "scores": _scores(output) if told["score"] else None,
+        }
+
+    def _params(self, told: Message) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        masked = [*self._forbidden, *([] if told["stop_tokens"] else self._stops)]
+        few = 2 * len(masked) <= self._vocab_size
+        mask: dict[str, Any] = {"logit_bias": dict.fromkeys(masked, -1e30)} if few and masked else {}
+        if not few:
+            mask = {"allowed_token_ids": sorted({*range(self._vocab_size)} - {*masked})}
+        return SamplingParams(
+            temperature=told["temperature"],
+            seed=told["seed"],
+            max_tokens=told["max_tokens"],
+            logprobs=0,
+            prompt_logprobs=0 if told["score"] else None,
+            ignore_eos=True,
+            stop_token_ids=self._stops if told["stop_tokens"] else [],
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA if told["streamed"] else RequestOutputKind.FINAL_ONLY,
+            **mask,
+        )
+
+    async def _push(self, told: Message) -> Message:
+        """Requests in flight are kept, and go on with keys, values and features that the new weights compute."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        engine, started = self._engine, time.perf_counter()
+        await engine.pause_generation(mode="keep", clear_cache=False)
+        paused = time.perf_counter()
+        await engine.start_weight_update()
+        await engine.update_weights(WeightTransferUpdateRequest(update_info=told["update"]))
+        if self._tells_versions:
+            await engine.finish_weight_update(str(told["version"]))
+        else:
+            await engine.finish_weight_update()
+        await self._forget()
+        # After a failure above the engine stays paused, with weights on the meta device: a request would end it. Only
+        # another push, or a new engine, heals it.
+        await engine.resume_generation()
+        return {"pause_s": paused - started, "load_s": time.perf_counter() - paused}
+
+    async def _lora(self, told: Message) -> Message:
+        """A new number for each version: vLLM would keep the earlier adapter of a number it knows."""
+        from vllm.lora.request import LoRARequest
+
+        request = LoRARequest(f"version-{told['number']}", told["number"], told["path"])
+        await self._engine.add_lora(request)
+        self._adapter = request
+        for number in [number for number, open_ in self._adapters.items() if not open_ and number != told["number"]]:
+            del self._adapters[number]
+            if number:
+                await self._engine.remove_lora(number)
+        if self._tells_versions:
+            await self._engine.update_weight_version(str(told["version"]))
+        return {}
+
+    async def _reset(self, told: Message) -> Message:
+        await self._forget()
+        return {}
+
+    async def _forget(self) -> None:
+        """Drop features first, then keys and values: also those of requests that wait to go on."""
+        await self._engine.reset_encoder_cache()
+        await self._engine.reset_prefix_cache(reset_running_requests=True)
+
+    def shut_down(self) -> None:
+        """Let vLLM end its processes and give its shared memory back."""
+        if self._engine is not None:
+            with suppress(Exception):
+                self._engine.shutdown()
+
+
+def _written(completion: Any) -> Message:
+    """The tokens of an output and the log-prob of each."""
+    tokens = list(completion.token_ids)
+    pairs = zip(tokens, completion.logprobs or [], strict=True)
+    return {"tokens": tokens, "logprobs": [rows[token].logprob for token, rows in pairs]}
+
+
+def _scores(output: Any) -> list[float | None]:
+    """The log-prob of each prompt token; none of the first."""
+    rows = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+    return [None if row is None else row[token].logprob for token, row in rows]
+
+
+async def serve(told: Channel, actor: Actor) -> None:
+    """Take messages until the other end closes or hangs up."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def read() -> None:
+        with suppress(EOFError, OSError):
+            while (message := told.receive())["do"] != "close":
+                loop.call_soon_threadsafe(actor.take, message)
+        loop.call_soon_threadsafe(ended.set)
+
+    threading.Thread(target=read, name="questions", daemon=True).start()
+    await ended.wait()
+
+
+def main() -> None:
+    """Serve the two connections whose file descriptors are the arguments."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal interrupts both; the parent decides when to close
+    told, heard = (Channel(socket.socket(fileno=int(number))) for number in sys.argv[1:3])
+    actor = Actor(heard)
+    with suppress(EOFError, OSError):
+        asyncio.run(serve(told, actor))
+    closing = threading.Thread(target=actor.shut_down, daemon=True)
+    closing.start()
+    closing.join(SHUTDOWN_S)
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)  # whatever vLLM left behind, and this process
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""This side of the actor: many questions open at once, each answered by its number; its death fails all of them."""
+
+import itertools
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as WaitedTooLong
+from contextlib import suppress
+from pathlib import Path
+
+from sensorium.engines.process.channel import Channel, Message
+from sensorium.engines.process.messages import error_of
+from sensorium.engines.python_process import CLOSE_S, PythonProcess
+from sensorium.vocabulary.errors import EngineLost
+
+Part = Callable[[Message], object]
+
+
+class ActorProcess:
+    """The process that holds vLLM's front end, and through it vLLM's other processes.
+
+    There is a socket for each direction, so that a thread reads answers while others send.
+    """
+
+    def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
+        told, heard = socket.socketpair(), socket.socketpair()
+        with told[1], heard[1]:
+            self._python = PythonProcess(
+                "sensorium.engines.vllm.actor", [told[1], heard[1]], log, environment, own_group=True
+            )
+        self._told, self._heard = Channel(told[0]), Channel(heard[0])
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._open: dict[int, tuple[Future[Message], Part | None]] = {}
+        self._lost: EngineLost | None = None
+        self._closing = False
+        self._reader = threading.Thread(target=self._read, name="vllm answers", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """The actor's process id, which is that of its process group too."""
+        return self._python.pid
+
+    @property
+    def lost(self) -> EngineLost | None:
+        """Why nothing more can be asked, if so."""
+        return self._lost
+
+    def submit(self, message: Message, part: Part | None = None) -> tuple[int, "Future[Message]"]:
+        """Send a question; its number and its answer to come. ``part`` is called with what comes before the answer."""
+        answer: Future[Message] = Future()
+        with self._lock:
+            if self._lost is not None:
+                raise self._lost
+            number = next(self._numbers)
+            self._open[number] = (answer, part)
+            try:
+                self._told.send({"id": number, **message}, CLOSE_S)
+            except OSError as error:
+                del self._open[number]
+                raise EngineLost(self._why()) from error
+        return number, answer
+
+    def ask(self, message: Message, limit_s: float) -> Message:
+        """Send a question and wait for its answer. If none comes in time the actor is ended."""
+        _, answer = self.submit(message)
+        try:
+            return answer.result(limit_s)
+        except WaitedTooLong as error:
+            lost = EngineLost(
+                f"vLLM (pid {self.pid}) did not answer '{message['do']}' within {limit_s:g} s and was ended. Raise "
+                "rollout.engine.options.reply_s (start_s for its start) if the model is that slow."
+                f"{self._python.last_words()}"
+            )
+            self.fail(lost)
+            raise lost from error
+
+    def tell(self, message: Message) -> None:
+        """Send what needs no answer; nothing happens if the actor is gone."""
+        with self._lock, suppress(OSError):
+            if self._lost is None:
+                self._told.send({"id": -1, **message}, CLOSE_S)
+
+    def fail(self, why: EngineLost) -> None:
+        """End the actor and all that it started, and fail every open question."""
+        with self._lock:
+            self._lost = self._lost or why
+            waiting, self._open = list(self._open.values()), {}
+        self._python.end()
+        for answer, _ in waiting:
+            if not answer.done():
+                answer.set_exception(self._lost)
+
+    def close(self) -> None:
+        """Tell it to end, and end it and all that it started if it does not."""
+        self._closing = True
+        if self._lost is None and self._python.alive:
+            self.tell({"do": "close"})
+        self._told.close()
+        self._python.end(CLOSE_S)
+        self._reader.join(CLOSE_S)
+        self._heard.close()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message = self._heard.receive()
+            except (EOFError, OSError, ValueError):
+                if not self._closing:
+                    self.fail(EngineLost(self._why()))
+                return
+            if "part" in message:
+                _, part = self._open.get(message["id"], (None, None))
+                if part is not None:
+                    part(message["part"])
+                continue
+            answer, _ = self._open.pop(message["id"], (None, None))
+            if message.get("kind") == "EngineLost":  # vLLM's own processes have ended
+                self.fail(EngineLost(f"{message['error']}{self._python.last_words()}"))
+            if answer is not None and not answer.done():
+                if "error" in message:
+                    answer.set_exception(self._lost or error_of(message))
+                else:
+                    answer.set_result(message)
+
+    def _why(self) -> str:
+        return self._python.why()

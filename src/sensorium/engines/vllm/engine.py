@@ -1,0 +1,429 @@
+"""The engine ``vllm``: this side of it. Requests are laid out and checked here, and sampled by vLLM in other processes.
+
+vLLM is given weights at its start and after each update, and is held against the policy each time (``parity``). It batches
+by the clock: what it samples is a function of the weights and of a request's key, but its last bits are not promised.
+"""
+
+import asyncio
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from sensorium.engines.native.response_rows import StopStrings
+from sensorium.engines.protocol import (
+    Capabilities,
+    FinishReason,
+    LiveEpisodes,
+    Request,
+    Response,
+    Sampling,
+    VersionSpan,
+    WeightSource,
+)
+from sensorium.engines.tensor_files import write_tensors
+from sensorium.engines.vllm import parity
+from sensorium.engines.vllm.actor_process import ActorProcess
+from sensorium.engines.vllm.arguments import EngineSettings, engine_arguments
+from sensorium.engines.vllm.options import check_options
+from sensorium.engines.vllm.prompts import MODALITIES, EnginePrompt, check_prompt, lay_out, tower_fields
+from sensorium.engines.vllm.recipe_checks import refuse_adapters, refuse_dtype, refuse_family
+from sensorium.engines.vllm.startup import environment, write_startup
+from sensorium.engines.vllm.transfers import pushed_by
+from sensorium.engines.vllm.versions import installed_version
+from sensorium.engines.vllm.weights import ChangedWeights, published
+from sensorium.models.policy import Policy
+from sensorium.models.prepared_media import Extent, TowerInput
+from sensorium.models.segment_layout import Layout
+from sensorium.vocabulary.content import Media
+from sensorium.vocabulary.episode import Segment
+from sensorium.vocabulary.errors import EngineError, EngineLost
+
+SAMPLING_OPTIONS = frozenset(["temperature", "greedy", "stop", "ignore_stop_tokens"])
+SEED_BITS = (1 << 62) - 1
+
+
+@dataclass
+class PushTimes:
+    """How long the last push took, and of it the pause and the loading; how long the check after it took."""
+
+    total_s: float = 0.0
+    pause_s: float = 0.0
+    load_s: float = 0.0
+    parity_s: float = 0.0
+
+
+class VllmEngine:
+    """Samples with vLLM. ``arguments.EngineSettings`` has the options that go to vLLM.
+
+    ``start_s`` bounds its start, ``reply_s`` every later answer but those of requests. ``parity_bound`` is the largest mean
+    difference of log-probs that passes for rounding (default: by dtype). ``restarts`` is how often an engine that died is
+    replaced; its open requests are then sampled again.
+    """
+
+    check_options = staticmethod(check_options)
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        lockstep: bool = False,
+        max_rows: int = 256,
+        max_context: int | None = None,
+        start_s: float = 600.0,
+        reply_s: float = 600.0,
+        cache_gib: float = 1.0,
+        gpu_share: float = 0.4,
+        eager: bool | None = None,
+        tensor_parallel: int = 1,
+        push: str = "auto",
+        parity_bound: float | None = None,
+        restarts: int = 0,
+        engine_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._vllm = installed_version()
+        self._settings = EngineSettings(
+            max_rows, max_context, cache_gib, gpu_share, eager, tensor_parallel, push, dict(engine_args or {})
+        )
+        dtype = str(policy.dtype).removeprefix("torch.")
+        refuse_family(policy.model.config.model_type)
+        refuse_dtype(dtype, on_cpu=policy.device.type == "cpu")
+        refuse_adapters(() if policy.adapters is None else policy.adapters.section.groups)
+        self.capabilities = Capabilities(policy.chat.modalities, deterministic=False, sampling=SAMPLING_OPTIONS)
+        self.version = policy.version
+        self.restarts = 0
+        self.pushed = PushTimes()
+        self.parity: dict[str, parity.Difference] = {}
+        self._policy = policy
+        self._parameters = [name for name, _ in policy.model.named_parameters()]
+        self._tied = policy.adapter.head.weight is policy.adapter.language_model.embed_tokens.weight
+        self._start_s, self._reply_s, self._restarts_left = start_s, reply_s, restarts
+        self._bound = parity.BOUNDS[dtype] if parity_bound is None else parity_bound
+        self._probes = parity.make_probes(policy)
+        self._changed = ChangedWeights()
+        self._actor: ActorProcess | None = None
+        self._folder: Path | None = None
+        self._context = 0
+        self._held: set[str] = set()  # media that vLLM was sent
+        self._open: set[str] = set()
+        self._replacing = threading.Lock()
+        self._adapters_written = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The actor's process id and that of its process group, once it is started."""
+        return None if self._actor is None else self._actor.pid
+
+    def start(self) -> None:
+        """Start vLLM without weights, push the policy's, and hold the two against each other."""
+        if self._actor is not None:
+            return
+        policy = self._policy
+        self._folder = Path(tempfile.mkdtemp(prefix="sensorium-vllm-"))
+        try:
+            policy.save_description(self._folder / "model")
+            arguments = engine_arguments(self._settings, policy, self._vllm, self._folder / "model")
+            startup = write_startup(self._folder / "startup")
+            variables = environment(startup, on_cpu=arguments.on_cpu, cache_gib=self._settings.cache_gib)
+            self._actor = ActorProcess(self._folder / "vllm.log", variables)
+            told = {
+                "do": "start",
+                "engine_args": arguments.engine_args,
+                "backend": arguments.backend,
+                "forbidden": list(policy.chat.forbidden_ids),
+                "stops": list(policy.chat.stop_ids),
+                "vocab_size": policy.vocab_size,
+                "tells_versions": self._vllm.tells_weight_versions,
+            }
+            self._context = self._actor.ask(told, self._start_s)["context"]
+            self._backend = arguments.backend
+            self._push_base()
+            self.update_weights(policy, policy.version)
+        except BaseException:
+            self.close()
+            raise
+
+    def restart(self, source: WeightSource | None = None, version: int | None = None) -> None:
+        """End what is left of the engine and start another with these weights (the policy's); its caches are empty."""
+        self.close()
+        self.restarts += 1
+        self.start()
+        if source is not None:
+            self.update_weights(source, self.version if version is None else version)
+
+    async def generate(self, request: Request, episodes: LiveEpisodes | None = None) -> Response:
+        """Write one response. Cancelling the wait withdraws the request."""
+        if request.thread in self._open:
+            raise EngineError(f"thread '{request.thread}' is being continued already; a thread has one response at a time.")
+        prompt = self._lay_out(request)
+        self._open.add(request.thread)
+        try:
+            while True:
+                actor = self._actor
+                try:
+                    return await self._respond(request, prompt)
+                except EngineLost:
+                    if actor is None or not await asyncio.to_thread(self._replaced, actor):
+                        raise
+        finally:
+            self._open.discard(request.thread)
+
+    def release(self, thread: str) -> None:
+        """Nothing is kept for a thread: vLLM's prefix cache finds by content."""
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """Sample with these weights from now on. Responses that are open go on, with a version for each of their parts."""
+        started = time.perf_counter()
+        if self._policy.adapters is not None:
+            answer = self._push_adapters(version)
+        else:
+            answer = self._push(source.tensors(), self._parameters, version)
+        self.version = version
+        self.pushed = PushTimes(time.perf_counter() - started, answer.get("pause_s", 0.0), answer.get("load_s", 0.0))
+        if source is self._policy:
+            started = time.perf_counter()
+            self.parity = self._measure()
+            self.pushed.parity_s = time.perf_counter() - started
+            parity.refuse_apart(self.parity, self._bound, f"after the push of version {version}")
+
+    def tell_by(self, noted: Callable[[str], None]) -> None:
+        """Say which vLLM it is, what it lacks, and how close it is to the policy."""
+        for sentence in self._vllm.sentences():
+            noted(sentence)
+        apart = ", ".join(f"{modality} {found.largest:.1e}" for modality, found in self.parity.items())
+        noted(f"rollout.engine: largest difference of vLLM's log-probs from the policy's: {apart}")
+
+    def reset_cache(self) -> None:
+        """Drop features, keys and values."""
+        self._ask({"do": "reset"})
+
+    def metrics(self) -> dict[str, float]:
+        """What a step's row says of the engine."""
+        told = {
+            "engine/push_s": self.pushed.total_s,
+            "engine/push_pause_s": self.pushed.pause_s,
+            "engine/parity_s": self.pushed.parity_s,
+            "engine/restarts": float(self.restarts),
+        }
+        for modality, found in self.parity.items():
+            told |= {f"engine/parity_mean/{modality}": found.mean, f"engine/parity_max/{modality}": found.largest}
+        return told
+
+    def close(self) -> None:
+        """End vLLM with all its processes, and remove its folder."""
+        if self._actor is not None:
+            self._actor.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._actor = self._folder = None
+        self._held.clear()
+        self._changed.forget()
+
+    # Requests.
+
+    def _lay_out(self, request: Request) -> EnginePrompt:
+        chat = self._policy.chat
+        prompt = lay_out(_StoredMedia(self._policy), chat.media_format, request.context)
+        check_prompt(prompt, request.name, self._policy.vocab_size, self._context, chat.media_format.placeholders)
+        if request.sampling.top_p < 1 or request.sampling.top_k:
+            raise EngineError("the engine vllm does not truncate by top_p or top_k; leave them at 1 and 0.")
+        return prompt
+
+    async def _respond(self, request: Request, prompt: EnginePrompt) -> Response:
+        sampling = request.sampling
+        inputs = {placed.media: self._policy.chat.prepared.get([placed.media])[0] for placed in prompt.media}
+        stops = StopStrings(sampling.stop) if sampling.stop else None
+        answer = await self._sample(prompt, inputs, sampling, request.key, stops)
+        if any(one != one for one in answer["logprobs"]):
+            raise EngineError(f"the logits of '{request.name}' are not finite; are the weights?")
+        spans = tuple(VersionSpan(int(version), start, end) for version, start, end in answer["versions"])
+        version = spans[0].version if spans else answer["began"]
+        logprobs = answer["logprobs"]
+        drawn = [0.0] * len(logprobs) if sampling.temperature == 0 else logprobs
+        segment = self._policy.chat.written(answer["tokens"], logprobs, drawn, request.name, version)
+        finish: FinishReason = "stop" if answer["finish"] == "stop" else "length"
+        return Response(segment, finish, spans if len(spans) > 1 else ())
+
+    async def _sample(
+        self,
+        prompt: EnginePrompt,
+        inputs: Mapping[Media, TowerInput],
+        sampling: Sampling,
+        key: int,
+        stops: StopStrings | None = None,
+    ) -> dict[str, Any]:
+        """What vLLM writes after a prompt; media that it no longer holds are sent again."""
+        began, file = self.version, None
+        try:
+            message = self._message(prompt, sampling, key, streamed=stops is not None)
+            file = self._attach(message, prompt, inputs, all_=False)
+            answer = await self._follow(message, stops)
+            if answer.get("unknown"):
+                _delete(file)
+                file = self._attach(message, prompt, inputs, all_=True)
+                answer = await self._follow(message, stops)
+        finally:
+            _delete(file)
+        return {"began": began, **answer}
+
+    async def _follow(self, message: dict[str, Any], stops: StopStrings | None) -> dict[str, Any]:
+        """Wait for an answer. Where there are stop strings the tokens come one by one, and the first to end one is last."""
+        actor = self._running()
+        loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+        tokens: list[int] = []
+        logprobs: list[float] = []
+
+        def part(given: dict[str, Any]) -> None:
+            for token, logprob in zip(given["tokens"], given["logprobs"], strict=True):
+                if not stopped.is_set():
+                    tokens.append(token)
+                    logprobs.append(logprob)
+                    if stops is not None and stops.feed(self._policy.chat.token_bytes(token)):
+                        stopped.set()
+
+        number, future = actor.submit(message, lambda given: loop.call_soon_threadsafe(part, given))
+        waiting = asyncio.wrap_future(future)
+        ending = asyncio.ensure_future(stopped.wait())
+        try:
+            await asyncio.wait([waiting, ending], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
+            if not waiting.done():
+                return {"tokens": tokens, "logprobs": logprobs, "finish": "stop", "versions": []}
+            answer = waiting.result()
+            if stops is None or answer.get("unknown"):
+                return answer
+            part(answer)
+            return answer | {
+                "tokens": tokens, "logprobs": logprobs, "finish": "stop" if stopped.is_set() else answer["finish"],
+            }  # fmt: skip
+        finally:
+            ending.cancel()
+            if not waiting.done():
+                waiting.cancel()
+                actor.tell({"do": "cancel", "request": number})
+
+    def _message(
+        self, prompt: EnginePrompt, sampling: Sampling, key: int, *, streamed: bool = False, score: bool = False
+    ) -> dict[str, Any]:
+        return {
+            "do": "generate",
+            "ids": prompt.ids,
+            "temperature": sampling.temperature,
+            "seed": key & SEED_BITS,
+            "max_tokens": min(sampling.max_new_tokens, self._context - len(prompt.ids)),
+            "stop_tokens": sampling.stop_tokens,
+            "streamed": streamed,
+            "score": score,
+        }
+
+    def _attach(
+        self, message: dict[str, Any], prompt: EnginePrompt, inputs: Mapping[Media, TowerInput], *, all_: bool
+    ) -> Path | None:
+        """Add a prompt's media to a message; the tensors of those that vLLM does not hold go into a file."""
+        tensors: dict[str, Tensor] = {}
+        media = []
+        for i, placed in enumerate(prompt.media):
+            fields = None
+            if all_ or not self._vllm.media_by_hash or placed.media.key not in self._held:
+                given = tower_fields(placed, inputs[placed.media], self._policy.chat.media_format)
+                tensors |= {f"{i}.{name}": tensor for name, tensor in given.items()}
+                fields = list(given)
+                self._held.add(placed.media.key)
+            media.append({
+                "modality": MODALITIES[placed.media.kind], "key": placed.media.key, "fields": fields,
+                "start": placed.start, "length": placed.length, "mask": placed.mask,
+            })  # fmt: skip
+        file = write_tensors(tensors, "media") if tensors else None
+        message |= {"media": media, "file": None if file is None else str(file)}
+        return file
+
+    # Weights.
+
+    def _push_base(self) -> None:
+        """Under LoRA the base weights are pushed once; they never change."""
+        if self._policy.adapters is not None:
+            self._push(self._policy.tensors(), self._parameters, self._policy.version)
+
+    def _push(self, tensors: Mapping[str, Tensor], parameters: Sequence[str], version: int) -> dict[str, Any]:
+        names = self._changed.select(tensors, parameters)
+        sent = published(tensors, [name for name in parameters if name in names], tied=self._tied)
+        with pushed_by(self._backend, sent) as update:
+            answer = self._ask({"do": "push", "update": update, "version": version})
+        self._changed.note(tensors, names)
+        return answer
+
+    def _push_adapters(self, version: int) -> dict[str, Any]:
+        """Every version is a new adapter to vLLM: of a number that it knows it would keep the earlier one."""
+        assert self._policy.adapters is not None
+        assert self._folder is not None
+        self._adapters_written += 1
+        folder = self._folder / f"adapter-{self._adapters_written}"
+        self._policy.adapters.save(folder)
+        try:
+            return self._ask({"do": "lora", "path": str(folder), "number": self._adapters_written, "version": version})
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _measure(self) -> dict[str, parity.Difference]:
+        """Each probe twice: its own tokens scored, and a few tokens written after it through vLLM's caches."""
+        found = {}
+        for i, probe in enumerate(self._probes):
+            sampling = Sampling(max_new_tokens=parity.WRITTEN_TOKENS)
+            scored = self._ask_probe(probe, self._message(probe.prompt, sampling, i, score=True))
+            written = self._ask_probe(probe, self._message(probe.prompt, sampling, i))
+            found[probe.modality] = parity.difference(self._policy, probe, {**written, "scores": scored["scores"]})
+        return found
+
+    def _ask_probe(self, probe: parity.Probe, message: dict[str, Any]) -> dict[str, Any]:
+        for all_ in (False, True):
+            file = self._attach(message, probe.prompt, probe.inputs, all_=all_)
+            try:
+                answer = self._ask(message)
+            finally:
+                _delete(file)
+            if not answer.get("unknown"):
+                return answer
+        raise EngineError("vLLM does not keep a probe's media long enough to read them.")
+
+    # The actor.
+
+    def _running(self) -> ActorProcess:
+        if self._actor is None:
+            raise EngineLost("vLLM was not started, or is closed; call start() first.")
+        return self._actor
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        return self._running().ask(message, self._reply_s)
+
+    def _replaced(self, lost: ActorProcess) -> bool:
+        """True if there is another engine than the one that was lost; the first to ask starts it."""
+        with self._replacing:
+            if self._actor is lost:
+                if not self._restarts_left:
+                    return False
+                self._restarts_left -= 1
+                self.restart()
+            return self._actor is not None
+
+
+class _StoredMedia:
+    """Layouts and extents of media that are stored."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._chat = policy.chat
+
+    def layout(self, segment: Segment) -> Layout:
+        return self._chat.layout(segment)
+
+    def extent(self, media: Media) -> Extent:
+        return self._chat.prepared.extent(media)
+
+
+def _delete(file: Path | None) -> None:
+    if file is not None:
+        file.unlink(missing_ok=True)

@@ -1,0 +1,93 @@
+"""What of a recipe vLLM cannot do: refused or told at the dry run, before anything is started. Imports no torch."""
+
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+from sensorium.engines.vllm.options import check_options
+from sensorium.engines.vllm.versions import installed_version, known_newer
+from sensorium.recipe.schema import Recipe
+from sensorium.recipe.shape import read_shape
+from sensorium.vocabulary.errors import EngineError, RecipeError
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2", "qwen3")
+"""Families whose log-probs were held against the native engine's."""
+
+TOWER_GROUPS = frozenset(["vision", "projector"])
+REPEATS_NOT = (
+    "rollout.engine: vLLM's batches depend on the clock, so a run does not repeat bit for bit and a resumed one goes on "
+    "with other samples"
+)
+
+
+def look_at(recipe: Recipe) -> Iterator[str]:
+    """Refuse what vLLM does not do, and say what is different with it."""
+    engine, rollout = recipe.rollout.engine, recipe.rollout
+    try:
+        check_options(engine.options)
+    except ValueError as error:
+        raise RecipeError(f"rollout.engine.options: {error}.") from error
+    try:
+        found = installed_version()
+    except EngineError as error:
+        raise RecipeError(str(error)) from error
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        raise RecipeError(
+            "rollout.top_p and rollout.top_k: vLLM gives log-probs of the truncated distribution or of the whole policy, "
+            "not both, and training needs those of the policy. Leave them at 1 and 0, or use rollout.engine: native."
+        )
+    if rollout.schedule == "lockstep":
+        raise RecipeError(f"{REPEATS_NOT}. Set rollout.schedule: eager, or use rollout.engine: native, which repeats.")
+    shape = read_shape(recipe.model.path, recipe.model.revision)
+    if shape is not None:
+        refuse_family(shape.family)
+    refuse_adapters(recipe.model.lora.groups if recipe.model.lora.rank else ())
+    on_cpu = found.on_cpu or recipe.model.device == "cpu"
+    refuse_dtype(recipe.model.dtype, on_cpu=on_cpu)
+    if on_cpu and engine.options.get("push") == "ipc":
+        raise RecipeError("rollout.engine.options.push is ipc, which shares GPU memory; on a CPU use file, or auto.")
+    yield from found.sentences()
+    if known_newer(found.name):
+        yield f"rollout.engine: vLLM {found.name} is newer than any that this engine was tried with; its parity will tell"
+    yield REPEATS_NOT
+    if TOWER_GROUPS & {*recipe.model.lora.groups} and recipe.model.lora.rank:
+        yield "rollout.engine: adapters of the vision tower are switched on in vLLM (enable_tower_connector_lora)"
+
+
+def refuse_family(family: str) -> None:
+    """Refuse a family whose log-probs were never compared."""
+    if family not in FAMILIES:
+        raise RecipeError(
+            f"rollout.engine: the engine vllm samples {', '.join(FAMILIES)}; this model is of family '{family}'. Use "
+            "rollout.engine: native, or process."
+        )
+
+
+def refuse_adapters(groups: tuple[str, ...]) -> None:
+    """Refuse adapters where vLLM has none."""
+    if strange := sorted({*groups} - TOWER_GROUPS - {"language"}):
+        raise RecipeError(
+            f"model.lora.groups names '{strange[0]}': vLLM adapts the language model and the vision tower alone. Leave it "
+            "out, or use rollout.engine: native."
+        )
+
+
+def refuse_dtype(dtype: str, *, on_cpu: bool, features: frozenset[str] | None = None, machine: str = "") -> None:
+    """Refuse bfloat16 on an Arm CPU that has no such instructions: vLLM starts, and is killed at its first forward."""
+    if dtype != "bfloat16" or not on_cpu or (machine or platform.machine()) not in ("aarch64", "arm64"):
+        return
+    if "bf16" not in (cpu_features() if features is None else features):
+        raise RecipeError(
+            "model.dtype is bfloat16, and this CPU has no bf16 instructions: vLLM would be killed (SIGILL) at its first "
+            "forward. Set model.dtype: float32."
+        )
+
+
+def cpu_features() -> frozenset[str]:
+    """What this machine's first core can do, as Linux names it; empty where that is not told."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    told = next((line for line in lines if line.lower().startswith(("features", "flags"))), "")
+    return frozenset(told.partition(":")[2].split())

@@ -1,0 +1,46 @@
+"""How pushed weights get into vLLM's workers: by a file, or as memory of a GPU that both processes are on."""
+
+import base64
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from sensorium.engines.tensor_files import write_tensors
+from sensorium.engines.vllm.weight_backend import BACKEND
+from sensorium.engines.vllm.weights import PushedWeights
+
+
+@contextmanager
+def pushed_by(backend: str, weights: PushedWeights) -> Iterator[dict[str, Any]]:
+    """What the backend's workers are told; inside, what they read is there."""
+    if backend == BACKEND:
+        file = write_tensors(weights.tensors)
+        try:
+            yield {"file": str(file), "aliases": weights.aliases}
+        finally:
+            file.unlink(missing_ok=True)
+        return
+    tensors = {name: tensor.detach().contiguous() for name, tensor in weights.tensors.items()}
+    tensors |= {name: tensors[of] for name, of in weights.aliases.items()}
+    yield shared_memory(tensors)
+    del tensors  # the workers have copied them
+
+
+def shared_memory(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The update of vLLM's backend ``ipc``: for each tensor the handle by which another process opens its memory."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    torch.cuda.synchronize()
+    handles = []
+    for tensor in tensors.values():
+        gpu = str(torch.cuda.get_device_properties(tensor.device).uuid)
+        handles.append({gpu: reduce_tensor(tensor)[1]})
+    return {
+        "names": list(tensors),
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode(),
+    }

@@ -1,0 +1,81 @@
+"""The names under which weights are pushed: those of the published checkpoints, which vLLM's loaders read.
+
+policy (transformers 5)                                        pushed
+model.language_model.layers.0.mlp.up_proj.weight            →  the same
+…self_attn.q_proj.base_layer.weight (under LoRA)            →  …self_attn.q_proj.weight
+…mlp.experts.gate_up_proj [E, 2I, H]                        →  the same name, [E, H, 2I]
+a tied head                                                 →  lm_head.weight beside the embeddings
+rotary tables and other buffers, adapters                   →  nothing
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sensorium.vocabulary.errors import EngineError
+
+EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
+EMBEDDINGS = "embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class PushedWeights:
+    """Tensors by their published names. ``aliases``: names that stand for another's tensor."""
+
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]
+
+
+def published(tensors: Mapping[str, Tensor], parameters: Collection[str], *, tied: bool) -> PushedWeights:
+    """Of a policy's tensors those of ``parameters``, as vLLM is sent them.
+
+    A head tied to the embeddings goes with them: vLLM keeps a copy of its own, which would stay at the old weights.
+    """
+    if missing := sorted(set(parameters) - tensors.keys()):
+        raise EngineError(f"the weights to push lack {len(missing)} parameters of the model, {missing[0]} among them.")
+    named = {name: tensors[name] for name in parameters if ".lora_" not in name}
+    sent = {
+        name.replace(".base_layer.", "."): tensor.transpose(-1, -2) if name.endswith(EXPERTS) else tensor
+        for name, tensor in named.items()
+    }
+    embeddings = next((name for name in sent if name.endswith(EMBEDDINGS)), None)
+    return PushedWeights(sent, {HEAD: embeddings} if tied and embeddings is not None else {})
+
+
+class ChangedWeights:
+    """Which parameters a push must carry: those that may have changed since the last one, whole layers at a time.
+
+    vLLM joins what a layer holds (queries, keys and values; gate and up), so of a layer that changed all is sent.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[str, tuple[int, int]] = {}
+
+    def select(self, tensors: Mapping[str, Tensor], parameters: Collection[str]) -> set[str]:
+        """The names to send now. What learns is always sent: it may be written to in ways that torch does not count."""
+        moved = {
+            name for name in parameters if tensors[name].requires_grad or self._sent.get(name) != _state(tensors[name])
+        }
+        layers = {layer_of(name) for name in moved}
+        return {name for name in parameters if layer_of(name) in layers}
+
+    def note(self, tensors: Mapping[str, Tensor], parameters: Collection[str]) -> None:
+        """These arrived."""
+        self._sent |= {name: _state(tensors[name]) for name in parameters}
+
+    def forget(self) -> None:
+        """Nothing is there any more."""
+        self._sent.clear()
+
+
+def layer_of(name: str) -> str:
+    """The decoder layer or tower block that a parameter belongs to; its own name where it belongs to none."""
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return name if number is None else ".".join(parts[: number + 1])
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor._version

