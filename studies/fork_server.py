@@ -4,16 +4,20 @@
         ended = server.run("studies.resumed_runs:train_recipe", "recipe.yaml", "runs/a", kill_at_cpu_s=2.5)
         ended.code     # 0, or -9 for a killed run
 
+Processes that name the same ``shared`` path share one server, which the first of them starts. It ends with the last.
+
 Invariant: the server imports and forks, and never computes, so it has no threads and no random state that a run could
 inherit. What a fork cannot show is a fresh interpreter (another hash seed, imports in another order). It ends as one
 does: threads are waited for, and what was registered for the end is called.
 """
 
 import atexit
+import fcntl
 import gc
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -38,6 +42,7 @@ CALL += "sys.exit(getattr(import_module(module), name)(*given))"
 LOOK_EVERY_S = 0.002
 TICKS = os.sysconf("SC_CLK_TCK")
 MOST_FDS = 32
+WELCOME = b"welcome"
 
 
 @dataclass(frozen=True)
@@ -75,17 +80,39 @@ class Forked:
 class ForkServer:
     """A server and its runs; ``cpu_s`` is what those that were waited for by ``run`` have taken together."""
 
-    def __init__(self, *preloaded: str) -> None:
+    def __init__(self, *preloaded: str, shared: Path | None = None) -> None:
         self.cpu_s = 0.0
+        self._server: subprocess.Popen[bytes] | None = None
+        if shared is None:
+            self._start("", preloaded)
+            return
+        with open(f"{shared}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                self._connect(str(shared))
+            except OSError:
+                shared.unlink(missing_ok=True)
+                self._start(str(shared), preloaded)
+
+    def _start(self, address: str, preloaded: Sequence[str]) -> None:
         paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+            listening.bind(address)  # without a name it gets one that is no file
+            listening.listen()
             self._server = subprocess.Popen(
-                [sys.executable, "-m", "studies.fork_server", str(theirs.fileno()), *PRELOADED, *preloaded],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-m", "studies.fork_server", str(listening.fileno()), *PRELOADED, *preloaded],
+                pass_fds=[listening.fileno()],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
                 cwd=ROOT,
             )
+            self._connect(listening.getsockname())
+
+    def _connect(self, address: str | bytes) -> None:
+        """Be one of the server's clients. One that is about to end accepts nobody any more: then this raises."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(address)
+        if not self._socket.recv(len(WELCOME)):
+            raise ConnectionError("the fork server ended")
 
     def __enter__(self) -> "ForkServer":
         return self
@@ -134,23 +161,34 @@ class ForkServer:
         return ended
 
     def close(self) -> None:
-        """End the server."""
+        """Leave the server, which ends with its last client."""
         self._socket.close()
-        self._server.wait()
+        if self._server is not None:
+            self._server.wait()
 
 
-def serve(orders: socket.socket) -> list[str] | None:
+def serve(listening: socket.socket) -> list[str] | None:
     """Fork a run for every order. In a fork this returns what to run; in the server nothing, when no order can come."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those who watch over the runs are not waited for
+    clients: list[socket.socket] = []
     while True:
-        message, received, _, _ = socket.recv_fds(orders, 16, MOST_FDS)
-        if not message:
+        for ready in select.select([listening, *clients], [], [])[0]:
+            if ready is listening:
+                clients.append(listening.accept()[0])
+                clients[-1].send(WELCOME)
+                continue
+            message, received, _, _ = socket.recv_fds(ready, 16, MOST_FDS)
+            if not message:
+                ready.close()
+                clients.remove(ready)
+            elif not os.fork():
+                for inherited in (listening, *clients):
+                    inherited.close()
+                return _watch_over_a_fork(*received)
+            for fd in received:
+                os.close(fd)
+        if not clients:
             return None
-        if not os.fork():
-            orders.close()
-            return _watch_over_a_fork(*received)
-        for fd in received:
-            os.close(fd)
 
 
 def _watch_over_a_fork(file: int, connection: int, *given: int) -> list[str]:
@@ -238,7 +276,7 @@ def _cpu_s(pid: int) -> float:
 
 
 if __name__ == "__main__":
-    with socket.socket(fileno=int(sys.argv[1])) as orders:
+    with socket.socket(fileno=int(sys.argv[1])) as listening:
         for module in sys.argv[2:]:
             import_module(module)
         from PIL import Image
@@ -246,6 +284,6 @@ if __name__ == "__main__":
         Image.init()
         gc.collect()
         gc.freeze()  # or each fork would walk, and so copy, all that was imported
-        ordered = serve(orders)
+        ordered = serve(listening)
     if ordered is not None:
         _live(ordered)

@@ -5,8 +5,10 @@ studies/kills.py kills some of them at random moments, many times.
 """
 
 import os
+import shutil
 import signal
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +36,34 @@ class PhaseFile(Watcher):
         self.path.write_text("checkpoint or end of step")
 
 
-class Killer(Watcher):
-    """Kills the process as a step enters a phase: ``3:update``; ``3:rollout:2`` is the second time step 3 enters it."""
+class Moment(Watcher):
+    """Acts as a step enters a phase: ``3:update``; ``3:rollout:2`` is the second time step 3 enters it."""
 
-    def __init__(self, moment: str) -> None:
+    def __init__(self, moment: str, act: Callable[[], object]) -> None:
         step, self.name, *nth = moment.split(":")
-        self.step, self.left = int(step), int(nth[0]) if nth else 1
+        self.step, self.left, self.act = int(step), int(nth[0]) if nth else 1, act
 
     def phase(self, step: int, name: str, total: int = 0) -> None:
         """Count the phases down."""
-        self.left -= (step, name) == (self.step, self.name)
-        if not self.left:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if (step, name) == (self.step, self.name):
+            self.left -= 1
+            if not self.left:
+                self.act()
 
 
-def train_recipe(recipe: str, directory: str, mode: str = "") -> None:
+def train_recipe(recipe: str, directory: str, mode: str = "", copy: str = "") -> None:
     """Train a recipe file. Mode: ``resume``, or a moment at which the process kills itself (``3:update``).
 
+    With ``copy`` it goes on at that moment, and leaves there what a kill would have left: the run's files as they are.
     A run that was killed before its first checkpoint is resumed from the beginning.
     """
-    watchers: list[Watcher] = [Killer(mode)] if ":" in mode else [PhaseFile(Path(directory))]
+
+    def act() -> None:
+        if not copy:
+            os.kill(os.getpid(), signal.SIGKILL)
+        shutil.copytree(directory, copy)
+
+    watchers: list[Watcher] = [Moment(mode, act)] if ":" in mode else [PhaseFile(Path(directory))]
     saved = any((Path(directory) / "checkpoints").glob("step_*/COMPLETE"))
     again = mode == "resume"
     found = load_recipe(Path(recipe), [f"run_dir={directory}"])

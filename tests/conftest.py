@@ -7,6 +7,7 @@ import gc
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 # Before torch is imported, and for the processes that tests start: two workers with a thread each fill two cores, and
 # models this small gain nothing from threads. A test that means two says so (``threads: 2``).
@@ -28,10 +29,27 @@ from .cpu_budget import (  # noqa: F401
 from .forked import forked_python
 
 
+@pytest.fixture(scope="session", name="common")
+def _common(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of a test run share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _tiny_models(common: Path) -> None:
+    """Made once for all workers."""
+    from . import tiny_models
+
+    tiny_models.SHELF[:] = [common / "tiny_models"]
+    tiny_models.SHELF[0].mkdir(exist_ok=True)
+
+
 @pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    """One for each worker that has a test for it."""
-    with ForkServer("studies.resumed_runs", "sensorium.cli.main", "sensorium.engines.process.child") as server:
+def fork_server(common: Path) -> Iterator[ForkServer]:
+    """One for all workers, which the first test that wants it starts."""
+    modules = ("studies.resumed_runs", "sensorium.cli.main", "sensorium.engines.process.child")
+    with ForkServer(*modules, shared=common / "forks") as server:
         yield server
 
 
@@ -44,7 +62,12 @@ def _forked_python(fork_server: ForkServer) -> Iterator[None]:
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
     """Mend torchvision before a test imports transformers by itself; one that only starts workers collects nothing."""
-    import sensorium.models  # noqa: F401
+    import sensorium.models.quiet
+
+    sensorium.models.quiet._UNSEEN.set(True)  # stock models of the tests, too, need no configs in log lines
+    from . import tiny_models
+
+    tiny_models.keep()
 
 
 def pytest_collection_finish() -> None:
@@ -53,6 +76,7 @@ def pytest_collection_finish() -> None:
     A run thaws everything at its end, so that is left out here, and its own freezing with it.
     """
     gc.collect()
+    gc.set_threshold(20_000, 20, 20)
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sensorium.engines.native import steps
 from sensorium.engines.native.engine import NativeEngine
 from sensorium.engines.protocol import LiveEpisodes, Request, Response, Sampling
 from sensorium.media.store import MediaStore
@@ -20,6 +21,8 @@ from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.episode import Segment
 
 from ..models.clips import clip, noise, row_inputs, tone
+
+RECORD_AFTER = 8
 
 
 @dataclass
@@ -82,6 +85,12 @@ def make_bench(family: str, folder: Path, device: str = "cpu", dtype: str = "flo
 def one_thread() -> None:
     """Tiny models gain nothing from threads."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def early_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps are recorded after a few, so that short responses go through both ways."""
+    monkeypatch.setattr(steps, "RECORD_AFTER", RECORD_AFTER)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from sensorium.engines.native.engine import NativeEngine
-from sensorium.engines.native.steps import RECORD_AFTER
 from sensorium.engines.protocol import Request, Sampling
 from sensorium.learner.learner import CreditedEpisode, Learner
 from sensorium.media.store import MediaStore
@@ -18,10 +17,11 @@ from sensorium.recipe.schema import AlgorithmSection, BatchSection, LoraSection,
 from sensorium.vocabulary import Episode, Status, Thread, Turn, user
 from sensorium.vocabulary.episode import Segment
 
-from .conftest import Bench, ask, generate
+from .conftest import RECORD_AFTER, Bench, ask, generate
 from .test_exactness import TOLERANCE, assert_exact
 from .test_steps import calls
 
+pytestmark = pytest.mark.usefixtures("early_recordings")
 SAMPLING = Sampling(max_new_tokens=2 * RECORD_AFTER + 2)
 LORA = LoraSection(rank=4, alpha=8, groups=("vision", "projector", "language"))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sensorium.engines.native.engine import NativeEngine
-from sensorium.engines.native.steps import RECORD_AFTER, Steps, feed
+from sensorium.engines.native.steps import Steps, feed
 from sensorium.engines.protocol import Sampling
 from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
@@ -19,8 +19,9 @@ from sensorium.models.tiny import KINDS, make_tiny
 from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary.content import user
 
-from .conftest import ask, generate
+from .conftest import RECORD_AFTER, ask, generate
 
+pytestmark = pytest.mark.usefixtures("early_recordings")
 LORA = LoraSection(rank=2, alpha=4, groups=("language",))
 
 

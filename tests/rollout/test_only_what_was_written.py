@@ -55,7 +55,7 @@ def scored(policy: Policy, made: Any, task: Task, said: str, *terms: tuple[str, 
     def say(request: Request) -> str:
         return said
 
-    section = RolloutSection(max_turns=3, max_context_tokens=100_000)
+    section = RolloutSection(max_turns=3, max_context_tokens=100_000, environment_deadline_s=600)
     rollout = Rollout(policy.chat, ScriptedEngine(policy.chat, say), section, lambda _: made)
     (group,) = asyncio.run(rollout.stream([task], 1, Attempt(0, 1), Sampling(max_new_tokens=64)).in_order())
     rollout.close()

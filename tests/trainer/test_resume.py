@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,39 +22,42 @@ MOMENTS = {"rounds and early stop": "3:rollout:2"}
 FRESH = "single turn, with KL"
 
 
-def run(server: ForkServer, folder: Path, recipe: Path, directory: Path, mode: str = "") -> int:
-    ended = server.run(TRAIN, str(recipe), str(directory), mode, log=folder / "log.txt")
+def run(server: ForkServer, folder: Path, *given: str) -> int:
+    ended = server.run(TRAIN, *given, log=folder / "log.txt")
     count(ended.cpu_s)
     return ended.code
 
 
-def run_afresh(recipe: Path, directory: Path, mode: str = "") -> int:
+def run_afresh(*given: str) -> int:
     """In a new interpreter, with another seed of hashes."""
     code = "import sys; from studies.resumed_runs import train_recipe; train_recipe(*sys.argv[1:])"
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONHASHSEED": "random", "PYTHONPATH": paths}
-    command = [sys.executable, "-c", code, str(recipe), str(directory), mode]
-    return subprocess.run(command, env=environment, check=False).returncode
+    return subprocess.run([sys.executable, "-c", code, *given], env=environment, check=False).returncode
 
 
 @pytest.mark.parametrize("name", sorted(RESUMED))
 def test_a_killed_and_resumed_run_repeats_the_uninterrupted_one(name: str, tmp_path: Path, fork_server: ForkServer) -> None:
+    """One recipe is killed, in interpreters of its own; of the others a copy is taken at the moment, and goes on."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RESUMED[name])
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-
-    def start(directory: Path, mode: str = "") -> int:
-        if name == FRESH and directory == broken:
-            return run_afresh(recipe, directory, mode)
-        return run(fork_server, tmp_path, recipe, directory, mode)
-
-    assert start(whole) == 0, (tmp_path / "log.txt").read_text()[-2000:]
-    assert start(broken, MOMENTS.get(name, "3:update")) == -signal.SIGKILL
+    whole, broken, moment = tmp_path / "whole", tmp_path / "broken", MOMENTS.get(name, "3:update")
+    if name == FRESH:
+        assert run(fork_server, tmp_path, str(recipe), str(whole)) == 0, said(tmp_path)
+        assert run_afresh(str(recipe), str(broken), moment) == -signal.SIGKILL
+        again = run_afresh
+    else:
+        assert run(fork_server, tmp_path, str(recipe), str(whole), moment, str(broken)) == 0, said(tmp_path)
+        again = partial(run, fork_server, tmp_path)
     assert not (broken / "checkpoints" / f"step_{STEPS:06d}").exists()
-    assert start(broken, "resume") == 0
+    assert again(str(recipe), str(broken), "resume") == 0, said(tmp_path)
     assert [row["step"] for row in read_metrics(whole / "metrics.jsonl")] == list(range(1, STEPS + 1))
     assert differences(whole, broken) == []
     assert moved(whole), "training moved the weights"
+
+
+def said(folder: Path) -> str:
+    return (folder / "log.txt").read_text()[-2000:]
 
 
 def test_a_kill_at_a_random_moment_leaves_no_trace(tmp_path: Path, fork_server: ForkServer) -> None:

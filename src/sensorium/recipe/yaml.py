@@ -4,6 +4,7 @@ PyYAML speaks YAML 1.1, where ``1e-6`` is a string, ``no`` is false and ``1:30``
 """
 
 import re
+from functools import lru_cache
 from typing import Any
 
 import yaml as pyyaml
@@ -36,19 +37,24 @@ for _tag, _pattern, _first in _CORE:
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.whole_number)
 
 
+@lru_cache(maxsize=64)
+def _composed(text: str) -> pyyaml.Node | None:
+    """What a text says, before any value is made of it; a command reads the same recipe several times."""
+    loader = _Loader(text)
+    try:
+        return loader.get_single_node()
+    finally:
+        loader.dispose()
+
+
 def read_yaml(text: str, where: str) -> tuple[Any, Lines]:
     """The value of a YAML text, and the line of every key and list item in it."""
     try:
-        loader = _Loader(text)
-        try:
-            node = loader.get_single_node()
-            lines: Lines = {}
-            if node is None:
-                return None, lines
-            _trace(node, (), lines, where)
-            return loader.construct_document(node), lines
-        finally:
-            loader.dispose()
+        node, lines = _composed(text), Lines()
+        if node is None:
+            return None, lines
+        _trace(node, (), lines, where)
+        return _Loader("").construct_document(node), lines
     except RecursionError as error:
         raise RecipeError(f"{where}: not valid YAML: it is nested too deep.") from error
     except pyyaml.YAMLError as error:

@@ -19,7 +19,8 @@ from sensorium.engines.native.response_rows import Batch
 from sensorium.engines.native.sampler import SamplingRows, sample
 from sensorium.models.policy import Policy
 
-RECORD_AFTER = 8  # steps before a recording is worth its while
+RECORD_AFTER = 32
+"""Steps before a recording is made: it takes as long as they do without one, so a short run never pays for it."""
 
 
 def feed(
