@@ -7,6 +7,7 @@ import pytest
 
 from sensorium.engines.native.engine import NativeEngine
 from sensorium.engines.process.engine import ProcessEngine
+from sensorium.engines.vllm.engine import VllmEngine
 from sensorium.recipe.names import parameters_of
 from studies.pages import follow
 
@@ -26,3 +27,9 @@ def test_every_option_is_on_the_page() -> None:
     for engine in (NativeEngine, ProcessEngine):
         options = parameters_of(engine).keys() - {"policy", "lockstep"}
         assert options == {option for option in options if f"`{option}`" in text}
+
+
+def test_every_option_of_vllm_is_on_its_page() -> None:
+    text = (PAGE.parent / "scale_out.md").read_text()
+    options = parameters_of(VllmEngine).keys() - {"policy", "lockstep"}
+    assert options == {option for option in options if f"`{option}`" in text}

@@ -1,5 +1,6 @@
 """The engine's options as arguments of vLLM."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,16 @@ class EngineArguments:
     engine_args: dict[str, Any]
     backend: str
     on_cpu: bool
+
+
+def describe(policy: Policy, folder: Path) -> None:
+    """All of a checkpoint but its weights, as vLLM reads it."""
+    policy.save_description(folder)
+    if policy.experts_per_token:  # transformers leaves out what it always does, and vLLM asks for it
+        path = folder / "config.json"
+        config = json.loads(path.read_text())
+        config.get("text_config", config).setdefault("norm_topk_prob", True)
+        path.write_text(json.dumps(config, indent=2))
 
 
 def engine_arguments(settings: EngineSettings, policy: Policy, version: VllmVersion, folder: Path) -> EngineArguments:

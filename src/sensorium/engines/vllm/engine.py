@@ -30,7 +30,7 @@ from sensorium.engines.protocol import (
 from sensorium.engines.tensor_files import write_tensors
 from sensorium.engines.vllm import parity
 from sensorium.engines.vllm.actor_process import ActorProcess
-from sensorium.engines.vllm.arguments import EngineSettings, engine_arguments
+from sensorium.engines.vllm.arguments import EngineSettings, describe, engine_arguments
 from sensorium.engines.vllm.options import check_options
 from sensorium.engines.vllm.prompts import MODALITIES, EnginePrompt, check_prompt, lay_out, tower_fields
 from sensorium.engines.vllm.recipe_checks import refuse_adapters, refuse_dtype, refuse_family
@@ -127,7 +127,7 @@ class VllmEngine:
         policy = self._policy
         self._folder = Path(tempfile.mkdtemp(prefix="sensorium-vllm-"))
         try:
-            policy.save_description(self._folder / "model")
+            describe(policy, self._folder / "model")
             arguments = engine_arguments(self._settings, policy, self._vllm, self._folder / "model")
             startup = write_startup(self._folder / "startup")
             variables = environment(startup, on_cpu=arguments.on_cpu, cache_gib=self._settings.cache_gib)
