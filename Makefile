@@ -37,7 +37,8 @@ docs: .venv/installed
 bench: .venv/bench
 	$(BIN)/python bench/w0.py
 
-INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e
+PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+INSTALL = $(PIP) -e
 
 .venv/python:
 	@echo "installing into .venv (1.5 GB; one to five minutes)"
@@ -48,8 +49,12 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c
 	$(INSTALL) .
 	touch $@
 
+# The second core compiles what every test worker would else compile for itself. It may fail: then they do.
+IMPORTED := torch._dynamo,torch.distributed.checkpoint,transformers.models.auto.modeling_auto
+IMPORTED := $(IMPORTED),transformers.models.qwen3_vl.modeling_qwen3_vl,transformers.models.qwen2_5_omni.modeling_qwen2_5_omni
 .venv/dev: pyproject.toml constraints.txt | .venv/python
-	$(INSTALL) '.[dev]'
+	$(PIP) torch torchvision transformers
+	$(BIN)/python -c 'import $(IMPORTED)' > .venv/compiled.log 2>&1 & $(INSTALL) '.[dev]'; installed=$$?; wait; exit $$installed
 	touch .venv/installed $@
 
 .venv/tutorial: .venv/installed

@@ -47,7 +47,7 @@ def shown(folder: Path) -> set[Media]:
 
 
 EPOCHS: dict[str, Any] = {
-    "steps": 5,
+    "steps": 3,
     "tasks": RECIPE["tasks"] | {"evaluate": [{"source": "sight_and_sound", "options": {"size": 3, "split": "test"}}]},
     "batch": {"prompts_per_step": 3, "group_size": 2, "epochs_per_step": 2},
     "evaluation": {"every": 2, "at_start": True, "samples": 2},

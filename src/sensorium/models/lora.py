@@ -210,7 +210,7 @@ def _config(section: LoraSection, layers: list[str], base: str) -> Any:
     alpha = int(section.alpha) if section.alpha.is_integer() else section.alpha  # whole, where other readers want it so
     return LoraConfig(
         r=section.rank,
-        lora_alpha=alpha,  # type: ignore[arg-type]
+        lora_alpha=alpha,
         target_modules=list(layers),
         lora_dropout=0.0,
         bias="none",

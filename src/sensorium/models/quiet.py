@@ -44,4 +44,4 @@ def _shortened(whole: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 for _config_class in (PreTrainedConfig, GenerationConfig):
-    _config_class.__repr__ = _shortened(_config_class.__repr__)  # type: ignore[method-assign]
+    _config_class.__repr__ = _shortened(_config_class.__repr__)
