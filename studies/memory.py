@@ -1,12 +1,15 @@
 """Does a policy that is paid by a judge write better memories, and does it use the ones it wrote before?
 
-    python studies/memory.py [best|first …] [seed=1 …] [results=FOLDER] [steps=2 …]
+    python studies/memory.py [best|first|early_best|early_first …] [seed=1 …] [results=FOLDER] [steps=2 …]
 
 Trains ``recipes/tiny/taskmem.yaml`` against a judge on loopback (``examples/memory_judge.py``), three seeds. The memory
 that later clips are told is the best paid of its group, as in the recipe, or the first, as in the published run. The model
 before and after watches 200 held-out videos of three clips, clip by clip, with its own memories as history, and then the
 later clips again without any; sampled and greedy. Nothing was chosen by these videos: their seed is used here alone.
-Other words override the recipe. Writes studies/results/memory/CHOICE.json.
+
+The start that ships with the package sees colours and was made unsure of them. ``early`` begins with one that was not: the
+first half of the warm start, ended after 60 of its 120 steps, when it gets few memories right, also greedily. It is trained
+for 120 steps. Other words override the recipe. Writes studies/results/memory/NAME.json.
 """
 
 import asyncio
@@ -40,7 +43,8 @@ from sensorium.vocabulary.task import Task
 from studies.seeds import add_run, chosen_seeds, circumstances, cpu_minutes
 
 RESULTS = Path(__file__).parent / "results" / "memory"
-CHOICES = ("best", "first")
+EARLY_START, EARLY_STEPS = 60, 120
+CLAIMS = ("best", "first", "early_best", "early_first")
 VIDEOS, HELD_OUT_SEED = 200, 7
 
 
@@ -124,11 +128,22 @@ def histories_held(run: Path, source: MemoryClips, choice: str) -> int:
     return held
 
 
-def study(choice: str, seed: int, results: Path, overrides: list[str], videos: int) -> None:
+def early_start(run: Path) -> str:
+    """A model that has learned to write memories and not yet to see their colours: the warm start, ended early."""
+    shutil.rmtree(run, ignore_errors=True)
+    recipe = load_recipe("tiny/memory_clips_warm", [f"run_dir={run}", f"warm_start.steps={EARLY_START}", "threads=1"])
+    train(recipe)
+    return str(Checkpoints(run / "checkpoints", 1).path(EARLY_START))
+
+
+def study(claim: str, seed: int, results: Path, overrides: list[str], videos: int) -> None:
     """Measure, train, measure again on the same videos with the same random numbers, and add that to the results."""
-    name = f"study_memory_{choice}_seed{seed}"
+    name, choice = f"study_memory_{claim}_seed{seed}", claim.removeprefix("early_")
     spent = cpu_minutes()
-    changed = [f"name={name}", f"seed={seed}", f"tasks.planner.options.choice={choice}", "threads=1", *overrides]
+    changed = [f"name={name}", f"seed={seed}", f"tasks.planner.options.choice={choice}", "threads=1"]
+    if claim != choice:
+        changed += [f"model.path={early_start(Path('runs') / f'{name}_start')}", f"steps={EARLY_STEPS}"]
+    changed += overrides
     rows = load_recipe("tiny/taskmem", changed).tasks.train[0].options
     source = MemoryClips(store=MediaStore(), **rows)
     with serving(source.truths()) as address:
@@ -148,20 +163,20 @@ def study(choice: str, seed: int, results: Path, overrides: list[str], videos: i
         "before": before,
         "after": after,
     }
-    facts = {"recipe": "tiny/taskmem", "choice": choice, "command": f"python studies/memory.py {choice}"}
-    found = add_run(results / f"{choice}.json", {**facts, "steps": recipe.steps}, one)
+    facts = {"recipe": "tiny/taskmem", "choice": choice, "command": f"python studies/memory.py {claim}"}
+    found = add_run(results / f"{claim}.json", {**facts, "steps": recipe.steps}, one)
     for kind, summary in found["after"].items():
         print(f"{name} {kind:>38} {found['before'][kind]['mean']:.3f} → {summary['mean']:.3f}", flush=True)
 
 
 def main(words: list[str]) -> None:
-    """Run the study for the named choices and seeds, or all."""
+    """Run the study for the named claims and seeds, or all."""
     named = dict(word.split("=", 1) for word in words if "=" in word)
     results, videos = Path(named.pop("results", RESULTS)), int(named.pop("videos", VIDEOS))
     overrides = [f"{key}={value}" for key, value in named.items() if key != "seed"]
-    for choice in [word for word in words if "=" not in word] or CHOICES:
+    for claim in [word for word in words if "=" not in word] or CLAIMS:
         for seed in chosen_seeds(words):
-            study(choice, seed, results, overrides, videos)
+            study(claim, seed, results, overrides, videos)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.judges.cache import AnswerCache
+from sensorium.judges.cache import AnswerCache, owner_name
 from sensorium.judges.client import JudgeClient
 from sensorium.judges.endpoints import Secret, endpoints_of
 from sensorium.judges.forms import JsonAnswer, Number
@@ -105,8 +106,21 @@ def test_processes_that_share_a_cache_ask_once(tmp_path: Path) -> None:
         assert len(server.asked) == 1
 
 
-def test_a_claim_of_the_dead_runs_out(tmp_path: Path) -> None:
+def test_a_claim_of_the_dead_is_void_at_once_on_this_machine_and_runs_out_elsewhere(tmp_path: Path) -> None:
     cache = AnswerCache(tmp_path / "c.sqlite")
+    gone = os.fork()
+    if not gone:
+        os._exit(0)
+    os.waitpid(gone, 0)
+    mine = owner_name("me")
+    assert cache.claim("i", mine.replace(f" {os.getpid()} ", f" {gone} "), 600)
+    assert cache.claim("i", mine, 600)
+    assert not cache.claim("i", owner_name("another client of this process"), 600)
+    elsewhere = f"elsewhere {gone} x"
+    assert cache.claim("h", elsewhere, 600)
+    assert not cache.claim("h", mine, 600)
+    cache.renew("h", elsewhere, -1)
+    assert cache.claim("h", mine, 600)
     assert cache.claim("k", "alive", 600)
     assert not cache.claim("k", "me", 600)
     assert cache.claim("j", "dead", -1)

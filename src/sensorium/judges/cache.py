@@ -1,10 +1,13 @@
 """Judgements on disk, by content, in one SQLite file that runs and processes may share; and the log of calls.
 
 Invariants: an answer is kept once and never replaced, so who asks again gets the same one. A question is asked by one
-process at a time: who wants to ask claims it first, and others wait for the answer; a claim whose owner died runs out. A
-kill at any moment leaves whole rows only (a write-ahead log). Keys of endpoints are in none of the tables.
+process at a time: who wants to ask claims it first, and others wait for the answer. The claim of a process that died is
+void: at once if it ran on this machine, else when it runs out, because only the living renew theirs. A kill at any moment
+leaves whole rows only (a write-ahead log). Keys of endpoints are in none of the tables.
 """
 
+import os
+import platform
 import sqlite3
 import threading
 import time
@@ -49,6 +52,35 @@ class CallRow:
     seconds: float = 0.0
 
 
+def owner_name(of: str) -> str:
+    """What claims are made under: this machine, this process, and ``of``, which of its clients."""
+    return f"{_machine()} {os.getpid()} {of}"
+
+
+def is_dead(owner: str) -> bool:
+    """True if the owner of a claim was a process of this machine, and there is no such process any more."""
+    machine, _, rest = owner.partition(" ")
+    pid = rest.partition(" ")[0]
+    if machine != _machine() or not pid.isdigit():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass  # there is one, of another user
+    return False
+
+
+def _machine() -> str:
+    """Where process numbers mean the same: the host, and on Linux the namespace of processes (a container has its own)."""
+    try:
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        space = ""
+    return f"{platform.node()}/{space}".replace(" ", "_")
+
+
 class AnswerCache:
     """The file of answers, claims and calls. Safe to use from several threads and processes."""
 
@@ -69,14 +101,20 @@ class AnswerCache:
         return self.get(key) or answer
 
     def claim(self, key: str, owner: str, seconds: float) -> bool:
-        """True if ``owner`` may ask this question now: nobody else is asking, or its claim has run out."""
+        """True if ``owner`` may ask this question now: nobody else is asking, or its claim ran out or it is dead."""
         now = time.time()
+        held = self._do("SELECT owner FROM claims WHERE key = ?", (key,))
+        dead = held[0][0] if held and is_dead(held[0][0]) else owner
         self._do(
             "INSERT INTO claims VALUES (?, ?, ?) ON CONFLICT (key) DO UPDATE SET owner = excluded.owner, "
-            "until = excluded.until WHERE claims.until < ? OR claims.owner = excluded.owner",
-            (key, owner, now + seconds, now),
+            "until = excluded.until WHERE claims.until < ? OR claims.owner IN (excluded.owner, ?)",
+            (key, owner, now + seconds, now, dead),
         )
         return [(owner,)] == self._do("SELECT owner FROM claims WHERE key = ?", (key,))
+
+    def renew(self, key: str, owner: str, seconds: float) -> None:
+        """A claim holds for so long from now on."""
+        self._do("UPDATE claims SET until = ? WHERE key = ? AND owner = ?", (time.time() + seconds, key, owner))
 
     def release(self, key: str, owner: str) -> None:
         """A claim ends."""

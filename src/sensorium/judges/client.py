@@ -11,7 +11,6 @@ be awaited in any loop, and a question that its asker no longer waits for is sti
 """
 
 import asyncio
-import os
 import random
 import threading
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sensorium.judges.asking import ModelAsker
-from sensorium.judges.cache import AnswerCache, StoredAnswer
+from sensorium.judges.cache import AnswerCache, StoredAnswer, owner_name
 from sensorium.judges.counts import JudgeMeter
 from sensorium.judges.endpoint_pool import EndpointPool
 from sensorium.judges.endpoints import Endpoint, endpoints_of
@@ -38,6 +37,8 @@ from sensorium.vocabulary.errors import JudgeFailure, JudgeOffline, JudgeRefusal
 
 T = TypeVar("T")
 POLL_S = 0.05
+LEASE_S = 60.0
+"""How long the claim of a process that died on another machine keeps others from asking."""
 CACHE, LIMITS = "judges.sqlite", "judge_limits.sqlite"
 
 
@@ -49,7 +50,7 @@ class JudgeClient:
         self.cache = AnswerCache(section.cache or (folder / CACHE if folder is not None else None))
         self.transcripts = Transcripts(folder / TRANSCRIPTS if folder is not None else None)
         self.meter = JudgeMeter(section.prices)
-        self._owner = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self._owner = owner_name(uuid.uuid4().hex[:12])
         self._limits = self._shared_limits(folder)
         self._transport = Transport()
         self._askers: dict[str, ModelAsker] = {}
@@ -119,20 +120,28 @@ class JudgeClient:
         """Claim the question, ask the model and then those that may stand in for it."""
         total_s = self.section.total_deadline_s
         until = time.monotonic() + total_s
-        while not self.cache.claim(request.key, self._owner, total_s + 1):
+        while not self.cache.claim(request.key, self._owner, LEASE_S):
             await asyncio.sleep(POLL_S * (1 + self._random.random()))
             if (answer := self._known(request)) is not None:
                 self.meter.of(answer.model).cache_hits += 1
                 return answer
             if time.monotonic() > until:
                 raise JudgeFailure(f"judge '{request.model}': another process has asked this for more than {total_s:g} s")
+        renewing = asyncio.create_task(self._renewed(request.key))
         try:
             if (answer := self._known(request)) is not None:  # it was answered between the look and the claim
                 self.meter.of(answer.model).cache_hits += 1
                 return answer
             return await self._first_answer(request, until)
         finally:
+            renewing.cancel()
             self.cache.release(request.key, self._owner)
+
+    async def _renewed(self, key: str) -> None:
+        """Renew a claim for as long as its question is open."""
+        while True:
+            await asyncio.sleep(LEASE_S / 4)
+            self.cache.renew(key, self._owner, LEASE_S)
 
     async def _first_answer(self, request: JudgeRequest, until: float) -> JudgeAnswer:
         problems: list[JudgeFailure] = []

@@ -198,9 +198,9 @@ class CausalHistory:
         self.settled.add(position)
 
     def _forget(self) -> None:
-        """Count on past what is settled, and drop the memories of passes that are over."""
+        """Count on past what is settled, and drop the memories of passes that are over, but for the last one's."""
         while self.first in self.settled:
             self.settled.discard(self.first)
             self.first += 1
         passed = self.first // len(self._places)
-        self.history = {key: memories for key, memories in self.history.items() if key[0] >= passed}
+        self.history = {key: memories for key, memories in self.history.items() if key[0] >= passed - 1}

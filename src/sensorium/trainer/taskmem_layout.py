@@ -44,10 +44,10 @@ def write_layout(run: Path, folder: Path) -> None:
 
 
 def latest_history(state: dict[str, Any]) -> dict[str, dict[int, str]]:
-    """The memories of every video, of the latest pass in which it has any; clips without one are left out."""
+    """The memories of every video, of each clip the latest; clips without one are left out."""
     found: dict[str, dict[int, str]] = {}
     for _, video, memories in sorted(state["history"], key=lambda entry: entry[0]):
-        found[video] = {clip: memory for clip, memory in memories if memory is not None}
+        found.setdefault(video, {}).update({clip: memory for clip, memory in memories if memory is not None})
     return found
 
 
