@@ -170,3 +170,17 @@ def test_a_full_disk_is_told_with_the_way_out_and_nothing_is_left(tmp_path: Path
     with pytest.raises(RecordError, match=r"cannot write '.*out'.*make room, then export again"):
         export(source, tmp_path / "out", as_trained=True)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_tiny_model_is_written_as_a_checkpoint_like_any_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from sensorium.media.store import MediaStore
+    from sensorium.models.load import load_policy
+
+    assert main(["export", "tiny:qwen2", str(tmp_path / "model")]) == 0
+    assert "random weights" in capsys.readouterr().out
+    assert load_policy(str(tmp_path / "model"), store=MediaStore(), device="cpu").family == "qwen2"
+    assert main(["export", "tiny:qwen2", str(tmp_path / "model")]) == 2
+    assert main(["export", "tiny:qwen9", str(tmp_path / "other")]) == 2
+    assert main(["export", "tiny:qwen2", str(tmp_path / "other"), "--last"]) == 2
+    assert "--last is for the checkpoints of a run" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -66,6 +66,23 @@ def test_held_out_rows_that_are_trained_on_are_an_error(tmp_path: Path) -> None:
     assert "1 held-out tasks are trained on too" in found["tasks splits disjoint"].found
 
 
+def test_a_source_that_cannot_be_read_brings_no_second_finding(tmp_path: Path) -> None:
+    lost = [{"source": "jsonl", "options": {"path": str(tmp_path / "nowhere.jsonl")}}]
+    found = findings(tasks={"train": rows(tmp_path / "a.jsonl", {"prompt": "1?", "answer": "1"}), "evaluate": lost})
+    assert found["tasks.evaluate.0 source"].level == "error"
+    assert "tasks.evaluate splits" not in found
+
+
+def test_a_wrong_model_folder_is_an_error_and_a_hub_id_that_is_not_here_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    wrong = findings(model={"path": "./no_such_model"})["model chat template"]
+    assert wrong.level == "error"
+    assert "there is no such folder" in wrong.found
+    absent = findings(model={"path": "Nobody/NoSuchModel"})["model chat template"]
+    assert absent.level == "warning"
+    assert "are not here; tiny:qwen3_vl stands in" in absent.found
+
+
 def test_unreadable_rows_and_pictures_are_errors_that_name_the_first(tmp_path: Path) -> None:
     Image.new("RGB", (64, 64)).save(tmp_path / "good.png")
     (tmp_path / "bad.png").write_bytes(b"no picture")

@@ -142,7 +142,7 @@ def test_cuda_without_cuda_is_refused_before_weights_are_loaded(model: Path) -> 
 def test_a_path_below_a_folder_that_is_here_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "something").mkdir(parents=True)
-    with pytest.raises(ModelError, match=r"'runs/somethink': there is no such folder; did you mean 'something'\?"):
+    with pytest.raises(ModelError, match=r"'runs/somethink': there is no such folder; did you mean 'runs/something'\?"):
         find_checkpoint("runs/somethink")
 
 

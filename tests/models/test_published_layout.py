@@ -16,7 +16,9 @@ from sensorium.models.checkpoint_source import describe_source
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.published_layout import match_weights, write_published
+from sensorium.models.tiny import make_tiny
 from sensorium.models.weight_files import read_weight_file, weight_files
+from sensorium.recipe.load import dump_recipe, load_recipe
 from sensorium.vocabulary.errors import CheckpointError
 
 from .published_layouts import LAYOUTS, make_published
@@ -148,6 +150,29 @@ def test_a_source_that_is_another_model_is_refused_and_nothing_is_left(tmp_path:
         export(checkpoint, tmp_path / "out", layout=str(other))
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
+
+
+def test_layers_of_the_source_that_were_not_trained_are_not_carried_along(tmp_path: Path) -> None:
+    deep = make_tiny("qwen3", tmp_path / "deep", num_hidden_layers=3)
+    flat = make_tiny("qwen3", tmp_path / "flat")
+    checkpoint = saved(opened(flat), tmp_path / "run", deep)
+    with pytest.raises(
+        CheckpointError, match=r"has 11 weights that the model in .* lacks: model\.layers\.2 \(11 weights\)"
+    ):
+        export(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_the_recipe_names_as_unused_are_carried_along(tmp_path: Path) -> None:
+    source = make_tiny("qwen3", tmp_path / "source")
+    weights = load_file(source / "model.safetensors") | {"value_head.weight": torch.ones(3)}
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    policy = load_policy(str(source), store=MediaStore(), device="cpu", unused_weights=("value_head.",))
+    checkpoint = saved(policy, tmp_path / "run", source)
+    recipe = load_recipe("shapes", [f"model.path={source}", "model.unused_weights=[value_head.]"])
+    (tmp_path / "run" / "recipe.yaml").write_text(dump_recipe(recipe))
+    assert "1 weights under 'value_head.' were carried along untouched" in export(checkpoint, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
 def test_where_the_source_is_gone_it_is_said_what_was_written_instead(tmp_path: Path) -> None:

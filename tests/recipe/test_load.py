@@ -315,6 +315,20 @@ def test_kinds_of_sampling_that_are_not_supported_say_why(key: str, says: str) -
         load_recipe("shapes", [f"rollout.{key}=0.1"])
 
 
+@pytest.mark.parametrize("place", ["{}", "evaluation.{}"])
+def test_they_say_so_wherever_sampling_is_looked_for(place: str) -> None:
+    with pytest.raises(RecipeError, match=r"min_p' is not supported: the engine truncates by rollout\.top_p") as error:
+        load_recipe("shapes", [f"{place.format('min_p')}=0.1"])
+    assert ("Options of sampling stand in the section rollout." in str(error.value)) == (place == "{}")
+
+
+def test_options_of_sampling_at_the_top_are_told_where_they_belong() -> None:
+    with pytest.raises(
+        RecipeError, match=r"unknown key 'top_p': options of sampling stand in rollout; write rollout\.top_p\."
+    ):
+        load_recipe("shapes", ["top_p=0.9"])
+
+
 def test_the_options_of_a_section_may_follow_its_name_alone() -> None:
     recipe = load_recipe("shapes", ["rollout.engine=process", "rollout.engine.options.max_rows=3", "tasks.planner=mixture"])
     assert recipe.rollout.engine.name == "process"
@@ -323,7 +337,7 @@ def test_the_options_of_a_section_may_follow_its_name_alone() -> None:
 
 def test_a_misspelt_recipe_or_run_is_refused_with_the_nearest_beside_it(tmp_path: Path) -> None:
     (tmp_path / "textures.yaml").write_text("name: x\n")
-    with pytest.raises(RecipeError, match=r"no recipe file '.*texturs\.yaml'; did you mean '.*textures\.yaml'\?"):
+    with pytest.raises(RecipeError, match=r"no recipe file '.*texturs\.yaml'; did you mean '.*textures\.yaml'\? Give a"):
         load_recipe(tmp_path / "texturs.yaml")
     (tmp_path / "digits").mkdir()
     (tmp_path / "digits" / "recipe.yaml").write_text("name: x\n")

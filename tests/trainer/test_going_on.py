@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from sensorium.recipe.load import load_recipe
 from sensorium.record.contents import contents_of
+from sensorium.record.findings import Notice, write_notice
 from sensorium.record.metrics import read_metrics, repeatable
 from sensorium.report.console import ConsoleWatcher
 from sensorium.report.watcher import RunStart, Watcher
@@ -72,6 +73,22 @@ def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
+
+
+def test_a_finished_run_that_is_resumed_does_not_repeat_its_findings(run: Path) -> None:
+    class Findings(Notes):
+        """Remembers what was found, too."""
+
+        def diagnosed(self, notice: Notice) -> None:
+            self.texts.append(notice.rule)
+
+    write_notice(run / "health.jsonl", Notice(0, "constant_term", "began", "the term has given 0.5", False))
+    seen = Findings()
+    train(load_recipe(run), resume=True, watchers=[seen])
+    assert any("the run is finished, with all its 3 steps" in text for text in seen.texts)
+    assert "constant_term" not in seen.texts
+    train(load_recipe(run, ["steps=4"]), resume=True, watchers=[seen])
+    assert "constant_term" in seen.texts, "one that goes on is reminded of what lasts"
 
 
 @pytest.mark.parametrize("by", ["directory", "recipe"])

@@ -65,8 +65,7 @@ def _console(recipe: Recipe) -> list[Watcher]:
     from sensorium.report.console import ConsoleWatcher
 
     console = Console()
-    show_plan(recipe, console)
-    return [ConsoleWatcher(console)]
+    return [ConsoleWatcher(console, lambda: show_plan(recipe, console))]
 
 
 def _take_away(recipe: Recipe) -> None:

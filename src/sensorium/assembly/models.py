@@ -45,6 +45,7 @@ def load_model(
         family=model.family,
         revision=commit or (model.revision if path == model.path else ""),
         dequantize=model.dequantize,
+        unused_weights=model.unused_weights,
         lora=lora,
         seed=recipe.seed,
         decoder=decoder or make_decoder(media, store),

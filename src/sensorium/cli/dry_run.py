@@ -1,4 +1,7 @@
-"""What a dry run looks at beside the recipe: data are opened, first rows read, terms built, names found; without torch."""
+"""What a dry run looks at beside the recipe: data are opened, first rows read, terms built, names found, the model checked.
+
+torch is loaded only to check a checkpoint that is on this disk; models that are shipped or made on the spot need no check.
+"""
 
 from collections.abc import Generator, Iterator, Sequence
 from importlib import import_module
@@ -24,6 +27,15 @@ from sensorium.vocabulary.task import Task
 ROWS = 8
 ENGINE_CHECKS = {"vllm": "sensorium.engines.vllm.recipe_checks"}
 """Modules that say, without torch, what of a recipe an engine cannot do."""
+
+
+def check_model(recipe: Recipe, path: str = "") -> list[str]:
+    """Refuse a checkpoint that a run would refuse, without reading its weights; returns what was not checked."""
+    if (path or recipe.model.path).partition(":")[0] in ("tiny", "package"):
+        return []
+    from sensorium.models.checkpoint_check import check_checkpoint
+
+    return check_checkpoint(recipe.model, path)
 
 
 def look_at(recipe: Recipe, *, train: bool = True) -> Iterator[str]:

@@ -48,13 +48,13 @@ def run(arguments: Namespace) -> int:
         raise RecipeError(f"{arguments.recipe}: tasks.evaluate names no source, so there is nothing to evaluate on.")
     if arguments.chunk < 1:
         raise RecipeError(f"--chunk is {arguments.chunk}; at least one task must be played at once.")
+    model = evaluated_model(arguments.model, recipe, Path(arguments.recipe))
     if arguments.dry_run:
-        show_dry_run(recipe, console, train=False)
+        show_dry_run(recipe, console, train=False, model=model)
         return 0
     from sensorium.evaluation.held_out import evaluate_into
     from sensorium.evaluation.judge_costs import told
 
-    model = evaluated_model(arguments.model, recipe, Path(arguments.recipe))
     folder = arguments.out or default_folder(recipe, model)
     say(f"evaluating {model} into {folder}", console)
     with _Bar(console) as bar:

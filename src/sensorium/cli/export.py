@@ -27,7 +27,7 @@ NOT_THE_MODEL = ("trainer", "COMPLETE", ADAPTER)
 
 def configure(parser: ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("source", type=Path, help="a run directory or a checkpoint folder")
+    parser.add_argument("source", help="a run directory, a checkpoint folder, or tiny:FAMILY (a new tiny model)")
     parser.add_argument("target", type=Path, help="the folder to make; it must not exist")
     parser.add_argument("--step", type=int, help="take the checkpoint of this step; default: the best one, else the last")
     parser.add_argument("--last", action="store_true", help="take the last checkpoint, not the best")
@@ -47,13 +47,31 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Export."""
-    source = checkpoint_of_run(arguments.source, step=arguments.step, last=arguments.last)
+    if arguments.source.startswith("tiny:"):
+        return _write_tiny(arguments)
+    source = checkpoint_of_run(Path(arguments.source), step=arguments.step, last=arguments.last)
     notes = export(
         source, arguments.target, adapter=arguments.adapter, layout=arguments.layout, as_trained=arguments.as_trained
     )
     print(f"{source} → {arguments.target}")
     for note in notes:
         print(note, file=sys.stderr if note.startswith("ATTENTION") else sys.stdout)
+    return 0
+
+
+def _write_tiny(arguments: Namespace) -> int:
+    """Write a tiny model with random weights into a folder, as a checkpoint like any other."""
+    options = {"--step": arguments.step, "--last": arguments.last, "--adapter": arguments.adapter,
+               "--source": arguments.layout, "--as-trained": arguments.as_trained}  # fmt: skip
+    if given := [name for name, value in options.items() if value not in (None, False)]:
+        raise CheckpointError(f"{given[0]} is for the checkpoints of a run, and {arguments.source} is none; leave it out.")
+    _refuse_present(arguments.target)
+    from sensorium.models.quiet import quiet
+    from sensorium.models.tiny import make_tiny
+
+    with writing(arguments.target), _alone(arguments.target), drafted(arguments.target) as draft, quiet():
+        make_tiny(arguments.source.removeprefix("tiny:"), draft)
+    print(f"{arguments.source} → {arguments.target} (random weights, seed 0)")
     return 0
 
 
@@ -77,7 +95,7 @@ def export(
             if published is not None:
                 from sensorium.models.published_layout import write_published
 
-                notes += write_published(checkpoint, published, draft).sentences()
+                notes += write_published(checkpoint, published, draft, _unused_weights(checkpoint)).sentences()
             else:
                 origin = checkpoint / ADAPTER if adapter else checkpoint
                 shutil.copytree(origin, draft, ignore=shutil.ignore_patterns(*NOT_THE_MODEL))
@@ -155,13 +173,25 @@ def _published_source(checkpoint: Path, layout: str | None) -> tuple[Path | None
     return folder, notes
 
 
+def _run_of(checkpoint: Path) -> RunDirectory:
+    """The run of a checkpoint; it, or the folder of all checkpoints, may be a link to another disk."""
+    as_named, resolved = (RunDirectory(path.parents[1]) for path in (checkpoint.absolute(), checkpoint.resolve()))
+    return as_named if as_named.source.is_file() or as_named.recipe.is_file() else resolved
+
+
+def _unused_weights(checkpoint: Path) -> tuple[str, ...]:
+    """Which weights of its source a run has left out, beside those that every run leaves out."""
+    from sensorium.recipe.load import load_recipe
+
+    recipe = _run_of(checkpoint).recipe
+    return load_recipe(recipe).model.unused_weights if recipe.is_file() else ()
+
+
 def _source_of(checkpoint: Path) -> "CheckpointSource":
     """What the run of a checkpoint says of its source."""
     from sensorium.models.checkpoint_source import CheckpointSource, describe_source
 
-    # A checkpoint, or the folder of all checkpoints, may be a link to another disk.
-    as_named, resolved = (RunDirectory(path.parents[1]) for path in (checkpoint.absolute(), checkpoint.resolve()))
-    directory = as_named if as_named.source.is_file() or as_named.recipe.is_file() else resolved
+    directory = _run_of(checkpoint)
     if directory.source.is_file():
         return CheckpointSource.read(directory.source)
     if not directory.recipe.is_file():

@@ -71,7 +71,8 @@ def entry() -> None:
 
 def _tell(error: SensoriumError) -> int:
     """A user's mistake in one paragraph; returns the exit code."""
-    text = Text.assemble(("error: ", "bold red"), " ".join(str(error).split()))
+    words = " ".join([str(error), *getattr(error, "__notes__", ())])
+    text = Text.assemble(("error: ", "bold red"), " ".join(words.split()))
     Console(stderr=True).print(text, soft_wrap=True)
     return 2
 

@@ -3,31 +3,44 @@
 from rich.console import Console
 from rich.syntax import Syntax
 
-from sensorium.cli.dry_run import look_at
+from sensorium.cli.dry_run import check_model, look_at
 from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.load import dump_recipe
 from sensorium.recipe.plan import make_plan
 from sensorium.recipe.schema import Recipe
+from sensorium.recipe.shape import IncompleteConfig
 from sensorium.report.tables import plan_table
 
 
-def show_dry_run(recipe: Recipe, console: Console, *, train: bool = True) -> None:
-    """The resolved recipe, its plan, and what is found where it says its data are; no model is built, nothing is spent."""
+def show_dry_run(recipe: Recipe, console: Console, *, train: bool = True, model: str = "") -> None:
+    """The resolved recipe, its plan, and what is found where it says its model and data are; nothing is spent.
+
+    What a run would refuse of its model is refused before anything is shown. ``model`` stands for the recipe's own.
+    """
+    found = check_model(recipe, model)
+    lines = list(look_at(recipe, train=train))
     text = dump_recipe(recipe)
     if console.is_terminal:
         console.print(Syntax(text, "yaml", theme="ansi_dark", background_color="default"))
     else:
         say(text, console)
     show_plan(recipe, console)
-    for caution in cautions(recipe):
+    for caution in [*cautions(recipe), *found]:
         console.print(caution, style="yellow", markup=False, highlight=False)
-    for line in look_at(recipe, train=train):
+    for line in lines:
         say(line, console)
 
 
 def show_plan(recipe: Recipe, console: Console) -> None:
     """The resolved numbers of a run."""
-    console.print(plan_table(make_plan(recipe)))
+    try:
+        plan = make_plan(recipe)
+    except IncompleteConfig:
+        from sensorium.models.load_chat import read_config
+
+        model = recipe.model
+        plan = make_plan(recipe, read_config(model.path, model.family, model.revision, weights=False).config.to_dict())
+    console.print(plan_table(plan))
     console.print()
 
 

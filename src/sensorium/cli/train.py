@@ -48,13 +48,13 @@ def run(arguments: Namespace) -> int:
     if arguments.dry_run:
         show_dry_run(recipe, console)
         return 0
-    show_plan(recipe, console)
     from sensorium.report.console import ConsoleWatcher
     from sensorium.trainer.health.monitor import run_untrained
     from sensorium.trainer.run import train
 
+    watcher = ConsoleWatcher(console, lambda: show_plan(recipe, console))
     try:
-        directory = train(recipe, resume=arguments.resume, restart=arguments.restart, watchers=[ConsoleWatcher(console)])
+        directory = train(recipe, resume=arguments.resume, restart=arguments.restart, watchers=[watcher])
     except NothingTrained as error:
         raise NothingTrained(error.short) from error
     except (KeyboardInterrupt, EngineLost, TaskError, MediaError) as error:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from sensorium.assembly.session import EnvironmentMaker, make_sources
 from sensorium.cli.random_play import RandomPlay, try_tools
 from sensorium.cli.without_model import ModelFreeSession
+from sensorium.models.wrong_path import may_be_hub_id
 from sensorium.recipe.names import resolve
 from sensorium.recipe.task_sections import SourceSection
 from sensorium.rollout.modalities import media_of
@@ -40,9 +41,10 @@ class Finding:
 
 @dataclass
 class Split:
-    """The tasks of one side of a recipe, by their content."""
+    """The tasks of one side of a recipe, by their content; ``failed`` where one of its sources could not be read."""
 
     place: str
+    failed: bool = False
     tasks: list[Task] = field(default_factory=list)
     contents: list[str] = field(default_factory=list)
 
@@ -51,12 +53,10 @@ def validate(session: ModelFreeSession, rows: int = 0, episodes: int = 16) -> It
     """Check everything that a recipe names; ``rows`` of each source at most (0: all), ``episodes`` played of each."""
     recipe = session.recipe
     if session.stand_in:
-        yield Finding(
-            "model",
-            "chat template",
-            f"the files of {recipe.model.path} are not here; {session.stand_in} stands in",
-            "warning",
-        )
+        fetched = may_be_hub_id(recipe.model.path)
+        why = f"the files of {recipe.model.path} are not here" if fetched else session.problem.rstrip(".")
+        level: Level = "warning" if fetched else "error"
+        yield Finding("model", "chat template", f"{why}; {session.stand_in} stands in", level)
     splits = []
     for place, sections in (("tasks.train", recipe.tasks.train), ("tasks.evaluate", recipe.tasks.evaluate)):
         split = Split(place)
@@ -67,6 +67,7 @@ def validate(session: ModelFreeSession, rows: int = 0, episodes: int = 16) -> It
                 (source,) = make_sources([section], session.store, place)
             except SensoriumError as error:
                 yield Finding(where, "source", str(error), "error")
+                split.failed = True
                 continue
             yield from _check_source(session, where, section, source, split, rows, episodes)
     yield from _check_splits(*splits)
@@ -94,6 +95,7 @@ def _check_source(
     split.tasks += tasks
     split.contents += [content_of(task) for task in tasks]
     if not tasks:
+        split.failed = split.failed or bool(bad)
         return
     yield from _check_media(session, where, tasks)
     yield from _check_questions(session, where, tasks)
@@ -121,6 +123,8 @@ def content_of(task: Task) -> str:
 
 
 def _check_splits(train: Split, held_out: Split) -> Iterator[Finding]:
+    if train.failed or held_out.failed:
+        return  # which was found above; splits are compared when all of both can be read
     if not held_out.tasks:
         yield Finding("tasks.evaluate", "splits", "there are no held-out tasks", "warning")
         return

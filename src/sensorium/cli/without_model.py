@@ -29,13 +29,17 @@ Watch = Callable[[str, Any], None]
 
 @dataclass
 class ModelFreeSession:
-    """What is needed to play a recipe's tasks with given responses. ``stand_in`` says whose tokenizer is used instead."""
+    """What is needed to play a recipe's tasks with given responses.
+
+    ``stand_in`` says whose tokenizer is used instead of the model's own, ``problem`` why.
+    """
 
     recipe: Recipe
     store: MediaStore
     chat: ChatProcessor
     scorer: Scorer
     stand_in: str
+    problem: str = ""
 
     async def play(
         self,
@@ -61,25 +65,25 @@ class ModelFreeSession:
 def model_free_session(recipe: Recipe) -> Iterator[ModelFreeSession]:
     """A session without weights; where the model's files are not here, a tiny look-alike's tokenizer stands in."""
     store = open_store(recipe)
-    chat, stand_in = _chat(recipe, store)
+    chat, stand_in, problem = _chat(recipe, store)
     scorer = make_scorer(recipe.rewards, None, store)
     try:
-        yield ModelFreeSession(recipe, store, chat, scorer, stand_in)
+        yield ModelFreeSession(recipe, store, chat, scorer, stand_in, problem)
     finally:
         scorer.close()
         chat.decoder.close()
 
 
-def _chat(recipe: Recipe, store: MediaStore) -> tuple[ChatProcessor, str]:
+def _chat(recipe: Recipe, store: MediaStore) -> tuple[ChatProcessor, str, str]:
     model = recipe.model
     try:
         found = load_chat_processor(model.path, store=store, family=model.family, revision=model.revision)
-    except ModelError:
+    except ModelError as error:
         named = model.path.lower().replace("_", "-").replace("qwen-", "qwen")
         families = [family for part, family in LOOKALIKES.items() if part in named]
         family = model.family if model.family != "auto" else families[0] if families else "qwen3_vl"
-        return load_chat_processor(f"tiny:{family}", store=store), f"tiny:{family}"
-    return found, ""
+        return load_chat_processor(f"tiny:{family}", store=store), f"tiny:{family}", str(error)
+    return found, "", ""
 
 
 class WatchedEnvironment:

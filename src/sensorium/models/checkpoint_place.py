@@ -1,12 +1,13 @@
 """Where a recipe's model path leads, and errors of reading what is there that name the path and the way out."""
 
 import atexit
+import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -14,8 +15,13 @@ from safetensors import SafetensorError
 
 from sensorium.models.hub_files import NotFetched, fetch_small_files, fetch_weights
 from sensorium.models.quiet import quiet
+from sensorium.models.unsupported import unknown_type
+from sensorium.models.wrong_path import may_be_hub_id, near_to_hub_id, nowhere, shipped_models
 from sensorium.recipe.tiny_sizes import family_and_layers
 from sensorium.vocabulary.errors import ModelError, nearest
+
+CANNOT_LOAD = re.compile(r"Can't load (?:the )?(.+?) for '")
+UNKNOWN_TYPE = re.compile(r"model type [`'\"]([^`'\"]+)[`'\"] but Transformers does not recognize")
 
 
 def find_checkpoint(path: str, revision: str = "") -> str:
@@ -30,11 +36,14 @@ def find_checkpoint(path: str, revision: str = "") -> str:
         return _made(name)
     if folder.is_dir():
         if not (folder / "config.json").exists():
-            raise ModelError(f"model.path '{path}': the folder has no config.json; it is not a Hugging Face checkpoint.")
+            inside = sorted(entry.parent.name for entry in folder.glob("*/config.json"))
+            below = f" Below it are checkpoints in: {', '.join(inside[:8])}; name one of them." if inside else ""
+            raise ModelError(
+                f"model.path '{path}': the folder has no config.json; it is not a Hugging Face checkpoint.{below}"
+            )
         return str(folder)
-    local = folder.is_absolute() or path.startswith((".", "~"))
-    if local or path.count("/") > 1 or ("/" in path and folder.parent.is_dir()):
-        raise ModelError(f"model.path '{path}': there is no such folder{_beside(folder)}")
+    if not may_be_hub_id(path):
+        raise ModelError(f"model.path '{path}': {nowhere(path)}")
     with _fetching(path):
         return str(fetch_small_files(path, revision))
 
@@ -71,7 +80,7 @@ def _fetching(path: str) -> Iterator[None]:
     try:
         yield
     except NotFetched as error:
-        raise ModelError(f"model.path '{path}': {error}.") from error
+        raise ModelError(f"model.path '{path}': {error}{near_to_hub_id(path) or '.'}") from error
 
 
 def _made(name: str) -> str:
@@ -86,10 +95,9 @@ def _made(name: str) -> str:
 
 
 def _shipped(name: str) -> str:
-    assets = Path(str(files("sensorium"))) / "assets"
-    folder = assets / name
+    folder = shipped_models() / name
     if not (folder / "config.json").exists():
-        known = sorted(entry.parent.name for entry in assets.glob("*/config.json"))
+        known = sorted(entry.parent.name for entry in shipped_models().glob("*/config.json"))
         raise ModelError(f"model.path 'package:{name}': no such shipped model{nearest(name, known)}")
     return str(folder)
 
@@ -97,17 +105,31 @@ def _shipped(name: str) -> str:
 def _reason(error: BaseException, place: str, weights: bool) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = lines[0] if lines else type(error).__name__
+    if unknown := UNKNOWN_TYPE.search(str(error)):
+        return unknown_type(unknown[1])
+    if damaged := _damaged_json(Path(place)):
+        return f"its {damaged} is damaged: it is no whole JSON. Copy or download it again."
+    if lacking := CANNOT_LOAD.match(reason):
+        return (
+            f"its folder lacks the files of the {lacking[1]}. Copy them from the published checkpoint: tokenizer.json, "
+            "tokenizer_config.json, preprocessor_config.json and what else stands there beside the weights."
+        )
     if "custom code" in reason:
         return "it brings Python code of its own, which is not run. Use a checkpoint of a family that transformers knows."
     if weights and Path(place).is_dir() and not any(Path(place).glob("*.safetensors")):
         return "it has no weights as safetensors, and no other kind is read (pickles can run code). Save it as safetensors."
     if isinstance(error, SafetensorError):
         return f"a weight file is cut short or damaged ({reason}). Copy or download it again."
+    if isinstance(error, AttributeError):
+        return f"{reason}. Do the files in its folder all belong to one checkpoint?"
     return reason
 
 
-def _beside(folder: Path) -> str:
-    """What there is in place of a folder that is missing."""
-    if not folder.parent.is_dir():
-        return "."
-    return nearest(folder.name, sorted(entry.name for entry in folder.parent.iterdir() if entry.is_dir())[:40])
+def _damaged_json(folder: Path) -> str:
+    """The name of a JSON file in a folder that cannot be read; empty if all can."""
+    for file in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+        try:
+            json.loads(file.read_bytes())
+        except (OSError, ValueError):
+            return file.name
+    return ""

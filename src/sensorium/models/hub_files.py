@@ -23,8 +23,12 @@ def fetch_small_files(name: str, revision: str) -> Path:
 
 def fetch_weights(name: str, folder: Path) -> Path:
     """The same with its weights, of the same commit, though the branch may have moved on."""
-    names = _weight_names(folder)
-    return folder if all((folder / name).is_file() for name in names) else _fetch(name, folder.name, names)
+    return folder if has_weights(folder) else _fetch(name, folder.name, _weight_names(folder))
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder of the cache has the weight files that its small files name."""
+    return all((folder / name).is_file() for name in _weight_names(folder))
 
 
 def cached_commit(name: str, revision: str) -> str | None:
@@ -37,6 +41,7 @@ def cached_commit(name: str, revision: str) -> str | None:
 
 def _fetch(name: str, revision: str, patterns: tuple[str, ...]) -> Path:
     from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         # A commit is looked for in the cache alone only if that is said here; a branch is even without.
@@ -49,7 +54,13 @@ def _fetch(name: str, revision: str, patterns: tuple[str, ...]) -> Path:
         at = f" at revision '{revision}'" if revision else ""
         if constants.HF_HUB_OFFLINE:
             reason = f"HF_HUB_OFFLINE is set and the cache {constants.HF_HUB_CACHE} does not have it{at}"
-        raise NotFetched(f"it is no folder here, and not to be had as a hub id{at}: {reason}") from error
+        elif isinstance(error, LocalEntryNotFoundError):  # the hub does not answer, which is said last
+            reason = (
+                f"the hub cannot be reached from here ({reason.removeprefix('Got: ')}), and its cache "
+                f"{constants.HF_HUB_CACHE} does not have it. Without a network, bring the checkpoint onto this machine and "
+                "give its folder, or fill the cache where there is one"
+            )
+        raise NotFetched(f"it is no folder here ('{Path.cwd()}'), and not to be had as a hub id{at}: {reason}") from error
 
 
 def _weight_names(folder: Path) -> tuple[str, ...]:

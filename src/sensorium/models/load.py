@@ -1,7 +1,6 @@
 """From a recipe's model path to a policy: a folder, a hub id, a shipped model or a tiny one made on the spot."""
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
 from sensorium.models.checkpoint_place import is_hub_id, naming
-from sensorium.models.load_chat import CheckpointConfig, chat_processor_of, read_config
-from sensorium.models.load_checks import NOT_LOADED, announced, check_weights
+from sensorium.models.load_chat import CheckpointConfig, chat_processor_of, of_its_family, read_config
+from sensorium.models.load_checks import announced, check_memory, refuse_unfit, whole_weights
 from sensorium.models.lora import add_adapters
 from sensorium.models.model_classes import LOADING, builder_of, model_class
 from sensorium.models.policy import Policy
@@ -32,6 +31,7 @@ def load_policy(
     family: str = "auto",
     revision: str = "",
     dequantize: bool = False,
+    unused_weights: Sequence[str] = (),
     lora: LoraSection | None = None,
     seed: int = 0,
     decoder: Decoder | None = None,
@@ -40,6 +40,7 @@ def load_policy(
     """Load a checkpoint. ``path``: a folder, a hub id, ``package:NAME`` (shipped) or ``tiny:FAMILY`` (random weights).
 
     ``revision``: a branch, tag or commit of a hub id. ``dequantize``: FP8 weights are loaded as plain numbers.
+    ``unused_weights``: prefixes of weights that the model has no place for and that are left out.
     ``lora`` with a rank puts fresh adapters into it, drawn by ``seed``. ``decoder``: of the store's media, where others
     share it (judges, the log); else the policy has its own. ``media_bytes`` of preprocessed media are kept in memory.
     """
@@ -48,56 +49,50 @@ def load_policy(
             raise ModelError(f"model.dtype: unknown dtype '{dtype}'{nearest(dtype, list(DTYPES))}")
         checkpoint = read_config(path, family, revision, dequantize=dequantize)
         chosen = find_device(device)
-        model = _read_model(checkpoint, DTYPES[dtype], chosen)
+        model = _read_model(checkpoint, DTYPES[dtype], chosen, unused_weights)
         chat = chat_processor_of(checkpoint, store, decoder, media_bytes)
         model.to(chosen).eval()
         adapter_class, adapters = checkpoint.adapter_class, None
         if lora is not None and lora.rank:
             adapters = add_adapters(model, adapter_class.groups, lora, seed, _base_name(path, checkpoint.place))
-        return Policy(chat, adapter_class(model), model, adapters)
+        with of_its_family(checkpoint):
+            adapter = adapter_class(model)
+        return Policy(chat, adapter, model, adapters)
 
 
-def _read_model(checkpoint: CheckpointConfig, dtype: torch.dtype, device: torch.device) -> Any:
+def _read_model(checkpoint: CheckpointConfig, dtype: torch.dtype, device: torch.device, unused: Sequence[str]) -> Any:
     """The model with its weights on ``device``; what is missing or does not fit is refused.
 
     Weights of a GPU go there one by one, straight from their files: this machine's memory holds no copy of the model.
     """
-    from transformers import FineGrainedFP8Config
-
     path, place = checkpoint.path, checkpoint.place
-    size = check_weights(path, Path(place), dtype, device)
+    size = check_memory(path, whole_weights(path, Path(place)), dtype, device, unused)
     with naming(path, place, weights=True), announced(size, place):
         model, report = model_class(checkpoint.config).from_pretrained(
             place,
             use_safetensors=True,  # older weight files are pickles
             trust_remote_code=False,  # None would ask at a terminal whether to run a checkpoint's own code
-            dtype=dtype,
-            attn_implementation=checkpoint.adapter_class.attention,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
             device_map=None if device.type == "cpu" else {"": device},
-            **({"quantization_config": FineGrainedFP8Config(dequantize=True)} if checkpoint.dequantize else {}),
+            **loading_options(checkpoint, dtype),
         )
     if checkpoint.dequantize:
         model._weight_conversions = None  # or its checkpoints would be FP8 again
-    if report["mismatched_keys"]:
-        name, there, wanted = sorted(report["mismatched_keys"])[0]
-        raise ModelError(
-            f"model.path '{path}': weights and config.json disagree on {len(report['mismatched_keys'])} shapes: {name} is "
-            f"{list(there)} in the weights and {list(wanted)} by the config. Use the config that belongs to the weights."
-        )
-    if report["missing_keys"]:
-        missing = ", ".join(sorted(report["missing_keys"])[:4])
-        raise ModelError(f"model.path '{path}': the checkpoint lacks {len(report['missing_keys'])} weights: {missing}, ….")
-    strange = sorted(key for key in report["unexpected_keys"] if not key.startswith(NOT_LOADED))
-    if strange:
-        print(
-            f"ATTENTION: model.path '{path}': the model has no place for {len(strange)} weights of the checkpoint, such as "
-            f"{strange[0]}; they are left out.",
-            file=sys.stderr,
-        )
-    _refuse_dropout(path, model)
+    refuse_unfit(path, report, unused)
+    refuse_dropout(path, model)
     return model
+
+
+def loading_options(checkpoint: CheckpointConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """What transformers is told of a load, wherever the weights come from."""
+    from transformers import FineGrainedFP8Config
+
+    return {
+        "dtype": dtype,
+        "attn_implementation": checkpoint.adapter_class.attention,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # refused afterwards, by name
+        **({"quantization_config": FineGrainedFP8Config(dequantize=True)} if checkpoint.dequantize else {}),
+    }
 
 
 def build_policy(
@@ -144,7 +139,7 @@ def _base_name(path: str, place: str) -> str:
     return path if path.startswith("tiny:") or is_hub_id(path) else str(Path(place).resolve())
 
 
-def _refuse_dropout(path: str, model: Any) -> None:
+def refuse_dropout(path: str, model: Any) -> None:
     """A policy is one distribution: what was sampled must be what is trained, so nothing may be left out by chance."""
     modules = [(name, part.p) for name, part in model.named_modules() if isinstance(part, _DropoutNd)]
     found = [*_dropouts(model.config, "config.json"), *((f"module {name}", share) for name, share in modules)]

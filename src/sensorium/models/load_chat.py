@@ -1,6 +1,9 @@
 """From a checkpoint's small files (configs, tokenizer, template) to its chat processor; no weight file is opened."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import sensorium.models.torchvision_fix  # noqa: F401  (before transformers imports torchvision)
@@ -14,6 +17,7 @@ from sensorium.models.unsupported import missing_family
 from sensorium.recipe.names import resolve, table
 from sensorium.vocabulary.errors import ModelError
 
+TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model")
 DEQUANTIZABLE = "fp8"
 """transformers' name for weights in blocks of FP8 with a scale each, as Qwen's FP8 checkpoints have them."""
 
@@ -50,17 +54,38 @@ def read_config(
     path: str, family: str = "auto", revision: str = "", *, weights: bool = True, dequantize: bool = False
 ) -> CheckpointConfig:
     """A checkpoint's config and family; what cannot be trained here is refused. ``weights``: a hub's are fetched too."""
+    found = config_at(path, find_checkpoint(path, revision), family, weights=weights, dequantize=dequantize)
+    return replace(found, place=find_weights(path, found.place)) if weights else found
+
+
+def config_at(
+    path: str, place: str, family: str = "auto", *, weights: bool = True, dequantize: bool = False
+) -> CheckpointConfig:
+    """The config and family of a path whose folder was found. ``weights`` are wanted: quantized ones are refused."""
     from transformers import AutoConfig
 
-    place = find_checkpoint(path, revision)
     with naming(path, place), quiet():
         config = AutoConfig.from_pretrained(place, trust_remote_code=False)
     quantized = _refuse_quantized(path, config, dequantize) if weights else False
-    family = family_of(config.model_type, family, config)
-    adapter_class = resolve("family", family, "model.family")
-    if weights:
-        place = find_weights(path, place)
-    return CheckpointConfig(path, place, config, family, adapter_class, quantized)
+    try:
+        family = family_of(config.model_type, family, config)
+    except ModelError as error:
+        raise ModelError(f"model.path '{path}': {error}") from error
+    return CheckpointConfig(path, place, config, family, resolve("family", family, "model.family"), quantized)
+
+
+@contextmanager
+def of_its_family(checkpoint: CheckpointConfig) -> Iterator[None]:
+    """Turn errors of a family that is given a checkpoint of another one into a paragraph that says so."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, IndexError) as error:
+        raise ModelError(
+            f"model.path '{checkpoint.path}': the checkpoint (model_type '{checkpoint.config.model_type}' in its "
+            f"config.json) is not built as those of the family '{checkpoint.family}' are ({type(error).__name__}: "
+            f"{error}). Is it the config.json that belongs to the weights and the processor files beside it? model.family: "
+            "auto takes the family that the config names."
+        ) from error
 
 
 def chat_processor_of(
@@ -70,21 +95,31 @@ def chat_processor_of(
     from transformers import AutoTokenizer
 
     place, config = checkpoint.place, checkpoint.config
+    if not any((Path(place) / name).is_file() for name in TOKENIZERS):  # transformers would make an empty one
+        raise ModelError(
+            f"model.path '{checkpoint.path}': the folder has no tokenizer ({', '.join(TOKENIZERS)}). Copy the files that "
+            "are published beside the weights."
+        )
     with naming(checkpoint.path, place), quiet():
         processor = _processor(place, config)
         tokenizer = getattr(processor, "tokenizer", None) or AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         end_ids = _end_ids(place, config, tokenizer)
-    return ChatProcessor(
-        checkpoint.family,
-        checkpoint.adapter_class.media_format(own_config(config), processor),
-        tokenizer,
-        processor,
-        store,
-        vocab_size=config.get_text_config().vocab_size,
-        end_ids=end_ids,
-        decoder=decoder,
-        media_bytes=media_bytes,
-    )
+    try:
+        with of_its_family(checkpoint):
+            return ChatProcessor(
+                checkpoint.family,
+                checkpoint.adapter_class.media_format(own_config(config), processor),
+                tokenizer,
+                processor,
+                store,
+                vocab_size=config.get_text_config().vocab_size,
+                end_ids=end_ids,
+                decoder=decoder,
+                media_bytes=media_bytes,
+            )
+    except ModelError as error:
+        named = str(error).startswith("model.path")
+        raise error if named else ModelError(f"model.path '{checkpoint.path}': {error}") from error
 
 
 def family_of(model_type: str, wanted: str = "auto", config: Any = None) -> str:
@@ -112,9 +147,9 @@ def _end_ids(place: str, config: Any, tokenizer: Any) -> list[int]:
     """What the checkpoint ends a response on: by its generation config, or else its tokenizer."""
     from transformers import GenerationConfig
 
-    try:
+    if (Path(place) / "generation_config.json").is_file():
         named = GenerationConfig.from_pretrained(place).eos_token_id
-    except OSError:  # it has no generation_config.json
+    else:
         named = GenerationConfig.from_model_config(getattr(config, "thinker_config", config)).eos_token_id
     if named is None:
         named = tokenizer.eos_token_id

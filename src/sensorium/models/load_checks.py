@@ -1,37 +1,64 @@
-"""What is asked of a checkpoint's weights before they are read: all files there and whole, and room for them in memory."""
+"""What is asked of a checkpoint's weights: files that are there and whole, room in memory, and that they fit the config."""
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from sensorium.models.quiet import quiet
-from sensorium.models.weight_files import StoredTensor, weight_files
+from sensorium.models.weight_files import StoredTensor, WeightFile, weight_files
+from sensorium.recipe.unloaded_weights import is_unloaded, part_of, told_by_part
 from sensorium.vocabulary.errors import ModelError
 
 GIB = 1 << 30
 LONG_LOAD = 4 * GIB
 """Bytes from which on a load is announced: it takes longer than one waits without a word."""
 
-NOT_LOADED = ("talker.", "token2wav.", "code2wav.")
 
-
-def check_weights(path: str, folder: Path, dtype: torch.dtype, device: torch.device) -> int:
-    """Refuse weights that are not whole or do not fit into memory, by headers alone; returns their bytes in memory."""
+def whole_weights(path: str, folder: Path) -> list[WeightFile]:
+    """The weight files of a checkpoint by their headers; refused if one is missing or not whole."""
     try:
-        files = weight_files(folder)
+        return weight_files(folder)
     except ModelError as error:
         raise ModelError(f"model.path '{path}': {error}") from error
-    tensors = [tensor for file in files for tensor in file.tensors if not tensor.name.startswith(NOT_LOADED)]
-    needed = bytes_of(tensors, dtype)
+
+
+def check_memory(
+    path: str, files: Sequence[WeightFile], dtype: torch.dtype, device: torch.device, unused: Sequence[str] = ()
+) -> int:
+    """Refuse weights that do not fit into memory, by headers alone; returns their bytes there."""
+    needed = bytes_of([t for file in files for t in file.tensors if not is_unloaded(t.name, unused)], dtype)
     if device.type == "cuda":
         _refuse_too_large(path, needed, torch.cuda.mem_get_info(device)[0], f"memory of {device}", dtype)
     elif (free := free_memory()) is not None:
         _refuse_too_large(path, needed, free, "memory of this machine", dtype)
     return needed
+
+
+def refuse_unfit(path: str, report: Mapping[str, Any], unused: Sequence[str]) -> None:
+    """Refuse weights that are not those of the config, by the report of a load: other shapes, too few, too many."""
+    if report["mismatched_keys"]:
+        name, there, wanted = sorted(report["mismatched_keys"])[0]
+        raise ModelError(
+            f"model.path '{path}': weights and config.json disagree on {len(report['mismatched_keys'])} shapes: {name} is "
+            f"{list(there)} in the weights and {list(wanted)} by the config. Use the config that belongs to the weights."
+        )
+    if missing := report["missing_keys"]:
+        raise ModelError(
+            f"model.path '{path}': the checkpoint lacks {len(missing)} weights that its config.json asks for: "
+            f"{told_by_part(missing)}. Use the config that belongs to the weights, or download the checkpoint again."
+        )
+    if strange := [key for key in report["unexpected_keys"] if not is_unloaded(key, unused)]:
+        raise ModelError(
+            f"model.path '{path}': {len(strange)} weights of the checkpoint have no place in the model that its "
+            f"config.json describes: {told_by_part(strange)}. Use the config that belongs to the weights (has it as many "
+            "layers?). If they are no part of the model, name them by their first letters, such as model.unused_weights: "
+            f"['{part_of(min(strange))}.']. They are then left out, and an export carries them along."
+        )
 
 
 @contextmanager

@@ -29,6 +29,13 @@ def model_class(config: Any) -> Any:
     return transformers.AutoModelForImageTextToText if has_towers(config) else transformers.AutoModelForCausalLM
 
 
+def concrete_class(config: Any) -> Any:
+    """The same class by its own name, where ``model_class`` is one that chooses by the config."""
+    chosen = model_class(config)
+    mapping = getattr(chosen, "_model_mapping", None)
+    return chosen if mapping is None else mapping[type(config)]
+
+
 def has_towers(config: Any) -> bool:
     """Whether a model takes more than text."""
     return hasattr(config, "vision_config") or hasattr(config, "thinker_config")

@@ -14,6 +14,7 @@ readers refuse or misread. So an export takes the source's files as they are and
 import re
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from sensorium.models.weight_files import INDEX, StoredTensor, WeightFile, weight_files
+from sensorium.recipe.unloaded_weights import is_unloaded, told_by_part
 from sensorium.vocabulary.errors import CheckpointError
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -67,10 +69,13 @@ class ExportSummary:
         return [*told, f"files taken from the source: {', '.join(self.files) or 'none'}"]
 
 
-def write_published(checkpoint: Path, source: Path, target: Path) -> ExportSummary:
-    """Write the weights of ``checkpoint`` in the layout of ``source``, with the source's other files, into ``target``."""
+def write_published(checkpoint: Path, source: Path, target: Path, unused: Sequence[str] = ()) -> ExportSummary:
+    """Write the weights of ``checkpoint`` in the layout of ``source``, with the source's other files, into ``target``.
+
+    Weights of the source that a run leaves out (``unused``: by its recipe) are carried along as they are.
+    """
     trained, published = weight_files(checkpoint), weight_files(source)
-    origins = match_weights(_tensors(trained), _tensors(published), checkpoint, source)
+    origins = match_weights(_tensors(trained), _tensors(published), checkpoint, source, unused)
     places = {tensor.name: file.path for file in trained for tensor in file.tensors}
     target.mkdir(parents=True)
     summary = ExportSummary()
@@ -86,9 +91,16 @@ def write_published(checkpoint: Path, source: Path, target: Path) -> ExportSumma
 
 
 def match_weights(
-    trained: dict[str, StoredTensor], published: dict[str, StoredTensor], checkpoint: Path, source: Path
+    trained: dict[str, StoredTensor],
+    published: dict[str, StoredTensor],
+    checkpoint: Path,
+    source: Path,
+    unused: Sequence[str] = (),
 ) -> dict[str, WeightOrigin]:
-    """For each weight of the source the one of the checkpoint that holds it; a weight of neither's is refused by name."""
+    """For each weight of the source the one of the checkpoint that holds it.
+
+    A weight of only one of them is refused by name, but for those of the source that no run loads.
+    """
     known = {common_name(name): tensor for name, tensor in trained.items()}
     if len(known) != len(trained):
         raise CheckpointError(f"'{checkpoint}' has two weights of one name but for its prefix; it cannot be exported.")
@@ -98,11 +110,17 @@ def match_weights(
         if origin is not None:
             origins[name] = origin
     used = {origin.name for origin in origins.values()}
-    unused = [tensor.name for common, tensor in known.items() if tensor.name not in used and common != HEAD]
-    if unused:
+    homeless = [tensor.name for common, tensor in known.items() if tensor.name not in used and common != HEAD]
+    if homeless:
         raise CheckpointError(
-            f"'{source}' has no place for {len(unused)} weights of '{checkpoint}', such as {unused[0]}: it is not the "
+            f"'{source}' has no place for {len(homeless)} weights of '{checkpoint}', such as {homeless[0]}: it is not the "
             "checkpoint that the run started from. Name that one with --source."
+        )
+    if strange := [name for name in published if name not in origins and not is_unloaded(name, unused)]:
+        raise CheckpointError(
+            f"'{source}' has {len(strange)} weights that the model in '{checkpoint}' lacks: {told_by_part(strange)}. An "
+            "export with them would be another model than the one that was trained. Name the checkpoint that the run "
+            "started from with --source, or export with --as-trained."
         )
     if HEAD in known and known[HEAD].name not in used:  # the source's is tied: ours must still be the embeddings
         _refuse_untied(known, checkpoint, source)

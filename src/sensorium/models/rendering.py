@@ -47,7 +47,10 @@ class ChatRenderer:
         self._encode = lru_cache(maxsize=8192)(_plain_encoder(tokenizer))
         for kind, token in placeholders.items():
             if token not in table.special.values():
-                raise ModelError(f"the tokenizer does not mark token {token}, the placeholder of a {kind}, as special.")
+                raise ModelError(
+                    f"the tokenizer does not mark token {token}, the placeholder of a {kind}, as special. Do config.json, "
+                    "which names the placeholder, and the tokenizer's files belong together?"
+                )
         self.close_id = self._find_close()
         self.lead, self.append_only = self._find_lead()
 

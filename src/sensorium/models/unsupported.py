@@ -18,6 +18,17 @@ REASONS = {
 """Families that were looked at and are refused, with the reason."""
 
 
+def unknown_type(model_type: str) -> str:
+    """Why a checkpoint cannot be loaded whose ``model_type`` not even transformers knows."""
+    from transformers import __version__
+
+    return (
+        f"its config.json names the model type '{model_type}', which transformers {__version__} does not know, so neither "
+        f"its layers nor its towers are to be had{nearest(model_type, list(table('family')))} If the model type is right, "
+        "a newer transformers may know it; a family of it would then have to be written (docs/families.md)."
+    )
+
+
 def missing_family(model_type: str, config: Any | None) -> str:
     """Why a checkpoint cannot be loaded, and what would have to be written for it."""
     if model_type in REASONS:

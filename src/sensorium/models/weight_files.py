@@ -66,6 +66,11 @@ def weight_files(folder: Path) -> list[WeightFile]:
     single, index = folder / SINGLE, folder / INDEX
     if single.is_file() or not index.is_file():
         if not single.is_file():
+            if shards := sorted(path.name for path in folder.glob("model-*-of-*.safetensors")):
+                raise ModelError(
+                    f"'{folder}' has {len(shards)} shards ({shards[0]}, …) and lacks '{INDEX}', which says which weight is "
+                    "in which of them. Copy or download it again."
+                )
             raise ModelError(
                 f"'{folder}' has no weights as safetensors ({SINGLE}, or shards with {INDEX}), and no other kind is read "
                 "(pickles can run code). Save it as safetensors."

@@ -4,6 +4,7 @@ Each check yields the place of a problem and a sentence; nothing is built, and n
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,10 @@ def _model(recipe: Recipe) -> Iterator[Problem]:
 
 def _parts(model: ModelSection) -> set[str]:
     """The groups of a model that have parameters: counted where it is on this disk, else by its family."""
-    if shape := read_shape(model.path, model.revision):
+    shape = None
+    with suppress(RecipeError):  # what is wrong with its files is told when they are loaded
+        shape = read_shape(model.path, model.revision)
+    if shape:
         return {group for group, count in shape.parameters.items() if count}
     scheme, _, name = model.path.partition(":")
     family = name if scheme == "tiny" else model.family

@@ -20,13 +20,15 @@ from sensorium.recipe.yaml import dotted, read_yaml, write_yaml
 from sensorium.vocabulary.errors import RecipeError, nearest, similar_file
 
 NOT_SAMPLED = {
-    "rollout.min_p": "the engine truncates by rollout.top_p and rollout.top_k only. Use one of those, or sample the whole "
+    "min_p": "the engine truncates by rollout.top_p and rollout.top_k only. Use one of those, or sample the whole "
     "policy, which training is made for.",
-    "rollout.repetition_penalty": "it makes each token's distribution depend on all tokens before it, in a way that the "
+    "repetition_penalty": "it makes each token's distribution depend on all tokens before it, in a way that the "
     "learner's log-probs do not have, so that training would be off-policy at every token. Use a reward term against "
     "repetition.",
 }
 """Keys that other trainers have for sampling and this one has not, with the reason and the way out."""
+
+SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "max_context_tokens")
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -93,7 +95,8 @@ def find_recipe(path: str | Path) -> Path:
         return given / "recipe.yaml"
     names = nearest(given.stem, list(shipped)) if shipped else "."
     beside = similar_file(given) or _runs_beside(given)
-    raise RecipeError(f"there is no recipe file '{path}'{beside}. Give a path, or a shipped recipe by name{names}")
+    end = "" if beside.endswith("?") else "."
+    raise RecipeError(f"there is no recipe file '{path}'{beside}{end} Give a path, or a shipped recipe by name{names}")
 
 
 def _runs_beside(path: Path) -> str:
@@ -185,10 +188,13 @@ def _explain(detail: ErrorDetails, origins: dict[Place, str], name: str) -> str:
     context = detail.get("ctx", {})
     match detail["type"]:
         case "extra_forbidden":
-            if key in NOT_SAMPLED:
-                return f"{where}: '{key}' is not supported: {NOT_SAMPLED[key]}"
-            known = _keys_at(place[:-1])
-            return f"{where}: unknown key '{key}'{nearest(str(place[-1]), known)}"
+            last, known = str(place[-1]), _keys_at(place[:-1])
+            if last in NOT_SAMPLED and place[0] in (last, "rollout", "evaluation"):
+                belongs = "" if len(place) > 1 else " Options of sampling stand in the section rollout."
+                return f"{where}: '{key}' is not supported: {NOT_SAMPLED[last]}{belongs}"
+            if len(place) == 1 and last in SAMPLING:
+                return f"{where}: unknown key '{key}': options of sampling stand in rollout; write rollout.{key}."
+            return f"{where}: unknown key '{key}'{nearest(last, known)}"
         case "missing":
             return f"{where}: the key '{key}' is missing and has no default."
         case "literal_error":

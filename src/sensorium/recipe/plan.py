@@ -4,6 +4,7 @@ Memory is an upper estimate: caches and activations are taken as full as the rec
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from sensorium.recipe.activations import activation_bytes, head_bytes, tower_bytes
 from sensorium.recipe.schema import OptimizerSection, Recipe
@@ -47,10 +48,13 @@ class Plan:
     sight_check: str = ""
 
 
-def make_plan(recipe: Recipe) -> Plan:
-    """The plan of a recipe. Reads files of the checkpoint if they are on this disk; imports no torch."""
-    batch, rollout = recipe.batch, recipe.rollout
-    shape = read_shape(recipe.model.path, recipe.model.revision)
+def make_plan(recipe: Recipe, config: dict[str, Any] | None = None) -> Plan:
+    """The plan of a recipe. Reads files of the checkpoint if they are on this disk; imports no torch.
+
+    ``config`` stands for the checkpoint's config.json, where that leaves keys to defaults.
+    """
+    batch, rollout, model = recipe.batch, recipe.rollout, recipe.model
+    shape = read_shape(model.path, model.revision, config, model.unused_weights)
     episodes = batch.prompts_per_step * batch.group_size
     updates = batch.epochs_per_step * batch.updates_per_epoch
     written = rollout.max_new_tokens * rollout.max_turns

@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from sensorium.recipe.names import PARAMETER_GROUPS
 from sensorium.recipe.schema import LoraSection
 from sensorium.recipe.tiny_sizes import KINDS, family_and_layers, tiny_config
 from sensorium.recipe.tower_tensors import tower_tensors
+from sensorium.recipe.unloaded_weights import is_unloaded
 from sensorium.vocabulary.errors import RecipeError
 
 PLAIN_PARTS = (
@@ -21,6 +23,10 @@ PLAIN_PARTS = (
 """Parts of families whose towers are transformers' own, by the names of their weights."""
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
+
+
+class IncompleteConfig(RecipeError):
+    """A config.json that leaves the sizes of a model to defaults, which only transformers knows."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +63,14 @@ class ModelShape:
         return lora.rank * sum(layer.inputs + layer.outputs for layer in chosen)
 
 
-def read_shape(path: str, revision: str = "") -> ModelShape | None:
-    """The shape of the model that a recipe's ``model.path`` means, or None if it is not on this disk."""
+def read_shape(
+    path: str, revision: str = "", config: dict[str, Any] | None = None, unused: Sequence[str] = ()
+) -> ModelShape | None:
+    """The shape of the model that a recipe's ``model.path`` means, or None if it is not on this disk.
+
+    ``config`` stands for its config.json, where that leaves keys to the defaults of transformers; ``unused`` are prefixes
+    of weights that are not loaded.
+    """
     scheme, _, name = path.partition(":")
     if scheme == "tiny":
         family, layers = family_and_layers(name)
@@ -67,18 +79,18 @@ def read_shape(path: str, revision: str = "") -> ModelShape | None:
     if folder is None or not (folder / "config.json").is_file():
         return None
     try:
-        return _read_shape(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        config = config or json.loads((folder / "config.json").read_text())
+        return _shape_of(config.get("thinker_config", config), _weight_shapes(folder, unused), exact=False)
+    except KeyError as error:
+        raise IncompleteConfig(
+            f"model.path '{path}': its config.json does not say {error}, so the model's size is not known from it. Use the "
+            "complete config.json that was published with the weights."
+        ) from error
+    except (OSError, ValueError, TypeError, AttributeError, struct.error) as error:
         raise RecipeError(
-            f"model.path '{path}': config.json or a weight file there is damaged or of no known form ({reason}). Copy or "
+            f"model.path '{path}': config.json or a weight file there is damaged or of no known form ({error}). Copy or "
             "download the checkpoint again."
         ) from error
-
-
-def _read_shape(folder: Path) -> ModelShape:
-    config = json.loads((folder / "config.json").read_text())
-    return _shape_of(config.get("thinker_config", config), _weight_shapes(folder), exact=False)
 
 
 def _shape_of(config: dict[str, Any], shapes: dict[str, list[int]], *, exact: bool) -> ModelShape:
@@ -87,6 +99,8 @@ def _shape_of(config: dict[str, Any], shapes: dict[str, list[int]], *, exact: bo
     heads = text["num_attention_heads"]
     head_dim = text.get("head_dim") or text["hidden_size"] // heads
     experts = text.get("num_experts_per_tok", 0)
+    if _tied(config):  # a head that is written out all the same is not loaded
+        shapes = {name: shape for name, shape in shapes.items() if _group_of(name) != "head"}
     counted = _count_weights(shapes)
     vision = config.get("vision_config") or {}
     return ModelShape(
@@ -113,11 +127,10 @@ def count_parameters(config: dict[str, Any]) -> dict[str, int]:
     """Parameters by group from a config alone, for the families we know."""
     text = config.get("text_config", config)
     vision = config.get("vision_config")
-    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     table = text["vocab_size"] * text["hidden_size"]
     counts = {
         "language": table + _language(text, text.get("model_type", config["model_type"])),
-        "head": 0 if tied else table,
+        "head": 0 if _tied(config) else table,
     }
     towers = tower_tensors(config)
     if towers is not None:
@@ -130,6 +143,11 @@ def count_parameters(config: dict[str, Any]) -> dict[str, int]:
         counts["audio"], projector = _tower_audio(audio)
         counts["projector"] += projector
     return {group: counts.get(group, 0) for group in PARAMETER_GROUPS}
+
+
+def _tied(config: dict[str, Any]) -> bool:
+    """Whether the head is the embeddings."""
+    return bool(config.get("tie_word_embeddings", config.get("text_config", config).get("tie_word_embeddings", False)))
 
 
 def _language(text: dict[str, Any], family: str) -> int:
@@ -184,11 +202,10 @@ def _merger(vision: dict[str, Any]) -> int:
     return merged * merged + merged + merged * vision["out_hidden_size"] + vision["out_hidden_size"]
 
 
-def _weight_shapes(folder: Path) -> dict[str, list[int]]:
-    """Tensors by name, from the headers of the weight files; empty if there are none, or some are missing."""
-    files = sorted(folder.glob("*.safetensors"))
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
+def _weight_shapes(folder: Path, unused: Sequence[str]) -> dict[str, list[int]]:
+    """Tensors of the model by name, from the headers of the weight files; empty if there are none, or some are missing."""
+    files, index = [folder / "model.safetensors"], folder / "model.safetensors.index.json"
+    if not files[0].is_file() and index.is_file():
         files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     if not all(file.is_file() for file in files):
         return {}
@@ -200,10 +217,7 @@ def _weight_shapes(folder: Path) -> dict[str, list[int]]:
                 raise ValueError(f"the header of {file.name} is said to be longer than the file")
             header = json.loads(opened.read(length))
         shapes |= {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
-    # A whole Qwen2.5-Omni: the parts that speak are not loaded.
-    return {
-        name.removeprefix("thinker."): s for name, s in shapes.items() if not name.startswith(("talker.", "token2wav."))
-    }
+    return {name.removeprefix("thinker."): shape for name, shape in shapes.items() if not is_unloaded(name, unused)}
 
 
 def _count_weights(shapes: dict[str, list[int]]) -> dict[str, int]:
@@ -240,10 +254,10 @@ def _folder(path: str, revision: str) -> Path | None:
     if scheme == "tiny":
         return None
     given = Path(path).expanduser()
-    return given if given.is_dir() else _cached(path, revision)
+    return given if given.is_dir() else cached_folder(path, revision)
 
 
-def _cached(hub_id: str, revision: str) -> Path | None:
+def cached_folder(hub_id: str, revision: str) -> Path | None:
     """The snapshot of a hub id in the local cache, where there is one: of a revision, of main, or else the newest."""
     base = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = os.environ.get("HF_HOME", f"{base}/huggingface")

@@ -7,7 +7,7 @@ otherwise at most every ten seconds.
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -37,12 +37,16 @@ TROUBLES = {
 
 
 class ConsoleWatcher(Watcher):
-    """Shows a run on the terminal. ``console`` is rich's; it decides whether there is a terminal."""
+    """Shows a run on the terminal. ``console`` is rich's; it decides whether there is a terminal.
+
+    ``opening`` is called once, before the first thing is shown: a run that cannot start shows nothing but why.
+    """
 
     shown = True
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, opening: Callable[[], None] | None = None) -> None:
         self.console = console or Console()
+        self._opening = opening
         self.lively = (
             self.console.is_terminal and not self.console.is_dumb_terminal and "utf" in self.console.encoding.lower()
         )
@@ -52,6 +56,7 @@ class ConsoleWatcher(Watcher):
 
     def started(self, run: RunStart) -> None:
         """Open the display."""
+        self._opened()
         self._state.start(run)
         if self.lively:
             self._live = Live(self._state, console=self.console, refresh_per_second=2)
@@ -114,6 +119,7 @@ class ConsoleWatcher(Watcher):
 
     def noted(self, text: str) -> None:
         """Print a line above the display."""
+        self._opened()
         self.console.print(text, style="yellow", markup=False, highlight=False)
 
     def finished(self) -> None:
@@ -122,6 +128,11 @@ class ConsoleWatcher(Watcher):
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    def _opened(self) -> None:
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            opening()
 
     def _encodable(self, text: str) -> str:
         """Words as the terminal's encoding can show them: a model may write anything."""

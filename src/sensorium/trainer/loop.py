@@ -101,7 +101,8 @@ class Trainer:
                 recipe=self.recipe.model_dump(mode="json"),
             )
         )
-        self.health.remind()
+        if self.step < self.total_steps or self.health.untrained():  # of a run that is over and well, it was all told
+            self.health.remind()
         if self.step == 0:
             await self._evaluate()
         while self.step < self.total_steps:

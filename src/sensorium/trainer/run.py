@@ -1,5 +1,6 @@
 """Starting, resuming and finishing a run."""
 
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from sensorium.recipe.schema import Recipe
 from sensorium.record.checkpoint_files import has_digests
 from sensorium.record.durable import cannot_write, full_disk_error, read_rows
 from sensorium.record.ledger import Ledger
+from sensorium.record.lock import NAME as LOCK
 from sensorium.record.lock import lock_run, refuse_moved
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.html import write_report
@@ -44,12 +46,14 @@ def train(recipe: Recipe, *, resume: bool = False, restart: bool = False, watche
     process at a time may do so.
     """
     directory = RunDirectory(recipe.directory.absolute())  # a reward or an environment may change the working directory
+    made = _first_missing(directory.path)
     with lock_run(directory.path), _disk_errors_said(directory), _beside_others(directory) as notes:
-        if resume:
-            notes += go_on(recipe, directory)
-        else:
-            (begin_again if restart else begin)(recipe, directory)
-        trainer = open_trainer(recipe, directory, resume=resume, watchers=watchers, notes=notes)
+        with _nothing_left(directory.path, made):
+            if resume:
+                notes += go_on(recipe, directory)
+            else:
+                (begin_again if restart else begin)(recipe, directory)
+            trainer = open_trainer(recipe, directory, resume=resume, watchers=watchers, notes=notes)
         if resume:
             write_recipe(recipe, directory)
         elif restart:
@@ -121,6 +125,32 @@ def open_trainer(
                 "weights beside it (model.path)."
             ) from error
     return trainer
+
+
+def _first_missing(path: Path) -> Path | None:
+    """The first folder on the way to ``path`` that is not there yet; None if all are."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    return missing[-1] if missing else None
+
+
+@contextmanager
+def _nothing_left(path: Path, made: Path | None) -> Iterator[None]:
+    """A run that cannot start takes the folders away again that it made; ``made`` is the first of them.
+
+    Another process may have made them meanwhile, for a run that is over: then more than the lock is in there.
+    """
+    fresh = made is not None and [entry.name for entry in path.iterdir()] == [LOCK]
+    try:
+        yield
+    except BaseException as error:
+        if fresh and made is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            for folder in path.parents:  # runs/, if it was made and nothing else is in it
+                if not folder.is_relative_to(made) or any(folder.iterdir()):
+                    break
+                folder.rmdir()
+            error.add_note(f"Nothing was left behind: '{path}' was not kept.")
+        raise
 
 
 _going_on: list[Path] = []

@@ -165,6 +165,15 @@ def test_a_rule_fires_on_its_case_in_one_line_with_cause_and_advice(rule: str) -
     assert finding.advice
 
 
+def test_who_asks_for_the_tag_already_is_not_told_to_ask_for_it() -> None:
+    silent = [episode(i, 0.0, "seven") for i in range(4)]
+    asked = Group("g", Task("t", (user("Answer in <answer>…</answer>."),), "7"), tuple(silent))
+    for shown, begins in ((group(*silent), "Ask for the tag in the prompt"), (asked, "The prompt asks for the tag")):
+        advice = found(facts(NOTHING, shown, unanswered={"exact": (4, 4)}))["no_answer"].advice
+        assert advice.startswith(begins)
+        assert "in a warm start, pay for it with the term 'format'" in advice
+
+
 def test_what_another_finding_explains_is_not_told() -> None:
     flat = facts(NOTHING, ZEROS, before=[NOTHING] * 6, unanswered={"exact": (8, 8)})
     assert set(found(flat)) == {"no_answer"}

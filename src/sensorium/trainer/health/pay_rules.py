@@ -12,6 +12,7 @@ from sensorium.rewards.answer import tagged
 from sensorium.trainer.health.facts import RECENT, StepFacts, lacks_answer
 from sensorium.vocabulary.episode import Episode, Status
 from sensorium.vocabulary.score import Score
+from sensorium.vocabulary.task import Task
 
 Rule = Callable[[StepFacts], Finding | None]
 FAILED_SHARE = 0.1
@@ -98,14 +99,23 @@ def no_answer(facts: StepFacts) -> Finding | None:
         what = f"'{name}' found no answer in any of {judged} responses, so it pays none of them"
         if not any(tagged(text) is not None for text in texts):
             cause = f"it reads what stands in <answer>…</answer>, and no response has that, such as {_quoted(texts[0])}"
+            ask = "Ask for the tag in the prompt (option instruction of a source with columns), show it"
+            if any(_asks_for_tag(task, episode) for task, episode in facts.played):
+                ask = "The prompt asks for the tag, but this model does not write it yet. Show it"
             advice = (
-                "Ask for the tag in the prompt (option instruction of a source with columns), show it in a warm start, pay "
-                f"for it with the term 'format', or let '{name}' read whole responses (its option fallback: true)"
+                f"{ask} in a warm start, pay for it with the term 'format', or let '{name}' read whole responses (its "
+                "option fallback: true)"
             )
             return Finding("no_answer", what, cause, advice, grave=True)
         cause = f"what stands in <answer>…</answer> is in another form than it reads, such as {_quoted(texts[0])}"
         return Finding("no_answer", what, cause, "Choose the term that reads such answers, or ask for its form", grave=True)
     return None
+
+
+def _asks_for_tag(task: Task, episode: Episode) -> bool:
+    """Whether a prompt shows the tag that answers are read from."""
+    shown = [*task.messages, *(message for turn in episode.turns for message in turn.observation)]
+    return any("<answer>" in message.text for message in shown)
 
 
 def never_paid(facts: StepFacts) -> Finding | None:
