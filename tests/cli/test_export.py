@@ -176,7 +176,8 @@ def test_a_tiny_model_is_written_as_a_checkpoint_like_any_other(tmp_path: Path, 
     from sensorium.media.store import MediaStore
     from sensorium.models.load import load_policy
 
-    assert main(["export", "tiny:qwen2", str(tmp_path / "model")]) == 0
+    assert main(["export", "tiny:qwen2:3", str(tmp_path / "model")]) == 0
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["num_hidden_layers"] == 3
     assert "random weights" in capsys.readouterr().out
     assert load_policy(str(tmp_path / "model"), store=MediaStore(), device="cpu").family == "qwen2"
     assert main(["export", "tiny:qwen2", str(tmp_path / "model")]) == 2

@@ -68,9 +68,11 @@ def _write_tiny(arguments: Namespace) -> int:
     _refuse_present(arguments.target)
     from sensorium.models.quiet import quiet
     from sensorium.models.tiny import make_tiny
+    from sensorium.recipe.tiny_sizes import family_and_layers
 
+    family, layers = family_and_layers(arguments.source.removeprefix("tiny:"))
     with writing(arguments.target), _alone(arguments.target), drafted(arguments.target) as draft, quiet():
-        make_tiny(arguments.source.removeprefix("tiny:"), draft)
+        make_tiny(family, draft, num_hidden_layers=layers)
     print(f"{arguments.source} → {arguments.target} (random weights, seed 0)")
     return 0
 
