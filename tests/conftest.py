@@ -48,8 +48,8 @@ def _tiny_models(common: Path) -> None:
 @pytest.fixture(scope="session")
 def fork_server(common: Path) -> Iterator[ForkServer]:
     """One for all workers, which the first test that wants it starts."""
-    modules = ("studies.resumed_runs", "sensorium.cli.main", "sensorium.engines.process.child")
-    with ForkServer(*modules, shared=common / "forks") as server:
+    modules = ("studies.resumed_runs", "sensorium.cli.main", "sensorium.engines.process.child", "sensorium.cluster.rank")
+    with ForkServer(*modules, "torch.distributed.checkpoint", shared=common / "forks") as server:
         yield server
 
 

@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "sensorium"
 DATA = {"vocabulary", "caches", "recipe", "media"}
 BELOW_TRAINER = {
     *DATA, "workers", "tasks", "envs", "rewards", "algorithms", "models", "engines", "rollout", "learner", "assembly",
-    "evaluation", "record", "report", "judges",
+    "evaluation", "record", "report", "judges", "cluster",
 }  # fmt: skip
 MAY_IMPORT = {
     "vocabulary": set(),
@@ -39,6 +39,7 @@ MAY_IMPORT = {
         "learner",
         "record",
     },
+    "cluster": {*DATA, "models", "learner", "engines", "assembly", "record"},
     "evaluation": {
         *DATA,
         "workers",

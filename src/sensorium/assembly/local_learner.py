@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from sensorium.assembly.models import load_beside
-from sensorium.assembly.reference import begin_reference, resume_reference
+from sensorium.assembly.reference import begin_reference, resume_reference, write_reference
 from sensorium.assembly.session import Session
+from sensorium.assembly.whole_models import WholeModels
 from sensorium.learner.assessment import Assessment
 from sensorium.learner.credited_episode import CreditedEpisode, Groups
 from sensorium.learner.critic import Critic
 from sensorium.learner.learner import Learner
-from sensorium.learner.plain_state import load_state, save_state
 from sensorium.learner.protocol import RunLearner
+from sensorium.learner.saved_state import STATE, read_learner_state, write_learner_state
+from sensorium.learner.shards import local_of
 from sensorium.models.fused import Recomputation
 from sensorium.models.policy import Policy
 from sensorium.models.reference import Reference
@@ -27,17 +29,22 @@ from sensorium.record.run_directory import RunDirectory
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import CheckpointError, RecipeError
 
-STATE = Path("trainer") / "learner.pt"
+OWN = "trainer"
+"""The folder of a checkpoint that is the learner's and the trainer's."""
 
 
 class LocalLearner:
-    """One learner after another, stage by stage, on a policy in this process. ``directory`` holds the reference."""
+    """One learner after another, stage by stage, on a policy in this process. ``directory`` holds the reference.
 
-    def __init__(self, recipe: Recipe, policy: Policy, directory: RunDirectory) -> None:
+    ``models`` says how policy, critic and reference are held; the policy is held so already.
+    """
+
+    def __init__(self, recipe: Recipe, policy: Policy, directory: RunDirectory, models: WholeModels | None = None) -> None:
         self._recipe, self._policy, self._directory = recipe, policy, directory
+        self._models = models or WholeModels()
         policy.checkpoint_gradients(recomputation(recipe, policy.device))
         self._warming = recipe.warm_start.steps > 0
-        self._stage = make_learner(recipe, policy, None, warming=self._warming)
+        self._stage = make_learner(recipe, policy, None, self._models, warming=self._warming)
         self._shortest: CreditedEpisode | None = None
         self._sound: int | None = None
 
@@ -48,19 +55,21 @@ class LocalLearner:
 
     def begin_rl(self) -> None:
         """RL begins: with an optimizer and a critic of its own, and the policy as it is now for the KL's reference."""
-        reference = begin_reference(self._recipe, self._policy, self._directory)
+        if self._policy.sharding is None:  # a rank holds no whole model to write
+            write_reference(self._recipe, self._policy, self._directory)
+        reference = begin_reference(self._recipe, self._policy, self._models)
         if self._warming:
             self._warming = False
-            self._stage = make_learner(self._recipe, self._policy, reference, warming=False)
+            self._stage = make_learner(self._recipe, self._policy, reference, self._models, warming=False)
         self._stage.reference = reference
 
-    def assess(self, groups: Sequence[Sequence[Episode]]) -> Assessment:
+    def assess(self, groups: Sequence[Sequence[Episode]], costs: Sequence[float] | None = None) -> Assessment:
         """Positions of the episodes, and what the models think of them, as far as credit needs it."""
-        return self._stage.assess(groups)
+        return self._stage.assess(groups, costs)
 
-    def step(self, groups: Groups, loss: str) -> dict[str, float]:
-        """All updates of one step; returns its metrics."""
-        metrics = self._stage.step(groups, loss)
+    def step(self, groups: Groups, loss: str, costs: Sequence[float] | None = None) -> dict[str, float]:
+        """All updates of one step; returns its metrics. ``costs`` divide the groups among ranks."""
+        metrics = self._stage.step(groups, loss, costs)
         trained = [sample for group in groups for sample in group if sample.episode.sampled_tokens]
         self._shortest = min(trained, key=_length)
         return metrics
@@ -73,9 +82,12 @@ class LocalLearner:
         """A parameter that is not finite, or log-probs that are not, for the shortest episode of the last step."""
         if self._sound == self.version:
             return ""
-        named = dict(self._policy.model.named_parameters())
+        held = {name: local_of(parameter) for name, parameter in self._policy.model.named_parameters()}
+        named = {name: local for name, local in held.items() if local.numel()}  # a rank may have no row of a small one
         largest = torch.stack([norm.double() for norm in torch._foreach_norm(list(named.values()), torch.inf)])
-        bad = [name for name, fine in zip(named, largest.isfinite().tolist(), strict=True) if not fine]
+        wrong = {name for name, fine in zip(named, largest.isfinite().tolist(), strict=True) if not fine}
+        anywhere = self._models.team.largest(*(name in wrong for name in held))
+        bad = [name for name, found in zip(held, anywhere, strict=True) if found]
         if bad:
             return f"holds numbers that are not finite, in {len(bad)} parameters (the first is {bad[0]})"
         if self._shortest is None:
@@ -89,21 +101,26 @@ class LocalLearner:
     def save(self, folder: Path) -> None:
         """Write the policy as a Hugging Face model, and the learner's state beside it."""
         self._policy.save(folder)
-        (folder / STATE).parent.mkdir(exist_ok=True)
+        self.save_state(folder)
+
+    def save_state(self, folder: Path) -> None:
+        """Write the learner's state alone. All ranks of a team call it together."""
+        (folder / OWN).mkdir(parents=True, exist_ok=True)
         state = {"warming": self._warming, "version": self.version, "learner": self._stage.state_dict()}
-        save_state(state, folder / STATE)
+        write_learner_state(state, folder / OWN, self._models.team)
 
     def load(self, folder: Path) -> None:
         """Go on exactly where ``save`` was called."""
-        if not (folder / STATE).exists():
+        if not (folder / OWN / STATE).exists():
             raise CheckpointError(
-                f"'{folder}' has no {STATE}: an older version wrote it. Go on with that version, or start a new run from "
-                "its weights (model.path)."
+                f"'{folder}' has no {OWN}/{STATE}: an older version wrote it. Go on with that version, or start a new run "
+                "from its weights (model.path)."
             )
-        state = load_state(folder / STATE)
+        state = read_learner_state(folder / OWN, self._models.team)
         self._warming, self._policy.version = state["warming"], state["version"]
-        reference = None if self._warming else resume_reference(self._recipe, self._policy, self._directory)
-        self._stage = make_learner(self._recipe, self._policy, reference, warming=self._warming)
+        begun = not self._warming
+        reference = resume_reference(self._recipe, self._policy, self._directory, self._models) if begun else None
+        self._stage = make_learner(self._recipe, self._policy, reference, self._models, warming=self._warming)
         self._stage.load_state_dict(state["learner"])
 
     def close(self) -> None:
@@ -119,7 +136,9 @@ LearnerMaker = Callable[[Recipe, Session, RunDirectory, Path | None], RunLearner
 """Makes the learner of a run, given its session, its directory and the checkpoint that it goes on from, if any."""
 
 
-def make_learner(recipe: Recipe, policy: Policy, reference: Reference | None, *, warming: bool) -> Learner:
+def make_learner(
+    recipe: Recipe, policy: Policy, reference: Reference | None, models: WholeModels, *, warming: bool
+) -> Learner:
     """The learner of a stage: the supervised warm start's, or RL's with its critic where the estimator needs one.
 
     RL trains the distribution that is sampled. Demonstrations end with a stop token even where RL ignores them.
@@ -133,27 +152,30 @@ def make_learner(recipe: Recipe, policy: Policy, reference: Reference | None, *,
         total_steps=recipe.warm_start.steps if warming else recipe.steps,
         freeze=recipe.model.freeze,
         reference=reference,
-        critic=None if warming else make_critic(recipe, policy),
+        critic=None if warming else make_critic(recipe, policy, models),
         seed=recipe.seed,
         stop_tokens=warming or not recipe.rollout.ignore_stop_tokens,
+        team=models.team,
     )
 
 
-def make_critic(recipe: Recipe, policy: Policy) -> Critic | None:
+def make_critic(recipe: Recipe, policy: Policy, models: WholeModels) -> Critic | None:
     """The critic as RL begins: on the policy's trunk, on a copy of it, or on another checkpoint of the family."""
     if not estimator_traits(recipe.algorithm.advantage.name).critic:
         return None
     section = recipe.algorithm.critic
     trunk = policy
     if section.trunk == "own":
-        trunk = load_beside(recipe, section.path, policy) if section.path else policy.copy()
+        trunk = load_beside(recipe, section.path, policy) if section.path else models.copy(policy, section.freeze)
         if trunk.family != policy.family:
             raise RecipeError(
                 f"algorithm.critic.path '{section.path}' is of family {trunk.family} and the policy of {policy.family}: a "
                 "critic reads the policy's own tokens. Use a checkpoint of the same family, or leave path empty."
             )
+        if section.path:
+            trunk = models.hold(trunk, section.freeze)
         trunk.checkpoint_gradients(recomputation(recipe, trunk.device))
-    return Critic(trunk, section, total_steps=recipe.steps)
+    return Critic(trunk, section, total_steps=recipe.steps, team=models.team)
 
 
 def recomputation(recipe: Recipe, device: torch.device) -> Recomputation:

@@ -14,7 +14,7 @@ from sensorium.learner.credited_episode import AskedValues
 from sensorium.learner.forward import UpdateFeatures, hidden_states
 from sensorium.learner.optimizer import Optimizer, rate_share
 from sensorium.learner.packing import MicroBatch, Packing
-from sensorium.learner.shards import copy_state
+from sensorium.learner.shards import copy_state, distinct_state
 from sensorium.learner.team import ALONE, Team
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import CriticSection
@@ -63,7 +63,7 @@ class Critic:
 
     def state_dict(self) -> dict[str, Any]:
         """Weights and moments; a shared trunk's weights are the policy's and not in it."""
-        trunk = None if self.shared else self.trunk.model.state_dict()
+        trunk = None if self.shared else distinct_state(self.trunk.model)
         return {"trunk": trunk, "head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

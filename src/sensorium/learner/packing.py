@@ -45,17 +45,19 @@ class MicroBatch:
 class Packing:
     """The micro-batches of an update, which trains ``trained`` tokens; of a team's, those that are computed here.
 
-    ``splits``: how often a group was cut because it did not fit one.
+    ``splits``: how often a group was cut because it did not fit one. ``blanks``: how many hold nothing but one token that
+    nobody reads.
     """
 
     microbatches: tuple[MicroBatch, ...]
     trained: int
     splits: int
+    blanks: int = 0
 
     @property
     def tokens(self) -> int:
-        """Tokens the language model computes."""
-        return sum(len(microbatch) for microbatch in self.microbatches)
+        """Tokens the language model computes, those of blank micro-batches left out."""
+        return sum(len(microbatch) for microbatch in self.microbatches) - self.blanks
 
 
 def pack(

@@ -64,11 +64,17 @@ def whole_of(tensor: Tensor) -> Tensor:
     return whole
 
 
+def distinct_state(model: nn.Module) -> dict[str, Tensor]:
+    """A model's state dict with tied weights once."""
+    named = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    return {name: tensor for name, tensor in model.state_dict().items() if name in named}
+
+
 @torch.no_grad()
 def copy_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Give a model the parameters and buffers of a state dict, each of them whole or spread."""
-    own = model.state_dict()
-    if own.keys() != state.keys():
-        raise ValueError(f"a state of another model: {min(own.keys() ^ state.keys())} differs")
+    """Give a model the parameters and buffers of a state dict, each of them whole or spread; tied ones may come twice."""
+    own = distinct_state(model)
+    if missing := own.keys() - state.keys():
+        raise ValueError(f"a state of another model: it lacks {min(missing)}")
     for name, tensor in own.items():
         local_of(tensor).copy_(part_for(state[name], tensor))

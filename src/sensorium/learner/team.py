@@ -46,6 +46,10 @@ class Team:
         """The sum of each number over all ranks."""
         return numbers
 
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A tensor to read into, spread over the ranks where there are several."""
+        return torch.empty(shape, dtype=dtype)
+
     def norm(self, shards: Sequence[Tensor], whole: Sequence[Tensor]) -> Tensor:
         """The norm of all gradients together: of those that are spread over the ranks, and of those that each has whole."""
         return torch.nn.utils.get_total_norm([*shards, *whole])

@@ -95,7 +95,7 @@ class Adapters:
     def __init__(self, model: Any, section: LoraSection, base: str) -> None:
         from peft.tuners.lora import LoraLayer
 
-        self._model, self.section, self._base = model, section, base
+        self._model, self.section, self.base = model, section, base
         self.layers: dict[str, Any] = {name: part for name, part in model.named_modules() if isinstance(part, LoraLayer)}
         self.parameters: dict[str, nn.Parameter] = {
             f"{name}.{part}.{NAME}.weight": getattr(layer, part)[NAME].weight
@@ -105,7 +105,7 @@ class Adapters:
 
     def of(self, model: Any) -> "Adapters":
         """The same of a copy of the model."""
-        return Adapters(model, self.section, self._base)
+        return Adapters(model, self.section, self.base)
 
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of all adapters as they are."""
@@ -170,7 +170,7 @@ class Adapters:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {_key(name): parameter.detach().contiguous() for name, parameter in self.parameters.items()}
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        config = _config(self.section, sorted(self.layers), self._base)
+        config = _config(self.section, sorted(self.layers), self.base)
         config.target_modules = sorted(self.layers)  # peft makes a set of it, written in another order every time
         config.inference_mode = True
         config.save_pretrained(str(folder))
@@ -195,7 +195,7 @@ class Adapters:
                 f"the adapters in '{folder}' are of other layers or another rank ({strange[0]} differs); use the "
                 "model.path and model.lora that they were trained with."
             )
-        return {name: found[_key(name)].to(parameter) for name, parameter in self.parameters.items()}
+        return {name: found[_key(name)].to(p.device, p.dtype) for name, p in self.parameters.items()}
 
 
 def _endings(layers: list[str]) -> str:

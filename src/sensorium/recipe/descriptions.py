@@ -132,5 +132,6 @@ DESCRIPTIONS = {
     "Recipe.evaluation": "held-out tasks while it trains",
     "Recipe.checkpoint": "what is saved",
     "Recipe.logging": "what is written down besides",
+    "Recipe.cluster": "processes that share the model while it learns; docs/scale_out.md",
     "Recipe.health": "when a run that learns nothing stops, and whether the model looks; docs/health.md",
 }

@@ -298,6 +298,24 @@ class CheckpointSection(Section):
     best: str = Field(default="eval/accuracy", description="metric whose best checkpoint is kept; empty: none")
 
 
+class ClusterSection(Section):
+    """How many processes share the model while it learns, and where they are. Nothing that is computed depends on it.
+
+    Several learners hold a part of the weights each (FSDP2) and compute a part of every update.
+    """
+
+    learners: int = Field(default=1, ge=1, le=4096, description="ranks of the learner; 1: the learner of this process")
+    backend: Literal["auto", "gloo", "nccl"] = Field(default="auto", description="auto: nccl on GPUs, gloo on CPUs")
+    offload: bool = Field(default=False, description="keep weights and moments in the machine's memory, not the GPU's")
+    start_s: float = Field(default=600.0, gt=0, description="for all ranks to load the model and meet")
+    reply_s: float = Field(default=3600.0, gt=0, description="for a step; after it a rank that is silent is lost")
+
+    @property
+    def shared(self) -> bool:
+        """True if the learner is not the one of this process."""
+        return self.learners > 1
+
+
 class LoggingSection(Section):
     """Loggers beside console and metrics.jsonl, which always run."""
 
@@ -347,6 +365,7 @@ class Recipe(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     logging: LoggingSection = LoggingSection()
     health: HealthSection = HealthSection()
+    cluster: ClusterSection = ClusterSection()
 
     @property
     def total_steps(self) -> int:

@@ -18,7 +18,7 @@ from sensorium.vocabulary.errors import CheckpointError, RecipeError
 
 MAY_CHANGE = (
     "run_dir", "steps", "threads", "model.device", "media", "judges", "evaluation.every", "checkpoint.every",
-    "checkpoint.keep", "logging", "health", "rollout.engine", "tasks.on_bad_row", "tasks.on_long_prompt",
+    "checkpoint.keep", "logging", "health", "cluster", "rollout.engine", "tasks.on_bad_row", "tasks.on_long_prompt",
 )  # fmt: skip
 """Keys, or sections, that may differ when a run is gone on with."""
 

@@ -113,7 +113,7 @@ def open_trainer(
         long = long_demonstrations(recipe, few, lambda text: len(session.rollout.chat.respond(text, "").tokens))
         for note in (*cautions(recipe), *start_notes(recipe, few), *long, *unanswered):
             watcher.noted(note)
-    learner = (make_learner or local_learner)(recipe, session, directory, saved)
+    learner = (make_learner or _learner_maker(recipe))(recipe, session, directory, saved)
     trainer = Trainer(recipe, session, learner, planner, held_out, directory, ledger, watcher)
     if last is not None:
         try:
@@ -151,6 +151,15 @@ def _nothing_left(path: Path, made: Path | None) -> Iterator[None]:
                 folder.rmdir()
             error.add_note(f"Nothing was left behind: '{path}' was not kept.")
         raise
+
+
+def _learner_maker(recipe: Recipe) -> LearnerMaker:
+    """The learner of this process, or ranks in others as the cluster section says."""
+    if not recipe.cluster.shared:
+        return local_learner
+    from sensorium.cluster.sharded_learner import sharded_learner  # seconds of torch.distributed that others do not pay
+
+    return sharded_learner
 
 
 _going_on: list[Path] = []

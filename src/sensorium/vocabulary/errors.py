@@ -43,6 +43,10 @@ class EngineLost(SensoriumError):
     """The process that samples has ended or does not answer. Ends the run: nothing more can be sampled."""
 
 
+class LearnerLost(SensoriumError):
+    """A process that trains has ended or does not answer. Ends the run: it goes on from its last checkpoint."""
+
+
 class EnvironmentFailure(SensoriumError):
     """An environment raised, or overran its deadline. Costs the episode, not the run."""
 

@@ -16,18 +16,25 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
-    def send(self, message: Message, limit_s: float | None = None) -> None:
+    def send(self, message: Any, limit_s: float | None = None) -> None:
         """Send one message; OSError if the other end is gone, TimeoutError if it does not take it in time."""
-        body = json.dumps(message, separators=(",", ":")).encode()
+        body = self.encode(message)
         self._connection.settimeout(limit_s)
         self._connection.sendall(LENGTH.pack(len(body)) + body)
 
-    def receive(self, limit_s: float | None = None) -> Message:
+    def receive(self, limit_s: float | None = None) -> Any:
         """The next message; EOFError if the other end is gone, TimeoutError if nothing comes in time."""
         self._connection.settimeout(limit_s)
         (length,) = LENGTH.unpack(self._read(LENGTH.size))
-        message: Message = json.loads(self._read(length))
-        return message
+        return self.decode(self._read(length))
+
+    def encode(self, message: Any) -> bytes:
+        """A message as bytes."""
+        return json.dumps(message, separators=(",", ":")).encode()
+
+    def decode(self, data: bytes) -> Any:
+        """The message that bytes stand for."""
+        return json.loads(data)
 
     def close(self) -> None:
         """Hang up: the other end reads an EOFError."""

@@ -1,0 +1,179 @@
+"""Ranks as processes of this machine: started, asked together, and ended. Every wait is bounded.
+
+Invariant: after an error that not all ranks share, no rank is left. They wait for each other, so one that is lost ends all.
+"""
+
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sensorium.cluster.messages import Answer, Call, PickledChannel, RankSettings, error_of
+from sensorium.cluster.rank_failures import common_error, refuse_other_versions
+from sensorium.vocabulary.errors import LearnerLost
+
+CLOSE_S = 30.0
+GRACE_S = 10.0
+"""How long the others may take to notice that a rank is lost, before they are ended."""
+LAST_LINES = 4
+
+
+class RankProcess:
+    """One rank: its process, its socket and its log."""
+
+    def __init__(self, rank: int, log: Path) -> None:
+        self.rank, self._log = rank, log
+        ours, theirs = socket.socketpair()
+        # Ranks of one machine talk over the loopback interface: others may be down, or firewalled.
+        loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+        paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        with theirs, log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "sensorium.cluster.process_main", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=loopback | os.environ | paths,
+            )
+        self.socket = ours
+        self._channel = PickledChannel(ours)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def send(self, call: Call, limit_s: float) -> None:
+        """Ask; the answer is received later."""
+        self._channel.send(call, limit_s)
+
+    def receive(self, limit_s: float) -> Answer:
+        """Its answer; EOFError or OSError if it is gone."""
+        answer: Any = self._channel.receive(limit_s)
+        return answer
+
+    def close(self) -> None:
+        """Tell it to end."""
+        with suppress(EOFError, OSError):
+            self.send(Call("close"), CLOSE_S)
+
+    def end(self, after_s: float = 0.0) -> None:
+        """Wait so long for it to end, then kill it."""
+        try:
+            self._process.wait(after_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        with suppress(OSError):
+            self._channel.close()
+
+    def why(self) -> str:
+        """How it ended, and the last that it said."""
+        self.end(CLOSE_S)
+        code = self._process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        hint = " (SIGKILL often means that memory ran out)" if code == -signal.SIGKILL else ""
+        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        said = f" It last wrote: {' | '.join(lines[-LAST_LINES:])}" if lines else ""
+        return f"rank {self.rank} of the learner (pid {self.pid}) {how}{hint}.{said}"
+
+
+class ProcessRanks:
+    """All ranks of a learner on this machine. ``exchange`` is a folder for what is too large for a message."""
+
+    def __init__(self, settings: Sequence[RankSettings], exchange: Path, start_s: float, reply_s: float) -> None:
+        self._exchange, self._reply_s = exchange, reply_s
+        self._ranks = [RankProcess(one.rank, exchange / f"rank_{one.rank}.log") for one in settings]
+        try:
+            answers = self._ask_each([Call("open", (one,)) for one in settings], start_s)
+            refuse_other_versions(answers)
+        except BaseException:
+            self._end()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the ranks, in order."""
+        return [rank.pid for rank in self._ranks]
+
+    def ask(self, name: str, *given: Any) -> Answer:
+        """Ask all ranks the same; the answer is that of rank 0."""
+        return self._ask_each([Call(name, given)] * len(self._ranks), self._reply_s)[0]
+
+    def close(self) -> None:
+        """Tell all to end, and end those that do not."""
+        for rank in self._ranks:
+            rank.close()
+        self._end(CLOSE_S)
+        shutil.rmtree(self._exchange, ignore_errors=True)
+
+    def _ask_each(self, calls: Sequence[Call], limit_s: float) -> list[Answer]:
+        if not self._ranks:
+            raise LearnerLost("the ranks of the learner were ended; start the run again with --resume.")
+        until = time.monotonic() + limit_s
+        answers: dict[int, Answer] = {}
+        lost: list[RankProcess] = []
+        for rank, call in zip(self._ranks, calls, strict=True):
+            try:
+                rank.send(call, limit_s)
+            except OSError:
+                lost.append(rank)
+        waiting = [rank for rank in self._ranks if rank not in lost]
+        with selectors.DefaultSelector() as selector:
+            for rank in waiting:
+                selector.register(rank.socket, selectors.EVENT_READ, rank)
+            while waiting:
+                if lost or any(answer.error for answer in answers.values()):
+                    until = min(until, time.monotonic() + GRACE_S)
+                ready = selector.select(max(0.0, until - time.monotonic()))
+                if not ready:
+                    break
+                for key, _ in ready:
+                    rank = key.data
+                    try:
+                        answers[rank.rank] = rank.receive(limit_s)
+                    except (EOFError, OSError):
+                        lost.append(rank)
+                    selector.unregister(rank.socket)
+                    waiting.remove(rank)
+        return self._judged(answers, lost, waiting, calls[0].name, limit_s)
+
+    def _judged(
+        self, answers: dict[int, Answer], lost: list[RankProcess], waiting: list[RankProcess], name: str, limit_s: float
+    ) -> list[Answer]:
+        """The answers in order; or the error they add up to."""
+        errors = {rank: answer for rank, answer in answers.items() if answer.error}
+        if not (errors or lost or waiting):
+            return [answers[rank.rank] for rank in self._ranks]
+        if not lost and not waiting and (shared := common_error(errors, len(self._ranks))) is not None:
+            raise shared  # of all ranks alike: they are as they were
+        if lost:
+            reason = lost[0].why()
+        elif errors:
+            rank, answer = min(errors.items())
+            error = error_of(answer, rank)
+            self._end()
+            raise error
+        else:
+            numbers = ", ".join(str(rank.rank) for rank in waiting)
+            key = "start_s" if name == "open" else "reply_s"
+            reason = (
+                f"of the learner's {len(self._ranks)} ranks, {numbers} did not answer '{name}' within {limit_s:g} s; all "
+                f"were ended. Raise cluster.{key} if the model is that slow."
+            )
+        self._end()
+        raise LearnerLost(reason)
+
+    def _end(self, after_s: float = 0.0) -> None:
+        for rank in self._ranks:
+            rank.end(after_s)
+        self._ranks = []

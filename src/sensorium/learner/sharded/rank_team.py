@@ -1,0 +1,76 @@
+"""The team of several ranks, over torch.distributed."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, empty
+
+from sensorium.learner.balance import divide
+from sensorium.learner.packing import MicroBatch, Packing, blank
+from sensorium.learner.team import Team
+
+
+class RankTeam(Team):
+    """This process among those of the default process group, which compute on ``device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.device = device
+        self.mesh: DeviceMesh = init_device_mesh(device.type, (self.size,))
+
+    def owned(self, costs: Sequence[float]) -> list[bool]:
+        """Which groups are computed here: those that the division of their costs gives this rank."""
+        return [rank == self.rank for rank in divide(costs, self.size)]
+
+    def level(self, packing: Packing) -> Packing:
+        """A packing with blank micro-batches added, so that every rank has as many of each kind.
+
+        Silent micro-batches may go without a backward pass, so the two kinds are counted apart.
+        """
+        kinds = [[one for one in packing.microbatches if one.silent is silent] for silent in (False, True)]
+        most = self.largest(*(len(kind) for kind in kinds))
+        filled: list[MicroBatch] = []
+        for kind, count, silent in zip(kinds, most, (False, True), strict=True):
+            filled += [*kind, *(blank(self.device, silent) for _ in range(int(count) - len(kind)))]
+        return replace(packing, microbatches=tuple(filled), blanks=len(filled) - len(packing.microbatches))
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place; of truth values, whether any is true."""
+        if tensor.dtype == torch.bool:
+            counts = tensor.to(torch.uint8)
+            dist.all_reduce(counts, dist.ReduceOp.MAX)
+            return tensor.copy_(counts)
+        dist.all_reduce(tensor)
+        return tensor
+
+    def largest(self, *numbers: float) -> tuple[float, ...]:
+        """The largest of each number over all ranks."""
+        return self._reduced(numbers, dist.ReduceOp.MAX)
+
+    def total(self, *numbers: float) -> tuple[float, ...]:
+        """The sum of each number over all ranks."""
+        return self._reduced(numbers, dist.ReduceOp.SUM)
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A tensor whose rows are spread over the ranks as those of parameters are."""
+        spread: Tensor = empty(shape, dtype=dtype, device_mesh=self.mesh, placements=[Shard(0)])
+        return spread
+
+    def norm(self, shards: Sequence[Tensor], whole: Sequence[Tensor]) -> Tensor:
+        """The norm of all gradients, squares summed in float64: in float32 it would depend on the number of ranks."""
+        squares = self.sum(_squares(shards, self.device)) + _squares(whole, self.device)
+        return squares.sqrt().float()
+
+    def _reduced(self, numbers: Sequence[float], how: dist.ReduceOp.RedOpType) -> tuple[float, ...]:
+        found = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, how)
+        return tuple(found.tolist())
+
+
+def _squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    found = [tensor.double().square().sum().to(device) for tensor in tensors]
+    return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=device)

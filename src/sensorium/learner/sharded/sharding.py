@@ -1,0 +1,186 @@
+"""A policy whose weights are spread over ranks: FSDP2 around its decoder layers, its towers' blocks, and the whole.
+
+The policy calls parts of its model, not the model. So the root's forward is a method of ours, through which every part is
+called (``Policy.inside``): there embeddings, norms and head are whole, a tied head included. What a tensor needs gradients
+for is handed over inside a function, not as an argument: FSDP would take the gradient of an argument for the end of the
+backward pass.
+
+A frozen tower stays whole on every rank: it has no gradients or moments, and its features are cached, so ranks run it at
+different times. Towers that learn are run by all ranks at once; a rank that shows nothing then encodes a spare medium,
+whose gradient is zero.
+"""
+
+import io
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.utils._pytree import register_pytree_node
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from sensorium.learner.sharded.rank_team import RankTeam
+from sensorium.learner.shards import local_of, part_for, whole_of
+from sensorium.media.wav import encode_wav
+from sensorium.models.encoding import Encoder
+from sensorium.models.family import Tower
+from sensorium.models.lora import Adapters
+from sensorium.models.policy import Policy
+from sensorium.models.segment_layout import Features
+from sensorium.vocabulary.content import Media, MediaKind
+
+SOUND_RATE, SOUND_S = 16000, 1.0
+
+# FSDP gathers the root's weights again when a gradient reaches what the root returned; it looks for tensors in trees only.
+register_pytree_node(
+    Features,
+    lambda features: ([features.embeds_NH, *features.deepstack_NH], None),
+    lambda parts, _: Features(next(found := iter(parts)), tuple(found)),
+)
+
+
+class ShardedModel:
+    """How a model is spread: what ``Policy`` asks of it."""
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self.device = device
+        self._model = model
+        self._parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
+        self._within = False
+
+    def call(self, part: Callable[..., Any], *given: Any) -> Any:
+        """Call a part inside the root's forward; from within, directly."""
+        if self._within:
+            return part(*given)
+        self._within = True
+        try:
+            return self._model.run_part(lambda: part(*given))
+        finally:
+            self._within = False
+
+    def rest(self) -> None:
+        """Free gathered weights: an optimizer writes to this rank's own rows, and they would be out of date."""
+        for part in self._parts:
+            part.reshard()
+
+
+def shard_policy(policy: Policy, team: RankTeam, freeze: Iterable[str], *, offload: bool = False) -> None:
+    """Spread a policy's weights over a team, in place; groups of ``freeze`` will not learn. Not to be copied any more."""
+    model, frozen = policy.model, set(freeze)
+    learning = {
+        id(parameter) for group, named in policy.trainable().items() if group not in frozen for parameter in named.values()
+    }
+    towers = list(dict.fromkeys(policy.adapter.towers.values()))
+    still = [tower for tower in towers if not any(id(p) in learning for p in tower.module.parameters())]
+    whole = {parameter for tower in still for parameter in tower.module.parameters()}
+    settings: dict[str, Any] = {
+        "mesh": team.mesh,
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=team.device.type == "cuda") if offload else OffloadPolicy(),
+    }
+    for layer in policy.adapter.language_model.layers:
+        fully_shard(layer, **settings)
+    for tower in towers:
+        if tower in still:
+            tower.module.to(team.device)
+        else:
+            for block in tower.module.modules():
+                if isinstance(block, GradientCheckpointingLayer):
+                    fully_shard(block, **settings)
+    fully_shard(model, **settings, ignored_params=whole, reshard_after_forward=False)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)  # losses are weighted over the whole update: gradients are sums,
+            part.set_force_sum_reduction_for_comms(True)  # and gloo has no other kind of reduction
+    model.run_part = types.MethodType(lambda _, part: part(), model)
+    register_fsdp_forward_method(model, "run_part")
+    policy.sharding = ShardedModel(model, team.device)
+    policy._encoder = ShardedEncoder(policy, team, [tower for tower in towers if tower not in still])
+    if policy.adapters is not None:
+        policy.adapters = ShardedAdapters(model, policy.adapters.section, policy.adapters.base)
+
+
+class ShardedEncoder(Encoder):
+    """The towers of a sharded policy; ``spread`` ones are run by all ranks together, or by none."""
+
+    def __init__(self, policy: Policy, team: RankTeam, spread: list[Tower]) -> None:
+        super().__init__(policy.adapter, policy.chat, team.device)
+        self._team, self._spread = team, spread
+
+    def __call__(self, media: Iterable[Media]) -> dict[Media, Features]:
+        """Features of the distinct media, and of a spare one for each tower that other ranks run and this one need not."""
+        distinct = list(dict.fromkeys(media))
+        shown = [any(self._adapter.towers[item.kind] is tower for item in distinct) for tower in self._spread]
+        if not self._spread:
+            return super().__call__(distinct)
+        anywhere = self._team.largest(*shown)
+        spare = [
+            self._spare_of(tower)
+            for tower, here, somewhere in zip(self._spread, shown, anywhere, strict=True)
+            if somewhere and not here
+        ]
+        found = super().__call__([*distinct, *spare])
+        self.counters.tower_items -= len(spare)
+        return found
+
+    def _frozen_version(self, tower: Tower) -> object | None:
+        """A tower that is spread is never asked for single media, whatever learns at the moment."""
+        return None if tower in self._spread else super()._frozen_version(tower)
+
+    def _spare_of(self, tower: Tower) -> Media:
+        kinds: list[MediaKind] = [kind for kind, owner in self._adapter.towers.items() if owner is tower]
+        return self._sound if kinds == ["sound"] else self._picture
+
+    @cached_property
+    def _picture(self) -> Media:
+        from PIL import Image
+
+        data = io.BytesIO()
+        Image.new("RGB", (56, 56)).save(data, "PNG")
+        return self._chat.shown(self._chat.store.put(data.getvalue(), "picture", "spare picture"))
+
+    @cached_property
+    def _sound(self) -> Media:
+        times_s = np.arange(round(SOUND_RATE * SOUND_S)) / SOUND_RATE
+        wave = 0.1 * np.sin(2 * np.pi * 440 * times_s)
+        return self._chat.shown(self._chat.store.put(encode_wav(wave.astype(np.float32)), "sound", "spare sound"))
+
+
+class ShardedAdapters(Adapters):
+    """Low-rank adapters whose rows are spread over ranks."""
+
+    @contextmanager
+    def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """The model with the adapters of a snapshot, which are copied in and out: FSDP gathers from fixed places."""
+        assert tensors.keys() == self.parameters.keys(), "a snapshot of other adapters"
+        own = self.snapshot()
+        try:
+            self._put(tensors)
+            yield
+        finally:
+            self._put(own)
+
+    @torch.no_grad()
+    def _put(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            local_of(parameter).copy_(part_for(tensors[name], parameter))
+
+
+@torch.no_grad()
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Give a model the weights of another of the same kind, each of them spread or whole. All ranks at the same time."""
+    given = dict(source.named_parameters())
+    for name, parameter in target.named_parameters():
+        local_of(parameter).copy_(part_for(whole_of(given[name]), parameter))

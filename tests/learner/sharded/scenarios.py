@@ -1,0 +1,173 @@
+"""Updates that are computed by one process and by teams of ranks, to be compared: metrics, gradients and weights.
+
+A rank is a process. It is started once and computes all scenarios, one after the other:
+
+    python -m tests.learner.sharded.scenarios RANK SIZE FOLDER NAME…
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from sensorium.learner.credited_episode import CreditedEpisode, CriticValues
+from sensorium.learner.critic import Critic
+from sensorium.learner.learner import Learner
+from sensorium.learner.optimizer import Optimizer
+from sensorium.learner.shards import spread_like, whole_of
+from sensorium.learner.team import ALONE, Team
+from sensorium.models.policy import Policy
+from sensorium.models.reference import FrozenCopy
+from sensorium.recipe.schema import (
+    AdvantageSection,
+    AlgorithmSection,
+    BatchSection,
+    CorrectionSection,
+    CriticSection,
+    KLSection,
+    LossSection,
+    OptimizerSection,
+)
+
+from ..played import Groups, Player, make_learner, open_policy
+
+
+def pictures(player: Player) -> Groups:
+    """One group has no picture and one no advantage, so ranks differ in what they have to run."""
+    silent = [CreditedEpisode(s.episode, tuple(a * 0 for a in s.advantages)) for s in player.single_turn(size=2)]
+    return [player.single_turn(size=3), player.single_turn(size=2, pictures=0), player.windowed(size=2, turns=3), silent]
+
+
+def videos(player: Player) -> Groups:
+    """Of two ranks one has the video and the other nothing to look at."""
+    return [player.single_turn(size=2, pictures=0, more=[player.film()]), player.single_turn(size=4, pictures=0)]
+
+
+PLAIN = AlgorithmSection()
+SPLIT = BatchSection(tokens_per_microbatch=120)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A family's tiny checkpoint, what is played, and how it is learned."""
+
+    family: str
+    play: Callable[[Player], Groups]
+    algorithm: AlgorithmSection = PLAIN
+    batch: BatchSection = SPLIT
+    freeze: tuple[str, ...] = ()
+    offload: bool = False
+    dtype: str = "float32"
+
+
+CLIP = LossSection(clip_low=0.02, clip_high=0.03, entropy_coef=0.01, aggregation="sequence_mean_token_mean")
+FULL = AlgorithmSection(loss=CLIP, kl=KLSection(coef=0.05), correction=CorrectionSection(weights="token"))
+VALUES = CriticSection(optimizer=OptimizerSection(lr=1e-4))
+PPO = AlgorithmSection(advantage=AdvantageSection(name="masked_gae"), critic=VALUES)
+TWICE = BatchSection(tokens_per_microbatch=120, epochs_per_step=2)
+SCENARIOS = {
+    "pictures": Scenario("qwen3_vl", pictures, FULL),
+    "videos": Scenario("qwen2_5_vl", videos, AlgorithmSection(loss=LossSection(name="gspo")), TWICE),
+    "experts": Scenario("qwen3_vl_moe", pictures, AlgorithmSection(router_coef=0.1), freeze=("vision", "projector")),
+    "critic": Scenario("qwen2_5_vl", pictures, PPO, offload=True),
+}
+
+
+@dataclass
+class Outcome:
+    """What a step computed: its metrics, the gradients of each update, and the weights after it."""
+
+    metrics: dict[str, float]
+    gradients: list[dict[str, Tensor]]
+    weights: dict[str, Tensor]
+
+
+def compute(scenario: Scenario, folder: Path, team: Team = ALONE) -> Outcome:
+    """One step of a scenario on the checkpoint of its family."""
+    policy = open_policy(folder / scenario.family, scenario.dtype)
+    groups = scenario.play(Player(policy))
+    learner = _learner(scenario, policy, team)
+    if learner.critic is not None:
+        groups = _taught(learner, groups)
+    gradients: list[dict[str, Tensor]] = []
+    step = Optimizer.step
+
+    def noted(self: Optimizer, share: float, norm: Tensor) -> None:
+        found = {name: whole_of(spread_like(g, self._tensors[name].parameter)) for name, g in self.gradients().items()}
+        gradients.append({name: gradient.clone() for name, gradient in found.items()})
+        step(self, share, norm)
+
+    with patch.object(Optimizer, "step", noted):
+        metrics = learner.step(groups, costs=[float(3 + i) for i in range(len(groups))])
+    return Outcome(metrics, gradients, {name: whole_of(weight).clone() for name, weight in learner.weights().items()})
+
+
+def _learner(scenario: Scenario, policy: Policy, team: Team) -> Learner:
+    algorithm = scenario.algorithm
+    reference = policy.frozen_copy() if algorithm.kl.coef else None
+    trunk = policy.copy() if algorithm.critic is VALUES else None
+    if team is not ALONE:
+        from sensorium.learner.sharded.sharding import shard_policy
+
+        shard_policy(policy, team, scenario.freeze, offload=scenario.offload)
+        if reference is not None:
+            shard_policy(reference, team, policy.groups())
+        if trunk is not None:
+            shard_policy(trunk, team, VALUES.freeze)
+    critic = None if trunk is None else Critic(trunk, algorithm.critic, total_steps=10, team=team)
+    if critic is not None:
+        torch.nn.init.normal_(critic.head.weight, std=0.3, generator=torch.Generator().manual_seed(0))
+    return make_learner(
+        policy,
+        algorithm=algorithm,
+        batch=scenario.batch,
+        freeze=scenario.freeze,
+        reference=None if reference is None else FrozenCopy(reference),
+        critic=critic,
+        team=team,
+    )
+
+
+def _taught(learner: Learner, groups: Groups) -> Groups:
+    """The groups with the critic's values, and targets around them."""
+    found = learner.assess([[sample.episode for sample in group] for group in groups])
+    assert found.values_P is not None
+    random = torch.Generator().manual_seed(1)
+    lengths = [sum(stretch.length for stretch in several) for several in found.positions.stretches]
+    values = iter(found.values_P.split(lengths))
+
+    def one(sample: CreditedEpisode) -> CreditedEpisode:
+        values_P = next(values)
+        return replace(
+            sample, critic_values=CriticValues(values_P, values_P + torch.randn(len(values_P), generator=random))
+        )
+
+    return [[one(sample) for sample in group] for group in groups]
+
+
+def main(rank: str, size: str, folder: str, *names: str) -> None:
+    """Compute scenarios as a rank, and write what came of each to ``SIZE-RANK-NAME.pt``."""
+    import torch.distributed as dist
+
+    from sensorium.learner.sharded.rank_team import RankTeam
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    meeting = f"file://{folder}/meeting-{size}"
+    dist.init_process_group("gloo", init_method=meeting, rank=int(rank), world_size=int(size), timeout=timedelta(minutes=5))
+    team = RankTeam(torch.device("cpu"))
+    for name in names:
+        outcome: Any = compute(SCENARIOS[name], Path(folder), team)
+        torch.save(vars(outcome), Path(folder) / f"{size}-{rank}-{name}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
