@@ -72,7 +72,8 @@ def cautions(recipe: Recipe) -> list[str]:
             "algorithm.correction.engine_logprobs: sampled is the same as policy here, since neither rollout.top_p nor "
             "rollout.top_k cuts anything off."
         )
-    if correction.weights != "none" and rollout.engine.name in ("native", "process") and not (truncated and sampled):
+    on_policy = rollout.engine.name in ("native", "process") and recipe.schedule.name == "synchronous"
+    if correction.weights != "none" and on_policy and not (truncated and sampled):
         found.append(
             "algorithm.correction: this engine samples with the learner's own weights and log-probs of the whole "
             "policy, so the correction's weights are about 1."
@@ -169,8 +170,20 @@ def _correction(recipe: Recipe) -> Iterator[Problem]:
     if section.weights != "none" or section.reject != "none":
         takes += ["engine_logprobs"]
     yield from _unused(section, (), takes, at, f"weights '{section.weights}' ({section.mode}), reject '{section.reject}'")
+    if recipe.schedule.name == "one_step_off":
+        yield from _one_step_off(recipe)
     if section.mode == "band" and section.low >= section.high:
         yield f"{at}.low", f"the band from low {section.low} to high {section.high} is empty."
+
+
+def _one_step_off(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.algorithm.correction.weights == "none":
+        older = "with one_step_off a step is trained on episodes that an older policy wrote, and nothing accounts for that"
+        yield "schedule", f"{older}: set algorithm.correction.weights (token), or schedule: synchronous."
+    best = recipe.checkpoint.best
+    if best and not best.startswith("eval/"):
+        due = f"with schedule one_step_off nothing is played ahead where a checkpoint is due, and '{best}' may be best anywhere"
+        yield "checkpoint.best", f"{due}: name a metric of evaluations (eval/…), or leave it empty."
 
 
 def _critic(recipe: Recipe) -> Iterator[Problem]:

@@ -18,6 +18,10 @@ METRICS_BYTES, LEDGER_BYTES = 2500, 60
 """Estimates, not measurements: bytes of an episode's log without its tokens, of a token in it, of a row in each file."""
 
 REPEATS = "rollout.schedule=lockstep repeats bit for bit on CPU"
+ONE_STEP_OFF = (
+    "one step off: scoring overlaps with updates; given up: but for the first step and those after a checkpoint or an "
+    "evaluation, a step trains on what the policy wrote before its last update, weighed by algorithm.correction"
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Plan:
     determinism: str
     disk: dict[str, int] = field(default_factory=dict)
     sight_check: str = ""
+    schedule: str = ""
 
 
 def make_plan(recipe: Recipe, config: dict[str, Any] | None = None) -> Plan:
@@ -82,6 +87,7 @@ def make_plan(recipe: Recipe, config: dict[str, Any] | None = None) -> Plan:
         deterministic=deterministic,
         determinism=why,
         sight_check=_sight_check(recipe),
+        schedule=ONE_STEP_OFF if recipe.schedule.name == "one_step_off" else "",
     )
 
 

@@ -106,6 +106,14 @@ class RolloutSection(Section):
     mask_truncated: bool = Field(default=False, description="leave truncated episodes out of the loss")
 
 
+class ScheduleSection(Section):
+    """When a step's episodes are played. A plain text is short for the name alone: `schedule: one_step_off`."""
+
+    name: Literal["synchronous", "one_step_off"] = "synchronous"
+
+    _from_name = named
+
+
 class TermSection(Section):
     """One reward term."""
 
@@ -356,6 +364,7 @@ class Recipe(Section):
     batch: BatchSection = BatchSection()
     selection: SelectionSection = SelectionSection()
     rollout: RolloutSection = RolloutSection()
+    schedule: ScheduleSection = ScheduleSection()
     rewards: RewardsSection
     judges: JudgesSection = JudgesSection()
     algorithm: AlgorithmSection = AlgorithmSection()
@@ -384,6 +393,17 @@ class Recipe(Section):
             return bool(section.every) or section.at_start
         due = bool(section.every) and (step % section.every == 0 or step == self.total_steps)
         return due and step > warm
+
+    def saves_after(self, step: int) -> bool:
+        """True if a checkpoint is due after this step, whatever its metrics are."""
+        every = self.checkpoint.every
+        return bool(every and step % every == 0) or step == self.total_steps
+
+    def plays_ahead(self, step: int) -> bool:
+        """True if the step after this one is played before this one's update; nothing is saved or measured in between."""
+        if self.schedule.name == "synchronous" or not self.warm_start.steps < step < self.total_steps:
+            return False
+        return not self.saves_after(step) and not self.evaluates_after(step)
 
     @property
     def checks_sight(self) -> bool:

@@ -24,6 +24,8 @@ def plan_table(plan: Plan) -> RenderableType:
     rows.add_row("a step", f"{step}; at most {plan.sampled_tokens_per_step:,} tokens written")
     if plan.selection:
         rows.add_row("selection", plan.selection)
+    if plan.schedule:
+        rows.add_row("schedule", plan.schedule)
     warm = f", of them {plan.warm_start_updates:,} supervised" if plan.warm_start_updates else ""
     run = f"{plan.steps:,} steps, {plan.total_updates:,} updates{warm}; {plan.total_episodes:,} episodes"
     rows.add_row("the run", run)

@@ -87,8 +87,11 @@ class Collector:
         session.tell_by(watcher.noted)
         self.traits = estimator_traits(recipe.algorithm.advantage.name)
 
-    async def collect(self, step: int, clock: Clock) -> CollectedStep:
-        """Play rounds until there are enough groups to train on, or as many rounds as the recipe allows."""
+    async def collect(self, step: int, clock: Clock, played: Callable[[], None] = lambda: None) -> CollectedStep:
+        """Play rounds until there are enough groups to train on, or as many rounds as the recipe allows.
+
+        ``played`` is called as soon as it is sure that the step samples nothing more, with scores perhaps still missing.
+        """
         so_far = _RoundsSoFar(self.loader.drawn, Deadlines(known=self.ledger.deadlines()))
         self.session.scorer.take_counts()  # of an evaluation before this step
         self.session.rollout.pool.take_counters()
@@ -96,11 +99,18 @@ class Collector:
         while so_far.rounds < self.recipe.selection.rounds and len(so_far.selection.groups) < wanted:
             missing = wanted - len(so_far.selection.groups)
             so_far.rounds += 1
-            complete = await self._play(step, missing, so_far, clock)
+            complete = await self._play(step, missing, so_far, clock, lambda: None if self._plays_on else played())
             await self._judge(step, complete, so_far, clock)
         return self._settle(so_far)
 
-    async def _play(self, step: int, missing: int, so_far: _RoundsSoFar, clock: Clock) -> list[Group]:
+    @property
+    def _plays_on(self) -> bool:
+        """True if scores decide whether, or what, a step plays after its first round."""
+        return self.recipe.selection.dynamic or self.traits.greedy
+
+    async def _play(
+        self, step: int, missing: int, so_far: _RoundsSoFar, clock: Clock, played: Callable[[], None]
+    ) -> list[Group]:
         """Draw, play and score a round; the groups that were played to their end, scored."""
         recipe = self.recipe
         with clock("draw"):
@@ -109,7 +119,7 @@ class Collector:
         stop = EarlyStop(missing) if len(drawn.tasks) > missing else None
         groups, scored = await self._scored_as_complete(
             drawn.tasks, recipe.batch.group_size, Attempt(recipe.seed, step), sampling_of(recipe.rollout), so_far, clock,
-            before=so_far.tasks, stop=stop,
+            before=so_far.tasks, stop=stop, played_all=played,
         )  # fmt: skip
         groups, long = self.loader.without_long_prompts(groups)
         so_far.long += long
@@ -131,6 +141,7 @@ class Collector:
         *,
         before: Sequence[Task],
         stop: EarlyStop | None = None,
+        played_all: Callable[[], None] = lambda: None,
     ) -> tuple[list[Group], dict[str, Group]]:
         """Play tasks and score each group as soon as it is complete: all groups in the tasks' order, and scored ones by id.
 
@@ -150,6 +161,7 @@ class Collector:
                             scoring.begin(group)
             self.ledger.keep_deadlines(so_far.deadlines.fired)
             self.ledger.advance(attempt.step, "rolled_out")
+            played_all()
             with clock("score"):
                 scored = await scoring.finish()
         self.ledger.advance(attempt.step, "scored")

@@ -1,4 +1,5 @@
-"""The loop: plan, roll out, score, credit, update, record. One class, one step at a time, synchronous schedule.
+"""The loop: plan, roll out, score, credit, update, record. One class, one step at a time; trainer/schedule.py says when
+a step is played.
 
 Invariants: a step's rows are written after its update; a checkpoint is written after its step's rows; the engine never
 samples while an update is in flight. What a step does is a function of recipe, seed, step and the state in the
@@ -38,6 +39,7 @@ from sensorium.trainer.health.finite import refuse_ruined
 from sensorium.trainer.health.monitor import Health
 from sensorium.trainer.kept_batch import keep_batch
 from sensorium.trainer.run_evaluation import RunEvaluator
+from sensorium.trainer.schedule import Schedule
 from sensorium.trainer.step_metrics import MediaMeter, episode_metrics
 from sensorium.trainer.task_loader import TaskLoader, drawn_by_position, skip_metrics
 from sensorium.vocabulary.episode import Group, Status
@@ -65,6 +67,7 @@ class Trainer:
         self.loader = TaskLoader(recipe.tasks, planner, session.rollout)
         self.meter = MediaMeter(session)
         self.collector = Collector(recipe, session, self.loader, ledger, watcher)
+        self.schedule = Schedule(recipe, self.collector, lambda: Clock(session, self._announce_ahead))
         self.evaluator = RunEvaluator(recipe, session, held_out, self.loader, directory, watcher, self.meter)
         self.health = Health(recipe, directory, watcher)
         self.checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
@@ -109,6 +112,7 @@ class Trainer:
             await self.advance()
             if self.health.idle:
                 break
+        await self.schedule.abandon(self._drop)
         if self.saved_at != self.step:
             self._save()
         self.health.refuse_untrained()
@@ -124,12 +128,15 @@ class Trainer:
         """One step of RL; returns its row of metrics, and what its health is judged by."""
         clock = Clock(self.session, self._announce)
         recipe, step = self.recipe, self.step + 1
-        collected = await self.collector.collect(step, clock)
+        collected = await self.schedule.collect(step, clock)
         episodes = [episode for group in collected.played for episode in group.episodes]
         if any(episode.status == Status.ABORTED and episode.failure != CANCELLED for episode in episodes):
             self._refuse_ruined()  # the engine refuses to sample from logits that are not finite
-        self._look_ahead()
         groups, selection = collected.groups, collected.selection
+        if recipe.plays_ahead(step):
+            self.session.forget_played()
+            await self.schedule.play_ahead(step + 1)
+        self._look_ahead(step + recipe.plays_ahead(step))
         if self.step == recipe.warm_start.steps and groups:
             self.watcher.began(groups[0])
         with clock("credit"):
@@ -141,8 +148,10 @@ class Trainer:
                 mask_truncated=recipe.rollout.mask_truncated,
                 greedy=collected.greedy if self.collector.traits.greedy else None,
             )
+        stale = self._staleness(samples)
         with clock("update"):
-            learned = self._update(samples, recipe.algorithm.loss.name, groups)
+            loss = recipe.algorithm.loss.name
+            learned = await self.schedule.beside_scoring(lambda: self._update(samples, loss, groups)) | stale
         with clock("record"):
             self._record(step, collected, samples)
             await self.loader.observe(groups, {group.id for group in selection.groups})
@@ -162,7 +171,7 @@ class Trainer:
         with clock("rollout"):
             groups = await self.session.rollout.stream(drawn.tasks, 1, attempt, sampling_of(recipe.rollout)).in_order()
         self.ledger.advance(step, "rolled_out")
-        self._look_ahead()
+        self._look_ahead(step)
         groups, long = self.loader.without_long_prompts(groups)
         played = [e for group in groups for e in group.episodes if e.sampled_tokens]
         samples = [[CreditedEpisode(e, tuple(torch.ones(len(turn.response.tokens)) for turn in e.turns))] for e in played]
@@ -173,12 +182,20 @@ class Trainer:
         row = learned | {"episodes/failed": failed} | skip_metrics(drawn.skipped, long) | clock.metrics(groups)
         return row, Evidence(tuple(groups))
 
-    def _look_ahead(self) -> None:
-        """Begin to read the tasks of the step after this one, and to decode their media."""
-        following, section = self.step + 1, self.recipe.warm_start
-        if following < self.total_steps:
+    def _look_ahead(self, played: int) -> None:
+        """Begin to read the tasks of the step after the last one that was played, and to decode their media."""
+        section = self.recipe.warm_start
+        if played < self.total_steps:
             wanted = self.recipe.selection.played(self.recipe.batch.prompts_per_step)
-            self.loader.look_ahead(section.prompts_per_step if following < section.steps else wanted)
+            self.loader.look_ahead(section.prompts_per_step if played < section.steps else wanted)
+
+    def _staleness(self, samples: Sequence[Sequence[CreditedEpisode]]) -> dict[str, float]:
+        """How many updates the policy has had since it wrote what is trained on; nothing where it cannot have had any."""
+        if self.recipe.schedule.name == "synchronous":
+            return {}
+        written = [turn.response.policy_version for group in samples for sample in group for turn in sample.episode.turns]
+        ages = [self.learner.version - version for version in written]
+        return {"staleness/mean": sum(ages) / len(ages), "staleness/max": max(ages)} if ages else {}
 
     def _update(self, samples: list[list[CreditedEpisode]], loss: str, groups: Sequence[Group]) -> dict[str, float]:
         """Update on what was credited; a non-finite update stops here with the batch kept on disk."""
@@ -216,6 +233,11 @@ class Trainer:
         self.ledger.record(step, collected.played, collected.fates)
         self.ledger.advance(step, "trained")
 
+    def _drop(self, collected: CollectedStep) -> None:
+        """Put a step on record that was played ahead and is not trained on, because the run has ended."""
+        ended = {e.id: "dropped: the run ended before it was trained on" for g in collected.played for e in g.episodes}
+        self.ledger.record(self.step + 1, collected.played, ended | collected.fates)
+
     async def _close_step(self, row: dict[str, float], evidence: Evidence) -> None:
         """Evaluate and checkpoint where due, judge the step's health, and write the row."""
         refuse_moved(self.directory.path)
@@ -233,8 +255,7 @@ class Trainer:
         self.metrics.append(self.step, row)
         self.watcher.stepped(self.step, row)
         improved = self._improved(row)
-        every = self.recipe.checkpoint.every
-        if improved or (every and self.step % every == 0) or self.step == self.total_steps:
+        if improved or self.recipe.saves_after(self.step):
             self._save()
 
     def _thin_logs(self) -> None:
@@ -309,6 +330,7 @@ class Trainer:
         """Let the watchers go, give the threads of terms and environments back, and close the ledger."""
         self.watcher.finished()
         self.loader.close()
+        self.schedule.close()
         self.learner.close()
         self.session.close()
         self.ledger.close()
@@ -316,3 +338,6 @@ class Trainer:
 
     def _announce(self, phase: str, total: int = 0) -> None:
         self.watcher.phase(self.step + 1, phase, total)
+
+    def _announce_ahead(self, phase: str, total: int = 0) -> None:
+        self.watcher.phase(self.step + 2, phase, total)

@@ -49,6 +49,11 @@ class TaskLoader:
         self._ahead: _DrawAhead | None = None
         self._planner_state()  # one that cannot be saved is refused now, not at the first checkpoint
 
+    @property
+    def waits_for_outcomes(self) -> bool:
+        """True if the planner decides by what became of earlier tasks."""
+        return self._observes
+
     async def draw(self, count: int) -> PlannedTasks:
         """The next ``count`` tasks that can be played."""
         tasks: list[Task] = []

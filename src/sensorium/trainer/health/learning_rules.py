@@ -104,6 +104,8 @@ def mismatch(facts: StepFacts) -> Finding | None:
     """
     row, native = facts.row, facts.recipe.rollout.engine.name in ("native", "process")
     relative, kl = row.get("mismatch/relative"), row.get("mismatch/kl", 0.0)
+    if row.get("staleness/max"):
+        return None  # the policy itself has moved since; how far the correction bears is another rule's
     if relative is not None and native and relative > ROUNDING:
         what = (
             f"engine and learner DISAGREE: the log-prob of a sampled token differs by {row['mismatch/max']:.1e}, which is "
