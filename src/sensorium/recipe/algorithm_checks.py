@@ -182,7 +182,7 @@ def _one_step_off(recipe: Recipe) -> Iterator[Problem]:
         yield "schedule", f"{older}: set algorithm.correction.weights (token), or schedule: synchronous."
     best = recipe.checkpoint.best
     if best and not best.startswith("eval/"):
-        due = f"with schedule one_step_off nothing is played ahead where a checkpoint is due, and '{best}' may be best anywhere"
+        due = f"with schedule one_step_off nothing is played ahead where a checkpoint is due; '{best}' may be best anywhere"
         yield "checkpoint.best", f"{due}: name a metric of evaluations (eval/…), or leave it empty."
 
 
