@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sensorium.engines.vllm import recipe_checks, versions
+from sensorium.engines.vllm.actor_process import cause_in
 from sensorium.engines.vllm.options import check_options
 from sensorium.engines.vllm.parity import Difference, difference, make_probes, policy_logprobs, refuse_apart
 from sensorium.engines.vllm.prompts import EnginePrompt, check_prompt, lay_out, tower_fields
@@ -224,3 +225,12 @@ def test_bfloat16_is_refused_where_the_cpu_would_be_killed_by_it() -> None:
     refuse_dtype("bfloat16", on_cpu=False, features=frozenset(), machine="aarch64")
     with pytest.raises(RecipeError, match="SIGILL"):
         refuse_dtype("bfloat16", on_cpu=True, features=frozenset(["fp"]), machine="aarch64")
+
+
+def test_the_cause_of_a_death_is_found_in_the_log() -> None:
+    log = """(Worker pid=7) ERROR [multiproc.py:1] AttributeError: 'Config' object has no attribute 'norm_topk_prob'
+(EngineCore pid=6) ERROR [core.py:2] Exception: WorkerProc initialization failed due to an exception.
+vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.
+RuntimeError: Engine core initialization failed. See root cause above."""
+    assert cause_in(log) == "AttributeError: 'Config' object has no attribute 'norm_topk_prob'"
+    assert cause_in("INFO all is well") == ""

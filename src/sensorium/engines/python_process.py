@@ -74,9 +74,13 @@ class PythonProcess:
             f"last checkpoint.{self.last_words()}"
         )
 
+    def log_text(self) -> str:
+        """All that it printed."""
+        return self._log.read_text(errors="replace")
+
     def last_words(self) -> str:
         """A sentence with the last lines that it printed; empty if there are none."""
-        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line.strip() for line in self.log_text().splitlines() if line.strip()]
         return f" It last said: {' / '.join(lines[-LAST_LINES:])}" if lines else ""
 
 

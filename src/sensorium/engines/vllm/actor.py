@@ -60,7 +60,9 @@ class Actor:
         self._heard.send({"id": number, **answer})
 
     def _explain(self, error: Exception) -> Message:
-        if self._engine is not None and self._engine.errored:
+        if self._engine is None:
+            return plain_error(EngineLost(f"vLLM could not start: {error}."))
+        if self._engine.errored:
             return plain_error(
                 EngineLost(f"vLLM ended in the middle of its work ({error!r}); nothing more can be sampled.")
             )

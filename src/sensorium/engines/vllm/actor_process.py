@@ -1,9 +1,11 @@
 """This side of the actor: many questions open at once, each answered by its number; its death fails all of them."""
 
 import itertools
+import re
 import socket
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as WaitedTooLong
 from contextlib import suppress
@@ -14,7 +16,17 @@ from sensorium.engines.process.messages import error_of
 from sensorium.engines.python_process import CLOSE_S, PythonProcess
 from sensorium.vocabulary.errors import EngineLost
 
+FAULT = re.compile(r"\b(\w*(?:Error|Exception): [^\n]+)")
+CONSEQUENCES = ("EngineDeadError", "RuntimeError: Engine core initialization", "Exception: WorkerProc initialization")
+"""Errors by which vLLM's processes tell that another of them has failed."""
+
 Part = Callable[[Message], object]
+
+
+def cause_in(log: str) -> str:
+    """The last error in a log that is not about another one; empty if there is none."""
+    found = [one for one in FAULT.findall(log) if not one.startswith(CONSEQUENCES)]
+    return found[-1].strip() if found else ""
 
 
 class ActorProcess:
@@ -65,14 +77,19 @@ class ActorProcess:
 
     def ask(self, message: Message, limit_s: float) -> Message:
         """Send a question and wait for its answer. If none comes in time the actor is ended."""
-        _, answer = self.submit(message)
+        return self.ask_all([message], limit_s)[0]
+
+    def ask_all(self, messages: Sequence[Message], limit_s: float) -> list[Message]:
+        """The same with several questions at once."""
+        answers = [self.submit(message)[1] for message in messages]
+        until = time.monotonic() + limit_s
         try:
-            return answer.result(limit_s)
+            return [answer.result(max(0.0, until - time.monotonic())) for answer in answers]
         except WaitedTooLong as error:
             lost = EngineLost(
-                f"vLLM (pid {self.pid}) did not answer '{message['do']}' within {limit_s:g} s and was ended. Raise "
+                f"vLLM (pid {self.pid}) did not answer '{messages[0]['do']}' within {limit_s:g} s and was ended. Raise "
                 "rollout.engine.options.reply_s (start_s for its start) if the model is that slow."
-                f"{self._python.last_words()}"
+                f"{self._cause()}"
             )
             self.fail(lost)
             raise lost from error
@@ -118,12 +135,17 @@ class ActorProcess:
                 continue
             answer, _ = self._open.pop(message["id"], (None, None))
             if message.get("kind") == "EngineLost":  # vLLM's own processes have ended
-                self.fail(EngineLost(f"{message['error']}{self._python.last_words()}"))
+                self.fail(EngineLost(f"{message['error']}{self._cause()}"))
             if answer is not None and not answer.done():
                 if "error" in message:
                     answer.set_exception(self._lost or error_of(message))
                 else:
                     answer.set_result(message)
+
+    def _cause(self) -> str:
+        """What vLLM's processes gave as the reason, or the last lines of their log."""
+        found = cause_in(self._python.log_text())
+        return f" The cause by vLLM's log: {found}" if found else self._python.last_words()
 
     def _why(self) -> str:
         return self._python.why()

@@ -27,26 +27,25 @@ from sensorium.engines.protocol import (
     VersionSpan,
     WeightSource,
 )
-from sensorium.engines.tensor_files import write_tensors
 from sensorium.engines.vllm import parity
 from sensorium.engines.vllm.actor_process import ActorProcess
 from sensorium.engines.vllm.arguments import EngineSettings, describe, engine_arguments
 from sensorium.engines.vllm.options import check_options
-from sensorium.engines.vllm.prompts import MODALITIES, EnginePrompt, check_prompt, lay_out, tower_fields
+from sensorium.engines.vllm.prompts import EnginePrompt, check_prompt, lay_out
 from sensorium.engines.vllm.recipe_checks import refuse_adapters, refuse_dtype, refuse_family
+from sensorium.engines.vllm.requests import RequestSender
 from sensorium.engines.vllm.startup import environment, write_startup
 from sensorium.engines.vllm.transfers import pushed_by
 from sensorium.engines.vllm.versions import installed_version
 from sensorium.engines.vllm.weights import ChangedWeights, published
 from sensorium.models.policy import Policy
-from sensorium.models.prepared_media import Extent, TowerInput
+from sensorium.models.prepared_media import Extent
 from sensorium.models.segment_layout import Layout
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import EngineError, EngineLost
 
 SAMPLING_OPTIONS = frozenset(["temperature", "greedy", "stop", "ignore_stop_tokens"])
-SEED_BITS = (1 << 62) - 1
 
 
 @dataclass
@@ -108,9 +107,8 @@ class VllmEngine:
         self._probes = parity.make_probes(policy)
         self._changed = ChangedWeights()
         self._actor: ActorProcess | None = None
+        self._sender: RequestSender | None = None
         self._folder: Path | None = None
-        self._context = 0
-        self._held: set[str] = set()  # media that vLLM was sent
         self._open: set[str] = set()
         self._replacing = threading.Lock()
         self._adapters_written = 0
@@ -141,7 +139,8 @@ class VllmEngine:
                 "vocab_size": policy.vocab_size,
                 "tells_versions": self._vllm.tells_weight_versions,
             }
-            self._context = self._actor.ask(told, self._start_s)["context"]
+            context = self._actor.ask(told, self._start_s)["context"]
+            self._sender = RequestSender(policy.chat, self._vllm, self._actor, context)
             self._backend = arguments.backend
             self._push_base()
             self.update_weights(policy, policy.version)
@@ -221,8 +220,7 @@ class VllmEngine:
             self._actor.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._actor = self._folder = None
-        self._held.clear()
+        self._actor = self._sender = self._folder = None
         self._changed.forget()
 
     # Requests.
@@ -230,7 +228,7 @@ class VllmEngine:
     def _lay_out(self, request: Request) -> EnginePrompt:
         chat = self._policy.chat
         prompt = lay_out(_StoredMedia(self._policy), chat.media_format, request.context)
-        check_prompt(prompt, request.name, self._policy.vocab_size, self._context, chat.media_format.placeholders)
+        check_prompt(prompt, request.name, self._policy.vocab_size, self._running().context, chat.media_format.placeholders)
         if request.sampling.top_p < 1 or request.sampling.top_k:
             raise EngineError("the engine vllm does not truncate by top_p or top_k; leave them at 1 and 0.")
         return prompt
@@ -239,108 +237,17 @@ class VllmEngine:
         sampling = request.sampling
         inputs = {placed.media: self._policy.chat.prepared.get([placed.media])[0] for placed in prompt.media}
         stops = StopStrings(sampling.stop) if sampling.stop else None
-        answer = await self._sample(prompt, inputs, sampling, request.key, stops)
+        began, sender = self.version, self._running()
+        answer = await sender.sample(prompt, inputs, sampling, request.key, stops)
         if any(one != one for one in answer["logprobs"]):
             raise EngineError(f"the logits of '{request.name}' are not finite; are the weights?")
         spans = tuple(VersionSpan(int(version), start, end) for version, start, end in answer["versions"])
-        version = spans[0].version if spans else answer["began"]
+        version = spans[0].version if spans else began
         logprobs = answer["logprobs"]
         drawn = [0.0] * len(logprobs) if sampling.temperature == 0 else logprobs
         segment = self._policy.chat.written(answer["tokens"], logprobs, drawn, request.name, version)
         finish: FinishReason = "stop" if answer["finish"] == "stop" else "length"
         return Response(segment, finish, spans if len(spans) > 1 else ())
-
-    async def _sample(
-        self,
-        prompt: EnginePrompt,
-        inputs: Mapping[Media, TowerInput],
-        sampling: Sampling,
-        key: int,
-        stops: StopStrings | None = None,
-    ) -> dict[str, Any]:
-        """What vLLM writes after a prompt; media that it no longer holds are sent again."""
-        began, file = self.version, None
-        try:
-            message = self._message(prompt, sampling, key, streamed=stops is not None)
-            file = self._attach(message, prompt, inputs, all_=False)
-            answer = await self._follow(message, stops)
-            if answer.get("unknown"):
-                _delete(file)
-                file = self._attach(message, prompt, inputs, all_=True)
-                answer = await self._follow(message, stops)
-        finally:
-            _delete(file)
-        return {"began": began, **answer}
-
-    async def _follow(self, message: dict[str, Any], stops: StopStrings | None) -> dict[str, Any]:
-        """Wait for an answer. Where there are stop strings the tokens come one by one, and the first to end one is last."""
-        actor = self._running()
-        loop, stopped = asyncio.get_running_loop(), asyncio.Event()
-        tokens: list[int] = []
-        logprobs: list[float] = []
-
-        def part(given: dict[str, Any]) -> None:
-            for token, logprob in zip(given["tokens"], given["logprobs"], strict=True):
-                if not stopped.is_set():
-                    tokens.append(token)
-                    logprobs.append(logprob)
-                    if stops is not None and stops.feed(self._policy.chat.token_bytes(token)):
-                        stopped.set()
-
-        number, future = actor.submit(message, lambda given: loop.call_soon_threadsafe(part, given))
-        waiting = asyncio.wrap_future(future)
-        ending = asyncio.ensure_future(stopped.wait())
-        try:
-            await asyncio.wait([waiting, ending], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
-            if not waiting.done():
-                return {"tokens": tokens, "logprobs": logprobs, "finish": "stop", "versions": []}
-            answer = waiting.result()
-            if stops is None or answer.get("unknown"):
-                return answer
-            part(answer)
-            return answer | {
-                "tokens": tokens, "logprobs": logprobs, "finish": "stop" if stopped.is_set() else answer["finish"],
-            }  # fmt: skip
-        finally:
-            ending.cancel()
-            if not waiting.done():
-                waiting.cancel()
-                actor.tell({"do": "cancel", "request": number})
-
-    def _message(
-        self, prompt: EnginePrompt, sampling: Sampling, key: int, *, streamed: bool = False, score: bool = False
-    ) -> dict[str, Any]:
-        return {
-            "do": "generate",
-            "ids": prompt.ids,
-            "temperature": sampling.temperature,
-            "seed": key & SEED_BITS,
-            "max_tokens": min(sampling.max_new_tokens, self._context - len(prompt.ids)),
-            "stop_tokens": sampling.stop_tokens,
-            "streamed": streamed,
-            "score": score,
-        }
-
-    def _attach(
-        self, message: dict[str, Any], prompt: EnginePrompt, inputs: Mapping[Media, TowerInput], *, all_: bool
-    ) -> Path | None:
-        """Add a prompt's media to a message; the tensors of those that vLLM does not hold go into a file."""
-        tensors: dict[str, Tensor] = {}
-        media = []
-        for i, placed in enumerate(prompt.media):
-            fields = None
-            if all_ or not self._vllm.media_by_hash or placed.media.key not in self._held:
-                given = tower_fields(placed, inputs[placed.media], self._policy.chat.media_format)
-                tensors |= {f"{i}.{name}": tensor for name, tensor in given.items()}
-                fields = list(given)
-                self._held.add(placed.media.key)
-            media.append({
-                "modality": MODALITIES[placed.media.kind], "key": placed.media.key, "fields": fields,
-                "start": placed.start, "length": placed.length, "mask": placed.mask,
-            })  # fmt: skip
-        file = write_tensors(tensors, "media") if tensors else None
-        message |= {"media": media, "file": None if file is None else str(file)}
-        return file
 
     # Weights.
 
@@ -371,34 +278,26 @@ class VllmEngine:
 
     def _measure(self) -> dict[str, parity.Difference]:
         """Each probe twice: its own tokens scored, and a few tokens written after it through vLLM's caches."""
+        sampling = Sampling(max_new_tokens=parity.WRITTEN_TOKENS)
+        sender, asked = self._running(), []
+        for probe in self._probes:
+            messages = [sender.message(probe.prompt, sampling, 1, score=score) for score in (True, False)]
+            asked += [(message, probe.prompt, probe.inputs) for message in messages]
+        answers = sender.ask_together(asked, self._reply_s)
         found = {}
-        for i, probe in enumerate(self._probes):
-            sampling = Sampling(max_new_tokens=parity.WRITTEN_TOKENS)
-            scored = self._ask_probe(probe, self._message(probe.prompt, sampling, i, score=True))
-            written = self._ask_probe(probe, self._message(probe.prompt, sampling, i))
+        for probe, scored, written in zip(self._probes, answers[::2], answers[1::2], strict=True):
             found[probe.modality] = parity.difference(self._policy, probe, {**written, "scores": scored["scores"]})
         return found
 
-    def _ask_probe(self, probe: parity.Probe, message: dict[str, Any]) -> dict[str, Any]:
-        for all_ in (False, True):
-            file = self._attach(message, probe.prompt, probe.inputs, all_=all_)
-            try:
-                answer = self._ask(message)
-            finally:
-                _delete(file)
-            if not answer.get("unknown"):
-                return answer
-        raise EngineError("vLLM does not keep a probe's media long enough to read them.")
-
     # The actor.
 
-    def _running(self) -> ActorProcess:
-        if self._actor is None:
+    def _running(self) -> RequestSender:
+        if self._sender is None:
             raise EngineLost("vLLM was not started, or is closed; call start() first.")
-        return self._actor
+        return self._sender
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        return self._running().ask(message, self._reply_s)
+        return self._running().actor.ask(message, self._reply_s)
 
     def _replaced(self, lost: ActorProcess) -> bool:
         """True if there is another engine than the one that was lost; the first to ask starts it."""
@@ -422,8 +321,3 @@ class _StoredMedia:
 
     def extent(self, media: Media) -> Extent:
         return self._chat.prepared.extent(media)
-
-
-def _delete(file: Path | None) -> None:
-    if file is not None:
-        file.unlink(missing_ok=True)
