@@ -127,8 +127,8 @@ def half_generation(folder: Path) -> None:
         (no_config, "has no config.json"),
         (wrong_header, "its header gives "),
         (foreign, "names the model type 'foo_vl', which transformers"),
-        (one_layer_less, "12 weights of the checkpoint have no place in the model that its config.json describes: "
-                         "model.language_model.layers.1 (12 weights)"),
+        (one_layer_less, "12 weights of the checkpoint have no place in the model that its config.json describes, which "
+                         "has fewer layers or experts of the same kind: language_model.model.layers.1 (12 weights)"),
         (one_layer_more, "weights that its config.json asks for: model.vision_tower.encoder.layer.2 ("),
         (wider, "weights and config.json disagree on 6 shapes"),
         (with_dropout, "has dropout 0.1"),
@@ -203,6 +203,13 @@ def test_what_is_published_passes_and_is_counted_as_it_is_loaded(name: str, tmp_
     assert counted is not None
     assert alone is not None
     assert counted.parameters == alone.parameters
+
+
+def test_layers_are_no_unused_weights_and_are_named_as_in_the_files(sharded: Path) -> None:
+    reconfigure(sharded, config_of(sharded) | {"num_hidden_layers": 1, "layer_types": ["full_attention"]})
+    section = ModelSection(path=str(sharded), unused_weights=("model.layers.1.",))
+    with pytest.raises(ModelError, match=r"fewer layers .*: model\.layers\.1 \(12 weights\)"):
+        check_checkpoint(section)
 
 
 def test_weights_without_a_place_are_left_out_only_if_they_are_named(model: Path) -> None:

@@ -231,6 +231,6 @@ def test_a_config_with_fewer_layers_than_the_weights_is_refused(folder: Path) ->
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}))
     with pytest.raises(
-        ModelError, match=r"12 weights .* have no place .*: model\.layers\.1 \(12 weights\)\. Use the config"
+        ModelError, match=r"12 weights .* have no place .* fewer layers .*: model\.layers\.1 \(12 weights\)\. Use"
     ):
         load(folder)

@@ -73,7 +73,7 @@ def _check_fit(checkpoint: CheckpointConfig, files: Sequence[WeightFile], sectio
     named = {name: torch.empty(t.shape, dtype=STORED[t.dtype], device="meta") for name, t in tensors.items()}
     with naming(checkpoint.path, checkpoint.place, weights=True), quiet():
         model, report = _load(checkpoint, named, DTYPES[section.dtype])
-    refuse_unfit(checkpoint.path, report, section.unused_weights)
+    refuse_unfit(checkpoint.path, report, files, section.unused_weights)
     refuse_dropout(checkpoint.path, model)
     with of_its_family(checkpoint):
         checkpoint.adapter_class(model)

@@ -66,7 +66,8 @@ def _read_model(checkpoint: CheckpointConfig, dtype: torch.dtype, device: torch.
     Weights of a GPU go there one by one, straight from their files: this machine's memory holds no copy of the model.
     """
     path, place = checkpoint.path, checkpoint.place
-    size = check_memory(path, whole_weights(path, Path(place)), dtype, device, unused)
+    files = whole_weights(path, Path(place))
+    size = check_memory(path, files, dtype, device, unused)
     with naming(path, place, weights=True), announced(size, place):
         model, report = model_class(checkpoint.config).from_pretrained(
             place,
@@ -77,7 +78,7 @@ def _read_model(checkpoint: CheckpointConfig, dtype: torch.dtype, device: torch.
         )
     if checkpoint.dequantize:
         model._weight_conversions = None  # or its checkpoints would be FP8 again
-    refuse_unfit(path, report, unused)
+    refuse_unfit(path, report, files, unused)
     refuse_dropout(path, model)
     return model
 

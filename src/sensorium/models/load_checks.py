@@ -1,6 +1,7 @@
 """What is asked of a checkpoint's weights: files that are there and whole, room in memory, and that they fit the config."""
 
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from sensorium.models.quiet import quiet
-from sensorium.models.weight_files import StoredTensor, WeightFile, weight_files
+from sensorium.models.weight_files import StoredTensor, WeightFile, common_name, weight_files
 from sensorium.recipe.unloaded_weights import is_unloaded, part_of, told_by_part
 from sensorium.vocabulary.errors import ModelError
 
@@ -39,7 +40,7 @@ def check_memory(
     return needed
 
 
-def refuse_unfit(path: str, report: Mapping[str, Any], unused: Sequence[str]) -> None:
+def refuse_unfit(path: str, report: Mapping[str, Any], files: Sequence[WeightFile], unused: Sequence[str]) -> None:
     """Refuse weights that are not those of the config, by the report of a load: other shapes, too few, too many."""
     if report["mismatched_keys"]:
         name, there, wanted = sorted(report["mismatched_keys"])[0]
@@ -52,13 +53,27 @@ def refuse_unfit(path: str, report: Mapping[str, Any], unused: Sequence[str]) ->
             f"model.path '{path}': the checkpoint lacks {len(missing)} weights that its config.json asks for: "
             f"{told_by_part(missing)}. Use the config that belongs to the weights, or download the checkpoint again."
         )
-    if strange := [key for key in report["unexpected_keys"] if not is_unloaded(key, unused)]:
+    stored = {common_name(tensor.name): tensor.name for file in files for tensor in file.tensors}
+    strange = {stored.get(common_name(key), key) for key in report["unexpected_keys"]}  # by their names in the files
+    kinds = {_kind(name) for name in stored.values() if name not in strange}
+    if layers := [name for name in strange if _kind(name) in kinds]:
         raise ModelError(
-            f"model.path '{path}': {len(strange)} weights of the checkpoint have no place in the model that its "
-            f"config.json describes: {told_by_part(strange)}. Use the config that belongs to the weights (has it as many "
-            "layers?). If they are no part of the model, name them by their first letters, such as model.unused_weights: "
-            f"['{part_of(min(strange))}.']. They are then left out, and an export carries them along."
+            f"model.path '{path}': {len(layers)} weights of the checkpoint have no place in the model that its config.json "
+            f"describes, which has fewer layers or experts of the same kind: {told_by_part(layers)}. Use the config that "
+            "belongs to the weights."
         )
+    if others := [name for name in strange if not is_unloaded(name, unused)]:
+        raise ModelError(
+            f"model.path '{path}': {len(others)} weights of the checkpoint have no place in the model that its config.json "
+            f"describes: {told_by_part(others)}. Use the config that belongs to the weights. If they are no part of the "
+            f"model, name them by their first letters: model.unused_weights: ['{part_of(min(others))}.']. They are then "
+            "left out, and an export carries them along."
+        )
+
+
+def _kind(name: str) -> str:
+    """A weight's name without the numbers of layers and experts."""
+    return re.sub(r"\b\d+\b", "N", common_name(name))
 
 
 @contextmanager

@@ -22,7 +22,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from sensorium.models.weight_files import INDEX, StoredTensor, WeightFile, weight_files
+from sensorium.models.weight_files import INDEX, StoredTensor, WeightFile, common_name, weight_files
 from sensorium.recipe.unloaded_weights import is_unloaded, told_by_part
 from sensorium.vocabulary.errors import CheckpointError
 
@@ -125,12 +125,6 @@ def match_weights(
     if HEAD in known and known[HEAD].name not in used:  # the source's is tied: ours must still be the embeddings
         _refuse_untied(known, checkpoint, source)
     return origins
-
-
-def common_name(name: str) -> str:
-    """A weight's name without the prefixes that the versions of a layout put before it."""
-    name = name.removeprefix("thinker.").removeprefix("model.").removeprefix("language_model.").removeprefix("model.")
-    return name.replace("vision_tower.vision_model.", "vision_tower.")
 
 
 def _origin(

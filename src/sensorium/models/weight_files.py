@@ -125,3 +125,9 @@ def read_weight_file(path: Path) -> WeightFile:
 
 def _damaged(path: Path, reason: str) -> ModelError:
     return ModelError(f"the weight file '{path}' is cut short or damaged: {reason}. Copy or download it again.")
+
+
+def common_name(name: str) -> str:
+    """A weight's name without the prefixes that the versions of a layout put before it."""
+    name = name.removeprefix("thinker.").removeprefix("model.").removeprefix("language_model.").removeprefix("model.")
+    return name.replace("vision_tower.vision_model.", "vision_tower.")
