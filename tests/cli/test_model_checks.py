@@ -173,6 +173,16 @@ def test_no_weight_is_read_and_a_good_checkpoint_passes(
         assert f"parameters {count_text(shape.total)} (" in " ".join(out.split())
 
 
+def test_the_dry_run_of_an_evaluation_checks_and_counts_the_model_that_is_named(
+    made: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "shapes", "--model", str(made / "internvl"), "--dry-run"]) == 0
+    assert "parameters 509.0 k (" in " ".join(capsys.readouterr().out.split())
+    truncated(model)
+    assert main(["eval", "shapes", "--model", str(model), "--dry-run"]) == 2
+    assert "is cut short or damaged" in capsys.readouterr().err
+
+
 def test_what_this_machine_would_refuse_is_told_but_another_may_run_it(
     made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,11 +24,18 @@ def show_dry_run(recipe: Recipe, console: Console, *, train: bool = True, model:
         console.print(Syntax(text, "yaml", theme="ansi_dark", background_color="default"))
     else:
         say(text, console)
-    show_plan(recipe, console)
+    show_plan(_with_model(recipe, model), console)
     for caution in [*cautions(recipe), *found]:
         console.print(caution, style="yellow", markup=False, highlight=False)
     for line in lines:
         say(line, console)
+
+
+def _with_model(recipe: Recipe, path: str) -> Recipe:
+    """The recipe with another model; the revision of a hub id belongs to the recipe's own."""
+    if path in ("", recipe.model.path):
+        return recipe
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": path, "revision": ""})})
 
 
 def show_plan(recipe: Recipe, console: Console) -> None:
