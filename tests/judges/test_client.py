@@ -54,6 +54,8 @@ def test_equal_questions_are_asked_once_also_by_the_next_client(tmp_path: Path) 
         assert again.ask_now(question()).cached
         again.close()
         assert len(server.asked) == 2
+    (tmp_path / "damaged.sqlite").write_bytes(b"SQLite format 3" + bytes(600))
+    assert "cannot be read" in read_transcripts(tmp_path / "damaged.sqlite", "e1")[0]["answer"]
     (kept,) = read_transcripts(tmp_path / "judge_transcripts.sqlite", "e1")
     assert kept["answer"] == '{"score": 1}'
     assert "a cat" in kept["messages"][0]["content"][0]["text"]
@@ -130,7 +132,7 @@ def test_a_claim_of_the_dead_is_void_at_once_on_this_machine_and_runs_out_elsewh
     cache.close()
 
 
-def test_a_malformed_answer_is_sent_back_and_a_bounded_number_of_times() -> None:
+def test_a_malformed_answer_is_sent_back_and_a_bounded_number_of_times(tmp_path: Path) -> None:
     answers = iter(["Sure!", '{"score": 7}', '{"score": 0.5}'])
     with judge_server(lambda _: next(answers)) as server:
         client = JudgeClient(section_of(server.url))
@@ -138,12 +140,18 @@ def test_a_malformed_answer_is_sent_back_and_a_bounded_number_of_times() -> None
         assert [row.outcome for row in client.cache.calls()] == ["malformed", "malformed", "answered"]
         assert "cannot be used" in server.asked[1]["messages"][-1]["content"]
         client.close()
-    with judge_server(lambda _: "Sure!") as server:
-        client = JudgeClient(section_of(server.url))
-        with pytest.raises(JudgeFailure, match="answered 3 times not as asked"):
-            client.ask_now(question())
+    answers = iter(["Sure!"] * 3 + ['{"score": 1}'])
+    with judge_server(lambda _: next(answers)) as server:
+        client = JudgeClient(section_of(server.url), folder=tmp_path)
+        with pytest.raises(JudgeFailure, match=r"answered 3 times not as asked.*the last time it said 'Sure!'"):
+            client.ask_now(question(), about=("e",), term="t")
         assert len(server.asked) == 3
         assert not client.cache.keys()
+        (kept,) = read_transcripts(tmp_path / "judge_transcripts.sqlite", "e")
+        assert "(no answer: judge 'judge' answered 3 times" in kept["answer"]
+        client.ask_now(question(), about=("e",), term="t")
+        (kept,) = read_transcripts(tmp_path / "judge_transcripts.sqlite", "e")
+        assert kept["answer"] == '{"score": 1}'
         client.close()
 
 

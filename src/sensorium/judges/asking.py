@@ -21,6 +21,7 @@ from sensorium.judges.wire import estimated_tokens, wire_messages
 from sensorium.media.store import MediaStore
 from sensorium.recipe.judge_section import JudgesSection
 from sensorium.vocabulary.errors import JudgeFailure, JudgeRefusal, MediaError
+from sensorium.vocabulary.plain import shown
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 USUAL_TOKENS = 512
@@ -63,7 +64,10 @@ class ModelAsker:
                 malformed += 1
                 counted.malformed += 1
                 if malformed > self.section.malformed_retries:
-                    raise JudgeFailure(f"judge '{request.model}' answered {malformed} times not as asked: {problem}")
+                    raise JudgeFailure(
+                        f"judge '{request.model}' answered {malformed} times not as asked: {problem}; the last time it "
+                        f"said {shown(found.text)}"
+                    )
                 talk = [*messages, *_sent_back(found.text, problem)]
             elif found.again:
                 failures += 1

@@ -112,7 +112,11 @@ class JudgeClient:
             if key not in self._running:
                 self._running[key] = asyncio.create_task(self._judged(request))
                 self._running[key].add_done_callback(lambda _: self._running.pop(key, None))
-            answer = await asyncio.shield(self._running[key])
+            try:
+                answer = await asyncio.shield(self._running[key])
+            except JudgeFailure as failure:
+                self.transcripts.keep_failure(about, term, request, f"(no answer: {failure})")
+                raise
         self.transcripts.keep(about, term, request.asked_of(answer.model), answer.text)
         return answer
 

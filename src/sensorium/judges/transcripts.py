@@ -31,6 +31,13 @@ class Transcripts:
 
     def keep(self, about: tuple[str, ...], term: str, request: JudgeRequest, answer: str) -> None:
         """Keep what a judge was asked about these episodes and what it said."""
+        self._put("REPLACE", about, term, request, answer)
+
+    def keep_failure(self, about: tuple[str, ...], term: str, request: JudgeRequest, why: str) -> None:
+        """Keep what a judge was asked and why there is no answer, unless there is one."""
+        self._put("IGNORE", about, term, request, why)
+
+    def _put(self, otherwise: str, about: tuple[str, ...], term: str, request: JudgeRequest, answer: str) -> None:
         if self.path is None or not about:
             return
         said = json.dumps([{"role": m.role, "content": [_block(b) for b in m.content]} for m in request.messages])
@@ -42,7 +49,7 @@ class Transcripts:
                     self._db.execute("PRAGMA journal_mode=WAL")
                     self._db.execute("PRAGMA synchronous=NORMAL")
                     self._db.execute(SCHEMA)
-                self._db.executemany("INSERT OR IGNORE INTO transcripts VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+                self._db.executemany(f"INSERT OR {otherwise} INTO transcripts VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
         except sqlite3.Error as error:
             full = full_disk_error(error, self.path)
             if full is not None:
