@@ -1,5 +1,6 @@
 """What the engine ``vllm`` does before vLLM sees anything: prompts, checks, names of weights, versions. Needs no vLLM."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from sensorium.engines.vllm import recipe_checks, versions
 from sensorium.engines.vllm.actor_process import cause_in
+from sensorium.engines.vllm.one_kind import OneKindAtATime
 from sensorium.engines.vllm.options import check_options
 from sensorium.engines.vllm.parity import Difference, difference, make_probes, policy_logprobs, refuse_apart
 from sensorium.engines.vllm.prompts import EnginePrompt, check_prompt, lay_out, tower_fields
@@ -234,3 +236,26 @@ vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.
 RuntimeError: Engine core initialization failed. See root cause above."""
     assert cause_in(log) == "AttributeError: 'Config' object has no attribute 'norm_topk_prob'"
     assert cause_in("INFO all is well") == ""
+
+
+def test_a_tower_with_adapters_is_shown_one_kind_at_a_time() -> None:
+    gate, shown = OneKindAtATime(), []
+
+    async def show(kind: Any, turns: int) -> None:
+        async with gate.showing(kind):
+            shown.append(f"{kind} in")
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            shown.append(f"{kind} out")
+
+    async def everyone() -> None:
+        first = asyncio.ensure_future(show("picture", 20))
+        await asyncio.sleep(0)
+        dropped = asyncio.ensure_future(show("video", 1))
+        await asyncio.sleep(0)
+        dropped.cancel()
+        await asyncio.gather(show("video", 3), show("picture", 5), show(None, 0), show("video", 9), first)
+
+    asyncio.run(everyone())
+    assert shown.index("None out") < shown.index("picture out"), "text alone waits for nothing"
+    assert [one.split()[0] for one in shown if "None" not in one] == ["picture"] * 4 + ["video"] * 4

@@ -30,9 +30,10 @@ from sensorium.engines.protocol import (
 from sensorium.engines.vllm import parity
 from sensorium.engines.vllm.actor_process import ActorProcess
 from sensorium.engines.vllm.arguments import EngineSettings, describe, engine_arguments
+from sensorium.engines.vllm.one_kind import OneKindAtATime
 from sensorium.engines.vllm.options import check_options
 from sensorium.engines.vllm.prompts import EnginePrompt, check_prompt, lay_out
-from sensorium.engines.vllm.recipe_checks import refuse_adapters, refuse_dtype, refuse_family
+from sensorium.engines.vllm.recipe_checks import TOWER_GROUPS, refuse_adapters, refuse_dtype, refuse_family
 from sensorium.engines.vllm.requests import RequestSender
 from sensorium.engines.vllm.startup import environment, write_startup
 from sensorium.engines.vllm.transfers import pushed_by
@@ -41,7 +42,7 @@ from sensorium.engines.vllm.weights import ChangedWeights, published
 from sensorium.models.policy import Policy
 from sensorium.models.prepared_media import Extent
 from sensorium.models.segment_layout import Layout
-from sensorium.vocabulary.content import Media
+from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import EngineError, EngineLost
 
@@ -111,6 +112,8 @@ class VllmEngine:
         self._folder: Path | None = None
         self._open: set[str] = set()
         self._replacing = threading.Lock()
+        self._kinds = OneKindAtATime()
+        self._tower_adapters = policy.adapters is not None and bool(TOWER_GROUPS & {*policy.adapters.section.groups})
         self._adapters_written = 0
 
     @property
@@ -166,7 +169,8 @@ class VllmEngine:
             while True:
                 actor = self._actor
                 try:
-                    return await self._respond(request, prompt)
+                    async with self._kinds.showing(self._kind_of(request, prompt)):
+                        return await self._respond(request, prompt)
                 except EngineLost:
                     if actor is None or not await asyncio.to_thread(self._replaced, actor):
                         raise
@@ -233,6 +237,18 @@ class VllmEngine:
             raise EngineError("the engine vllm does not truncate by top_p or top_k; leave them at 1 and 0.")
         return prompt
 
+    def _kind_of(self, request: Request, prompt: EnginePrompt) -> MediaKind | None:
+        """The kind of medium that nothing else may be shown with; None where that does not matter."""
+        kinds = {placed.media.kind for placed in prompt.media}
+        if not self._tower_adapters or not kinds:
+            return None
+        if len(kinds) > 1:
+            raise EngineError(
+                f"'{request.name}' shows pictures and videos, and vLLM ends where a tower with adapters sees both at once. "
+                "Leave 'vision' and 'projector' out of model.lora.groups, or use rollout.engine: native."
+            )
+        return kinds.pop()
+
     async def _respond(self, request: Request, prompt: EnginePrompt) -> Response:
         sampling = request.sampling
         inputs = {placed.media: self._policy.chat.prepared.get([placed.media])[0] for placed in prompt.media}
@@ -283,7 +299,9 @@ class VllmEngine:
         for probe in self._probes:
             messages = [sender.message(probe.prompt, sampling, 1, score=score) for score in (True, False)]
             asked += [(message, probe.prompt, probe.inputs) for message in messages]
-        answers = sender.ask_together(asked, self._reply_s)
+        each = len(asked) if not self._tower_adapters else 2  # a picture and a video would end vLLM, see one_kind
+        runs = [asked[i : i + each] for i in range(0, len(asked), each)]
+        answers = [answer for run in runs for answer in sender.ask_together(run, self._reply_s)]
         found = {}
         for probe, scored, written in zip(self._probes, answers[::2], answers[1::2], strict=True):
             found[probe.modality] = parity.difference(self._policy, probe, {**written, "scores": scored["scores"]})
