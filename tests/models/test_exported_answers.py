@@ -20,10 +20,13 @@ from .published_layouts import LAYOUTS
 from .test_published_layout import CLASSES, exported
 
 READER = Path(__file__).with_name("export_reader.py")
+IN_VLLM = [
+    "Qwen2.5-VL-3B", "Qwen3-VL-2B", "Qwen3-VL-30B-A3B", "InternVL3-8B-hf", "LLaVA-OneVision-7B", "Qwen2.5-Omni-7B",
+]  # fmt: skip
 READERS = {
     "transformers 4": ("TRANSFORMERS_4_PYTHON", "transformers", list(LAYOUTS)),
     "transformers 5": ("TRANSFORMERS_5_PYTHON", "transformers", list(LAYOUTS)),
-    "vllm": ("VLLM_PYTHON", "vllm", ["Qwen2.5-VL-3B", "Qwen3-VL-2B"]),
+    "vllm": ("VLLM_PYTHON", "vllm", IN_VLLM),
 }
 QUESTIONS = ("What colour is the circle?", "Which shape is at the top?", "How many are red?", "Where is the goal?")
 

@@ -33,15 +33,20 @@ def nowhere(path: str) -> str:
 
 
 def near_to_hub_id(path: str) -> str:
-    """The local name that a hub id is nearly: ``; did you mean 'tiny:qwen3_vl'?``, or nothing."""
-    close = _close(path.partition("/")[2], {_plain(name): name for name in candidates()})
+    """The folder here whose name a hub id nearly has: ``; did you mean 'models/Qwen3-VL'?``, or nothing."""
+    close = _close(path.partition("/")[2], {_plain(name): name for name in _checkpoints_here()})
     return f"; did you mean '{close}'?" if close else ""
 
 
 def candidates() -> Iterator[str]:
-    """What is here by name: models that are made or shipped, folders, and checkpoints one folder below."""
+    """What is here by name: models that are made or shipped, and folders."""
     yield from (f"tiny:{family}" for family in KINDS)
     yield from (f"package:{entry.parent.name}" for entry in shipped_models().glob("*/config.json"))
+    yield from _checkpoints_here()
+
+
+def _checkpoints_here() -> Iterator[str]:
+    """Folders of the working directory, and checkpoints one folder below."""
     here = Path.cwd()
     yield from (path.name for path in _folders(here))
     yield from (str(path.parent.relative_to(here)) for path in here.glob("*/*/config.json"))
