@@ -1,8 +1,9 @@
 """Learners that are spread over ranks, held against one process: gradients, runs, checkpoints, deaths.
 
-    python studies/sharded_learners.py [PART …]      parts: gradients, runs, checkpoints, kills, shapes
+    python studies/sharded_learners.py [PART …]      parts: gradients, runs, checkpoints, kills, shapes, ray
 
-Writes studies/results/sharded_learners.json, each part as it ends. Ranks are real processes over gloo.
+Writes studies/results/sharded_learners.json, each part as it ends. Ranks are processes over gloo, forked from a server that
+has imported everything.
 """
 
 import json
@@ -15,25 +16,31 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from sensorium.cluster.processes import ProcessRanks
+from sensorium.cluster.ray_ranks import RayRanks
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.load import load_recipe
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import LearnerLost
+from studies.fork_server import ForkServer
 from tests.cluster.test_sharded_runs import rows_of
+from tests.forked import forked_python
 from tests.learner.sharded.scenarios import SCENARIOS, Outcome, compute
 from tests.learner.sharded.test_ranks import outcome, relative_error, start_ranks
 from tests.trainer.small import small
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "studies" / "results" / "sharded_learners.json"
+PRELOADED = ("sensorium.cluster.rank", "torch.distributed.checkpoint")
 PICTURES = {"path": "tiny:qwen2_5_vl", "device": "cpu"}
 SHAPES = {"train": [{"source": "shapes", "options": {"size": 8, "picture_size": 56}}]}
 WARM = {"steps": 1, "prompts_per_step": 2}
@@ -192,12 +199,36 @@ def shapes(folder: Path) -> dict[str, Any]:
     return found
 
 
+def ray(folder: Path) -> dict[str, Any]:
+    """The same ranks as two actors of a Ray cluster that is started for the run; then one of them is killed."""
+    changes = RUNS["PPO, own critic, KL, warm start"]
+    processes = train(small(folder / "processes", "threads=1", "cluster.learners=2", **changes))
+    placed = ["threads=1", "cluster.learners=2", "cluster.placement=ray"]
+    actors = train(small(folder / "actors", *placed, "steps=2", **changes))
+    ask = RayRanks.ask
+
+    def kill(self: RayRanks, name: str, *given: Any) -> Any:
+        if name == "step":
+            os.kill(self.pids[1], signal.SIGKILL)
+        return ask(self, name, *given)
+
+    with patch.object(RayRanks, "ask", kill):
+        try:
+            train(small(folder / "actors", *placed, **changes), resume=True)
+            raise AssertionError("a dead actor ends the run")
+        except LearnerLost as error:
+            told = re.sub(r"\d+", "N", str(error))
+    train(small(folder / "actors", *placed, **changes), resume=True)
+    return {"same weights": _weights(actors) == _weights(processes), "told": told}
+
+
 PARTS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "gradients": gradients,
     "runs": runs,
     "checkpoints": checkpoints,
     "kills": kills,
     "shapes": shapes,
+    "ray": ray,
 }
 
 
@@ -209,7 +240,10 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     os.chdir(ROOT)
     for part in sys.argv[1:] or PARTS:
-        with tempfile.TemporaryDirectory() as folder:
+        if part == "ray" and find_spec("ray") is None:
+            print("ray is not installed (pip install 'sensorium[ray]'): its part is left out", flush=True)
+            continue
+        with tempfile.TemporaryDirectory() as folder, ForkServer(*PRELOADED) as server, forked_python(server):
             found = PARTS[part](Path(folder))
         told = json.loads(RESULT.read_text()) if RESULT.exists() else {}
         told |= {part: found, f"{part} on": f"{os.uname().machine}, torch {torch.__version__}"}

@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sensorium.cluster.messages import Answer, Call, PickledChannel, RankSettings, error_of
-from sensorium.cluster.rank_failures import common_error, refuse_other_versions
-from sensorium.vocabulary.errors import LearnerLost
+from sensorium.cluster.messages import Answer, Call, PickledChannel, RankSettings
+from sensorium.cluster.rank_failures import SharedError, judged, refuse_other_versions
+from sensorium.vocabulary.errors import LearnerLost, SensoriumError
 
 CLOSE_S = 30.0
 GRACE_S = 10.0
@@ -145,33 +145,13 @@ class ProcessRanks:
                         lost.append(rank)
                     selector.unregister(rank.socket)
                     waiting.remove(rank)
-        return self._judged(answers, lost, waiting, calls[0].name, limit_s)
-
-    def _judged(
-        self, answers: dict[int, Answer], lost: list[RankProcess], waiting: list[RankProcess], name: str, limit_s: float
-    ) -> list[Answer]:
-        """The answers in order; or the error they add up to."""
-        errors = {rank: answer for rank, answer in answers.items() if answer.error}
-        if not (errors or lost or waiting):
-            return [answers[rank.rank] for rank in self._ranks]
-        if not lost and not waiting and (shared := common_error(errors, len(self._ranks))) is not None:
-            raise shared  # of all ranks alike: they are as they were
-        if lost:
-            reason = lost[0].why()
-        elif errors:
-            rank, answer = min(errors.items())
-            error = error_of(answer, rank)
+        try:
+            return judged(answers, len(self._ranks), [rank.why() for rank in lost], calls[0].name, limit_s)
+        except SharedError as shared:
+            raise shared.error from None
+        except SensoriumError:
             self._end()
-            raise error
-        else:
-            numbers = ", ".join(str(rank.rank) for rank in waiting)
-            key = "start_s" if name == "open" else "reply_s"
-            reason = (
-                f"of the learner's {len(self._ranks)} ranks, {numbers} did not answer '{name}' within {limit_s:g} s; all "
-                f"were ended. Raise cluster.{key} if the model is that slow."
-            )
-        self._end()
-        raise LearnerLost(reason)
+            raise
 
     def _end(self, after_s: float = 0.0) -> None:
         for rank in self._ranks:

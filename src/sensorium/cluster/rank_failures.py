@@ -1,4 +1,4 @@
-"""What the failures of ranks mean for the run."""
+"""What the answers and failures of ranks mean for the run."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,11 +6,35 @@ from sensorium.cluster.messages import Answer, error_of
 from sensorium.vocabulary.errors import LearnerLost, SensoriumError
 
 
-def common_error(errors: Mapping[int, Answer], ranks: int) -> SensoriumError | None:
-    """The error that every rank has met, such as an update that is not finite; None if they differ."""
-    if len(errors) == ranks and len({answer.kind for answer in errors.values()}) == 1:
-        return error_of(errors[0], 0)
-    return None
+class SharedError(Exception):
+    """An error that every rank has met alike: they are all as they were. ``error`` is what to raise."""
+
+    def __init__(self, error: SensoriumError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def judged(answers: Mapping[int, Answer], size: int, lost: Sequence[str], asked: str, limit_s: float) -> list[Answer]:
+    """The answers of all ranks in order; or the error they add up to. ``lost``: how ranks ended, in words.
+
+    Raises SharedError where all ranks can go on, and an error of ours where none can.
+    """
+    errors = {rank: answer for rank, answer in answers.items() if answer.error}
+    if lost:
+        raise LearnerLost(lost[0])
+    if len(errors) == size and len({answer.kind for answer in errors.values()}) == 1:
+        raise SharedError(error_of(errors[0], 0))
+    if errors:
+        rank, answer = min(errors.items())
+        raise error_of(answer, rank)
+    silent = [rank for rank in range(size) if rank not in answers]
+    if silent:
+        key = "start_s" if asked == "open" else "reply_s"
+        raise LearnerLost(
+            f"of the learner's {size} ranks, {', '.join(map(str, silent))} did not answer '{asked}' within {limit_s:g} s; "
+            f"all were ended. Raise cluster.{key} if the model is that slow."
+        )
+    return [answers[rank] for rank in range(size)]
 
 
 def refuse_other_versions(answers: Sequence[Answer]) -> None:

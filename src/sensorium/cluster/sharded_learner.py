@@ -125,13 +125,24 @@ class ShardedLearner:
 
 
 def sharded_learner(recipe: Recipe, session: Session, directory: RunDirectory, saved: Path | None) -> ShardedLearner:
-    """Start the ranks that the recipe's cluster section asks for, on this machine, and the learner in front of them."""
+    """Start the ranks that the recipe's cluster section asks for, and the learner in front of them.
+
+    On other machines only the run directory is sure to be seen; on this one, memory is faster.
+    """
     section = recipe.cluster
     roomy = SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK)
-    exchange = Path(tempfile.mkdtemp(prefix="sensorium-ranks-", dir=SHARED_MEMORY if roomy else None))
+    place = directory.path.absolute() if section.address else SHARED_MEMORY if roomy else None
+    exchange = Path(tempfile.mkdtemp(prefix="sensorium-ranks-", dir=place))
+    limits = section.start_s, section.reply_s
     try:
         settings = rank_settings(recipe, directory, saved, f"file://{exchange}/meeting")
-        ranks = ProcessRanks(settings, exchange, section.start_s, section.reply_s)
+        ranks: Ranks
+        if section.placement == "ray":
+            from sensorium.cluster.ray_ranks import RayRanks
+
+            ranks = RayRanks(settings, exchange, *limits, section.address)
+        else:
+            ranks = ProcessRanks(settings, exchange, *limits)
     except BaseException:
         shutil.rmtree(exchange, ignore_errors=True)
         raise
@@ -141,11 +152,12 @@ def sharded_learner(recipe: Recipe, session: Session, directory: RunDirectory, s
 def rank_settings(recipe: Recipe, directory: RunDirectory, saved: Path | None, meeting: str) -> list[RankSettings]:
     """What each rank is told. On GPUs each has its own; on a CPU they share the recipe's threads."""
     count, wanted = recipe.cluster.learners, recipe.model.device
+    on_ray = recipe.cluster.placement == "ray"
     cuda = torch.cuda.is_available() and wanted in ("auto", "cuda")
-    if cuda and torch.cuda.device_count() < count:
+    if cuda and not on_ray and torch.cuda.device_count() < count:
         raise RecipeError(
             f"cluster.learners={count} asks for a GPU each, and this machine has {torch.cuda.device_count()}. Ask for "
-            "fewer, or train on the CPU (model.device: cpu)."
+            "fewer, place them on more machines (cluster.placement: ray), or train on the CPU (model.device: cpu)."
         )
     backend = recipe.cluster.backend
     if backend == "nccl" and not cuda:
@@ -159,7 +171,7 @@ def rank_settings(recipe: Recipe, directory: RunDirectory, saved: Path | None, m
             recipe=recipe,
             run=directory.path.absolute(),
             saved=None if saved is None else saved.absolute(),
-            device=f"cuda:{rank}" if cuda else "cpu",
+            device="cpu" if not cuda else "cuda:0" if on_ray else f"cuda:{rank}",  # Ray shows an actor its own GPU only
             backend=("nccl" if cuda else "gloo") if backend == "auto" else backend,
             threads=threads,
         )

@@ -309,10 +309,13 @@ class CheckpointSection(Section):
 class ClusterSection(Section):
     """How many processes share the model while it learns, and where they are. Nothing that is computed depends on it.
 
-    Several learners hold a part of the weights each (FSDP2) and compute a part of every update.
+    Several learners hold a part of the weights each (FSDP2) and compute a part of every update. With ``ray`` they are
+    actors, on as many machines as the Ray cluster has; all must see the run directory under the same path.
     """
 
     learners: int = Field(default=1, ge=1, le=4096, description="ranks of the learner; 1: the learner of this process")
+    placement: Literal["processes", "ray"] = Field(default="processes", description="of this machine, or Ray actors")
+    address: str = Field(default="", description="of a running Ray cluster; empty: one is started for the run")
     backend: Literal["auto", "gloo", "nccl"] = Field(default="auto", description="auto: nccl on GPUs, gloo on CPUs")
     offload: bool = Field(default=False, description="keep weights and moments in the machine's memory, not the GPU's")
     start_s: float = Field(default=600.0, gt=0, description="for all ranks to load the model and meet")
@@ -321,7 +324,7 @@ class ClusterSection(Section):
     @property
     def shared(self) -> bool:
         """True if the learner is not the one of this process."""
-        return self.learners > 1
+        return self.learners > 1 or self.placement == "ray"
 
 
 class LoggingSection(Section):

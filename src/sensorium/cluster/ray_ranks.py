@@ -1,0 +1,170 @@
+"""Ranks as Ray actors: on a cluster that runs, or on one that is started for the run. Ray places them."""
+
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sensorium.cluster.messages import Answer, Call, RankSettings
+from sensorium.cluster.rank_failures import SharedError, judged, refuse_other_versions
+from sensorium.vocabulary.errors import LearnerLost, RecipeError, SensoriumError
+
+GRACE_S = 10.0
+LOCALHOST = "127.0.0.1"
+
+
+class RankActor:
+    """A rank inside an actor."""
+
+    def __init__(self) -> None:
+        from sensorium.cluster.rank import Rank
+
+        self._rank = Rank()
+
+    def meeting(self, host: str) -> str:
+        """Where the ranks may meet: a free port of the machine that this actor is on."""
+        import socket
+
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"tcp://{host or ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+    def pid(self) -> int:
+        """The process of the actor."""
+        return os.getpid()
+
+    def answer(self, call: Call) -> Answer:
+        """Do what is asked."""
+        return self._rank.answer(call)
+
+
+class RayRanks:
+    """All ranks of a learner as actors, one GPU or CPU each. ``exchange`` is a folder that all machines see."""
+
+    def __init__(
+        self, settings: Sequence[RankSettings], exchange: Path, start_s: float, reply_s: float, address: str
+    ) -> None:
+        self._exchange, self._reply_s, self._local = exchange, reply_s, not address
+        self._ray = connect(address, len(settings))
+        self._actors: list[Any] = []
+        resource = "GPU" if settings[0].device != "cpu" else "CPU"
+        try:
+            refuse_small(self._ray.cluster_resources(), resource, len(settings))
+            self._actors = self._place(len(settings), resource)
+            meeting = self._first(self._actors[0].meeting.remote(LOCALHOST if self._local else ""), start_s)
+            opened = [replace(one, meeting=meeting) for one in settings]
+            refuse_other_versions(self._ask_each([Call("open", (one,)) for one in opened], start_s))
+            self.pids = [self._first(actor.pid.remote(), start_s) for actor in self._actors]
+        except BaseException:
+            self._end()
+            raise
+
+    def ask(self, name: str, *given: Any) -> Answer:
+        """Ask all ranks the same; the answer is that of rank 0."""
+        call = self._ray.put(Call(name, given))  # once for all ranks of a machine
+        return self._ask_each([call] * len(self._actors), self._reply_s, name)[0]
+
+    def close(self) -> None:
+        """End the actors, and the cluster if it was started here."""
+        self._end()
+        shutil.rmtree(self._exchange, ignore_errors=True)
+
+    def _place(self, count: int, resource: str) -> list[Any]:
+        paths = os.environ.get("PYTHONPATH", "")
+        loopback = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"), "PYTHONPATH": paths}
+        options: dict[str, Any] = {"num_cpus": 1, "num_gpus": 1 if resource == "GPU" else 0, "max_restarts": 0}
+        if self._local:
+            options["runtime_env"] = {"env_vars": loopback}
+        actor = self._ray.remote(RankActor)
+        return [actor.options(**options).remote() for _ in range(count)]
+
+    def _first(self, reference: Any, limit_s: float) -> Any:
+        """What an actor answers to a question of its own; an actor that is not placed in time is a cluster without room."""
+        try:
+            return self._ray.get(reference, timeout=limit_s)
+        except self._ray.exceptions.GetTimeoutError as error:
+            raise LearnerLost(
+                f"Ray did not place the learner's ranks within {limit_s:g} s (cluster.start_s): others use the cluster, or "
+                "it is too small. 'ray status' says what is free."
+            ) from error
+        except self._ray.exceptions.RayActorError as error:
+            raise LearnerLost(f"a rank of the learner ended before it was ready: {_short(error)}") from error
+
+    def _ask_each(self, calls: Sequence[Any], limit_s: float, name: str = "open") -> list[Answer]:
+        if not self._actors:
+            raise LearnerLost("the ranks of the learner were ended; start the run again with --resume.")
+        ray = self._ray
+        waiting = {
+            actor.answer.remote(call): rank for rank, (actor, call) in enumerate(zip(self._actors, calls, strict=True))
+        }
+        answers: dict[int, Answer] = {}
+        lost: list[str] = []
+        until = time.monotonic() + limit_s
+        while waiting:
+            if lost or any(answer.error for answer in answers.values()):
+                until = min(until, time.monotonic() + GRACE_S)
+            ready, _ = ray.wait(list(waiting), timeout=max(0.0, until - time.monotonic()))
+            if not ready:
+                break
+            rank = waiting.pop(ready[0])
+            try:
+                answers[rank] = ray.get(ready[0])
+            except ray.exceptions.RayError as error:
+                lost.append(f"rank {rank} of the learner, an actor of Ray, was lost: {_short(error)}")
+        try:
+            return judged(answers, len(self._actors), lost, name, limit_s)
+        except SharedError as shared:
+            raise shared.error from None
+        except SensoriumError:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        for actor in self._actors:
+            with suppress(Exception):  # one that is dead already
+                self._ray.kill(actor)
+        self._actors = []
+        if self._ray.is_initialized():
+            self._ray.shutdown()
+
+
+def connect(address: str, learners: int) -> Any:
+    """Ray, connected to the cluster at ``address`` or to one that is started here with room for so many ranks."""
+    try:
+        import ray
+    except ImportError as error:
+        raise RecipeError(
+            "cluster.placement is 'ray', and the package ray is not installed: pip install 'sensorium[ray]', or use "
+            "cluster.placement=processes for ranks on this machine."
+        ) from error
+    given: dict[str, Any] = {"address": address} if address else {"num_cpus": max(learners, os.cpu_count() or 1)}
+    try:
+        ray.init(**given, include_dashboard=False if not address else None, log_to_driver=False, configure_logging=False)
+    except Exception as error:  # Ray raises what it likes: RuntimeError, ConnectionError, ValueError
+        where = f"the Ray cluster at cluster.address '{address}'" if address else "a Ray cluster on this machine"
+        raise RecipeError(
+            f"{where} cannot be used: {_short(error)} Check that it runs ('ray status'), that its Python and Ray are the "
+            "driver's, and that the driver has its token (RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH)."
+        ) from error
+    return ray
+
+
+def refuse_small(resources: dict[str, float], resource: str, learners: int) -> None:
+    """Refuse a cluster that could never place all ranks."""
+    has = int(resources.get(resource, 0))
+    if has < learners:
+        raise RecipeError(
+            f"cluster.learners={learners} asks for as many {resource}s, and the Ray cluster has {has}. Ask for fewer, or "
+            "add machines to it."
+        )
+
+
+def _short(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__).rstrip(".") + "."

@@ -1,0 +1,58 @@
+"""What answers and deaths of ranks add up to, each in one paragraph; and clusters that cannot be used."""
+
+import sys
+
+import pytest
+
+from sensorium.cluster.messages import Answer, failed
+from sensorium.cluster.rank_failures import SharedError, judged, refuse_other_versions
+from sensorium.cluster.ray_ranks import connect, refuse_small
+from sensorium.vocabulary.errors import LearnerLost, ModelError, NonFiniteUpdate, RecipeError
+
+FINE = Answer(1)
+
+
+def test_answers_come_in_the_order_of_the_ranks() -> None:
+    assert judged({1: Answer("b"), 0: Answer("a")}, 2, [], "step", 1.0) == [Answer("a"), Answer("b")]
+
+
+def test_an_error_of_all_ranks_leaves_them_alive() -> None:
+    bad = failed(NonFiniteUpdate("loss nan"))
+    with pytest.raises(SharedError) as shared:
+        judged({0: bad, 1: bad}, 2, [], "step", 1.0)
+    assert isinstance(shared.value.error, NonFiniteUpdate)
+
+
+def test_an_error_of_one_rank_is_raised_as_it_was() -> None:
+    with pytest.raises(ModelError, match="no such token"):
+        judged({0: FINE, 1: failed(ModelError("no such token"))}, 2, [], "step", 1.0)
+    with pytest.raises(LearnerLost, match=r"rank 1 of the learner failed: RuntimeError\('out of memory'\)"):
+        judged({0: FINE, 1: failed(RuntimeError("out of memory"))}, 2, [], "step", 1.0)
+
+
+def test_a_death_explains_the_errors_of_those_who_were_left() -> None:
+    left = failed(RuntimeError("Connection closed by peer"))
+    with pytest.raises(LearnerLost, match="rank 1 was killed"):
+        judged({0: left}, 2, ["rank 1 was killed by SIGKILL."], "step", 1.0)
+
+
+def test_silent_ranks_are_named_with_the_key_to_raise() -> None:
+    with pytest.raises(LearnerLost, match=r"3 ranks, 0, 2 did not answer 'open' within 5 s.*cluster.start_s"):
+        judged({1: FINE}, 3, [], "open", 5.0)
+
+
+def test_ranks_of_another_version_are_refused() -> None:
+    with pytest.raises(LearnerLost, match=r"rank 1 .* runs torch 1\.0"):
+        refuse_other_versions([Answer(), Answer(versions={"torch": "1.0"})])
+
+
+def test_a_cluster_that_is_too_small_is_refused_before_anything_waits() -> None:
+    refuse_small({"GPU": 4.0}, "GPU", 4)
+    with pytest.raises(RecipeError, match=r"cluster.learners=4 asks for as many GPUs, and the Ray cluster has 0"):
+        refuse_small({"CPU": 8.0}, "GPU", 4)
+
+
+def test_without_ray_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(RecipeError, match=r"pip install 'sensorium\[ray\]'"):
+        connect("", 2)
