@@ -1,12 +1,15 @@
 """Caption RL over HTTP: a tiny captioner is paid by what a reader behind a reward service answers from its captions.
 
-    python studies/captions.py [image|video …] [reader_steps=3000] [threads=4 …]
+    python studies/captions.py [image|video …] [seed=1 …] [second=FOLDER|none]
 
-Trains two readers (the second takes no part in training), makes the captioners that say too little, serves the readers in
-processes of their own, trains the captioners, and writes studies/results/captions.json: the share of questions answered on
-512 held-out pictures or videos, sampled and greedy, before and after; with pictures swapped; and by the second reader.
+The shipped captioner says too little of what it sees. It is trained by tiny/caprl_image or tiny/caprl_video against
+`sensorium serve reward package:caption_reader`. Then captions of 600 held-out pictures or videos are read: before and
+after, sampled and greedy; with pictures swapped; and by a second reader that took no part in training and learned from
+other words (tiny/caption_reader_other, trained here unless ``second`` names a checkpoint of it, or none). Writes
+studies/results/captions_image.json and captions_video.json.
 """
 
+import fcntl
 import json
 import os
 import shutil
@@ -14,44 +17,44 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from sensorium.evaluation.held_out import evaluate_into
-from sensorium.models.tiny import make_tiny
 from sensorium.recipe.load import load_recipe
-from sensorium.recipe.schema import Recipe
 from sensorium.record.checkpoint_files import checkpoint_of_run
 from sensorium.report.console import ConsoleWatcher
 from sensorium.services.model_workers import free_port
 from sensorium.trainer.run import train
-from studies.seeds import circumstances, cpu_minutes
+from studies.seeds import chosen_seeds, circumstances, cpu_minutes
 
 RESULTS = Path(__file__).parent / "results"
-READERS = {"first": ("qwen3", 0), "second": ("qwen2", 1)}
-LAYERS = 4
-"""Of the readers: to find what a caption tells, and then the letter of its option, takes more than the usual two."""
+FOLDER = Path("runs") / "study_captions"
+READERS = {"first": "package:caption_reader", "second": "tiny/caption_reader_other"}
+KINDS = {"image": "picture", "video": "video"}
+QUIET = ["threads=1", "evaluation.every=0", "evaluation.at_start=false", "health.sight_tasks=0", "model.device=cpu"]
+UNSEEN = "tasks.evaluate.0.options.seed=7"
+"""Held-out drawings by which nothing was chosen."""
 START_S = 300.0
-LEAST_READING = 0.8
 
 
 def trained(name: str, *overrides: str) -> Path:
     """The last checkpoint of a recipe's run, made anew."""
-    recipe = load_recipe(name, list(overrides))
+    recipe = load_recipe(name, [*overrides])
     shutil.rmtree(recipe.directory, ignore_errors=True)
     return checkpoint_of_run(train(recipe, watchers=[ConsoleWatcher()]), last=True)
 
 
 @contextmanager
-def reward_service(reader: Path, kind: str) -> Iterator[str]:
+def reward_service(reader: str, kind: str) -> Iterator[str]:
     """A reward service with one worker, in processes of their own."""
     port = free_port()
-    command = [sys.executable, "-m", "sensorium.cli.main", "serve", "reward", str(reader), "--port", str(port)]
-    options = ["--prompt", "short", "--worker-port", "0", "--task", kind]
+    command = [sys.executable, "-m", "sensorium.cli.main", "serve", "reward", reader, "--port", str(port)]
+    options = ["--prompt", "short", "--all-qa", "--worker-port", "0", "--task", kind]
     server = subprocess.Popen([*command, *options, "--worker-option=--threads=1"])
     address, until = f"http://127.0.0.1:{port}", time.monotonic() + START_S
     try:
@@ -74,87 +77,88 @@ def answers(address: str) -> bool:
         return False
 
 
-def measured(recipe: Recipe, model: Path, name: str) -> dict[str, Any]:
-    """The share of questions answered on the held-out tasks, sampled and greedy, and the other terms."""
+def reading(reader: str, kind: str, name: str) -> dict[str, float]:
+    """The share of questions that a reader answers right: from captions of held-out things, from none, from wrong ones."""
     found = {}
-    for drawn, temperature in (("sampled", 1.0), ("greedy", 0.0)):
-        chosen = recipe.model_copy(update={"evaluation": recipe.evaluation.model_copy(update={"temperature": temperature})})
-        folder = Path("runs") / "study_captions" / recipe.name / f"{name}_{drawn}".replace(" ", "_")
-        summary = evaluate_into(folder, chosen, str(model), fresh=True)
-        found[drawn] = {"terms": summary["terms"], "tasks": summary["tasks"], "missing": summary["missing"]}
+    for caption in ("own", "blank", "swapped"):
+        options = f"{{kind: {KINDS[kind]}, split: test, size: 512, telling: 1.0, seed: 7, caption: {caption}}}"
+        evaluated = f"tasks.evaluate=[{{source: caption_reading, options: {options}}}]"
+        recipe = load_recipe("tiny/caption_reader", [evaluated, "evaluation.temperature=0", *QUIET])
+        folder = FOLDER / f"{name}_reader_{kind}_{caption}"
+        found[caption] = float(evaluate_into(folder, recipe, reader, fresh=True)["accuracy"])
     return found
 
 
-def reader(name: str, steps: str, overrides: list[str]) -> tuple[Path, float]:
-    """A reader, and how many questions it answers from captions that tell; one that cannot read ends the study."""
-    family, seed = READERS[name]
-    base = make_tiny(family, Path("runs") / "study_captions" / f"base_{name}", seed=seed, num_hidden_layers=LAYERS)
-    changed = [f"model.path={base}", f"seed={seed}", f"name=tiny_caption_reader_{name}"]
-    changed += [*([f"warm_start.steps={steps}"] if steps else []), *overrides]
-    model = trained("tiny/caption_reader", *changed)
-    recipe = load_recipe("tiny/caption_reader", [*changed, "evaluation.temperature=0"])
-    summary = evaluate_into(Path("runs") / "study_captions" / f"reader_{name}", recipe, str(model), fresh=True)
-    share = float(summary["accuracy"])
-    print(f"the {name} reader answers {share:.3f} of the questions from captions that tell", flush=True)
-    if share < LEAST_READING:
-        raise SystemExit("that is too little to pay captions by; train it longer: reader_steps=6000")
-    return model, share
+def measured(kind: str, model: str, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """What captions of the held-out tasks are paid, sampled and greedy, term by term."""
+    found = {}
+    for mode, temperature in (("sampled", 1.0), ("greedy", 0.0)):
+        recipe = load_recipe(f"tiny/caprl_{kind}", [*overrides, *QUIET, UNSEEN, f"evaluation.temperature={temperature}"])
+        summary = evaluate_into(folder / mode, recipe, model, fresh=True)
+        found[mode] = {"terms": summary["terms"], "tasks": summary["tasks"], "missing": summary["missing"]}
+    return found
 
 
-def study(kind: str, readers: dict[str, Path], overrides: list[str]) -> dict[str, Any]:
-    """Train one captioner, and measure it before and after."""
+def study(kind: str, seed: int, readers: dict[str, str]) -> dict[str, Any]:
+    """Train one captioner with one seed, and measure it before and after."""
     spent = cpu_minutes()
-    warm = trained(f"tiny/caprl_{kind}_warm", *overrides)
-    found: dict[str, Any] = {}
-    with reward_service(readers["first"], kind) as first, reward_service(readers["second"], kind) as second:
-        changed = [f"model.path={warm}", f'rewards.terms.0.options.servers=["{first}"]', *overrides]
-        after = trained(f"tiny/caprl_{kind}", f"name=study_caprl_{kind}", *changed)
+    before = load_recipe(f"tiny/caprl_{kind}").model.path
+    found: dict[str, Any] = {"seed": seed}
+    with ExitStack() as services:
+        urls = {name: services.enter_context(reward_service(reader, kind)) for name, reader in readers.items()}
+        asks = {name: [f'rewards.terms.0.options.servers=["{url}"]', f"seed={seed}"] for name, url in urls.items()}
+        own = asks["first"]
+        after = str(trained(f"tiny/caprl_{kind}", f"name=study_caprl_{kind}_{seed}", *own, *QUIET))
         looks = {
-            "own pictures": changed,
-            "swapped pictures": [*changed, "tasks.evaluate.0.options.picture=swapped"],
-            "second reader": [*changed, f'rewards.terms.0.options.servers=["{second}"]'],
+            "before": (before, own),
+            "after": (after, own),
+            "after, pictures swapped": (after, [*own, "tasks.evaluate.0.options.picture=swapped"]),
         }
-        for name, look in looks.items():
-            recipe = load_recipe(f"tiny/caprl_{kind}", look)
-            found[name] = {
-                when: measured(recipe, model, f"{name} {when}") for when, model in (("before", warm), ("after", after))
-            }
-    found["cpu_minutes"] = round(cpu_minutes() - spent, 1)
-    return found
+        if "second" in asks:
+            looks |= {"before, second reader": (before, asks["second"]), "after, second reader": (after, asks["second"])}
+        for look, (model, changes) in looks.items():
+            found[look] = measured(kind, model, FOLDER / f"{kind}_{seed}" / look.replace(" ", "_"), changes)
+            print(kind, seed, look, {mode: row["terms"]["caption_qa"] for mode, row in found[look].items()}, flush=True)
+    return found | {"gains": gains(found), "cpu_minutes": round(cpu_minutes() - spent, 1), **circumstances()}
 
 
-def verdicts(found: dict[str, Any]) -> dict[str, Any]:
-    """The gains, and what is left with swapped pictures."""
-
-    def share(look: str, when: str, drawn: str) -> float:
-        return float(found[look][when][drawn]["terms"]["caption_qa"])
-
+def gains(found: dict[str, Any]) -> dict[str, float]:
+    """By how much more questions are answered after training."""
     return {
-        "gain sampled": share("own pictures", "after", "sampled") - share("own pictures", "before", "sampled"),
-        "gain greedy": share("own pictures", "after", "greedy") - share("own pictures", "before", "greedy"),
-        "swapped after": share("swapped pictures", "after", "sampled"),
-        "gain by the second reader": share("second reader", "after", "sampled")
-        - share("second reader", "before", "sampled"),
+        f"{mode}{reader}": found[f"after{reader}"][mode]["terms"]["caption_qa"]
+        - found[f"before{reader}"][mode]["terms"]["caption_qa"]
+        for mode in ("sampled", "greedy")
+        for reader in ("", ", second reader")
+        if f"after{reader}" in found
     }
+
+
+def keep(kind: str, run: dict[str, Any], readers: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """Put one seed's run into the result file, beside those of other seeds; returns the least gains of all."""
+    place = RESULTS / f"captions_{kind}.json"
+    with place.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        earlier = json.loads(place.read_text())["runs"] if place.exists() else []
+        runs = sorted([run, *(one for one in earlier if one["seed"] != run["seed"])], key=lambda one: one["seed"])
+        least = {name: min(one["gains"][name] for one in runs) for name in run["gains"]}
+        result = {"command": f"python studies/captions.py {kind}", "least gains": least, "readers": readers, "runs": runs}
+        place.write_text(json.dumps(result, indent=1) + "\n")
+    return least
 
 
 def main() -> None:
     """Run the named studies, or both."""
-    kinds = [word for word in sys.argv[1:] if "=" not in word] or ["image", "video"]
-    words = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
-    steps = words.pop("reader_steps", "")
-    overrides = [f"{key}={value}" for key, value in words.items()]
+    kinds = [word for word in sys.argv[1:] if "=" not in word] or list(KINDS)
+    second = next((word.removeprefix("second=") for word in sys.argv[1:] if word.startswith("second=")), "")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    made = {name: reader(name, steps, overrides) for name in READERS}
-    readers = {name: model for name, (model, _) in made.items()}
-    place = RESULTS / "captions.json"
-    results = json.loads(place.read_text()) if place.exists() else {}
+    readers = {"first": READERS["first"]}
+    if second != "none":
+        readers["second"] = second or str(trained(READERS["second"], "threads=1"))
     for kind in kinds:
-        found = study(kind, readers, overrides)
-        shares = {name: share for name, (_, share) in made.items()}
-        results[kind] = {"verdicts": verdicts(found), "readers": shares, **found, **circumstances()}
-        place.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-        print(json.dumps(results[kind]["verdicts"], indent=1))
+        runs = [study(kind, seed, readers) for seed in chosen_seeds(sys.argv[1:])]
+        read = {name: reading(reader, kind, name) for name, reader in readers.items()}
+        for run in runs:
+            print(json.dumps(keep(kind, run, read), indent=1), flush=True)
 
 
 if __name__ == "__main__":

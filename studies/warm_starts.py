@@ -1,6 +1,6 @@
 """Make the warm-started models that ship inside the package, from nothing but their recipes.
 
-    python studies/warm_starts.py [shapes|frozen_lake|sight_and_sound|sokoban|geometry …]
+    python studies/warm_starts.py [shapes|frozen_lake|sight_and_sound|sokoban|geometry|caption_reader …]
 
 Weights are kept in bfloat16 (half the size; they are read back as float32). Existing runs of these names are replaced.
 """
@@ -26,6 +26,9 @@ STAGES = {
     "memory_clips": ("tiny/memory_clips_warm", "tiny/memory_clips_guess"),
     "sokoban": ("tiny/vagen_sokoban_warm", "tiny/vagen_sokoban_more"),
     "geometry": ("tiny/geo3k_multi_turn_warm",),
+    "caption_pictures": ("tiny/caprl_image_warm",),
+    "caption_videos": ("tiny/caprl_video_warm",),
+    "caption_reader": ("tiny/caption_reader", "tiny/caption_reader_more"),
 }
 
 

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ import pytest
 from PIL import Image
 
 from sensorium.cli.main import main
-from sensorium.cli.serve_reward import judges_section
+from sensorium.cli.serve_reward import configure, judges_section
 from sensorium.judges.client import JudgeClient
 from sensorium.media.making import encode_clip
 from sensorium.media.store import MediaStore
@@ -260,6 +261,23 @@ def test_the_command_refuses_what_makes_no_service(
     monkeypatch.setenv("REWARD_QA_NUM", "many")
     assert main(["serve", "reward", "x"]) == 2
     assert "REWARD_QA_NUM" in capsys.readouterr().err
+
+
+def test_the_variables_of_caprls_scripts_are_the_options_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the defaults of the scripts where a variable is not set; an option goes before a variable."""
+    shown = ("checkpoint", "port", "worker_port", "workers", "mode", "task", "qa_num", "format_weight")
+    usual = ("", 18889, -1, 1, "qa", "video", 8, 0.2)
+    given = ("/models/reader", "19000", "20000", "4", "vl_judge", "image", "3", "0.5")
+    names = ("MODEL", "PORT", "WORKER_BASE", "NUM_WORKERS", "SCORE_MODE", "TASK", "QA_NUM")
+    full = dict(zip((*(f"REWARD_{name}" for name in names), "FORMAT_REWARD_WEIGHT"), given, strict=True))
+    for variables, expected in (({}, usual), (full, given)):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        parser = ArgumentParser()
+        configure(parser)
+        found = vars(parser.parse_args([]))
+        assert [str(found[name]) for name in shown] == [str(value) for value in expected]
+    assert parser.parse_args(["--qa-num", "5"]).qa_num == 5
 
 
 @pytest.mark.parametrize("protocol", ["sensorium", "caprl_qa", "openrlhf"])
