@@ -9,10 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sensorium.media.store import MediaStore
+from sensorium.models.checkpoint_check import check_checkpoint
 from sensorium.models.checkpoint_place import find_checkpoint
 from sensorium.models.load import find_device, load_policy
 from sensorium.models.tiny import make_tiny
 from sensorium.models.weight_files import INDEX
+from sensorium.recipe.schema import ModelSection
 from sensorium.recipe.shape import read_shape
 from sensorium.vocabulary.errors import ModelError, RecipeError
 
@@ -98,6 +100,9 @@ def test_fp8_weights_are_refused_unless_plain_numbers_are_asked_for(model: Path)
     change(model / "config.json", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     assert "is quantized (fp8), which is not supported" in (said := refused(model))
     assert "set model.dequantize: true" in said
+    with pytest.raises(ModelError, match=r"is quantized \(fp8\)"):
+        check_checkpoint(ModelSection(path=str(model)))
+    assert check_checkpoint(ModelSection(path=str(model), dequantize=True)) == []
     policy = load_policy(str(model), store=MediaStore(), device="cpu", dequantize=True)
     policy.save(model / "saved")
     assert "quantization_config" not in json.loads((model / "saved" / "config.json").read_text())
