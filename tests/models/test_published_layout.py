@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import sensorium as sn
 from sensorium.cli.export import export
 from sensorium.media.store import MediaStore
 from sensorium.models.checkpoint_source import describe_source
@@ -173,6 +174,7 @@ def test_weights_that_the_recipe_names_as_unused_are_carried_along(tmp_path: Pat
     (tmp_path / "run" / "recipe.yaml").write_text(dump_recipe(recipe))
     assert "1 weights under 'value_head.' were carried along untouched" in export(checkpoint, tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    assert sn.load(tmp_path / "out", device="cpu", unused_weights=["value_head."]).policy.family == "qwen3"
 
 
 def test_where_the_source_is_gone_it_is_said_what_was_written_instead(tmp_path: Path) -> None:

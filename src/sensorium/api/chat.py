@@ -29,7 +29,9 @@ class Reply(str):
 class Model:
     """A loaded model and the engine that samples from it."""
 
-    def __init__(self, path: str, *, device: str, dtype: str, max_context_tokens: int) -> None:
+    def __init__(
+        self, path: str, *, device: str, dtype: str, max_context_tokens: int, unused_weights: Sequence[str] = ()
+    ) -> None:
         from sensorium.engines.native.engine import NativeEngine
         from sensorium.envs.question import Question
         from sensorium.media.store import MediaStore
@@ -38,7 +40,7 @@ class Model:
         from sensorium.rollout.play import Rollout
 
         self.path = path
-        self.policy = load_policy(path, store=MediaStore(), device=device, dtype=dtype)
+        self.policy = load_policy(path, store=MediaStore(), device=device, dtype=dtype, unused_weights=unused_weights)
         section = RolloutSection(max_context_tokens=max_context_tokens)
         self._rollout = Rollout(self.policy.chat, NativeEngine(self.policy), section, Question)
 
@@ -90,15 +92,29 @@ class Model:
 
 
 def load(
-    checkpoint: str | Path | Run, *, device: str = "auto", dtype: str = "float32", max_context_tokens: int = 8192
+    checkpoint: str | Path | Run,
+    *,
+    device: str = "auto",
+    dtype: str = "float32",
+    max_context_tokens: int = 8192,
+    unused_weights: Sequence[str] = (),
 ) -> Model:
-    """Load a checkpoint, a run's best one, a hub id, ``package:NAME`` or ``tiny:FAMILY``."""
+    """Load a checkpoint, a run's best one, a hub id, ``package:NAME`` or ``tiny:FAMILY``.
+
+    ``unused_weights``: as ``model.unused_weights`` of a recipe, first letters of weights that the model has no place for.
+    """
     if isinstance(checkpoint, Run):
         checkpoint = checkpoint.checkpoint
     place = Path(checkpoint)
     if place.is_dir() and not (place / "config.json").exists():
         checkpoint = Run(place).checkpoint
-    return Model(str(checkpoint), device=device, dtype=dtype, max_context_tokens=max_context_tokens)
+    return Model(
+        str(checkpoint),
+        device=device,
+        dtype=dtype,
+        max_context_tokens=max_context_tokens,
+        unused_weights=unused_weights,
+    )
 
 
 def conversation(given: Any, store: Any) -> tuple[Message, ...]:

@@ -26,6 +26,9 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--max-body-mib", type=float, default=64.0, help="size of a request")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument(
+        "--unused-weights", action="append", default=[], metavar="PREFIX", help="weights that the model has no place for"
+    )
     parser.add_argument("--threads", type=int, default=0, help="CPU threads of torch; 0: as torch has it")
     parser.add_argument("--drain-s", type=float, default=60.0, help="how long answers under way may take after a stop")
     parser.add_argument(
@@ -65,7 +68,13 @@ def run(arguments: Namespace) -> int:
     with TemporaryDirectory(prefix="sensorium-media-") as folder:
         limits = MediaLimits(file_mib=arguments.max_body_mib, clip_s=1200, clip_mib=1024)
         store = MediaStore(Path(folder), limits=limits)
-        policy = load_policy(path, store=store, device=arguments.device, dtype=arguments.dtype)
+        policy = load_policy(
+            path,
+            store=store,
+            device=arguments.device,
+            dtype=arguments.dtype,
+            unused_weights=tuple(arguments.unused_weights),
+        )
         name = arguments.name or arguments.checkpoint.rstrip("/")
         roots = tuple(Path(root).expanduser().resolve() for root in arguments.media_root)
         host = ModelHost(policy, arguments.max_context, arguments.rows)

@@ -66,8 +66,8 @@ def refuse_unfit(path: str, report: Mapping[str, Any], files: Sequence[WeightFil
         raise ModelError(
             f"model.path '{path}': {len(others)} weights of the checkpoint have no place in the model that its config.json "
             f"describes: {told_by_part(others)}. Use the config that belongs to the weights. If they are no part of the "
-            f"model, name them by their first letters: model.unused_weights: ['{part_of(min(others))}.']. They are then "
-            "left out, and an export carries them along."
+            f"model, name them by their first letters: model.unused_weights: ['{part_of(min(others))}.'] (in Python "
+            "unused_weights=…, to serve --unused-weights). They are then left out, and an export carries them along."
         )
 
 
