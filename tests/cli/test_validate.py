@@ -58,6 +58,14 @@ def test_demonstrated_and_random_play_are_measured_and_repeat() -> None:
     assert found["tasks.evaluate splits"].level == "warning"
 
 
+def test_actions_without_names_are_said() -> None:
+    cards = {"environment": "gymnasium", "size": 1, "options": {"id": "Blackjack-v1", "view": "text"}}
+    found = findings(1, tasks={"train": [{"source": "environments", "options": cards}]})
+    assert found["tasks.train.0 actions"].level == "warning"
+    assert "0, 1: numbers say nothing" in found["tasks.train.0 actions"].found
+    assert findings(1)["tasks.train.0 actions"] == Finding("tasks.train.0", "actions", "Up, Down, Left, Right", "ok")
+
+
 def test_held_out_rows_that_are_trained_on_are_an_error(tmp_path: Path) -> None:
     one, two = ({"prompt": f"{n} + 1?", "answer": str(n + 1), "demonstration": str(n + 1)} for n in (1, 2))
     tasks = {"train": rows(tmp_path / "train.jsonl", one, two), "evaluate": rows(tmp_path / "test.jsonl", two)}

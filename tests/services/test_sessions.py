@@ -10,7 +10,7 @@ import pytest
 
 from sensorium.media.store import MediaStore
 from sensorium.services.kept_media import sweep
-from sensorium.services.offers import Offer, Offers, usual_offers
+from sensorium.services.offers import Offer, Offers, environment_offer, usual_offers
 from sensorium.services.sessions import Refusal, SessionTable
 from sensorium.vocabulary.errors import RecipeError
 
@@ -135,6 +135,19 @@ def test_a_client_chooses_among_what_is_offered_and_nothing_else() -> None:
         Offers({"tools": Offer("tools")})
     with pytest.raises(RecipeError, match="offers no environment"):
         Offers({})
+
+
+def test_an_environment_that_needs_what_clients_may_not_say_is_offered_from_a_file(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"needs 'id', which a client may not set.*taxi=FILE\.yaml"):
+        Offers(dict([environment_offer("taxi=gymnasium")]))
+    (tmp_path / "taxi.yaml").write_text("environment: gymnasium\noptions: {id: Taxi-v4, view: text}\n")
+    offers = Offers(dict([environment_offer(f"taxi={tmp_path}/taxi.yaml"), environment_offer("sokoban")]))
+    assert offers.chosen("taxi", {"max_turns": 3}) == ("gymnasium", {"id": "Taxi-v4", "view": "text", "max_turns": 3})
+    with pytest.raises(RecipeError, match="is the server's own"):
+        offers.chosen("taxi", {"id": "CliffWalking-v1"})
+    for wrong in (f"taxi={tmp_path}/none.yaml", f"={tmp_path}/taxi.yaml"):
+        with pytest.raises(RecipeError, match=r"cannot be read|NAME=FILE"):
+            environment_offer(wrong)
 
 
 def test_an_isolated_environment_that_crashes_fails_its_own_session_only() -> None:

@@ -31,6 +31,11 @@ class RandomPlay:
         self._grammars[task.id] = grammar if isinstance(grammar, ActionGrammar) else None
         return environment
 
+    @property
+    def action_names(self) -> tuple[str, ...]:
+        """The actions of the environments that were made, by name."""
+        return tuple(dict.fromkeys(name for grammar in self._grammars.values() if grammar for name in grammar.names))
+
     def answer(self, request: Request) -> str:
         """Any response; one in eight is words where there are actions."""
         episode, _, turn = request.name.rpartition("/")

@@ -1,4 +1,4 @@
-"""Serve environments to other processes and machines: sensorium serve env [NAME | NAME=module:Class …]."""
+"""Serve environments to other processes and machines: sensorium serve env [NAME | NAME=module:Class | NAME=FILE.yaml …]."""
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -7,15 +7,16 @@ from typing import Any
 
 from sensorium.vocabulary.errors import RecipeError
 
-USAGE = (
-    "sensorium serve env [NAME | NAME=module:Class …] [--rows NAME=FILE] [--host H] [--port P] [--capacity N] [--isolate] …"
-)
+USAGE = "sensorium serve env [NAME | NAME=module:Class | NAME=FILE.yaml …] [--rows NAME=FILE] …"
 
 
 def configure(parser: ArgumentParser) -> None:
     """The arguments."""
     parser.add_argument(
-        "environments", nargs="*", help="environments to offer; by default all that play from seeds and run no foreign code"
+        "environments",
+        nargs="*",
+        help="environments to offer: a registered name, NAME=module:Class, or NAME=FILE.yaml that holds {environment: …, "
+        "options: {…}}; by default all that play from seeds and run no foreign code",
     )
     parser.add_argument(
         "--rows",
@@ -43,14 +44,12 @@ def run(arguments: Namespace) -> int:
     from sensorium.envs.option_checks import within
     from sensorium.envs.remote.wire import MOST_BYTES
     from sensorium.media.store import MediaStore
-    from sensorium.services.offers import Offer, Offers, rows_offer, usual_offers
+    from sensorium.services.offers import Offers, environment_offer, rows_offer, usual_offers
     from sensorium.services.sessions import SessionTable
 
-    named = dict(item.partition("=")[::2] if "=" in item else (item, item) for item in arguments.environments)
+    named = dict(environment_offer(given) for given in arguments.environments)
     rows = dict(rows_offer(given) for given in arguments.rows)
-    offers = Offers(
-        {**({name: Offer(place) for name, place in named.items()} if named or rows else usual_offers()), **rows}
-    )
+    offers = Offers({**named, **rows} or usual_offers())
     within("serve", "--capacity", arguments.capacity, 1, 10**6)
     within("serve", "--lease-s", arguments.lease_s, 1.0, 10**8)
     within("serve", "--deadline-s", arguments.deadline_s, 0.001, 86_400)

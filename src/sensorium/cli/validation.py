@@ -177,6 +177,8 @@ def _check_play(session: ModelFreeSession, where: str, tasks: list[Task]) -> Ite
     shown = [episode for episode in demonstrated if not _lacks_demonstration(episode)]
     yield from _outcome(where, "demonstrated play", shown, len(tasks), session)
     yield from _outcome(where, "random play", first, len(tasks), session)
+    if random.action_names:
+        yield _actions(where, random.action_names)
     differing = [a.task_id for a, b in zip(first, again, strict=True) if _course(a) != _course(b)]
     if tasks[0].environment is not None:
         told = "the same responses lead to the same observations and pay"
@@ -185,6 +187,16 @@ def _check_play(session: ModelFreeSession, where: str, tasks: list[Task]) -> Ite
     yield from _lengths(session, where, shown, first)
     for name, told, good in try_tools(tasks, EnvironmentMaker(session.store)):
         yield Finding(where, f"tool {name}", told, "ok" if good else "warning")
+
+
+def _actions(where: str, names: Sequence[str]) -> Finding:
+    """The actions by name; numbers say nothing to a model."""
+    told = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
+    if all(name.lstrip("-").isdigit() for name in names):
+        return Finding(
+            where, "actions", f"{told}: numbers say nothing to a model; name them by the option actions", "warning"
+        )
+    return Finding(where, "actions", told, "ok")
 
 
 def _episodes(play: Coroutine[Any, Any, list[Group]]) -> list[Episode]:

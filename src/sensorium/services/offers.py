@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from sensorium.recipe.names import (
     check,
     closed_options,
     needs_a_row,
+    parameters_of,
     plays_for_anybody,
     resolve,
     table,
@@ -43,6 +45,17 @@ class Offers:
             check("environment", offer.environment, f"environment '{name}'")
             if needs_a_row(resolve("environment", offer.environment)):
                 raise RecipeError(f"environment '{name}' plays the questions of rows, and cannot be served by seeds.")
+            kind = resolve("environment", offer.environment)
+            needed = [
+                key
+                for key, parameter in parameters_of(kind).items()
+                if key in closed_options(kind) and parameter.default is Parameter.empty and key not in offer.options
+            ]
+            if needed:
+                raise RecipeError(
+                    f"environment '{name}' needs '{needed[0]}', which a client may not set. Say it in a file, "
+                    f"{{environment: {offer.environment}, options: {{{needed[0]}: …}}}}, and offer that: {name}=FILE.yaml."
+                )
 
     def chosen(self, name: Any, options: Any) -> tuple[str, dict[str, Any]]:
         """What a client's name and options stand for; RecipeError says what is wrong with them."""
@@ -84,6 +97,21 @@ class Offers:
 
 def rows_offer(given: str) -> tuple[str, Offer]:
     """``NAME=FILE``: the rows of a source as an environment; the file is YAML, ``{source: parquet, options: {…}}``."""
+    name, held = _in_file(given, "source", f"--rows {given}")
+    return name, Offer("rows", {"source": held["source"], "options": dict(held.get("options") or {})})
+
+
+def environment_offer(given: str) -> tuple[str, Offer]:
+    """``NAME``, ``NAME=module:Class``, or ``NAME=FILE.yaml`` with ``{environment: gymnasium, options: {id: …}}``."""
+    name, _, place = given.partition("=")
+    if not place.endswith((".yaml", ".yml")):
+        return name, Offer(place or name)
+    name, held = _in_file(given, "environment", given)
+    return name, Offer(str(held["environment"]), dict(held.get("options") or {}))
+
+
+def _in_file(given: str, key: str, where: str) -> tuple[str, Mapping[str, Any]]:
+    """The name and what the file of ``NAME=FILE`` holds: ``key`` and options."""
     import yaml
 
     name, _, file = given.partition("=")
@@ -91,12 +119,10 @@ def rows_offer(given: str) -> tuple[str, Offer]:
         with open_regular(Path(file)) as opened:
             held = yaml.safe_load(opened)
     except (OSError, yaml.YAMLError, RecursionError) as error:
-        raise RecipeError(f"--rows {given}: the file cannot be read: {error}") from error
-    if not name or not isinstance(held, Mapping) or set(held) - {"source", "options"} or "source" not in held:
-        raise RecipeError(
-            f"--rows {given}: it is NAME=FILE, and the file holds source and options, as a recipe's tasks do."
-        )
-    return name, Offer("rows", {"source": held["source"], "options": dict(held.get("options") or {})})
+        raise RecipeError(f"{where}: the file cannot be read: {error}") from error
+    if not name or not isinstance(held, Mapping) or set(held) - {key, "options"} or key not in held:
+        raise RecipeError(f"{where}: it is NAME=FILE, and the file holds {key} and options, as a recipe's tasks do.")
+    return name, held
 
 
 def usual_offers() -> dict[str, Offer]:

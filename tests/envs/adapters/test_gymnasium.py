@@ -70,6 +70,18 @@ def test_minigrid_shows_its_mission_and_names_its_actions() -> None:
     assert 0.9 < result.reward < 1
 
 
+def test_wrappers_make_the_picture_that_minigrids_agent_sees() -> None:
+    small = {"minigrid.wrappers:RGBImgPartialObsWrapper": {"tile_size": 8}}
+    common: dict[str, Any] = {"id": "MiniGrid-Empty-5x5-v0", "modules": ["minigrid"]}
+    environment, (_, first) = opened(3, **common, view="observation", wrappers=["gymnasium.wrappers:OrderEnforcing", small])
+    assert environment.store.picture(first.messages[0].media[0]).size == (56, 56)
+    assert "get to the green goal square" in first.messages[0].text
+    with pytest.raises(EnvironmentFailure, match="holds no picture"):
+        opened(id="CliffWalking-v1", view="observation")
+    with pytest.raises(RecipeError, match=r"wrapper 'minigrid\.wrappers:Nothing'"):
+        opened(**common, wrappers=["minigrid.wrappers:Nothing"])
+
+
 def test_the_turn_limit_and_the_environments_own_truncate() -> None:
     environment, _ = opened(id="CliffWalking-v1", actions=CLIFF, max_turns=1)
     assert act(environment, "Up").truncated is True

@@ -24,14 +24,16 @@ NAME = "gymnasium"
 class GymnasiumEnvironment:
     """``id`` as gymnasium.make takes it, after importing ``modules`` that register it; ``make`` are its keywords.
 
-    ``actions`` are names in the order of a discrete space, or {name: action}; by default the names that the environment
-    gives its actions. ``view`` shows what it renders (``rgb_array``, or ``ansi``; where it renders no text, its
-    observation). Texts in its observation, such as MiniGrid's mission, are always shown. Pays its rewards as the part
-    ``reward``, times ``reward_scale``. ``success`` is what its info says, or else that it ended with a reward above 0.
+    ``wrappers`` are put around it in order: ``module:Class``, or {module:Class: {keyword: value}}. ``actions`` are names in
+    the order of a discrete space, or {name: action}; by default the names that the environment gives its actions. ``view``
+    shows what it renders (``rgb_array``, or ``ansi``; where it renders no text, its observation), or by ``observation`` the
+    picture that its observation is or holds. Texts in its observation, such as MiniGrid's mission, are always shown. Pays
+    its rewards as the part ``reward``, times ``reward_scale``. ``success`` is what its info says, or else that it ended
+    with a reward above 0.
     """
 
     instant = False
-    recipe_only = ("id", "make", "modules")
+    recipe_only = ("id", "make", "modules", "wrappers")
 
     def __init__(
         self,
@@ -41,20 +43,21 @@ class GymnasiumEnvironment:
         modules: Sequence[str] = (),
         actions: Sequence[str] | Mapping[str, Any] | None = None,
         rules: str = "",
-        view: Literal["picture", "text"] = "picture",
+        view: Literal["picture", "text", "observation"] = "picture",
         max_turns: int = 50,
         max_actions_per_turn: int = 1,
         prompt: Literal["short", "full"] = "full",
         response_format: str = "free_think",
         reward_scale: float = 1.0,
         format_reward: float = 0.0,
+        wrappers: Sequence[str | Mapping[str, Any]] = (),
     ) -> None:
-        one_of(NAME, "view", view, ["picture", "text"])
+        one_of(NAME, "view", view, ["picture", "text", "observation"])
         one_of(NAME, "prompt", prompt, ["short", "full"])
         within(NAME, "max_turns", max_turns, 1, 10**6)
         within(NAME, "max_actions_per_turn", max_actions_per_turn, 1, 10**6)
         self.store, self.id, self.rules, self.view, self.max_turns = store, id, rules, view, max_turns
-        self._environment = _made(id, dict(make or {}), modules, view)
+        self._environment = _wrapped(_made(id, dict(make or {}), modules, view), wrappers)
         self._renders = getattr(self._environment, "render_mode", None) is not None
         named = _named(self._environment, actions, id)
         self._values = tuple(named.values())
@@ -116,9 +119,10 @@ class GymnasiumEnvironment:
 
     def _shown(self, above: str) -> Observation:
         texts = [value for value in _values(self._last) if isinstance(value, str)]
-        rendered = self._environment.render() if self._renders else None
-        if self.view == "picture":
-            shown = picture(self.store, rendered, f"{self.id} seed {self._seed} turn {self._turn}")
+        rendered = self._environment.render() if self._renders and self.view != "observation" else None
+        if self.view in ("picture", "observation"):
+            pixels = rendered if self.view == "picture" else _picture_in(self._last, self.id)
+            shown = picture(self.store, pixels, f"{self.id} seed {self._seed} turn {self._turn}")
             return sight("\n".join(filter(None, [above, *texts])), shown)
         if not isinstance(rendered, str) and isinstance(self._last, str):
             texts = []
@@ -136,7 +140,7 @@ def _made(id: str, options: dict[str, Any], modules: Sequence[str], view: str) -
             import_module(module)
         refuse_thread_bound(gymnasium.spec(id).entry_point)
         modes = _render_modes(id)
-        wanted = "rgb_array" if view == "picture" else "ansi"
+        wanted = {"picture": "rgb_array", "text": "ansi"}.get(view, "")
         if view == "picture" and wanted not in modes:
             raise RecipeError(f"{NAME}: '{id}' renders no picture (rgb_array); use view: text.")
         return gymnasium.make(id, **{**({"render_mode": wanted} if wanted in modes else {}), **options})
@@ -144,6 +148,30 @@ def _made(id: str, options: dict[str, Any], modules: Sequence[str], view: str) -
         raise
     except Exception as error:  # whatever the environment's own code raises
         raise RecipeError(f"{NAME}: '{id}' cannot be made: {words(error)}") from error
+
+
+def _wrapped(environment: Any, wrappers: Sequence[str | Mapping[str, Any]]) -> Any:
+    """The environment in its wrappers, the first one innermost."""
+    for wrapper in wrappers:
+        named = {wrapper: {}} if isinstance(wrapper, str) else dict(wrapper)
+        for path, options in named.items():
+            module, _, name = path.partition(":")
+            try:
+                environment = getattr(import_module(module), name)(environment, **(options or {}))
+            except Exception as error:  # whatever the wrapper's own code raises
+                raise RecipeError(f"{NAME}: the wrapper '{path}' (module:Class) cannot be used: {words(error)}") from error
+    return environment
+
+
+def _picture_in(observation: Any, id: str) -> Any:
+    """The picture that an observation is or holds: bytes in the shape height, width, 3."""
+    for value in _values(observation):
+        if getattr(value, "ndim", 0) == 3 and value.shape[2] == 3 and str(value.dtype) == "uint8":
+            return value
+    raise EnvironmentFailure(
+        f"{NAME}: the observation of '{id}' holds no picture (height, width, 3 bytes); use view: picture or text, or a "
+        "wrapper that makes one, as minigrid.wrappers:RGBImgPartialObsWrapper does."
+    )
 
 
 def refuse_thread_bound(place: Any) -> None:
