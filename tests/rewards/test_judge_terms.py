@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -122,6 +123,23 @@ def _held(client: JudgeClient, *servers_and_count: Any) -> None:
     assert len(log) == sum(len(server.asked) for server in servers)
 
 
+def test_a_slow_judge_costs_calls_and_no_score(tmp_path: Path) -> None:
+    numbers, over = iter(range(10**6)), threading.Event()
+
+    def slow(request: dict[str, Any]) -> str:
+        if next(numbers) < 3:
+            over.wait(600)  # longer than anybody waits
+        return truthful(request)
+
+    with judge_server(slow) as server:
+        section = section_of(server.url, retries=30, deadline_s=2.0)
+        with scorer_of([("judge", RATE)], section, tmp_path) as (scorer, client):
+            assert [episode.reward for episode in scored(scorer, GROUPS[:2])] == TRUTH[:8]
+            _held(client, server, 8)
+            assert Counter(row.outcome for row in client.cache.calls())["timeout"] >= 3
+        over.set()
+
+
 def test_half_of_the_endpoints_are_dead(tmp_path: Path) -> None:
     with ExitStack() as stack:
         alive = [stack.enter_context(judge_server(truthful)) for _ in range(2)]
@@ -149,12 +167,16 @@ def test_a_judge_that_is_down_leaves_scores_missing_and_the_run_goes_on(tmp_path
 
 
 def test_a_wrong_ranking_is_no_ranking(tmp_path: Path) -> None:
-    wrong = iter(['{"ranking": [1, 1, 2]}', '{"ranking": [1, 2]}', '{"ranking": [1, 2, 9]}'])
-    with judge_server(lambda _: next(wrong)) as server:
-        with scorer_of([("judge_ranking", RATE)], section_of(server.url), tmp_path) as (scorer, _):
-            (group,) = [group_of("g", "cat", "dog", "cat cat")]
-            assert [episode.reward for episode in scored(scorer, [group])] == [None, None, None]
-        assert len(server.asked) == 3
+    wrong = iter(['{"ranking": [1, 1, 2]}', '{"ranking": [1, 2]}', '{"ranking": [1, 2, 9]}', '{"ranking": [1, 2]}'])
+    first, second = group_of("g", "cat", "dog", "cat cat"), group_of("h", "dog", "cat", "cat cat")
+    with (
+        judge_server(lambda request: next(wrong, "") or truthful(request)) as server,
+        scorer_of([("judge_ranking", RATE)], section_of(server.url), tmp_path) as (scorer, client),
+    ):
+        assert [episode.reward for episode in scored(scorer, [first])] == [None, None, None]
+        assert [episode.reward for episode in scored(scorer, [second])] == [0.0, 0.5, 1.0]
+        assert [row.outcome for row in client.cache.calls()] == ["malformed"] * 4 + ["answered"]
+        _held(client, server, 1)
 
 
 def test_a_ranking_pays_by_place(tmp_path: Path) -> None:
@@ -253,6 +275,19 @@ def memory(text: str, thought: str = "hm") -> str:
 
 MEMORIES = ["a cat", "cat cat", "a dog", "no json"]
 MEMORY_GROUP = group_of("m", *(memory(text) for text in MEMORIES[:3]), MEMORIES[3])
+
+
+@pytest.mark.parametrize("hostile", HOSTILE, ids=["im_end", "answer", "fake ranking", "forged frame", "a megabyte"])
+def test_a_hostile_memory_changes_nobody_elses_reward(hostile: str, tmp_path: Path) -> None:
+    with judge_server(truthful) as server:
+        options = {"correctness": "judge", "memory_token_threshold": 10**9}
+        found = []
+        for name, last in (("plain", "a dog"), ("hostile", hostile)):
+            with scorer_of([("episodic_memory", options)], section_of(server.url), tmp_path / name) as (scorer, _):
+                group = group_of("m", memory("a cat"), memory("cat cat"), memory(last))
+                found.append([by_name(e.scores) for e in scored(scorer, [group])])
+        assert found[0][:2] == found[1][:2]
+        assert found[1][2]["episodic_memory/correct"] == -0.5
 
 
 def test_the_memory_reward_with_all_its_parts(tmp_path: Path) -> None:

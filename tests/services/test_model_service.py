@@ -15,8 +15,10 @@ import openai
 import pytest
 from PIL import Image
 
+from sensorium.cli.main import main
 from sensorium.engines.protocol import Request, Sampling
 from sensorium.engines.random_keys import response_key
+from sensorium.media.making import encode_clip
 from sensorium.media.store import MediaStore
 from sensorium.media.wav import encode_wav
 from sensorium.models.load import load_policy
@@ -104,7 +106,10 @@ def test_pictures_videos_and_sounds_are_content_parts(served: tuple[str, ModelSe
     (opened / "red.png").write_bytes(picture())
     (tmp_path / "secret.png").write_bytes(picture())
     sound = encode_wav(np.sin(np.arange(4000) / 9).astype("float32"), 16000)
+    clips = [encode_clip(np.full((4, 56, 56, 3), value, np.uint8), 2.0) for value in (20, 220)]
     parts: dict[str, dict[str, Any]] = {
+        "dark": {"type": "video_url", "video_url": {"url": data_url("video/mp4", clips[0])}},
+        "bright": {"type": "video_url", "video_url": {"url": data_url("video/mp4", clips[1])}},
         "nothing": {"type": "text", "text": " "},
         "red": {"type": "image_url", "image_url": {"url": data_url("image/png", picture())}},
         "blue": {"type": "image_url", "image_url": {"url": data_url("image/png", picture("blue")), "detail": "low"}},
@@ -123,6 +128,8 @@ def test_pictures_videos_and_sounds_are_content_parts(served: tuple[str, ModelSe
         assert found["red"] == found["file"] != found["blue"]
         assert found["red"][0] > found["nothing"][0]
         assert found["sound"][0] > found["nothing"][0]
+        assert found["dark"][0] == found["bright"][0] > found["nothing"][0]
+        assert found["dark"] != found["bright"]
         for url in (
             "http://127.0.0.1:9/x.png",
             f"file://{tmp_path / 'secret.png'}",
@@ -257,3 +264,13 @@ def test_a_client_that_goes_away_and_a_server_that_stops(tmp_path: Path) -> None
             assert under_way.result(60).choices
     with pytest.raises(RecipeError, match="SENSORIUM_SERVICE_KEY"):
         refuse_open("0.0.0.0", "")
+
+
+@pytest.mark.parametrize("what", [["model", "tiny:qwen2_5_omni"], ["reward", "tiny:qwen2_5_omni"], ["env", "frozen_lake"]])
+def test_no_service_listens_beyond_this_machine_without_a_key(
+    what: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("SENSORIUM_SERVICE_KEY", raising=False)
+    for host in ("0.0.0.0", "::", "192.0.2.1"):
+        assert main(["serve", *what, "--host", host, "--port", "0"]) == 2
+        assert "Set SENSORIUM_SERVICE_KEY" in capsys.readouterr().err
