@@ -204,6 +204,7 @@ def recipe_of(**sections: Any) -> Recipe:
         ({"rollout": {**EAGER, "engine": {"name": "vllm", "options": {"push": "ipc"}}}}, "on a CPU use file"),
         ({"rollout": {**EAGER, "engine": {"name": "vllm", "options": {"restarts": -1}}}}, "restarts is -1"),
         ({"model": {"path": "tiny:qwen2_5_omni"}}, "family 'qwen2_5_omni'"),
+        ({"model": {"path": "tiny:qwen3_vl_moe"}}, "does not take the experts"),
         ({"model": {"path": "tiny:qwen3_vl", "lora": {"rank": 4, "groups": ["head"]}}}, "names 'head'"),
     ],
 )

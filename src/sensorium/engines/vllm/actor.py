@@ -64,7 +64,10 @@ class Actor:
             return plain_error(EngineLost(f"vLLM could not start: {error}."))
         if self._engine.errored:
             return plain_error(
-                EngineLost(f"vLLM ended in the middle of its work ({error!r}); nothing more can be sampled.")
+                EngineLost(
+                    f"vLLM ended in the middle of its work ({type(error).__name__}), so nothing more can be sampled. "
+                    "Resume the run from its last checkpoint, or set rollout.engine.options.restarts to replace what died."
+                )
             )
         return plain_error(error)
 

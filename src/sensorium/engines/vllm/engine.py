@@ -92,7 +92,7 @@ class VllmEngine:
             max_rows, max_context, cache_gib, gpu_share, eager, tensor_parallel, push, dict(engine_args or {})
         )
         dtype = str(policy.dtype).removeprefix("torch.")
-        refuse_family(policy.model.config.model_type)
+        refuse_family(policy.model.config.model_type, on_cpu=policy.device.type == "cpu")
         refuse_dtype(dtype, on_cpu=policy.device.type == "cpu")
         refuse_adapters(() if policy.adapters is None else policy.adapters.section.groups)
         self.capabilities = Capabilities(policy.chat.modalities, deterministic=False, sampling=SAMPLING_OPTIONS)

@@ -11,7 +11,9 @@ from sensorium.recipe.shape import read_shape
 from sensorium.vocabulary.errors import EngineError, RecipeError
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2", "qwen3")
-"""Families whose log-probs were held against the native engine's."""
+"""Families whose log-probs were held against the native engine's, but for the mixture of experts."""
+
+EXPERTS = ("qwen3_vl_moe",)
 
 TOWER_GROUPS = frozenset(["vision", "projector"])
 REPEATS_NOT = (
@@ -39,10 +41,10 @@ def look_at(recipe: Recipe) -> Iterator[str]:
     if rollout.schedule == "lockstep":
         raise RecipeError(f"{REPEATS_NOT}. Set rollout.schedule: eager, or use rollout.engine: native, which repeats.")
     shape = read_shape(recipe.model.path, recipe.model.revision)
-    if shape is not None:
-        refuse_family(shape.family)
-    refuse_adapters(recipe.model.lora.groups if recipe.model.lora.rank else ())
     on_cpu = found.on_cpu or recipe.model.device == "cpu"
+    if shape is not None:
+        refuse_family(shape.family, on_cpu=on_cpu)
+    refuse_adapters(recipe.model.lora.groups if recipe.model.lora.rank else ())
     refuse_dtype(recipe.model.dtype, on_cpu=on_cpu)
     if on_cpu and engine.options.get("push") == "ipc":
         raise RecipeError("rollout.engine.options.push is ipc, which shares GPU memory; on a CPU use file, or auto.")
@@ -54,8 +56,13 @@ def look_at(recipe: Recipe) -> Iterator[str]:
         yield "rollout.engine: adapters of the vision tower are switched on in vLLM (enable_tower_connector_lora)"
 
 
-def refuse_family(family: str) -> None:
-    """Refuse a family whose log-probs were never compared."""
+def refuse_family(family: str, *, on_cpu: bool) -> None:
+    """Refuse a family whose log-probs were never compared, and one whose weights cannot be pushed."""
+    if on_cpu and family in EXPERTS:
+        raise RecipeError(
+            f"rollout.engine: vLLM does not take the experts of family '{family}' from a push on a CPU: it would go on with"
+            " other weights, without an error. Use rollout.engine: native, or process."
+        )
     if family not in FAMILIES:
         raise RecipeError(
             f"rollout.engine: the engine vllm samples {', '.join(FAMILIES)}; this model is of family '{family}'. Use "
