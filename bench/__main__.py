@@ -1,7 +1,7 @@
 """Benchmarks on the reference workloads; each prints one JSON object.
 
 python -m bench step --workload W1|W2|OMNI [--steps 3] [--tokens-per-microbatch 16384]
-                     [--recompute none|selective|full|auto] [--moments bfloat16]
+                     [--recompute none|selective|full|auto] [--moments bfloat16] [--precision fast|matched]
 python -m bench curves
 python -m bench rollout --workload W1|W3 [--prompts 64] [--rounds 2] [--max-rows 512] [--profile]
 python -m bench export [--prompts 1] [--lora 0] [--scratch FOLDER] [--tiny]
@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tokens-per-microbatch", type=int, default=16384)
     parser.add_argument("--recompute", default="full", choices=RECOMPUTE, help="model.gradient_checkpointing")
+    parser.add_argument("--precision", default="fast", choices=["fast", "matched"], help="model.precision")
     parser.add_argument("--moments", default="bfloat16", choices=["float32", "bfloat16"], help="optimizer.moments")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--max-rows", type=int, default=512)
@@ -75,11 +76,12 @@ def main() -> None:
             RECOMPUTE[given.recompute],
             given.moments,
             given.profile,
+            given.precision,
         )
     else:
         from rollout import time_rollouts
 
-        result = time_rollouts(given.workload, work, given.rounds, given.max_rows, given.profile)
+        result = time_rollouts(given.workload, work, given.rounds, given.max_rows, given.profile, given.precision)
     print(json.dumps(result, indent=1))
 
 

@@ -17,14 +17,18 @@ from sensorium.engines.protocol import LiveEpisodes, Request, Sampling
 from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
+from sensorium.models.policy import Precision
 from sensorium.vocabulary import user
 
 
-def time_rollouts(name: str, work: Workload, rounds: int, max_rows: int, profile: bool) -> dict[str, Any]:
+def time_rollouts(
+    name: str, work: Workload, rounds: int, max_rows: int, profile: bool, precision: Precision = "fast"
+) -> dict[str, Any]:
     """Rollouts with new pictures each, the first left out; where asked, the kernels of one by their time."""
     with tempfile.TemporaryDirectory() as scratch:
         store = MediaStore()
-        policy = load_policy(str(write_model(Path(scratch) / "model")), store=store, device="cuda", dtype="bfloat16")
+        model = write_model(Path(scratch) / "model")
+        policy = load_policy(str(model), store=store, device="cuda", dtype="bfloat16", precision=precision)
     policy.model.requires_grad_(False)
     engine = NativeEngine(policy, max_rows=max_rows)
     seconds, steps, tokens = [], [], 0
@@ -54,6 +58,8 @@ def time_rollouts(name: str, work: Workload, rounds: int, max_rows: int, profile
         "tokens": tokens,
         "seconds": round(took, 3),
         "first_s": round(seconds[0], 2),
+        "rounds_s": [round(each, 3) for each in seconds[1:]],
+        "precision": precision,
         "tokens_per_s": round(tokens / took),
         "first_token_s": round(first_token, 3),
         "ms_a_step": round(1e3 * (took - first_token) / steps[-1], 2),

@@ -59,7 +59,14 @@ def _sharing(trainer: Any, loop: asyncio.AbstractEventLoop) -> dict[str, float]:
 
 
 def time_steps(
-    name: str, work: Workload, steps: int, tokens_per_microbatch: int, recompute: bool | str, moments: str, profile: bool
+    name: str,
+    work: Workload,
+    steps: int,
+    tokens_per_microbatch: int,
+    recompute: bool | str,
+    moments: str,
+    profile: bool,
+    precision: str = "fast",
 ) -> dict[str, Any]:
     """The medians of some steps, the first left out, and what the first took: it compiles and captures."""
     warnings.filterwarnings("ignore", message=".*deterministic.*")
@@ -71,7 +78,7 @@ def time_steps(
             work,
             model,
             directory.path,
-            model={"dtype": "bfloat16", "device": "cuda", "gradient_checkpointing": recompute},
+            model={"dtype": "bfloat16", "device": "cuda", "gradient_checkpointing": recompute, "precision": precision},
             batch={"tokens_per_microbatch": tokens_per_microbatch},
             optimizer={"lr": 1e-6, "moments": moments},
         )
@@ -114,6 +121,7 @@ def time_steps(
             "prob_error": middle.get("mismatch/prob_error"),
             "effective_share": middle.get("mismatch/effective_share"),
             "moments": moments,
+            "precision": precision,
             "recompute": recompute,
             "forecast_gib": round(sum(make_plan(recipe).memory.values()) / 2**30, 1),
             "engine": vars(engine.counters) | {"notes": list(engine.notes)},

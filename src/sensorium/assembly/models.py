@@ -50,6 +50,7 @@ def load_model(
         seed=recipe.seed,
         decoder=decoder or make_decoder(media, store),
         media_bytes=round((1 - DECODED_SHARE) * media.memory_gib * GIB),
+        precision=model.precision,
     )
 
 

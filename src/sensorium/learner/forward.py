@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from sensorium.learner.packing import MicroBatch, Packing, media_of
 from sensorium.models.fast_paths import fall_back
+from sensorium.models.matched import matched_logprobs
+from sensorium.models.matched_ops import with_gradient_of
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import Features
 from sensorium.vocabulary.content import Media
@@ -92,7 +94,11 @@ class LogprobScorer:
 
     def score(self, hidden_TH: Tensor, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [M] of a micro-batch's predicted tokens, in float32, from its hidden states."""
-        return self.policy.inside(self._head, hidden_TH.index_select(0, microbatch.states_M), microbatch.targets_M)
+        hidden_MH, targets_M = hidden_TH.index_select(0, microbatch.states_M), microbatch.targets_M
+        logprobs_M, entropies_M = self.policy.inside(self._head, hidden_MH, targets_M)
+        if self.policy.matched is not None:
+            logprobs_M = with_gradient_of(self._as_sampled(hidden_MH, targets_M), logprobs_M)
+        return logprobs_M, entropies_M
 
     @torch.no_grad()
     def logprobs(self, packing: Packing) -> Tensor:
@@ -103,6 +109,17 @@ class LogprobScorer:
             hidden_TH = hidden_states(self.policy, microbatch, features)
             logprobs_N[microbatch.places_M] = self.score(hidden_TH, microbatch)[0]
         return logprobs_N
+
+    @torch.no_grad()
+    def _as_sampled(self, hidden_MH: Tensor, targets_M: Tensor) -> Tensor:
+        """Log-probs bit for bit as the sampler computes them."""
+        rows = max(1, CHUNK_ELEMENTS // self.policy.vocab_size)
+        forbidden_F = torch.tensor(sorted(self.forbidden), dtype=torch.int64, device=hidden_MH.device)
+        parts = [
+            matched_logprobs(self.policy.logits(hidden), targets, forbidden_F, self.temperature)
+            for hidden, targets in _chunks(hidden_MH, targets_M, rows)
+        ]
+        return torch.cat(parts)
 
     def _head(self, hidden_MH: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
         if self._fused is None:

@@ -267,8 +267,9 @@ class Learner:
                     raise ModelError(_forbidden_token(episode, turn.index, self._stop_tokens))
         if costs is None:
             costs = [sum(sample.episode.sampled_tokens for sample in group) for group in groups]
-        limit, device = self._batch.tokens_per_microbatch, self.policy.device
-        return self.team.level(pack(groups, self.policy.chat.layout, limit, device, positions, self.team.owned(costs)))
+        policy, limit = self.policy, self._batch.tokens_per_microbatch
+        owned = self.team.owned(costs)
+        return self.team.level(pack(groups, policy.chat.layout, limit, policy.device, positions, owned, policy.matched))
 
 
 def _forbidden_token(episode: Episode, turn: int, stop_tokens: bool) -> str:

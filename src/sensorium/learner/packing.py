@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from sensorium.learner.credited_episode import CreditedEpisode, Groups
+from sensorium.learner.matched_tree import MatchedTree
 from sensorium.learner.positions import LayOut, Positions
 from sensorium.learner.tree import Node, Part, ask_values, grow, split
 from sensorium.learner.tree_attention import TokenRun, TreeAttention, arrange
 from sensorium.learner.tree_levels import LevelAttention, arrange_levels
+from sensorium.models.matched_ops import MatchedOps
 from sensorium.models.segment_layout import Slot
 from sensorium.vocabulary.content import Media
 
@@ -67,11 +69,13 @@ def pack(
     device: torch.device,
     positions: Positions | None = None,
     owned: Sequence[bool] | None = None,
+    matched: MatchedOps | None = None,
 ) -> Packing:
     """Pack groups in order into micro-batches of at most ``limit`` tokens; every sampled token is trained once.
 
     Groups without any advantage go into micro-batches of their own, after the others: they may need no backward. With
     ``positions`` of the groups' episodes, values are read there too. Groups that are not ``owned`` are computed elsewhere.
+    ``matched``: attention sums as the engine does.
     """
     parts: dict[bool, list[Part]] = {False: [], True: []}
     splits = first = sequence = value = own = 0
@@ -91,7 +95,7 @@ def pack(
         first += sampled
         sequence += len(group)
     microbatches = tuple(
-        _lay_out(several, device, silent) for silent, of_kind in parts.items() for several in _fill(of_kind, limit)
+        _lay_out(several, device, silent, matched) for silent, of_kind in parts.items() for several in _fill(of_kind, limit)
     )
     assert positions is None or value == len(positions), f"{value} of {len(positions)} values are read"
     packing = Packing(microbatches, first, splits)
@@ -139,13 +143,13 @@ class _Laid:
     before: Node | None
 
 
-def _lay_out(parts: Sequence[Part], device: torch.device, silent: bool) -> MicroBatch:
+def _lay_out(parts: Sequence[Part], device: torch.device, silent: bool, matched: MatchedOps | None) -> MicroBatch:
     laid: dict[tuple[int, Node], _Laid] = {}
     runs: list[TokenRun] = []
     for i, part in enumerate(parts):
         runs += _runs(part, i, laid)
-    on_cuda = device.type == "cuda"
-    batches = arrange_levels(runs) if on_cuda else arrange(runs)
+    by_level = device.type == "cuda" or matched is not None
+    batches = arrange_levels(runs) if by_level else arrange(runs)
     total = sum(run.length for run in runs)
     ids_T = np.empty(total, dtype=np.int64)
     positions_3T = np.empty((3, total), dtype=np.int64)
@@ -165,7 +169,7 @@ def _lay_out(parts: Sequence[Part], device: torch.device, silent: bool) -> Micro
     return MicroBatch(
         ids_T=torch.from_numpy(ids_T).to(device),
         positions_3T=torch.from_numpy(positions_3T).to(device),
-        attention=LevelAttention(batches, device) if on_cuda else TreeAttention(batches, device),
+        attention=_attention(batches, device, matched),
         slots=tuple(slots),
         states_M=_joined(read.states, device),
         targets_M=_joined(read.targets, device),
@@ -175,6 +179,14 @@ def _lay_out(parts: Sequence[Part], device: torch.device, silent: bool) -> Micro
         value_states_Q=_joined(read.value_states, device),
         value_places_Q=_joined(read.value_places, device),
     )
+
+
+def _attention(
+    batches: list[list[TokenRun]], device: torch.device, matched: MatchedOps | None
+) -> TreeAttention | LevelAttention:
+    if matched is not None:
+        return MatchedTree(batches, device, matched)
+    return LevelAttention(batches, device) if device.type == "cuda" else TreeAttention(batches, device)
 
 
 @dataclass

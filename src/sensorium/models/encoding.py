@@ -28,11 +28,15 @@ class Counters:
 
 
 class Encoder:
-    """The towers of a model. A frozen tower computes each medium once, as long as ``cache`` holds its features."""
+    """The towers of a model. A frozen tower computes each medium once, as long as ``cache`` holds its features.
 
-    def __init__(self, adapter: Family, chat: ChatProcessor, device: torch.device) -> None:
+    ``one_by_one``: every medium is a pass of its own, so that its features do not depend on what is encoded beside it.
+    """
+
+    def __init__(self, adapter: Family, chat: ChatProcessor, device: torch.device, one_by_one: bool = False) -> None:
         self.counters = Counters()
         self._adapter, self._chat, self._device = adapter, chat, device
+        self._one_by_one = one_by_one
         self.cache = FrozenFeatures(spare_bytes(device))
         self._weights = {tower: WeightsVersion(tower.module) for tower in dict.fromkeys(adapter.towers.values())}
         self._cached_under: dict[Tower, object] = {}
@@ -46,12 +50,16 @@ class Encoder:
             items = [item for item in distinct if self._adapter.towers[item.kind] is tower]
             if items:
                 version = self._frozen_version(tower)
-                features |= self._look(tower, items) if version is None else self._recall(tower, version, items)
+                if version is not None:
+                    features |= self._recall(tower, version, items)
+                else:
+                    for several in self._passes(items, self._one_by_one):
+                        features |= self._look(tower, several)
         return {item: features[item] for item in distinct}
 
     def copied(self, adapter: Family) -> "Encoder":
         """The towers of a copied model. Its weights are the same until one is written to; cached features are shared."""
-        copy = Encoder(adapter, self._chat, self._device)
+        copy = Encoder(adapter, self._chat, self._device, self._one_by_one)
         copy.cache = self.cache
         pairs = zip(copy._weights, self._weights.values(), strict=True)
         with torch.no_grad():
@@ -78,7 +86,7 @@ class Encoder:
         missing = [item for item in media if item not in features]
         # On a CPU one at a time: in a batch the last bits may differ. The cache would depend on the past, and a resumed
         # run would not repeat the uninterrupted one.
-        passes = [[item] for item in missing] if self._device.type == "cpu" else [missing]
+        passes = self._passes(missing, self._one_by_one or self._device.type == "cpu")
         self._chat.prepared.get(missing)
         with torch.inference_mode(False), torch.no_grad():  # cached features must also serve training
             for several in passes:
@@ -87,6 +95,10 @@ class Encoder:
                     self.cache.add(version, item, made)
         self.counters.tower_evictions += self.cache.evictions - before
         return features
+
+    def _passes(self, media: Sequence[Media], one_by_one: bool) -> list[Sequence[Media]]:
+        """The media of each pass of a tower."""
+        return [[item] for item in media] if one_by_one else [media]
 
     def _look(self, tower: Tower, media: Sequence[Media]) -> dict[Media, Features]:
         """One pass of a tower."""

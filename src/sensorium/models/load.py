@@ -14,7 +14,7 @@ from sensorium.models.load_chat import CheckpointConfig, chat_processor_of, of_i
 from sensorium.models.load_checks import announced, check_memory, refuse_unfit, whole_weights
 from sensorium.models.lora import add_adapters
 from sensorium.models.model_classes import LOADING, builder_of, model_class
-from sensorium.models.policy import Policy
+from sensorium.models.policy import Policy, Precision
 from sensorium.models.quiet import quiet
 from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary.errors import ModelError, nearest
@@ -36,6 +36,7 @@ def load_policy(
     seed: int = 0,
     decoder: Decoder | None = None,
     media_bytes: int = 1 << 29,
+    precision: Precision = "fast",
 ) -> Policy:
     """Load a checkpoint. ``path``: a folder, a hub id, ``package:NAME`` (shipped) or ``tiny:FAMILY`` (random weights).
 
@@ -43,6 +44,7 @@ def load_policy(
     ``unused_weights``: prefixes of weights that the model has no place for and that are left out.
     ``lora`` with a rank puts fresh adapters into it, drawn by ``seed``. ``decoder``: of the store's media, where others
     share it (judges, the log); else the policy has its own. ``media_bytes`` of preprocessed media are kept in memory.
+    ``precision``: see ``Policy``.
     """
     with LOADING:
         if dtype not in DTYPES:
@@ -57,7 +59,7 @@ def load_policy(
             adapters = add_adapters(model, adapter_class.groups, lora, seed, _base_name(path, checkpoint.place))
         with of_its_family(checkpoint):
             adapter = adapter_class(model)
-        return Policy(chat, adapter, model, adapters)
+        return Policy(chat, adapter, model, adapters, precision)
 
 
 def _read_model(checkpoint: CheckpointConfig, dtype: torch.dtype, device: torch.device, unused: Sequence[str]) -> Any:
@@ -97,7 +99,14 @@ def loading_options(checkpoint: CheckpointConfig, dtype: torch.dtype) -> dict[st
 
 
 def build_policy(
-    path: str, *, store: MediaStore, dtype: str, device: str, family: str = "auto", lora: LoraSection | None = None
+    path: str,
+    *,
+    store: MediaStore,
+    dtype: str,
+    device: str,
+    family: str = "auto",
+    lora: LoraSection | None = None,
+    precision: Precision = "fast",
 ) -> Policy:
     """The policy that a checkpoint's small files describe, its weights unset: they come from elsewhere, all of them."""
     from transformers.initialization import no_init_weights
@@ -112,7 +121,8 @@ def build_policy(
     adapters = None
     if lora is not None:
         adapters = add_adapters(model, adapter_class.groups, lora, 0, path)
-    return Policy(chat_processor_of(checkpoint, store, None, 1 << 29), adapter_class(model), model, adapters)
+    chat = chat_processor_of(checkpoint, store, None, 1 << 29)
+    return Policy(chat, adapter_class(model), model, adapters, precision)
 
 
 def find_device(device: str) -> torch.device:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from sensorium.models.encoding import Counters, Encoder
 from sensorium.models.family import Family, group_of
 from sensorium.models.fused import LayerStack, Recomputation, fused_layers
 from sensorium.models.lora import FOLDER, Adapters
+from sensorium.models.matched import matched_layers
+from sensorium.models.matched_ops import matched_linear, matched_ops
 from sensorium.models.quiet import quiet
 from sensorium.models.recomputing import recompute_blocks
 from sensorium.models.routing import routers_of, watched
@@ -28,6 +30,7 @@ from sensorium.models.segment_layout import Features, Placement
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import ModelError, SpanMismatch
 
+Precision = Literal["fast", "matched"]
 SHARD_BYTES = 2 << 30
 """Bytes of weights in one file of a checkpoint. Weights of a GPU are in this machine's memory one file at a time."""
 
@@ -51,11 +54,20 @@ class Policy:
     """A model that is sampled from and trained. ``version`` counts the updates it has had.
 
     ``chat`` is the half of it that needs no weights: what turns messages and media into tokens and positions. ``adapters``
-    are low-rank ones inside the model; where there are any, nothing else is trained.
+    are low-rank ones inside the model; where there are any, nothing else is trained. ``precision``: with ``matched``, what
+    a token gives depends on its own context alone, to the last bit (``models/matched_ops.py``).
     """
 
-    def __init__(self, chat: ChatProcessor, adapter: Family, model: Any, adapters: Adapters | None = None) -> None:
+    def __init__(
+        self,
+        chat: ChatProcessor,
+        adapter: Family,
+        model: Any,
+        adapters: Adapters | None = None,
+        precision: Precision = "fast",
+    ) -> None:
         self.chat = chat
+        self.precision = precision
         self.family = chat.family
         self.adapter = adapter
         self.model = model
@@ -64,9 +76,13 @@ class Policy:
         self.vocab_size: int = adapter.head.weight.shape[0]
         assert self.vocab_size == chat.vocab_size, "the head has a row for every token of the config's vocabulary"
         self.sharding: Sharding | None = None
-        self._encoder = Encoder(adapter, chat, self.device)
+        self._encoder = Encoder(adapter, chat, self.device, one_by_one=precision == "matched")
         self._recompute: Recomputation = False
+        self.matched = matched_ops(self.device) if precision == "matched" else None
+        """The operations of the layers and the head where ``precision`` is ``matched``."""
         self._fused: LayerStack | None = None
+        if self.matched is not None:
+            self._fused = matched_layers(adapter.language_model, self.matched)
         self.groups()  # refuses a parameter that belongs to none
         _refuse_sliding_window(adapter.language_model.config)
 
@@ -152,11 +168,15 @@ class Policy:
         return stack.norm(hidden_BTH)
 
     def _stack(self) -> LayerStack:
-        """The decoder layers: fused on CUDA, where they give what the stock ones give."""
+        """The decoder layers: fused on CUDA, where they give what the stock ones give; matched where that is asked."""
         model = self.adapter.language_model
-        if self.device.type != "cuda" or self.sharding is not None:
+        if self.sharding is not None:
+            if self.matched is not None:
+                raise ModelError("model.precision 'matched' is not built for a sharded learner; use model.precision: fast.")
             return LayerStack(model.layers, model.norm)
         if self._fused is None:
+            if self.device.type != "cuda":
+                return LayerStack(model.layers, model.norm)
             self._fused = fused_layers(model, self.adapter.rotary)
         return self._fused
 
@@ -178,6 +198,8 @@ class Policy:
     def head_logits(self, hidden_NH: Tensor) -> Tensor:
         """Logits as the head gives them; on CUDA a plain bfloat16 head gives float32, not rounded to eight bits."""
         head = self.adapter.head
+        if self.matched is not None:
+            return matched_linear(head, hidden_NH, self.matched)
         narrow = hidden_NH.dtype != torch.float32 and hidden_NH.is_cuda
         if not narrow or torch.is_grad_enabled() or type(head) is not nn.Linear or head.bias is not None:
             return head(hidden_NH)
@@ -203,7 +225,8 @@ class Policy:
         """A copy with its own weights in memory. Prepared media and cached features of frozen towers are shared."""
         model = deepcopy(self.model)
         adapter = type(self.adapter)(model)
-        copy = Policy(self.chat, adapter, model, None if self.adapters is None else self.adapters.of(model))
+        adapters = None if self.adapters is None else self.adapters.of(model)
+        copy = Policy(self.chat, adapter, model, adapters, self.precision)
         copy.version = self.version
         copy._encoder = self._encoder.copied(adapter)
         return copy

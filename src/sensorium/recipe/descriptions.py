@@ -15,6 +15,8 @@ DESCRIPTIONS = {
     "ModelSection.gradient_checkpointing": "recompute activations: slower, less memory; selective: on CUDA those of MLPs "
     "only, elsewhere as true; auto: on CUDA as little as the forecast of memory allows, elsewhere none. Towers on CUDA: "
     "always",
+    "ModelSection.precision": "fast: engine and learner each sum in the order that is fastest for them; matched: in one "
+    "order, so that they agree on log-probs bit for bit, at a cost (docs/performance.md; on a CPU for tiny models only)",
     "ModelSection.lora": "low-rank adapters",
     "SourceSection.source": "a registered source (jsonl, parquet, hub, environments, shapes, …) or your own, module:Name",
     "SourceSection.weight": "its share of the mixture, relative to the other sources'",

@@ -38,6 +38,7 @@ class ModelSection(Section):
     device: str = "auto"
     freeze: tuple[str, ...] = ()
     gradient_checkpointing: Literal[False, True, "selective", "auto"] = False
+    precision: Literal["fast", "matched"] = "fast"
     dequantize: bool = Field(default=False, description="load FP8 weights as numbers of `dtype`; else they are refused")
     unused_weights: tuple[str, ...] = Field(
         default=(), description="first letters of weights that the checkpoint has and the model has no place for"

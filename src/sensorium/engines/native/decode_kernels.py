@@ -21,10 +21,10 @@ from sensorium.engines.native.decode_ops import TorchOps
 from sensorium.engines.native.decode_state import TILE_ROWS, DecodeRows
 from sensorium.engines.native.launch_ahead import after_previous, launch_ahead
 from sensorium.engines.native.product_kernels import LARGEST_GATED, fits, gated_products, product_parts
-from sensorium.engines.native.sampler import unit_bits
 from sensorium.engines.native.sampler_kernels import chunk_mass, draw_tokens, largest_logits
 from sensorium.models.layer_kernels import add_normed, gated, gated_finely, normed
 from sensorium.models.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights
+from sensorium.models.token_probs import unit_bits
 
 CHUNK = 4096  # entries of the vocabulary that one program of the sampler reads
 PROGRAMS = 528  # programs of attention that keep a GPU busy: four for each multiprocessor of an H200

@@ -28,7 +28,7 @@ class NativeEngine:
         self, policy: Policy, *, lockstep: bool = True, patience_s: float = 600.0, **options: Unpack[WriterOptions]
     ) -> None:
         self.capabilities = Capabilities(policy.chat.modalities, deterministic=lockstep, lockstep=lockstep)
-        given, paged = completed(options, policy.device.type)
+        given, paged = completed(options, policy.device.type, matched=policy.matched is not None)
         self._policy = policy
         self._writer = (PagedWriter if paged else Writer)(policy, **given)
         self._scheduler = TickScheduler(self._tick, lockstep=lockstep, patience_s=patience_s)

@@ -16,10 +16,12 @@ from torch import Tensor
 from sensorium.engines.native.decode_ops import TorchOps
 from sensorium.engines.native.decode_state import DecodeState, RowLayout
 from sensorium.engines.native.decode_step import FusedStep, StockStep
+from sensorium.engines.native.matched_decoding import MatchedStep
 from sensorium.engines.native.pages import PagePool
 from sensorium.models.fast_paths import fall_back, note_fallback
 from sensorium.models.layer_parts import UnknownLayer
 from sensorium.models.policy import Policy
+from sensorium.vocabulary.errors import EngineError
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # How far the logits of the fused step may be from those of the stock one, relative to the largest logit.
@@ -96,10 +98,13 @@ class DecodeRunner:
         self._drop_graphs()
         self._parameters = _addresses(self._policy)
         self._capture = self._fast and self._policy.device.type == "cuda"
-        self._ops = _ops(self._policy) if self._fast else TorchOps()
-        self._step: FusedStep | StockStep = StockStep(self._policy, self._ops)
+        matched = self._policy.matched is not None
+        self._ops = _ops(self._policy) if self._fast and not matched else TorchOps()
+        self._step: FusedStep | StockStep | MatchedStep = StockStep(self._policy, self._ops)
         self._verified = not self._fast
-        if self._fast:
+        if matched:
+            self._step = MatchedStep(self._policy)
+        elif self._fast:
             try:
                 self._step = FusedStep(self._policy, self._ops)
             except UnknownLayer as error:
@@ -120,6 +125,10 @@ class DecodeRunner:
             wrong = "" if error <= bound else f"give logits {error:.2g} off the reference (bound {bound:g} of the largest)"
         except Exception as failure:  # a kernel that this GPU or Triton cannot build is a reason to be slow, not to stop
             wrong = f"cannot run here ({type(failure).__name__}: {_first_line(failure)})"
+        if wrong and self._policy.matched is not None:
+            raise EngineError(
+                f"model.precision is 'matched', but its layers {wrong}. Use model.precision: fast, and report this."
+            )
         if wrong:
             self._note(
                 f"the {self._step.name} ({self._ops.name}) {wrong}; decoding goes on with the stock layers in plain torch, "

@@ -37,9 +37,11 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"kv is {options['kv']!r}; it must be one of {', '.join(KV)}")
 
 
-def completed(options: WriterOptions, device: str) -> tuple[dict[str, Any], bool]:
-    """What the writer is made with, and whether keys and values are in pages."""
+def completed(options: WriterOptions, device: str, *, matched: bool = False) -> tuple[dict[str, Any], bool]:
+    """What the writer is made with, and whether keys and values are in pages: on CUDA, and with matched precision."""
     check_options(options)
     full: dict[str, Any] = {**DEFAULTS, **options}
     kv = full.pop("kv")
-    return full, kv == "pages" or (kv == "auto" and device == "cuda")
+    if matched and kv == "rows":
+        raise ValueError("kv is 'rows', but model.precision: matched attends over pages; use auto or pages")
+    return full, kv == "pages" or matched or (kv == "auto" and device == "cuda")

@@ -101,10 +101,7 @@ class PagedPrefill:
     def __init__(self, pool: PagePool, pages: Sequence[Sequence[int]], held: Sequence[int], new: Sequence[int]) -> None:
         device, width = pool.block.device, max(new)
         seen = max(held) + width
-        table_BP = torch.zeros(len(pages), -(-seen // PAGE), dtype=torch.int64)
-        for row_P, owned in zip(table_BP, pages, strict=True):
-            known = owned[: table_BP.shape[1]]
-            row_P[: len(known)] = torch.tensor(known)
+        table_BP = page_table(pages, seen)
         place_BT = torch.tensor(held)[:, None] + torch.arange(width)
         padding_BT = torch.arange(width) >= torch.tensor(new)[:, None]
         self._block = pool.block
@@ -114,23 +111,38 @@ class PagedPrefill:
         self._mask_B1TS = (torch.arange(seen) <= place_BT[:, :, None])[:, None].to(device) if any(held) else None
 
     def __call__(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
-        keys_NKPD, values_NKPD = self._block[layer].unbind(0)
-        self._write(keys_NKPD, key_BKTD.transpose(1, 2).flatten(0, 1))
-        self._write(values_NKPD, value_BKTD.transpose(1, 2).flatten(0, 1))
+        keys_NKPD, values_NKPD = self.store(layer, key_BKTD, value_BKTD)
         if self._table_BP is None or self._mask_B1TS is None:
             return causal_attention(query_BHTD, key_BKTD, value_BKTD, scaling)
         seen = self._mask_B1TS.shape[-1]
         keys, values = (gathered(part, self._table_BP)[:, :, :seen] for part in (keys_NKPD, values_NKPD))
         return masked_attention(query_BHTD, keys, values, scaling, self._mask_B1TS)
 
-    def _write(self, pages_NKPD: Tensor, new_NKD: Tensor) -> None:
-        """Write every token's entry to its page. On CUDA by a kernel: torch's deterministic way copies the whole pool."""
-        if new_NKD.is_cuda and find_spec("triton") is not None:
-            from sensorium.engines.native.attention_kernels import write_entries
+    def store(self, layer: int, key_BKTD: Tensor, value_BKTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new tokens' keys and values to their pages; all pages of the layer."""
+        keys_NKPD, values_NKPD = self._block[layer].unbind(0)
+        for pages_NKPD, new_BKTD in ((keys_NKPD, key_BKTD), (values_NKPD, value_BKTD)):
+            write_tokens(new_BKTD.transpose(1, 2).flatten(0, 1), pages_NKPD, self._page_N, self._offset_N)
+        return keys_NKPD, values_NKPD
 
-            write_entries(new_NKD.contiguous(), pages_NKPD, self._page_N, self._offset_N)
-        else:
-            pages_NKPD[self._page_N, :, self._offset_N] = new_NKD
+
+def page_table(pages: Sequence[Sequence[int]], seen: int) -> Tensor:
+    """The pages of rows that hold their first ``seen`` entries, padded with the scratch page."""
+    table_BP = torch.zeros(len(pages), -(-seen // PAGE), dtype=torch.int64)
+    for row_P, owned in zip(table_BP, pages, strict=True):
+        known = owned[: table_BP.shape[1]]
+        row_P[: len(known)] = torch.tensor(known)
+    return table_BP
+
+
+def write_tokens(new_NKD: Tensor, pages_NKPD: Tensor, page_N: Tensor, offset_N: Tensor) -> None:
+    """Write every token's entry to its page. On CUDA by a kernel: torch's deterministic way copies the whole pool."""
+    if new_NKD.is_cuda and find_spec("triton") is not None:
+        from sensorium.engines.native.attention_kernels import write_entries
+
+        write_entries(new_NKD.contiguous(), pages_NKPD, page_N, offset_N)
+    else:
+        pages_NKPD[page_N, :, offset_N] = new_NKD
 
 
 def gathered(pages_NKPD: Tensor, table_BP: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sensorium.engines.native.decode_state import RowLayout
 from sensorium.engines.native.graphs import DecodeRunner, bucket_of
+from sensorium.engines.native.matched_decoding import MatchedPrefill
 from sensorium.engines.native.pages import PAGE, PagedPrefill, PagePool
 from sensorium.engines.native.prefill import SharedContext, prefill
 from sensorium.engines.native.prefix_cache import PrefixEntry, StoredKV
@@ -27,6 +28,7 @@ from sensorium.engines.native.response_rows import Row
 from sensorium.engines.native.sampler import SamplingRows, sample
 from sensorium.engines.native.writer import RESERVE_AHEAD, Writer
 from sensorium.engines.scheduler import Job
+from sensorium.models.matched_ops import MatchedOps
 from sensorium.models.policy import Policy
 from sensorium.vocabulary.errors import EngineError
 
@@ -103,8 +105,8 @@ class _Launch:
 class _PrefillRows:
     """The rows of a prefill as ``prefill`` takes them."""
 
-    def __init__(self, pool: PagePool, pages: Sequence[list[int]]) -> None:
-        self._pool, self._pages = pool, pages
+    def __init__(self, pool: PagePool, pages: Sequence[list[int]], matched: MatchedOps | None) -> None:
+        self._pool, self._pages, self._matched = pool, pages, matched
         self.device = pool.block.device
 
     def put(self, row: int, stored: Tensor, length: int) -> None:
@@ -113,7 +115,10 @@ class _PrefillRows:
 
     def attention(self, first: int, held: Sequence[int], new: Sequence[int]) -> PagedPrefill:
         """Attention of new tokens of rows from ``first`` on."""
-        return PagedPrefill(self._pool, self._pages[first : first + len(held)], held, new)
+        pages = self._pages[first : first + len(held)]
+        if self._matched is not None:
+            return MatchedPrefill(self._pool, pages, held, new, self._matched)
+        return PagedPrefill(self._pool, pages, held, new)
 
 
 class PagedWriter(Writer):
@@ -191,7 +196,7 @@ class PagedWriter(Writer):
         self._pool.reserve(sum(row.pages_needed() for group in groups for row in group))
         for group in groups:
             group[0].pages = self._pool.allocate(group[0].pages_needed())
-        laid = _PrefillRows(self._pool, [group[0].pages for group in groups])
+        laid = _PrefillRows(self._pool, [group[0].pages for group in groups], self._policy.matched)
         hidden_NH = prefill(self._policy, laid, entries, 0, features, self.counters)
         self._store_paged_prompts(entries, groups, hidden_NH)
         for group in groups:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sensorium.engines.protocol import Sampling
+from sensorium.models.token_probs import integer_weights, log_probs
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,7 @@ def sample(logits_BV: Tensor, rows: SamplingRows, uniforms_B: Tensor) -> Sampler
     """Draw one token per row from one uniform per row."""
     vocab_size = int(logits_BV.shape[-1])  # a plain number also while it is being recorded
     scaled_BV = policy_logits(logits_BV, rows)
-    shifted_BV = scaled_BV - scaled_BV.amax(-1, keepdim=True)
-    weights_BV = (shifted_BV.exp() * 2.0 ** unit_bits(vocab_size)).long()  # a power of two scales exactly
+    shifted_BV, weights_BV = integer_weights(scaled_BV)
     cumulative_BV = (weights_BV if rows.top_k_B1 is None else _truncated(weights_BV, rows)).cumsum(-1)
     total_B1 = cumulative_BV[:, -1:]
     target_B1 = torch.minimum((uniforms_B[:, None] * total_B1).long(), total_B1 - 1)
@@ -90,11 +90,10 @@ def sample(logits_BV: Tensor, rows: SamplingRows, uniforms_B: Tensor) -> Sampler
     tokens_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True).clamp_(max=vocab_size - 1)
     if rows.greedy_B is not None:
         tokens_B1 = torch.where(rows.greedy_B[:, None], scaled_BV.argmax(-1, keepdim=True), tokens_B1)
-    log_unit = unit_bits(vocab_size) * _LOG_2
-    chosen_B = shifted_BV.gather(1, tokens_B1)[:, 0].double() + log_unit
-    sampled_B = logprobs_B = chosen_B - total_B1[:, 0].double().log()
+    chosen_B = shifted_BV.gather(1, tokens_B1)[:, 0]
+    sampled_B = logprobs_B = log_probs(chosen_B, total_B1[:, 0], vocab_size)
     if rows.top_k_B1 is not None:
-        logprobs_B = chosen_B - weights_BV.sum(-1).double().log()
+        logprobs_B = log_probs(chosen_B, weights_BV.sum(-1), vocab_size)
     if rows.greedy_B is not None:
         sampled_B = sampled_B.masked_fill(rows.greedy_B, 0.0)
     return SamplerOutput(tokens_B1[:, 0], logprobs_B, sampled_B)
@@ -109,14 +108,6 @@ def policy_logits(logits_BV: Tensor, rows: SamplingRows) -> Tensor:
         stops_BS = scaled_BV.index_select(1, rows.stop_S).masked_fill(rows.stop_masked_B1, -torch.inf)
         scaled_BV.index_copy_(1, rows.stop_S, stops_BS)
     return scaled_BV
-
-
-_LOG_2 = 0.6931471805599453
-
-
-def unit_bits(vocab_size: int) -> int:
-    """The most likely token weighs 2**bits: as fine as fits when every token of the vocabulary weighs that much."""
-    return min(52, 62 - vocab_size.bit_length())
 
 
 def _truncated(weights_BV: Tensor, rows: SamplingRows) -> Tensor:

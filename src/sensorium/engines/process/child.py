@@ -47,7 +47,13 @@ class Child:
         lora = None if told["lora"] is None else LoraSection.model_validate(told["lora"])
         store = MediaStore(Path(told["media"]), limits=MediaLimits(**told["limits"]))
         self.policy = build_policy(
-            told["folder"], store=store, dtype=told["dtype"], device=told["device"], family=told["family"], lora=lora
+            told["folder"],
+            store=store,
+            dtype=told["dtype"],
+            device=told["device"],
+            family=told["family"],
+            lora=lora,
+            precision=told["precision"],
         )
         make = PagedWriter if told["paged"] else Writer
         self.writer = make(self.policy, **told["writer"])

@@ -52,7 +52,7 @@ class ProcessEngine:
         self.counters = WriterCounters()
         self.notes: tuple[str, ...] = ()
         self._policy = policy
-        self._writer, self._paged = completed(options, policy.device.type)
+        self._writer, self._paged = completed(options, policy.device.type, matched=policy.matched is not None)
         self._start_s, self._reply_s = start_s, reply_s
         self._scheduler = TickScheduler(self._tick, lockstep=lockstep, patience_s=patience_s)
         self._child: ChildProcess | None = None
@@ -188,6 +188,7 @@ class ProcessEngine:
             "family": policy.family,
             "dtype": str(policy.dtype).removeprefix("torch."),
             "device": str(policy.device),
+            "precision": policy.precision,
             "lora": None if policy.adapters is None else policy.adapters.section.model_dump(mode="json"),
             "media": str(media.absolute()),
             "limits": asdict(policy.chat.store.limits),

@@ -1,0 +1,77 @@
+"""Decoder layers in which a token's result depends on its own context alone (``model.precision: matched``).
+
+Engine and learner run these same layers, over the same linear layers of the stock modules; only where attention finds its
+keys differs. So what was sampled is what is trained, bit for bit. ``matched_ops`` says how sums are ordered.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sensorium.models.attention import Attention
+from sensorium.models.fused import LayerStack
+from sensorium.models.layer_parts import GatedMLP, LayerParts, UnknownLayer, norm_of, parts_of
+from sensorium.models.matched_ops import MatchedOps, matched_linear, refuse_unknown
+from sensorium.models.token_probs import integer_weights, log_probs
+from sensorium.vocabulary.errors import ModelError
+
+
+class MatchedLayer:
+    """One decoder layer over a float32 residual stream."""
+
+    def __init__(self, parts: LayerParts, ops: MatchedOps) -> None:
+        if not isinstance(parts.inner, GatedMLP):
+            raise UnknownLayer(f"{type(parts.inner).__name__} computes a token together with others")
+        self._parts, self._ops, self._mlp = parts, ops, parts.inner
+        for layer in (parts.query, parts.key, parts.value, parts.out, self._mlp.gate, self._mlp.up, self._mlp.down):
+            refuse_unknown(layer)
+
+    def __call__(
+        self, hidden_BTW: Tensor, *, position_embeddings: tuple[Tensor, Tensor], sensorium_attention: Attention
+    ) -> Tensor:
+        """What the stock layer returns."""
+        parts, ops = self._parts, self._ops
+        normed_BTW = ops.norm(hidden_BTW, parts.before)
+        layers = (parts.query, parts.key, parts.value)
+        query, key, value = (self._linear(layer, normed_BTW).unflatten(-1, (-1, parts.head_dim)) for layer in layers)
+        if parts.norms is not None:
+            query, key = ops.norm(query, parts.norms[0]), ops.norm(key, parts.norms[1])
+        query, key = (ops.rotate(x, *position_embeddings) for x in (query, key))
+        seen_BTHD = sensorium_attention(
+            parts.index, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), parts.scaling
+        )
+        summed_BTW = hidden_BTW + matched_linear(parts.out, seen_BTHD.flatten(2), ops)
+        normed_BTW = ops.norm(summed_BTW, parts.between)
+        inner_BTF = ops.gate(self._linear(self._mlp.gate, normed_BTW), self._linear(self._mlp.up, normed_BTW))
+        return summed_BTW + matched_linear(self._mlp.down, inner_BTF, ops)
+
+    def _linear(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """A linear layer whose result is rounded to the kind of what it is given."""
+        return matched_linear(layer, x, self._ops).to(x.dtype)
+
+
+def matched_layers(model: Any, ops: MatchedOps) -> LayerStack:
+    """The layers of a language model; one that cannot be computed token by token is refused."""
+    try:
+        layers = [MatchedLayer(parts_of(layer), ops) for layer in model.layers]
+        norm: Callable[[Tensor], Tensor] = partial(ops.norm, norm=norm_of(model.norm))
+    except UnknownLayer as error:
+        raise ModelError(
+            f"model.precision is 'matched', which this model has no layers for: {error}. Use model.precision: fast; the "
+            "mismatch of engine and learner is then corrected by algorithm.correction."
+        ) from error
+    return LayerStack(layers, norm, torch.float32)
+
+
+@torch.no_grad()
+def matched_logprobs(logits_MV: Tensor, targets_M: Tensor, forbidden_F: Tensor, temperature: float) -> Tensor:
+    """Float32 log-probs of tokens, bit for bit as the sampler gives them."""
+    # By a tensor: by a number, a GPU would multiply with its reciprocal.
+    scaled_MV = logits_MV.float() / torch.tensor([[temperature]], dtype=torch.float32, device=logits_MV.device)
+    scaled_MV.index_fill_(1, forbidden_F, -torch.inf)
+    shifted_MV, weights_MV = integer_weights(scaled_MV)
+    chosen_M = shifted_MV.gather(1, targets_M[:, None])[:, 0]
+    return log_probs(chosen_M, weights_MV.sum(-1), logits_MV.shape[-1]).float()
