@@ -80,7 +80,7 @@ def agree(policy: Policy) -> None:
     if policy.adapters is not None:
         with torch.no_grad():  # fresh ones compute nothing
             for parameter in policy.adapters.parameters.values():
-                parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(parameter)))
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(parameter))))
     groups = play(policy, 12)
     scorer = LogprobScorer(policy, 0.7, stop_tokens=False)
     for limit in (10_000, 60):  # all in one row, and prompts computed again for some of their answers

@@ -54,7 +54,7 @@ def test_attention_in_tiles_and_over_pages(kernels: Any, heads: int, kv_heads: i
     query = normal(length, heads, size, dtype=dtype)
     key, value = (normal(length, kv_heads, size, dtype=dtype, seed=seed) for seed in (1, 2))
     place = torch.arange(length, device=DEVICE)
-    first = place[::each]
+    first = place[::each]  # with gaps in memory
     flat = KeyStore(key, value, kv_heads, kv_heads * size, size)
     tiles = QueryTiles(first, (length - first).clamp(max=each), first * 0, first, place)
     found = kernels.attend(query, flat, tiles, 0.3)

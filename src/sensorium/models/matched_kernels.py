@@ -94,9 +94,9 @@ def attend(query_THD: Tensor, store: KeyStore, tiles: QueryTiles, scaling: float
     _, heads, size = query_THD.shape
     share = heads // store.kv_heads
     out_THD = torch.zeros_like(query_THD)
+    of_tiles = (x.contiguous() for x in (tiles.first_X, tiles.count_X, tiles.base_X, tiles.place_X, tiles.entries))
     _attend[(len(tiles.first_X), store.kv_heads)](
-        query_THD, store.keys, store.values, tiles.first_X, tiles.count_X, tiles.base_X, tiles.place_X, tiles.entries,
-        out_THD, store.entry_stride, store.head_stride, scaling * LOG2_E,
+        query_THD, store.keys, store.values, *of_tiles, out_THD, store.entry_stride, store.head_stride, scaling * LOG2_E,
         HEADS=heads, SHARE=share, S=triton.next_power_of_2(share), SIZE=size, D=max(16, triton.next_power_of_2(size)),
         TILE=TILE, BLOCK=BLOCK, FINE=query_THD.dtype == torch.bfloat16,
         PRECISION="ieee" if query_THD.dtype == torch.float32 else "tf32", num_warps=4, num_stages=2,
