@@ -1,5 +1,6 @@
 """A recipe that asks for what its engine cannot do is refused before anything is sampled."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,3 +34,10 @@ def test_an_engine_is_a_name_or_a_name_with_options() -> None:
     assert RolloutSection.model_validate({"engine": "native"}).engine == EngineSection()
     whole = RolloutSection.model_validate({"engine": {"name": "my.module:Mine", "options": {"max_rows": 4}}})
     assert (whole.engine.name, whole.engine.options) == ("my.module:Mine", {"max_rows": 4})
+
+
+def test_matched_precision_needs_an_engine_that_computes_as_the_learner_does() -> None:
+    matched = Capabilities(frozenset(["text"]), deterministic=True, matched=True)
+    refuse_unable(matched, RolloutSection(), "matched")
+    with pytest.raises(RecipeError, match=r"model.precision is 'matched', and engine 'native'"):
+        refuse_unable(replace(matched, matched=False), RolloutSection(), "matched")

@@ -110,14 +110,15 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(rows, 45, generator=generator).bfloat16() for rows in (37, 19))
     ops = TorchMatched()
-    whole = ops.product(x, weight)
-    assert torch.equal(torch.cat([ops.product(row[None], weight) for row in x]), whole)
+    given = (weight, None, torch.float32)
+    whole = ops.product(x, *given)
+    assert torch.equal(torch.cat([ops.product(row[None], *given) for row in x]), whole)
     assert torch.allclose(whole, x.float() @ weight.float().T, atol=1e-5)
-    assert not ops.product(x[:0], weight).numel()
+    assert not ops.product(x[:0], *given).numel()
     assert torch.equal(tree_sum(torch.arange(7.0)[None]), torch.tensor([21.0]))
-    leaves = [part.float().requires_grad_() for part in (x, weight)]
-    found = torch.autograd.grad(MatchedProduct.apply(*leaves, ops).square().sum(), leaves)
-    right = torch.autograd.grad((leaves[0] @ leaves[1].T).square().sum(), leaves)
+    leaves = [part.float().requires_grad_() for part in (x, weight, weight[:, 0])]
+    found = torch.autograd.grad(MatchedProduct.apply(*leaves, torch.float32, ops).square().sum(), leaves)
+    right = torch.autograd.grad(torch.nn.functional.linear(*leaves).square().sum(), leaves)
     for one, other in zip(found, right, strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-3)
 

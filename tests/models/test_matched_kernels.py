@@ -34,11 +34,13 @@ def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("inner", [48, 200])
 def test_products_in_tiles_are_products(kernels: Any, inner: int, dtype: torch.dtype) -> None:
     x, weight = normal(70, inner, dtype=dtype), normal(40, inner, dtype=dtype, seed=1)
-    right = TorchMatched().product(x, weight)
+    bias = normal(40, dtype=dtype, seed=2)
+    right = TorchMatched().product(x, weight, bias, torch.float32)
     for few in (True, False):
-        found = kernels.product(x, weight, few)
+        found = kernels.product(x, weight, bias, few=few)
         assert float((found - right).abs().max() / right.abs().max()) < 2e-6
-    assert torch.equal(kernels.product(x[9:12], weight, True), kernels.product(x, weight, True)[9:12])
+    assert torch.equal(kernels.product(x[9:12], weight), kernels.product(x, weight)[9:12])
+    assert torch.equal(kernels.product(x, weight, bias, torch.bfloat16, True), found.bfloat16())
 
 
 @pytest.mark.gpu

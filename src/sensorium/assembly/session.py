@@ -127,7 +127,7 @@ def open_session(recipe: Recipe, policy: Policy, judgements: JudgementCache | No
     engine: Engine = build(
         "engine", section.name, section.options, "rollout.engine.options", policy=policy, lockstep=lockstep
     )
-    refuse_unable(engine.capabilities, recipe.rollout)
+    refuse_unable(engine.capabilities, recipe.rollout, recipe.model.precision)
     engine.start()
     rollout = Rollout(policy.chat, engine, recipe.rollout, EnvironmentMaker(policy.chat.store))
     store = policy.chat.store

@@ -96,13 +96,15 @@ class Capabilities:
 
     ``deterministic``: the same requests give the same bits. ``lockstep``: it advances only when every live episode waits
     for it, so what is batched together is a function of the recipe and not of the clock. ``sampling`` names the options of
-    the recipe's rollout section (and ``greedy``, for evaluation) that it follows.
+    the recipe's rollout section (and ``greedy``, for evaluation) that it follows. ``matched``: it computes in the order of
+    ``model.precision: matched``.
     """
 
     modalities: frozenset[str]
     deterministic: bool
     lockstep: bool = False
     sampling: frozenset[str] = SAMPLING_OPTIONS
+    matched: bool = False
 
 
 class LiveEpisodes:

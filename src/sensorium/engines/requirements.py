@@ -5,9 +5,14 @@ from sensorium.recipe.schema import RolloutSection
 from sensorium.vocabulary.errors import RecipeError
 
 
-def refuse_unable(capabilities: Capabilities, section: RolloutSection) -> None:
-    """Raise for the first thing that a recipe's rollout section asks for and its engine does not do."""
+def refuse_unable(capabilities: Capabilities, section: RolloutSection, precision: str = "fast") -> None:
+    """Raise for the first thing that a recipe's rollout section or ``model.precision`` asks for and its engine lacks."""
     engine = section.engine.name
+    if precision == "matched" and not capabilities.matched:
+        raise RecipeError(
+            f"model.precision is 'matched', and engine '{engine}' does not compute as the learner does. Use "
+            "rollout.engine: native or process, or model.precision: fast."
+        )
     asked = {
         "temperature": section.temperature != 1,
         "top_p": section.top_p < 1,

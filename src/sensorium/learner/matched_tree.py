@@ -45,5 +45,5 @@ def tiles_of(runs: Sequence[TokenRun], each: int, device: torch.device) -> Query
         ]
         contexts.append(context)
         base += len(context)
-    columns = torch.tensor(tiles).T.contiguous().to(device)
-    return QueryTiles(*columns, torch.from_numpy(np.concatenate(contexts)).to(device))
+    first, count, at, place = torch.tensor(tiles).T.contiguous().to(device).unbind()
+    return QueryTiles(first, count, at, place, torch.from_numpy(np.concatenate(contexts)).to(device))

@@ -143,7 +143,7 @@ class _Laid:
     before: Node | None
 
 
-def _lay_out(parts: Sequence[Part], device: torch.device, silent: bool, matched: MatchedOps | None) -> MicroBatch:
+def _lay_out(parts: Sequence[Part], device: torch.device, silent: bool, matched: MatchedOps | None = None) -> MicroBatch:
     laid: dict[tuple[int, Node], _Laid] = {}
     runs: list[TokenRun] = []
     for i, part in enumerate(parts):

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sensorium.models.attention import Attention
 from sensorium.models.fused import LayerStack
@@ -36,21 +36,17 @@ class MatchedLayer:
         parts, ops = self._parts, self._ops
         normed_BTW = ops.norm(hidden_BTW, parts.before)
         layers = (parts.query, parts.key, parts.value)
-        query, key, value = (self._linear(layer, normed_BTW).unflatten(-1, (-1, parts.head_dim)) for layer in layers)
+        query, key, value = (matched_linear(layer, normed_BTW, ops).unflatten(-1, (-1, parts.head_dim)) for layer in layers)
         if parts.norms is not None:
             query, key = ops.norm(query, parts.norms[0]), ops.norm(key, parts.norms[1])
         query, key = (ops.rotate(x, *position_embeddings) for x in (query, key))
         seen_BTHD = sensorium_attention(
             parts.index, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), parts.scaling
         )
-        summed_BTW = hidden_BTW + matched_linear(parts.out, seen_BTHD.flatten(2), ops)
+        summed_BTW = hidden_BTW + matched_linear(parts.out, seen_BTHD.flatten(2), ops, torch.float32)
         normed_BTW = ops.norm(summed_BTW, parts.between)
-        inner_BTF = ops.gate(self._linear(self._mlp.gate, normed_BTW), self._linear(self._mlp.up, normed_BTW))
-        return summed_BTW + matched_linear(self._mlp.down, inner_BTF, ops)
-
-    def _linear(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """A linear layer whose result is rounded to the kind of what it is given."""
-        return matched_linear(layer, x, self._ops).to(x.dtype)
+        inner_BTF = ops.gate(matched_linear(self._mlp.gate, normed_BTW, ops), matched_linear(self._mlp.up, normed_BTW, ops))
+        return summed_BTW + matched_linear(self._mlp.down, inner_BTF, ops, torch.float32)
 
 
 def matched_layers(model: Any, ops: MatchedOps) -> LayerStack:

@@ -24,15 +24,21 @@ TILE = 64  # rows of an attention tile: queries times the heads that share a key
 LOG2_E = 1.4426950408889634
 
 
-def product(x_NK: Tensor, weight_MK: Tensor, few: bool | None = None) -> Tensor:
-    """x · weightᵀ in float32, each result summed along K in steps of the tensor cores, one after the other.
+def product(
+    x_NK: Tensor,
+    weight_MK: Tensor,
+    bias_M: Tensor | None = None,
+    kind: torch.dtype = torch.float32,
+    few: bool | None = None,
+) -> Tensor:
+    """x · weightᵀ + bias in ``kind``, each result summed along K in steps of the tensor cores, one after the other.
 
     ``few``: tiles for few rows, or for many; by default by their number.
     """
     x_NK, weight_MK = x_NK.contiguous(), weight_MK.contiguous()
     rows, inner = x_NK.shape
     outputs = weight_MK.shape[0]
-    out_NM = torch.empty(rows, outputs, dtype=torch.float32, device=x_NK.device)
+    out_NM = torch.empty(rows, outputs, dtype=kind, device=x_NK.device)
     if not rows:
         return out_NM
     wide = x_NK.dtype == torch.float32
@@ -40,16 +46,16 @@ def product(x_NK: Tensor, weight_MK: Tensor, few: bool | None = None) -> Tensor:
     tile = WIDE if wide else MANY if not few else FEW_NARROW if outputs < NARROW else FEW
     grid = (triton.cdiv(rows, tile["N"]) * triton.cdiv(outputs, tile["M"]),)
     _product[grid](
-        x_NK, weight_MK, out_NM, rows, outputs, inner,
-        EVEN=inner % tile["K"] == 0, PRECISION="ieee" if wide else "tf32", **tile,
+        x_NK, weight_MK, weight_MK if bias_M is None else bias_M, out_NM, rows, outputs, inner,
+        BIAS=bias_M is not None, EVEN=inner % tile["K"] == 0, PRECISION="ieee" if wide else "tf32", **tile,
     )  # fmt: skip
     return out_NM
 
 
 @triton.jit
 def _product(
-    x, weight, out, rows, outputs, inner,
-    N: tl.constexpr, M: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    x, weight, bias, out, rows, outputs, inner,
+    BIAS: tl.constexpr, N: tl.constexpr, M: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     down = tl.cdiv(rows, N)
     # Programs that run together share tiles of both sides: 8 tiles of rows, then the next tile of outputs.
@@ -76,7 +82,10 @@ def _product(
             b = tl.load(right + start, mask=(start + k < inner)[:, None], other=0.0)
         summed = tl.dot(a, b, summed, input_precision=PRECISION)
     inside = (n < rows)[:, None] & (m < outputs)[None, :]
-    tl.store(out + n.to(tl.int64)[:, None] * outputs + m[None, :], summed, mask=inside)
+    if BIAS:
+        summed += tl.load(bias + m, mask=m < outputs, other=0.0).to(tl.float32)[None, :]
+    place = n.to(tl.int64)[:, None] * outputs + m[None, :]
+    tl.store(out + place, summed.to(out.dtype.element_ty), mask=inside)
 
 
 def sums_alike(device: torch.device, dtype: torch.dtype) -> bool:

@@ -60,7 +60,7 @@ class KeyStore:
 class MatchedOps(Protocol):
     """The operations; gradients are those of the plain ones."""
 
-    def product(self, x_NK: Tensor, weight_MK: Tensor) -> Tensor: ...
+    def product(self, x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None, kind: torch.dtype) -> Tensor: ...
 
     def norm(self, x: Tensor, norm: NormWeights) -> Tensor: ...
 
@@ -74,12 +74,13 @@ class MatchedOps(Protocol):
 class TorchMatched:
     """In plain torch on any device: sums are binary trees of additions. Slow: for tiny models and for tests."""
 
-    def product(self, x_NK: Tensor, weight_MK: Tensor) -> Tensor:
-        """x · weightᵀ in float32."""
+    def product(self, x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None, kind: torch.dtype) -> Tensor:
+        """x · weightᵀ + bias, computed in float32."""
         wide_MK = weight_MK.float()
         rows = max(1, CHUNK_ELEMENTS // wide_MK.numel())
         parts = [tree_sum(part[:, None] * wide_MK) for part in x_NK.float().split(rows)]
-        return torch.cat(parts) if parts else x_NK.new_zeros(0, len(weight_MK), dtype=torch.float32)
+        summed_NM = torch.cat(parts) if parts else x_NK.new_zeros(0, len(weight_MK), dtype=torch.float32)
+        return (summed_NM if bias_M is None else summed_NM + bias_M.float()).to(kind)
 
     def norm(self, x: Tensor, norm: NormWeights) -> Tensor:
         """RMSNorm in the kind of its weight."""
@@ -143,17 +144,17 @@ class TritonMatched:
         self._layer, self._kernels = layer_kernels, matched_kernels
         self._few: dict[torch.dtype, bool | None] = {}
 
-    def product(self, x_NK: Tensor, weight_MK: Tensor) -> Tensor:
-        """x · weightᵀ in float32."""
-        kind = x_NK.dtype
-        if kind not in self._few:
-            alike = self._kernels.sums_alike(x_NK.device, kind)
-            self._few[kind] = None if alike else True
+    def product(self, x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None, kind: torch.dtype) -> Tensor:
+        """x · weightᵀ + bias, computed in float32."""
+        given = x_NK.dtype
+        if given not in self._few:
+            alike = self._kernels.sums_alike(x_NK.device, given)
+            self._few[given] = None if alike else True
             if not alike:
                 fall_back(
                     "matched precision uses tiles for few rows alone, which is slower: others sum in another order here"
                 )
-        return self._kernels.product(x_NK, weight_MK, self._few[kind])
+        return self._kernels.product(x_NK, weight_MK, bias_M, kind, self._few[given])
 
     def norm(self, x: Tensor, norm: NormWeights) -> Tensor:
         """RMSNorm in the kind of its weight."""
@@ -196,35 +197,39 @@ def tree_sum(x: Tensor) -> Tensor:
 
 
 class MatchedProduct(torch.autograd.Function):
-    """(x, weight, operations) → their product in float32; gradients by plain products, in the inputs' kind."""
+    """(x, weight, bias, kind, operations) → x · weightᵀ + bias in ``kind``; gradients by plain products."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_MK: Tensor, ops: MatchedOps) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight_MK: Tensor, bias_M: Tensor | None, kind: torch.dtype, ops: MatchedOps
+    ) -> Tensor:
         ctx.save_for_backward(x, weight_MK)
-        return ops.product(x.flatten(0, -2), weight_MK).unflatten(0, x.shape[:-1])
+        return ops.product(x.flatten(0, -2), weight_MK, bias_M, kind).unflatten(0, x.shape[:-1])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_MK = ctx.saved_tensors
-        gradient = gradients[0].to(x.dtype)
-        inner = gradient @ weight_MK if ctx.needs_input_grad[0] else None
-        weight = gradient.flatten(0, -2).T @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
-        return inner, weight, None
+        gradient_NM = gradients[0].to(x.dtype).flatten(0, -2)
+        inner = (gradient_NM @ weight_MK).view_as(x) if ctx.needs_input_grad[0] else None
+        weight = gradient_NM.T @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        bias = gradient_NM.sum(0) if ctx.needs_input_grad[2] else None
+        return inner, weight, bias, None, None
 
 
-def matched_linear(layer: nn.Module, x: Tensor, ops: MatchedOps) -> Tensor:
-    """What a linear layer gives, in float32, with or without an adapter."""
+def matched_linear(layer: nn.Module, x: Tensor, ops: MatchedOps, kind: torch.dtype | None = None) -> Tensor:
+    """What a linear layer gives, with or without an adapter, in ``kind`` (by default that of x)."""
+    kind = kind or x.dtype
     if isinstance(layer, nn.Linear):
-        wide: Tensor = MatchedProduct.apply(x, layer.weight, ops)
-        return wide if layer.bias is None else wide + layer.bias.float()
+        plain: Tensor = MatchedProduct.apply(x, layer.weight, layer.bias, kind, ops)
+        return plain
     adapted: Any = layer
-    wide = matched_linear(adapted.base_layer, x, ops)
     if adapted.disable_adapters:
-        return wide
+        return matched_linear(adapted.base_layer, x, ops, kind)
+    wide = matched_linear(adapted.base_layer, x, ops, torch.float32)
     for name in adapted.active_adapters:
-        down = matched_linear(adapted.lora_A[name], x, ops).to(x.dtype)
-        wide = wide + matched_linear(adapted.lora_B[name], down, ops) * adapted.scaling[name]
-    return wide
+        down = matched_linear(adapted.lora_A[name], x, ops)
+        wide = wide + matched_linear(adapted.lora_B[name], down, ops, torch.float32) * adapted.scaling[name]
+    return wide.to(kind)
 
 
 def refuse_unknown(layer: nn.Module) -> None:

@@ -199,7 +199,7 @@ class Policy:
         """Logits as the head gives them; on CUDA a plain bfloat16 head gives float32, not rounded to eight bits."""
         head = self.adapter.head
         if self.matched is not None:
-            return matched_linear(head, hidden_NH, self.matched)
+            return matched_linear(head, hidden_NH, self.matched, torch.float32)
         narrow = hidden_NH.dtype != torch.float32 and hidden_NH.is_cuda
         if not narrow or torch.is_grad_enabled() or type(head) is not nn.Linear or head.bias is not None:
             return head(hidden_NH)

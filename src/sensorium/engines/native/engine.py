@@ -27,7 +27,9 @@ class NativeEngine:
     def __init__(
         self, policy: Policy, *, lockstep: bool = True, patience_s: float = 600.0, **options: Unpack[WriterOptions]
     ) -> None:
-        self.capabilities = Capabilities(policy.chat.modalities, deterministic=lockstep, lockstep=lockstep)
+        self.capabilities = Capabilities(
+            policy.chat.modalities, deterministic=lockstep, lockstep=lockstep, matched=policy.matched is not None
+        )
         given, paged = completed(options, policy.device.type, matched=policy.matched is not None)
         self._policy = policy
         self._writer = (PagedWriter if paged else Writer)(policy, **given)

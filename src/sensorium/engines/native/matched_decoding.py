@@ -47,7 +47,8 @@ class MatchedPrefill(PagedPrefill):
             for row, (held, new) in enumerate(zip(self._held, self._new, strict=True))
             for start in range(0, new, each)
         ]
-        return QueryTiles(*torch.tensor(tiles).T.contiguous().to(self._entries.device), self._entries.flatten())
+        first, count, base, place = torch.tensor(tiles).T.contiguous().to(self._entries.device).unbind()
+        return QueryTiles(first, count, base, place, self._entries.flatten())
 
 
 class MatchedStep:

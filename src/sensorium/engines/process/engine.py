@@ -47,7 +47,9 @@ class ProcessEngine:
         reply_s: float = 600.0,
         **options: Unpack[WriterOptions],
     ) -> None:
-        self.capabilities = Capabilities(policy.chat.modalities, deterministic=lockstep, lockstep=lockstep)
+        self.capabilities = Capabilities(
+            policy.chat.modalities, deterministic=lockstep, lockstep=lockstep, matched=policy.matched is not None
+        )
         self.version = policy.version
         self.counters = WriterCounters()
         self.notes: tuple[str, ...] = ()
