@@ -1,10 +1,12 @@
 """``model.precision: matched``: what the engine says of a token is what the learner says of it, to the last bit."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from sensorium.engines.native.engine import NativeEngine
 from sensorium.engines.protocol import Sampling
@@ -14,6 +16,7 @@ from sensorium.learner.packing import pack
 from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.matched_ops import KeyStore, MatchedProduct, QueryTiles, TorchMatched, tree_sum
+from sensorium.models.matched_towers import MatchedLinears
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary import Thread, user
@@ -137,3 +140,19 @@ def test_attention_by_tiles_is_causal_attention() -> None:
     alone = TorchMatched().attend(query, store, QueryTiles(one, torch.ones_like(one), one * 0, one, entries), 0.3)
     assert torch.equal(alone[70], tiled[70])
     assert not alone[:70].any()
+
+
+def test_linear_layers_of_a_tower_are_matched_products_when_they_are_recomputed_too() -> None:
+    ops, generator = TorchMatched(), torch.Generator().manual_seed(0)
+    x = torch.randn(9, 24, generator=generator, requires_grad=True)
+    block = torch.nn.Sequential(torch.nn.Linear(24, 24), torch.nn.GELU(), torch.nn.Linear(24, 8))
+    with MatchedLinears(ops):
+        plain = block(x)
+        recomputed = checkpoint(block, x, use_reentrant=False, context_fn=lambda: (nullcontext(), MatchedLinears(ops)))
+    first = ops.product(x, block[0].weight, block[0].bias, torch.float32)
+    right = ops.product(torch.nn.functional.gelu(first), block[2].weight, block[2].bias, torch.float32)
+    assert torch.equal(plain, right)
+    assert torch.equal(recomputed, right)
+    found = torch.autograd.grad(recomputed.sum(), [x, *block.parameters()])
+    for one, other in zip(found, torch.autograd.grad(plain.sum(), [x, *block.parameters()]), strict=True):
+        assert torch.equal(one, other)

@@ -8,6 +8,8 @@ import torch
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.family import Family, Tower
 from sensorium.models.frozen_features import FrozenFeatures, WeightsVersion, spare_bytes
+from sensorium.models.matched_ops import MatchedOps
+from sensorium.models.matched_towers import TowerCompany
 from sensorium.models.segment_layout import Features, mismatch
 from sensorium.vocabulary.content import Media
 
@@ -30,13 +32,16 @@ class Counters:
 class Encoder:
     """The towers of a model. A frozen tower computes each medium once, as long as ``cache`` holds its features.
 
-    ``one_by_one``: every medium is a pass of its own, so that its features do not depend on what is encoded beside it.
+    ``matched``: a medium's features do not depend on what is encoded beside it, to the last bit.
     """
 
-    def __init__(self, adapter: Family, chat: ChatProcessor, device: torch.device, one_by_one: bool = False) -> None:
+    def __init__(
+        self, adapter: Family, chat: ChatProcessor, device: torch.device, matched: MatchedOps | None = None
+    ) -> None:
         self.counters = Counters()
         self._adapter, self._chat, self._device = adapter, chat, device
-        self._one_by_one = one_by_one
+        self._matched = matched
+        self.company = TowerCompany(matched, device)
         self.cache = FrozenFeatures(spare_bytes(device))
         self._weights = {tower: WeightsVersion(tower.module) for tower in dict.fromkeys(adapter.towers.values())}
         self._cached_under: dict[Tower, object] = {}
@@ -53,13 +58,13 @@ class Encoder:
                 if version is not None:
                     features |= self._recall(tower, version, items)
                 else:
-                    for several in self._passes(items, self._one_by_one):
+                    for several in self._passes(tower, items):
                         features |= self._look(tower, several)
         return {item: features[item] for item in distinct}
 
     def copied(self, adapter: Family) -> "Encoder":
         """The towers of a copied model. Its weights are the same until one is written to; cached features are shared."""
-        copy = Encoder(adapter, self._chat, self._device, self._one_by_one)
+        copy = Encoder(adapter, self._chat, self._device, self._matched)
         copy.cache = self.cache
         pairs = zip(copy._weights, self._weights.values(), strict=True)
         with torch.no_grad():
@@ -86,7 +91,7 @@ class Encoder:
         missing = [item for item in media if item not in features]
         # On a CPU one at a time: in a batch the last bits may differ. The cache would depend on the past, and a resumed
         # run would not repeat the uninterrupted one.
-        passes = self._passes(missing, self._one_by_one or self._device.type == "cpu")
+        passes = [[item] for item in missing] if self._device.type == "cpu" else self._passes(tower, missing)
         self._chat.prepared.get(missing)
         with torch.inference_mode(False), torch.no_grad():  # cached features must also serve training
             for several in passes:
@@ -96,9 +101,10 @@ class Encoder:
         self.counters.tower_evictions += self.cache.evictions - before
         return features
 
-    def _passes(self, media: Sequence[Media], one_by_one: bool) -> list[Sequence[Media]]:
+    def _passes(self, tower: Tower, media: Sequence[Media]) -> Sequence[Sequence[Media]]:
         """The media of each pass of a tower."""
-        return [[item] for item in media] if one_by_one else [media]
+        together = self.company.together(tower, media, self._chat.prepared.get)
+        return [media] if together else [[item] for item in media]
 
     def _look(self, tower: Tower, media: Sequence[Media]) -> dict[Media, Features]:
         """One pass of a tower."""
@@ -108,7 +114,8 @@ class Encoder:
         self.counters.tower_passes += 1
         self.counters.tower_items += len(media)
         self.counters.patches += sum(len(ready.patches_PC) for ready in prepared)
-        features = tower(prepared)
+        with self.company.linears(tower):
+            features = tower(prepared)
         for item, ready, made in zip(media, prepared, features, strict=True):
             expected, given = self._chat.media_format.expand(ready.extent).count, made.embeds_NH.shape[0]
             if expected != given:

@@ -7,6 +7,7 @@ library, so that attention, deepstack features and recomputation are the caller'
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -76,10 +77,10 @@ class Policy:
         self.vocab_size: int = adapter.head.weight.shape[0]
         assert self.vocab_size == chat.vocab_size, "the head has a row for every token of the config's vocabulary"
         self.sharding: Sharding | None = None
-        self._encoder = Encoder(adapter, chat, self.device, one_by_one=precision == "matched")
-        self._recompute: Recomputation = False
         self.matched = matched_ops(self.device) if precision == "matched" else None
         """The operations of the layers and the head where ``precision`` is ``matched``."""
+        self._encoder = Encoder(adapter, chat, self.device, self.matched)
+        self._recompute: Recomputation = False
         self._fused: LayerStack | None = None
         if self.matched is not None:
             self._fused = matched_layers(adapter.language_model, self.matched)
@@ -213,7 +214,8 @@ class Policy:
         """
         self._recompute = how
         for tower in self.adapter.towers.values():
-            recompute_blocks(tower.module, bool(how) or self.device.type == "cuda")
+            inside = partial(self._encoder.company.linears, tower)
+            recompute_blocks(tower.module, bool(how) or self.device.type == "cuda", inside)
 
     def frozen_copy(self) -> "Policy":
         """A copy that is never trained: a reference."""

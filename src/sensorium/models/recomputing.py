@@ -4,6 +4,8 @@ A tower's graph lives through a whole update, from its one pass to its one backw
 of Qwen2.5-VL-3B keeps 24 GiB of activations, and 1.3 GiB where its blocks are recomputed.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,11 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
-def recompute_blocks(module: nn.Module, on: bool) -> None:
-    """Let transformers recompute every block of a module that it knows how to."""
+def recompute_blocks(module: nn.Module, on: bool, inside: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+    """Let transformers recompute every block of a module that it knows how to, ``inside`` what its first pass ran in."""
     for block in module.modules():
         if isinstance(block, GradientCheckpointingLayer):
             # The library recomputes a block whose own training flag is set; the flags of its parts stay unchanged.
             block.gradient_checkpointing = block.training = on
-            function: Any = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+            function: Any = partial(
+                checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (nullcontext(), inside())
+            )
             block._gradient_checkpointing_func = function
