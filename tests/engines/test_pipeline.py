@@ -238,3 +238,10 @@ def test_kernels_are_left_alone_without_a_gpu(bench: Bench) -> None:
         engine = paged(bench)
     assert isinstance(engine._writer, pipeline.PagedWriter)
     assert type(engine._writer._runner._ops) is graphs.TorchOps
+
+
+def test_a_table_on_a_gpu_has_room_for_the_whole_context_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "find_spec", lambda name: object())
+    cuda = torch.device("cuda")
+    assert [graphs.first_pages(tokens, cuda) for tokens in (100, 2000, 128_000)] == [4, 32, 64]
+    assert graphs.first_pages(128_000, torch.device("cpu")) == 4

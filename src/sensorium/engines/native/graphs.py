@@ -7,6 +7,7 @@ captured (experts whose routing is read on the host, say), the slower way is tak
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,7 +18,7 @@ from sensorium.engines.native.decode_ops import TorchOps
 from sensorium.engines.native.decode_state import DecodeState, RowLayout
 from sensorium.engines.native.decode_step import FusedStep, StockStep
 from sensorium.engines.native.matched_decoding import MatchedStep
-from sensorium.engines.native.pages import PagePool
+from sensorium.engines.native.pages import PAGE, PagePool
 from sensorium.models.fast_paths import fall_back, note_fallback
 from sensorium.models.layer_parts import UnknownLayer
 from sensorium.models.policy import Policy
@@ -27,6 +28,14 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # How far the logits of the fused step may be from those of the stock one, relative to the largest logit.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.04, torch.float16: 0.01}
 LEAST_PAGES = 4
+MOST_PAGES = 64  # that a table has room for from the start: 4,096 tokens of a row
+
+
+def first_pages(max_context: int, device: torch.device) -> int:
+    """Pages of a row in the first table. A wider one means new graphs, so on CUDA it holds the whole context if it can."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return LEAST_PAGES  # plain torch reads the whole table
+    return max(LEAST_PAGES, min(MOST_PAGES, -(-max_context // PAGE)))
 
 
 def bucket_of(rows: int) -> int:
@@ -38,7 +47,14 @@ class DecodeRunner:
     """Runs decode steps. ``fast=False`` is the reference: stock layers, plain torch, no graph."""
 
     def __init__(
-        self, policy: Policy, pool: PagePool, forbidden_F: Tensor, stop_S: Tensor, max_rows: int, fast: bool
+        self,
+        policy: Policy,
+        pool: PagePool,
+        forbidden_F: Tensor,
+        stop_S: Tensor,
+        max_rows: int,
+        fast: bool,
+        max_context: int = LEAST_PAGES * PAGE,
     ) -> None:
         self.notes: list[str] = []
         self.noted: Callable[[str], None] | None = None
@@ -49,7 +65,7 @@ class DecodeRunner:
         self._fast = fast
         self._verified = False
         self._address = 0
-        self._state = self._make_state(LEAST_PAGES)
+        self._state = self._make_state(first_pages(max_context, policy.device))
         self._reset()
 
     @property
@@ -69,7 +85,7 @@ class DecodeRunner:
         self._truncated = any(row.sampling.top_p < 1 or row.sampling.top_k > 0 for row in rows)
         self._state.lay_out(rows, self._bucket, latest_N)
         if not self._verified:
-            self._verify(len(rows))
+            self._verify(len(rows), pages)
 
     def step(self) -> Tensor:
         """One step of the batch: tokens, log-probs and sampled log-probs as [3, rows], until the next step."""
@@ -113,12 +129,13 @@ class DecodeRunner:
     def _make_state(self, pages: int) -> DecodeState:
         return DecodeState(bucket_of(self._max_rows), pages, self._policy.vocab_size, self._policy.device)
 
-    def _verify(self, count: int) -> None:
+    def _verify(self, count: int, pages: int) -> None:
         """Hold the fast step against the reference on the batch as it is; what both write to the cache is overwritten."""
         self._verified = True
         rows = self._state.view(self._bucket)
         bound = BOUNDS[self._policy.dtype]
-        expected_BV = StockStep(self._policy, TorchOps()).logits(rows, self._pool)[:count].float()
+        used = replace(rows, table_BP=rows.table_BP[:, :pages])  # plain torch reads the whole table
+        expected_BV = StockStep(self._policy, TorchOps()).logits(used, self._pool)[:count].float()
         try:
             found_BV = self._step.logits(rows, self._pool)[:count].float()
             error = float((found_BV - expected_BV).abs().max() / expected_BV.abs().max())

@@ -130,7 +130,9 @@ class PagedWriter(Writer):
         super().__init__(policy, max_rows=max_rows, max_context=max_context, keep_bytes=keep_bytes, record=False)
         block = self._cache.block
         self._pool = PagePool(block.shape[0], block.shape[3], block.shape[5], block.dtype, block.device)
-        self._runner = DecodeRunner(policy, self._pool, self._forbidden_F, self._stop_S, max_rows, fast=record)
+        self._runner = DecodeRunner(
+            policy, self._pool, self._forbidden_F, self._stop_S, max_rows, fast=record, max_context=self._max_context
+        )
         self._rows: list[PagedRow] = []  # type: ignore[assignment]
         self._laid: list[PagedRow] = []  # the batch as the device has it
         self._latest_N = self._runner.latest_B
