@@ -248,6 +248,15 @@ def test_the_forecast_of_memory_is_within_15_percent_of_what_was_measured(
     assert sum(make_plan(made).memory.values()) / 2**30 == pytest.approx(peak, rel=0.15)
 
 
+def test_matched_precision_is_told_and_its_activations_are_forecast(tmp_path: Path) -> None:
+    made = of_3b(tmp_path, 16, 640, False, 14100)
+    matched = made.model_copy(update={"model": made.model.model_copy(update={"precision": "matched"})})
+    plan = make_plan(matched)
+    assert sum(plan.memory.values()) / 2**30 == pytest.approx(97.1, rel=0.05)  # measured as the others were
+    assert "bit for bit" in plan.precision
+    assert not make_plan(made).precision
+
+
 def test_on_a_gpu_the_plan_names_what_does_not_repeat() -> None:
     plan = make_plan(recipe(model={"path": "tiny:qwen3_vl", "device": "cuda"}))
     assert not plan.deterministic

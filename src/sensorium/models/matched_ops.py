@@ -204,6 +204,8 @@ class MatchedProduct(torch.autograd.Function):
         ctx: Any, x: Tensor, weight_MK: Tensor, bias_M: Tensor | None, kind: torch.dtype, ops: MatchedOps
     ) -> Tensor:
         ctx.save_for_backward(x, weight_MK)
+        if x.dim() == 2:  # not a view: a tower rotates its queries in place
+            return ops.product(x, weight_MK, bias_M, kind)
         return ops.product(x.flatten(0, -2), weight_MK, bias_M, kind).unflatten(0, x.shape[:-1])
 
     @staticmethod

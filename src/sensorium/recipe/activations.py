@@ -18,9 +18,13 @@ def activation_bytes(recipe: Recipe, shape: ModelShape) -> int:
     if recipe.model.dtype == "float32":
         layer = 4 * (7 * shape.hidden + 2 * shape.key_values + 4 * shape.mlp)
         return tokens * (4 * shape.layers * shape.hidden + layer if how else shape.layers * layer)
+    if recipe.model.precision == "matched" and how == "selective":
+        how = True  # its layers are recomputed whole, or not at all
     # The float32 stream before and between both halves; queries, keys, values and what was seen; gate and up.
     attention, gates = 12 * shape.hidden + 4 * shape.key_values, 4 * shape.mlp
     at_work = 2 * gates + 12 * shape.hidden  # gradients of the layer that the backward pass is in
+    if recipe.model.precision == "matched":
+        gates += 2 * shape.mlp + 6 * shape.hidden  # what the gate opened, and the normed stream twice
     if how is True:
         return tokens * (shape.layers * 4 * shape.hidden + attention + gates + at_work)
     return tokens * (shape.layers * (attention if how else attention + gates) + at_work)

@@ -17,6 +17,7 @@ EPISODE_BYTES, TOKEN_BYTES = 2500, 60
 METRICS_BYTES, LEDGER_BYTES = 2500, 60
 """Estimates, not measurements: bytes of an episode's log without its tokens, of a token in it, of a row in each file."""
 
+MATCHED = "matched: engine and learner agree on log-probs bit for bit; slower, and more activations (docs/performance.md)"
 REPEATS = "rollout.schedule=lockstep repeats bit for bit on CPU"
 ONE_STEP_OFF = (
     "one step off: scoring overlaps with updates; given up: but for the first step and those after a checkpoint or an "
@@ -51,6 +52,7 @@ class Plan:
     disk: dict[str, int] = field(default_factory=dict)
     sight_check: str = ""
     schedule: str = ""
+    precision: str = ""
 
 
 def make_plan(recipe: Recipe, config: dict[str, Any] | None = None) -> Plan:
@@ -88,6 +90,7 @@ def make_plan(recipe: Recipe, config: dict[str, Any] | None = None) -> Plan:
         determinism=why,
         sight_check=_sight_check(recipe),
         schedule=ONE_STEP_OFF if recipe.schedule.name == "one_step_off" else "",
+        precision=MATCHED if recipe.model.precision == "matched" else "",
     )
 
 

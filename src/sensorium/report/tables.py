@@ -33,6 +33,8 @@ def plan_table(plan: Plan) -> RenderableType:
     if plan.sight_check:
         rows.add_row("sight check", plan.sight_check)
     rows.add_row("parameters", _parameters(plan))
+    if plan.precision:
+        rows.add_row("precision", plan.precision)
     rows.add_row("repeats exactly", Text(plan.determinism, style="" if plan.deterministic else "yellow"))
     if plan.memory:
         total = sum(plan.memory.values())
