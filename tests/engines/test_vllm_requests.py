@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sensorium.engines.vllm import engine as engine_module
 from sensorium.engines.vllm import recipe_checks, versions
 from sensorium.engines.vllm.actor_process import cause_in
 from sensorium.engines.vllm.one_kind import OneKindAtATime
@@ -17,7 +18,9 @@ from sensorium.engines.vllm.options import check_options
 from sensorium.engines.vllm.parity import Difference, difference, make_probes, policy_logprobs, refuse_apart
 from sensorium.engines.vllm.prompts import EnginePrompt, check_prompt, lay_out, tower_fields
 from sensorium.engines.vllm.recipe_checks import look_at, refuse_dtype
+from sensorium.engines.vllm.requests import RequestSender
 from sensorium.engines.vllm.versions import installed_version, version_of
+from sensorium.engines.vllm.weight_backend import BACKEND
 from sensorium.engines.vllm.weights import ChangedWeights, layer_of, published
 from sensorium.recipe.schema import Recipe
 from sensorium.vocabulary.content import user
@@ -260,3 +263,28 @@ def test_a_tower_with_adapters_is_shown_one_kind_at_a_time() -> None:
     asyncio.run(everyone())
     assert shown.index("None out") < shown.index("picture out"), "text alone waits for nothing"
     assert [one.split()[0] for one in shown if "None" not in one] == ["picture"] * 4 + ["video"] * 4
+
+
+class BrokenActor:
+    """An actor whose push fails; it remembers why it was ended."""
+
+    lost: EngineLost | None = None
+
+    def ask(self, message: Any, limit_s: float) -> Any:
+        raise EngineError("no room")
+
+    def fail(self, why: EngineLost) -> None:
+        self.lost = why
+
+
+def test_an_engine_whose_push_failed_is_lost(benches: Callable[[str], Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be left paused, and requests would wait for ever."""
+    monkeypatch.setattr(engine_module, "installed_version", lambda: version_of("0.32.0", on_cpu=True))
+    policy, actor = benches("qwen3_vl").policy, BrokenActor()
+    engine = engine_module.VllmEngine(policy)
+    assert not engine.capabilities.deterministic
+    engine._sender = RequestSender(policy.chat, version_of("0.32.0", on_cpu=True), actor, 64)  # type: ignore[arg-type]
+    engine._backend = BACKEND
+    with pytest.raises(EngineLost, match="push of weights of version 3 into vLLM failed: no room"):
+        engine.update_weights(policy, 3)
+    assert actor.lost is not None

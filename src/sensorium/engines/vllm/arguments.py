@@ -26,7 +26,7 @@ class EngineSettings:
 
     max_rows: int
     max_context: int | None
-    cache_gib: float
+    cache_gib: int
     gpu_share: float
     eager: bool | None
     tensor_parallel: int

@@ -78,7 +78,7 @@ class VllmEngine:
         max_context: int | None = None,
         start_s: float = 600.0,
         reply_s: float = 600.0,
-        cache_gib: float = 1.0,
+        cache_gib: int = 1,
         gpu_share: float = 0.4,
         eager: bool | None = None,
         tensor_parallel: int = 1,
@@ -276,7 +276,12 @@ class VllmEngine:
         names = self._changed.select(tensors, parameters)
         sent = published(tensors, [name for name in parameters if name in names], tied=self._tied)
         with pushed_by(self._backend, sent) as update:
-            answer = self._ask({"do": "push", "update": update, "version": version})
+            try:
+                answer = self._ask({"do": "push", "update": update, "version": version})
+            except EngineError as error:  # vLLM is left paused and without weights: a request would wait for ever
+                lost = EngineLost(f"the push of weights of version {version} into vLLM failed: {error}")
+                self._running().actor.fail(lost)
+                raise lost from error
         self._changed.note(tensors, names)
         return answer
 

@@ -5,7 +5,7 @@ from typing import Any
 
 PUSHES = ("auto", "file", "ipc")
 LEAST = {
-    "max_rows": 1, "max_context": 16, "start_s": 0.001, "reply_s": 0.001, "cache_gib": 0.01, "gpu_share": 0.01,
+    "max_rows": 1, "max_context": 16, "start_s": 0.001, "reply_s": 0.001, "cache_gib": 1, "gpu_share": 0.01,
     "parity_bound": 0.0, "restarts": 0, "tensor_parallel": 1,
 }  # fmt: skip
 OURS = frozenset([

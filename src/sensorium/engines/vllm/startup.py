@@ -41,7 +41,7 @@ def write_startup(folder: Path) -> Path:
     return folder
 
 
-def environment(startup: Path, *, on_cpu: bool, cache_gib: float) -> dict[str, str]:
+def environment(startup: Path, *, on_cpu: bool, cache_gib: int) -> dict[str, str]:
     """The variables of vLLM's processes."""
     path = os.pathsep.join([str(startup), *(path for path in sys.path if path)])
     given = {
@@ -57,5 +57,5 @@ def environment(startup: Path, *, on_cpu: bool, cache_gib: float) -> dict[str, s
         given["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of GPU memory come pickled, from our own parent alone
     if on_cpu:
         # Without the first, the first request compiles C++ for 12 s, also where the model runs eagerly.
-        given |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(cache_gib)))}
+        given |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": str(cache_gib)}
     return given
