@@ -65,6 +65,8 @@ async def judge_caption(
 class CaptionJudge:
     """The term ``caption_judge``: asks the model ``model`` of the recipe's section ``judges``, and shows it the medium."""
 
+    caches_answers = True
+
     def __init__(
         self,
         model: str,

@@ -124,6 +124,8 @@ def questions_of(task: Task) -> list[CaptionQuestion]:
 class CaptionQA:
     """The term ``caption_qa``: asks the model ``model`` of the recipe's section ``judges``."""
 
+    caches_answers = True
+
     def __init__(
         self,
         model: str,

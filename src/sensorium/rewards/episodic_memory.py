@@ -69,6 +69,8 @@ class EpisodicMemory:
     as published with TaskMem.
     """
 
+    caches_answers = True
+
     def __init__(
         self,
         correctness: str,

@@ -38,6 +38,8 @@ Reply with one JSON object and nothing else, the numbers of all candidates from 
 class JudgeRanking:
     """Asks ``model`` to rank the last responses of a group by the criterion ``prompt``. ``media`` shows the question's."""
 
+    caches_answers = True
+
     def __init__(
         self,
         model: str,

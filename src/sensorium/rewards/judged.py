@@ -46,6 +46,8 @@ class Judge:
     With ``schema`` (a JSON schema, or a file of one) the judge answers by it, and ``score`` says which fields are paid.
     """
 
+    caches_answers = True
+
     def __init__(
         self,
         model: str,

@@ -16,7 +16,8 @@ class RewardTerm(Protocol):
     term is taken for slow. One with ``needs_answer = True`` cannot judge a task without an answer.
 
     A judgement is made once for equal content (``rewards/judgements.py``): ``version`` tells a term that has changed from
-    what it was, and ``deterministic = False`` says that equal content may be judged differently.
+    what it was, and ``deterministic = False`` says that equal content may be judged differently. ``caches_answers = True``:
+    it asks judges, whose answers are cached by content; it is asked about every episode, so that each has its transcript.
     A constructor with a keyword-only parameter ``context`` is given a RewardContext.
     """
 

@@ -172,9 +172,8 @@ class Scorer:
 
     async def _kept(self, term: Term, task: Task, episodes: Sequence[Episode]) -> list[Scores]:
         """What a slow term says: from the cache, from an equal call that runs at this moment, or by asking it."""
-        keys = judgement_keys(
-            self._identities.get(term.name, term.name), task, episodes, deterministic=getattr(term, "deterministic", True)
-        )
+        by_content = getattr(term, "deterministic", True) and not getattr(term, "caches_answers", False)
+        keys = judgement_keys(self._identities.get(term.name, term.name), task, episodes, deterministic=by_content)
         known = keys.look_up(self.judgements)
         if known is not None:
             return known
