@@ -354,6 +354,20 @@ def test_ledger_and_cache_agree_after_a_resume(tmp_path: Path) -> None:
         assert len(server.asked) == 24
 
 
+def test_every_episode_has_its_transcript_and_equal_ones_cost_one_call(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    with (
+        judge_server(truthful) as server,
+        scorer_of([("judge", RATE)], section_of(server.url), tmp_path, ledger) as (scorer, client),
+    ):
+        assert [e.reward for e in scored(scorer, [group_of("g", "a cat", "a cat", "a cat")])] == [1.0] * 3
+        _held(client, server, 1)
+    ledger.close()
+    for i in range(3):
+        (kept,) = read_transcripts(tmp_path / "judge_transcripts.sqlite", f"g/{i}")
+        assert kept["answer"] == '{"score": 1.0}'
+
+
 def test_what_a_term_measures_beside_is_not_part_of_what_it_paid(tmp_path: Path) -> None:
     from sensorium.trainer.selection import Selection
     from sensorium.trainer.step_metrics import episode_metrics
