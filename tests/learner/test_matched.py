@@ -45,7 +45,7 @@ def play(policy: Policy, budget: int) -> Groups:
     shown = policy.chat.render([user(player.picture(84, 56), "What colour?")])
     text = policy.chat.render([user("How many are there of them? " * 4)])
     requests = [ask(f"a{i}", [shown], replace(sampling, max_new_tokens=budget - 3 * i), key=i) for i in range(3)]
-    requests += [ask(f"b{i}", [text], sampling, key=9 + i) for i in range(2)]
+    requests += [ask(f"b{i}", [text], replace(sampling, top_k=20 * i), key=9 + i) for i in range(2)]
     first = [response.segment for response in generate(engine, *requests)]
     more = policy.chat.extend([user(player.picture(28, 28), "and now?")], after=first[0])
     again = generate(engine, ask("a0", [shown, first[0], more], sampling, key=77))[0].segment

@@ -15,7 +15,7 @@ from sensorium.models.matched_ops import BLOCK, KeyStore, QueryTiles
 
 FEW_ROWS = 256  # up to here tiles are cut for reading the weights, above for arithmetic; both sum in the same order
 NARROW = 4096  # outputs of a weight; below, its tiles are narrow, so that all multiprocessors read
-# The fastest of nine on an H200, Qwen2.5-VL-3B's shapes; all nine, and rows in any number, gave the same bits.
+# Of ten that gave the same bits for any number of rows, by timings on an H200 that had other work (Qwen2.5-VL-3B's shapes).
 FEW = {"N": 64, "M": 64, "K": 64, "num_warps": 4, "num_stages": 4}
 FEW_NARROW = {"N": 64, "M": 16, "K": 128, "num_warps": 4, "num_stages": 4}
 MANY = {"N": 128, "M": 256, "K": 64, "num_warps": 8, "num_stages": 3}
