@@ -8,6 +8,7 @@ from importlib import import_module
 from inspect import signature
 
 from sensorium.media.store import MediaStore
+from sensorium.recipe.computing_checks import computing_notes
 from sensorium.recipe.names import build, resolve, table, wrong_options
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.task_sections import SourceSection
@@ -47,6 +48,7 @@ def look_at(recipe: Recipe, *, train: bool = True) -> Iterator[str]:
     engine = recipe.rollout.engine.name
     if engine in ENGINE_CHECKS:
         yield from import_module(ENGINE_CHECKS[engine]).look_at(recipe)
+    yield from computing_notes(recipe)
     terms = _build_terms(recipe)
     if train:
         sources: list[TaskSource] = []

@@ -1,0 +1,35 @@
+"""What of a recipe is computed the slower way, or cannot be computed as it asks: known before a model is loaded."""
+
+from collections.abc import Iterator
+
+from sensorium.recipe.schema import Recipe
+from sensorium.recipe.shape import read_shape
+from sensorium.vocabulary.errors import RecipeError
+
+
+def computing_notes(recipe: Recipe) -> Iterator[str]:
+    """Refuse what ``model.precision: matched`` has no way to compute; say what runs without a fast path."""
+    shape = read_shape(recipe.model.path, recipe.model.revision)
+    experts = shape is not None and "moe" in shape.family
+    if recipe.model.precision == "matched":
+        engine = recipe.rollout.engine.name
+        if experts:
+            raise RecipeError(
+                "model.precision is 'matched', and a mixture of experts computes a token together with others. Use "
+                "model.precision: fast."
+            )
+        if engine == "vllm":
+            raise RecipeError(
+                f"model.precision is 'matched', and engine '{engine}' does not compute as the learner does. Use "
+                "rollout.engine: native or process, or model.precision: fast."
+            )
+        if recipe.cluster.learners > 1:
+            raise RecipeError(
+                f"model.precision is 'matched', and cluster.learners is {recipe.cluster.learners}: a sharded learner runs "
+                "the stock layers. Use model.precision: fast."
+            )
+    if experts and recipe.model.device != "cpu":
+        yield (
+            "model: on a GPU, decode steps of a mixture of experts run without CUDA graphs, which is slower: its routing "
+            "is read on the host"
+        )

@@ -1,0 +1,42 @@
+"""The dry run refuses what matched precision cannot compute and says what has no fast path, without torch."""
+
+from typing import Any
+
+import pytest
+
+from sensorium.recipe.computing_checks import computing_notes
+from sensorium.recipe.schema import Recipe
+from sensorium.vocabulary.errors import RecipeError
+
+
+def recipe(family: str, device: str = "cuda", precision: str = "fast", **more: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "trial",
+            "steps": 1,
+            "model": {"path": f"tiny:{family}", "device": device, "precision": precision},
+            "tasks": {"train": [{"source": "shapes"}]},
+            "rewards": {"terms": [{"name": "exact"}]},
+        }
+        | more
+    )
+
+
+def test_experts_on_a_gpu_decode_without_graphs() -> None:
+    assert ["without CUDA graphs" in note for note in computing_notes(recipe("qwen3_vl_moe"))] == [True]
+    assert not list(computing_notes(recipe("qwen3_vl_moe", "cpu")))
+    assert not list(computing_notes(recipe("qwen3_vl")))
+
+
+REFUSED = {
+    "a mixture of experts": recipe("qwen3_vl_moe", precision="matched"),
+    "engine 'vllm'": recipe("qwen3_vl", precision="matched", rollout={"engine": "vllm", "schedule": "eager"}),
+    "cluster.learners is 2": recipe("qwen3_vl", precision="matched", cluster={"learners": 2}),
+}
+
+
+@pytest.mark.parametrize("cause", REFUSED)
+def test_what_matched_precision_cannot_compute_is_refused(cause: str) -> None:
+    with pytest.raises(RecipeError, match=cause):
+        list(computing_notes(REFUSED[cause]))
+    assert not list(computing_notes(recipe("qwen3_vl", precision="matched")))
