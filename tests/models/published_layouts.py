@@ -126,6 +126,9 @@ def omni_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def omni3_config(config: dict[str, Any]) -> dict[str, Any]:
     thinker = text_config(config)
+    vision = thinker["vision_config"]  # whose size vLLM asks for; transformers has it by its position embeddings
+    side = round(vision["num_position_embeddings"] ** 0.5) * vision["patch_size"]
+    thinker["vision_config"] = vision | {"image_size": side, "apply_vit_abs_pos_embed": True}
     return {
         "architectures": ["Qwen3OmniMoeForConditionalGeneration"], "model_type": "qwen3_omni_moe",
         "thinker_config": thinker, "enable_audio_output": True, "transformers_version": "4.57.0.dev0",
