@@ -147,6 +147,7 @@ def test_probes_tell_right_log_probs_from_wrong_ones(family: str, benches: Calla
         given_T, written_N = policy_logprobs(policy, probe, written)
         answer = {"tokens": written, "logprobs": written_N.tolist(), "scores": [None, *given_T.tolist()]}
         refuse_apart({probe.modality: difference(policy, probe, answer)}, 1e-6, "at start")
+        refuse_apart({probe.modality: difference(policy, probe, answer | {"scores": None})}, 1e-6, "at start")
         answer["logprobs"] = (written_N - 8).tolist()
         with pytest.raises(EngineLost, match=rf"{probe.modality} probe.*at start.*parity_bound"):
             refuse_apart({probe.modality: difference(policy, probe, answer)}, 1e-3, "at start")

@@ -127,12 +127,15 @@ def policy_logprobs(policy: Policy, probe: Probe, written: Sequence[int]) -> tup
 
 
 def difference(policy: Policy, probe: Probe, answer: dict[str, Any]) -> Difference:
-    """How far an answer of vLLM is from the policy, over tokens of text and tokens that it wrote."""
+    """How far an answer of vLLM is from the policy, over tokens that it wrote and, where it scored them, tokens of text."""
     given_T, written_N = policy_logprobs(policy, probe, answer["tokens"])
+    off_N = (torch.tensor(answer["logprobs"]) - written_N).abs()
+    if answer["scores"] is None:
+        return Difference(off_N.mean().item(), off_N.max().item())
     scores_T = torch.tensor([0.0 if score is None else score for score in answer["scores"][1:]])
     pads = {place - 1 for placed in probe.prompt.media for place in range(placed.start, placed.start + placed.length)}
     text = torch.tensor([i for i in range(len(given_T)) if i not in pads])
-    off_N = torch.cat([(scores_T - given_T)[text], torch.tensor(answer["logprobs"]) - written_N]).abs()
+    off_N = torch.cat([(scores_T - given_T)[text].abs(), off_N])
     return Difference(off_N.mean().item(), off_N.max().item())
 
 
