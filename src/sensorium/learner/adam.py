@@ -91,7 +91,7 @@ class ParameterState:
 
 def step_all(tensors: Sequence[ParameterState], rates: Sequence[Rates], scale: Tensor) -> None:
     """Update tensors by their gradients times ``scale``."""
-    plain: dict[tuple[Rates, int], list[ParameterState]] = {}
+    plain: dict[tuple[Rates, int, torch.device], list[ParameterState]] = {}
     for tensor, rate in zip(tensors, rates, strict=True):
         tensor.steps += 1
         if _fits_kernel(tensor):
@@ -99,11 +99,9 @@ def step_all(tensors: Sequence[ParameterState], rates: Sequence[Rates], scale: T
 
             step_halves(tensor, rate, scale)
         else:
-            plain.setdefault((rate, tensor.steps), []).append(tensor)
-    gradients = [_gradient(tensor) for several in plain.values() for tensor in several]
-    if gradients:
-        torch._foreach_mul_(gradients, scale)
-    for (rate, _), several in plain.items():
+            plain.setdefault((rate, tensor.steps, tensor.parameter.device), []).append(tensor)
+    for (rate, _, device), several in plain.items():  # offloaded tensors are in the machine's memory
+        torch._foreach_mul_([_gradient(tensor) for tensor in several], scale.to(device))
         whole = [tensor for tensor in several if _is_whole(tensor)]
         for together in ([whole] if whole else []) + [[tensor] for tensor in several if not _is_whole(tensor)]:
             _step(together, rate)

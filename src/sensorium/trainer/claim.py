@@ -76,7 +76,7 @@ def go_on(recipe: Recipe, directory: RunDirectory) -> list[str]:
         pass
     directory.summaries()
     then = load_recipe(directory.recipe)
-    return [*_schedule_notes(recipe, then), *_engine_notes(recipe, then)]
+    return [*_schedule_notes(recipe, then), *_engine_notes(recipe, then), *_cluster_notes(recipe, then)]
 
 
 def refuse_fewer_steps(recipe: Recipe, directory: RunDirectory, done: int) -> None:
@@ -137,6 +137,16 @@ def _engine_notes(recipe: Recipe, then: Recipe) -> Iterator[str]:
         yield (
             f"ATTENTION: steps so far were sampled by rollout.engine {_engine(before)}, the next ones by {_engine(now)}. "
             "What is batched together, and so the last bits of log-probs, may differ from the run that was never changed."
+        )
+
+
+def _cluster_notes(recipe: Recipe, then: Recipe) -> Iterator[str]:
+    """Another number of ranks sums in another order."""
+    now, before = recipe.cluster.learners, then.cluster.learners
+    if now != before:
+        yield (
+            f"ATTENTION: steps so far were trained by {before} learners, the next ones by {now} (cluster.learners). Sums "
+            "are taken in another order, so the last bits may differ from the run that was never changed."
         )
 
 

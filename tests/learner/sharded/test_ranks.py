@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sensorium.models.tiny import make_tiny
 from studies.fork_server import ForkServer
 
 from ...forked import forked_python
-from .scenarios import SCENARIOS, Outcome, compute
+from .scenarios import SCENARIOS, Outcome, compute, make_checkpoints
 
 
 def start_ranks(folder: Path, size: int, names: list[str]) -> list[subprocess.Popen]:
@@ -38,8 +37,7 @@ def outcome(folder: Path, size: int, rank: int, name: str) -> Outcome:
 def folder(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Path:
     """The results of two ranks, and the checkpoints they started from."""
     folder = tmp_path_factory.mktemp("ranks")
-    for family in sorted({scenario.family for scenario in SCENARIOS.values()}):
-        make_tiny(family, folder / family, initializer_range=0.15, vision_initializer_range=0.15)
+    make_checkpoints(folder)
     with forked_python(fork_server):
         for rank in start_ranks(folder, 2, list(SCENARIOS)):
             rank.wait()
@@ -50,7 +48,8 @@ def assert_equal(expected: Outcome, found: Outcome) -> None:
     assert found.metrics.keys() == expected.metrics.keys()
     for name, value in expected.metrics.items():
         # One process takes the norm of the gradients in float32, which is itself off by more than 1e-6.
-        bound = 1e-5 if name.endswith("grad_norm") else 1e-6
+        # The mean of exponentials of differences of log-probs, which here are up to 10, magnifies their rounding.
+        bound = 1e-5 if name.endswith(("grad_norm", "prob_error")) else 1e-6
         assert found.metrics[name] == pytest.approx(value, rel=bound, abs=1e-6), name
     assert len(found.gradients) == len(expected.gradients)
     for i, (one, other) in enumerate(zip(expected.gradients, found.gradients, strict=True)):
@@ -66,7 +65,16 @@ def relative_error(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor])
     return (gap / whole) ** 0.5
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+def test_in_bfloat16_two_ranks_differ_by_rounding_alone(folder: Path) -> None:
+    """Gradients are summed in float32, and the masters that they move are those of one process."""
+    alone = outcome(folder, 1, 0, "bfloat16")
+    found = outcome(folder, 2, 0, "bfloat16")
+    assert found.metrics["policy/entropy"] == pytest.approx(alone.metrics["policy/entropy"], rel=1e-2)
+    assert relative_error(alone.gradients[0], found.gradients[0]) <= 3e-2
+    assert {gradient.dtype for gradient in found.gradients[0].values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", [name for name, scenario in SCENARIOS.items() if scenario.dtype == "float32"])
 def test_two_ranks_compute_what_one_process_does(name: str, folder: Path) -> None:
     alone = compute(SCENARIOS[name], folder)
     found = [outcome(folder, 2, rank, name) for rank in range(2)]
