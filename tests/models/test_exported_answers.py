@@ -22,7 +22,7 @@ from .test_published_layout import CLASSES, exported
 READER = Path(__file__).with_name("export_reader.py")
 IN_VLLM = [
     "Qwen2.5-VL-3B", "Qwen3-VL-2B", "Qwen3-VL-30B-A3B", "InternVL3-8B-hf", "LLaVA-OneVision-7B", "Qwen2.5-Omni-7B",
-    "SmolVLM2-2.2B",
+    "SmolVLM2-2.2B", "Qwen3-Omni-30B-A3B",
 ]  # fmt: skip
 READERS = {
     "transformers 4": ("TRANSFORMERS_4_PYTHON", "transformers", list(LAYOUTS)),
