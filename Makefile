@@ -28,7 +28,7 @@ studies: .venv/tutorial
 	$(BIN)/python studies/algorithms.py
 	$(BIN)/python studies/environments.py
 	$(BIN)/python studies/memory.py
-	$(BIN)/python studies/captions.py
+	$(BIN)/python studies/captions.py image
 	$(BIN)/python studies/digits.py
 	$(BIN)/python studies/kills.py
 

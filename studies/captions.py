@@ -103,12 +103,15 @@ def study(kind: str, seed: int, readers: dict[str, str]) -> dict[str, Any]:
     """Train one captioner with one seed, and measure it before and after."""
     spent = cpu_minutes()
     before = load_recipe(f"tiny/caprl_{kind}").model.path
+    if before.startswith("runs/") and not Path(before).exists():
+        before = str(trained(f"tiny/caprl_{kind}_warm", "threads=1"))
     found: dict[str, Any] = {"seed": seed}
     with ExitStack() as services:
         urls = {name: services.enter_context(reward_service(reader, kind)) for name, reader in readers.items()}
         asks = {name: [f'rewards.terms.0.options.servers=["{url}"]', f"seed={seed}"] for name, url in urls.items()}
         own = asks["first"]
-        after = str(trained(f"tiny/caprl_{kind}", f"name=study_caprl_{kind}_{seed}", *own, *QUIET))
+        named = [f"name=study_caprl_{kind}_{seed}", f"model.path={before}"]
+        after = str(trained(f"tiny/caprl_{kind}", *named, *own, *QUIET))
         looks = {
             "before": (before, own),
             "after": (after, own),
@@ -140,7 +143,7 @@ def keep(kind: str, run: dict[str, Any], readers: dict[str, dict[str, float]]) -
         fcntl.flock(lock, fcntl.LOCK_EX)
         earlier = json.loads(place.read_text())["runs"] if place.exists() else []
         runs = sorted([run, *(one for one in earlier if one["seed"] != run["seed"])], key=lambda one: one["seed"])
-        least = {name: min(one["gains"][name] for one in runs) for name in run["gains"]}
+        least = {name: min(one["gains"][name] for one in runs if name in one["gains"]) for name in run["gains"]}
         result = {"command": f"python studies/captions.py {kind}", "least gains": least, "readers": readers, "runs": runs}
         place.write_text(json.dumps(result, indent=1) + "\n")
     return least

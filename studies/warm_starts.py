@@ -27,8 +27,7 @@ STAGES = {
     "sokoban": ("tiny/vagen_sokoban_warm", "tiny/vagen_sokoban_more"),
     "geometry": ("tiny/geo3k_multi_turn_warm",),
     "caption_pictures": ("tiny/caprl_image_warm",),
-    "caption_videos": ("tiny/caprl_video_warm",),
-    "caption_reader": ("tiny/caption_reader", "tiny/caption_reader_more"),
+    "caption_reader": ("tiny/caption_reader",),
 }
 
 
