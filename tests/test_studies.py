@@ -134,19 +134,6 @@ def test_two_hundred_kills_changed_nothing() -> None:
         assert len(recipe["phases"]) >= 5, "kills fell into many phases of a run"
 
 
-def test_memories_become_right_and_need_their_history() -> None:
-    found = result("memory")
-    before, after = found["before"], found["after"]
-    for row in (*before.values(), *after.values()):
-        assert row["clips"] >= 500
-    assert after["sampled"]["all"] >= before["sampled"]["all"] + 0.2
-    assert after["greedy"]["all"] >= before["greedy"]["all"] + 0.1
-    for how in ("greedy", "sampled"):
-        assert after[f"{how}, history blanked"]["later"] <= after[how]["later"] - 0.4
-        assert after[f"{how}, history blanked"]["later"] <= 0.35
-    assert found["prompts whose history is what the policy wrote"] > 500
-
-
 def test_a_seed_measured_in_more_variants_joins_the_others(tmp_path: Path) -> None:
     summary = {"accuracy": 0.5, "interval": [0.4, 0.6], "tasks": 500, "failed": 0, "missing": 0}
     place = tmp_path / "result.json"
