@@ -13,6 +13,7 @@ Invariant: weights are never loaded while a request runs, and nothing computed w
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -34,6 +35,7 @@ class Actor:
 
     def __init__(self, heard: Channel) -> None:
         self._heard = heard
+        self.temporary = ""
         self._engine: Any = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._adapters: dict[int, int] = {}  # open requests by the number of their adapter
@@ -72,6 +74,7 @@ class Actor:
         return plain_error(error)
 
     async def _start(self, told: Message) -> Message:
+        self.temporary = told["temporary"]
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -228,6 +231,8 @@ def main() -> None:
     closing = threading.Thread(target=actor.shut_down, daemon=True)
     closing.start()
     closing.join(SHUTDOWN_S)
+    if actor.temporary:  # a parent that was killed can no longer remove it
+        shutil.rmtree(actor.temporary, ignore_errors=True)
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)  # whatever vLLM left behind, and this process
     os._exit(0)

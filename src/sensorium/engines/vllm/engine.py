@@ -135,6 +135,7 @@ class VllmEngine:
             self._actor = ActorProcess(self._folder / "vllm.log", variables)
             told = {
                 "do": "start",
+                "temporary": str(self._folder),
                 "engine_args": arguments.engine_args,
                 "backend": arguments.backend,
                 "forbidden": list(policy.chat.forbidden_ids),
