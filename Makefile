@@ -13,7 +13,7 @@ test: .venv/dev
 	@$(MAKE) --no-print-directory -j 3 lint types suite
 
 # One more worker than cores: tests that wait for other processes leave theirs idle.
-suite: .venv/dev
+suite: .venv/compiled
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 lint: .venv/dev
@@ -38,8 +38,7 @@ docs: .venv/installed
 bench: .venv/bench
 	$(BIN)/python bench/w0.py
 
-PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
-INSTALL = $(PIP) -e
+INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e
 
 .venv/python:
 	@echo "installing into .venv (1.5 GB; one to five minutes)"
@@ -50,13 +49,14 @@ INSTALL = $(PIP) -e
 	$(INSTALL) .
 	touch $@
 
-# The second core compiles what every test worker would else compile for itself. It may fail: then they do.
-IMPORTED := torch._dynamo,torch.distributed.checkpoint,transformers.models.auto.modeling_auto
-IMPORTED := $(IMPORTED),transformers.models.qwen3_vl.modeling_qwen3_vl,transformers.models.qwen2_5_omni.modeling_qwen2_5_omni
 .venv/dev: pyproject.toml constraints.txt | .venv/python
-	$(PIP) torch torchvision transformers
-	$(BIN)/python -c 'import $(IMPORTED)' > .venv/compiled.log 2>&1 & $(INSTALL) '.[dev]'; installed=$$?; wait; exit $$installed
+	$(INSTALL) '.[dev]'
 	touch .venv/installed $@
+
+# What every test worker imports is compiled by one process, while another core checks types.
+.venv/compiled: .venv/dev
+	$(BIN)/python -m tests.compiled
+	touch $@
 
 .venv/tutorial: .venv/installed
 	$(INSTALL) '.[tutorial]'

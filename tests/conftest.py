@@ -84,5 +84,5 @@ def pytest_collection_finish() -> None:
 if find_spec("hypothesis") is not None:
     from hypothesis import settings
 
-    settings.register_profile("sensorium", deadline=None, max_examples=25)
+    settings.register_profile("sensorium", deadline=None, max_examples=16)
     settings.load_profile("sensorium")

@@ -40,7 +40,7 @@ async def step(trainer: Trainer, number: int) -> None:
         await trainer.advance()
         return
     collected = await trainer.collector.collect(number, lambda *phase: nullcontext())
-    trainer._look_ahead()
+    trainer._look_ahead(number)
     trainer._record(number, collected, [])
     trainer.step = number
     trainer.metrics.append(number, collected.metrics | trainer.meter.row())

@@ -10,7 +10,7 @@ from tests.rewards.conftest import MakeEpisode, episode_of  # noqa: F401
 
 def test_the_latest_memories_of_each_video() -> None:
     state = {"history": [[1, "a", [[0, "new"]]], [0, "a", [[0, "old"], [1, "old"]]], [0, "b", [[0, None], [1, "x"]]]]}
-    assert latest_history(state) == {"a": {0: "new"}, "b": {1: "x"}}
+    assert latest_history(state) == {"a": {0: "new", 1: "old"}, "b": {1: "x"}}
 
 
 def test_the_log_of_a_step_has_every_part(episode_of: MakeEpisode) -> None:  # noqa: F811

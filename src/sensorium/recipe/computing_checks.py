@@ -3,13 +3,16 @@
 from collections.abc import Iterator
 
 from sensorium.recipe.schema import Recipe
-from sensorium.recipe.shape import read_shape
+from sensorium.recipe.shape import IncompleteConfig, read_shape
 from sensorium.vocabulary.errors import RecipeError
 
 
 def computing_notes(recipe: Recipe) -> Iterator[str]:
     """Refuse what ``model.precision: matched`` has no way to compute; say what runs without a fast path."""
-    shape = read_shape(recipe.model.path, recipe.model.revision)
+    try:
+        shape = read_shape(recipe.model.path, recipe.model.revision)
+    except IncompleteConfig:  # sizes are left to defaults: then the load tells
+        shape = None
     experts = shape is not None and "moe" in shape.family
     if recipe.model.precision == "matched":
         engine = recipe.rollout.engine.name
