@@ -12,9 +12,9 @@ demo: .venv/installed
 test: .venv/dev
 	@$(MAKE) --no-print-directory -j 3 lint types suite
 
-# One more worker than cores: tests that wait for other processes leave theirs idle.
+# More workers than cores: tests that wait for other processes leave theirs idle.
 suite: .venv/compiled
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 lint: .venv/dev
 	$(BIN)/ruff check src tests examples bench studies
