@@ -14,7 +14,7 @@ test: .venv/dev
 
 # More workers than cores: tests that wait for other processes leave theirs idle.
 suite: .venv/compiled
-	$(BIN)/python -m pytest -n 4 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 lint: .venv/dev
 	$(BIN)/ruff check src tests examples bench studies
