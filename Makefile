@@ -13,7 +13,7 @@ test: .venv/dev
 	@$(MAKE) --no-print-directory -j 3 lint types suite
 
 # More workers than cores: tests that wait for other processes leave theirs idle.
-suite: .venv/compiled
+suite: .venv/dev
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 lint: .venv/dev
@@ -49,13 +49,9 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c
 	$(INSTALL) .
 	touch $@
 
-.venv/dev: pyproject.toml constraints.txt | .venv/python
-	$(INSTALL) '.[dev]'
-	touch .venv/installed $@
-
-# What every test worker imports is compiled by one process, while another core checks types.
-.venv/compiled: .venv/dev
-	$(BIN)/python -m tests.compiled
+# What every test worker imports is compiled by one process, on the core that pip leaves idle.
+.venv/dev: .venv/installed
+	$(BIN)/python -m tests.compiled & $(INSTALL) '.[dev]'; installed=$$?; wait; exit $$installed
 	touch $@
 
 .venv/tutorial: .venv/installed
