@@ -5,6 +5,7 @@ A loaded machine is not a failure, so nothing here measures wall time.
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,6 +69,12 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
     from . import tiny_models
 
     tiny_models.keep()
+
+
+def pytest_runtest_setup() -> None:
+    """No test depends on what another computed: a bfloat16 product can make torch leave oneDNN for the whole process."""
+    if torch := sys.modules.get("torch"):
+        torch.backends.mkldnn.enabled = True
 
 
 def pytest_collection_finish() -> None:

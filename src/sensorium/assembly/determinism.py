@@ -23,6 +23,21 @@ def settle(recipe: Recipe) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    _settle_products(recipe.model.dtype)
+
+
+def _settle_products(dtype: str) -> None:
+    """Decide who computes products on the CPU, whatever this process computed before.
+
+    torch asks oneDNN until a bfloat16 product fails on a CPU without such instructions, and BLAS from then on, in float32
+    too, which moves last bits. So a run begins with oneDNN, and one in bfloat16 lets that happen before anything counts.
+    """
+    torch.backends.mkldnn.enabled = True  # type: ignore[assignment]
+    if dtype == "bfloat16":
+        ones = torch.ones(32, 32, dtype=torch.bfloat16)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.nn.functional.linear(ones[None], ones)
 
 
 def surroundings() -> dict[str, str]:

@@ -1,0 +1,31 @@
+"""A run begins with the same arithmetic, whatever its process computed before."""
+
+import torch
+
+from sensorium.assembly.determinism import settle
+from sensorium.recipe.load import load_recipe
+
+
+def product(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    numbers = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return torch.nn.functional.linear(numbers[None], numbers)
+
+
+def test_a_bfloat16_product_before_a_run_does_not_change_its_numbers() -> None:
+    recipe = load_recipe("shapes", ["threads=1"])
+    settle(recipe)
+    before = product()
+    product(torch.bfloat16)
+    torch.backends.mkldnn.enabled = False  # as torch does there, on a CPU without bfloat16
+    settle(recipe)
+    assert torch.backends.mkldnn.enabled
+    assert torch.equal(product(), before)
+
+
+def test_a_run_in_bfloat16_computes_the_same_from_its_first_product_on() -> None:
+    settle(load_recipe("shapes", ["threads=1", "model.dtype=bfloat16"]))
+    decided = torch.backends.mkldnn.enabled
+    before = product()
+    product(torch.bfloat16)
+    assert torch.backends.mkldnn.enabled == decided
+    assert torch.equal(product(), before)
