@@ -13,12 +13,12 @@ test: .venv/dev
 	@$(MAKE) --no-print-directory -j 3 lint types suite
 
 # More workers than cores: tests that wait for other processes leave theirs idle.
-suite: .venv/dev
+suite: .venv/compiled
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 lint: .venv/dev
-	$(BIN)/ruff check src tests examples bench studies
-	$(BIN)/ruff format --check src tests examples bench studies
+	$(BIN)/ruff check src tests examples bench studies tools
+	$(BIN)/ruff format --check src tests examples bench studies tools
 
 types: .venv/dev
 	$(BIN)/mypy
@@ -38,10 +38,10 @@ docs: .venv/installed
 bench: .venv/bench
 	$(BIN)/python bench/w0.py
 
-INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e
+INSTALL = $(BIN)/python tools/install.py
 
 .venv/python:
-	@echo "installing into .venv (1.5 GB; one to five minutes)"
+	@echo "installing into .venv (1.5 GB; up to five minutes)"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	touch $@
 
@@ -49,9 +49,13 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c
 	$(INSTALL) .
 	touch $@
 
-# What every test worker imports is compiled by one process, on the core that pip leaves idle.
-.venv/dev: .venv/installed
-	$(BIN)/python -m tests.compiled & $(INSTALL) '.[dev]'; installed=$$?; wait; exit $$installed
+.venv/dev: pyproject.toml constraints.txt | .venv/python
+	$(INSTALL) '.[dev]'
+	touch .venv/installed $@
+
+# What every test worker imports is compiled once, while types are checked on the other core.
+.venv/compiled: .venv/dev
+	$(BIN)/python -m tests.compiled
 	touch $@
 
 .venv/tutorial: .venv/installed

@@ -1,9 +1,5 @@
-"""Import what test workers import, so that Python compiles it once, and not each of them: ``python -m tests.compiled``.
+"""Import what test workers import, so that Python compiles it once, and not each of them: ``python -m tests.compiled``."""
 
-Runs while packages are still being installed; what is not there yet is left to the workers.
-"""
-
-from contextlib import suppress
 from importlib import import_module
 
 from studies.fork_server import PRELOADED
@@ -14,5 +10,4 @@ TESTED = ("sensorium.cli.main", "sensorium.models.tiny", "sensorium.services", "
 
 if __name__ == "__main__":
     for module in (*PRELOADED, *TESTED):
-        with suppress(ImportError):
-            import_module(module)
+        import_module(module)

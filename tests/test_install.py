@@ -1,0 +1,24 @@
+"""Set-up: uv looks for packages where pip is told to look."""
+
+from tools.install import settings_for_uv
+
+
+def test_uv_is_told_what_pip_is_told_and_the_environment_is_stronger_than_a_file() -> None:
+    listed = """:env:.find-links='/wheels /more'
+:env:.disable-pip-version-check='1'
+global.find-links='/other'
+global.extra-index-url='file:///a/simple file:///b/simple'
+install.index-url='https://mirror.example/simple'
+global.index-url='https://elsewhere.example/simple'
+list.format='json'
+"""
+    assert settings_for_uv(listed) == {
+        "UV_FIND_LINKS": "/wheels,/more",
+        "UV_INDEX": "file:///a/simple file:///b/simple",
+        "UV_DEFAULT_INDEX": "https://mirror.example/simple",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+    }
+
+
+def test_a_setting_that_uv_does_not_have_leaves_the_installing_to_pip() -> None:
+    assert settings_for_uv("global.client-cert='/key.pem'\n") is None
