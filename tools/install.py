@@ -12,7 +12,7 @@ from ast import literal_eval
 from pathlib import Path
 
 ENVIRONMENT = Path(".venv")
-PIP = (str(ENVIRONMENT / "bin/python"), "-m", "pip", "--disable-pip-version-check", "--quiet")
+PIP = (str(ENVIRONMENT / "bin/python"), "-m", "pip", "--disable-pip-version-check")
 UV = ENVIRONMENT / "bin/uv"
 NAMES = {
     "index-url": "UV_DEFAULT_INDEX",
@@ -56,7 +56,10 @@ def with_uv(what: str) -> bool:
     settings = settings_for_uv(listed.stdout)
     if listed.returncode or settings is None:
         return False
-    if not UV.exists() and subprocess.run([*PIP, "install", "uv"], stderr=subprocess.DEVNULL, check=False).returncode:
+    if (
+        not UV.exists()
+        and subprocess.run([*PIP, "install", "--quiet", "uv"], stderr=subprocess.DEVNULL, check=False).returncode
+    ):
         return False
     cache = ENVIRONMENT / "uv_cache"  # beside what is installed: files are linked, not copied
     command = [UV, "pip", "install", "--quiet", "--python", ENVIRONMENT / "bin/python", "-c", "constraints.txt", "-e", what]
@@ -72,6 +75,6 @@ if __name__ == "__main__":
         print("uv cannot install it here; pip does, which takes a minute longer", flush=True)
         sys.exit(
             subprocess.run(
-                [*PIP, "install", "--no-compile", "-c", "constraints.txt", "-e", sys.argv[1]], check=False
+                [*PIP, "install", "--quiet", "--no-compile", "-c", "constraints.txt", "-e", sys.argv[1]], check=False
             ).returncode
         )
