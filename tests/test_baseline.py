@@ -54,7 +54,7 @@ MEASURED_ANEW = ("time/", "throughput/", "memory/", "media/", "health/", "latenc
 
 def machine() -> str:
     """What must be equal for two machines to round alike."""
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} torch {torch.__version__.split('+')[0]}"
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} torch {torch.__version__}"
 
 
 def digest(value: Any) -> str:

@@ -1,6 +1,8 @@
 """Set-up: uv looks for packages where pip is told to look."""
 
-from tools.install import settings_for_uv
+import pytest
+
+from tools.install import settings_for_uv, settings_of_pip
 
 
 def test_uv_is_told_what_pip_is_told_and_the_environment_is_stronger_than_a_file() -> None:
@@ -22,3 +24,11 @@ list.format='json'
 
 def test_a_setting_that_uv_does_not_have_leaves_the_installing_to_pip() -> None:
     assert settings_for_uv("global.client-cert='/key.pem'\n") is None
+
+
+def test_what_pip_is_told_is_read_from_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", "/somewhere")
+    listed = settings_of_pip()
+    assert ":env:.find-links='/somewhere'" in listed
+    settings = settings_for_uv(listed)
+    assert settings is None or settings["UV_FIND_LINKS"] == "/somewhere"

@@ -1,4 +1,4 @@
-"""Install this project and its extras into .venv: ``python tools/install.py '.[dev]'``.
+"""Install this project and its extras into this environment: ``.venv/bin/python tools/install.py '.[dev]'``.
 
 uv takes a fraction of pip's time. It looks for packages where pip is told to look; where it is missing, fails, or would
 have to leave out one of pip's settings, pip installs.
@@ -11,8 +11,8 @@ import sys
 from ast import literal_eval
 from pathlib import Path
 
-ENVIRONMENT = Path(".venv")
-PIP = (str(ENVIRONMENT / "bin/python"), "-m", "pip", "--disable-pip-version-check")
+ENVIRONMENT = Path(sys.prefix)
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 UV = ENVIRONMENT / "bin/uv"
 NAMES = {
     "index-url": "UV_DEFAULT_INDEX",
@@ -29,10 +29,15 @@ NOT_NEEDED = {"disable-pip-version-check", "no-cache-dir", "cache-dir", "quiet",
               "root-user-action", "no-input", "no-color", "no-compile", "prefer-binary"}  # fmt: skip
 
 
-def settings_for_uv(listed: str) -> dict[str, str] | None:
-    """What ``pip config list`` says, as uv's variables; None where uv has no such setting.
+def settings_of_pip() -> str:
+    """What pip's files and variables say."""
+    return subprocess.run([*PIP, "config", "list"], stdout=subprocess.PIPE, text=True, check=True).stdout
 
-    Lines are ``global.index-url='https://…'``, weakest first: global, then of the command, then of the environment.
+
+def settings_for_uv(listed: str) -> dict[str, str] | None:
+    """The settings of pip as uv's variables; None where uv has no such setting.
+
+    Lines are ``global.index-url='https://…'``; what the environment says is stronger than what files say.
     """
     lines = [line.partition("=") for line in listed.splitlines() if "=" in line]
     strength = {"global": 0, "install": 1, ":env:": 2}
@@ -52,29 +57,28 @@ def settings_for_uv(listed: str) -> dict[str, str] | None:
 
 def with_uv(what: str) -> bool:
     """Whether uv installed it."""
-    listed = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True, check=False)
-    settings = settings_for_uv(listed.stdout)
-    if listed.returncode or settings is None:
-        return False
-    if (
-        not UV.exists()
-        and subprocess.run([*PIP, "install", "--quiet", "uv"], stderr=subprocess.DEVNULL, check=False).returncode
-    ):
+    settings = settings_for_uv(settings_of_pip())
+    if settings is None or not (UV.exists() or _done([*PIP, "install", "--quiet", "uv"])):
         return False
     cache = ENVIRONMENT / "uv_cache"  # beside what is installed: files are linked, not copied
-    command = [UV, "pip", "install", "--quiet", "--python", ENVIRONMENT / "bin/python", "-c", "constraints.txt", "-e", what]
+    command = [str(UV), "pip", "install", "--quiet", "--python", sys.executable, "-c", "constraints.txt", "-e", what]
     try:
-        done = subprocess.run(command, env=settings | os.environ | {"UV_CACHE_DIR": str(cache)}, check=False)
-        return done.returncode == 0
+        return _done(command, settings | os.environ | {"UV_CACHE_DIR": str(cache)})
     finally:
         shutil.rmtree(cache, ignore_errors=True)
 
 
+def main(what: str) -> int:
+    """Install by uv, or else by pip."""
+    if with_uv(what):
+        return 0
+    print("uv cannot install it here; pip does, which takes a minute longer", flush=True)
+    return 0 if _done([*PIP, "install", "--quiet", "--no-compile", "-c", "constraints.txt", "-e", what]) else 1
+
+
+def _done(command: list[str], environment: dict[str, str] | None = None) -> bool:
+    return subprocess.run(command, env=environment, check=False).returncode == 0
+
+
 if __name__ == "__main__":
-    if not with_uv(sys.argv[1]):
-        print("uv cannot install it here; pip does, which takes a minute longer", flush=True)
-        sys.exit(
-            subprocess.run(
-                [*PIP, "install", "--quiet", "--no-compile", "-c", "constraints.txt", "-e", sys.argv[1]], check=False
-            ).returncode
-        )
+    sys.exit(main(sys.argv[1]))
