@@ -278,6 +278,25 @@ def test_why_a_score_is_missing_can_be_read_without_hovering(tmp_path: Path) -> 
     assert "judge missing</b>: the &lt;judge&gt; did not answer within 30 s</span>" in render_report(run)
 
 
+def test_where_nothing_is_right_or_wrong_the_reward_stands_and_only_missing_scores_are_not_judged(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=12)
+    (_, task, episode), *_ = read_episodes(run.episodes_of(12))
+    low, high, none = (
+        replace(episode, scores=(Score("caption_qa", value),)) for value in (0.25, 0.75, None)
+    )  # fmt: skip
+    kinds = [Comparison(task, *pair).kind for pair in ((low, high), (high, low), (low, low), (low, none))]
+    assert kinds == ["better paid", "worse paid", "equally paid", "not judged"]
+    write_episodes(run.episodes_of(12), 12, [Group("g", task, (low, high, none))])
+    for step, paid in ((0, low), (12, high)):
+        write_episodes(run.eval_episodes_of(step, "paid"), step, [Group("g", task, (paid,))])
+        for other in run.eval.glob("step_*_eval.jsonl"):
+            other.unlink()
+    page = Page(render_report(run)).text
+    assert "better paid 1" in page
+    assert page.count("reward 0.75") == page.count("reward 0.25") == 2
+    assert page.count("not judged") == 1
+
+
 def test_first_and_last_steps_of_a_short_run_do_not_overlap(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     told = {}

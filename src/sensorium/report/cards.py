@@ -72,9 +72,10 @@ def _attempt(episode: Episode, album: Album, times: int = 1, credit: EpisodeCred
         said = _response(episode.turns[0], credit) if episode.turns else f"<pre>{_marked('')}</pre>"
     fate = untrained(credit.fate) if credit is not None and credit.fate != TRAINED else ""
     many = f'<span class="times" title="{times} attempts said this">×{times}</span>' if times > 1 else ""
-    total = "no total" if episode.reward is None else f"{episode.reward:.2f}"
-    paid = f'<span class="total">paid <b>{total}</b></span>' if episode.scores else ""
-    verdict = f'<div class="verdict"><span>{_verdict(episode)}</span>{many}{paid}</div>'
+    amount = "no total" if episode.reward is None else f"{episode.reward:.2f}"
+    told = episode.correct is None and episode.reward is not None  # the verdict tells it
+    total = f'<span class="total">paid <b>{amount}</b></span>' if episode.scores and not told else ""
+    verdict = f'<div class="verdict"><span>{_verdict(episode)}</span>{many}{total}</div>'
     judges = _judges(episode, album)
     return f'<div class="attempt {_class(episode)}">{verdict}{said}{fate}{_pay(episode)}{judges}</div>'
 
@@ -141,7 +142,9 @@ def _class(episode: Episode) -> str:
 
 
 def _verdict(episode: Episode) -> str:
-    word = {True: "✓ right", False: "✗ wrong", None: "not judged"}[episode.correct]
+    """Right or wrong where a term knows; else the reward; "not judged" where scores are missing."""
+    unknown = "not judged" if episode.reward is None else f"reward {episode.reward:.2f}"
+    word = {True: "✓ right", False: "✗ wrong", None: unknown}[episode.correct]
     if episode.status != Status.FINISHED:
         why = f": {episode.failure}" if episode.failure else ""
         return f"{word} · {escape(episode.status.value + _clip(why, 200))}"

@@ -12,7 +12,9 @@ from sensorium.record.run_directory import RunDirectory, step_of
 from sensorium.vocabulary.episode import Episode, Group
 from sensorium.vocabulary.task import Task
 
-Kind = Literal["learned", "kept", "still wrong", "lost", "not judged"]
+Kind = Literal[
+    "learned", "kept", "still wrong", "lost", "better paid", "equally paid", "worse paid", "not judged"
+]  # fmt: skip
 KINDS: dict[tuple[bool, bool], Kind] = {
     (False, True): "learned",
     (True, True): "kept",
@@ -33,10 +35,13 @@ class Comparison:
 
     @property
     def kind(self) -> Kind:
-        """What training did to it."""
-        if self.before.correct is None or self.after.correct is None:
+        """What training did to it: by right and wrong where a term knows, else by what was paid."""
+        if self.before.correct is not None and self.after.correct is not None:
+            return KINDS[self.before.correct, self.after.correct]
+        before, after = self.before.reward, self.after.reward
+        if before is None or after is None:
             return "not judged"
-        return KINDS[self.before.correct, self.after.correct]
+        return "better paid" if after > before else "worse paid" if after < before else "equally paid"
 
 
 @dataclass(frozen=True)
@@ -78,10 +83,13 @@ def compare_evaluations(directory: RunDirectory, limit: int, warm: int = 0) -> C
 
 
 def choose(pairs: Sequence[Comparison], limit: int) -> list[Comparison]:
-    """Half learned, a quarter not right at the end, a quarter known before; of each, one category after the other."""
-    learned = _by_turns([pair for pair in pairs if pair.kind == "learned"])
-    wrong = _by_turns([pair for pair in pairs if pair.kind in ("still wrong", "lost")])
-    rest = _by_turns([pair for pair in pairs if pair.kind in ("kept", "not judged")])
+    """Half learned, a quarter not right at the end, a quarter known before; of each, one category after the other.
+
+    Where nothing is right or wrong: half better paid than before, a quarter worse, a quarter the same.
+    """
+    learned = _by_turns([pair for pair in pairs if pair.kind in ("learned", "better paid")])
+    wrong = _by_turns([pair for pair in pairs if pair.kind in ("still wrong", "lost", "worse paid")])
+    rest = _by_turns([pair for pair in pairs if pair.kind in ("kept", "equally paid", "not judged")])
     quarter = max(1, limit // 4)
     chosen = [*learned[: limit - 2 * quarter], *wrong[:quarter], *rest[:quarter]]
     for pair in (*learned, *rest, *wrong):

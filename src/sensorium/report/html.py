@@ -7,7 +7,7 @@ its size is bounded.
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from sensorium import __version__
 from sensorium.media.decoder import Decoder, open_decoder
@@ -154,9 +154,8 @@ def _compared(directory: RunDirectory, album: Album, limit: int, warm: int) -> s
 
 def _tally(found: Comparisons, warm: int) -> str:
     """All compared questions as one bar, so that the examples can be weighed."""
-    order: tuple[Kind, ...] = ("learned", "kept", "still wrong", "lost", "not judged")
     total = sum(found.counts.values()) or 1
-    kinds = [(kind, count) for kind in order if (count := found.counts.get(kind, 0))]
+    kinds = [(kind, count) for kind in get_args(Kind) if (count := found.counts.get(kind, 0))]
     bar = "".join(f'<i class="{kind.split()[0]}" style="flex-grow:{count}"></i>' for kind, count in kinds)
     keys = "".join(f'<span class="{kind.split()[0]}"><i></i>{kind} <b>{count}</b></span>' for kind, count in kinds)
     first = f"at step {found.first}{', where RL began,' if warm and found.first == warm else ''}"
