@@ -1,6 +1,5 @@
 """The kernels of a decode step give what plain torch gives. Where there is no GPU they run in Triton's interpreter."""
 
-import os
 from importlib.util import find_spec
 
 import pytest
@@ -26,8 +25,6 @@ DTYPES = [torch.float32, torch.bfloat16] if DEVICE.type == "cuda" else [torch.fl
 @pytest.fixture(scope="module")
 def kernels() -> TorchOps:
     """The operations as kernels."""
-    if DEVICE.type == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are first imported
     from sensorium.engines.native.decode_kernels import TritonOps
 
     return TritonOps()

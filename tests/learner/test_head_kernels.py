@@ -1,6 +1,5 @@
 """The head's kernels give the log-probs, entropies and gradients of the plain head. Without a GPU: in the interpreter."""
 
-import os
 from importlib.util import find_spec
 
 import pytest
@@ -16,8 +15,6 @@ if DEVICE == "cuda":
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_values_and_gradients(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are first imported
     from sensorium.learner import head_kernels
 
     monkeypatch.setattr(head_kernels, "ROWS", 2)

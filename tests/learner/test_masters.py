@@ -1,6 +1,5 @@
 """A bfloat16 weight and 16 bits beside it are a float32 master, and move as one bit for bit."""
 
-import os
 import struct
 from importlib.util import find_spec
 
@@ -95,8 +94,6 @@ def test_moments_in_bfloat16_decay_and_lead_to_nearly_the_same_weights() -> None
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 def test_the_kernel_does_what_plain_torch_does(moments: torch.dtype) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are first imported
     from sensorium.learner.adam_kernels import step_halves
 
     generator = torch.Generator().manual_seed(0)

@@ -116,10 +116,8 @@ def test_the_trial_finds_what_is_wrong() -> None:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize(("heads", "size"), [(16, 128), (3, 24)])
-def test_the_merge_kernel(heads: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_merge_kernel(heads: int, size: int) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
     generator = torch.Generator().manual_seed(0)
     out, more = torch.randn(2, 5, heads, size, generator=generator)
     lse, more_lse = torch.randn(heads, 9, generator=generator) * 4, torch.randn(heads, 5, generator=generator) * 4

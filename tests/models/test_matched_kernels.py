@@ -1,6 +1,5 @@
 """The kernels of matched precision give what plain torch gives, and the same bits for a row in any company."""
 
-import os
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,8 +18,6 @@ ERRORS = {torch.float32: 2e-6, torch.bfloat16: 0.01}
 
 @pytest.fixture(scope="module")
 def kernels() -> Any:
-    if DEVICE.type == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are first imported
     from sensorium.models import matched_kernels
 
     return matched_kernels
@@ -40,7 +37,8 @@ def test_products_in_tiles_are_products(kernels: Any, inner: int, dtype: torch.d
         found = kernels.product(x, weight, bias, few=few)
         assert float((found - right).abs().max() / right.abs().max()) < 2e-6
     assert torch.equal(kernels.product(x[9:12], weight), kernels.product(x, weight)[9:12])
-    assert torch.equal(kernels.product(x, weight, bias, torch.bfloat16, True), found.bfloat16())
+    if torch.bfloat16 in DTYPES:
+        assert torch.equal(kernels.product(x, weight, bias, torch.bfloat16, True), found.bfloat16())
 
 
 @pytest.mark.gpu

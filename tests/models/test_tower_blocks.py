@@ -1,6 +1,5 @@
 """Blocks of the vision towers give with kernels what they give without. Without a GPU: in Triton's interpreter."""
 
-import os
 from copy import deepcopy
 from importlib.util import find_spec
 from itertools import pairwise
@@ -35,7 +34,6 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, lon
 @pytest.fixture
 def blocks_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     if DEVICE == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are first imported
         monkeypatch.setattr(tower_blocks, "segment_attention", plain_attention)
 
     def make(family: str) -> Policy:
