@@ -24,8 +24,8 @@ from sensorium.algorithms import (
     turn_wise_gae,
 )
 from sensorium.algorithms.episodes import Episodes
+from sensorium.recipe.algorithm_sections import LossSection
 from sensorium.recipe.names import resolve
-from sensorium.recipe.schema import LossSection
 from sensorium.recipe.traits import ESTIMATORS, LOSSES
 from sensorium.vocabulary.score import LARGEST
 from tests.algorithms.batches import Batch, of_rewards

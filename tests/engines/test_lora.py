@@ -13,7 +13,8 @@ from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
-from sensorium.recipe.schema import AlgorithmSection, BatchSection, LoraSection, LossSection, OptimizerSection
+from sensorium.recipe.algorithm_sections import AlgorithmSection, LossSection, OptimizerSection
+from sensorium.recipe.schema import BatchSection, LoraSection
 from sensorium.vocabulary import Episode, Status, Thread, Turn, user
 from sensorium.vocabulary.episode import Segment
 

@@ -11,14 +11,14 @@ from sensorium.algorithms.tokens import TokenLoss, Tokens
 from sensorium.learner.update import corrections
 from sensorium.models.policy import Policy
 from sensorium.models.reference import FrozenCopy
-from sensorium.recipe.schema import (
+from sensorium.recipe.algorithm_sections import (
     AlgorithmSection,
-    BatchSection,
     CorrectionSection,
     KLSection,
     LossSection,
     OptimizerSection,
 )
+from sensorium.recipe.schema import BatchSection
 from sensorium.recipe.traits import LOSSES
 
 from .played import Groups, Player, make_learner, open_policy

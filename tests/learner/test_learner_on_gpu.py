@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from sensorium.learner.learner import CreditedEpisode
-from sensorium.recipe.schema import BatchSection, OptimizerSection
+from sensorium.recipe.algorithm_sections import OptimizerSection
+from sensorium.recipe.schema import BatchSection
 
 from .played import Player, distribution, make_learner, open_policy, stock_model, stock_rows
 

@@ -8,7 +8,7 @@ import torch
 
 from sensorium.learner.masters import split
 from sensorium.learner.optimizer import rate_share
-from sensorium.recipe.schema import AlgorithmSection, KLSection, LossSection, OptimizerSection
+from sensorium.recipe.algorithm_sections import AlgorithmSection, KLSection, LossSection, OptimizerSection
 from sensorium.vocabulary.errors import CheckpointError, RecipeError
 
 from .played import Player, make_learner, open_policy

@@ -11,7 +11,8 @@ from sensorium.learner.learner import CreditedEpisode
 from sensorium.learner.update import Objective
 from sensorium.models.policy import Policy
 from sensorium.models.reference import FrozenCopy
-from sensorium.recipe.schema import AlgorithmSection, BatchSection, KLSection, LossSection, OptimizerSection
+from sensorium.recipe.algorithm_sections import AlgorithmSection, KLSection, LossSection, OptimizerSection
+from sensorium.recipe.schema import BatchSection
 from sensorium.vocabulary.errors import ModelError, NonFiniteUpdate
 
 from .played import Groups, Player, make_learner, open_policy

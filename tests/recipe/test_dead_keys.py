@@ -11,15 +11,22 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, get_args
 
 import sensorium
-from sensorium.recipe import schema
 from sensorium.recipe.names import resolve, table
+from sensorium.recipe.schema import Recipe
+from sensorium.recipe.section import Section
 
 PACKAGE = Path(sensorium.__file__).parent
-SCHEMA = PACKAGE / "recipe" / "schema.py"
+RECIPE = PACKAGE / "recipe"
+SECTIONS = ("schema.py", "algorithm_sections.py", "task_sections.py", "judge_section.py")
 COMPLAINT = re.compile(r'^(.*?):\d+: error: (?:Item )?"(\w+)".* has no attribute "(\w+)"')
-STAND_IN = """
+STAND_IN = """from typing import Any, Self
+
+named: Any = None
+
+
 class Section:
     def __init__(self, **values: Any) -> None: ...
     def model_dump(self, **options: Any) -> dict[str, Any]: ...
@@ -41,8 +48,10 @@ def leaf_keys(source: str) -> set[Key]:
 
 
 def without_leaves(source: str) -> str:
-    """The schema with sections only."""
-    lines = ["from pathlib import Path", "from typing import Any, Literal, Self", STAND_IN]
+    """A file of the schema with sections only."""
+    parts = ast.parse(source).body
+    ours = [part for part in parts if isinstance(part, ast.ImportFrom) and str(part.module).startswith("sensorium.")]
+    lines = ["from pathlib import Path", "from typing import Any, Literal, Self", *map(ast.unparse, ours)]
     for section in _sections(source):
         kept = [f"{key}: {kind}" for name, key, kind in _fields(source) if name == section.name and "Section" in kind]
         methods = [ast.unparse(part) for part in section.body if isinstance(part, ast.FunctionDef)]
@@ -51,10 +60,13 @@ def without_leaves(source: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def dead_keys(source: str, folder: Path) -> set[Key]:
+def dead_keys(sources: dict[str, str], folder: Path) -> set[Key]:
     """The keys of a schema that nothing outside the recipe package reads."""
-    stripped = folder / "schema.py"
-    stripped.write_text(without_leaves(source))
+    stripped = {name: without_leaves(source) for name, source in sources.items()} | {"section.py": STAND_IN}
+    shadows = []
+    for name, text in stripped.items():
+        (folder / name).write_text(text)
+        shadows += ["--shadow-file", str(RECIPE / name), str(folder / name)]
     files = [str(path) for path in sorted(PACKAGE.rglob("*.py"))]
     options = [
         "--config-file=",
@@ -63,7 +75,7 @@ def dead_keys(source: str, folder: Path) -> set[Key]:
         "--check-untyped-defs",
         "--no-error-summary",
     ]
-    options += [f"--cache-dir={folder / 'cache'}", "--shadow-file", str(SCHEMA), str(stripped)]
+    options += [f"--cache-dir={folder / 'cache'}", *shadows]
     command = [sys.executable, "-m", "mypy", *options, *files]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=PACKAGE.parent)
     assert done.returncode in (0, 1), done.stdout[-2000:] + done.stderr
@@ -71,7 +83,7 @@ def dead_keys(source: str, folder: Path) -> set[Key]:
     for line in done.stdout.splitlines():
         if (found := COMPLAINT.match(line)) and _acts(Path(found.group(1))):
             reads.add((found.group(2), found.group(3)))
-    return leaf_keys(source) - reads - passed_by_name()
+    return set.union(*map(leaf_keys, sources.values())) - reads - passed_by_name()
 
 
 def passed_by_name() -> set[Key]:
@@ -85,24 +97,35 @@ def passed_by_name() -> set[Key]:
 
 
 def test_every_key_is_read_and_a_planted_one_is_found(tmp_path: Path) -> None:
-    planted = SCHEMA.read_text().replace("    group_size: int", "    planted: int = 3\n    group_size: int")
+    planted = sources()
+    planted["schema.py"] = planted["schema.py"].replace("    group_size: int", "    planted: int = 3\n    group_size: int")
     assert dead_keys(planted, tmp_path) == {("BatchSection", "planted")}
 
 
 def test_the_leaves_of_the_schema_are_those_of_the_recipe() -> None:
-    fields = {(name, key) for name, section in _models().items() for key in section.model_fields}
-    assert leaf_keys(SCHEMA.read_text()) < fields
-    sections = {key for _, key in fields - leaf_keys(SCHEMA.read_text())}
+    leaves = set.union(*map(leaf_keys, sources().values()))
+    fields = {(name, key) for name, section in _reached(Recipe).items() for key in section.model_fields}
+    assert leaves < fields
+    sections = {key for _, key in fields - leaves}
     assert sections >= {"model", "tasks", "train", "batch", "rollout", "terms", "kl", "optimizer", "logging"}
     assert not sections & {"path", "group_size", "lr", "coef", "options", "seed"}
 
 
-def _models() -> dict[str, type[schema.Section]]:
-    known = {
-        name: thing for name, thing in vars(schema).items() if isinstance(thing, type) and issubclass(thing, schema.Section)
-    }
-    del known["Section"]
-    return known
+def sources() -> dict[str, str]:
+    """The files of the schema."""
+    return {name: (RECIPE / name).read_text() for name in SECTIONS}
+
+
+def _reached(section: type[Section]) -> dict[str, type[Section]]:
+    """A section and all below it, by name."""
+    below = [part for field in section.model_fields.values() for part in _mentioned(field.annotation)]
+    return {section.__name__: section} | {name: each for part in below for name, each in _reached(part).items()}
+
+
+def _mentioned(annotation: Any) -> list[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [part for inner in get_args(annotation) for part in _mentioned(inner)]
 
 
 def _sections(source: str) -> list[ast.ClassDef]:
@@ -121,4 +144,4 @@ def _fields(source: str) -> list[tuple[str, str, str]]:
 
 def _acts(path: Path) -> bool:
     """True for code that acts on a recipe; the schema's own properties count, its checks and plan do not."""
-    return path.parent.name != "recipe" or path.name == "schema.py"
+    return path.parent.name != "recipe" or path.name in SECTIONS

@@ -13,7 +13,8 @@ from sensorium.envs.protocol import Observation, StepResult
 from sensorium.learner.assessment import Assessment
 from sensorium.learner.positions import find_positions
 from sensorium.models.policy import Policy
-from sensorium.recipe.schema import AdvantageSection, AlgorithmSection, RolloutSection
+from sensorium.recipe.algorithm_sections import AdvantageSection, AlgorithmSection
+from sensorium.recipe.schema import RolloutSection
 from sensorium.recipe.traits import ESTIMATORS
 from sensorium.rewards.environment import EnvironmentReward
 from sensorium.rewards.scorer import Scorer

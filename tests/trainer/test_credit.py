@@ -7,7 +7,7 @@ import torch
 
 from sensorium.learner.learner import Assessment
 from sensorium.learner.positions import find_positions
-from sensorium.recipe.schema import AdvantageSection, AlgorithmSection, KLSection
+from sensorium.recipe.algorithm_sections import AdvantageSection, AlgorithmSection, KLSection
 from sensorium.trainer.credit import credit
 from sensorium.trainer.placement import place
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn

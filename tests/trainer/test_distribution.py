@@ -136,7 +136,7 @@ def test_the_correction_weighs_by_the_probability_that_top_p_kept(tmp_path: Path
 def test_old_over_truncated_by_hand() -> None:
     from sensorium.learner.credited_episode import SampledTokens
     from sensorium.learner.update import corrections
-    from sensorium.recipe.schema import CorrectionSection
+    from sensorium.recipe.algorithm_sections import CorrectionSection
 
     policy_N, truncated_N = torch.tensor([0.54, 0.27]).log(), torch.tensor([2 / 3, 1 / 3]).log()
     counts_S = torch.tensor([2])

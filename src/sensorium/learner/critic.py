@@ -17,7 +17,7 @@ from sensorium.learner.packing import MicroBatch, Packing
 from sensorium.learner.shards import copy_state, distinct_state
 from sensorium.learner.team import ALONE, Team
 from sensorium.models.policy import Policy
-from sensorium.recipe.schema import CriticSection
+from sensorium.recipe.algorithm_sections import CriticSection
 
 HEAD = "value_head"
 

@@ -22,7 +22,8 @@ from sensorium.learner.team import ALONE, Team
 from sensorium.learner.update import Shares, UpdateBatch, UpdateResult, corrections, update
 from sensorium.models.policy import Policy
 from sensorium.models.reference import Reference
-from sensorium.recipe.schema import AlgorithmSection, BatchSection, OptimizerSection
+from sensorium.recipe.algorithm_sections import AlgorithmSection, OptimizerSection
+from sensorium.recipe.schema import BatchSection
 from sensorium.recipe.traits import estimator_traits
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import ModelError, NonFiniteUpdate, RecipeError

@@ -14,8 +14,8 @@ from functools import cached_property, partial
 
 from sensorium.algorithms.tokens import TokenLoss, Tokens
 from sensorium.learner.packing import MicroBatch
+from sensorium.recipe.algorithm_sections import AlgorithmSection
 from sensorium.recipe.names import resolve
-from sensorium.recipe.schema import AlgorithmSection
 from sensorium.recipe.traits import loss_traits
 
 LossFunction = Callable[[Tokens], TokenLoss]

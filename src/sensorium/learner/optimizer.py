@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from sensorium.learner.adam import MOMENTS, ParameterState, Rates, step_all
 from sensorium.learner.shards import is_sharded, local_of, part_for, spread_like
 from sensorium.learner.team import ALONE, Team
-from sensorium.recipe.schema import OptimizerSection
+from sensorium.recipe.algorithm_sections import OptimizerSection
 from sensorium.vocabulary.errors import CheckpointError, RecipeError, nearest
 
 

@@ -27,7 +27,7 @@ from sensorium.learner.optimizer import Optimizer
 from sensorium.learner.packing import MicroBatch, Packing
 from sensorium.learner.routers import Routers
 from sensorium.learner.team import ALONE, Team
-from sensorium.recipe.schema import CorrectionSection
+from sensorium.recipe.algorithm_sections import CorrectionSection
 from sensorium.vocabulary.errors import NonFiniteUpdate
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from sensorium.recipe.algorithm_checks import algorithm_problems
+from sensorium.recipe.algorithm_sections import OptimizerSection
 from sensorium.recipe.metric_names import wrong_metric
 from sensorium.recipe.names import PARAMETER_GROUPS, wrong_name, wrong_options
-from sensorium.recipe.schema import LoraSection, ModelSection, OptimizerSection, Recipe, SelectionSection
+from sensorium.recipe.schema import LoraSection, ModelSection, Recipe, SelectionSection
 from sensorium.recipe.shape import read_shape
 from sensorium.recipe.task_sections import SourceSection
 from sensorium.recipe.tiny_sizes import KINDS

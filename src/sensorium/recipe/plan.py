@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sensorium.recipe.activations import activation_bytes, head_bytes, tower_bytes
-from sensorium.recipe.schema import OptimizerSection, Recipe
+from sensorium.recipe.algorithm_sections import OptimizerSection
+from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape, read_shape
 from sensorium.recipe.traits import estimator_traits
 

@@ -8,8 +8,9 @@ which engine; another engine is told, since its log-probs may differ in their la
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from sensorium.recipe.algorithm_sections import OptimizerSection
 from sensorium.recipe.load import dump_recipe, load_recipe
-from sensorium.recipe.schema import EngineSection, OptimizerSection, Recipe
+from sensorium.recipe.schema import EngineSection, Recipe
 from sensorium.recipe.traits import estimator_traits
 from sensorium.record.durable import read_rows, write_whole
 from sensorium.record.run_directory import RunDirectory

@@ -11,8 +11,8 @@ from sensorium.algorithms.threshold import optimize_threshold
 from sensorium.learner.assessment import Assessment
 from sensorium.learner.credited_episode import CreditedEpisode, CriticValues
 from sensorium.learner.positions import find_positions
+from sensorium.recipe.algorithm_sections import AdvantageSection, AlgorithmSection, KLSection
 from sensorium.recipe.names import resolve
-from sensorium.recipe.schema import AdvantageSection, AlgorithmSection, KLSection
 from sensorium.recipe.traits import estimator_traits
 from sensorium.trainer.placement import place
 from sensorium.vocabulary.episode import Group, Segment, Status

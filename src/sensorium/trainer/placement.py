@@ -14,7 +14,7 @@ from sensorium.algorithms import kl
 from sensorium.algorithms.episodes import Episodes, SpanScores, TermScores
 from sensorium.learner.assessment import Assessment
 from sensorium.learner.positions import Positions
-from sensorium.recipe.schema import KLSection
+from sensorium.recipe.algorithm_sections import KLSection
 from sensorium.vocabulary.episode import Episode, Group
 from sensorium.vocabulary.score import Score
 

@@ -25,16 +25,16 @@ from sensorium.learner.team import ALONE, Team
 from sensorium.models.policy import Policy
 from sensorium.models.reference import FrozenCopy
 from sensorium.models.tiny import make_tiny
-from sensorium.recipe.schema import (
+from sensorium.recipe.algorithm_sections import (
     AdvantageSection,
     AlgorithmSection,
-    BatchSection,
     CorrectionSection,
     CriticSection,
     KLSection,
     LossSection,
     OptimizerSection,
 )
+from sensorium.recipe.schema import BatchSection
 
 from ..played import Groups, Player, make_learner, open_policy
 
