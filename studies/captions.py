@@ -1,12 +1,13 @@
 """Caption RL over HTTP: a tiny captioner is paid by what a reader behind a reward service answers from its captions.
 
-    python studies/captions.py [image|video …] [seed=1 …] [second=FOLDER|none]
+    python studies/captions.py [image|video …] [seed=1 …] [second=FOLDER|none] [resume]
 
 The shipped captioner says too little of what it sees. It is trained by tiny/caprl_image or tiny/caprl_video against
 `sensorium serve reward package:caption_reader`. Then captions of 600 held-out pictures or videos are read: before and
 after, sampled and greedy; with pictures swapped; and by a second reader that took no part in training and learned from
 other words (tiny/caption_reader_other, trained here unless ``second`` names a checkpoint of it, or none). Writes
-studies/results/captions_image.json and captions_video.json.
+studies/results/captions_image.json and captions_video.json, seed by seed. With ``resume`` training goes on where an earlier
+call of the study ended.
 """
 
 import fcntl
@@ -18,17 +19,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from sensorium.evaluation.held_out import evaluate_into
+from sensorium.media.store import MediaStore
 from sensorium.recipe.load import load_recipe
 from sensorium.record.checkpoint_files import checkpoint_of_run
 from sensorium.report.console import ConsoleWatcher
 from sensorium.services.model_workers import free_port
+from sensorium.tasks.captioned_shapes import CaptionedShapes
 from sensorium.trainer.run import train
 from studies.seeds import chosen_seeds, circumstances, cpu_minutes
 
@@ -43,10 +46,12 @@ START_S = 300.0
 
 
 def trained(name: str, *overrides: str) -> Path:
-    """The last checkpoint of a recipe's run, made anew."""
+    """The last checkpoint of a recipe's run, made anew, or resumed if the command line says so."""
     recipe = load_recipe(name, [*overrides])
-    shutil.rmtree(recipe.directory, ignore_errors=True)
-    return checkpoint_of_run(train(recipe, watchers=[ConsoleWatcher()]), last=True)
+    resume = "resume" in sys.argv[1:] and recipe.directory.exists()
+    if not resume:
+        shutil.rmtree(recipe.directory, ignore_errors=True)
+    return checkpoint_of_run(train(recipe, resume=resume, watchers=[ConsoleWatcher()]), last=True)
 
 
 @contextmanager
@@ -99,30 +104,36 @@ def measured(kind: str, model: str, folder: Path, overrides: Sequence[str]) -> d
     return found
 
 
-def study(kind: str, seed: int, readers: dict[str, str]) -> dict[str, Any]:
-    """Train one captioner with one seed, and measure it before and after."""
+def study(kind: str, seed: int, readers: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Train one captioner with one seed, and measure it before and after: what is known so far, reader by reader."""
     spent = cpu_minutes()
     before = load_recipe(f"tiny/caprl_{kind}").model.path
-    if before.startswith("runs/") and not Path(before).exists():
-        before = str(trained(f"tiny/caprl_{kind}_warm", "threads=1"))
     found: dict[str, Any] = {"seed": seed}
-    with ExitStack() as services:
-        urls = {name: services.enter_context(reward_service(reader, kind)) for name, reader in readers.items()}
-        asks = {name: [f'rewards.terms.0.options.servers=["{url}"]', f"seed={seed}"] for name, url in urls.items()}
-        own = asks["first"]
-        named = [f"name=study_caprl_{kind}_{seed}", f"model.path={before}"]
-        after = str(trained(f"tiny/caprl_{kind}", *named, *own, *QUIET))
-        looks = {
-            "before": (before, own),
-            "after": (after, own),
-            "after, pictures swapped": (after, [*own, "tasks.evaluate.0.options.picture=swapped"]),
-        }
-        if "second" in asks:
-            looks |= {"before, second reader": (before, asks["second"]), "after, second reader": (after, asks["second"])}
-        for look, (model, changes) in looks.items():
-            found[look] = measured(kind, model, FOLDER / f"{kind}_{seed}" / look.replace(" ", "_"), changes)
-            print(kind, seed, look, {mode: row["terms"]["caption_qa"] for mode, row in found[look].items()}, flush=True)
-    return found | {"gains": gains(found), "cpu_minutes": round(cpu_minutes() - spent, 1), **circumstances()}
+    for name, reader in readers.items():
+        beside = "" if name == "first" else f", {name} reader"
+        with reward_service(reader, kind) as url:
+            own = [f'rewards.terms.0.options.servers=["{url}"]', f"seed={seed}"]
+            if name == "first":
+                after = str(trained(f"tiny/caprl_{kind}", f"name=study_caprl_{kind}_{seed}", *own, *QUIET))
+            looks = {f"before{beside}": (before, own), f"after{beside}": (after, own)}
+            if name == "first":
+                swapped = [*own, "tasks.evaluate.0.options.picture=swapped"]
+                looks[f"after, {KINDS[kind]}s swapped"] = (after, swapped)
+                found[f"chance with {KINDS[kind]}s swapped"] = chance_swapped(kind)
+            for look, (model, changes) in looks.items():
+                found[look] = measured(kind, model, FOLDER / f"{kind}_{seed}" / look.replace(" ", "_"), changes)
+                print(kind, seed, look, {mode: row["terms"]["caption_qa"] for mode, row in found[look].items()}, flush=True)
+        yield found | {"gains": gains(found), "cpu_minutes": round(cpu_minutes() - spent, 1), **circumstances()}
+
+
+def chance_swapped(kind: str) -> float:
+    """The share of questions that a caption of the other thing, telling everything, would answer right by accident."""
+    options = load_recipe(f"tiny/caprl_{kind}", [UNSEEN]).tasks.evaluate[0].options
+    source = CaptionedShapes(store=MediaStore(), **options)
+    own = [source.scene(i).facts for i in range(len(source))]
+    other = [own[(i + len(own) // 2 + 1) % len(own)] for i in range(len(own))]
+    pairs = zip(own, other, strict=True)
+    return sum(sum(mine[name] == shown[name] for name in mine) / len(mine) for mine, shown in pairs) / len(own)
 
 
 def gains(found: dict[str, Any]) -> dict[str, float]:
@@ -151,17 +162,18 @@ def keep(kind: str, run: dict[str, Any], readers: dict[str, dict[str, float]]) -
 
 def main() -> None:
     """Run the named studies, or both."""
-    kinds = [word for word in sys.argv[1:] if "=" not in word] or list(KINDS)
+    kinds = [word for word in sys.argv[1:] if word in KINDS] or list(KINDS)
     second = next((word.removeprefix("second=") for word in sys.argv[1:] if word.startswith("second=")), "")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     readers = {"first": READERS["first"]}
     if second != "none":
         readers["second"] = second or str(trained(READERS["second"], "threads=1"))
     for kind in kinds:
-        runs = [study(kind, seed, readers) for seed in chosen_seeds(sys.argv[1:])]
-        read = {name: reading(reader, kind, name) for name, reader in readers.items()}
-        for run in runs:
-            print(json.dumps(keep(kind, run, read), indent=1), flush=True)
+        for seed in chosen_seeds(sys.argv[1:]):
+            read: dict[str, dict[str, float]] = {}
+            for run, (name, reader) in zip(study(kind, seed, readers), readers.items(), strict=True):
+                read[name] = reading(reader, kind, name)
+                print(json.dumps(keep(kind, run, read), indent=1), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Make the warm-started models that ship inside the package, from nothing but their recipes.
 
-    python studies/warm_starts.py [shapes|frozen_lake|sight_and_sound|sokoban|geometry|caption_reader …]
+    python studies/warm_starts.py [shapes|frozen_lake|sight_and_sound|sokoban|geometry|caption_videos|caption_reader …]
 
 Weights are kept in bfloat16 (half the size; they are read back as float32). Existing runs of these names are replaced.
 """
@@ -27,7 +27,8 @@ STAGES = {
     "sokoban": ("tiny/vagen_sokoban_warm", "tiny/vagen_sokoban_more"),
     "geometry": ("tiny/geo3k_multi_turn_warm",),
     "caption_pictures": ("tiny/caprl_image_warm",),
-    "caption_reader": ("tiny/caption_reader",),
+    "caption_videos": ("tiny/caprl_video_warm",),
+    "caption_reader": ("tiny/caption_reader", "tiny/caption_reader_more", "tiny/caption_reader_last"),
 }
 
 

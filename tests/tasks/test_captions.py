@@ -23,7 +23,7 @@ from sensorium.tasks.caprl import CaptionRows
 from sensorium.tasks.caption_reading import CaptionReading
 from sensorium.tasks.captioned_shapes import CaptionedShapes
 from sensorium.vocabulary.caption_questions import question_of
-from sensorium.vocabulary.decoding import VideoParameters
+from sensorium.vocabulary.decoding import FrameRule, VideoParameters
 from sensorium.vocabulary.errors import MediaError, TaskError
 
 from ..services import text_reader
@@ -101,7 +101,9 @@ def test_a_video_shows_its_thing_from_its_second_on() -> None:
     task = CaptionedShapes(store=store, kind="video", size=1)[0]
     (media,) = task.messages[0].media
     assert isinstance(media.parameters, VideoParameters)
-    clip = decode_video(store.source_of(media), media.parameters, "clip", store.limits)
+    asked = media.parameters.resolved(FrameRule(multiple=32))
+    clip = decode_video(store.source_of(media), asked, "clip", store.limits)
+    assert clip.frames.shape == (10, 64, 64, 3), "frames stay as small as pictures"
     second = int(str(task.answer)[5])
     moved = [float(np.abs(frame.astype(int) - clip.frames[0]).max()) > 60 for frame in clip.frames]
     assert moved == [time_s >= second for time_s in clip.times_s.tolist()]
@@ -164,6 +166,13 @@ def test_the_answer_stays_true_where_the_caption_is_another() -> None:
     assert len({tuple(task.answer for task in found) for found in tasks.values()}) == 1
     assert set(heads["blank"]) == {'""'}
     assert heads["swapped"] == heads["own"][33:] + heads["own"][:33]
+
+
+def test_a_reader_is_asked_about_chosen_facts_only() -> None:
+    source = CaptionReading(store=MediaStore(), kind="video", size=32, facts=["second"])
+    assert {source[i].messages[0].text.split("\n")[1] for i in range(32)} == {"When does it come?"}
+    with pytest.raises(TaskError, match="no fact 'second' of a picture"):
+        CaptionReading(store=MediaStore(), facts=["second"])
 
 
 @pytest.mark.parametrize(

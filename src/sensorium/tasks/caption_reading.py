@@ -36,6 +36,7 @@ STAMPS = ("[00:0{}]", "[00:0{}]", "[0:0{}]", "at {}", "second {}")
 
 class CaptionReading(CaptionedScenes):
     """Captions and questions for a reader. ``choices`` says among how many options a question asks: one is drawn.
+    ``facts`` names what is asked about (colour, shape; second of a video); default: everything.
 
     ``caption``: "own"; or "blank" or "swapped" (another scene's), to see whether a reader answers from the caption alone:
     the answer is then what is true of the scene all the same.
@@ -54,6 +55,7 @@ class CaptionReading(CaptionedScenes):
         form: Literal["letter", "open", "spelled"] = "letter",
         wording: Literal["plain", "free"] = "plain",
         choices: Sequence[int] = (4,),
+        facts: Sequence[str] = (),
         caption: Literal["own", "blank", "swapped"] = "own",
     ) -> None:
         super().__init__("caption_reading", kind, split, size, seed, telling)
@@ -63,7 +65,12 @@ class CaptionReading(CaptionedScenes):
                 raise TaskError(f"caption_reading: there is no {what} '{given}'{nearest(str(given), list(known))}")
         if not choices or not all(2 <= number <= 4 for number in choices):
             raise TaskError(f"caption_reading: choices are numbers of options, each 2 to 4, not {choices!r:.60}.")
+        known_facts = list(VAGUE) if kind == "video" else [name for name in VAGUE if name != "second"]
+        for fact in facts:
+            if fact not in known_facts:
+                raise TaskError(f"caption_reading: there is no fact '{fact}' of a {kind}{nearest(str(fact), known_facts)}")
         self.prompt, self.form, self.wording, self.choices, self.caption = prompt, form, wording, tuple(choices), caption
+        self.facts = tuple(fact for fact in known_facts if not facts or fact in facts)
 
     def __getitem__(self, index: int) -> Task:
         scene, parts, random = self.scene(index), self.told(index), self.random("draw", index)
@@ -93,8 +100,8 @@ class CaptionReading(CaptionedScenes):
 
     def _question(self, scene: CaptionedScene, random: Random) -> tuple[DrawnQuestion, str]:
         """A question as it is asked, and which fact it is about."""
-        place = random.randrange(len(scene.facts))
-        name, question = list(scene.facts)[place], scene.questions()[place]
+        name = self.facts[random.randrange(len(self.facts))]
+        question = scene.questions()[list(scene.facts).index(name)]
         if self.wording == "free":
             question = replace(question, stem=random.choice((question.stem, *OTHER_STEMS[name])))
         number = random.choice(self.choices)

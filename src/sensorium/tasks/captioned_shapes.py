@@ -153,7 +153,7 @@ class CaptionedShapes(CaptionedScenes):
         comes = int(scene.second) if scene else len(SECONDS) + 1
         colours_P3 = np.array(PALETTE, np.uint8)
         frames = [colours_P3[full_HW if place >= comes * FPS else empty_HW] for place in range((len(SECONDS) + 1) * FPS)]
-        asked = VideoParameters(fps=FPS, sampling="middle")
+        asked = VideoParameters(fps=FPS, sampling="official", min_pixels_per_frame=0)  # as small as a picture, not enlarged
         return self.store.put(encode_clip(np.stack(frames), FPS), "video", origin, asked)
 
 
