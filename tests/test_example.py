@@ -1,6 +1,8 @@
 """The one-file example does what the library does: the same samples, rewards and updates, step for step."""
 
 import asyncio
+import json
+import re
 import sys
 from pathlib import Path
 
@@ -71,3 +73,19 @@ def test_its_first_steps_are_the_librarys(library: tuple) -> None:
 def test_it_fits_in_the_head() -> None:
     lines = Path(flat.__file__).read_text().splitlines()
     assert len(lines) <= 350
+
+
+def test_the_lmms_eval_task_has_what_its_file_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from examples.lmms_eval import shapes_colour
+
+    monkeypatch.chdir(tmp_path)
+    shapes_colour.main(size=3)
+    rows = [json.loads(line) for line in Path("shapes_colour.jsonl").read_text().splitlines()]
+    assert [shapes_colour.pictures(row)[0].size for row in rows] == [(64, 64)] * 3
+    assert all("colour" in shapes_colour.question(row, None) for row in rows)
+    right = f"<answer>{rows[0]['answer']}</answer>"
+    assert [shapes_colour.judged(rows[0], [said])["accuracy"] for said in (right, "<answer>grey</answer>")] == [1.0, 0.0]
+    task = Path(shapes_colour.__file__).with_suffix(".yaml").read_text()
+    named = re.findall(r"!function shapes_colour\.(\w+)", task)
+    assert len(named) == 3
+    assert all(callable(getattr(shapes_colour, name)) for name in named)
