@@ -1,11 +1,13 @@
 """One call of an endpoint through the openai client, and what became of it. The client itself never tries again."""
 
+import asyncio
 import email.utils
 import time
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sensorium.judges.endpoints import Endpoint
+from sensorium.judges.http_client import StrangeReply, bounded_client
 from sensorium.judges.json_schema import strict
 from sensorium.vocabulary.errors import RecipeError
 from sensorium.vocabulary.plain import printable
@@ -14,6 +16,8 @@ AGAIN = (408, 409, 425, 429)
 """Statuses below 500 after which asking again may help."""
 
 LONGEST_REST_S = 600.0
+MOST_TOKENS = 1 << 40
+"""A count of tokens beyond this is no count."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +83,17 @@ class Transport:
             extra["response_format"] = {"type": "json_schema", "json_schema": named}
         try:
             client = self._client(endpoint)
-            found = await client.chat.completions.create(
-                model=endpoint.served_model, messages=messages, timeout=deadline_s, **parameters, **extra
-            )
-        except openai.APITimeoutError:
+            async with asyncio.timeout(deadline_s):  # the client's own bounds each read alone: a byte a second never ends
+                found = await client.chat.completions.create(
+                    model=endpoint.served_model, messages=messages, timeout=deadline_s, **parameters, **extra
+                )
+        except (openai.APITimeoutError, TimeoutError):
             return CallProblem(f"{endpoint.place} did not answer within {deadline_s:g} s", "timeout")
         except openai.APIStatusError as error:
             return _status_problem(endpoint, error, schema is not None)
         except openai.APIConnectionError as error:
+            if isinstance(error.__cause__, StrangeReply):
+                return CallProblem(f"{endpoint.place} answered strangely: {error.__cause__}", "strange")
             return CallProblem(f"{endpoint.place} cannot be reached: {_cause(error)}", "unreachable")
         except (openai.OpenAIError, ValueError) as error:  # an answer that is no answer of this API
             return CallProblem(f"{endpoint.place} answered strangely: {printable(str(error))[:200]}", "strange")
@@ -112,9 +119,12 @@ class Transport:
                     api_version=endpoint.api_version,
                     api_key=key,
                     max_retries=0,
+                    http_client=bounded_client(),
                 )
             else:
-                self._clients[id(endpoint)] = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=key, max_retries=0)
+                self._clients[id(endpoint)] = openai.AsyncOpenAI(
+                    base_url=endpoint.base_url, api_key=key, max_retries=0, http_client=bounded_client()
+                )
         return self._clients[id(endpoint)]
 
 
@@ -142,7 +152,7 @@ def _reply(endpoint: Endpoint, found: Any) -> Reply | CallProblem:
 
 def _count(usage: Any, name: str) -> int:
     value = getattr(usage, name, 0)
-    return value if isinstance(value, int) else 0
+    return value if isinstance(value, int) and 0 <= value <= MOST_TOKENS else 0
 
 
 def _status_problem(endpoint: Endpoint, error: Any, with_schema: bool) -> CallProblem:
@@ -174,7 +184,7 @@ def _retry_after(headers: Any) -> float | None:
             return min(LONGEST_REST_S, float(said))
         moment = email.utils.parsedate_to_datetime(said).timestamp()
         return min(LONGEST_REST_S, max(0.0, moment - time.time()))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return None
 
 
