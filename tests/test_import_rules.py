@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "caches": set(),
     "workers": {"vocabulary"},
     "recipe": {"vocabulary"},
+    "forecast": {"vocabulary", "recipe"},
     "media": {"vocabulary", "caches", "record"},
     "tasks": {*DATA, "workers", "record"},
     "envs": {*DATA, "workers", "rewards"},
@@ -57,11 +58,12 @@ MAY_IMPORT = {
     "record": {"vocabulary"},
     "report": {*DATA, "record"},
     "trainer": BELOW_TRAINER - {"models"},  # it knows weights by the learner's protocol and the session only
-    "cli": {*BELOW_TRAINER, "trainer", "services"},
-    "api": {*BELOW_TRAINER, "trainer", "services", "cli"},
+    "cli": {*BELOW_TRAINER, "forecast", "trainer", "services"},
+    "api": {*BELOW_TRAINER, "forecast", "trainer", "services", "cli"},
 }
 TORCH_FREE = {
     "vocabulary",
+    "forecast",
     "caches",
     "workers",
     "recipe",

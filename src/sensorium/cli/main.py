@@ -19,6 +19,7 @@ from sensorium.vocabulary.errors import SensoriumError, nearest
 COMMANDS = {
     "demo": "watch a small model learn to see, on this machine, in minutes",
     "train": "train a model by a recipe",
+    "plan": "forecast a recipe on other hardware: memory, seconds of a step, tokens a second, cost",
     "validate": "check a recipe's environments, tools, rewards and data, without a model",
     "play": "act as the policy yourself, in the terminal",
     "eval": "evaluate a checkpoint on a recipe's held-out tasks",

@@ -114,7 +114,7 @@ def estimate_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
         "reference model": shape.total * size if recipe.algorithm.kl.coef and not adapters else 0,
         "former adapters": adapters * size if recipe.algorithm.kl.coef and recipe.warm_start.steps else 0,
         "critic": _critic_bytes(recipe, shape),
-        "keys and values": _cached_tokens(recipe) * 2 * shape.layers * shape.key_values * size,
+        "keys and values": cached_tokens(recipe) * 2 * shape.layers * shape.key_values * size,
         "activations": activation_bytes(recipe, shape),
         "logits": head_bytes(recipe, shape),
         "vision tower": tower_bytes(recipe, shape),
@@ -167,7 +167,7 @@ def _state_bytes(section: OptimizerSection, size: int) -> int:
     return 2 * BYTES[section.moments] + (2 if size < 4 else 0)
 
 
-def _cached_tokens(recipe: Recipe) -> int:
+def cached_tokens(recipe: Recipe) -> int:
     """Tokens in the engine's cache at most: a single-turn prompt is cached once for its group."""
     batch, rollout = recipe.batch, recipe.rollout
     in_flight = min(rollout.concurrency or 10**9, recipe.selection.played(batch.prompts_per_step) * batch.group_size)

@@ -118,6 +118,11 @@ def _shape_of(config: dict[str, Any], shapes: dict[str, list[int]], *, exact: bo
     )
 
 
+def shape_by_config(config: dict[str, Any]) -> ModelShape:
+    """The shape that a config alone tells, for the families we know."""
+    return _shape_of(config, {}, exact=False)
+
+
 def linears_by_config(config: dict[str, Any]) -> tuple[Linear, ...]:
     """Linear layers from a config alone, for the families we know."""
     return linears_of(config) + linears_in(tower_tensors(config) or {}, _group_of)

@@ -1,0 +1,136 @@
+"""Forecast a recipe on so many GPUs of a kind: memory on each, the parts of a step, tokens a second, and cost by a price.
+
+Nothing is loaded or run. Figures come from a cost model that is fitted to measurements on one H200, and from a simulation
+of the schedule; what was measured and what is scaled or assumed is said with them. docs/scaling.md tells more.
+"""
+
+import json
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sensorium.cli.show import say
+from sensorium.forecast.forecast import Asked, Forecast, forecast
+from sensorium.forecast.machine import kinds
+from sensorium.forecast.memory import GpuMemory
+from sensorium.forecast.simulator import SCHEDULES
+from sensorium.recipe.load import load_recipe
+from sensorium.report.tables import bytes_text, count_text
+from sensorium.vocabulary.errors import RecipeError
+
+USAGE = "sensorium plan RECIPE [key=value …] --gpus N --kind h200 [--engines K] [--schedule NAME] [--price P] [--json]"
+STYLES = {"measured": "green", "scaled": "yellow", "computed": "yellow", "assumed": "yellow", "not run": "red"}
+
+
+def configure(parser: ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("recipe", help="a YAML file, a shipped recipe (caprl_image), or a run directory")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change the recipe: model.dtype=bfloat16")
+    parser.add_argument("--gpus", type=int, required=True, help="GPUs in all")
+    parser.add_argument("--kind", required=True, help=", ".join(kinds()))
+    parser.add_argument("--engines", type=int, help="engines among them, the others learn; default: the fastest division")
+    parser.add_argument("--schedule", choices=SCHEDULES, help="default: the recipe's")
+    parser.add_argument(
+        "--staleness", type=int, help="of asynchronous: updates that a group may be old; default: the recipe's"
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=0, help="of a prompt with its media; default: as the context allows"
+    )
+    parser.add_argument("--response-tokens", type=float, default=0, help="mean of an episode; default: its budget")
+    parser.add_argument("--scoring-s", type=float, default=0, help="seconds from the end of a group to its rewards")
+    parser.add_argument("--network", type=float, help="GB a second and GPU between machines; default 50 (400 Gbit/s)")
+    parser.add_argument("--price", type=float, help="of a GPU hour; without it no cost is shown")
+    parser.add_argument("--shape", default="", help="plan with a published model's sizes: Qwen2.5-VL-7B")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: Namespace) -> int:
+    """Forecast and print."""
+    for name in ("prompt_tokens", "response_tokens", "scoring_s", "price", "staleness", "network"):
+        value = getattr(arguments, name)
+        if value is not None and value < 0:
+            raise RecipeError(f"--{name.replace('_', '-')} {value:g}: it cannot be negative.")
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    asked = Asked(**{name: getattr(arguments, name) for name in Asked.__dataclass_fields__})
+    found = forecast(recipe, asked)
+    if arguments.json:
+        print(json.dumps(as_json(found), indent=1, ensure_ascii=False))
+        return 0
+    console = Console()
+    console.print(plan_page(found, asked.price))
+    for what, how, words in found.notes:
+        console.print(Text.assemble((f"{how:>9}", STYLES[how]), f"  {what}: {words}"), soft_wrap=True)
+    if found.cost is None:
+        say("no cost is shown: --price says what a GPU costs in an hour", console)
+    return 0
+
+
+def as_json(found: Forecast) -> dict[str, object]:
+    """The forecast as plain data."""
+    row = asdict(found)
+    row["rank"]["total"] = found.rank.total
+    if found.engine is not None:
+        row["engine"]["total"] = found.engine.total
+    row["notes"] = [{"what": what, "how": how, "words": words} for what, how, words in found.notes]
+    return row
+
+
+def plan_page(found: Forecast, price: float | None) -> Table:
+    """The forecast as a table."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="dim", no_wrap=True)
+    rows.add_column()
+    plan, run, work = found.deployment, found.run, found.work
+    rows.add_row("model", f"{count_text(found.parameters)} parameters, {found.model}")
+    rows.add_row("GPUs", f"{plan.gpus} × {found.kind.title}: {_division(found)}")
+    lengths = f"mean {work.response:g}, longest {work.tail * work.response:g}" if work.tail > 1 else f"{work.response:g}"
+    rows.add_row(
+        "a step", f"{work.prompts} × {work.group} episodes, prompts of {work.prompt:,} tokens, responses of {lengths}"
+    )
+    bound = f", at most {plan.staleness} updates old" if plan.schedule == "asynchronous" else ""
+    rows.add_row("schedule", f"{plan.schedule}{bound}")
+    rows.add_row("activations", _kept(found.recompute))
+    _add_memory(rows, "memory, learner" if plan.apart else "memory", found.rank, found.kind.memory)
+    if found.engine is not None:
+        _add_memory(rows, "memory, engine", found.engine, found.kind.memory)
+    rows.add_row("step", Text(f"{run.step_s:.2f} s", style="bold"))
+    parts = {"rollout": run.rollout_s, "scoring": run.scoring_s, "update": run.update_s, "gather, reduce": run.gather_s}
+    parts |= {"weight push": run.push_s, "other": run.other_s}
+    for name, seconds in parts.items():
+        if seconds >= 0.005:
+            bar = "█" * min(24, round(24 * seconds / run.step_s)) or "▏"
+            rows.add_row("", Text.assemble(f"{name:<18}{seconds:>8.2f} s  ", (bar, "cyan")))
+    rows.add_row("busy", f"engines {run.engines_busy:.0%}, learners {run.learners_busy:.0%} of the time")
+    if run.stale_max:
+        rows.add_row("staleness", f"mean {run.stale_mean:.2f}, at most {run.stale_max} updates")
+    rows.add_row("speed", f"{run.tokens_per_s:,.0f} sampled tokens/s, {run.tokens_per_s / plan.gpus:,.0f} a GPU")
+    rows.add_row("the run", f"{found.hours:,.1f} hours, {found.hours * plan.gpus:,.0f} GPU hours")
+    if found.cost is not None:
+        rows.add_row("cost", f"{found.cost:,.0f} at {price:g} a GPU hour")
+    return rows
+
+
+def _division(found: Forecast) -> str:
+    plan = found.deployment
+    if not plan.apart:
+        return "samples and learns in turn, with one set of weights"
+    each = f" of {plan.engine_gpus} GPUs" if plan.engine_gpus > 1 else ""
+    return f"{plan.engines} engine{'s' if plan.engines > 1 else ''}{each}, {plan.learners} learner ranks"
+
+
+def _kept(recompute: bool | str) -> str:
+    ways = {False: "kept", True: "layers are recomputed", "selective": "MLPs are recomputed"}
+    return f"{ways[recompute]} (model.gradient_checkpointing: {str(recompute).lower()})"
+
+
+def _add_memory(rows: Table, name: str, memory: GpuMemory, room: float) -> None:
+    host = f", and {bytes_text(memory.host)} of the machine's for each" if memory.host else ""
+    rows.add_row(
+        name, Text.assemble((bytes_text(memory.total), "bold"), f" of {bytes_text(round(room))} on each GPU{host}")
+    )
+    for use, amount in memory.uses.items():
+        bar = "█" * round(24 * amount / memory.total) or "▏"
+        rows.add_row("", Text.assemble(f"{use:<26}{bytes_text(amount):>10}  ", (bar, "cyan")))

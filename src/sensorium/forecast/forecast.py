@@ -1,0 +1,247 @@
+"""A recipe on so many GPUs of a kind: memory on each, the parts of a step, tokens a second and cost."""
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from sensorium.forecast.costs import Costs, Recomputation, costs_of
+from sensorium.forecast.machine import Kind, assumed, kind_named, machine
+from sensorium.forecast.memory import GpuMemory, engine_memory, rank_memory, ways_out, with_checkpointing
+from sensorium.forecast.provenance import notes_of
+from sensorium.forecast.published_shapes import planned_shape
+from sensorium.forecast.simulator import Deployment, ScheduleName, SimulatedRun, simulate
+from sensorium.forecast.step_work import StepWork, work_of
+from sensorium.recipe.plan import BYTES, GIB, trained_parameters
+from sensorium.recipe.recomputation import WAYS
+from sensorium.recipe.schema import Recipe
+from sensorium.recipe.shape import ModelShape
+from sensorium.recipe.traits import estimator_traits
+from sensorium.vocabulary.errors import RecipeError
+
+ENGINE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
+"""Shares of the GPUs that are tried for engines where nobody says how many."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a plan is asked for, beside the recipe. What is None or 0 is left to the recipe or the planner."""
+
+    gpus: int
+    kind: str
+    engines: int | None = None
+    schedule: ScheduleName | None = None
+    staleness: int | None = None
+    prompt_tokens: int = 0
+    response_tokens: float = 0.0
+    scoring_s: float = 0.0
+    price: float | None = None
+    network: float | None = None
+    shape: str = ""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The answer. ``rank`` and ``engine`` are the memory of one GPU each; ``cost`` is of the whole run, by the price given.
+
+    ``notes`` are (what, measured | scaled | computed | assumed | not run, in a sentence).
+    """
+
+    recipe: str
+    kind: Kind
+    model: str
+    parameters: int
+    work: StepWork
+    deployment: Deployment
+    recompute: bool | str
+    rank: GpuMemory
+    engine: GpuMemory | None
+    run: SimulatedRun
+    hours: float
+    cost: float | None
+    notes: tuple[tuple[str, str, str], ...]
+
+
+def forecast(recipe: Recipe, asked: Asked) -> Forecast:
+    """Plan a recipe; raises RecipeError, with the ways out, where it cannot fit."""
+    if asked.gpus < 1:
+        raise RecipeError(f"--gpus {asked.gpus}: a plan needs at least one.")
+    kind = kind_named(asked.kind)
+    shape, source = planned_shape(recipe.model, asked.shape)
+    schedule = asked.schedule or recipe.schedule.name
+    if asked.prompt_tokens:
+        recipe = _shorter(recipe, asked.prompt_tokens)
+    staleness = getattr(recipe.schedule, "max_staleness", 1) if asked.staleness is None else asked.staleness
+    work = work_of(recipe, asked.prompt_tokens, asked.response_tokens)
+    options = recipe.rollout.engine.options
+    base = Deployment(
+        schedule=schedule,
+        staleness=staleness,
+        scoring_s=asked.scoring_s,
+        max_rows=min(recipe.rollout.concurrency or 10**9, int(options.get("max_rows", _default_rows(recipe)))),
+        engine_gpus=int(options.get("tensor_parallel", 1)),
+    )
+    tried = [_divided(base, asked.gpus, engines) for engines in _engine_counts(asked, base.engine_gpus)]
+    planned, refusal = [], None
+    for deployment in tried:
+        try:
+            planned.append(_planned(recipe, shape, kind, work, deployment, asked))
+        except RecipeError as error:
+            refusal = refusal or error
+    if not planned:
+        assert refusal is not None
+        raise refusal
+    deployment, recipe, rank, engine, run = min(planned, key=lambda found: found[-1].step_s)
+    hours = recipe.steps * run.step_s / 3600
+    return Forecast(
+        recipe=recipe.name,
+        kind=kind,
+        model=source,
+        parameters=shape.total,
+        work=work,
+        deployment=deployment,
+        recompute=recipe.model.gradient_checkpointing,
+        rank=rank,
+        engine=engine,
+        run=run,
+        hours=hours,
+        cost=None if asked.price is None else asked.price * asked.gpus * hours,
+        notes=tuple(notes_of(recipe, kind, deployment, given_lengths=bool(asked.response_tokens))),
+    )
+
+
+def _shorter(recipe: Recipe, prompt_tokens: int) -> Recipe:
+    """The recipe with a context that prompts of this length need."""
+    rollout = recipe.rollout
+    if prompt_tokens >= rollout.max_context_tokens:
+        raise RecipeError(
+            f"--prompt-tokens {prompt_tokens} leaves no room to write in a context of {rollout.max_context_tokens} "
+            "(rollout.max_context_tokens)."
+        )
+    written = rollout.max_new_tokens * rollout.max_turns
+    context = min(rollout.max_context_tokens, prompt_tokens + written)
+    return recipe.model_copy(update={"rollout": rollout.model_copy(update={"max_context_tokens": context})})
+
+
+def _default_rows(recipe: Recipe) -> int:
+    return 256 if recipe.rollout.engine.name == "vllm" else 512
+
+
+def _engine_counts(asked: Asked, each: int) -> list[int]:
+    """How many engines to try; none where one GPU does it all."""
+    if asked.gpus == 1:
+        if asked.engines:
+            raise RecipeError("--engines is for several GPUs: a single one samples and learns in turn.")
+        return [0]
+    if asked.engines is not None:
+        if not 0 < asked.engines * each < asked.gpus:
+            raise RecipeError(
+                f"--engines {asked.engines} of {each} GPU(s) each leave no GPU of {asked.gpus} to learn, or none to "
+                f"sample: name 1 to {max(1, (asked.gpus - 1) // each)}."
+            )
+        return [asked.engines]
+    most = (asked.gpus - 1) // each
+    if not most:
+        raise RecipeError(f"an engine takes {each} GPUs (tensor_parallel), and of {asked.gpus} none is left to learn.")
+    return sorted({min(most, max(1, round(share * asked.gpus / each))) for share in ENGINE_SHARES})
+
+
+def _divided(base: Deployment, gpus: int, engines: int) -> Deployment:
+    if not engines:
+        return base
+    return replace(base, engines=engines, learners=gpus - engines * base.engine_gpus, apart=True)
+
+
+Planned = tuple[Deployment, Recipe, GpuMemory, GpuMemory | None, SimulatedRun]
+
+
+def _planned(
+    recipe: Recipe, shape: ModelShape, kind: Kind, work: StepWork, deployment: Deployment, asked: Asked
+) -> Planned:
+    """One way to divide the GPUs: what it holds and how long its steps take."""
+    recipe, rank = _fitting_rank(recipe, shape, kind, deployment)
+    engine = None
+    if deployment.apart:
+        engine = engine_memory(recipe, shape, kind, deployment.engines, deployment.engine_gpus)
+        _refuse_large_engine(recipe, shape, kind, deployment, engine)
+    size = BYTES[recipe.model.dtype]
+    pushed = trained_parameters(recipe, shape) * size if deployment.apart or deployment.learners > 1 else 0
+    deployment = replace(deployment, pushed_bytes=pushed)
+    model = costs_of(
+        shape,
+        number_bytes=size,
+        recompute=_way(recipe),
+        frozen=recipe.model.freeze,
+        lora=bool(recipe.model.lora.rank),
+        forwards=_forwards(recipe),
+    )
+    network = None if asked.network is None else asked.network * 1e9
+    host = machine(kind, network=network)
+    slower = assumed("vllm_times") if recipe.rollout.engine.name == "vllm" else 1.0
+    run = simulate(
+        Costs(model, host, deployment.engine_gpus, slower), Costs(model, host), work, deployment, steps=_steps(work)
+    )
+    return deployment, recipe, rank, engine, run
+
+
+def _steps(work: StepWork) -> int:
+    """Steps to simulate: few of many episodes are as good as many of few."""
+    return max(3, min(8, ceil(20_000 / work.episodes)))
+
+
+def _way(recipe: Recipe) -> Recomputation:
+    way = recipe.model.gradient_checkpointing
+    assert way != "auto", "decided before"
+    return way
+
+
+def _fitting_rank(recipe: Recipe, shape: ModelShape, kind: Kind, plan: Deployment) -> tuple[Recipe, GpuMemory]:
+    """The recipe with ``auto`` recomputation decided, and a rank's memory; refused with the ways out if it does not fit."""
+    ways = WAYS if recipe.model.gradient_checkpointing == "auto" else (recipe.model.gradient_checkpointing,)
+    for way in ways:
+        decided = with_checkpointing(recipe, way)
+        memory = rank_memory(decided, shape, plan.learners, samples=not plan.apart)
+        if memory.fits(kind):
+            return decided, memory
+    largest = ", ".join(
+        f"{use} {amount / GIB:.0f}" for use, amount in sorted(memory.uses.items(), key=lambda one: -one[1])[:4]
+    )
+    ways_found = ways_out(decided, shape, kind, plan.learners, samples=not plan.apart)
+    who = "the GPU" if plan.learners == 1 and not plan.apart else f"each of {plan.learners} learner rank(s)"
+    raise RecipeError(
+        f"{recipe.name} does not fit: {who} would hold {memory.total / GIB:.0f} GiB ({largest} GiB), and 90 % of a "
+        f"{kind.title} are {0.9 * kind.memory / GIB:.0f} GiB. "
+        + (
+            f"What would fit: {'; '.join(ways_found)}."
+            if ways_found
+            else "No single change fits: combine them, or use a larger GPU."
+        )
+    )
+
+
+def _refuse_large_engine(recipe: Recipe, shape: ModelShape, kind: Kind, plan: Deployment, memory: GpuMemory) -> None:
+    if memory.fits(kind) and memory.uses.get("keys and values", 0) > 0:
+        return
+    held = memory.uses["weights"] / GIB
+    if held > 0.9 * kind.memory / GIB:
+        raise RecipeError(
+            f"an engine of {recipe.name} would hold {held:.0f} GiB of weights on each GPU, and a {kind.title} has "
+            f"{kind.memory / GIB:.0f}: share the model among GPUs (rollout.engine.name=vllm "
+            f"rollout.engine.options.tensor_parallel={2 * plan.engine_gpus})."
+        )
+    if recipe.rollout.engine.name == "vllm":
+        raise RecipeError(
+            f"vLLM may take {recipe.rollout.engine.options.get('gpu_share', 0.4)} of the GPU, and the weights alone are "
+            f"{held:.0f} GiB: set rollout.engine.options.gpu_share=0.9 where engines have GPUs of their own."
+        )
+    raise RecipeError(
+        f"an engine of {recipe.name} would hold {memory.total / GIB:.0f} GiB on each GPU, of it {held:.0f} of weights and "
+        "the rest keys and values of all episodes at once: set rollout.concurrency, or plan with more --engines."
+    )
+
+
+def _forwards(recipe: Recipe) -> float:
+    """Forward passes over all tokens that a step makes beside its updates, for each epoch of them."""
+    algorithm, batch = recipe.algorithm, recipe.batch
+    passes = float(algorithm.kl.coef > 0) + float(batch.updates_per_epoch * batch.epochs_per_step > 1)
+    if estimator_traits(algorithm.advantage.name).critic and algorithm.critic.trunk == "own":
+        passes += 1 + 3 * batch.epochs_per_step  # its values, and its own training: three times a forward pass
+    return passes / batch.epochs_per_step

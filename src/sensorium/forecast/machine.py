@@ -1,0 +1,121 @@
+"""What a machine does in a second: published peaks of a kind of GPU, and the shares of them that were measured.
+
+    assets/forecast/gpus.json          peaks of each kind, as published
+    assets/forecast/calibration.json   constants fitted to measurements, each with where it comes from
+
+Shares of peaks are carried over from the GPU they were measured on to others: figures for other kinds are scaled.
+"""
+
+import json
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sensorium.vocabulary.errors import RecipeError, nearest
+
+FOLDER = Path(__file__).resolve().parents[1] / "assets" / "forecast"
+MEASURED_KIND = "h200"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of GPU, in bytes and operations a second. ``link`` and ``network`` are of one GPU, one way."""
+
+    name: str
+    title: str
+    flops: float
+    bandwidth: float
+    memory: float
+    link: float
+    gpus_per_machine: int
+
+    @property
+    def measured(self) -> bool:
+        """True if the constants were measured on this kind."""
+        return self.name == MEASURED_KIND
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Fitted constants of one machine. Seconds, or shares of a peak (of a CPU: rates, its peaks being 1).
+
+    A decode step: ``decode_layer_s`` a layer, weights and keys and values read at a share of the bandwidth, and each row's
+    operations at a share of the peak. An update: operations at a share, and ``microbatch_s`` for each micro-batch.
+    """
+
+    decode_fixed_s: float
+    decode_layer_s: float
+    weight_reads: float
+    kv_reads: float
+    decode_flops: float
+    prefill_fixed_s: float
+    prefill_flops: float
+    update_fixed_s: float
+    microbatch_s: float
+    update_flops: float
+    attention_flops: float
+    rollout_fixed_s: float
+    other_s: float
+    other_episode_s: float
+    push_fixed_s: float
+    push_bytes: float
+    rank_fixed_s: float
+    rank_times: float
+    """What an update takes on each of several ranks, beside one process with the same work."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A kind of GPU with the constants that hold for it. ``network`` bytes a second between machines, a GPU's share."""
+
+    kind: Kind
+    constants: Constants
+    network: float
+    buckets: tuple[int, ...]
+
+    def bucket(self, rows: int) -> int:
+        """How many rows a decode step computes for so many that are live."""
+        return next((size for size in self.buckets if size >= rows), rows)
+
+
+@cache
+def calibration() -> dict[str, Any]:
+    """The committed constants with their sources."""
+    found: dict[str, Any] = json.loads((FOLDER / "calibration.json").read_text())
+    return found
+
+
+@cache
+def kinds() -> dict[str, Kind]:
+    """The kinds of GPU that are known, by name."""
+    listed = json.loads((FOLDER / "gpus.json").read_text())["kinds"]
+    names = [field.name for field in fields(Kind)]
+    return {name: Kind(**{key: ({"name": name} | kind)[key] for key in names}) for name, kind in listed.items()}
+
+
+def kind_named(name: str) -> Kind:
+    """A kind of GPU by name."""
+    if name not in kinds():
+        raise RecipeError(
+            f"--kind {name}: its peaks are not in the table{nearest(name, list(kinds()))} Known: {', '.join(kinds())}."
+        )
+    return kinds()[name]
+
+
+def machine(kind: Kind, *, network: float | None = None) -> Machine:
+    """A kind of GPU with the constants that were measured on an H200, taken as shares of peaks."""
+    found = calibration()
+    assumed = found["assumed"]
+    return Machine(
+        kind,
+        Constants(**{name: one["value"] for name, one in found["gpu"].items()}),
+        assumed["network"]["value"] if network is None else network,
+        tuple(found["buckets"]["value"]),
+    )
+
+
+def assumed(name: str) -> float:
+    """A number that nobody has measured here; calibration.json says where it comes from."""
+    value: float = calibration()["assumed"][name]["value"]
+    return value

@@ -1,0 +1,153 @@
+"""Bytes on each GPU, by use: of a learner's rank as FSDP2 spreads it (learner/sharded), and of an engine.
+
+Layers, towers that learn, and what is left of the model (embeddings, norms, projector, head: the root) are spread over the
+ranks. The root stays whole through an update, and so do two layers at a time; a frozen tower is whole on every rank.
+"""
+
+from dataclasses import dataclass
+
+from sensorium.forecast.machine import Kind
+from sensorium.recipe.activations import activation_bytes, head_bytes, tower_bytes
+from sensorium.recipe.plan import BYTES, GIB, cached_tokens, estimate_memory, trained_parameters
+from sensorium.recipe.recomputation import SHARE, WAYS, Way
+from sensorium.recipe.schema import Recipe
+from sensorium.recipe.shape import ModelShape
+
+GATHERED_LAYERS = 2  # the one at work and the next, which is fetched meanwhile
+OFFLOADED = ("weights", "gradients", "optimizer moments", "remainders of fp32 masters")
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """What one GPU holds: ``uses`` in bytes; ``host`` what is in the machine's memory instead, for each rank."""
+
+    uses: dict[str, int]
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.uses.values())
+
+    def fits(self, kind: Kind) -> bool:
+        """True if it fits the share of a GPU that forecasts may fill."""
+        return self.total <= SHARE * kind.memory
+
+
+def with_checkpointing(recipe: Recipe, way: Way) -> Recipe:
+    """The recipe with another way of recomputing activations."""
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"gradient_checkpointing": way})})
+
+
+def engine_memory(recipe: Recipe, shape: ModelShape, kind: Kind, engines: int, gpus: int) -> GpuMemory:
+    """An engine with GPUs of its own: the whole model and its share of the keys and values. vLLM takes what it is given."""
+    size = BYTES[recipe.model.dtype]
+    weights = shape.total * size // gpus
+    if recipe.rollout.engine.name == "vllm":
+        share = float(recipe.rollout.engine.options.get("gpu_share", 0.4))
+        return GpuMemory({"weights": weights, "keys and values": max(0, round(share * kind.memory) - weights)})
+    cached = -(-cached_tokens(recipe) // engines) * 2 * shape.layers * shape.key_values * size
+    return GpuMemory({"weights": weights, "keys and values": cached // gpus})
+
+
+def rank_memory(recipe: Recipe, shape: ModelShape, ranks: int, *, samples: bool) -> GpuMemory:
+    """A rank of the learner, of one or of several; ``samples``: the engine is on its GPU too."""
+    whole = estimate_memory(recipe, shape)
+    if ranks == 1:
+        return GpuMemory({use: amount for use, amount in whole.items() if samples or use != "keys and values"})
+    size = BYTES[recipe.model.dtype]
+    frozen = shape.parameters["vision"] + shape.parameters["audio"] if tower_is_whole(recipe) else 0
+    layer = layer_parameters(shape)
+    root = shape.total - shape.layers * layer - (shape.parameters["vision"] + shape.parameters["audio"])
+    trained = trained_parameters(recipe, shape)
+    spread = whole | {"weights": (shape.total - frozen) * size}
+    uses = {use: -(-amount // ranks) for use, amount in spread.items() if use in (*OFFLOADED, "reference model", "critic")}
+    host = 0
+    if recipe.cluster.offload:
+        host = sum(uses.pop(use, 0) for use in OFFLOADED)
+    uses |= {
+        "frozen tower": frozen * size,
+        "gathered root and layers": (root + GATHERED_LAYERS * layer) * size,
+        "gradients being reduced": (layer if trained > layer else trained) * 4,
+        "activations": stock_activations(rank_share(recipe, ranks), shape),
+        "logits": head_bytes(recipe, shape),
+        "vision tower": -(-tower_bytes(recipe, shape) // ranks),
+    }
+    if samples:
+        uses |= {"the engine's weights": shape.total * size, "keys and values": whole.get("keys and values", 0)}
+    return GpuMemory({use: amount for use, amount in uses.items() if amount}, host)
+
+
+def tower_is_whole(recipe: Recipe) -> bool:
+    """True if towers do not learn, so that every rank has them whole."""
+    lora = recipe.model.lora
+    return "vision" not in lora.groups if lora.rank else "vision" in recipe.model.freeze
+
+
+def layer_parameters(shape: ModelShape) -> int:
+    """Parameters of one decoder layer."""
+    return (shape.parameters["language"] - shape.vocabulary * shape.hidden) // shape.layers
+
+
+def rank_share(recipe: Recipe, ranks: int) -> Recipe:
+    """The recipe with the prompts that one rank of so many computes, which bound its micro-batches."""
+    prompts = max(recipe.batch.updates_per_epoch, -(-recipe.batch.prompts_per_step // ranks))
+    return recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"prompts_per_step": prompts})})
+
+
+def stock_activations(recipe: Recipe, shape: ModelShape) -> int:
+    """Activations of stock layers, which sharded policies run: counted, not measured.
+
+    A layer keeps its norms' float32 inputs, queries, keys and values before and after rotation, what was seen, and four
+    values of its MLP. What is kept with recomputation is as in fused layers.
+    """
+    kept = activation_bytes(recipe, shape)
+    if recipe.model.dtype == "float32" or recipe.model.gradient_checkpointing is True:
+        return kept
+    fused = activation_bytes(with_checkpointing(recipe, False), shape)
+    at_work = 8 * shape.mlp + 12 * shape.hidden
+    per_layer = 12 * shape.hidden + 4 * shape.key_values + 4 * shape.mlp
+    stock = 28 * shape.hidden + 8 * shape.key_values + 8 * shape.mlp
+    tokens = fused // (shape.layers * per_layer + at_work)
+    if recipe.model.gradient_checkpointing == "selective":
+        stock -= 8 * shape.mlp
+    return max(kept, tokens * (shape.layers * stock + at_work))
+
+
+def ways_out(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, samples: bool) -> list[str]:
+    """Changes that would make a rank fit, each tried alone and then together with whole-layer recomputation."""
+    found = []
+    model, batch = recipe.model, recipe.batch
+    single = {
+        "model.gradient_checkpointing=true": with_checkpointing(recipe, WAYS[-1]),
+        "optimizer.moments=bfloat16": recipe.model_copy(
+            update={"optimizer": recipe.optimizer.model_copy(update={"moments": "bfloat16"})}
+        ),
+        f"batch.tokens_per_microbatch={batch.tokens_per_microbatch // 4}": recipe.model_copy(
+            update={"batch": batch.model_copy(update={"tokens_per_microbatch": batch.tokens_per_microbatch // 4})}
+        ),
+        "model.lora.rank=16": recipe.model_copy(
+            update={"model": model.model_copy(update={"lora": model.lora.model_copy(update={"rank": 16})})}
+        ),
+    }
+    if ranks > 1:
+        single["cluster.offload=true"] = recipe.model_copy(
+            update={"cluster": recipe.cluster.model_copy(update={"offload": True})}
+        )
+    for name, changed in single.items():
+        memory = rank_memory(changed, shape, ranks, samples=samples)
+        if changed != recipe and memory.fits(kind):
+            found.append(f"{name} ({memory.total / GIB:.0f} GiB)")
+    recomputed = with_checkpointing(recipe, True)
+    for name, changed in (("", recipe), (", with model.gradient_checkpointing=true", recomputed)):
+        more = next((n for n in _doubled(ranks) if rank_memory(changed, shape, n, samples=False).fits(kind)), None)
+        if more:
+            each = rank_memory(changed, shape, more, samples=False).total / GIB
+            found.append(f"{more} ranks beside engines on GPUs of their own{name} ({each:.0f} GiB each)")
+            break
+    return found
+
+
+def _doubled(ranks: int) -> list[int]:
+    counts = [2**power for power in range(1, 13)]
+    return [count for count in counts if count > ranks]

@@ -1,0 +1,283 @@
+"""A run in simulated time: engines, scoring, learner ranks and weight pushes, under each schedule.
+
+synchronous     play 1 · score 1 · update 1, push · play 2 · …            everybody waits for the slowest response
+one_step_off    play 2 · (update 1, push beside scoring 2) · play 3 · …    as trainer/schedule.py does it: engines never
+                                                                          sample while an update is in flight
+asynchronous    engines play on while ranks update; a step trains on complete groups, the oldest first. With staleness S
+                and P groups a step, at most (S + 1)·P groups are open, and a step waits until after it at most k·P
+                groups must be trained within the next k steps. A push pauses the engines, and what is open goes on
+                with the new weights. An engine that has no GPU of its own stands still during updates.
+"""
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from sensorium.forecast.costs import Costs
+from sensorium.forecast.sampling import Engine, PlayedGroup, play
+from sensorium.forecast.step_work import StepWork
+
+ScheduleName = Literal["synchronous", "one_step_off", "asynchronous"]
+SCHEDULES: tuple[ScheduleName, ...] = ("synchronous", "one_step_off", "asynchronous")
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Who does what: ``engines`` of ``engine_gpus`` GPUs each, and ranks of the learner.
+
+    ``apart``: engines and ranks have GPUs of their own; else one GPU does both, in turn, with one set of weights.
+    """
+
+    engines: int = 1
+    learners: int = 1
+    engine_gpus: int = 1
+    apart: bool = False
+    schedule: ScheduleName = "synchronous"
+    staleness: int = 1
+    max_rows: int = 512
+    scoring_s: float = 0.0
+    pushed_bytes: float = 0.0
+
+    @property
+    def gpus(self) -> int:
+        """GPUs in all."""
+        return self.engines * self.engine_gpus + self.learners if self.apart else self.learners
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    """Means over the steps of a run, in seconds a step. ``rollout_s`` to ``other_s`` are what each part takes by itself.
+
+    ``engines_busy`` and ``learners_busy`` are shares of the time. ``stale_mean`` and ``stale_max`` count the updates
+    between a group's first token and its training.
+    """
+
+    step_s: float
+    rollout_s: float
+    scoring_s: float
+    update_s: float
+    gather_s: float
+    push_s: float
+    other_s: float
+    tokens_per_s: float
+    engines_busy: float
+    learners_busy: float
+    stale_mean: float
+    stale_max: int
+
+
+def simulate(
+    sampling: Costs, learning: Costs, work: StepWork, plan: Deployment, *, steps: int = 6, seed: int = 0
+) -> SimulatedRun:
+    """Simulate so many steps after the first two."""
+    run = _Run(sampling, learning, work, plan, seed)
+    return run.asynchronous(steps + 2) if plan.schedule == "asynchronous" else run.in_turn(steps)
+
+
+@dataclass
+class _Update:
+    """An update's seconds: computing, and what gathering weights and reducing gradients takes beside it."""
+
+    computing_s: float
+    gathering_s: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.computing_s, self.gathering_s)
+
+
+class _Run:
+    def __init__(self, sampling: Costs, learning: Costs, work: StepWork, plan: Deployment, seed: int) -> None:
+        self.sampling, self.learning, self.work, self.plan = sampling, learning, work, plan
+        self.seed = seed
+        self.push_s = learning.push(plan.pushed_bytes, plan.engines * plan.engine_gpus) if plan.pushed_bytes else 0.0
+        self.other_s = learning.other(work.episodes)
+
+    def groups(self, step: int) -> list[PlayedGroup]:
+        """The groups of a step with lengths of their own."""
+        return [PlayedGroup(row) for row in self.work.lengths(self.work.prompts, self.seed + step).tolist()]
+
+    def engines(self) -> list[Engine]:
+        return [Engine(self.sampling, self.work, self.plan.max_rows) for _ in range(self.plan.engines)]
+
+    def update(self, groups: list[PlayedGroup]) -> _Update:
+        """All updates of a step: groups go to ranks by their cost, and the fullest rank decides."""
+        work, ranks = self.work, self.plan.learners
+        found = _Update(0.0, 0.0)
+        for part in np.array_split(np.arange(len(groups)), work.updates):
+            own = [groups[i] for i in part]
+            count, written = _fullest(own, work.prompt, ranks)
+            found.computing_s += work.epochs * self.learning.update(count, written, work, ranks)
+            found.gathering_s += work.epochs * self.learning.gathering(count, written, work, ranks)
+        return found
+
+    def in_turn(self, steps: int) -> SimulatedRun:
+        """Synchronous, or one step off: phases follow each other, so every step is a sum."""
+        off = self.plan.schedule == "one_step_off"
+        rows = []
+        for step in range(steps):
+            groups, engines = self.groups(step), self.engines()
+            rollout = play(engines, groups) + self.sampling.machine.constants.rollout_fixed_s
+            scoring = max(0.0, max(group.ended_s + self.plan.scoring_s for group in groups) - rollout)
+            update = self.update(groups)
+            pushed = update.seconds + self.push_s
+            step_s = rollout + (max(pushed, scoring) if off else scoring + pushed) + self.other_s
+            busy = sum(engine.busy_s for engine in engines) / len(engines)
+            written = sum(group.written for group in groups)
+            rows.append((step_s, rollout, scoring, update.computing_s, update.gathering_s, written, busy, update.seconds))
+        step_s, rollout, scoring, computing, gathering, written, busy, updating = np.array(rows).mean(0).tolist()
+        return SimulatedRun(
+            step_s=step_s,
+            rollout_s=rollout,
+            scoring_s=scoring,
+            update_s=computing,
+            gather_s=gathering,
+            push_s=self.push_s,
+            other_s=self.other_s,
+            tokens_per_s=written / step_s,
+            engines_busy=busy / step_s,
+            learners_busy=updating / step_s,
+            stale_mean=float(off),
+            stale_max=int(off),
+        )
+
+    def asynchronous(self, steps: int) -> SimulatedRun:
+        """Engines and learner side by side, event by event: a row's end, a group's score, an update's end."""
+        return _Asynchronous(self, steps).result()
+
+
+class _Asynchronous:
+    """The state of an asynchronous run. Events are (time, number, what), taken in order of time."""
+
+    def __init__(self, run: _Run, steps: int) -> None:
+        self.run, self.steps = run, steps
+        self.engines = run.engines()
+        self.events: list[tuple[float, int, str, int, int]] = []
+        self.numbers = 0
+        self.scored: list[PlayedGroup] = []
+        self.coming: dict[int, PlayedGroup] = {}
+        self.drawn: list[PlayedGroup] = []
+        self.open: Counter[int] = Counter()  # groups that are begun and in no step yet, by the version they began with
+        self.draws = self.begun = self.trained = self.version = 0
+        self.updating: tuple[list[PlayedGroup], _Update] | None = None
+        self.ends: list[float] = []
+        self.ages: list[int] = []
+        self.written: list[int] = []
+        self.computed: list[_Update] = []
+        self.epochs = [0] * len(self.engines)  # events of an engine that was paused since are void
+
+    def result(self) -> SimulatedRun:
+        for index in range(len(self.engines)):
+            self._feed(index)
+        while len(self.ends) < self.steps:
+            when, _, what, index, epoch = heapq.heappop(self.events)
+            if what == "row" and epoch == self.epochs[index]:
+                self._row_ended(index)
+            elif what == "scored":
+                self.scored.append(self.coming.pop(index))
+                self._begin_update(when)
+            elif what == "updated":
+                self._updated(when)
+        skip = 2
+        span = self.ends[-1] - self.ends[skip - 1]
+        count = self.steps - skip
+        whole = self.ends[-1]
+        return SimulatedRun(
+            step_s=span / count,
+            rollout_s=float(np.mean([engine.busy_s for engine in self.engines])) / len(self.ends),
+            scoring_s=self.run.plan.scoring_s,
+            update_s=float(np.mean([one.computing_s for one in self.computed])),
+            gather_s=float(np.mean([one.gathering_s for one in self.computed])),
+            push_s=self.run.push_s,
+            other_s=self.run.other_s,
+            tokens_per_s=sum(self.written[skip:]) / span,
+            engines_busy=min(1.0, float(np.mean([engine.busy_s for engine in self.engines])) / whole),
+            learners_busy=min(1.0, sum(one.seconds for one in self.computed) / whole),
+            stale_mean=float(np.mean(self.ages)),
+            stale_max=max(self.ages),
+        )
+
+    def _push_event(self, when: float, what: str, index: int = 0, epoch: int = 0) -> None:
+        self.numbers += 1
+        heapq.heappush(self.events, (when, self.numbers, what, index, epoch))
+
+    def _feed(self, index: int) -> None:
+        """Begin groups on an engine as far as it has room and the bound of staleness allows, and say when it ends a row."""
+        engine, plan, work = self.engines[index], self.run.plan, self.run.work
+        bound = (plan.staleness + 1) * work.prompts - (self.begun - self.trained)
+        share = -(-(plan.staleness + 1) * work.prompts // len(self.engines))  # so that the first engine does not take all
+        count = max(0, min(engine.room // work.group, bound, share - engine.groups))
+        if count:
+            engine.admit([self._draw() for _ in range(count)], self.version)
+            self.begun += count
+            self.open[self.version] += count
+        if not engine.idle:
+            self._push_event(engine.next_end_s(), "row", index, self.epochs[index])
+
+    def _draw(self) -> PlayedGroup:
+        if not self.drawn:
+            self.drawn = self.run.groups(self.draws)[::-1]
+            self.draws += 1
+        return self.drawn.pop()
+
+    def _row_ended(self, index: int) -> None:
+        for group in self.engines[index].run_to_next_end():
+            self.numbers += 1
+            self.coming[self.numbers] = group
+            heapq.heappush(self.events, (group.ended_s + self.run.plan.scoring_s, self.numbers, "scored", self.numbers, 0))
+        self._feed(index)
+
+    def _begin_update(self, now: float) -> None:
+        """Train on the oldest complete groups, if there are enough and none of the others would grow too old by it."""
+        wanted = self.run.work.prompts
+        if self.updating is not None or len(self.scored) < wanted:
+            return
+        self.scored.sort(key=lambda group: group.version)
+        groups = self.scored[:wanted]
+        left = self.open - Counter(group.version for group in groups)
+        for ahead in range(self.run.plan.staleness + 1):
+            due = sum(count for version, count in left.items() if version + self.run.plan.staleness <= self.version + ahead)
+            if due > ahead * wanted:
+                return
+        self.open, self.scored = left, self.scored[wanted:]
+        update = self.run.update(groups)
+        self.updating = groups, update
+        busy = self.run.other_s + update.seconds
+        if not self.run.plan.apart:
+            self._pause(now, busy)
+        self._push_event(now + busy, "updated")
+
+    def _pause(self, now: float, seconds: float) -> None:
+        """Engines stand still; then they begin what they may."""
+        for index, engine in enumerate(self.engines):
+            self.epochs[index] += 1
+            engine.run_until(now)
+            engine.pause(seconds)
+            self._feed(index)
+
+    def _updated(self, now: float) -> None:
+        """New weights: the learner goes on at once, engines stand still until they have them."""
+        assert self.updating is not None
+        groups, update = self.updating
+        self.updating = None
+        self.ages += [self.version - group.version for group in groups]
+        self.written.append(sum(group.written for group in groups))
+        self.computed.append(update)
+        self.ends.append(now)
+        self.trained += len(groups)
+        self.version += 1
+        self._pause(now, self.run.push_s)
+        self._begin_update(now + self.run.push_s)
+
+
+def _fullest(groups: list[PlayedGroup], prompt: int, ranks: int) -> tuple[int, int]:
+    """Groups and written tokens of the rank with most to do, when the costliest go first to the rank with the least."""
+    loads = [(0, rank, 0, 0) for rank in range(ranks)]
+    for cost, written in sorted(((prompt + group.written, group.written) for group in groups), reverse=True):
+        load, rank, count, tokens = loads[0]
+        heapq.heapreplace(loads, (load + cost, rank, count + 1, tokens + written))
+    _, _, count, written = max(loads)
+    return count, written

@@ -1,0 +1,54 @@
+"""``sensorium plan``: a page for people, JSON for programs, no torch."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from sensorium.cli.main import main
+
+ASKED = ["plan", "caprl_image", "--gpus", "8", "--kind", "h100", "--response-tokens", "300", "--engines", "3"]
+
+
+def test_the_page_names_memory_parts_speed_and_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(ASKED) == 0
+    page = capsys.readouterr().out
+    for words in (
+        "3 engines, 5 learner ranks",
+        "optimizer moments",
+        "weight push",
+        "sampled tokens/s",
+        "scaled",
+        "not measured",
+    ):
+        assert words in page, words
+    assert "no cost is shown" in page
+    assert main([*ASKED, "--price", "2"]) == 0
+    page = capsys.readouterr().out
+    assert "at 2 a GPU hour" in page
+    assert "no cost is shown" not in page
+
+
+def test_json_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ASKED, "--json", "--schedule", "asynchronous", "--staleness", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["deployment"]["engines"] == 3
+    assert found["deployment"]["schedule"] == "asynchronous"
+    assert found["rank"]["total"] == sum(found["rank"]["uses"].values())
+    assert found["run"]["step_s"] > 0
+    assert found["cost"] is None
+
+
+def test_a_mistake_is_one_paragraph(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "caprl_image", "--gpus", "1", "--kind", "l40s"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert "does not fit" in said
+    assert main([*ASKED, "--price", "-1"]) == 2
+
+
+def test_planning_imports_no_torch() -> None:
+    code = "import sys; from sensorium.cli.main import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, *ASKED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
