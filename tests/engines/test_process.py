@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from studies.fork_server import ForkServer
 
 from ..forked import forked_python
 from .conftest import Bench, ask
+from .test_in_flight import check_spans, spanning
 
 SAMPLING = Sampling(max_new_tokens=8, temperature=1.1)
 
@@ -72,7 +74,11 @@ def test_tokens_and_logprobs_are_those_of_the_native_engine(omni: Bench, engine:
     native = NativeEngine(omni.policy)
     assert talk(omni, engine) == talk(omni, native)
     assert engine.counters == native.counters, "the same was computed, and no more"
-    assert engine.capabilities == native.capabilities
+    assert replace(engine.capabilities, own_weights=False) == native.capabilities
+
+
+def test_open_responses_go_on_with_new_weights(omni: Bench, engine: ProcessEngine) -> None:
+    check_spans(spanning(omni, engine, 0.05), omni.policy.version)
 
 
 def test_it_follows_an_update_and_stamps_the_version(omni: Bench, engine: ProcessEngine) -> None:

@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from sensorium.assembly.determinism import settle
 from sensorium.assembly.models import load_model
-from sensorium.engines.protocol import Engine, Sampling
+from sensorium.engines.protocol import Engine, InFlightEngine, Sampling
 from sensorium.engines.requirements import refuse_unable
 from sensorium.envs.protocol import Environment
 from sensorium.judges.client import JudgeClient
@@ -88,10 +89,11 @@ class Session:
         """How many patches the towers in this process have taken so far."""
         return self.policy.counters.patches
 
-    def sample_with(self, weights: Mapping[str, Tensor], version: int) -> None:
+    def sample_with(self, weights: Mapping[str, Tensor], version: int, *, in_flight: bool = False) -> None:
         """Sample with a learner's weights from now on, with nothing cached of any others.
 
-        Where the learner trains the engine's own policy, they are in place already.
+        Where the learner trains the engine's own policy, they are in place already. ``in_flight``: responses may be open,
+        and go on with them (``Capabilities.in_flight``).
         """
         own = dict(self.policy.model.named_parameters())
         with torch.no_grad():
@@ -99,7 +101,10 @@ class Session:
                 if own[name].data_ptr() != weight.data_ptr():
                     own[name].copy_(weight)
         self.policy.version = version
-        self.engine.update_weights(self.policy, version)
+        if in_flight:
+            cast(InFlightEngine, self.engine).push_weights(self.policy, version)
+        else:
+            self.engine.update_weights(self.policy, version)
 
     def forget_played(self) -> None:
         """Let the engine drop what it has cached of everything that was played."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from sensorium.vocabulary.episode import Segment
+from sensorium.vocabulary.episode import Segment, VersionSpan
 from sensorium.vocabulary.errors import EngineError
 
 FinishReason = Literal["stop", "length"]
@@ -70,15 +70,6 @@ class Request:
 
 
 @dataclass(frozen=True)
-class VersionSpan:
-    """Tokens ``start`` to ``end`` of a response were sampled with weights of this version."""
-
-    version: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
 class Response:
     """The model segment written, and why it ended.
 
@@ -97,7 +88,8 @@ class Capabilities:
     ``deterministic``: the same requests give the same bits. ``lockstep``: it advances only when every live episode waits
     for it, so what is batched together is a function of the recipe and not of the clock. ``sampling`` names the options of
     the recipe's rollout section (and ``greedy``, for evaluation) that it follows. ``matched``: it computes in the order of
-    ``model.precision: matched``.
+    ``model.precision: matched``. ``in_flight``: it has ``push_weights``, so weights may change while responses are open.
+    ``own_weights``: it goes on sampling while the policy it was made of is being trained.
     """
 
     modalities: frozenset[str]
@@ -105,6 +97,8 @@ class Capabilities:
     lockstep: bool = False
     sampling: frozenset[str] = SAMPLING_OPTIONS
     matched: bool = False
+    in_flight: bool = False
+    own_weights: bool = False
 
 
 class LiveEpisodes:
@@ -142,6 +136,14 @@ class WeightSource(Protocol):
 
     def tensors(self) -> Mapping[str, Any]:
         """Every parameter and buffer by name, as torch tensors; not copies."""
+        ...
+
+
+class InFlightEngine(Protocol):
+    """What an engine has beside ``Engine`` where its capabilities say ``in_flight``."""
+
+    def push_weights(self, source: WeightSource, version: int) -> None:
+        """Sample with these weights now. Open responses go on with them, and their ``versions`` say from which token."""
         ...
 
 

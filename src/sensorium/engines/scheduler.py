@@ -10,22 +10,47 @@ A request that fails fails alone; one whose wait is cancelled leaves the batch a
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 from sensorium.engines.protocol import LiveEpisodes, Request, Response
+from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import EngineError, EngineLost
 
 # Idle turns of the event loop before a lockstep tick: an episode that just woke may still enter or send a request.
 QUIET_TURNS = 3
 
 
+@dataclass(frozen=True)
+class WrittenPart:
+    """Tokens of a response that earlier weights wrote, with their log-probs."""
+
+    version: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    sampled_logprobs: tuple[float, ...]
+
+
 class Job:
-    """A request and the future its episode awaits. ``keep`` is False once the thread was released."""
+    """A request and the future its episode awaits. ``keep`` is False once the thread was released.
+
+    ``carried`` is what was written before weights changed: it stands behind the request's context, and the response goes on
+    after it.
+    """
 
     def __init__(self, request: Request, future: "asyncio.Future[Response]", episodes: LiveEpisodes | None = None) -> None:
         self.request = request
         self.future = future
         self.episodes = episodes
         self.keep = True
+        self.carried: tuple[WrittenPart, ...] = ()
+
+    @property
+    def context(self) -> tuple[Segment, ...]:
+        """What the next token follows: the request's context, and what of the response is carried over."""
+        if not self.carried:
+            return self.request.context
+        tokens = tuple(token for part in self.carried for token in part.tokens)
+        return (*self.request.context, Segment("model", tokens, name=f"{self.request.name}~{len(tokens)}"))
 
     def fail(self, error: Exception) -> None:
         """Tell the episode what went wrong, if it still waits."""
@@ -77,6 +102,10 @@ class TickScheduler:
         """Raise if any response is being written: its weights may not change under it."""
         if self._open:
             raise EngineError(f"the weights changed while {len(self._open)} responses were open; finish the rollout first.")
+
+    def admit_again(self, jobs: Sequence[Job]) -> None:
+        """Let jobs wait again that had been admitted; between ticks."""
+        self._waiting = [*jobs, *self._waiting]
 
     def _happened(self) -> None:
         self._events += 1

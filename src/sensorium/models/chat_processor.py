@@ -16,7 +16,7 @@ from sensorium.models.segment_expansion import Layouts
 from sensorium.models.segment_layout import Layout
 from sensorium.models.token_bytes import TokenTable
 from sensorium.vocabulary.content import Media, Message
-from sensorium.vocabulary.episode import Segment
+from sensorium.vocabulary.episode import Segment, VersionSpan
 from sensorium.vocabulary.errors import MediaError
 
 
@@ -90,6 +90,7 @@ class ChatProcessor:
         sampled_logprobs: Sequence[float],
         name: str,
         version: int = 0,
+        versions: tuple[VersionSpan, ...] = (),
     ) -> Segment:
         """A model segment from sampled ids, stamped with the policy version that wrote it; the text is read off the ids."""
         text, byte_ends = self._table.read(tokens)
@@ -102,6 +103,7 @@ class ChatProcessor:
             byte_ends=byte_ends,
             policy_version=version,
             name=name,
+            versions=versions,
         )
 
     def token_bytes(self, token: int) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from sensorium.recipe.algorithm_sections import CriticSection
 from sensorium.recipe.names import PARAMETER_GROUPS
-from sensorium.recipe.schema import Recipe
+from sensorium.recipe.schema import Recipe, ScheduleSection
 from sensorium.recipe.section import Section
 from sensorium.recipe.traits import CLIP, ESTIMATORS, LOSSES, PPO_CLIP, estimator_traits, loss_takes, loss_traits
 from sensorium.vocabulary.errors import nearest
@@ -173,6 +173,10 @@ def _correction(recipe: Recipe) -> Iterator[Problem]:
     yield from _unused(section, (), takes, at, f"weights '{section.weights}' ({section.mode}), reject '{section.reject}'")
     if recipe.schedule.name == "one_step_off":
         yield from _one_step_off(recipe)
+    if recipe.schedule.name == "asynchronous":
+        yield from _asynchronous(recipe)
+    elif recipe.schedule.max_staleness != ScheduleSection().max_staleness:
+        yield "schedule.max_staleness", f"{recipe.schedule.name} has no such bound; it belongs to schedule: asynchronous."
     if section.mode == "band" and section.low >= section.high:
         yield f"{at}.low", f"the band from low {section.low} to high {section.high} is empty."
 
@@ -185,6 +189,34 @@ def _one_step_off(recipe: Recipe) -> Iterator[Problem]:
     if best and not best.startswith("eval/"):
         due = f"with schedule one_step_off nothing is played ahead where a checkpoint is due; '{best}' may be best anywhere"
         yield "checkpoint.best", f"{due}: name a metric of evaluations (eval/…), or leave it empty."
+
+
+def _asynchronous(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.algorithm.correction.weights == "none":
+        older = "with asynchronous a step is trained on episodes that older policies wrote, and nothing accounts for that"
+        yield "schedule", f"{older}: set algorithm.correction.weights (token), or schedule: synchronous."
+    if recipe.rollout.schedule == "lockstep":
+        yield (
+            "rollout.schedule",
+            "lockstep waits for every episode before each token, and with schedule asynchronous there is always one that "
+            "has just begun: set rollout.schedule: eager.",
+        )
+    section = recipe.selection
+    asked = {"dynamic": section.dynamic, "oversample": section.oversample > 1, "variance_share": section.variance_share < 1}
+    for option, wanted in asked.items():
+        if wanted:
+            yield (
+                f"selection.{option}",
+                "it chooses among the groups of a step, and with schedule asynchronous a step is the groups that are "
+                "complete: leave it at its default, or use another schedule.",
+            )
+    name = recipe.algorithm.advantage.name
+    if estimator_traits(name).greedy:
+        yield (
+            "algorithm.advantage",
+            f"'{name}' compares a group with a greedy episode of the same weights, and with schedule asynchronous a group "
+            "may be of several: use another estimator, or another schedule.",
+        )
 
 
 def _critic(recipe: Recipe) -> Iterator[Problem]:

@@ -45,7 +45,9 @@ DESCRIPTIONS = {
     "RolloutSection.max_turns": "turns of an episode at most; 1 for questions",
     "RolloutSection.stop": "texts that end a response; they stay part of it",
     "RolloutSection.ignore_stop_tokens": "never sample a stop token, so that every response runs to its budget",
-    "ScheduleSection.name": "synchronous, or one_step_off: a step is played before the update of the one before it",
+    "ScheduleSection.name": "synchronous; one_step_off: a step is played before the update of the one before it; "
+    "asynchronous: groups are played all the time",
+    "ScheduleSection.max_staleness": "of asynchronous: steps that a group may be older than the weights that train on it",
     "TermSection.name": "a registered term, or your own class or function, module:Name",
     "TermSection.weight": "what its score counts in the reward; 0: measured only",
     "TermSection.options": "the term's own options; docs/rewards.md lists them",

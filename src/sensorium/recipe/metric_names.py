@@ -9,14 +9,15 @@ OF_A_STEP = (
     "groups/trained", "groups/dropped", "groups/rounds", "groups/without_signal", "groups/short", "groups/cancelled",
     "groups/unused", "groups/too_alike", "episodes/length_mean", "episodes/length_max", "episodes/turns_mean",
     "episodes/truncated", "episodes/out_of_context", "episodes/empty", "episodes/failed", "episodes/dropped",
-    "episodes/masked",
+    "episodes/masked", "episodes/kept_length_mean", "episodes/kept_length_max", "episodes/dropped_length_mean",
+    "episodes/dropped_length_max", "groups/open",
     "policy/loss", "policy/clip_fraction", "policy/entropy", "policy/grad_norm", "policy/kl_old", "policy/kl_ref",
     "policy/kl_coef", "policy/learning_share", "policy/lr", "policy/ratio_max", "policy/skipped",
 )  # fmt: skip
 OF_A_CRITIC = ("value/loss", "value/explained_variance", "value/mean", "value/clip_fraction", "value/grad_norm")
 OPEN = (
     "mismatch", "correction", "router", "packing", "media", "time", "throughput", "memory", "health", "retries", "sight",
-    "environment", "engine", "staleness",
+    "environment", "engine", "staleness", "wait",
 )  # fmt: skip
 """Families that no recipe would choose a checkpoint by; any name in them is taken."""
 

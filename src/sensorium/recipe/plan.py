@@ -25,6 +25,13 @@ ONE_STEP_OFF = (
     "evaluation, a step trains on what the policy wrote before its last update, weighed by algorithm.correction"
 )
 
+ASYNCHRONOUS = (
+    "asynchronous: groups are played all the time, across updates{beside}; a step trains on those that are complete, at "
+    "most {staleness} steps old, weighed by algorithm.correction, and waits for any that would grow older. Given up: "
+    "bit-exact repetition, also of a resumed run; what was drawn is still trained once or on record "
+    "as dropped (ledger, table draws)"
+)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -90,7 +97,7 @@ def make_plan(recipe: Recipe, config: dict[str, Any] | None = None) -> Plan:
         deterministic=deterministic,
         determinism=why,
         sight_check=_sight_check(recipe),
-        schedule=ONE_STEP_OFF if recipe.schedule.name == "one_step_off" else "",
+        schedule=_schedule(recipe),
         precision=MATCHED if recipe.model.precision == "matched" else "",
     )
 
@@ -212,7 +219,18 @@ def _selection(recipe: Recipe, prompts: int, plays: int) -> str:
     return f"{'; '.join(parts)}; at most {prompts:,} prompts, {prompts * plays:,} episodes a step" if parts else ""
 
 
+def _schedule(recipe: Recipe) -> str:
+    """What a schedule other than synchronous does, and what is given up for it."""
+    if recipe.schedule.name == "asynchronous":
+        still = " (the native engine samples with the learner's own weights, so it stands still while they are updated)"
+        beside = still if recipe.rollout.engine.name == "native" else ""
+        return ASYNCHRONOUS.format(staleness=recipe.schedule.max_staleness, beside=beside)
+    return ONE_STEP_OFF if recipe.schedule.name == "one_step_off" else ""
+
+
 def _determinism(recipe: Recipe) -> tuple[bool, str]:
+    if recipe.schedule.name == "asynchronous":
+        return False, "no: schedule asynchronous trains on the groups that it sees complete first; synchronous repeats"
     if recipe.rollout.schedule == "eager":
         chosen = "" if recipe.selection.oversample == 1 else " and trains on the groups that it sees complete first"
         return False, f"no: the eager schedule batches by the clock{chosen}; {REPEATS}"

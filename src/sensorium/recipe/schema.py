@@ -110,7 +110,8 @@ class RolloutSection(Section):
 class ScheduleSection(Section):
     """When a step's episodes are played. A plain text is short for the name alone: `schedule: one_step_off`."""
 
-    name: Literal["synchronous", "one_step_off"] = "synchronous"
+    name: Literal["synchronous", "one_step_off", "asynchronous"] = "synchronous"
+    max_staleness: int = Field(default=2, ge=0, le=1000)
 
     _from_name = named
 
@@ -289,7 +290,7 @@ class Recipe(Section):
 
     def plays_ahead(self, step: int) -> bool:
         """True if the step after this one is played before this one's update; nothing is saved or measured in between."""
-        if self.schedule.name == "synchronous" or not self.warm_start.steps < step < self.total_steps:
+        if self.schedule.name != "one_step_off" or not self.warm_start.steps < step < self.total_steps:
             return False
         return not self.saves_after(step) and not self.evaluates_after(step)
 

@@ -14,7 +14,7 @@ from sensorium.record.credits import EpisodeCredit, credit_from_json, credit_to_
 from sensorium.record.durable import read_rows, write_rows
 from sensorium.vocabulary.content import USUAL, Block, Media, Message, Text
 from sensorium.vocabulary.decoding import parameters_from, parameters_to_data
-from sensorium.vocabulary.episode import Episode, Group, MediaSpan, Segment, Status, Thread, Turn
+from sensorium.vocabulary.episode import Episode, Group, MediaSpan, Segment, Status, Thread, Turn, VersionSpan
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import EnvironmentSpec, Task
 
@@ -230,6 +230,7 @@ def _segment_to_json(segment: Segment) -> Json:
         sampled_logprobs=_numbers(segment.sampled_logprobs),
         byte_ends=list(segment.byte_ends),
         policy_version=segment.policy_version,
+        versions=[[span.version, span.start, span.end] for span in segment.versions],
     )
 
 
@@ -244,6 +245,7 @@ def _segment_from_json(data: Json) -> Segment:
         byte_ends=tuple(data.get("byte_ends", ())),
         policy_version=data["policy_version"],
         name=data.get("name", ""),
+        versions=tuple(VersionSpan(*span) for span in data.get("versions", ())),
     )
 
 

@@ -27,6 +27,8 @@ CREATE TABLE IF NOT EXISTS episodes (step INTEGER, id TEXT PRIMARY KEY, group_id
   reward REAL, fate TEXT);
 CREATE INDEX IF NOT EXISTS episodes_by_step ON episodes (step);
 CREATE TABLE IF NOT EXISTS old_fates (step INTEGER, fate TEXT, episodes INTEGER, PRIMARY KEY (step, fate)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS draws (number INTEGER PRIMARY KEY, task_id TEXT, drawn_at INTEGER, settled_at INTEGER,
+  fate TEXT);
 CREATE TABLE IF NOT EXISTS judgements (key TEXT PRIMARY KEY, scores TEXT NOT NULL, step INTEGER DEFAULT 0);
 CREATE TABLE IF NOT EXISTS deadlines (episode TEXT, turn INTEGER, reason TEXT, step INTEGER DEFAULT 0,
   PRIMARY KEY (episode, turn));
@@ -70,6 +72,19 @@ class Ledger:
         ]
         self._write("INSERT OR REPLACE INTO episodes VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
 
+    def draw(self, number: int, step: int, task_id: str) -> None:
+        """A row was drawn, ``number`` since the run began, when ``step`` was the last that was collected."""
+        self._write("INSERT OR REPLACE INTO draws VALUES (?, ?, ?, NULL, NULL)", [(number, task_id, step)])
+
+    def settle_draw(self, number: int, step: int, fate: str) -> None:
+        """What became of a row that was drawn: trained in a step, or why not."""
+        self._write("UPDATE draws SET settled_at = ?, fate = ? WHERE number = ?", [(step, fate, number)])
+
+    def draws(self) -> dict[int, tuple[str, int | None, str | None]]:
+        """Every row on record that was drawn: its task, the step it was settled in, and its fate; None while it is open."""
+        rows = self._read("SELECT number, task_id, settled_at, fate FROM draws ORDER BY number")
+        return {number: (task, step, fate) for number, task, step, fate in rows}
+
     def get(self, key: str) -> tuple[Score, ...] | None:
         """A judgement received earlier."""
         row = self._read("SELECT scores, step FROM judgements WHERE key = ?", (key,))
@@ -112,6 +127,8 @@ class Ledger:
         """Drop rows of steps at or past ``step``: they are rolled out again."""
         for table in ("steps", "episodes", "old_fates"):
             self._write(f"DELETE FROM {table} WHERE step >= ?", [(step,)])
+        self._write("DELETE FROM draws WHERE drawn_at >= ?", [(step,)])
+        self._write("UPDATE draws SET settled_at = NULL, fate = NULL WHERE settled_at >= ?", [(step,)])
 
     def compact(self, step: int) -> None:
         """Of steps up to ``step`` keep how many episodes had each fate, and no row for each."""

@@ -39,7 +39,8 @@ from sensorium.trainer.health.finite import refuse_ruined
 from sensorium.trainer.health.monitor import Health
 from sensorium.trainer.kept_batch import keep_batch
 from sensorium.trainer.run_evaluation import RunEvaluator
-from sensorium.trainer.schedule import Schedule
+from sensorium.trainer.schedule import Schedule, make_schedule
+from sensorium.trainer.staleness import staleness_metrics
 from sensorium.trainer.step_metrics import MediaMeter, episode_metrics
 from sensorium.trainer.task_loader import TaskLoader, drawn_by_position, skip_metrics
 from sensorium.vocabulary.episode import Group, Status
@@ -67,7 +68,7 @@ class Trainer:
         self.loader = TaskLoader(recipe.tasks, planner, session.rollout)
         self.meter = MediaMeter(session)
         self.collector = Collector(recipe, session, self.loader, ledger, watcher)
-        self.schedule = Schedule(recipe, self.collector, lambda: Clock(session, self._announce_ahead))
+        self.schedule = make_schedule(recipe, self.collector, lambda: Clock(session, self._announce_ahead))
         self.evaluator = RunEvaluator(recipe, session, held_out, self.loader, directory, watcher, self.meter)
         self.health = Health(recipe, directory, watcher)
         self.checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
@@ -133,22 +134,16 @@ class Trainer:
         if any(episode.status == Status.ABORTED and episode.failure != CANCELLED for episode in episodes):
             self._refuse_ruined()  # the engine refuses to sample from logits that are not finite
         groups, selection = collected.groups, collected.selection
-        if recipe.plays_ahead(step):
-            self.session.forget_played()
-            await self.schedule.play_ahead(step + 1)
-        self._look_ahead(step + recipe.plays_ahead(step))
+        if isinstance(self.schedule, Schedule):  # the other one draws for itself
+            if recipe.plays_ahead(step):
+                self.session.forget_played()
+                await self.schedule.play_ahead(step + 1)
+            self._look_ahead(step + recipe.plays_ahead(step))
         if self.step == recipe.warm_start.steps and groups:
             self.watcher.began(groups[0])
         with clock("credit"):
-            assessment = self.learner.assess([group.episodes for group in selection.groups])
-            samples = credit(
-                selection.groups,
-                assessment,
-                recipe.algorithm,
-                mask_truncated=recipe.rollout.mask_truncated,
-                greedy=collected.greedy if self.collector.traits.greedy else None,
-            )
-        stale = self._staleness(samples)
+            samples = await self.schedule.compute(lambda: self._credit(collected))
+        stale = staleness_metrics(recipe.schedule.name, samples, self.learner.version)
         with clock("update"):
             loss = recipe.algorithm.loss.name
             learned = await self.schedule.beside_scoring(lambda: self._update(samples, loss, groups)) | stale
@@ -158,6 +153,17 @@ class Trainer:
         measured = episode_metrics(groups, selection, mask_truncated=recipe.rollout.mask_truncated)
         row = measured | learned | collected.metrics | clock.metrics(collected.played)
         return row, Evidence(groups, collected.fates, unanswered(self.session.scorer, groups))
+
+    def _credit(self, collected: CollectedStep) -> list[list[CreditedEpisode]]:
+        """The advantages of what a step trains on."""
+        assessment = self.learner.assess([group.episodes for group in collected.selection.groups])
+        return credit(
+            collected.selection.groups,
+            assessment,
+            self.recipe.algorithm,
+            mask_truncated=self.recipe.rollout.mask_truncated,
+            greedy=collected.greedy if self.collector.traits.greedy else None,
+        )
 
     async def _supervised_step(self) -> tuple[dict[str, float], Evidence]:
         """One step of the warm start: play demonstrations, raise their likelihood."""
@@ -189,14 +195,6 @@ class Trainer:
             wanted = self.recipe.selection.played(self.recipe.batch.prompts_per_step)
             self.loader.look_ahead(section.prompts_per_step if played < section.steps else wanted)
 
-    def _staleness(self, samples: Sequence[Sequence[CreditedEpisode]]) -> dict[str, float]:
-        """How many updates the policy has had since it wrote what is trained on; nothing where it cannot have had any."""
-        if self.recipe.schedule.name == "synchronous":
-            return {}
-        written = [turn.response.policy_version for group in samples for sample in group for turn in sample.episode.turns]
-        ages = [self.learner.version - version for version in written]
-        return {"staleness/mean": sum(ages) / len(ages), "staleness/max": max(ages)} if ages else {}
-
     def _update(self, samples: list[list[CreditedEpisode]], loss: str, groups: Sequence[Group]) -> dict[str, float]:
         """Update on what was credited; a non-finite update stops here with the batch kept on disk."""
         if not samples:
@@ -216,12 +214,12 @@ class Trainer:
             refuse_ruined(self.learner, self.step, self.checkpoints.complete)
 
     def _forget_played(self) -> None:
-        """Every step begins with an engine that knows of no earlier one, as a resumed run's does."""
+        """Every step begins with an engine that knows of no earlier one, as a resumed run's does; unless groups stream."""
         version = self.learner.version
-        if version == self.session.engine.version:
+        if version != self.session.engine.version:
+            self.session.sample_with(self.learner.weights(), version, in_flight=self.schedule.streaming)
+        elif not self.schedule.streaming:
             self.session.forget_played()
-        else:
-            self.session.sample_with(self.learner.weights(), version)
 
     def _record(self, step: int, collected: CollectedStep, samples: Sequence[Sequence[CreditedEpisode]]) -> None:
         """Write the step's episodes, their fates, and the advantages they were trained with."""
@@ -231,6 +229,7 @@ class Trainer:
         path, limit = self.directory.episodes_of(step), self.recipe.logging.episodes
         write_episodes(path, step, collected.played, limit, credits)
         self.ledger.record(step, collected.played, collected.fates)
+        self.schedule.settle(step, collected)
         self.ledger.advance(step, "trained")
 
     def _drop(self, collected: CollectedStep) -> None:
@@ -297,7 +296,7 @@ class Trainer:
             self.sound_at = self.saved_at  # what was saved before has since sampled well
         state = {
             "step": self.step,
-            "tasks": self.loader.state_dict(),
+            **self.schedule.state_dict(),
             "best": None if self.best is None else {"step": self.best.step, "value": float(self.best.value)},
             "sound_at": self.sound_at,
             "random": random_state(),
@@ -315,7 +314,7 @@ class Trainer:
         """Go on from a checkpoint's state; rows past it are dropped and rolled out again."""
         warn_if_changed(state["surroundings"])
         self.step = self.saved_at = state["step"]
-        self.loader.load_state_dict(state["tasks"] if "tasks" in state else drawn_by_position(state["position"]))
+        self.schedule.load_state_dict(state if "tasks" in state else {"tasks": drawn_by_position(state["position"])})
         self.best = None if state["best"] is None else Best(**state["best"])
         self.sound_at = state["sound_at"]
         self.learner.load(self.checkpoints.path(self.step))

@@ -1,4 +1,4 @@
-"""When a step is collected: as its turn comes, or before the update of the step before it.
+"""When a step is collected: as its turn comes, before the update of the step before it, or from groups played all the time.
 
     synchronous     collect 1 · update 1 · collect 2 · update 2 · …
     one_step_off    collect 1 · play 2 · update 1 beside scoring 2 · play 3 · update 2 beside scoring 3 · …
@@ -6,16 +6,18 @@
 With one_step_off a step is trained on what the policy before its last update wrote. The engine still never samples while an
 update is in flight, so what overlaps is the scoring (judges, reward services) of one step and the update of another. Before
 a checkpoint or an evaluation nothing is played ahead (``Recipe.plays_ahead``): what follows one is a function of it alone.
+``trainer/asynchronous.py`` has the third schedule.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from sensorium.recipe.schema import Recipe
+from sensorium.trainer.asynchronous import AsynchronousSchedule
 from sensorium.trainer.clock import Clock
 from sensorium.trainer.collect import CollectedStep, Collector
 from sensorium.vocabulary.errors import RecipeError
@@ -23,8 +25,22 @@ from sensorium.vocabulary.errors import RecipeError
 Result = TypeVar("Result")
 
 
+def make_schedule(
+    recipe: Recipe, collector: Collector, new_clock: Callable[[], Clock]
+) -> "Schedule | AsynchronousSchedule":
+    """The schedule that a recipe names."""
+    if recipe.schedule.name == "asynchronous":
+        return AsynchronousSchedule(recipe, collector)
+    return Schedule(recipe, collector, new_clock)
+
+
 class Schedule:
-    """Collects steps for a run. ``new_clock`` times a step that is played ahead."""
+    """Collects steps for a run. ``new_clock`` times a step that is played ahead.
+
+    ``streaming``: responses may be open whenever weights change, which is so of the asynchronous schedule alone.
+    """
+
+    streaming = False
 
     def __init__(self, recipe: Recipe, collector: Collector, new_clock: Callable[[], Clock]) -> None:
         self.recipe, self.collector, self.new_clock = recipe, collector, new_clock
@@ -55,6 +71,21 @@ class Schedule:
         task.add_done_callback(lambda _: played.set())
         self._ahead = (task, clock)
         await played.wait()
+
+    async def compute(self, work: Callable[[], Result]) -> Result:
+        """Run what the learner does before an update."""
+        return work()
+
+    def settle(self, step: int, collected: CollectedStep) -> None:
+        """A step is on record; there is nothing to add."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs to draw on exactly: at this moment nothing is open."""
+        return {"tasks": self.collector.loader.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's state."""
+        self.collector.loader.load_state_dict(state["tasks"])
 
     async def beside_scoring(self, update: Callable[[], Result]) -> Result:
         """Run an update: in a thread while a step that was played ahead is scored, and come back when both are done."""

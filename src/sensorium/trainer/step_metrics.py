@@ -1,7 +1,7 @@
 """The metrics row of a step: the names of DESIGN.md, the same everywhere. A mean over nothing is left out, not zero."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from sensorium.assembly.session import Session
@@ -47,6 +47,17 @@ def episode_metrics(groups: Sequence[Group], selection: Selection, *, mask_trunc
         row["episodes/masked"] = len(unseen)
     row["episodes/failed"] = _count(episodes, Status.FAILED) + _count(episodes, Status.ABORTED)
     row["episodes/dropped"] = sum(fate not in SET_ASIDE for fate in selection.fates.values())
+    return row
+
+
+def length_metrics(groups: Sequence[Group], fates: Mapping[str, str]) -> dict[str, float]:
+    """How long the episodes are that are trained on, and how long those that are not."""
+    row: dict[str, float] = {}
+    for name, dropped in (("kept", False), ("dropped", True)):
+        lengths = [e.sampled_tokens for group in groups for e in group.episodes if (e.id in fates) == dropped]
+        _put_mean(row, f"episodes/{name}_length_mean", lengths)
+        if lengths:
+            row[f"episodes/{name}_length_max"] = max(lengths)
     return row
 
 

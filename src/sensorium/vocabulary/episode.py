@@ -36,6 +36,15 @@ class MediaSpan:
 
 
 @dataclass(frozen=True)
+class VersionSpan:
+    """Tokens ``start`` to ``end`` of a response were sampled with weights of this version."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
 class Segment:
     """Tokens by one author. Stored tokens hold one placeholder per medium; a model family expands it.
 
@@ -43,6 +52,7 @@ class Segment:
     engine computed them; ``sampled_logprobs`` of the distribution drawn from (after top-p and top-k); ``byte_ends`` is
     the end of every token in the UTF-8 bytes of ``text`` (tokens that have no text, like stop tokens, add no bytes).
     ``key`` of an environment segment is its content, so equal prompts share; of a model segment it is unique.
+    ``policy_version`` wrote all of it, unless ``versions`` say which wrote which tokens: weights may change meanwhile.
     """
 
     author: Author
@@ -54,6 +64,7 @@ class Segment:
     byte_ends: tuple[int, ...] = ()
     policy_version: int = 0
     name: str = ""
+    versions: tuple[VersionSpan, ...] = ()
 
     @cached_property
     def key(self) -> str:
@@ -62,6 +73,11 @@ class Segment:
             return f"model:{self.name}"
         body = repr((self.tokens, [(span.index, span.media.key) for span in self.media])).encode()
         return "env:" + hashlib.blake2b(body, digest_size=16).hexdigest()
+
+    @property
+    def version_spans(self) -> tuple[VersionSpan, ...]:
+        """Which weights wrote which tokens; one span unless they changed meanwhile."""
+        return self.versions or (VersionSpan(self.policy_version, 0, len(self.tokens)),)
 
     def tokens_in(self, start: int, end: int) -> range:
         """Token indices of a byte range; a token that straddles an edge belongs to the span it ends in."""

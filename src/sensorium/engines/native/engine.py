@@ -28,7 +28,11 @@ class NativeEngine:
         self, policy: Policy, *, lockstep: bool = True, patience_s: float = 600.0, **options: Unpack[WriterOptions]
     ) -> None:
         self.capabilities = Capabilities(
-            policy.chat.modalities, deterministic=lockstep, lockstep=lockstep, matched=policy.matched is not None
+            policy.chat.modalities,
+            deterministic=lockstep,
+            lockstep=lockstep,
+            matched=policy.matched is not None,
+            in_flight=True,
         )
         given, paged = completed(options, policy.device.type, matched=policy.matched is not None)
         self._policy = policy
@@ -75,6 +79,12 @@ class NativeEngine:
             raise EngineError("the native engine samples with the policy it was made of; it takes no other weights.")
         self._scheduler.refuse_open()
         self._writer.forget(version)
+
+    def push_weights(self, source: WeightSource, version: int) -> None:
+        """As ``update_weights``, between ticks, with responses open: their contexts are computed anew and they go on."""
+        if source is not self._policy:
+            raise EngineError("the native engine samples with the policy it was made of; it takes no other weights.")
+        self._scheduler.admit_again(self._writer.carry_over(version))
 
     def reset_cache(self) -> None:
         """Drop all keys, values and features."""

@@ -48,10 +48,11 @@ class PagedRow(Row):
         prefix: tuple[PrefixEntry, ...],
         limit: int,
         stop_ids: frozenset[int],
+        token_bytes: Callable[[int], bytes],
         group: object,
         pages: list[int],
     ) -> None:
-        super().__init__(job, prefix, limit, stop_ids)
+        super().__init__(job, prefix, limit, stop_ids, token_bytes)
         self.group = group
         self.pages = pages
         self.shared_pages = self.length // PAGE
@@ -78,7 +79,7 @@ class PagedRow(Row):
             source=self.source,
             position=self.position + self.launched - 1,
             length=self.length + self.launched - 1,
-            count=self.launched,
+            count=self.before + self.launched,
             key=self.job.request.key,
             sampling=self.sampling,
             pages=self.pages,
@@ -171,6 +172,11 @@ class PagedWriter(Writer):
         self._laid, self._stale = [], True
         self._runner.refresh()
 
+    def _finish_launched(self) -> None:
+        """Read what steps that are under way draw."""
+        while self._under_way:
+            self._read(self._under_way.pop(0))
+
     def _settle(self) -> None:
         """Rows whose response ended leave: what may be continued is set aside, their pages are free."""
         gone = [row for row in self._rows if row.job.future.done()]
@@ -213,7 +219,8 @@ class PagedWriter(Writer):
         return True
 
     def _group(self, entry: SharedContext) -> list[PagedRow]:
-        return [PagedRow(job, entry.prefix, self._max_context, self._stop_ids, entry, []) for job in entry.jobs]
+        given = entry.prefix, self._max_context, self._stop_ids, self._policy.chat.token_bytes, entry
+        return [PagedRow(job, *given, []) for job in entry.jobs]
 
     def _follow(self, group: Sequence[PagedRow]) -> None:
         """Members after the first share the full pages of the prompt and copy the one it ends in."""
@@ -244,7 +251,8 @@ class PagedWriter(Writer):
         device = logits_BV.device
         sampling = SamplingRows.of([row.sampling for row in rows], self._forbidden_F, self._stop_S, self._policy.vocab_size)
         keys_B = torch.tensor([signed64(row.job.request.key) for row in rows], device=device)
-        drawn = sample(logits_BV, sampling, uniforms(keys_B, torch.zeros_like(keys_B)))
+        counts_B = torch.tensor([row.before for row in rows], device=device)
+        drawn = sample(logits_BV, sampling, uniforms(keys_B, counts_B))
         for i, row in enumerate(rows):
             row.source = self._latest_N.shape[0] + i
         self._latest_N = torch.cat((self._latest_N, drawn.tokens_B))

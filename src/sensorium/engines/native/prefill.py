@@ -57,15 +57,13 @@ class SharedContext:
         """What a request's context needs, given what was stored of its thread or prompt."""
         if stored is not None and stored.hidden_H is not None:
             return cls(key, stored.prefix, None, stored, [job])
-        suffix = (
-            plan(policy, job.request.context, stored.prefix, stored.length) if stored else plan(policy, job.request.context)
-        )
+        suffix = plan(policy, job.context, stored.prefix, stored.length) if stored else plan(policy, job.context)
         return cls(key, suffix.prefix, suffix, stored if suffix.held else None, [job])
 
     @property
     def shareable(self) -> bool:
         """Whether another thread can have the same context: one without the unique words of a model."""
-        return all(segment.author == "environment" for segment in self.jobs[0].request.context)
+        return all(segment.author == "environment" for segment in self.jobs[0].context)
 
     @property
     def media(self) -> tuple[Media, ...]:

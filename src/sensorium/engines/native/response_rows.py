@@ -1,6 +1,6 @@
 """Rows: the responses being written, as the host knows them and as the device holds them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from sensorium.engines.native.prefix_cache import PrefixEntry
 from sensorium.engines.native.randomness import signed64
 from sensorium.engines.native.sampler import SamplingRows
 from sensorium.engines.protocol import FinishReason
-from sensorium.engines.scheduler import Job
+from sensorium.engines.scheduler import Job, WrittenPart
 from sensorium.models.policy import Policy
 
 
@@ -32,21 +32,43 @@ class StopStrings:
 class Row:
     """One response being written after a context of ``length`` tokens whose next rotary position is ``position``.
 
-    With n tokens drawn, the last of them goes to cache entry ``length + n - 1`` when it is fed.
+    With n tokens drawn, the last of them goes to cache entry ``length + n - 1`` when it is fed. Of a response that is
+    carried over from earlier weights, the context holds the ``before`` tokens that those wrote.
     """
 
-    def __init__(self, job: Job, prefix: tuple[PrefixEntry, ...], limit: int, stop_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        prefix: tuple[PrefixEntry, ...],
+        limit: int,
+        stop_ids: frozenset[int],
+        token_bytes: Callable[[int], bytes] | None = None,
+    ) -> None:
         self.job = job
         self.prefix = prefix
         self.length = prefix[-1].length
         self.position = prefix[-1].position
         self.sampling = job.request.sampling
-        self.budget = min(self.sampling.max_new_tokens, limit - self.length)
+        self.before = sum(len(part.tokens) for part in job.carried)
+        self.budget = min(self.sampling.max_new_tokens - self.before, limit - self.length)
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.sampled_logprobs: list[float] = []
         self._stop_ids = stop_ids if self.sampling.stop_tokens else frozenset()
         self._stops = StopStrings(self.sampling.stop) if self.sampling.stop else None
+        if self._stops is not None and token_bytes is not None:
+            self._stops.feed(b"".join(token_bytes(token) for part in job.carried for token in part.tokens))
+
+    def carry(self, version: int) -> None:
+        """Hand what these weights wrote to the job, which is then admitted again."""
+        if self.tokens:
+            part = WrittenPart(version, tuple(self.tokens), tuple(self.logprobs), tuple(self.sampled_logprobs))
+            self.job.carried = (*self.job.carried, part)
+
+    def parts(self, version: int) -> tuple[WrittenPart, ...]:
+        """All that was written, by the weights that wrote it; these are of ``version``."""
+        own = WrittenPart(version, tuple(self.tokens), tuple(self.logprobs), tuple(self.sampled_logprobs))
+        return (*self.job.carried, own)
 
     def take(self, token: int, logprob: float, sampled_logprob: float, policy: Policy) -> FinishReason | None:
         """Append a drawn token; the reason if the response ends with it."""
@@ -62,7 +84,8 @@ class Row:
     def prefix_after(self, key: str) -> tuple[PrefixEntry, ...]:
         """The thread's segments with the response behind the context."""
         drawn = len(self.tokens)
-        return (*self.prefix, PrefixEntry(key, drawn, self.length + drawn, self.position + drawn))
+        context = self.prefix[:-1] if self.before else self.prefix  # what was carried over is part of the response
+        return (*context, PrefixEntry(key, self.before + drawn, self.length + drawn, self.position + drawn))
 
     @property
     def cached(self) -> int:
@@ -82,7 +105,7 @@ class Batch:
         table.append([row.position + len(row.tokens) - 1 for row in rows])
         table.append([row.cached for row in rows])
         table.append([signed64(row.job.request.key) for row in rows])
-        table.append([len(row.tokens) for row in rows])
+        table.append([row.before + len(row.tokens) for row in rows])
         self.tokens_B, self.positions_B, lengths_B, self.keys_B, self.counts_B = torch.tensor(table, device=device).unbind(
             0
         )

@@ -20,11 +20,12 @@ from sensorium.engines.native.prefix_cache import PrefixCache, StoredKV, context
 from sensorium.engines.native.response_rows import Batch, Row
 from sensorium.engines.native.steps import Steps
 from sensorium.engines.protocol import FinishReason, Response
-from sensorium.engines.scheduler import Job
+from sensorium.engines.scheduler import Job, WrittenPart
 from sensorium.models.frozen_features import spare_bytes
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import Features
 from sensorium.vocabulary.content import Media
+from sensorium.vocabulary.episode import VersionSpan
 from sensorium.vocabulary.errors import EngineError
 
 RESERVE_AHEAD = 256  # tokens of a response that the cache makes room for at once
@@ -131,7 +132,12 @@ class Writer:
     def written_so_far(self, thread: str) -> tuple[Sequence[int], Sequence[float]]:
         """The tokens of a response that is being written, and their log-probs; none before it has begun."""
         row = next((row for row in self._rows if row.job.request.thread == thread), None)
-        return ((), ()) if row is None else (row.tokens, row.logprobs)
+        if row is None:
+            return (), ()
+        if not row.before:
+            return row.tokens, row.logprobs
+        parts = row.parts(self.version)
+        return [token for part in parts for token in part.tokens], [one for part in parts for one in part.logprobs]
 
     def release(self, thread: str) -> None:
         """Forget the keys and values of a thread, or do not set them aside when its response ends."""
@@ -148,6 +154,22 @@ class Writer:
         self._jobs.clear()
         self._batch = None
         self.version = version
+
+    def carry_over(self, version: int) -> list[Job]:
+        """New weights are in place while responses are open: drop what earlier ones computed, and return the open jobs.
+
+        They keep what they have written, and go on after it once they are admitted again: their contexts are computed
+        anew, token t still draws hash(key, t).
+        """
+        self._finish_launched()
+        rows = [row for row in self._rows if not row.job.future.done()]
+        for row in rows:
+            row.carry(self.version)
+        self.forget(version)
+        return [row.job for row in rows]
+
+    def _finish_launched(self) -> None:
+        """Nothing is launched ahead here."""
 
     def _check_version(self) -> None:
         if self._policy.version != self.version:
@@ -188,7 +210,8 @@ class Writer:
             return [], self._forbidden_F
         owners = [(job, entry) for entry in entries for job in entry.jobs[:1]]
         owners += [(job, entry) for entry in entries for job in entry.jobs[1:]]
-        rows = [Row(job, entry.prefix, self._max_context, self._stop_ids) for job, entry in owners]
+        token_bytes = self._policy.chat.token_bytes
+        rows = [Row(job, entry.prefix, self._max_context, self._stop_ids, token_bytes) for job, entry in owners]
         first = len(self._rows)
         self._reserve([*self._rows, *rows])
         hidden_NH = prefill(self._policy, self._cache, entries, first, features, self.counters)
@@ -207,7 +230,7 @@ class Writer:
         for job in jobs:
             request = job.request
             try:
-                key = context_key(request.context)
+                key = context_key(job.context)
                 if key in entries:
                     entries[key].jobs.append(job)
                     continue
@@ -265,11 +288,8 @@ class Writer:
         self.counters.decoded_tokens += len(self._rows)
 
     def _finish(self, row: Row, finish: FinishReason) -> None:
-        segment = self._policy.chat.written(
-            row.tokens, row.logprobs, row.sampled_logprobs, row.job.request.name, self.version
-        )
         if not row.job.future.done():
-            row.job.future.set_result(Response(segment, finish))
+            row.job.future.set_result(joined_response(self._policy, row.job, row.parts(self.version), finish))
 
     def _laid_out(self) -> Batch:
         """The rows' tensors, with room in the cache for one more token of each."""
@@ -283,3 +303,21 @@ class Writer:
         length = max(row.length + min(row.budget, len(row.tokens) + RESERVE_AHEAD) for row in rows)
         if self._cache.reserve(len(rows), length + 1):
             self._batch = None
+
+
+def joined_response(policy: Policy, job: Job, parts: Sequence[WrittenPart], finish: FinishReason) -> Response:
+    """The response that parts make up; one that several versions of the weights wrote says which wrote which tokens."""
+    spans, start = [], 0
+    for part in parts:
+        spans.append(VersionSpan(part.version, start, start + len(part.tokens)))
+        start += len(part.tokens)
+    versions = tuple(spans) if len(spans) > 1 else ()
+    segment = policy.chat.written(
+        [token for part in parts for token in part.tokens],
+        [logprob for part in parts for logprob in part.logprobs],
+        [logprob for part in parts for logprob in part.sampled_logprobs],
+        job.request.name,
+        parts[0].version,
+        versions,
+    )
+    return Response(segment, finish, versions)

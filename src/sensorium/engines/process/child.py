@@ -4,6 +4,7 @@ One message in, one answer out, until the other end hangs up:
 
     start    build the model that a folder describes, without weights          {}
     weights  read tensors from a file; nothing of earlier weights is kept      {}
+             (in_flight: but what open responses have written, which go on)
     reset    keep nothing of earlier rollouts                                  {}
     tick     cancel, release, take new requests, advance all by a token        {done: [responses], counters, notes}
     close    end                                                               {}
@@ -80,6 +81,9 @@ class Child:
         for name, parameter in self.policy.model.named_parameters():
             parameter.requires_grad_(name in learning)
         self.policy.version = told["version"]
+        if told["in_flight"]:
+            self.waiting = [*self.writer.carry_over(told["version"]), *self.waiting]
+            return {}
         return self.reset(told)
 
     def reset(self, told: Message) -> Message:

@@ -25,6 +25,7 @@ from sensorium.engines.tensor_files import write_tensors
 from sensorium.media.store import MediaStore
 from sensorium.models.policy import Policy
 from sensorium.vocabulary.content import Media
+from sensorium.vocabulary.episode import VersionSpan
 from sensorium.vocabulary.errors import EngineLost, SensoriumError
 
 
@@ -48,7 +49,12 @@ class ProcessEngine:
         **options: Unpack[WriterOptions],
     ) -> None:
         self.capabilities = Capabilities(
-            policy.chat.modalities, deterministic=lockstep, lockstep=lockstep, matched=policy.matched is not None
+            policy.chat.modalities,
+            deterministic=lockstep,
+            lockstep=lockstep,
+            matched=policy.matched is not None,
+            in_flight=True,
+            own_weights=True,
         )
         self.version = policy.version
         self.counters = WriterCounters()
@@ -94,6 +100,14 @@ class ProcessEngine:
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Send the weights that may have changed since the last time, in a file that is deleted afterwards."""
         self._scheduler.refuse_open()
+        self._send(source, version, in_flight=False)
+        self._forget()
+
+    def push_weights(self, source: WeightSource, version: int) -> None:
+        """As ``update_weights``, between ticks, with responses open: they go on with the new weights. From any thread."""
+        self._send(source, version, in_flight=True)
+
+    def _send(self, source: WeightSource, version: int, *, in_flight: bool) -> None:
         tensors = source.tensors()
         learning = [name for name, tensor in tensors.items() if tensor.requires_grad]
         state = {name: (tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()}
@@ -103,11 +117,11 @@ class ProcessEngine:
         }
         file = write_tensors(moved)
         try:
-            self._ask({"do": "weights", "file": str(file), "learning": learning, "version": version})
+            told = {"do": "weights", "file": str(file), "learning": learning, "version": version, "in_flight": in_flight}
+            self._ask(told)
         finally:
             file.unlink(missing_ok=True)
         self._sent, self.version = state, version
-        self._forget()
 
     def reset_cache(self) -> None:
         """Keep nothing of earlier rollouts."""
@@ -148,10 +162,11 @@ class ProcessEngine:
         if "error" in plain:
             job.fail(error_of(plain))
             return
+        versions = tuple(VersionSpan(*span) for span in plain["versions"])
         written = self._policy.chat.written(
-            plain["tokens"], plain["logprobs"], plain["sampled_logprobs"], job.request.name, self.version
+            plain["tokens"], plain["logprobs"], plain["sampled_logprobs"], job.request.name, plain["version"], versions
         )
-        job.future.set_result(Response(written, plain["finish"]))
+        job.future.set_result(Response(written, plain["finish"], versions))
 
     def _show(self, job: Job) -> bool:
         """Put media that are only in memory where the child can read them; a request whose media are gone fails alone."""

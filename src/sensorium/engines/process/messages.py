@@ -38,6 +38,8 @@ def plain_response(thread: str, response: Response) -> dict[str, Any]:
         "logprobs": segment.logprobs,
         "sampled_logprobs": segment.sampled_logprobs,
         "finish": response.finish,
+        "version": segment.policy_version,
+        "versions": [[span.version, span.start, span.end] for span in response.versions],
     }
 
 

@@ -24,7 +24,6 @@ from sensorium.engines.protocol import (
     Request,
     Response,
     Sampling,
-    VersionSpan,
     WeightSource,
 )
 from sensorium.engines.vllm import parity
@@ -43,7 +42,7 @@ from sensorium.models.policy import Policy
 from sensorium.models.prepared_media import Extent
 from sensorium.models.segment_layout import Layout
 from sensorium.vocabulary.content import Media, MediaKind
-from sensorium.vocabulary.episode import Segment
+from sensorium.vocabulary.episode import Segment, VersionSpan
 from sensorium.vocabulary.errors import EngineError, EngineLost
 
 SAMPLING_OPTIONS = frozenset(["temperature", "greedy", "stop", "ignore_stop_tokens"])
@@ -95,7 +94,9 @@ class VllmEngine:
         refuse_family(policy.model.config.model_type, on_cpu=policy.device.type == "cpu")
         refuse_dtype(dtype, on_cpu=policy.device.type == "cpu")
         refuse_adapters(() if policy.adapters is None else policy.adapters.section.groups)
-        self.capabilities = Capabilities(policy.chat.modalities, deterministic=False, sampling=SAMPLING_OPTIONS)
+        self.capabilities = Capabilities(
+            policy.chat.modalities, deterministic=False, sampling=SAMPLING_OPTIONS, in_flight=True, own_weights=True
+        )
         self.version = policy.version
         self.restarts = 0
         self.pushed = PushTimes()
@@ -196,6 +197,10 @@ class VllmEngine:
             self.pushed.parity_s = time.perf_counter() - started
             parity.refuse_apart(self.parity, self._bound, f"after the push of version {version}")
 
+    def push_weights(self, source: WeightSource, version: int) -> None:
+        """The same as ``update_weights``, which keeps open responses. From any thread."""
+        self.update_weights(source, version)
+
     def tell_by(self, noted: Callable[[str], None]) -> None:
         """Say which vLLM it is, what it lacks, and how close it is to the policy."""
         for sentence in self._vllm.sentences():
@@ -262,9 +267,10 @@ class VllmEngine:
         version = spans[0].version if spans else began
         logprobs = answer["logprobs"]
         drawn = [0.0] * len(logprobs) if sampling.temperature == 0 else logprobs
-        segment = self._policy.chat.written(answer["tokens"], logprobs, drawn, request.name, version)
+        versions = spans if len(spans) > 1 else ()
+        segment = self._policy.chat.written(answer["tokens"], logprobs, drawn, request.name, version, versions)
         finish: FinishReason = "stop" if answer["finish"] == "stop" else "length"
-        return Response(segment, finish, spans if len(spans) > 1 else ())
+        return Response(segment, finish, versions)
 
     # Weights.
 

@@ -9,6 +9,8 @@ LARGEST_RATE = 0.05
 LARGEST_GRADIENT = 1e3
 LARGEST_RATIO = 100.0
 SMALLEST_SHARE = 0.1
+FRESH_SHARE = 0.25
+"""Effective share of the tokens of a step below which what older weights wrote no longer bears on the new ones."""
 COLLAPSED = 0.05
 NO_GAIN, LEARNED = 0.02, 0.15
 """Held-out accuracy that gained no more than the first, while training accuracy gained more than the second."""
@@ -141,6 +143,20 @@ def weightless(facts: StepFacts) -> Finding | None:
     cause = "engine and learner are so far apart that few tokens decide the update"
     advice = "Look at mismatch/kl and mismatch/max: a smaller correction would only hide that the engine samples otherwise"
     return Finding("weightless", what, cause, advice)
+
+
+def stale(facts: StepFacts) -> Finding | None:
+    """What older weights wrote hardly bears on those that are trained: few tokens carry the whole weight of a step."""
+    row = facts.row
+    share, oldest = row.get("mismatch/effective_share", 1.0), row.get("staleness/max", 0.0)
+    if not oldest or share >= FRESH_SHARE:
+        return None
+    what = (
+        f"of what is trained, up to {oldest:g} updates old, {100 * share:.0f} % are left in effect (effective sample size)"
+    )
+    cause = "the policy has moved far from the weights that wrote it, so that few tokens decide the update"
+    advice = "Lower schedule.max_staleness or the learning rate, or use schedule: synchronous"
+    return Finding("stale", what, cause, advice)
 
 
 def blind(facts: StepFacts) -> Finding | None:

@@ -43,6 +43,7 @@ RULES = (
     Rule(learning_rules.entropy_collapse),
     Rule(learning_rules.large_ratio),
     Rule(learning_rules.mismatch),
+    Rule(learning_rules.stale, hides=("weightless",)),
     Rule(learning_rules.weightless),
     Rule(learning_rules.blind),
 )

@@ -1,0 +1,360 @@
+"""The asynchronous schedule: groups are played all the time, and a step trains on those that are complete.
+
+A group counts from the weights that it began with. With ``max_staleness`` 1 and two groups a step (P = 2):
+
+    weights      0                 1                   2
+    played       a b c d           c e f g             g h i …
+    trained           step 1: a b      step 2: c d         step 3: e f
+
+Here d was complete after step 1 was taken, and c went on across the update: its first tokens are of weights 0, its last of
+weights 1. Step 2 must train on c, or c would be too old, so step 2 waits for it. Nothing is ever cut short.
+
+Invariants, with S = ``max_staleness`` and v the weights that a step trains:
+- a group that began with weights b is trained by weights b + S at the latest: a step is taken only if, after it, at most
+  k·P groups must be trained within the next k steps (k = 0 … S);
+- that can always be reached by waiting, because at most (S + 1)·P groups are open when a step is taken, and until its
+  update is done none beyond S·P is begun.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from sensorium.assembly.session import sampling_of
+from sensorium.recipe.schema import Recipe
+from sensorium.rewards.scoring import GroupScoring
+from sensorium.rollout.play import Attempt, Deadlines
+from sensorium.tasks.mixture import SkippedRow
+from sensorium.trainer.clock import Clock
+from sensorium.trainer.collect import CollectedStep, Collector
+from sensorium.trainer.selection import Selection, masked, select
+from sensorium.trainer.step_metrics import environment_metrics, length_metrics
+from sensorium.trainer.task_loader import prompt_too_long, skip_metrics
+from sensorium.vocabulary.episode import Group
+from sensorium.vocabulary.errors import RecipeError
+from sensorium.vocabulary.task import Task
+
+Result = TypeVar("Result")
+
+PREFIX = "stream"
+RUN_ENDED = "dropped: the run ended before it was trained on"
+
+
+@dataclass(eq=False)
+class OpenGroup:
+    """A task that was drawn and is in no step yet. ``number`` counts the rows drawn in the run.
+
+    ``before`` is the task loader's state before it was drawn: what a resumed run draws it from again. ``began`` is the
+    number of updates in this process before it began, None before that. ``selection`` is what may be trained of it, once
+    it is played and scored.
+    """
+
+    number: int
+    before: dict[str, Any]
+    task: Task
+    began: int | None = None
+    played: bool = False
+    group: Group | None = None
+    selection: Selection | None = None
+
+    @property
+    def fit(self) -> bool:
+        """True if it is complete and can be trained on."""
+        return self.selection is not None and bool(self.selection.groups)
+
+    @property
+    def dropped(self) -> bool:
+        """True if it is complete and cannot be trained on."""
+        return self.selection is not None and not self.selection.groups
+
+
+@dataclass
+class Waits:
+    """Since the last row, seconds: the learner waited for episodes, and for scores; and nothing was played."""
+
+    episodes_s: float = 0.0
+    scores_s: float = 0.0
+    idle_s: float = 0.0
+    skipped: list[SkippedRow] = field(default_factory=list)
+    long: int = 0
+
+
+class AsynchronousSchedule:
+    """Collects steps from groups that are played beside everything else. It has the interface of ``Schedule``."""
+
+    def __init__(self, recipe: Recipe, collector: Collector) -> None:
+        self.recipe, self.collector = recipe, collector
+        self.session, self.loader, self.ledger = collector.session, collector.loader, collector.ledger
+        self.streaming = False
+        engine = self.session.engine
+        if self.loader.waits_for_outcomes:
+            raise RecipeError(
+                f"schedule: asynchronous draws tasks before earlier ones are trained, and the planner "
+                f"'{recipe.tasks.planner.name}' decides by what became of those. Use schedule: synchronous."
+            )
+        if not engine.capabilities.in_flight:
+            raise RecipeError(
+                f"schedule: asynchronous updates weights while responses are open, and engine "
+                f"'{recipe.rollout.engine.name}' cannot. Use rollout.engine: process, vllm or native."
+            )
+        threads = torch.get_num_threads()
+        # An engine that samples with the learner's own weights must stand still while these change.
+        beside = engine.capabilities.own_weights
+        self._thread = ThreadPoolExecutor(1, "update", lambda: torch.set_num_threads(threads)) if beside else None
+        self._staleness = recipe.schedule.max_staleness
+        self._wanted = recipe.batch.prompts_per_step
+        self._size = recipe.batch.group_size
+        self._open: list[OpenGroup] = []
+        self._plays: set[asyncio.Task[None]] = set()
+        self._filling: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._error: BaseException | None = None
+        self._updating = False
+        self._updates = 0
+        self._step = 0
+        self._drawn: dict[str, Any] | None = None
+        self._restored: list[dict[str, Any]] = []
+        self._known: dict[tuple[str, int], str] = {}
+        self._waits = Waits()
+        self._idle_since: float | None = None
+
+    # The steps.
+
+    async def collect(self, step: int, clock: Clock) -> CollectedStep:
+        """What a step trains on: complete groups, the oldest first; waits until no group grows too old by it."""
+        first = self.loader.drawn
+        self._step = step
+        if self._filling is None:
+            self.session.scorer.take_counts()  # of an evaluation before this step
+            self.session.rollout.pool.take_counters()
+            self._known = self.ledger.deadlines()
+            self._changed = asyncio.Event()
+            self._count_idle()
+            self.streaming = True
+            self._filling = asyncio.create_task(self._fill(), name="groups")
+            self._filling.add_done_callback(self._ended)
+        self._stir()
+        with clock("rollout", self._wanted * self._size):
+            while (chosen := self._choose()) is None:
+                started, playing = time.perf_counter(), self._playing
+                await self._change()
+                waited = time.perf_counter() - started
+                if playing:
+                    self._waits.episodes_s += waited
+                else:
+                    self._waits.scores_s += waited
+        dropped = [group for group in self._open if group.dropped]
+        self._open = [group for group in self._open if group not in chosen and not group.dropped]
+        self._updating = True
+        self.ledger.plan(step, first, self.loader.drawn)
+        return self._collected(sorted([*chosen, *dropped], key=lambda group: group.number), self.loader.drawn - first)
+
+    async def compute(self, work: Callable[[], Result]) -> Result:
+        """Run what the learner does: beside the engine if that has weights of its own."""
+        if self._thread is None:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def beside_scoring(self, update: Callable[[], Result]) -> Result:
+        """Run a step's update, with groups played beside it where the engine has weights of its own."""
+        result = await self.compute(update)
+        self._updates += 1
+        self._updating = False
+        self._stir()
+        return result
+
+    def settle(self, step: int, collected: CollectedStep) -> None:
+        """Put on record what became of every task that was drawn for a step."""
+        for group in collected.played:
+            reasons = [collected.fates.get(episode.id) for episode in group.episodes]
+            fate = "trained" if None in reasons or not reasons else str(reasons[0])
+            self.ledger.settle_draw(_number(group.id), step, fate)
+
+    async def abandon(self, then: Callable[[CollectedStep], Awaitable[None] | None]) -> None:
+        """The run ends here: what is open is not trained on, and that is put on record."""
+        running = [*self._plays, *([self._filling] if self._filling is not None else [])]
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+        self._plays.clear()
+        self._filling = None
+        for group in self._open:
+            self.ledger.settle_draw(group.number, self._step + 1, RUN_ENDED)
+        self._open = []
+        self.streaming = False
+
+    def close(self) -> None:
+        """Give the thread back."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    # The checkpoint.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where drawing goes on, and what was drawn and is in no step yet: a resumed run plays that first."""
+        if self._drawn is None:
+            return {"tasks": self.loader.state_dict(), "open": deepcopy(self._restored)}
+        waiting = [{"number": group.number, "before": group.before} for group in self._open]
+        return deepcopy({"tasks": self._drawn, "open": [*waiting, *self._restored]})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's state."""
+        self.loader.load_state_dict(state["tasks"])
+        self._restored = list(state.get("open", ()))
+
+    # Playing.
+
+    async def _fill(self) -> None:
+        """Draw tasks and begin their groups, as long as there is room."""
+        after = deepcopy(self.loader.state_dict())
+        restored = self._restored
+        while restored:
+            self.loader.load_state_dict(restored[0]["before"])
+            group = await self._draw(restored[0]["before"])
+            restored.pop(0)
+            self._drawn = after
+            await self._begin(group)
+        if self._drawn is not None:
+            self.loader.load_state_dict(after)
+        self._drawn = after
+        while True:
+            while not self._room:
+                await self._change()
+            before = self._drawn
+            group = await self._draw(before)
+            self._drawn = deepcopy(self.loader.state_dict())
+            await self._begin(group)
+
+    async def _draw(self, before: dict[str, Any]) -> OpenGroup:
+        """The next task, on record with the rows that were skipped on the way to it."""
+        first = self.loader.drawn
+        drawn = await self.loader.draw(1)
+        number = self.loader.drawn - 1
+        for place, row in enumerate(drawn.skipped):
+            self.ledger.draw(first + place, self._step, "")
+            self.ledger.settle_draw(first + place, self._step, f"skipped: {row.reason}")
+        self._waits.skipped += drawn.skipped
+        self.ledger.draw(number, self._step, drawn.tasks[0].id)
+        group = OpenGroup(number, before, drawn.tasks[0])
+        self._open.append(group)
+        return group
+
+    async def _begin(self, group: OpenGroup) -> None:
+        """Begin to play a group as soon as there is room: what was drawn may have to wait for an update."""
+        while not self._room:
+            await self._change()
+        group.began = self._updates
+        self._count_idle()
+        play = asyncio.create_task(self._play(group), name=f"group {group.number}")
+        self._plays.add(play)
+        play.add_done_callback(self._plays.discard)
+        play.add_done_callback(self._ended)
+        self._stir()
+
+    @property
+    def _room(self) -> bool:
+        """True if one more group may be begun."""
+        begun = [group for group in self._open if group.began is not None and not group.dropped]
+        left = self.recipe.total_steps - self._step + (not self._updating)  # steps that are still to be taken
+        limit = self._wanted * min(self._staleness + (not self._updating), left)
+        concurrency = self.recipe.rollout.concurrency
+        playing = sum(not group.played for group in begun)
+        return len(begun) < limit and (not concurrency or playing < max(1, concurrency // self._size))
+
+    async def _play(self, group: OpenGroup) -> None:
+        """Play and score a group, and see what of it can be trained on."""
+        recipe = self.recipe
+        attempt, deadlines = Attempt(recipe.seed, group.number, PREFIX), Deadlines(known=self._known)
+        stream = self.session.rollout.stream([group.task], self._size, attempt, sampling_of(recipe.rollout), deadlines)
+        (played,) = await stream.in_order()
+        self.ledger.keep_deadlines(deadlines.fired)
+        group.played = True
+        self._count_idle()
+        self._stir()
+        if prompt_too_long(played):
+            _, long = self.loader.without_long_prompts([played])
+            self._waits.long += long
+            group.group, group.selection = played, select([played], "drop_group", smallest=1)
+            return
+        async with GroupScoring(self.session.scorer) as scoring:
+            scoring.begin(played)
+            scored = (await scoring.finish())[played.id]
+        smallest = 2 if self.collector.traits.compares else 1
+        group.group, group.selection = scored, select([scored], recipe.rewards.on_missing, smallest=smallest)
+        self.collector.watcher.progress(self._size * sum(one.fit for one in self._open))
+
+    def _choose(self) -> list[OpenGroup] | None:
+        """The groups of the next step, or None as long as it must wait.
+
+        A step is short only where as many groups as it wants were played and could not be trained on.
+        """
+        if self._error is not None:
+            raise self._error
+        fit = sorted((group for group in self._open if group.fit), key=lambda group: (group.began, group.number))
+        if len(fit) < self._wanted and sum(group.dropped for group in self._open) < self._wanted:
+            return None
+        chosen = fit[: self._wanted]
+        left = [group for group in self._open if group.began is not None and not group.dropped and group not in chosen]
+        last = [group.began + self._staleness - self._updates for group in left if group.began is not None]
+        for steps in range(self._staleness + 1):
+            if sum(latest <= steps for latest in last) > steps * self._wanted:
+                return None
+        return chosen
+
+    def _collected(self, groups: list[OpenGroup], drawn: int) -> CollectedStep:
+        selection, waits = Selection(), self._waits
+        for group in groups:
+            assert group.selection is not None
+            selection = selection.joined(group.selection)
+        self._waits = Waits()
+        self._count_idle()
+        played = tuple(group.group for group in groups if group.group is not None)
+        fates = selection.fates | (masked(selection.groups) if self.recipe.rollout.mask_truncated else {})
+        row = skip_metrics(waits.skipped, waits.long) | self.session.scorer.take_metrics()
+        row |= environment_metrics(self.session.rollout.pool) | length_metrics(played, fates)
+        row["wait/learner_for_episodes_s"] = waits.episodes_s
+        row["wait/learner_for_scores_s"] = waits.scores_s
+        row["wait/engine_for_learner_s"] = waits.idle_s
+        row["groups/open"] = len(self._open)
+        return CollectedStep(selection, played, (), fates, {}, drawn, row)
+
+    # Waking up.
+
+    def _count_idle(self) -> None:
+        """Count the seconds in which nothing is played."""
+        now = time.perf_counter()
+        if self._idle_since is not None:
+            self._waits.idle_s += now - self._idle_since
+        self._idle_since = None if self._playing else now
+
+    @property
+    def _playing(self) -> bool:
+        """True if any group is being played."""
+        return any(group.began is not None and not group.played for group in self._open)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._error = self._error or task.exception()
+        self._stir()
+
+    def _stir(self) -> None:
+        """Something happened: whoever waits looks again."""
+        self._changed.set()
+
+    async def _change(self) -> None:
+        event = self._changed
+        await event.wait()
+        if self._changed is event:
+            self._changed = asyncio.Event()
+
+
+def _number(group_id: str) -> int:
+    """The number of a group's task among all rows drawn."""
+    return int(group_id.split("/")[1])

@@ -1,0 +1,188 @@
+"""The asynchronous schedule: nothing grows too old, nothing is cut short, and every drawn task is accounted for once."""
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sensorium.engines.native.engine import NativeEngine
+from sensorium.recipe.plan import make_plan
+from sensorium.recipe.schema import Recipe
+from sensorium.record.ledger import Ledger
+from sensorium.record.metrics import read_metrics
+from sensorium.trainer.health.facts import StepFacts
+from sensorium.trainer.health.rules import examine
+from sensorium.trainer.run import train
+from sensorium.vocabulary.errors import RecipeError
+
+from .small import small
+
+STREAM = ("algorithm.correction.weights=token", "rollout.schedule=eager")
+
+
+def streamed(folder: Path, *overrides: str, staleness: int = 1, **changes: Any) -> Recipe:
+    """Runs whose episodes are of very different length, so that some go on across updates."""
+    schedule = {"name": "asynchronous", "max_staleness": staleness}
+    terms = [{"name": "tests.trainer.test_asynchronous:unequal"}]
+    given = {"schedule": schedule, "steps": 4, "rollout": {"max_new_tokens": 12}, "rewards": {"terms": terms}}
+    return small(folder, *STREAM, *overrides, **given | changes)
+
+
+class Slow:
+    """How many scores were given and responses asked for, and after how many the process kills itself."""
+
+    given, asked, kill_at = 0, 0, 10**9
+
+
+async def unequal(task: Any, episode: Any) -> float:
+    """Groups are complete in another order than they began; now and then one has no score."""
+    Slow.given += 1
+    if Slow.given == Slow.kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    await asyncio.sleep(0.02 * (hash(task.id) % 3))
+    return float(episode.index % 2)
+
+
+def settled(run: Path) -> Counter[str]:
+    """What became of everything that was drawn, counted."""
+    ledger = Ledger(run / "ledger.sqlite")
+    draws = ledger.draws()
+    ledger.close()
+    assert list(draws) == list(range(len(draws))), "every row that was drawn is on record"
+    return Counter(str(fate).partition(":")[0] for _, _, fate in draws.values())
+
+
+def trained_groups(run: Path) -> list[str]:
+    """The groups that the ledger says were trained, step by step."""
+    ledger = Ledger(run / "ledger.sqlite")
+    found = [{id.rpartition("/")[0] for id, fate in ledger.fates(step).items() if fate == "trained"} for step in range(9)]
+    ledger.close()
+    return [group for groups in found for group in sorted(groups)]
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_nothing_grows_older_than_the_bound_and_counts_add_up(staleness: int, tmp_path: Path) -> None:
+    run = train(streamed(tmp_path / "run", staleness=staleness))
+    rows = read_metrics(run / "metrics.jsonl")
+    assert len(rows) == 4
+    assert all(row["staleness/max"] <= staleness for row in rows)
+    assert (max(row["staleness/max"] for row in rows) > 0) == (staleness > 0)
+    for row in rows:
+        shares = [value for name, value in row.items() if name.startswith("staleness/share_")]
+        assert sum(shares) == pytest.approx(1)
+        assert row["groups/trained"] == 2
+        assert 0 < row["mismatch/effective_share"] <= 1
+        assert row["episodes/kept_length_mean"] > 0
+        assert row["wait/learner_for_episodes_s"] >= 0
+    fates = settled(run)
+    assert fates == {"trained": 8}, "no more is drawn than the run has steps for"
+    assert len(trained_groups(run)) == len(set(trained_groups(run))) == 8
+
+
+async def scored_late(task: Any, episode: Any) -> float:
+    """The second and third group have no scores before the fourth is half written."""
+    if episode.group_id.split("/")[1] in "12":
+        while Slow.asked < 8:
+            await asyncio.sleep(0.001)
+        for _ in range(30):  # as many ticks at most
+            await asyncio.sleep(0)
+    return float(episode.index % 2)
+
+
+def test_responses_go_on_across_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate, Slow.asked = NativeEngine.generate, 0
+
+    async def counted(self: NativeEngine, *given: Any) -> Any:
+        Slow.asked += 1
+        return await generate(self, *given)
+
+    monkeypatch.setattr(NativeEngine, "generate", counted)
+    changes: dict[str, Any] = {
+        "batch": {"prompts_per_step": 1, "group_size": 2},
+        "rollout": {"max_new_tokens": 60, "ignore_stop_tokens": True},
+        "rewards": {"terms": [{"name": "tests.trainer.test_asynchronous:scored_late"}]},
+    }
+    run = train(streamed(tmp_path / "run", staleness=2, **changes))
+    rows = read_metrics(run / "metrics.jsonl")
+    assert sum(row["staleness/spanning"] for row in rows) > 0
+    assert all(row["episodes/length_max"] == 60 for row in rows), "none was cut short"
+    assert settled(run) == {"trained": 4}
+
+
+def killed(recipe: Recipe, scores: int, *, resume: bool) -> int:
+    """Train in a forked process that kills itself at so many scores; how it ended."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            Slow.given, Slow.kill_at = 0, scores
+            train(recipe, resume=resume)
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitpid(child, 0)[1]
+
+
+def test_after_kills_in_mid_flight_everything_drawn_is_trained_once(tmp_path: Path) -> None:
+    recipe = streamed(tmp_path / "run", staleness=2, steps=4)
+    for scores, resume in ((9, False), (5, True)):
+        assert os.WIFSIGNALED(killed(recipe, scores, resume=resume))
+    train(recipe, resume=True)
+    fates = settled(tmp_path / "run")
+    assert fates == {"trained": 8}
+    assert len(trained_groups(tmp_path / "run")) == len(set(trained_groups(tmp_path / "run"))) == 8
+    assert all(row["staleness/max"] <= 2 for row in read_metrics(tmp_path / "run/metrics.jsonl"))
+    train(streamed(tmp_path / "run", staleness=2, steps=5), resume=True)
+    assert settled(tmp_path / "run") == {"trained": 10}
+
+
+def refused(task: Any, episode: Any) -> float:
+    if task.answer == "0":
+        raise ValueError("no score for this one")
+    return float(episode.index % 2)
+
+
+def test_what_cannot_be_trained_on_is_on_record_and_replaced(tmp_path: Path) -> None:
+    rewards = {"terms": [{"name": "tests.trainer.test_asynchronous:refused"}], "retries": 0}
+    run = train(streamed(tmp_path / "run", rewards=rewards, steps=3))
+    fates = settled(run)
+    assert fates["trained"] == 6
+    assert fates["dropped"] >= 1
+    rows = read_metrics(run / "metrics.jsonl")
+    assert sum(row.get("episodes/dropped_length_max", 0) > 0 for row in rows) >= 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["algorithm.correction.weights=none"], "older policies wrote"),
+        (["rollout.schedule=lockstep"], "set rollout.schedule: eager"),
+        (["selection.dynamic=true"], "the groups that are complete"),
+        (["algorithm.advantage.name=remax"], "a greedy episode of the same weights"),
+        (["schedule.name=synchronous"], "belongs to schedule: asynchronous"),
+    ],
+)
+def test_what_it_cannot_be_used_with_is_refused(overrides: list[str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=said):
+        streamed(tmp_path / "run", *overrides)
+
+
+def test_the_plan_says_what_is_given_up(tmp_path: Path) -> None:
+    plan = make_plan(streamed(tmp_path / "run"))
+    assert "Given up: bit-exact repetition" in plan.schedule
+    assert "stands still" in plan.schedule
+    assert not plan.deterministic
+
+
+def test_an_effective_sample_size_that_collapses_is_an_alarm(tmp_path: Path) -> None:
+    recipe = streamed(tmp_path / "run")
+    row = {"staleness/max": 2.0, "mismatch/effective_share": 0.1, "correction/effective_share": 0.05}
+    found = [finding.rule for finding in examine(StepFacts(recipe, 3, row))]
+    assert "stale" in found
+    assert "weightless" not in found
+    fresh = row | {"mismatch/effective_share": 0.9, "correction/effective_share": 0.9}
+    assert "stale" not in [finding.rule for finding in examine(StepFacts(recipe, 3, fresh))]
