@@ -140,7 +140,7 @@ CASES: dict[str, tuple[StepFacts, str]] = {
         "entropy fell from 0.8 to 0.01 with accuracy 0.50",
     ),
     "large_ratio": (facts(HEALTHY | {"policy/ratio_max": 4e8}), "a token became 4e+08 times likelier"),
-    "stale": (facts(HEALTHY | {"mismatch/effective_share": 0.1, "staleness/max": 3.0}), "10 % of the tokens are left"),
+    "stale": (facts(HEALTHY | {"mismatch/effective_share": 0.1, "staleness/max": 3.0}), "10 % are left in effect"),
     "weightless": (facts(HEALTHY | {"correction/effective_share": 0.02}), "leaves 2.0 % of the tokens' weight"),
     "mismatch": (facts(HEALTHY | {"mismatch/kl": 0.3}), "engine and learner DISAGREE: their KL is 3.0e-01"),
     "blind": (
