@@ -126,6 +126,13 @@ def test_environments_that_fail_or_do_not_repeat_are_found() -> None:
     assert taught["tasks.train.0 demonstrated play"].level == "error"
 
 
+def test_nothing_is_said_to_be_right_of_play_that_never_began() -> None:
+    options = {"environment": f"{__name__}:Broken", "size": 2}
+    found = findings(2, tasks={"train": [{"source": "environments", "options": options}]})
+    assert found["tasks.train.0 random play"].level == "error"
+    assert not [name for name in found if "repeats" in name or "reward" in name]
+
+
 class Moody:
     """Shows another number each time it is begun, knows no good response, and fails by seed."""
 
@@ -161,6 +168,13 @@ class Moody:
 
     def close(self) -> None:
         pass
+
+
+class Broken(Moody):
+    """Does not begin."""
+
+    def reset(self, seed: int) -> Any:
+        raise RuntimeError("no table")
 
 
 def test_each_tool_is_called_once_and_its_reply_shown(tmp_path: Path) -> None:

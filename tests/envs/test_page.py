@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from sensorium.cli.main import main
 from sensorium.engines.protocol import Request, Sampling
 from sensorium.engines.scripted import ScriptedEngine
+from sensorium.envs.tools.calls import ToolCall
+from sensorium.envs.tools.protocol import ToolContext
+from sensorium.envs.tools.toolbox import Toolbox
+from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
@@ -23,7 +28,7 @@ from sensorium.rewards.environment import EnvironmentReward
 from sensorium.rewards.scorer import Scorer
 from sensorium.rollout.play import Attempt, Rollout
 from sensorium.trainer.run import train
-from sensorium.vocabulary import EnvironmentSpec, Status, Task
+from sensorium.vocabulary import EnvironmentSpec, Status, Task, user
 
 PAGE = (Path(__file__).parents[2] / "docs/environments.md").read_text()
 
@@ -47,10 +52,16 @@ def port() -> Iterator[int]:
         server.shutdown()
 
 
-def test_an_environment_whose_methods_are_coroutines_plays_with_a_service(port: int, tmp_path: Path) -> None:
+def run_block(mark: str) -> dict[str, Any]:
+    """The names that a block of the page defines."""
     code: dict[str, Any] = {}
-    (block,) = (found for found in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "class Guess" in found)
+    (block,) = (found for found in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if mark in found)
     exec(block, code)
+    return code
+
+
+def test_an_environment_whose_methods_are_coroutines_plays_with_a_service(port: int, tmp_path: Path) -> None:
+    code = run_block("class Guess")
     policy = load_policy(str(make_tiny("qwen2_5_vl", tmp_path)), store=MediaStore(), device="cpu")
 
     def guess(request: Request) -> str:
@@ -89,3 +100,13 @@ def test_the_environment_of_five_minutes_is_validated_played_and_trained(
     assert main(["play", "coins.yaml", "--episodes", "2"]) == 0
     assert capsys.readouterr().out.count("turn 1: larger") == 2
     train(load_recipe("coins.yaml", ["steps=1", "warm_start.steps=1", "health.sight_tasks=0", "threads=1"]))
+
+
+def test_the_tool_of_the_page_measures_a_picture_and_tells_a_wrong_call() -> None:
+    code = run_block("class Ruler")
+    store = MediaStore()
+    context = ToolContext(store, Task("t", (user("?"),)), [store.put_picture(encode_png(Image.new("RGB", (8, 5))), "x")])
+    box = Toolbox([code["Ruler"](unit="px")], context)
+    assert box.run(ToolCall("ruler", {"picture": 0})).text == "8 x 5 px"
+    assert "failed: IndexError" in box.run(ToolCall("ruler", {"picture": 3})).text
+    assert "'picture' is missing" in box.run(ToolCall("ruler", {})).text

@@ -228,6 +228,7 @@ def test_an_environment_without_a_message_type_is_told_what_is_wrong(policy: Pol
         "must hold messages": StepResult(Observation(("look",))),  # type: ignore[arg-type]
         "the role": StepResult(Observation((Message("robot", ()),))),  # type: ignore[arg-type]
         "surrogate": StepResult(Observation((user("\ud800"),))),
+        "4,000,001 characters of text": StepResult(Observation((user("x" * 4_000_001),))),
     }
     for told, returned in wrong.items():
         (episode,) = play(rollout_of(policy, lambda task, r=returned: Slow("step", lambda: r)))  # type: ignore[misc]

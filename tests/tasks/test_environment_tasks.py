@@ -1,11 +1,13 @@
 """Tasks of an environment: by seed, train and test disjoint by content."""
 
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
+from sensorium.cli.validation import content_of
 from sensorium.envs.frozen_lake import FrozenLake
 from sensorium.media.store import MediaStore
 from sensorium.recipe.names import NAMES, build
@@ -160,7 +162,42 @@ class HangingKey:
 
 def test_a_content_key_that_hangs_is_told_instead_of_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sensorium.tasks.environment_tasks.DEADLINE_S", 0.2)
+    monkeypatch.setattr("sensorium.tasks.environment_tasks.ASKED_S", 0.0)
     with pytest.raises(
         RecipeError, match=r"the content_key of 'tests\.tasks\.test_environment_tasks:HangingKey' did not ans"
     ):
         EnvironmentTasks("tests.tasks.test_environment_tasks:HangingKey", MediaStore(), size=2)
+
+
+class SlowKey(HangingKey):
+    """Answers, and takes its time for each."""
+
+    @classmethod
+    def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
+        time.sleep(0.05)
+        return str(seed)
+
+
+def test_a_slow_content_key_is_given_its_time_for_each_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = EnvironmentTasks(f"{__name__}:SlowKey", MediaStore(), size=5).seeds
+    monkeypatch.setattr(environment_tasks, "ASKED_S", 0.0)
+    calls = []
+    monkeypatch.setattr(environment_tasks, "_keys", lambda *given: calls.append(1) or asked(*given))
+    assert EnvironmentTasks(f"{__name__}:SlowKey", MediaStore(), size=5).seeds == quick
+    assert len(calls) >= 5
+
+
+asked = environment_tasks._keys
+
+
+def test_what_always_begins_alike_or_tells_no_content_is_split_by_seed() -> None:
+    sides = [
+        EnvironmentTasks(f"{__name__}:{name}", MediaStore(), split=split, size=40, split_by="seed")
+        for name in ("Constant", "Keyless")
+        for split in ("train", "test")
+    ]
+    assert not set(sides[0].seeds) & set(sides[1].seeds)
+    assert sides[0].seeds == sides[2].seeds
+    assert content_of(sides[0][0]) != content_of(sides[1][0])
+    with pytest.raises(RecipeError, match="did you mean 'seed'"):
+        EnvironmentTasks(f"{__name__}:Constant", MediaStore(), split_by="seeds")  # type: ignore[arg-type]

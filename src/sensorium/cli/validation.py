@@ -114,6 +114,8 @@ def content_of(task: Task) -> str:
     """What a task is made of: an environment's start, or the question with its media and answer."""
     spec = task.environment
     key = getattr(resolve("environment", spec.name), "content_key", None) if spec is not None else None
+    if spec is not None and task.metadata.get("split_by") == "seed":
+        return f"{spec.name}/seed {spec.seed}"
     if spec is not None and key is not None and not task.messages:
         content, error = attempt(key, spec.seed, spec.options)
         return f"{spec.name}/{content}" if error is None else f"{spec.name}/seed {spec.seed}"
@@ -180,7 +182,7 @@ def _check_play(session: ModelFreeSession, where: str, tasks: list[Task]) -> Ite
     if random.action_names:
         yield _actions(where, random.action_names)
     differing = [a.task_id for a, b in zip(first, again, strict=True) if _course(a) != _course(b)]
-    if tasks[0].environment is not None:
+    if tasks[0].environment is not None and any(episode.turns for episode in first):
         told = "the same responses lead to the same observations and pay"
         yield Finding(where, "repeats", *_counted(told, differing, "warning"))
     yield from _rewards(where, shown, first)
@@ -239,7 +241,8 @@ def _rewards(where: str, demonstrated: Sequence[Episode], random: Sequence[Episo
             if values:
                 ranges.append(f"{kind} {min(values):g} to {max(values):g}")
         missing = [s.reason for episode in sound for s in episode.scores if s.name == name and s.missing]
-        yield Finding(where, f"reward {name}", *_counted(", ".join(ranges) or "never given", missing))
+        if ranges or missing:  # else nothing was played to its end, which was found above
+            yield Finding(where, f"reward {name}", *_counted(", ".join(ranges) or "never given", missing))
     totals = {kind: [e.reward for e in episodes if e.reward is not None] for kind, episodes in kinds.items()}
     if all(totals.values()):
         good, chance = (sum(values) / len(values) for values in totals.values())

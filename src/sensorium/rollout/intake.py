@@ -15,6 +15,10 @@ from sensorium.vocabulary.plain import attempt, json_of, number_of, printable, s
 ROLES: tuple[str, ...] = get_args(Role)
 KINDS: tuple[str, ...] = get_args(MediaKind)
 
+MOST_TEXT = 4_000_000
+"""Characters that an environment may show at once. No context holds more, and to cut tens of megabytes into tokens takes
+the memory of the whole machine."""
+
 
 def checked_reset(returned: Any, environment: str) -> tuple[tuple[Message, ...], Observation]:
     """The head and the first observation."""
@@ -103,6 +107,9 @@ def _messages(messages: Any, what: str) -> tuple[Message, ...]:
         raise ValueError(f"{what} must be a tuple of messages, not {shown(messages)}")
     for message in messages:
         _check_message(message, what)
+    length = sum(len(block.text) for message in messages for block in message.content if isinstance(block, Text))
+    if length > MOST_TEXT:
+        raise ValueError(f"{what} has {length:,} characters of text, and no more than {MOST_TEXT:,} can be shown at once")
     return messages if isinstance(messages, tuple) else tuple(messages)
 
 

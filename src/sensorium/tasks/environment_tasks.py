@@ -5,6 +5,7 @@ sources can put the same start on both sides.
 """
 
 import hashlib
+import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -18,10 +19,11 @@ from sensorium.workers.pool import WorkerFailure, WorkerPool
 
 TEST_SHARE = 0.25
 DEADLINE_S = 60.0
-"""How long the one environment that is built to check its options may take, and a few calls of content_key."""
+"""How long the one environment that is built to check its options may take, and a call of content_key."""
 
-AT_A_TIME = 50
-"""Seeds whose content is asked for in one call: going to a thread for each would take longer than most of them do."""
+AT_A_TIME, ASKED_S = 50, 1.0
+"""Seeds whose content is asked for at a time, and after how long those left are asked for in a further one: going to a
+thread for each would take longer than most of them do."""
 
 ALIKE = 100
 """Seeds after which a content that never changed is taken for constant."""
@@ -30,7 +32,8 @@ ALIKE = 100
 class EnvironmentTasks:
     """``size`` starts of one environment from one side of the split; all different unless ``distinct`` is off.
 
-    The environment class tells a start's content by ``content_key(seed, options)``. One that ``stands_for`` another
+    The environment class tells a start's content by ``content_key(seed, options)``. ``split_by: seed`` does not ask for it:
+    the sides then share no seed, but may share starts. One that ``stands_for`` another
     (``remote``, ``isolated``) gives its tasks that one's name, so that they are sampled alike wherever they are played.
     """
 
@@ -43,14 +46,17 @@ class EnvironmentTasks:
         size: int = 512,
         seed: int = 0,
         distinct: bool = True,
+        split_by: Literal["content", "seed"] = "content",
     ) -> None:
         from sensorium.recipe.names import needs_a_row, resolve
 
         if split not in ("train", "test"):
             raise RecipeError(f"environments: unknown split '{split}'{nearest(str(split), ['train', 'test'])}")
+        if split_by not in ("content", "seed"):
+            raise RecipeError(f"environments: unknown split_by '{split_by}'{nearest(str(split_by), ['content', 'seed'])}")
         if size < 1:
             raise RecipeError(f"environments: size is {size}; a source needs at least one task.")
-        self.environment, self.split = environment, split
+        self.environment, self.split, self.split_by = environment, split, split_by
         self.options = dict(options or {})
         kind = resolve("environment", environment, "environments")
         if needs_a_row(kind):
@@ -59,10 +65,10 @@ class EnvironmentTasks:
                 f"with jsonl, parquet or hub, and say there environment: {{name: {environment}}}."
             )
         _try(environment, self.options, store)
-        if not hasattr(kind, "content_key"):
+        if split_by == "content" and not hasattr(kind, "content_key"):
             raise RecipeError(
                 f"environments: '{environment}' has no content_key(seed, options), so train and test cannot be told apart. "
-                "Give its class one that returns what a seed leads to, such as the map as text."
+                "Give its class one that returns what a seed leads to, such as the map as text, or set split_by: seed."
             )
         self.name = str(self.options.get("environment", environment)) if getattr(kind, "stands_for", False) else environment
         self.seeds = self._choose(kind, size, seed, distinct)
@@ -75,7 +81,7 @@ class EnvironmentTasks:
         return Task(
             id=f"{self.name}-{self.split}-{seed}",
             environment=EnvironmentSpec(self.environment, self.options, seed),
-            metadata={"category": self.name},
+            metadata={"category": self.name} | ({"split_by": "seed"} if self.split_by == "seed" else {}),
         )
 
     def _choose(self, kind: Any, size: int, seed: int, distinct: bool) -> tuple[int, ...]:
@@ -90,7 +96,7 @@ class EnvironmentTasks:
                 raise TaskError(
                     f"environments: the content_key of '{self.environment}' is {content!r:.60} for each of the first "
                     f"{ALIKE} seeds. It must return what a seed leads to, such as the map as text: by it train and test "
-                    "are kept apart."
+                    "are kept apart. If only the course of it depends on the seed, set split_by: seed."
                 )
             if side(content) == self.split and not (distinct and content in seen):
                 seen.add(content)
@@ -104,12 +110,17 @@ class EnvironmentTasks:
 
     def _contents(self, kind: Any, seeds: Iterator[int]) -> Iterator[tuple[int, str]]:
         """Seeds with what they lead to. The environment's class is asked in a thread, about a few at a time."""
+        if self.split_by == "seed":
+            yield from ((seed, f"seed {seed}") for seed in seeds)
+            return
         pool = WorkerPool("content_key")
         worker = pool.lease()
         try:
-            while few := list(islice(seeds, AT_A_TIME)):
-                asked = partial(_keys, kind, few, self.options)
-                for candidate, (content, error) in zip(few, pool.call_now(asked, DEADLINE_S, worker).value, strict=True):
+            few: list[int] = []
+            while few := few or list(islice(seeds, AT_A_TIME)):
+                found = pool.call_now(partial(_keys, kind, few, self.options), DEADLINE_S + ASKED_S, worker).value
+                told, few = few[: len(found)], few[len(found) :]
+                for candidate, (content, error) in zip(told, found, strict=True):
                     if isinstance(error, SensoriumError):
                         raise error
                     if error is not None:
@@ -120,8 +131,8 @@ class EnvironmentTasks:
                     yield candidate, content
         except WorkerFailure as overdue:
             raise RecipeError(
-                f"environments: the content_key of '{self.environment}' {overdue}, asked about {len(few)} seeds from "
-                f"{few[0]} on. See what it waits for; it must tell quickly what a seed leads to."
+                f"environments: the content_key of '{self.environment}' {overdue}, asked about seed {few[0]} or one of the "
+                "next. See what it waits for, or set split_by: seed, which does not ask what a seed leads to."
             ) from overdue
         finally:
             pool.give_back(worker)
@@ -129,10 +140,17 @@ class EnvironmentTasks:
 
 
 def _keys(kind: Any, seeds: list[int], options: Mapping[str, Any]) -> list[tuple[str, BaseException | None]]:
+    """What seeds lead to: all of them, or where that is slow the first few."""
+
     def key(seed: int) -> str:
         return str(kind.content_key(seed, options))
 
-    return [attempt(key, seed) for seed in seeds]
+    found, late = [], time.monotonic() + ASKED_S
+    for seed in seeds:
+        found.append(attempt(key, seed))
+        if time.monotonic() > late:
+            break
+    return found
 
 
 def _try(environment: str, options: Mapping[str, Any], store: MediaStore) -> None:

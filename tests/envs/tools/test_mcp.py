@@ -114,6 +114,7 @@ def test_a_server_from_pypi_answers_the_model() -> None:
         ({"command": ["x"], "arg": []}, "did you mean 'args'"),
         ({**STDIO, "only": ["ad"]}, "did you mean 'add'"),
         ({"command": [sys.executable, "-c", "import time; time.sleep(60)"], "start_s": 0.5}, "did not begin"),
+        ({"command": [sys.executable, "-m", "no_server"]}, "It last wrote: .*No module named no_server It is given few"),
     ],
 )
 def test_a_server_that_cannot_be_used_is_refused_before_anything_is_played(server: dict[str, Any], problem: str) -> None:

@@ -9,17 +9,20 @@ import asyncio
 import atexit
 import base64
 import json
+import os
+import sys
 import threading
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import TimeoutError as Overdue
 from contextlib import AsyncExitStack, suppress
 from inspect import signature
-from typing import Any
+from typing import Any, TextIO
 
 from sensorium.envs.tools.protocol import ToolContext, ToolResult, ToolSpec
 from sensorium.vocabulary.content import Block, Text
 from sensorium.vocabulary.errors import EnvironmentFailure, MediaError, RecipeError, nearest
-from sensorium.vocabulary.plain import words
+from sensorium.vocabulary.plain import printable, words
 
 OPTIONS = ("command", "args", "env", "cwd", "url", "headers", "only", "deadline_s", "start_s")
 MOST_BYTES = 64 * 1024 * 1024
@@ -80,14 +83,19 @@ class McpServer:
         self._session: Any = None
         self._failure: BaseException | None = None
         self._ready, self._ended = threading.Event(), threading.Event()
+        self._written: deque[str] = deque(maxlen=20)
+        self._reader: threading.Thread | None = None
         self._open: asyncio.Task[None] | None = None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._serve, name="mcp", daemon=True).start()
         if not self._ready.wait(float(options.get("start_s", START_S))):
             self.close()
-            raise RecipeError(f"{where}: the MCP server {self.name} did not begin within its time (start_s).")
+            raise RecipeError(
+                f"{where}: the MCP server {self.name} did not begin within its time (start_s).{self._last_written()}"
+            )
         if self._failure is not None:
-            raise RecipeError(f"{where}: the MCP server {self.name} cannot be used: {_told(self._failure)}")
+            told = _told(self._failure)
+            raise RecipeError(f"{where}: the MCP server {self.name} cannot be used: {told}.{self._last_written()}")
 
     @property
     def name(self) -> str:
@@ -132,7 +140,7 @@ class McpServer:
 
     def _lost(self, why: str) -> EnvironmentFailure:
         self._let_go()
-        return EnvironmentFailure(f"the MCP server {self.name} is lost: {why}")
+        return EnvironmentFailure(f"the MCP server {self.name} is lost: {why}.{self._last_written()}")
 
     def _let_go(self) -> None:
         """Use it no more, and end it without waiting for that."""
@@ -153,18 +161,42 @@ class McpServer:
             self._ready.set()
             self._loop.close()
 
+    def _errors(self) -> TextIO:
+        """Where a program that is started writes its errors: its last lines are kept, to be told when it fails."""
+        reading, writing = os.pipe()
+        self._reader = threading.Thread(target=self._read_errors, args=(reading,), name="mcp errors", daemon=True)
+        self._reader.start()
+        return os.fdopen(writing, "w")
+
+    def _read_errors(self, reading: int) -> None:
+        with os.fdopen(reading, errors="replace") as lines:
+            for line in lines:
+                self._written.append(line.strip()[:500])
+                if self._ready.is_set():  # it has begun; before, what it writes is told with its failure
+                    sys.stderr.write(line)
+
+    def _last_written(self) -> str:
+        """The last that it wrote to its errors, and what it may lack."""
+        if self._reader is not None and self._ended.is_set():
+            self._reader.join(1.0)  # it has ended, so what it wrote comes at once
+        said = [line for line in self._written if line]
+        if not said:
+            return ""
+        lacks = " It is given few of this process's variables; name others in env." if "No module" in said[-1] else ""
+        return f" It last wrote: {printable(said[-1])}{lacks}"
+
     async def _connected(self) -> None:
         from mcp import ClientSession
 
         async with AsyncExitStack() as stack:
-            streams = await stack.enter_async_context(self._transport())
+            streams = await stack.enter_async_context(self._transport(stack))
             self._session = await stack.enter_async_context(ClientSession(streams[0], streams[1]))
             await self._session.initialize()
             self.specs = await self._list()
             self._ready.set()
             await asyncio.Event().wait()  # until it is cancelled
 
-    def _transport(self) -> Any:
+    def _transport(self, stack: AsyncExitStack) -> Any:
         options = self.options
         if "url" in options:
             from mcp.client.streamable_http import streamable_http_client
@@ -184,7 +216,8 @@ class McpServer:
         return stdio_client(
             StdioServerParameters(
                 command=str(program), args=list(map(str, arguments)), env=options.get("env"), cwd=options.get("cwd")
-            )
+            ),
+            errlog=stack.enter_context(self._errors()),
         )
 
     async def _list(self) -> list[ToolSpec]:
