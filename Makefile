@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Packages are compiled by who imports them first (pip would compile all); so that must be kept.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: demo test suite lint types studies docs bench clean
+.PHONY: demo test suite lint types scale studies docs bench clean
 
 demo: .venv/installed
 	$(BIN)/sensorium demo
@@ -23,6 +23,11 @@ lint: .venv/dev
 types: .venv/dev
 	$(BIN)/mypy
 
+# vLLM wants other versions of what the tests use, so it has an environment of its own.
+scale: .venv_scale/installed
+	.venv_scale/bin/python -m pytest -o cpu_budget_of_a_test_s=0 -o cpu_budget_s=0 -rs \
+		tests/engines/test_vllm.py tests/trainer/test_vllm_run.py tests/cluster/test_vllm_on_ray.py
+
 studies: .venv/tutorial
 	$(BIN)/python studies/run.py
 	$(BIN)/python studies/algorithms.py
@@ -31,6 +36,8 @@ studies: .venv/tutorial
 	$(BIN)/python studies/captions.py image
 	$(BIN)/python studies/digits.py
 	$(BIN)/python studies/kills.py
+	$(MAKE) .venv_scale/installed
+	.venv_scale/bin/python studies/engines.py
 
 docs: .venv/installed
 	$(BIN)/python -m sensorium.recipe.reference_page > docs/recipe.md
@@ -58,6 +65,13 @@ INSTALL = $(BIN)/python tools/install.py
 	$(BIN)/python -m tests.compiled
 	touch $@
 
+# torchaudio and torchcodec come with vLLM and do not load beside a CPU build of torch.
+.venv_scale/installed: pyproject.toml constraints.txt
+	test -x .venv_scale/bin/python || $(PYTHON) -m venv .venv_scale
+	.venv_scale/bin/python tools/install.py '.[scale-tests]'
+	.venv_scale/bin/python -m pip --quiet uninstall --yes torchaudio torchcodec
+	touch $@
+
 .venv/tutorial: .venv/installed
 	$(INSTALL) '.[tutorial]'
 	touch $@
@@ -67,4 +81,4 @@ INSTALL = $(BIN)/python tools/install.py
 	touch $@
 
 clean:
-	rm -rf .venv runs build dist src/*.egg-info
+	rm -rf .venv .venv_scale runs build dist src/*.egg-info
