@@ -1,5 +1,6 @@
 """The environment service, over real sockets: its routes, its WebSocket, and environments played through it."""
 
+import asyncio
 import os
 import random
 import signal
@@ -25,9 +26,12 @@ from sensorium.envs.remote.environment import KEY, RemoteEnvironment
 from sensorium.envs.remote.wire import WireError, pack, unpack
 from sensorium.envs.sokoban import Sokoban
 from sensorium.media.store import MediaStore
+from sensorium.rollout.live import Deadlines, LiveEnvironment
 from sensorium.services.access import refuse_open
 from sensorium.tasks.environment_tasks import EnvironmentTasks
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
+from sensorium.vocabulary.task import EnvironmentSpec, Task
+from sensorium.workers.pool import WorkerPool
 
 from .running import make_table, serving
 
@@ -73,6 +77,29 @@ def test_a_full_server_says_when_to_try_again() -> None:
         assert http.put("/v1/sessions/a", json={"environment": "counting"}).status_code == 200
         full = http.put("/v1/sessions/b", json={"environment": "counting"})
         assert (full.status_code, full.headers["Retry-After"]) == (503, "1")
+
+
+def test_an_episode_that_finds_no_place_says_so_and_leaves_no_session_behind() -> None:
+    table = make_table(capacity=1)
+    with serving(table) as address:
+        holder = RemoteEnvironment(MediaStore(), address, "counting")
+        holder.reset(1)
+
+        async def waited() -> str:
+            task = Task("late", environment=EnvironmentSpec("remote", seed=2))
+            late = RemoteEnvironment(MediaStore(), address, "counting")
+            live = LiveEnvironment(WorkerPool("test"), lambda task: late, task, 0.4, Deadlines(), "late")
+            with pytest.raises(EnvironmentFailure) as failure:
+                await live.reset(2)
+            await live.close()
+            return str(failure.value)
+
+        told = asyncio.run(waited())
+        assert "did not answer reset within 0.4 s; it waits for a place" in told
+        assert "the server is full: 1 sessions are open" in told
+        holder.close()
+        while table.opened < 2 or table.sessions:  # it is opened late, and given back at once
+            time.sleep(0.01)
 
 
 def test_the_key_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sensorium.media.store import MediaStore
+from sensorium.services import sessions
 from sensorium.services.kept_media import sweep
 from sensorium.services.offers import Offer, Offers, environment_offer, usual_offers
 from sensorium.services.sessions import Refusal, SessionTable
@@ -170,3 +171,26 @@ def test_old_pictures_are_swept(tmp_path: Path) -> None:
     assert sweep(tmp_path, 200) == 1
     assert [file.name for file in tmp_path.iterdir()] == ["new"]
     assert sweep(None, 100) == 0
+
+
+def test_who_was_killed_gives_its_places_up_to_who_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "FORSAKEN_S", 30.0)
+    killed, other = object(), object()
+
+    async def test(table: SessionTable) -> None:
+        for id, asker in (("a", killed), ("b", killed), ("c", other)):
+            await table.open(id, "counting", {}, 1)
+            table.asked_by(asker, id, False)
+        table.forsake(killed)
+        assert await refused(table.open("d", "counting", {}, 2)) == 503  # it may come back
+        for id in "ab":
+            forsaken = table.sessions[id].forsaken
+            assert forsaken is not None
+            table.sessions[id].forsaken = forsaken - 60
+        await table.step("a", 1, "go")  # it came back
+        await table.open("d", "counting", {}, 2)
+        assert set(table.sessions) == {"a", "c", "d"}
+        assert await refused(table.open("e", "counting", {}, 3)) == 503
+        assert table.counts()["reaped"] == 1
+
+    played(test, capacity=3)

@@ -181,6 +181,9 @@ class LiveEnvironment:
             reason = (
                 f"environment '{self._name}' was not asked to {what}: {error}. End what they wait for, or restart the run"
             )
+        waits_for, failed = attempt(lambda: str(getattr(self._environment, "waits_for", "")))
+        if waits_for and failed is None:
+            reason += f"; it waits for a place: {printable(waits_for)}"
         self._deadlines.fired[(self._episode, place)] = reason
         return EnvironmentFailure(reason)
 

@@ -134,6 +134,7 @@ class _Exchange:
         self.socket, self.table = socket, table
         self._ready: list[Json] = []
         self._wake = asyncio.Event()
+        self._gone = False
         self._at_work: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
@@ -150,6 +151,8 @@ class _Exchange:
                 await self.socket.close(4400, str(error)[:100])
         finally:
             writer.cancel()
+            self._gone = True
+            self.table.forsake(self)
 
     def _take(self, frame: bytes) -> None:
         body, _ = unpack(frame)
@@ -169,6 +172,7 @@ class _Exchange:
             reply["value"] = await perform(self.table, operation)
         except Refusal as refusal:
             reply |= {"status": refusal.status, "why": refusal.why, "retry_after_s": refusal.retry_after_s}
+        self.table.asked_by(self, operation.get("session"), self._gone)
         self._ready.append(reply)
         self._wake.set()
 

@@ -5,7 +5,8 @@ Invariants:
   is still acting); any other is refused. So a client that lost a reply asks again, and nothing acts twice.
 - Opening a session again under its id, with the same wish, gives the same first observation.
 - Who stops waiting does not stop the environment: its reply is kept for the next time it is asked for.
-- At most ``capacity`` sessions are open or opening. One that nobody asked for during its lease is closed.
+- At most ``capacity`` sessions are open or opening. One that nobody asked for during its lease is closed. One whose
+  connection broke, and that nobody asked for since (a trainer that was killed), gives its place up to who finds none.
 """
 
 import asyncio
@@ -27,6 +28,9 @@ from sensorium.workers.pool import WorkerFailure, WorkerPool
 
 MOST_ID = 200
 
+FORSAKEN_S = 60.0
+"""How long a client whose connection broke may stay away before its sessions give their places up; clients try for less."""
+
 
 @dataclass
 class Session:
@@ -40,6 +44,12 @@ class Session:
     acting: "asyncio.Task[Json] | None" = None
     done: bool = False
     asked: float = field(default_factory=time.monotonic)
+    asker: object = None
+    forsaken: float | None = None
+
+    def wanted(self) -> None:
+        """Somebody asks for it."""
+        self.asked, self.asker, self.forsaken = time.monotonic(), None, None
 
     @property
     def busy(self) -> bool:
@@ -74,13 +84,13 @@ class SessionTable:
             session = self._new(id, environment, options, seed, wish)
         elif session.wish != wish:
             raise Refusal(409, f"there is a session '{id}' of another environment; choose another id")
-        session.asked = time.monotonic()
+        session.wanted()
         return await self._outcome(session, session.opening)
 
     async def step(self, id: str, number: int, response: str) -> Json:
         """Act, once; the last step again gives its reply again."""
         session = self._known(id)
-        session.asked = time.monotonic()
+        session.wanted()
         if number == session.number and session.acting is not None:
             return await self._outcome(session, session.acting)
         if number != session.number + 1:
@@ -96,7 +106,7 @@ class SessionTable:
     async def demonstrate(self, id: str) -> Json:
         """A good response from where a session is; nothing acts."""
         session = self._known(id)
-        session.asked = time.monotonic()
+        session.wanted()
         if session.busy or session.done:
             raise Refusal(409, f"session '{id}' is busy or has ended: there is nothing to demonstrate")
         try:
@@ -125,7 +135,7 @@ class SessionTable:
     def renew(self, id: str) -> Json:
         """Keep a session for another lease."""
         session = self._known(id)
-        session.asked = time.monotonic()
+        session.wanted()
         return {"step": session.number, "done": session.done}
 
     async def close(self, id: str) -> Json:
@@ -144,6 +154,18 @@ class SessionTable:
             self._end(session)
         self.reaped += len(idle)
         return len(idle)
+
+    def asked_by(self, asker: object, id: Any, gone: bool) -> None:
+        """Who asked for a session last, a connection, and whether that is gone."""
+        session = self.sessions.get(id) if isinstance(id, str) else None
+        if session is not None:
+            session.asker, session.forsaken = asker, time.monotonic() if gone else None
+
+    def forsake(self, asker: object) -> None:
+        """A connection broke: its sessions are kept, and after a while only as long as nobody needs their places."""
+        for session in self.sessions.values():
+            if session.asker is asker:
+                session.forsaken = time.monotonic()
 
     async def shut(self) -> None:
         """Close everything."""
@@ -167,8 +189,13 @@ class SessionTable:
     def _new(self, id: str, environment: Any, options: Any, seed: int, wish: tuple[Any, ...]) -> Session:
         if not id or len(id) > MOST_ID:
             raise Refusal(422, f"the id of a session has 1 to {MOST_ID} characters")
-        if len(self.sessions) >= self.capacity:
-            raise Refusal(503, f"the server is full: {self.capacity} sessions are open", retry_after_s=1.0)
+        if len(self.sessions) >= self.capacity and not self._room_made():
+            raise Refusal(
+                503,
+                f"the server is full: {self.capacity} sessions are open (its --capacity; rollout.concurrency bounds the "
+                "episodes that a run plays at once)",
+                retry_after_s=1.0,
+            )
         try:
             self.offers.chosen(environment, options)
         except RecipeError as error:
@@ -181,6 +208,15 @@ class SessionTable:
         self.sessions[id] = session
         self.opened += 1
         return session
+
+    def _room_made(self) -> bool:
+        """Close the session that was forsaken for longest, where one was for long enough."""
+        since = {s.id: s.forsaken for s in self.sessions.values() if s.forsaken is not None and not s.busy}
+        if not since or time.monotonic() - min(since.values()) < FORSAKEN_S:
+            return False
+        self._end(self.sessions.pop(min(since, key=lambda id: since[id])))
+        self.reaped += 1
+        return True
 
     async def _begin(self, live: LiveEnvironment, seed: int) -> Json:
         return reset_to_json(*await live.reset(seed))

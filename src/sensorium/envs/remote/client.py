@@ -10,7 +10,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -60,9 +60,15 @@ class EnvironmentClient:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def open(
-        self, environment: str, options: Json, seed: int, store: MediaStore, deadline_s: float
+        self,
+        environment: str,
+        options: Json,
+        seed: int,
+        store: MediaStore,
+        deadline_s: float,
+        tell: Callable[[str], None] = lambda why: None,
     ) -> tuple["RemoteSession", Json]:
-        """Open a session at some server; returns it and what its reset gave."""
+        """Open a session at some server; returns it and what its reset gave. While it waits, ``tell`` hears what for."""
         until, pause, told = time.monotonic() + deadline_s, 0.05, ""
         operation = {"op": "open", "environment": environment, "options": options, "seed": seed}
         sessions = {server: RemoteSession(server, str(uuid4()), store) for server in self.servers}
@@ -83,6 +89,7 @@ class EnvironmentClient:
                         told = f"{server.connection.url}: {refusal.why}"
                         if refusal.status != 503:
                             raise EnvironmentFailure(told) from refusal
+                tell(told)
                 if time.monotonic() + pause > until:
                     raise EnvironmentFailure(f"no session could be opened within {deadline_s:g} s: {told}")
                 await asyncio.sleep(pause * (0.5 + random.random()))

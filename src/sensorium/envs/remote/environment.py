@@ -40,6 +40,8 @@ class RemoteEnvironment:
         self.deadline_s, self.retry_s = deadline_s, retry_s
         self._client = shared_client([servers] if isinstance(servers, str) else servers, os.environ.get(KEY, ""))
         self._session: RemoteSession | None = None
+        self._closed = 0
+        self.waits_for = ""
 
     @classmethod
     def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
@@ -49,10 +51,15 @@ class RemoteEnvironment:
         return str(remote._client.run(asked)[0])
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
-        """Open a session by the seed."""
+        """Open a session by the seed. One that is closed meanwhile, from another thread, is given back when it opens."""
         self.close()
-        opening = self._client.open(self.environment, self.options, seed, self.store, self.deadline_s)
-        self._session, reply = self._client.run(opening)
+        closed = self._closed
+        opening = self._client.open(self.environment, self.options, seed, self.store, self.deadline_s, self._wait)
+        session, reply = self._client.run(opening)
+        self._session, self.waits_for = session, ""
+        if self._closed != closed:
+            self.close()
+            raise EnvironmentFailure(f"remote environment '{self.environment}': it was closed before it began.")
         return reset_from_json(reply)
 
     def step(self, response: str) -> StepResult:
@@ -66,9 +73,13 @@ class RemoteEnvironment:
 
     def close(self) -> None:
         """Give the session back."""
+        self._closed += 1
         session, self._session = self._session, None
         if session is not None:
             self._client.run(session.close(self.deadline_s))
+
+    def _wait(self, why: str) -> None:
+        self.waits_for = why
 
     def _known(self) -> RemoteSession:
         if self._session is None:
