@@ -152,9 +152,11 @@ def keep(kind: str, run: dict[str, Any], readers: dict[str, dict[str, float]]) -
     place = RESULTS / f"captions_{kind}.json"
     with place.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        earlier = json.loads(place.read_text())["runs"] if place.exists() else []
-        runs = sorted([run, *(one for one in earlier if one["seed"] != run["seed"])], key=lambda one: one["seed"])
-        least = {name: min(one["gains"][name] for one in runs if name in one["gains"]) for name in run["gains"]}
+        earlier = json.loads(place.read_text()) if place.exists() else {"runs": [], "readers": {}}
+        others = [one for one in earlier["runs"] if one["seed"] != run["seed"]]
+        runs, readers = sorted([run, *others], key=lambda one: one["seed"]), earlier["readers"] | readers
+        names = sorted({name for one in runs for name in one["gains"]})
+        least = {name: min(one["gains"][name] for one in runs if name in one["gains"]) for name in names}
         result = {"command": f"python studies/captions.py {kind}", "least gains": least, "readers": readers, "runs": runs}
         place.write_text(json.dumps(result, indent=1) + "\n")
     return least
