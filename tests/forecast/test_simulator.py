@@ -56,6 +56,12 @@ def test_an_asynchronous_run_never_trains_on_what_is_older_than_its_bound_and_is
         assert found.stale_max > 0
 
 
+def test_an_asynchronous_step_takes_at_least_its_update_and_its_push() -> None:
+    found = simulate(COSTS, COSTS, WORK, replace(APART, schedule="asynchronous", staleness=4), steps=12)
+    assert found.push_s > 5
+    assert found.step_s >= 0.99 * (found.update_s + found.other_s + found.push_s)
+
+
 def test_an_asynchronous_engine_on_the_learners_gpu_stands_still_during_updates() -> None:
     alone = Deployment(schedule="asynchronous", staleness=1)
     found = simulate(COSTS, COSTS, WORK, alone, steps=6)

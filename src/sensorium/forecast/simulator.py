@@ -72,9 +72,9 @@ class SimulatedRun:
 def simulate(
     sampling: Costs, learning: Costs, work: StepWork, plan: Deployment, *, steps: int = 6, seed: int = 0
 ) -> SimulatedRun:
-    """Simulate so many steps after the first two."""
+    """Simulate so many steps; of an asynchronous run, after those in which it fills up."""
     run = _Run(sampling, learning, work, plan, seed)
-    return run.asynchronous(steps + 2) if plan.schedule == "asynchronous" else run.in_turn(steps)
+    return run.asynchronous(steps) if plan.schedule == "asynchronous" else run.in_turn(steps)
 
 
 @dataclass
@@ -146,14 +146,14 @@ class _Run:
 
     def asynchronous(self, steps: int) -> SimulatedRun:
         """Engines and learner side by side, event by event: a row's end, a group's score, an update's end."""
-        return _Asynchronous(self, steps).result()
+        return _Asynchronous(self, steps, filling=self.plan.staleness + 2).result()
 
 
 class _Asynchronous:
     """The state of an asynchronous run. Events are (time, number, what), taken in order of time."""
 
-    def __init__(self, run: _Run, steps: int) -> None:
-        self.run, self.steps = run, steps
+    def __init__(self, run: _Run, steps: int, filling: int) -> None:
+        self.run, self.steps, self.filling = run, steps + filling, filling
         self.engines = run.engines()
         self.events: list[tuple[float, int, str, int, int]] = []
         self.numbers = 0
@@ -163,6 +163,7 @@ class _Asynchronous:
         self.open: Counter[int] = Counter()  # groups that are begun and in no step yet, by the version they began with
         self.draws = self.begun = self.trained = self.version = 0
         self.updating: tuple[list[PlayedGroup], _Update] | None = None
+        self.pushed_s = 0.0  # when the last push is over, in which the learner has a part
         self.ends: list[float] = []
         self.ages: list[int] = []
         self.written: list[int] = []
@@ -181,7 +182,7 @@ class _Asynchronous:
                 self._begin_update(when)
             elif what == "updated":
                 self._updated(when)
-        skip = 2
+        skip = self.filling
         span = self.ends[-1] - self.ends[skip - 1]
         count = self.steps - skip
         whole = self.ends[-1]
@@ -246,9 +247,10 @@ class _Asynchronous:
         update = self.run.update(groups)
         self.updating = groups, update
         busy = self.run.other_s + update.seconds
+        begins = max(now, self.pushed_s)
         if not self.run.plan.apart:
-            self._pause(now, busy)
-        self._push_event(now + busy, "updated")
+            self._pause(begins, busy)
+        self._push_event(begins + busy, "updated")
 
     def _pause(self, now: float, seconds: float) -> None:
         """Engines stand still; then they begin what they may."""
@@ -259,7 +261,7 @@ class _Asynchronous:
             self._feed(index)
 
     def _updated(self, now: float) -> None:
-        """New weights: the learner goes on at once, engines stand still until they have them."""
+        """New weights: engines stand still until they have them."""
         assert self.updating is not None
         groups, update = self.updating
         self.updating = None
@@ -269,8 +271,9 @@ class _Asynchronous:
         self.ends.append(now)
         self.trained += len(groups)
         self.version += 1
+        self.pushed_s = now + self.run.push_s
         self._pause(now, self.run.push_s)
-        self._begin_update(now + self.run.push_s)
+        self._begin_update(self.pushed_s)
 
 
 def _fullest(groups: list[PlayedGroup], prompt: int, ranks: int) -> tuple[int, int]:

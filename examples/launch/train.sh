@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# The driver of a run: starts it, goes on with it after a crash or a requeue, or starts it over if it had no checkpoint yet.
+# Needs RECIPE (a name or file) and RUN_DIR (a folder that all machines see under this path); more key=value as arguments.
+set -euo pipefail
+: "${RECIPE:?set RECIPE: a shipped recipe or a YAML file}" "${RUN_DIR:?set RUN_DIR: a folder that all machines see}"
+
+how=()
+if compgen -G "$RUN_DIR/checkpoints/step_*" > /dev/null; then
+  how=(--resume)
+elif [ -e "$RUN_DIR/recipe.yaml" ]; then
+  how=(--restart)
+fi
+exec sensorium train "$RECIPE" run_dir="$RUN_DIR" "$@" ${how[@]+"${how[@]}"}
