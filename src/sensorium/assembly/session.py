@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sensorium.assembly.determinism import settle
 from sensorium.assembly.models import load_model
+from sensorium.engines.pool import EnginePool
 from sensorium.engines.protocol import Engine, InFlightEngine, Sampling
 from sensorium.engines.requirements import refuse_unable
 from sensorium.envs.protocol import Environment
@@ -129,8 +130,18 @@ def open_store(recipe: Recipe, folder: Path | None = None) -> MediaStore:
 def open_session(recipe: Recipe, policy: Policy, judgements: JudgementCache | None, folder: Path | None = None) -> Session:
     """Everything around a loaded policy; judges keep their files in ``folder``, the run directory."""
     section, lockstep = recipe.rollout.engine, recipe.rollout.schedule == "lockstep"
-    engine: Engine = build(
-        "engine", section.name, section.options, "rollout.engine.options", policy=policy, lockstep=lockstep
+
+    def make_engine() -> Engine:
+        given = {"policy": policy, "lockstep": lockstep}
+        engine: Engine = build("engine", section.name, section.options, "rollout.engine.options", **given)
+        return engine
+
+    cluster, streams = recipe.cluster, recipe.schedule.name == "asynchronous"
+    several = cluster.engines > 1
+    engine = (
+        EnginePool(make_engine, cluster.engines, restarts=cluster.restarts, joins_at_push=streams)
+        if several
+        else make_engine()
     )
     refuse_unable(engine.capabilities, recipe.rollout, recipe.model.precision)
     engine.start()

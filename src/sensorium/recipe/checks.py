@@ -10,6 +10,7 @@ from typing import Any
 
 from sensorium.recipe.algorithm_checks import algorithm_problems
 from sensorium.recipe.algorithm_sections import OptimizerSection
+from sensorium.recipe.cluster_checks import cluster_problems
 from sensorium.recipe.metric_names import wrong_metric
 from sensorium.recipe.names import PARAMETER_GROUPS, wrong_name, wrong_options
 from sensorium.recipe.schema import LoraSection, ModelSection, Recipe, SelectionSection
@@ -38,6 +39,7 @@ def problems(recipe: Recipe) -> list[Problem]:
         *_rollout(recipe),
         *_training(recipe),
         *algorithm_problems(recipe),
+        *cluster_problems(recipe),
         *_lora(recipe),
         *_pay(recipe),
     ]

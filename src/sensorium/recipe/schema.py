@@ -202,6 +202,8 @@ class ClusterSection(Section):
     learners: int = Field(default=1, ge=1, le=4096, description="ranks of the learner; 1: the learner of this process")
     placement: Literal["processes", "ray"] = Field(default="processes", description="of this machine, or Ray actors")
     address: str = Field(default="", description="of a running Ray cluster; empty: one is started for the run")
+    engines: int = Field(default=1, ge=1, le=1024, description="of rollout.engine, in processes of the driver's machine")
+    restarts: int = Field(default=3, ge=0, description="engines that are replaced in a run, where there are several")
     backend: Literal["auto", "gloo", "nccl"] = Field(default="auto", description="auto: nccl on GPUs, gloo on CPUs")
     offload: bool = Field(default=False, description="keep weights and moments in the machine's memory, not the GPU's")
     start_s: float = Field(default=600.0, gt=0, description="for all ranks to load the model and meet")

@@ -1,0 +1,231 @@
+"""Several engines of one kind as one: requests are spread over them, and one that dies is replaced.
+
+Each has weights of its own, in processes of its own, on this machine. A new group goes to the engine with the fewest open
+groups, and all its episodes to the same one, which computes their prompt once. For example, with two engines:
+
+    groups a b c begin    a → 0, b → 1, c → 0
+    engine 0 dies         open responses of a and c are sampled again by 1; another engine 0 starts beside that
+    group d begins        d → 0, as soon as that is ready
+
+Invariants: all engines that take requests have weights of one version. A response is of one engine: of one that died
+nothing is kept. The turns that an episode has finished stay, for they are tokens.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sensorium.engines.protocol import Engine, LiveEpisodes, Request, Response, WeightSource
+from sensorium.vocabulary.errors import EngineLost
+
+
+@dataclass(eq=False)
+class PooledEngine:
+    """A place of the pool and the engine in it. ``ready``: it takes requests."""
+
+    number: int
+    engine: Engine
+    ready: bool = False
+    replaced: int = 0
+    answered: int = 0
+    threads: set[str] = field(default_factory=set)
+
+
+class EnginePool:
+    """``count`` engines that ``make`` builds. At most ``restarts`` are replaced in all.
+
+    ``joins_at_push``: an engine that was replaced takes requests only after the next weights. Where the policy is trained
+    while engines sample, what it starts with may be half of an update.
+    """
+
+    def __init__(self, make: Callable[[], Engine], count: int, *, restarts: int = 3, joins_at_push: bool = False) -> None:
+        self._make, self._restarts_left, self._joins_at_push = make, restarts, joins_at_push
+        self._places = [PooledEngine(number, make()) for number in range(count)]
+        self.capabilities = replace(self._places[0].engine.capabilities, deterministic=False, lockstep=False)
+        self.version = self._places[0].engine.version
+        self.replaced = self.sampled_again = 0
+        self._groups: dict[str, PooledEngine] = {}
+        self._changing = threading.RLock()
+        self._workers = ThreadPoolExecutor(count, "engines")
+        self._noted: Callable[[str], None] = lambda said: None
+        self._closed = False
+
+    @property
+    def pids(self) -> list[int | None]:
+        """The process ids of the engines, by place."""
+        return [getattr(place.engine, "pid", None) for place in self._places]
+
+    def start(self) -> None:
+        """Start all side by side; the first that cannot ends the others."""
+        starting = [self._workers.submit(place.engine.start) for place in self._places]
+        try:
+            for future in starting:
+                future.result()
+        except BaseException:
+            for future in starting:
+                future.exception()  # until it has started, it cannot be ended
+            self.close()
+            raise
+        for place in self._places:
+            place.ready = True
+
+    def tell_by(self, noted: Callable[[str], None]) -> None:
+        """Say by this which engines were lost, and what the first has to say."""
+        self._noted = noted
+        tell_by = getattr(self._places[0].engine, "tell_by", None)
+        if tell_by is not None:
+            tell_by(noted)
+
+    async def generate(self, request: Request, episodes: LiveEpisodes | None = None) -> Response:
+        """Write one response, by the engine of its group; by another if that is lost meanwhile."""
+        while True:
+            place = self._place_of(request.thread)
+            engine = place.engine
+            try:
+                response = await engine.generate(request, None)
+                place.answered += 1
+                return response
+            except EngineLost as lost:
+                self.sampled_again += 1
+                self._lose(place, engine, lost)
+
+    def release(self, thread: str) -> None:
+        """The thread will not be continued."""
+        group = group_of(thread)
+        place = self._groups.get(group)
+        if place is None:
+            return
+        place.threads.discard(thread)
+        place.engine.release(thread)
+        if not any(group_of(other) == group for other in place.threads):
+            del self._groups[group]
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """Sample with these weights from now on, all engines. No response may be open."""
+        self._on_all(lambda engine: engine.update_weights(source, version), version)
+
+    def push_weights(self, source: WeightSource, version: int) -> None:
+        """As ``update_weights``, with responses open. From any thread."""
+        self._on_all(lambda engine: engine.push_weights(source, version), version)  # type: ignore[attr-defined]
+
+    def reset_cache(self) -> None:
+        """Keep nothing of earlier rollouts."""
+        self._on_all(lambda engine: engine.reset_cache(), self.version)
+
+    def metrics(self) -> dict[str, float]:
+        """How many engines take requests, how many were replaced, what was sampled again, and who did how much."""
+        row = {
+            "engine/ready": float(sum(place.ready for place in self._places)),
+            "engine/replaced": float(self.replaced),
+            "engine/sampled_again": float(self.sampled_again),
+        }
+        for place in self._places:
+            row[f"engine/answered_{place.number}"] = float(place.answered)
+            place.answered = 0
+        first = getattr(self._places[0].engine, "metrics", None)
+        return row if first is None else first() | row
+
+    def status(self) -> list[dict[str, Any]]:
+        """What each engine is and does, as plain data."""
+        return [
+            {
+                "part": f"engine {place.number}",
+                "pid": getattr(place.engine, "pid", None),
+                "does": f"{len(place.threads)} threads open" if place.ready else "starts, or is lost",
+                "restarts": place.replaced,
+                "version": place.engine.version,
+            }
+            for place in self._places
+        ]
+
+    def close(self) -> None:
+        """End all engines."""
+        self._closed = True
+        with self._changing:
+            for place in self._places:
+                place.ready = False
+                place.engine.close()
+        self._workers.shutdown()
+
+    def _place_of(self, thread: str) -> PooledEngine:
+        """The engine of a thread's group; a new group goes to the one with the fewest."""
+        group = group_of(thread)
+        place = self._groups.get(group)
+        if place is None or not place.ready:
+            ready = [one for one in self._places if one.ready]
+            if not ready:
+                raise EngineLost(
+                    "none of cluster.engines is left that takes requests. Resume the run from its last checkpoint."
+                )
+            held = list(self._groups.values())
+            if place is not None:
+                place.threads = {other for other in place.threads if group_of(other) != group}
+            place = self._groups[group] = min(ready, key=lambda one: (held.count(one), one.number))
+        place.threads.add(thread)
+        return place
+
+    def _lose(self, place: PooledEngine, engine: Engine, lost: EngineLost) -> None:
+        """An engine is gone: replace it beside what the others do, if that is still allowed."""
+        with self._changing:
+            if place.engine is not engine or not place.ready or self._closed:
+                return  # another request has said so
+            place.ready = False
+            alone = not any(one.ready for one in self._places)
+            if not self._restarts_left or (alone and self._joins_at_push):
+                if alone:
+                    raise lost
+                self._noted(f"engine {place.number} is lost, and cluster.restarts are used up: the others go on. {lost}")
+                engine.close()
+                return
+            self._restarts_left -= 1
+            self.replaced += 1
+            place.replaced += 1
+        self._noted(f"engine {place.number} is lost and is replaced; its open responses are sampled again. {lost}")
+        if alone:
+            self._replace(place)
+        else:
+            self._workers.submit(self._replace, place)
+
+    def _replace(self, place: PooledEngine) -> None:
+        """Start another engine in a place."""
+        place.engine.close()
+        fresh = self._make()
+        try:
+            fresh.start()
+        except Exception as error:
+            self._noted(f"engine {place.number} could not be replaced: {error}")
+            return
+        with self._changing:
+            if self._closed:
+                fresh.close()
+                return
+            place.engine, place.threads = fresh, set()
+            current = fresh.version == self.version
+            place.ready = current and not self._joins_at_push
+
+    def _on_all(self, call: Callable[[Engine], None], version: int) -> None:
+        """Do something on all engines at once; one that is lost is replaced, and one that waited for weights has them."""
+        with self._changing:
+            places = [place for place in self._places if place.ready or _running(place.engine)]
+            futures = [(place, place.engine, self._workers.submit(call, place.engine)) for place in places]
+            lost = []
+            for place, engine, future in futures:
+                try:
+                    future.result()
+                    place.ready = True
+                except EngineLost as error:
+                    lost.append((place, engine, error))
+            self.version = version
+        for place, engine, why in lost:
+            self._lose(place, engine, why)
+
+
+def group_of(thread: str) -> str:
+    """The group of a thread, by the names that rollouts give: ``group/episode#thread``."""
+    return thread.rpartition("#")[0].rpartition("/")[0] or thread
+
+
+def _running(engine: Any) -> bool:
+    return getattr(engine, "pid", None) is not None

@@ -1,0 +1,60 @@
+"""Runs whose episodes are sampled by several engines in processes of their own, and what happens when one is killed."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sensorium.engines.pool import EnginePool
+from sensorium.recipe.schema import Recipe
+from sensorium.record.ledger import Ledger
+from sensorium.record.metrics import read_metrics
+from sensorium.trainer.run import train
+from sensorium.vocabulary.errors import RecipeError
+from tests.trainer.small import small
+
+STREAM = ("schedule.name=asynchronous", "algorithm.correction.weights=token")
+
+
+def shared_out(folder: Path, *overrides: str) -> Recipe:
+    return small(folder, "cluster.engines=2", "rollout.engine.name=process", "rollout.schedule=eager", *overrides)
+
+
+@pytest.mark.usefixtures("forked_python")
+@pytest.mark.parametrize("overrides", [(), STREAM], ids=["synchronous", "asynchronous"])
+def test_a_killed_engine_is_replaced_and_its_episodes_are_sampled_again(
+    overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate, asked = EnginePool.generate, []
+
+    async def counted(self: EnginePool, request: Any, episodes: Any = None) -> Any:
+        asked.append(request.name)
+        if len(asked) == 6:
+            pid = self.pids[0]
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+        return await generate(self, request, episodes)
+
+    monkeypatch.setattr(EnginePool, "generate", counted)
+    run = train(shared_out(tmp_path / "run", *overrides))
+    rows = read_metrics(run / "metrics.jsonl")
+    assert [row["groups/trained"] for row in rows] == [2, 2, 2]
+    assert rows[-1]["engine/replaced"] == 1
+    assert rows[-1]["engine/sampled_again"] >= 1
+    assert all(row["episodes/failed"] == 0 for row in rows)
+    assert all(row.get("staleness/max", 0) <= 2 for row in rows)
+    ledger = Ledger(run / "ledger.sqlite")
+    fates = [fate for step in (1, 2, 3) for fate in ledger.fates(step).values()]
+    ledger.close()
+    assert fates == ["trained"] * 12, "each episode once"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [(["rollout.engine.name=native"], "samples with the learner's"), (["rollout.schedule=lockstep"], "follow the clock")],
+)
+def test_what_several_engines_cannot_do_is_refused(overrides: list[str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=said):
+        shared_out(tmp_path / "run", *overrides)
