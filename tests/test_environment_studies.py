@@ -51,7 +51,7 @@ def test_runs_through_the_service_have_the_numbers_of_runs_in_one_process(enviro
         assert here[part] == there[part], part
 
 
-@pytest.mark.parametrize("environment", ["sokoban"])
+@pytest.mark.parametrize("environment", ["sokoban", "geometry"])
 def test_it_is_learned_through_the_service_as_in_one_process(environment: str) -> None:
     here, there = (result(f"environments/{environment}{way}")["runs"][0] for way in ("", "_service"))
     assert (here["seed"], here["curve"], here["before"]) == (there["seed"], there["curve"], there["before"])
