@@ -185,3 +185,17 @@ def test_a_tiny_model_is_written_as_a_checkpoint_like_any_other(tmp_path: Path, 
     assert main(["export", "tiny:qwen2", str(tmp_path / "other"), "--last"]) == 2
     assert "--last is for the checkpoints of a run" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_runs_that_name_each_other_as_their_source_are_no_endless_search(tmp_path: Path) -> None:
+    one, other = (checkpoint(tmp_path / name, 1) for name in ("one", "other"))
+    for run, source in ((tmp_path / "one", other), (tmp_path / "other", one)):
+        (run / "source.json").write_text(json.dumps({"path": str(source), "folder": str(source)}))
+    notes = export(one, tmp_path / "out")
+    assert "name each other as their source. So the checkpoint was copied as it lies" in notes[0]
+
+
+def test_a_link_that_leads_nowhere_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").symlink_to(tmp_path / "nowhere")
+    assert main(["export", "tiny:qwen2", str(tmp_path / "out")]) == 2
+    assert "exists; choose another folder" in " ".join(capsys.readouterr().err.split())

@@ -5,6 +5,7 @@ config, tokenizer, template and processor files, and its weight names, shapes an
 """
 
 import fcntl
+import os
 import shutil
 import sys
 from argparse import ArgumentParser, Namespace
@@ -73,7 +74,9 @@ def _write_tiny(arguments: Namespace) -> int:
     family, layers = family_and_layers(arguments.source.removeprefix("tiny:"))
     with writing(arguments.target), _alone(arguments.target), drafted(arguments.target) as draft, quiet():
         make_tiny(family, draft, num_hidden_layers=layers)
-    print(f"{arguments.source} → {arguments.target} (random weights, seed 0)")
+    print(
+        f"{arguments.source} → {arguments.target} (random weights, seed 0), as transformers 5 writes it; 4.57 may refuse it"
+    )
     return 0
 
 
@@ -111,7 +114,7 @@ def export(
 
 
 def _refuse_present(target: Path) -> None:
-    if target.exists():
+    if os.path.lexists(target):
         raise CheckpointError(f"'{target}' exists; choose another folder or remove it.")
 
 
@@ -142,10 +145,14 @@ def _published_source(checkpoint: Path, layout: str | None) -> tuple[Path | None
 
     try:
         found = describe_source(layout) if layout is not None else _source_of(checkpoint)
+        passed: set[Path] = set()
         while True:
             folder = found.find()
             if not (folder / "COMPLETE").exists():  # not itself a checkpoint of a run
                 break
+            if folder.resolve() in passed:
+                raise CheckpointError(f"the runs that '{checkpoint}' goes back to name each other as their source")
+            passed.add(folder.resolve())
             found = _source_of(folder)
     except CheckpointError as error:
         if layout is not None:

@@ -1,5 +1,6 @@
 """The command line. A user's mistake is one paragraph on stderr and exit code 2; a command imports torch only to run."""
 
+import errno
 import os
 import sys
 from argparse import ArgumentParser
@@ -58,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
         except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                return _tell(SensoriumError(f"the name '{str(error.filename)[:60]}…' is too long for a file or folder."))
             if full_disk_error(error) is None:
                 raise
             return _tell(cannot_write(error.filename or "the output", error))

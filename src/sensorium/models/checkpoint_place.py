@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from sensorium.models.hub_files import NotFetched, fetch_small_files, fetch_weights
@@ -22,6 +23,12 @@ from sensorium.vocabulary.errors import ModelError, nearest
 
 CANNOT_LOAD = re.compile(r"Can't load (?:the )?(.+?) for '")
 UNKNOWN_TYPE = re.compile(r"model type [`'\"]([^`'\"]+)[`'\"] but Transformers does not recognize")
+
+FOREIGN = (
+    SafetensorError, StrictDataclassError, OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError,
+    ImportError, ArithmeticError, AssertionError,
+)  # fmt: skip
+"""What transformers and the libraries below it raise over a checkpoint's files."""
 
 
 def find_checkpoint(path: str, revision: str = "") -> str:
@@ -69,7 +76,7 @@ def naming(path: str, place: str, *, weights: bool = False) -> Iterator[None]:
     """
     try:
         yield
-    except (SafetensorError, OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except FOREIGN as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise ModelError(f"model.path '{path}': cannot load the checkpoint: {_reason(error, place, weights)}") from error
@@ -105,6 +112,8 @@ def _shipped(name: str) -> str:
 def _reason(error: BaseException, place: str, weights: bool) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = lines[0] if lines else type(error).__name__
+    if reason.endswith(":") and len(lines) > 1:  # what it is about, and then what is wrong with it
+        reason = f"{reason} {lines[1]}"
     if unknown := UNKNOWN_TYPE.search(str(error)):
         return unknown_type(unknown[1])
     if damaged := _damaged_json(Path(place)):
@@ -120,6 +129,10 @@ def _reason(error: BaseException, place: str, weights: bool) -> str:
         return "it has no weights as safetensors, and no other kind is read (pickles can run code). Save it as safetensors."
     if isinstance(error, SafetensorError):
         return f"a weight file is cut short or damaged ({reason}). Copy or download it again."
+    if isinstance(error, StrictDataclassError | ArithmeticError):
+        return f"{reason.rstrip('.')}. Use the config.json that belongs to the weights."
+    if isinstance(error, KeyError):
+        return f"its files name {reason}, which transformers does not know. Do they all belong to one checkpoint?"
     if isinstance(error, AttributeError):
         return f"{reason}. Do the files in its folder all belong to one checkpoint?"
     return reason
@@ -130,6 +143,6 @@ def _damaged_json(folder: Path) -> str:
     for file in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         try:
             json.loads(file.read_bytes())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return file.name
     return ""

@@ -30,7 +30,7 @@ class CheckpointSource:
         """The source that a file describes."""
         try:
             return cls(**json.loads(file.read_bytes()))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise CheckpointError(
                 f"'{file}' is damaged: it does not say which checkpoint the run started from. Name it with --source."
             ) from error

@@ -11,7 +11,7 @@ from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
 from sensorium.models.checkpoint_place import is_hub_id, naming
 from sensorium.models.load_chat import CheckpointConfig, chat_processor_of, of_its_family, read_config
-from sensorium.models.load_checks import announced, check_memory, refuse_unfit, whole_weights
+from sensorium.models.load_checks import announced, check_memory, refuse_not_finite, refuse_unfit, whole_weights
 from sensorium.models.lora import add_adapters
 from sensorium.models.model_classes import LOADING, builder_of, model_class
 from sensorium.models.policy import Policy, Precision
@@ -81,6 +81,7 @@ def _read_model(checkpoint: CheckpointConfig, dtype: torch.dtype, device: torch.
     if checkpoint.dequantize:
         model._weight_conversions = None  # or its checkpoints would be FP8 again
     refuse_unfit(path, report, files, unused)
+    refuse_not_finite(path, model)
     refuse_dropout(path, model)
     return model
 

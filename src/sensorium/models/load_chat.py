@@ -13,6 +13,7 @@ from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.checkpoint_place import find_checkpoint, find_weights, naming
 from sensorium.models.model_classes import has_towers, own_config
 from sensorium.models.quiet import quiet
+from sensorium.models.small_files import check_small_files
 from sensorium.models.unsupported import missing_family
 from sensorium.recipe.names import resolve, table
 from sensorium.vocabulary.errors import ModelError
@@ -64,6 +65,7 @@ def config_at(
     """The config and family of a path whose folder was found. ``weights`` are wanted: quantized ones are refused."""
     from transformers import AutoConfig
 
+    check_small_files(path, Path(place))
     with naming(path, place), quiet():
         config = AutoConfig.from_pretrained(place, trust_remote_code=False)
     quantized = _refuse_quantized(path, config, dequantize) if weights else False

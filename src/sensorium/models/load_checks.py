@@ -71,6 +71,21 @@ def refuse_unfit(path: str, report: Mapping[str, Any], files: Sequence[WeightFil
         )
 
 
+def refuse_not_finite(path: str, model: torch.nn.Module) -> None:
+    """Refuse weights with NaN or infinity in them: nothing that such a model computes means anything."""
+    broken = [
+        name
+        for name, weight in model.named_parameters()
+        if weight.numel() and not all(bound.isfinite() for bound in torch.aminmax(weight.detach()))
+    ]
+    if broken:
+        raise ModelError(
+            f"model.path '{path}': {len(broken)} weights of the checkpoint hold numbers that are not finite: "
+            f"{told_by_part(broken)}. It was saved after its training had failed, or damaged since; use another copy or an "
+            "earlier checkpoint."
+        )
+
+
 def _kind(name: str) -> str:
     """A weight's name without the numbers of layers and experts."""
     return re.sub(r"\b\d+\b", "N", common_name(name))

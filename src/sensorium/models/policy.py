@@ -28,6 +28,7 @@ from sensorium.models.quiet import quiet
 from sensorium.models.recomputing import recompute_blocks
 from sensorium.models.routing import routers_of, watched
 from sensorium.models.segment_layout import Features, Placement
+from sensorium.models.weight_files import share_like_config
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import ModelError, SpanMismatch
 
@@ -278,9 +279,11 @@ class Policy:
             state = self.adapters.base_state() if self.adapters is not None else None
             self.model.save_pretrained(folder, state_dict=state, max_shard_size=SHARD_BYTES)
             self.chat.save(folder)
+        share_like_config(folder)
         if self.adapters is not None:
             self.adapters.add_into(folder)
             self.adapters.save(folder / FOLDER)
+            share_like_config(folder / FOLDER)
 
 
 def _gather(placements: Sequence[Placement], hidden_BTH: Tensor) -> tuple[Tensor, Tensor]:

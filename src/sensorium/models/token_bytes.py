@@ -27,6 +27,12 @@ class TokenTable:
         self._added = {i: token.content for i, token in added.items()}
         self.special: dict[str, int] = {token.content: i for i, token in added.items() if token.special}
         owned = set(tokenizer.get_vocab().values())
+        ordinary = owned - {*self.special.values()}
+        if (highest := max(ordinary, default=0)) >= vocab_size:
+            raise ModelError(
+                f"the tokenizer has tokens up to {highest}, and the model of config.json a vocabulary of {vocab_size}. Do "
+                "config.json and the tokenizer's files belong together?"
+            )
         self.unowned = tuple(i for i in range(vocab_size) if i not in owned)
         self.written = tuple(self.special[name] for name in (*written, *ANSWER_MARKS) if name in self.special)
         for i in (*self.special.values(), *self.unowned):

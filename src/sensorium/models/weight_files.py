@@ -9,7 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from shutil import copymode
 
+from sensorium.recipe.shape import LONGEST_HEADER
 from sensorium.vocabulary.errors import ModelError
 
 SINGLE = "model.safetensors"
@@ -77,9 +79,10 @@ def weight_files(folder: Path) -> list[WeightFile]:
             )
         return [read_weight_file(single)]
     try:
-        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        shards = sorted(set(json.loads(_readable(index))["weight_map"].values()))
+        assert shards
         assert all(isinstance(shard, str) for shard in shards)
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
         raise ModelError(f"'{index}' is damaged: it does not say which weight is in which file. Copy it again.") from error
     if strange := [shard for shard in shards if Path(shard).name != shard]:
         raise ModelError(f"'{index}' is damaged: it names '{strange[0]}', which is no file of its folder. Copy it again.")
@@ -95,12 +98,13 @@ def weight_files(folder: Path) -> list[WeightFile]:
 def read_weight_file(path: Path) -> WeightFile:
     """A weight file's header; one that is cut short or damaged is refused."""
     size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(LENGTH)
-        length = int.from_bytes(start, "little")
-        if len(start) < LENGTH or length > size - LENGTH:
-            raise _damaged(path, "its header is not whole")
-        header = file.read(length)
+    start = _readable(path, LENGTH)
+    length = int.from_bytes(start, "little")
+    if len(start) < LENGTH or length > size - LENGTH:
+        raise _damaged(path, "its header is not whole")
+    if length > LONGEST_HEADER:
+        raise _damaged(path, f"its header is said to have {length} bytes, and none has more than {LONGEST_HEADER}")
+    header = _readable(path, LENGTH + length)[LENGTH:]
     begin = LENGTH + length
     try:
         entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
@@ -108,8 +112,9 @@ def read_weight_file(path: Path) -> WeightFile:
             StoredTensor(name, entry["dtype"], tuple(entry["shape"]), begin + first, last - first)
             for name, entry in entries.items()
             for first, last in [entry["data_offsets"]]
+            if _plain(entry["dtype"], [*entry["shape"], first, last])
         ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, "its header cannot be read") from error
     tensors.sort(key=lambda tensor: (tensor.start, tensor.size))
     end = begin
@@ -123,8 +128,31 @@ def read_weight_file(path: Path) -> WeightFile:
     return WeightFile(path, start + header, tuple(tensors))
 
 
+def _plain(dtype: object, numbers: list[object]) -> bool:
+    """True; a dtype that is no text, or a size or place that is no whole number from 0 on, is a ``TypeError``."""
+    if not isinstance(dtype, str) or not all(type(number) is int and number >= 0 for number in numbers):
+        raise TypeError("no text, or no whole number")
+    return True
+
+
+def _readable(path: Path, most: int = -1) -> bytes:
+    """The first bytes of a file, or all of them; one that cannot be read is refused with the system's word for why."""
+    try:
+        with path.open("rb") as file:
+            return file.read(most)
+    except OSError as error:
+        raise ModelError(f"cannot read '{path}': {error.strerror}.") from error
+
+
 def _damaged(path: Path, reason: str) -> ModelError:
     return ModelError(f"the weight file '{path}' is cut short or damaged: {reason}. Copy or download it again.")
+
+
+def share_like_config(folder: Path) -> None:
+    """Let those read the weights who may read the config beside them: safetensors writes for the owner alone."""
+    config = next(folder.glob("*config.json"))
+    for path in folder.glob("*.safetensors"):
+        copymode(config, path)
 
 
 def common_name(name: str) -> str:

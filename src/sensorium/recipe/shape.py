@@ -22,6 +22,9 @@ PLAIN_PARTS = (
 )  # fmt: skip
 """Parts of families whose towers are transformers' own, by the names of their weights."""
 
+LONGEST_HEADER = 100_000_000
+"""Bytes of a safetensors header at most, as safetensors itself has it."""
+
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 
 
@@ -86,7 +89,7 @@ def read_shape(
             f"model.path '{path}': its config.json does not say {error}, so the model's size is not known from it. Use the "
             "complete config.json that was published with the weights."
         ) from error
-    except (OSError, ValueError, TypeError, AttributeError, struct.error) as error:
+    except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError, struct.error) as error:
         raise RecipeError(
             f"model.path '{path}': config.json or a weight file there is damaged or of no known form ({error}). Copy or "
             "download the checkpoint again."
@@ -218,8 +221,8 @@ def _weight_shapes(folder: Path, unused: Sequence[str]) -> dict[str, list[int]]:
     for file in files:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
-            if length > file.stat().st_size:
-                raise ValueError(f"the header of {file.name} is said to be longer than the file")
+            if length > min(file.stat().st_size, LONGEST_HEADER):
+                raise ValueError(f"the header of {file.name} is said to be longer than the file, or than any header")
             header = json.loads(opened.read(length))
         shapes |= {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
     return {name.removeprefix("thinker."): shape for name, shape in shapes.items() if not is_unloaded(name, unused)}

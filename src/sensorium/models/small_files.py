@@ -1,0 +1,59 @@
+"""What a checkpoint's small files must be before transformers opens them: files, and sizes that a model can have."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sensorium.vocabulary.errors import ModelError
+
+MOST = {
+    "num_hidden_layers": 10_000, "num_layers": 10_000, "depth": 10_000, "encoder_layers": 10_000,
+    "num_experts": 100_000, "num_local_experts": 100_000, "vocab_size": 100_000_000,
+}  # fmt: skip
+"""Numbers of a config by which modules or tables are made one by one, and what no model comes near to."""
+
+LEAST = dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads", "num_heads", "head_dim"), 1)
+LEAST |= dict.fromkeys((*MOST, "intermediate_size"), 0)
+"""Numbers of a config that say how many there are of something, and the least of it."""
+
+
+def check_small_files(path: str, folder: Path) -> None:
+    """Refuse pipes and devices, which would be waited for, and a config by which building a model would not end."""
+    for entry in sorted(folder.iterdir()):
+        if entry.exists() and not entry.is_file() and not entry.is_dir():
+            raise ModelError(
+                f"model.path '{path}': its {entry.name} is a pipe or a device, not a file. Copy or download it again."
+            )
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model.path '{path}': its config.json is no file that can be read. Copy or download it again.")
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except OSError as error:
+        raise ModelError(f"model.path '{path}': cannot read its config.json: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(
+            f"model.path '{path}': cannot load the checkpoint: its config.json is damaged: it is no whole JSON. "
+            "Copy or download it again."
+        ) from error
+    if not isinstance(config, dict):
+        raise ModelError(
+            f"model.path '{path}': cannot load the checkpoint: its config.json is damaged: it holds no JSON "
+            "object. Copy or download it again."
+        )
+    for name, value in _numbers(config, ""):
+        key = name.rpartition(".")[2]
+        if key in LEAST and not LEAST[key] <= value <= MOST.get(key, value):
+            raise ModelError(
+                f"model.path '{path}': its config.json says {name}: {value}, which no model has. Use the config that "
+                "belongs to the weights."
+            )
+
+
+def _numbers(config: dict[str, Any], above: str) -> Iterator[tuple[str, float]]:
+    """The numbers of a config and of the configs inside it, by their dotted names."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, f"{above}{key}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{above}{key}", value

@@ -1,0 +1,131 @@
+"""Files made to do harm, or damaged beyond what a cut leaves: one paragraph each, at once, in little memory."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sensorium.media.store import MediaStore
+from sensorium.models.checkpoint_check import check_checkpoint
+from sensorium.models.load import load_policy
+from sensorium.models.tiny import make_tiny
+from sensorium.models.weight_files import INDEX, SINGLE
+from sensorium.recipe.schema import ModelSection
+from sensorium.recipe.shape import read_shape
+from sensorium.vocabulary.errors import ModelError, RecipeError
+
+DEEP = b'{"a":' * 50_000
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("qwen2", tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture
+def model(whole: Path, tmp_path: Path) -> Path:
+    shutil.copytree(whole, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def refused(model: Path) -> str:
+    with pytest.raises(ModelError) as error:
+        check_checkpoint(ModelSection(path=str(model)))
+    assert str(error.value).startswith(f"model.path '{model}': ")
+    return str(error.value)
+
+
+def write_header(file: Path, header: bytes) -> None:
+    data = file.read_bytes()
+    old = int.from_bytes(data[:8], "little")
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + old :])
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda entry: entry | {"shape": [-size for size in entry["shape"]]},
+        lambda entry: entry | {"shape": [float(size) for size in entry["shape"]]},
+        lambda entry: entry | {"shape": "ab"},
+        lambda entry: entry | {"shape": [None]},
+        lambda entry: entry | {"dtype": ["F32"]},
+        lambda entry: entry | {"data_offsets": [float(place) for place in entry["data_offsets"]]},
+        lambda entry: DEEP,
+    ],
+)
+def test_a_header_that_says_what_cannot_be_is_refused(lie: Callable[[Any], Any], model: Path) -> None:
+    data = (model / SINGLE).read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    name = "model.embed_tokens.weight"
+    said = lie(header[name])
+    write_header(model / SINGLE, said if isinstance(said, bytes) else json.dumps(header | {name: said}).encode())
+    assert "cut short or damaged: its header cannot be read" in refused(model)
+
+
+def test_a_header_longer_than_any_is_not_read(model: Path) -> None:
+    with (model / SINGLE).open("wb") as file:
+        file.write((50 << 30).to_bytes(8, "little"))
+        file.truncate(60 << 30)  # takes no room on the disk
+    assert "its header is said to have 53687091200 bytes" in refused(model)
+    with pytest.raises(RecipeError, match="longer than the file, or than any header"):
+        read_shape(str(model))
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "processor_config.json", SINGLE])
+def test_a_pipe_is_refused_and_not_waited_for(name: str, model: Path) -> None:
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    assert f"its {name} is a pipe or a device" in refused(model)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("num_hidden_layers", 10**9, "num_hidden_layers: 1000000000, which no model has"),
+        ("vocab_size", 10**12, "vocab_size: 1000000000000, which no model has"),
+        ("num_key_value_heads", 0, "num_key_value_heads: 0, which no model has"),
+        ("hidden_size", -128, "hidden_size: -128, which no model has"),
+        ("num_attention_heads", "4", "expected int, got str (value: '4'). Use the config.json that belongs"),
+        ("vocab_size", None, "expected int, got NoneType"),
+        ("vocab_size", 300, "the tokenizer has tokens up to 4"),
+        ("hidden_act", "nope", "its files name 'nope', which transformers does not know"),
+    ],
+)
+def test_a_config_of_no_model_is_refused_before_one_is_built(key: str, value: object, said: str, model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {key: value}))
+    assert said in refused(model)
+
+
+@pytest.mark.parametrize("content", [DEEP, b"[1]"])
+def test_a_config_that_is_no_object_is_refused(content: bytes, model: Path) -> None:
+    (model / "config.json").write_bytes(content)
+    assert "its config.json is damaged" in refused(model)
+
+
+@pytest.mark.parametrize("content", [DEEP, b'{"weight_map": {}}'])
+def test_an_index_that_names_nothing_is_refused(content: bytes, model: Path) -> None:
+    (model / SINGLE).unlink()
+    (model / INDEX).write_bytes(content)
+    assert "does not say which weight is in which file" in refused(model)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_where_they_are_read(value: float, model: Path) -> None:
+    weights = load_file(model / SINGLE)
+    weights["model.layers.0.mlp.up_proj.weight"][3, 5] = torch.tensor(value)
+    save_file(weights, model / SINGLE, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"1 weights of the checkpoint hold numbers that are not finite: .*layers\.0"):
+        load_policy(str(model), store=MediaStore(), device="cpu")
+
+
+def test_weights_may_be_read_by_whoever_may_read_the_config(whole: Path, tmp_path: Path) -> None:
+    load_policy(str(whole), store=MediaStore(), device="cpu").save(tmp_path / "saved")
+    for folder in (whole, tmp_path / "saved"):
+        assert (folder / SINGLE).stat().st_mode == (folder / "config.json").stat().st_mode
