@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from sensorium.assembly.session import EnvironmentMaker
+from sensorium.envs.frozen_lake import FrozenLake
+from sensorium.envs.sokoban import Sokoban
 from sensorium.media.store import MediaStore
 from sensorium.recipe.names import wrong_options
 from sensorium.recipe.vagen_settings import LEGACY, environment_of, seeds_of
@@ -131,6 +133,22 @@ def test_pay_for_descriptions_is_translated() -> None:
         of(use_state_reward=True, grounding_reward_weight=0.3)
 
 
+def test_sokobans_longest_solution_and_structured_descriptions_are_translated() -> None:
+    config = {"min_actions_to_succeed": 9, "prompt_format": "grounding_structured", "use_state_reward": True}
+    _, options = environment_of({"env_name": "sokoban", "env_config": config}, ["sokoban"])
+    assert (options["max_solution"], options["response_format"]) == (9, "grounding")
+    room = Sokoban(MediaStore(), **options)
+    room.reset(3)
+    said = '{"player": (9, 9), "box": (9, 9)}'
+    places = re.findall(r"(\w+) at (\([^)]*\))", room.demonstrate())
+    right = "{" + ", ".join(f'"{kind}": {place}' for kind, place in places) + "}"
+    answer = "<think><observation>{}</observation><reasoning>…</reasoning></think><answer>Up</answer>"
+    paid = [room.step(answer.format(words)).reward for words in (right, said)]
+    assert [parts["observation"] for parts in paid if isinstance(parts, dict)] == [0.5, 0.0]
+    _, options = environment_of({"env_name": "frozenlake", "env_config": {"min_actions_to_succeed": 5}}, ["frozen_lake"])
+    assert FrozenLake(MediaStore(), **options)
+
+
 def test_settings_of_navigation_are_translated_and_its_task_files_are_not_guessed() -> None:
     config = {"prompt_format": "free_think", "success_threshold": 1.5, "resolution": 255, "fov": 100, "step_length": 0.5}
     name, options = environment_of({"env_name": "navigation", "env_config": config}, ["navigation", "ai2thor"])
@@ -237,6 +255,7 @@ def test_primitive_skills_need_the_modules_that_register_them(tmp_path: Path) ->
         ("navigation", {"action_sep": ","}, "separated by '|'"),
         ("svg", {"dataset_name": "starvector/svg-icons-simple"}, "svg_files for a folder"),
         ("FrozenLake", {"slip_prob": 0.02}, "slip_prob: 0.02 has no counterpart"),
+        ("FrozenLake", {"prompt_format": "grounding_symbolic"}, "Use grounding."),
     ],
 )
 def test_what_has_no_counterpart_is_refused_with_the_cause(name: str, config: dict[str, Any], problem: str) -> None:

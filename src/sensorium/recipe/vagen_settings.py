@@ -27,6 +27,9 @@ OPTIONS = {
 }
 OF_ENVIRONMENT = {
     "frozen_lake": {"success_reward": "goal_reward"},
+    "sokoban": {
+        "min_actions_to_succeed": "max_solution"
+    },  # despite its name the most that VAGEN lets a room take
     "navigation": {"success_threshold": "success_distance", "resolution": "side", "fov": "field_of_view"},
     "ai2thor": {"success_threshold": "success_distance"},
     "primitive_skill": {"env_id": "id"},
@@ -82,7 +85,11 @@ CLIENT = (
     "token", "log_retries", "failover_after_failures",
 )  # fmt: skip
 STATE_REWARD = ("use_state_reward", "grounding_reward_weight", "worldmodeling_reward_weight")
-VALUES: dict[str, dict[str, str]] = {"view": {"vision": "picture"}}
+DESCRIBING = ("grounding", "worldmodeling", "grounding_worldmodeling")
+VALUES: dict[str, dict[str, str]] = {
+    "view": {"vision": "picture"},
+    "response_format": {f"{form}_structured": form for form in DESCRIBING},  # states are told by row and column here
+}
 MOST_SEED = 2**31 - 1
 
 
@@ -135,6 +142,14 @@ def _playable(known: str, settings: dict[str, Any], current: bool) -> dict[str, 
             raise RecipeError(
                 f"VAGEN's {key}: {settings[key]!r:.40} has no counterpart here; only {value!r} can be played."
             )
+    if known == "frozen_lake":
+        found.pop("min_actions_to_succeed", None)  # VAGEN does not read it there
+    form = str(found.get("prompt_format"))
+    if form.removesuffix("_symbolic") in DESCRIBING and form.endswith("_symbolic"):
+        raise RecipeError(
+            f"VAGEN's prompt_format {form} asks for a drawn grid, which is not read here: states are described by row and "
+            f"column. Use {form.removesuffix('_symbolic')}."
+        )
     walks = known in ("navigation", "ai2thor")
     apart = {"svg": "~~", "primitive_skill": "|"}.get(known, "|" if walks and current else ",")
     if found.pop("action_sep", apart) != apart:
