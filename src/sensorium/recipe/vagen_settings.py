@@ -27,9 +27,7 @@ OPTIONS = {
 }
 OF_ENVIRONMENT = {
     "frozen_lake": {"success_reward": "goal_reward"},
-    "sokoban": {
-        "min_actions_to_succeed": "max_solution"
-    },  # despite its name the most that VAGEN lets a room take
+    "sokoban": {"min_actions_to_succeed": "max_solution"},  # despite its name the most that VAGEN lets a room take
     "navigation": {"success_threshold": "success_distance", "resolution": "side", "fov": "field_of_view"},
     "ai2thor": {"success_threshold": "success_distance"},
     "primitive_skill": {"env_id": "id"},
