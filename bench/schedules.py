@@ -1,6 +1,6 @@
 """Small steps on a CPU that the forecast is held against: sizes, schedules with a slow scorer, one and two gloo ranks.
 
-python bench/schedules.py [sizes] [scoring] [ranks] > bench/baselines/cpu.json     three minutes, one thread a process
+python bench/schedules.py [sizes] [scoring] [asynchronous] [ranks] > bench/baselines/cpu.json     three minutes, one core
 
 Every case is the median of some steps after the first. ``role`` says what the case is for: the forecast's constants are
 fitted to ``calibrate`` (bench/calibrate.py) and tested on ``held out`` (tests/forecast).
@@ -31,6 +31,11 @@ from sensorium.trainer.run import open_trainer
 STEPS = 4
 SCORING_S = "SENSORIUM_BENCH_SCORING_S"
 OFF = {"schedule": "one_step_off", "algorithm": {"correction": {"weights": "token"}}}
+STREAMING = {
+    "schedule": {"name": "asynchronous", "max_staleness": 1},
+    "algorithm": {"correction": {"weights": "token"}},
+    "rollout": {"max_new_tokens": 64, "ignore_stop_tokens": True, "max_context_tokens": W0.context, "schedule": "eager"},
+}
 SIZES: list[tuple[str, Workload]] = [
     ("calibrate", W0),
     ("calibrate", replace(W0, new_tokens=16)),
@@ -74,6 +79,13 @@ def measure(parts: Sequence[str]) -> dict[str, Any]:
                     {"role": "held out", "schedule": name, "ranks": 1, "scoring_s": seconds}
                     | _steps(W0, model, folder, **late, **more)
                 )
+        for seconds in (0.25, 1.0) if "asynchronous" in parts else ():
+            os.environ[SCORING_S] = str(seconds)
+            late = {"rewards": {"terms": [{"name": "schedules:scored_late"}], "deadline_s": 600}}
+            found.append(
+                {"role": "held out", "schedule": "asynchronous", "ranks": 1, "scoring_s": seconds}
+                | _steps(W0, model, folder, **late, **STREAMING)
+            )
         for role, ranks, work in RANKS if "ranks" in parts else []:
             shared = {"cluster": {"learners": ranks}, "threads": ranks}
             found.append({"role": role, "schedule": "synchronous", "ranks": ranks} | _steps(work, model, folder, **shared))
@@ -111,6 +123,6 @@ def _steps(work: Workload, model: Path, folder: Path, **changes: Any) -> dict[st
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
-    print(json.dumps(measure(sys.argv[1:] or ["sizes", "scoring", "ranks"]), indent=1))
+    print(json.dumps(measure(sys.argv[1:] or ["sizes", "scoring", "asynchronous", "ranks"]), indent=1))
     sys.stdout.flush()
     os._exit(0)
