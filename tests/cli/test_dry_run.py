@@ -162,3 +162,19 @@ def test_what_is_likely_a_mistake_is_told(recipe: Path, capsys: pytest.CaptureFi
     code, out, _ = said(capsys, str(recipe), "optimizer.lr=10")
     assert code == 0
     assert "optimizer.lr 10 is larger than most weights are" in " ".join(out.split())
+
+
+def test_a_recipe_whose_planner_tells_histories_can_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "tiny/taskmem", "--dry-run"]) == 0
+    assert "memory_clips, 576 rows; the first 8 were read" in capsys.readouterr().out
+
+
+def test_a_judge_without_an_endpoint_is_named(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    judge = "rewards.terms=[{name: judge, options: {model: grader, prompt: good}}]"
+    assert main(["train", str(recipe), "--dry-run", judge]) == 0
+    assert "would be refused: judges: there is no endpoint for the model 'grader'" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    known = "judges.endpoints={grader: [{base_url: 'http://127.0.0.1:9/v1'}]}"
+    assert main(["train", str(recipe), "--dry-run", judge, known]) == 0
+    assert "would be refused" not in " ".join(capsys.readouterr().out.split())

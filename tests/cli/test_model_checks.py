@@ -13,6 +13,7 @@ from transformers import Gemma3Config, PaliGemmaConfig
 from sensorium.cli.main import main
 from sensorium.models import checkpoint_check
 from sensorium.models.checkpoint_check import check_checkpoint
+from sensorium.models.checkpoint_place import find_checkpoint
 from sensorium.models.tiny import make_tiny
 from sensorium.models.weight_files import INDEX
 from sensorium.recipe.schema import LoraSection, ModelSection
@@ -271,3 +272,10 @@ def test_a_config_that_leaves_sizes_to_defaults_is_planned_with_them(
     code, out, err = dry_run(folder, capsys)
     assert code == 0, err
     assert out == told
+
+
+def test_a_run_in_place_of_its_checkpoint_is_told_where_that_lies(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step_000002").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_000002" / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="checkpoints in: checkpoints/step_000002; name one of them"):
+        find_checkpoint(str(tmp_path))

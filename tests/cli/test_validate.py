@@ -199,3 +199,18 @@ def test_example_arguments_fit_their_schema() -> None:
         "required": ["box", "unit", "deep", "n"],
     }
     assert not misfit(example_arguments(schema), schema)
+
+
+def test_rows_that_need_a_history_and_terms_that_ask_judges_are_no_errors(tmp_path: Path) -> None:
+    from tests.tasks.test_taskmem import row_of, write_rows
+
+    path = write_rows(tmp_path, *(row_of(clip) for clip in range(3)))
+    tasks = {
+        "train": [{"source": "taskmem", "options": {"path": path}}],
+        "shuffle": False,
+        "planner": {"name": "causal_history"},
+    }
+    terms = [{"name": "episodic_memory", "options": {"correctness": "m"}}]
+    checked = findings(tasks=tasks, rewards={"terms": terms}, model={"path": "package:memory_clips"})
+    assert checked["tasks.train.0 rows"].level == "ok"
+    assert not [found for found in checked.values() if found.level == "error"]

@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import sqlite3
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,8 @@ from sensorium.judges.limits import SharedLimits
 from sensorium.judges.request import JudgeRequest, untrusted_message
 from sensorium.recipe.judge_section import JudgesSection
 from sensorium.record.judge_transcripts import read_transcripts
-from sensorium.vocabulary.content import user
-from sensorium.vocabulary.errors import JudgeFailure, JudgeOffline, JudgeRefusal, RecipeError
+from sensorium.vocabulary.content import Message, Text, user
+from sensorium.vocabulary.errors import JudgeFailure, JudgeOffline, JudgeRefusal, RecipeError, RecordError
 from tests.judges.server import Answer, judge_server, said, section_of
 
 SCORE = JsonAnswer({"score": Number(0, 1)})
@@ -355,3 +357,36 @@ def test_a_recipe_cannot_hold_a_key_and_a_missing_one_is_said(monkeypatch: pytes
     with pytest.raises(RecipeError, match="no endpoint for the model 'judgo'; did you mean 'judge'"):
         client.refuse_unknown("judgo")
     client.close()
+
+
+def test_half_characters_are_asked_about_at_once(tmp_path: Path) -> None:
+    with judge_server(good) as server:
+        client = JudgeClient(section_of(server.url, retries=0))
+        message = Message("user", (Text("Is \ud800 true?"),))
+        assert client.ask_now(JudgeRequest("judge", (message,), "rate/1", SCORE)).value == {"score": 0}
+        assert said(server.asked[0]) == "Is \\ud800 true?"
+        client.close()
+
+
+def test_who_joins_a_question_under_way_is_counted_as_who_finds_it_in_the_cache(tmp_path: Path) -> None:
+    with judge_server(good) as server:
+        online = JudgeClient(section_of(server.url, cache=tmp_path / "c.sqlite"))
+        asyncio.run(many(online, [question()] * 5))
+        counted = online.take_metrics()
+        assert (counted["judge/judge/calls"], counted["judge/judge/cache_hits"]) == (1, 4)
+        online.close()
+
+
+def test_a_cache_whose_answers_were_changed_ends_the_run(tmp_path: Path) -> None:
+    with judge_server(good) as server:
+        client = JudgeClient(section_of(server.url, cache=tmp_path / "c.sqlite"))
+        client.ask_now(question())
+        client.close()
+        with closing(sqlite3.connect(tmp_path / "c.sqlite")) as db:
+            db.execute("UPDATE answers SET text = 'maybe'")
+            db.commit()
+        again = JudgeClient(section_of(server.url, cache=tmp_path / "c.sqlite"))
+        with pytest.raises(RecordError, match="an answer that is not in its form"):
+            again.ask_now(question())
+        again.close()
+        assert len(server.asked) == 1

@@ -15,6 +15,7 @@ from sensorium.record.durable import write_whole
 from sensorium.record.episode_json import read_episodes, write_episodes
 from sensorium.record.findings import Notice, SightResult, write_notice, write_sight
 from sensorium.record.run_directory import RunDirectory
+from sensorium.report.cards import candidate_number
 from sensorium.report.examples import Comparison, choose, compare_evaluations, training_groups
 from sensorium.report.html import render_report, write_report
 from sensorium.report.stages import stage_table
@@ -325,3 +326,12 @@ def test_counts_of_compared_questions_say_that_the_first_of_several_samples_is_m
 def test_a_whole_share_and_its_interval_do_not_touch() -> None:
     parts = [{"step": step, "name": "eval", "tasks": 20, "accuracy": 1.0, "interval": [0.839, 1.0]} for step in (0, 1)]
     assert '</span> <span class="interval">' in stage_table(parts, 0)
+
+
+def test_a_ranking_says_which_candidate_an_attempt_was() -> None:
+    said = ((1, "a dog"), (2, "a cat"))
+    framed = "".join(f"[BEGIN CANDIDATE_{i} ab]\n{text}\n[END CANDIDATE_{i} ab]\n" for i, text in said)
+    assert candidate_number(framed, "a\u200b cat") == 2
+    assert candidate_number(framed, 'hm</think>{"description": "a dog"}') == 1
+    assert candidate_number(framed, "a horse") == 0
+    assert candidate_number("Is it true?", "a dog") == 0

@@ -48,6 +48,9 @@ ROW = {"question": "Which colour?", "choices": ["A. blue", "B. red", "C. green",
         ("[00:10] a [00:05] b", 0.5),
         ("[00:09 - 00:05] a [00:20] b", 0.75),
         ("[00:20 - 00:05] a [00:10] b", 0.75),
+        ("[599:59] a", 1),
+        ("[600:00] a", 0),
+        ("[00:01 - 600:00] a [00:02] b", 0.75),
     ],
 )
 def test_the_format_reward_is_as_published(caption: str, paid: float) -> None:
@@ -94,6 +97,13 @@ def test_the_wire_form_is_read_and_written() -> None:
         1,
     )
     assert question.block() == block
+
+
+@pytest.mark.parametrize("said", [" B", "b)", "The answer is B.", "**Answer:** B", "Option B", "the correct answer is (b)"])
+def test_a_reader_that_says_the_answer_is_before_its_letter_has_answered(said: str) -> None:
+    assert first_letter(said) == "B"
+    assert first_letter("A") == "A"
+    assert first_letter("Answer") == "A"
 
 
 def test_draws_shuffle_relabel_and_offer_a_way_out() -> None:

@@ -47,7 +47,7 @@ def test_thoughts_cost_from_their_threshold_on() -> None:
         ('a</think>{"description": " "}', None),
         ('a</think>{"description": ["a dog"]}', None),
         ('a</think>{"description": "a dog", "more": 1}', None),
-        ('a</think>```json\n{"description": "a dog"}\n```', None),
+        ('a</think>```json\n{"description": "a dog"}\n```', "a dog"),
         ("a</think>a dog", None),
         ('a</think>["description"]', None),
         ("a</think>" + "[" * 50_000, None),

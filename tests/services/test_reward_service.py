@@ -307,3 +307,37 @@ def test_any_recipe_can_ask_several_servers(
             term.score_group(task, group)
     with pytest.raises(RecipeError, match="servers are addresses"):
         RemoteReward(["10.0.0.1"], context=RewardContext(MediaStore()))
+
+
+def test_a_server_that_sends_what_none_should_is_no_score(episode_of: Any) -> None:
+    """Cut off, endless drips, redirects with the key, numbers that are none: missing, in time, and told to nobody else."""
+    from ..judges.test_hostile_endpoints import JSON, cut, drip, raw_server, replying
+
+    task = Task("t", (user("Describe."),), metadata={"questions": [ROW]})
+
+    def asked(behave: Any, deadline_s: float = 0.5) -> str:
+        with raw_server(behave) as (url, _):
+            term = RemoteReward([url], deadline_s=deadline_s, context=RewardContext(MediaStore()))
+            with pytest.raises(RewardFailure) as failure:
+                term.score_group(task, [episode_of(GOOD)])
+        return str(failure.value)
+
+    started = time.monotonic()
+    assert "no server answered within 0.5 s" in asked(drip)
+    assert "IncompleteRead" in asked(cut)
+    assert time.monotonic() - started < 30
+    huge = b'{"results": [{"score": 1' + b"0" * 400 + b"}]}"
+    assert "the server said" in asked(replying(huge, JSON), 20)
+    with raw_server(replying(b'{"results": [{"score": 1}]}', JSON)) as (other, stolen):
+        assert "302" in asked(replying(b"", f"Location: {other}", status="302 Found"), 20)
+    assert stolen == []
+
+
+def test_what_was_not_judged_is_no_zero_in_the_logs_either(reader: str, tmp_path: Path) -> None:
+    service = make_service(tmp_path, reader, format_weight=0.0, missing=-1.0)
+    body = {"query": ["p" + GOOD, "pboom"], "prompts": ["p", "p"], "labels": [[ROW], [ROW]]}
+    with serving(service) as http:
+        logs = http.post("/get_reward", json=body).json()["extra_logs"]
+        assert logs["qa"] == logs["qa_rewards"] == [1.0, -1.0]
+        broken = http.post("/get_reward", content="[" * 100_000, headers={"Content-Type": "application/json"})
+        assert (broken.status_code, list(broken.json())) == (400, ["error"])

@@ -125,3 +125,10 @@ def test_the_planner_tells_generated_clips_what_was_written() -> None:
     said = '</think>{"description": "<face_1> pink away"}'
     planner.observe([GroupOutcome(task.id, (0.0,), (None,), (said,)) for task in tasks])
     assert all("pink away" in task.metadata["history"] for task in planner.draw(8).tasks)
+
+
+@pytest.mark.parametrize("fence", ["```json\n%s\n```", "\n\n```\n%s```\n", "%s", " ```JSON %s ``` "])
+def test_a_memory_may_stand_in_a_fence_of_backticks(fence: str) -> None:
+    assert parse_memory("hm</think>" + fence % '{"description": "a `red` square"}') == "a `red` square"
+    assert parse_memory("hm</think>" + fence % '{"description": "a"} and more') is None
+    assert parse_memory("hm</think>```json\n" + '{"description": "a"}') is None

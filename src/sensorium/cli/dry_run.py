@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 from importlib import import_module
 from inspect import signature
 
+from sensorium.judges.client import JudgeClient
 from sensorium.media.store import MediaStore
 from sensorium.recipe.computing_checks import computing_notes
 from sensorium.recipe.names import build, resolve, table, wrong_options
@@ -17,12 +18,13 @@ from sensorium.rewards.context import RewardContext
 from sensorium.rewards.functions import build_term
 from sensorium.rewards.protocol import Term
 from sensorium.tasks.bounded import bounded
+from sensorium.tasks.causal import untold
 from sensorium.tasks.mixture import TaskStream
 from sensorium.tasks.planner import make_planner
 from sensorium.tasks.source import TaskSource
 from sensorium.trainer.health.at_start import refuse_without_demonstrations, start_notes
 from sensorium.vocabulary.content import Media
-from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError, TaskError
+from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError, TaskError, UnknownJudge
 from sensorium.vocabulary.task import Task
 
 ROWS = 8
@@ -49,11 +51,14 @@ def look_at(recipe: Recipe, *, train: bool = True) -> Iterator[str]:
     if engine in ENGINE_CHECKS:
         yield from import_module(ENGINE_CHECKS[engine]).look_at(recipe)
     yield from computing_notes(recipe)
-    terms = _build_terms(recipe)
+    terms, unknown = _build_terms(recipe)
+    if unknown:
+        yield unknown
     if train:
         sources: list[TaskSource] = []
         few = yield from _look_at_sources(recipe, recipe.tasks.train, "tasks.train", sources)
-        stream = TaskStream(sources, [section.weight for section in recipe.tasks.train], seed=recipe.seed)
+        weights = [section.weight for section in recipe.tasks.train]
+        stream = TaskStream(sources, weights, seed=recipe.seed, shuffle=recipe.tasks.shuffle)
         make_planner(recipe.tasks.planner, stream, MediaStore())
         refuse_without_demonstrations(recipe, few)
         yield from start_notes(recipe, few)
@@ -99,8 +104,17 @@ def find_names(recipe: Recipe) -> None:
                 raise RecipeError(f"logging.loggers.{i}: '{name}' is not installed; run: pip install {name}") from error
 
 
-def _build_terms(recipe: Recipe) -> list[tuple[Term, float]]:
-    terms, context = [], RewardContext(MediaStore())
+def _build_terms(recipe: Recipe) -> tuple[list[tuple[Term, float]], str]:
+    """The reward terms; and, where a judge cannot be reached as things are, what a run started now would be told."""
+    section = recipe.judges.model_copy(update={"requests_per_minute": {}, "tokens_per_minute": {}})
+    try:
+        return _terms(recipe, RewardContext(MediaStore(), JudgeClient(section))), ""
+    except UnknownJudge as error:
+        return _terms(recipe, RewardContext(MediaStore())), f"a run started now would be refused: {error}"
+
+
+def _terms(recipe: Recipe, context: RewardContext) -> list[tuple[Term, float]]:
+    terms = []
     for i, term in enumerate(recipe.rewards.terms):
         place = f"rewards.terms.{i}"
         try:
@@ -130,7 +144,7 @@ def _look_at_sources(
         tasks: list[Task] = []
         for row in range(first):
             try:
-                tasks.append(source[row])
+                tasks.append(untold(source, row, recipe.tasks.planner.name if opened is not None else ""))
             except (TaskError, MediaError) as error:
                 if recipe.tasks.on_bad_row == "refuse":
                     raise

@@ -44,6 +44,9 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.6, help="of the readers")
     parser.add_argument("--seed", type=int, default=0, help="of draws and readers")
     parser.add_argument(
+        "--longest", type=int, default=20_000, help="characters of a caption that are read: of a longer one head and tail"
+    )
+    parser.add_argument(
         "--missing-as",
         type=float,
         default=None,
@@ -84,7 +87,13 @@ def run(arguments: Namespace) -> int:
 
     if bool(arguments.checkpoint) == bool(arguments.reader):
         raise RecipeError("serve reward needs a CHECKPOINT (or REWARD_MODEL), or --reader URL, and not both.")
-    for name, least, most in (("workers", 1, 1024), ("capacity", 1, 10**6), ("calls", 1, 1024), ("qa_num", 0, 4096)):
+    for name, least, most in (
+        ("workers", 1, 1024),
+        ("capacity", 1, 10**6),
+        ("calls", 1, 1024),
+        ("qa_num", 0, 4096),
+        ("longest", 1, 10**7),
+    ):
         within("serve reward", f"--{name.replace('_', '-')}", getattr(arguments, name), least, most)
     listening, key = listen(arguments.host, arguments.port)
     port = listening.getsockname()[1]
@@ -97,7 +106,7 @@ def run(arguments: Namespace) -> int:
         urls, served = [f"{worker.url}/v1" for worker in workers.workers], "reader"
     draws = 0 if arguments.all_qa else arguments.qa_num
     settings = RewardSettings(
-        Reading("reader", draws, arguments.prompt, arguments.temperature, seed=arguments.seed),
+        Reading("reader", draws, arguments.prompt, arguments.temperature, seed=arguments.seed, longest=arguments.longest),
         arguments.mode,
         arguments.format_weight if arguments.task == "video" else 0.0,
         arguments.missing_as,

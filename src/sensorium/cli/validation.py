@@ -14,8 +14,10 @@ from sensorium.cli.without_model import ModelFreeSession
 from sensorium.models.wrong_path import may_be_hub_id
 from sensorium.recipe.names import resolve
 from sensorium.recipe.task_sections import SourceSection
+from sensorium.rewards.judge_parts import NO_CLIENT
 from sensorium.rollout.modalities import media_of
 from sensorium.rollout.threads import Renderer
+from sensorium.tasks.causal import untold
 from sensorium.tasks.mixture import permuted
 from sensorium.tasks.source import TaskSource
 from sensorium.vocabulary.episode import Episode, Group, Status
@@ -83,10 +85,12 @@ def _check_source(
     episodes: int,
 ) -> Iterator[Finding]:
     tasks, bad = [], []
+    planner = session.recipe.tasks.planner.name if split.place == "tasks.train" else ""
     count = min(rows or len(source), len(source))
     for nth in range(count):
         try:
-            tasks.append(source[permuted(nth, len(source), "validate") if count < len(source) else nth])
+            row = permuted(nth, len(source), "validate") if count < len(source) else nth
+            tasks.append(untold(source, row, planner))
         except (TaskError, MediaError) as error:
             bad.append(str(error))
     told = f"{section.source}: {count:,} of {len(source):,} read"
@@ -241,7 +245,9 @@ def _rewards(where: str, demonstrated: Sequence[Episode], random: Sequence[Episo
             if values:
                 ranges.append(f"{kind} {min(values):g} to {max(values):g}")
         missing = [s.reason for episode in sound for s in episode.scores if s.name == name and s.missing]
-        if ranges or missing:  # else nothing was played to its end, which was found above
+        if any(NO_CLIENT in reason for reason in missing):
+            yield Finding(where, f"reward {name}", "asks a judge, and none is asked here", "ok")
+        elif ranges or missing:  # else nothing was played to its end, which was found above
             yield Finding(where, f"reward {name}", *_counted(", ".join(ranges) or "never given", missing))
     totals = {kind: [e.reward for e in episodes if e.reward is not None] for kind, episodes in kinds.items()}
     if all(totals.values()):

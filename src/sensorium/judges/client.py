@@ -33,7 +33,7 @@ from sensorium.judges.transport import Transport, refuse_without_client
 from sensorium.media.store import MediaStore
 from sensorium.recipe.judge_section import JudgesSection
 from sensorium.record.judge_transcripts import TRANSCRIPTS
-from sensorium.vocabulary.errors import JudgeFailure, JudgeOffline, JudgeRefusal, RecipeError, nearest
+from sensorium.vocabulary.errors import JudgeFailure, JudgeOffline, JudgeRefusal, RecordError, UnknownJudge, nearest
 
 T = TypeVar("T")
 POLL_S = 0.05
@@ -71,7 +71,7 @@ class JudgeClient:
             return
         if model not in self.endpoints:
             where = nearest(model, list(self.endpoints)) if self.endpoints else "; no endpoint is configured at all."
-            raise RecipeError(
+            raise UnknownJudge(
                 f"judges: there is no endpoint for the model '{model}'{where} Name it in judges.endpoints, in the file of "
                 "judges.config, or in the one that M3_API_CONFIG names."
             )
@@ -109,7 +109,8 @@ class JudgeClient:
             raise JudgeOffline(self._lacks(request))
         else:
             self.refuse_unknown(request.model)
-            if key not in self._running:
+            joined = key in self._running
+            if not joined:
                 self._running[key] = asyncio.create_task(self._judged(request))
                 self._running[key].add_done_callback(lambda _: self._running.pop(key, None))
             try:
@@ -117,6 +118,8 @@ class JudgeClient:
             except JudgeFailure as failure:
                 self.transcripts.keep_failure(about, term, request, f"(no answer: {failure})")
                 raise
+            if joined:
+                self.meter.of(answer.model).cache_hits += 1
         self.transcripts.keep(about, term, request.asked_of(answer.model), answer.text)
         return answer
 
@@ -176,7 +179,15 @@ class JudgeClient:
         return None
 
     def _read(self, request: JudgeRequest, stored: StoredAnswer, *, cached: bool) -> JudgeAnswer:
-        return JudgeAnswer(request.form.parse(stored.text), stored.text, request.model, request.key, cached)
+        try:
+            value = request.form.parse(stored.text)
+        except ValueError as error:
+            raise RecordError(
+                f"the file of judgements '{self.cache.path}' holds an answer that is not in its form ({error}; prompt "
+                f"{request.prompt}, key {request.key}). Only answers in their form are kept, so it was damaged or changed: "
+                "move it away, and judgements are asked for again."
+            ) from error
+        return JudgeAnswer(value, stored.text, request.model, request.key, cached)
 
     def _models(self, request: JudgeRequest) -> tuple[str, ...]:
         return (request.model, *self.section.fallbacks.get(request.model, ()))

@@ -26,7 +26,9 @@ SPECIAL = re.compile(
     rf"<(?=[|｜])|<(?=/?\s*(?:{_WORDS})\s*/?>)|<(?=<\s*/?SYS\s*>>)|\[(?=/?(?:INST|SYSTEM_PROMPT|IMG|IMG_BREAK|IMG_END)\])",
     re.IGNORECASE,
 )
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
+CONTROL = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\U000e0000-\U000e007f]"
+)
 
 
 def neutral(text: str) -> str:

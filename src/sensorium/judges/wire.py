@@ -26,11 +26,19 @@ def wire_messages(messages: tuple[Message, ...], store: MediaStore | None, video
 
 def _message(message: Message, store: MediaStore | None, video: str) -> dict[str, Any]:
     if not message.media:
-        return {"role": message.role, "content": message.text}
+        return {"role": message.role, "content": _sendable(message.text)}
     parts: list[dict[str, Any]] = []
     for block in message.content:
-        parts += [{"type": "text", "text": block.text}] if isinstance(block, Text) else _media_parts(block, store, video)
+        if isinstance(block, Text):
+            parts.append({"type": "text", "text": _sendable(block.text)})
+        else:
+            parts += _media_parts(block, store, video)
     return {"role": message.role, "content": parts}
+
+
+def _sendable(text: str) -> str:
+    """The text with half characters (lone surrogates, which JSON can hold and UTF-8 cannot) written as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _media_parts(media: Media, store: MediaStore | None, video: str) -> list[dict[str, Any]]:

@@ -43,7 +43,8 @@ def find_checkpoint(path: str, revision: str = "") -> str:
         return _made(name)
     if folder.is_dir():
         if not (folder / "config.json").exists():
-            inside = sorted(entry.parent.name for entry in folder.glob("*/config.json"))
+            found = (*folder.glob("*/config.json"), *folder.glob("checkpoints/*/config.json"))
+            inside = sorted(str(entry.parent.relative_to(folder)) for entry in found)
             below = f" Below it are checkpoints in: {', '.join(inside[:8])}; name one of them." if inside else ""
             raise ModelError(
                 f"model.path '{path}': the folder has no config.json; it is not a Hugging Face checkpoint.{below}"

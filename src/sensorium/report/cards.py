@@ -15,6 +15,7 @@ from sensorium.vocabulary.task import Task
 
 CHARACTERS = 4000
 TURNS = 24
+CANDIDATE = re.compile(r"\[BEGIN CANDIDATE_(\d+) (\w+)\]\n(.*?)\n\[END CANDIDATE_\1 \2\]", re.DOTALL)
 TAG = re.compile(r"&lt;/?[\w|]+&gt;")
 
 
@@ -85,11 +86,26 @@ def _judges(episode: Episode, album: Album) -> str:
     rows = ""
     for asked in album.transcripts(episode.id):
         words = "\n".join(block.get("text", "") for message in asked["messages"] for block in message["content"])
+        number = candidate_number(words, episode.turns[-1].response.text if episode.turns else "")
+        which = f" (this attempt is candidate {number})" if number else ""
         rows += (
             f"<li><b>{escape(asked['prompt'])}</b> by {escape(asked['model'])}: <code>{escape(_clip(asked['answer'], 400))}"
-            f"</code><details><summary>the question</summary><pre>{escape(_clip(words))}</pre></details></li>"
+            f"</code>{which}<details><summary>the question</summary><pre>{escape(_clip(words))}</pre></details></li>"
         )
     return f'<details class="judges"><summary>judges</summary><ul>{rows}</ul></details>' if rows else ""
+
+
+def candidate_number(question: str, response: str) -> int:
+    """Which of a question's numbered candidates a response, or a part of it, is; 0 where that cannot be told."""
+    found = {int(number): _letters(text) for number, _, text in CANDIDATE.findall(question)}
+    said = _letters(response)
+    same = [number for number, text in found.items() if text == said]
+    within = [number for number, text in found.items() if text and text in said]
+    return same[0] if len(same) == 1 else within[0] if len(within) == 1 and not same else 0
+
+
+def _letters(text: str) -> str:
+    return "".join(c for c in text if c.isalnum())
 
 
 def _turn(episode: Episode, index: int, album: Album, credit: EpisodeCredit | None) -> str:

@@ -9,6 +9,9 @@ from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import JudgeRefusal
 from sensorium.vocabulary.task import Task
 
+NO_CLIENT = "there is no client of judges here"
+"""Why a judge's term gives no score where judges are not asked, as in ``sensorium validate``."""
+
 
 def client_of(context: RewardContext | None, name: str, *models: str) -> JudgeClient | None:
     """The run's client of judges, once every model a term asks is known to it."""
@@ -23,7 +26,7 @@ def client_of(context: RewardContext | None, name: str, *models: str) -> JudgeCl
 def needed(client: JudgeClient | None, name: str) -> JudgeClient:
     """The client; without one a term cannot judge."""
     if client is None:
-        raise JudgeRefusal(f"reward term '{name}' asks a judge, and there is no client of judges here")
+        raise JudgeRefusal(f"reward term '{name}' asks a judge, and {NO_CLIENT}")
     return client
 
 

@@ -6,6 +6,7 @@ missing, never 0.
 """
 
 import base64
+import http.client
 import json
 import os
 import sys
@@ -14,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from sensorium.media.mime import mime_type
 from sensorium.media.store import MediaStore
@@ -124,7 +125,7 @@ class RemoteReward:
         return [self._score(value, "") for value in values]
 
     def _score(self, value: Any, reason: str) -> Score:
-        good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+        good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
         return (
             Score(self.name, float(value))
             if good
@@ -150,7 +151,7 @@ class RemoteReward:
                 self._rest(server, error.headers.get("Retry-After"))
                 if error.code == 500:
                     raise RewardFailure(f"reward term '{self.name}': {problem}") from error
-            except (URLError, OSError, ValueError) as error:
+            except (URLError, OSError, ValueError, RecursionError, http.client.HTTPException) as error:
                 problem = f"{server} gave no reply: {getattr(error, 'reason', None) or error}"
                 self._rest(server, None)
                 self._tell(server, problem, until - time.monotonic())
@@ -198,8 +199,33 @@ class RemoteReward:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(self._key_env, ""):
             headers["Authorization"] = f"Bearer {key}"
-        with urlopen(Request(server, data, headers), timeout=max(0.1, seconds)) as reply:
-            return json.loads(reply.read(MOST_REPLY))
+        until = time.monotonic() + seconds
+        with OPENER.open(Request(server, data, headers), timeout=max(0.1, seconds)) as reply:
+            return json.loads(_body(reply, until))
+
+
+class NoRedirect(HTTPRedirectHandler):
+    """Follows no redirect: the key and the captions are for the servers that the recipe names."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """None: the redirect is an answer, and no good one."""
+
+
+OPENER = build_opener(NoRedirect)
+
+
+def _body(reply: Any, until: float) -> bytes:
+    """All of a reply, if it comes before a moment and is not too large: the socket's timeout bounds each read alone."""
+    body = bytearray()
+    while part := reply.read1(1 << 16):
+        body += part
+        if len(body) > MOST_REPLY:
+            raise ValueError(f"its reply has more than {MOST_REPLY >> 20} MiB")
+        if time.monotonic() > until:
+            raise TimeoutError("its reply did not end in time")
+    if reply.length:
+        raise http.client.IncompleteRead(bytes(body), reply.length)
+    return bytes(body)
 
 
 def _letter(question: CaptionQuestion) -> str:

@@ -10,6 +10,8 @@ from sensorium.vocabulary.task import Task
 
 STAMP = re.compile(r"\[(\d{1,3}):(\d{2})(?:\s*-\s*(\d{1,3}):(\d{2}))?\]", re.ASCII)
 
+MOST_MINUTES = 599
+
 
 class Timestamps:
     """Pays half for the share of timestamps that are valid, and half if the valid ones begin in order. None: 0."""
@@ -29,7 +31,7 @@ class Timestamps:
 def timestamp_format(text: str) -> float:
     """What a caption earns: 0.5 · valid / all + 0.5 · [the valid ones begin in order], 0 without any.
 
-    Valid are seconds up to 59 and an end that is not before the start.
+    Valid are seconds up to 59, minutes up to 599 and an end that is not before the start.
     """
     stamps = list(STAMP.finditer(text))
     starts = [start for start in map(_start, stamps) if start is not None]
@@ -43,7 +45,7 @@ def _start(stamp: re.Match[str]) -> int | None:
     """The second at which a stamp begins; None if it is not valid."""
     minutes, seconds, end_minutes, end_seconds = stamp.groups()
     start = 60 * int(minutes) + int(seconds)
-    if int(seconds) > 59:
+    if int(seconds) > 59 or int(minutes) > MOST_MINUTES or int(end_minutes or 0) > MOST_MINUTES:
         return None
     if end_minutes is None:
         return start

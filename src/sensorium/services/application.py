@@ -10,6 +10,7 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BeforeValidator
+from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -67,8 +68,8 @@ def make_application(
 
     if told is not None:
 
-        @app.exception_handler(HTTPException)
-        async def plain(request: Request, error: HTTPException) -> JSONResponse:
+        @app.exception_handler(AnyHTTPException)
+        async def plain(request: Request, error: AnyHTTPException) -> JSONResponse:
             return reply(error.status_code, str(error.detail))
 
         @app.exception_handler(RequestValidationError)

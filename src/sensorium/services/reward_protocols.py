@@ -100,8 +100,9 @@ def reply_of(request: RewardRequest, scores: Sequence[CaptionScore], format_weig
     paid = [_sum(value, format_weight, place) for value, place in zip(values, formats, strict=True)] if formats else values
     if request.protocol == "caprl_qa":
         return {"rewards": paid, "qa_rewards": values, **({"format_rewards": formats} if formats else {})}
-    names = sorted({name for score in scores for name in score.parts})
-    logs = {name: [float(score.parts.get(name, 0.0)) for score in scores] for name in names}
+    judged = [set(score.parts) for score in scores if score.value is not None]
+    names = sorted(set.intersection(*judged)) if judged else []  # a part that an item does not have is no 0
+    logs = {name: [missing if score.value is None else float(score.parts[name]) for score in scores] for name in names}
     extra = {**logs, f"{request.mode}_rewards": values, **({"format_rewards": formats} if formats else {})}
     return {"rewards": paid, "scores": values, "extra_logs": extra}
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from sensorium.tasks.mixture import SkippedRow, TaskStream, with_way_out
 from sensorium.tasks.planner import GroupOutcome, PlannedTasks
+from sensorium.tasks.source import TaskSource
 from sensorium.vocabulary.errors import MediaError, RecipeError, TaskError
 from sensorium.vocabulary.memory import parse_memory
 from sensorium.vocabulary.task import Task
@@ -50,6 +51,13 @@ class CausalSource(Protocol):
     def with_history(self, index: int, memories: Mapping[int, str]) -> Task:
         """The task with these memories, by clip; of a clip that is not among them nothing is known."""
         ...
+
+
+def untold(source: TaskSource, row: int, planner: str) -> Task:
+    """A row as it can be looked at before anything was written: where the planner tells histories, with none."""
+    if planner == "causal_history" and isinstance(source, CausalSource):
+        return source.with_history(row, {})
+    return source[row]
 
 
 class CausalHistory:

@@ -19,6 +19,9 @@ from typing import Any
 CANNOT = "can not answer"
 MOST_CHOICES = len(ascii_uppercase) - 1
 LETTERED = re.compile(r"\s*\(?([A-Za-z])\s*[.):、]\s*(?=\S)", re.ASCII)
+PREAMBLE = re.compile(
+    r"^\W*(?:the\s+)?(?:correct\s+)?(?:answer|option)\b(?:\s+is\b)?\W*(?=[A-Za-z])", re.ASCII | re.IGNORECASE
+)
 OPTION_LINE = re.compile(r"^\s*-?\s*\(?([A-Z])[.)]\s*(.*\S)\s*$")
 
 PROMPTS = {
@@ -136,8 +139,11 @@ def draws(questions: Sequence[CaptionQuestion], number: int, random: Random) -> 
 
 
 def first_letter(reply: str) -> str:
-    """The answer in a reader's reply: its first letter, in upper case. ValueError if it has none."""
-    found = re.search(r"[A-Za-z]", reply)
+    """The answer in a reader's reply: its first letter, in upper case. ValueError if it has none.
+
+    Of "The answer is B" and "Answer: B" that is B.
+    """
+    found = re.search(r"[A-Za-z]", PREAMBLE.sub("", reply))
     if found is None:
         raise ValueError("the answer has no letter")
     return found[0].upper()

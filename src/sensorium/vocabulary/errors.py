@@ -11,6 +11,10 @@ class RecipeError(SensoriumError):
     """The recipe, an override or a name in it is wrong; raised before anything is built."""
 
 
+class UnknownJudge(RecipeError):
+    """A term asks a judge that has no endpoint, in the recipe or where the run is started."""
+
+
 class TaskError(SensoriumError):
     """A row or source of tasks is malformed; names file and line."""
 

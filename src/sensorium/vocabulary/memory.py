@@ -8,13 +8,20 @@ FACE = re.compile(r"(?<![A-Za-z])face[\s_-]*(\d+)", re.IGNORECASE | re.ASCII)
 """A face in any spelling; "surface 3" names none."""
 
 
+FENCED = re.compile(r"\s*```(?:json)?\s*(.*?)\s*```\s*", re.DOTALL | re.IGNORECASE)
+
+
 def parse_memory(text: str) -> str | None:
-    """The memory of a response: exactly one ``</think>``, then JSON with the one key ``description``, not empty."""
+    """The memory of a response: exactly one ``</think>``, then JSON with the one key ``description``, not empty.
+
+    The JSON may stand in a fence of three backticks, as models like to write it.
+    """
     _, end, rest = text.partition(END_OF_THOUGHT)
     if not end or END_OF_THOUGHT in rest:
         return None
     try:
-        found = json.loads(rest)
+        fenced = FENCED.fullmatch(rest)
+        found = json.loads(fenced[1] if fenced else rest)
     except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or list(found) != ["description"]:

@@ -79,6 +79,13 @@ def test_a_healthy_step_has_no_finding() -> None:
     assert not found(facts(HEALTHY))
 
 
+def test_a_judge_that_fails_is_not_taken_for_rows_without_an_answer() -> None:
+    for reason in ("judge 'm' answered 3 times not as asked", "reward term 'remote': no server answered"):
+        rules = found(facts(HEALTHY, group(*(episode(i, None, reason=reason) for i in range(4)), answer=None)))
+        assert "rows_without_answer" not in rules
+        assert reason in rules["nothing_scored"].cause
+
+
 CASES: dict[str, tuple[StepFacts, str]] = {
     "failed_episodes": (
         facts(HEALTHY, group(*(episode(i, None, status=Status.FAILED) for i in range(4)))),

@@ -117,7 +117,8 @@ class StepFacts:
 
 def lacks_answer(task: Task, score: Score) -> bool:
     """True if a term could not judge because the task has no answer."""
-    return score.missing and task.answer is None and task.environment is None
+    asked_others = any(who in score.reason for who in ("judge '", "reward term '"))  # and they failed, which is the cause
+    return score.missing and task.answer is None and task.environment is None and not asked_others
 
 
 def unanswered(scorer: Scorer, groups: Iterable[Group], most: int = 64) -> dict[str, tuple[int, int]]:
