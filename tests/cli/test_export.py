@@ -13,6 +13,8 @@ from sensorium.cli.main import main
 from sensorium.record.checkpoint_files import checkpoint_of_run
 from sensorium.vocabulary.errors import CheckpointError, RecordError
 
+from ..file_limit import small_files_only
+
 
 def checkpoint(run: Path, step: int, *, complete: bool = True) -> Path:
     """A checkpoint of a tiny text model as a trainer leaves it."""
@@ -199,3 +201,25 @@ def test_a_link_that_leads_nowhere_is_not_written_over(tmp_path: Path, capsys: p
     (tmp_path / "out").symlink_to(tmp_path / "nowhere")
     assert main(["export", "tiny:qwen2", str(tmp_path / "out")]) == 2
     assert "exists; choose another folder" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_copy_that_finds_no_room_is_one_paragraph_and_nothing_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint(tmp_path / "run", 1)
+    with small_files_only():
+        assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--as-trained"]) == 2
+    assert "model.safetensors': File too large. Files may not grow this large here (ulimit -f)" in told(capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_an_export_needs_nothing_of_the_recipe_but_its_model(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "run", 1)
+    published = checkpoint(tmp_path / "published", 2, complete=False)
+    recipe = f"model: {{path: '{published}'}}\nrewards: {{terms: [{{name: 'of_another_folder:reward'}}]}}\n"
+    (tmp_path / "run" / "recipe.yaml").write_text(recipe)
+    assert f"in the layout of {published}" in export(source, tmp_path / "out")
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().err.split())

@@ -1,5 +1,6 @@
 """Files made to do harm, or damaged beyond what a cut leaves: one paragraph each, at once, in little memory."""
 
+import errno
 import json
 import os
 import shutil
@@ -19,6 +20,8 @@ from sensorium.models.weight_files import INDEX, SINGLE
 from sensorium.recipe.schema import ModelSection
 from sensorium.recipe.shape import read_shape
 from sensorium.vocabulary.errors import ModelError, RecipeError
+
+from ..file_limit import small_files_only
 
 DEEP = b'{"a":' * 50_000
 
@@ -129,3 +132,10 @@ def test_weights_may_be_read_by_whoever_may_read_the_config(whole: Path, tmp_pat
     load_policy(str(whole), store=MediaStore(), device="cpu").save(tmp_path / "saved")
     for folder in (whole, tmp_path / "saved"):
         assert (folder / SINGLE).stat().st_mode == (folder / "config.json").stat().st_mode
+
+
+def test_weights_that_find_no_room_are_the_systems_error(whole: Path, tmp_path: Path) -> None:
+    policy = load_policy(str(whole), store=MediaStore(), device="cpu")
+    with small_files_only(), pytest.raises(OSError, match="File too large") as error:
+        policy.save(tmp_path / "saved")
+    assert error.value.errno == errno.EFBIG

@@ -4,8 +4,10 @@ Checkpoints inside a run are as transformers 5 writes them, which other readers 
 config, tokenizer, template and processor files, and its weight names, shapes and shards, with the trained numbers in them.
 """
 
+import errno
 import fcntl
 import os
+import re
 import shutil
 import sys
 from argparse import ArgumentParser, Namespace
@@ -21,6 +23,7 @@ from sensorium.vocabulary.errors import CheckpointError, RecordError
 
 if TYPE_CHECKING:
     from sensorium.models.checkpoint_source import CheckpointSource
+    from sensorium.recipe.schema import ModelSection
 
 ADAPTER = "adapter"
 NOT_THE_MODEL = ("trainer", "COMPLETE", ADAPTER)
@@ -72,7 +75,7 @@ def _write_tiny(arguments: Namespace) -> int:
     from sensorium.recipe.tiny_sizes import family_and_layers
 
     family, layers = family_and_layers(arguments.source.removeprefix("tiny:"))
-    with writing(arguments.target), _alone(arguments.target), drafted(arguments.target) as draft, quiet():
+    with _exporting(arguments.target) as draft, quiet():
         make_tiny(family, draft, num_hidden_layers=layers)
     print(
         f"{arguments.source} → {arguments.target} (random weights, seed 0), as transformers 5 writes it; 4.57 may refuse it"
@@ -95,22 +98,35 @@ def export(
         )
     refuse_damaged(checkpoint)
     published, notes = (None, []) if adapter or as_trained else _published_source(checkpoint, layout)
+    with _exporting(target) as draft:
+        if published is not None:
+            from sensorium.models.published_layout import write_published
+
+            notes += write_published(checkpoint, published, draft, _unused_weights(checkpoint)).sentences()
+        else:
+            _copy(checkpoint / ADAPTER if adapter else checkpoint, draft)
+    return notes
+
+
+@contextmanager
+def _exporting(target: Path) -> Iterator[Path]:
+    """The place in which a folder is written that is there whole in the end, or not at all."""
     try:
         with writing(target), _alone(target), drafted(target) as draft:
-            if published is not None:
-                from sensorium.models.published_layout import write_published
-
-                notes += write_published(checkpoint, published, draft, _unused_weights(checkpoint)).sentences()
-            else:
-                origin = checkpoint / ADAPTER if adapter else checkpoint
-                shutil.copytree(origin, draft, ignore=shutil.ignore_patterns(*NOT_THE_MODEL))
+            yield draft
     except RecordError as error:  # of a run it would be gone on with
         raise RecordError(str(error).replace("go on with --resume", "export again")) from error
+
+
+def _copy(origin: Path, draft: Path) -> None:
+    """Copy a checkpoint without the trainer's part; of the errors of several files the first is raised."""
+    try:
+        shutil.copytree(origin, draft, ignore=shutil.ignore_patterns(*NOT_THE_MODEL))
     except shutil.Error as error:
-        raise RecordError(
-            f"cannot write '{target}': {error.args[0][0][-1]}. Make room, or choose another place."
-        ) from error
-    return notes
+        _, target, reason = error.args[0][0]
+        found = re.match(r"\[Errno (\d+)\]", reason)
+        number = int(found[1]) if found else errno.EIO
+        raise OSError(number, os.strerror(number), target) from error
 
 
 def _refuse_present(target: Path) -> None:
@@ -190,10 +206,21 @@ def _run_of(checkpoint: Path) -> RunDirectory:
 
 def _unused_weights(checkpoint: Path) -> tuple[str, ...]:
     """Which weights of its source a run has left out, beside those that every run leaves out."""
-    from sensorium.recipe.load import load_recipe
-
     recipe = _run_of(checkpoint).recipe
-    return load_recipe(recipe).model.unused_weights if recipe.is_file() else ()
+    return _model_section(recipe).unused_weights if recipe.is_file() else ()
+
+
+def _model_section(recipe: Path) -> "ModelSection":
+    """The part of a run's recipe about its model. The rest is not checked: an export needs nothing that a recipe names."""
+    from sensorium.recipe.load import read_recipe
+    from sensorium.recipe.schema import ModelSection
+
+    model = read_recipe(recipe)[0].get("model")
+    said = model if isinstance(model, dict) else {}
+    known = {key: said[key] for key in ("path", "revision") if isinstance(said.get(key), str)}
+    if "path" not in known:
+        raise CheckpointError(f"'{recipe}' is damaged: it names no model.path. Name the source with --source.")
+    return ModelSection(**known, unused_weights=tuple(map(str, said.get("unused_weights") or ())))
 
 
 def _source_of(checkpoint: Path) -> "CheckpointSource":
@@ -205,7 +232,5 @@ def _source_of(checkpoint: Path) -> "CheckpointSource":
         return CheckpointSource.read(directory.source)
     if not directory.recipe.is_file():
         raise CheckpointError(f"'{checkpoint}' lies in no run, so the checkpoint that it was trained from is not known")
-    from sensorium.recipe.load import load_recipe
-
-    model = load_recipe(directory.recipe).model
+    model = _model_section(directory.recipe)
     return describe_source(model.path, model.revision)

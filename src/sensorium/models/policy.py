@@ -28,7 +28,7 @@ from sensorium.models.quiet import quiet
 from sensorium.models.recomputing import recompute_blocks
 from sensorium.models.routing import routers_of, watched
 from sensorium.models.segment_layout import Features, Placement
-from sensorium.models.weight_files import share_like_config
+from sensorium.models.weight_files import saving_weights
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import ModelError, SpanMismatch
 
@@ -275,15 +275,14 @@ class Policy:
 
         Adapters are added into its weights, and stand beside them in a folder of their own.
         """
-        with quiet():
+        with quiet(), saving_weights(folder):
             state = self.adapters.base_state() if self.adapters is not None else None
             self.model.save_pretrained(folder, state_dict=state, max_shard_size=SHARD_BYTES)
             self.chat.save(folder)
-        share_like_config(folder)
         if self.adapters is not None:
             self.adapters.add_into(folder)
-            self.adapters.save(folder / FOLDER)
-            share_like_config(folder / FOLDER)
+            with saving_weights(folder / FOLDER):
+                self.adapters.save(folder / FOLDER)
 
 
 def _gather(placements: Sequence[Placement], hidden_BTH: Tensor) -> tuple[Tensor, Tensor]:

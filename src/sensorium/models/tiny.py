@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
 
 from sensorium.models.tiny_processors import TOKEN_KEYS, tiny_processor
 from sensorium.models.tiny_tokenizer import closing_token, tiny_tokenizer
-from sensorium.models.weight_files import share_like_config
+from sensorium.models.weight_files import saving_weights
 from sensorium.recipe.tiny_sizes import KINDS, TEXT, Kind, Sizes
 from sensorium.vocabulary.errors import ModelError, nearest
 
@@ -29,8 +29,8 @@ def make_tiny(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Pat
     tokenizer = tiny_tokenizer(family, TEXT["max_position_embeddings"])
     model = _model(family, tokenizer, seed, dict(overrides))
     folder = Path(folder)
-    model.save_pretrained(folder)
-    share_like_config(folder)
+    with saving_weights(folder):
+        model.save_pretrained(folder)
     owner = tiny_processor(family, tokenizer, model.config) if KINDS[family].vision else tokenizer
     owner.save_pretrained(folder)
     return folder

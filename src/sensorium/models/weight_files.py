@@ -5,11 +5,16 @@ and the tensors' bytes without gaps, so that headers alone tell of a file cut sh
 """
 
 import json
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from shutil import copymode
+
+from safetensors import SafetensorError
 
 from sensorium.recipe.shape import LONGEST_HEADER
 from sensorium.vocabulary.errors import ModelError
@@ -148,8 +153,17 @@ def _damaged(path: Path, reason: str) -> ModelError:
     return ModelError(f"the weight file '{path}' is cut short or damaged: {reason}. Copy or download it again.")
 
 
-def share_like_config(folder: Path) -> None:
-    """Let those read the weights who may read the config beside them: safetensors writes for the owner alone."""
+@contextmanager
+def saving_weights(folder: Path) -> Iterator[None]:
+    """Weights are saved into ``folder`` inside: safetensors' words for a full disk become the system's error, and whoever
+    may read the config beside them may read them (safetensors writes for the owner alone)."""
+    try:
+        yield
+    except SafetensorError as error:
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(folder)) from error
     config = next(folder.glob("*config.json"))
     for path in folder.glob("*.safetensors"):
         copymode(config, path)
