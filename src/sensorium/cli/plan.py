@@ -107,7 +107,7 @@ def plan_page(found: Forecast, price: float | None) -> Table:
     if run.stale_max:
         rows.add_row("staleness", f"mean {run.stale_mean:.2f}, at most {run.stale_max} updates")
     rows.add_row("speed", f"{run.tokens_per_s:,.0f} sampled tokens/s, {run.tokens_per_s / plan.gpus:,.0f} a GPU")
-    rows.add_row("the run", f"{found.hours:,.1f} hours, {found.hours * plan.gpus:,.0f} GPU hours")
+    rows.add_row("the run", f"{found.hours:,.1f} hours, {found.hours * plan.gpus:,.1f} GPU hours")
     if found.cost is not None:
         rows.add_row("cost", f"{found.cost:,.0f} at {price:g} a GPU hour")
     return rows

@@ -69,7 +69,7 @@ def forecast(recipe: Recipe, asked: Asked) -> Forecast:
     schedule = asked.schedule or recipe.schedule.name
     if asked.prompt_tokens:
         recipe = _shorter(recipe, asked.prompt_tokens)
-    staleness = getattr(recipe.schedule, "max_staleness", 1) if asked.staleness is None else asked.staleness
+    staleness = recipe.schedule.max_staleness if asked.staleness is None else asked.staleness
     work = work_of(recipe, asked.prompt_tokens, asked.response_tokens)
     options = recipe.rollout.engine.options
     base = Deployment(
@@ -104,7 +104,9 @@ def forecast(recipe: Recipe, asked: Asked) -> Forecast:
         run=run,
         hours=hours,
         cost=None if asked.price is None else asked.price * asked.gpus * hours,
-        notes=tuple(notes_of(recipe, kind, deployment, given_lengths=bool(asked.response_tokens))),
+        notes=tuple(
+            notes_of(recipe, kind, deployment, given_lengths=bool(asked.response_tokens), experts="moe" in shape.family)
+        ),
     )
 
 

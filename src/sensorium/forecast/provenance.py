@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from sensorium.forecast.machine import Kind
+from sensorium.forecast.machine import Kind, assumed, calibration
 from sensorium.forecast.simulator import Deployment
-from sensorium.recipe.schema import ClusterSection, Recipe, ScheduleSection
+from sensorium.recipe.schema import Recipe, ScheduleSection
 
 Note = tuple[str, str, str]
 
 
-def notes_of(recipe: Recipe, kind: Kind, plan: Deployment, *, given_lengths: bool) -> Iterator[Note]:
+def notes_of(recipe: Recipe, kind: Kind, plan: Deployment, *, given_lengths: bool, experts: bool) -> Iterator[Note]:
     """What, how it is known, and more of it."""
     if kind.measured:
         yield (
@@ -25,6 +25,12 @@ def notes_of(recipe: Recipe, kind: Kind, plan: Deployment, *, given_lengths: boo
         )
     if recipe.model.dtype == "float32":
         yield "model.dtype", "not run", "float32 was not measured on a GPU; seconds are those of bfloat16 arithmetic"
+    if experts:
+        yield (
+            "experts",
+            "not run",
+            "a mixture of experts was not measured: an update counts the experts a token meets as dense",
+        )
     if recipe.rollout.max_turns > 1:
         yield "turns", "computed", "an episode of several turns counts as one response; environments' own time is not in it"
     if not given_lengths:
@@ -42,18 +48,29 @@ def notes_of(recipe: Recipe, kind: Kind, plan: Deployment, *, given_lengths: boo
             "computed",
             "as one GPU's; on CUDA ranks run stock layers, which are slower than the fused ones measured",
         )
-        yield "gather, reduce", "computed", "bytes over 0.7 of the published link rates, beside the computing; not measured"
+        yield (
+            "gather, reduce",
+            "computed",
+            f"bytes over {assumed('link_share'):g} of the published link rates, beside the computing; not measured",
+        )
     if plan.pushed_bytes:
-        yield "push", "computed", "weights through a file at 1.06 GB/s, by rates of an Arm host; not measured on GPUs"
-    if plan.engines > 1 and "engines" not in ClusterSection.model_fields:
-        yield "several engines", "not run", "a run has one engine today: these are simulated"
+        rate = calibration()["gpu"]["push_bytes"]["value"] / 1e9
+        yield (
+            "push",
+            "computed",
+            f"weights through a file at {rate:.3g} GB/s, by rates of an Arm host; not measured on GPUs",
+        )
+    if plan.engines > 1:
+        few = plan.engines * plan.engine_gpus <= kind.gpus_per_machine
+        beyond = "" if few else "; more than one machine holds cannot be placed yet (cluster.engines)"
+        yield "several engines", "not run", f"not measured on several GPUs{beyond}"
     if plan.schedule not in ScheduleSection.model_json_schema()["properties"]["name"]["enum"]:
         yield "schedule", "not run", f"'{plan.schedule}' is simulated: the recipe does not know it yet"
     if recipe.rollout.engine.name == "vllm":
         yield (
             "vLLM",
             "scaled",
-            "1.64 times the native engine's time, as vLLM 0.25.1 took on W1 (17,900 and 29,400 tokens/s)",
+            f"{assumed('vllm_times'):g} times the native engine's time, as vLLM 0.25.1 took on W1 (docs/performance.md)",
         )
     if not plan.scoring_s:
         yield "scoring", "assumed", "no time at all; --scoring-s says what a judge or reward service takes"
