@@ -50,7 +50,10 @@ class RandomPlay:
 
 
 def try_tools(tasks: Sequence[Task], make: MakeEnvironment) -> Iterator[tuple[str, str, bool]]:
-    """Call each tool of the first environment that has tools, with arguments that fit its schema: (name, reply, good)."""
+    """Call each tool of the first environment that has tools, with arguments that fit its schema: (name, reply, good).
+
+    One that says that it ``changes`` things is not called.
+    """
     for task in tasks[:1]:
         environment, error = attempt(make, task)
         toolbox = getattr(environment, "toolbox", None) if error is None else None
@@ -60,6 +63,9 @@ def try_tools(tasks: Sequence[Task], make: MakeEnvironment) -> Iterator[tuple[st
         if begun is not None:
             continue  # it fails in play too, and is found there
         for name, tool in toolbox.tools.items():
+            if getattr(tool, "changes", False) is True:
+                yield name, "not called: its server says that it changes things", True
+                continue
             reply, failed = attempt(toolbox.run, ToolCall(name, example_arguments(tool.spec.parameters)))
             if failed is not None:
                 yield name, words(failed), False

@@ -7,7 +7,7 @@ import sys
 import time
 
 from mcp.server.mcpserver import MCPServer
-from mcp.types import ImageContent, TextContent
+from mcp.types import ImageContent, TextContent, ToolAnnotations
 from PIL import Image
 
 server = MCPServer("tests")
@@ -37,7 +37,7 @@ def wait(seconds: float) -> str:
     return "done"
 
 
-@server.tool(description="Ends the server.")
+@server.tool(description="Ends the server.", annotations=ToolAnnotations(readOnlyHint=False, destructiveHint=True))
 def die() -> str:
     os._exit(1)
 

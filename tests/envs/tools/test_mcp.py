@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
+from sensorium.assembly.session import EnvironmentMaker
+from sensorium.cli.random_play import try_tools
 from sensorium.envs.tools.calls import ToolCall, write_call
 from sensorium.envs.tools.environment import ToolUse
 from sensorium.envs.tools.mcp import close_servers, server_tools
 from sensorium.envs.tools.protocol import ToolContext
 from sensorium.envs.tools.toolbox import Toolbox
 from sensorium.media.store import MediaStore
-from sensorium.vocabulary import Task
+from sensorium.vocabulary import EnvironmentSpec, Task
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 
@@ -93,6 +95,13 @@ def test_one_server_serves_all_and_a_dead_one_costs_the_episode_and_is_started_a
     assert toolbox(STDIO).run(ToolCall("add", {"a": 1, "b": 1})).text == "2"
 
 
+def test_validation_calls_the_tools_that_only_read() -> None:
+    options = {"tools": [{"mcp": {**STDIO, "only": ["add", "die"]}}], "offer": "text"}
+    task = Task("t", (user("?"),), environment=EnvironmentSpec("tools", options))
+    told = {name: (reply, good) for name, reply, good in try_tools([task], EnvironmentMaker(MediaStore()))}
+    assert told == {"add": ("replies: 2", True), "die": ("not called: its server says that it changes things", True)}
+
+
 def test_a_server_from_pypi_answers_the_model() -> None:
     pytest.importorskip("mcp_server_time")
     server = {"mcp": {"command": [sys.executable, "-m", "mcp_server_time", "--local-timezone", "UTC"]}}
@@ -114,7 +123,10 @@ def test_a_server_from_pypi_answers_the_model() -> None:
         ({"command": ["x"], "arg": []}, "did you mean 'args'"),
         ({**STDIO, "only": ["ad"]}, "did you mean 'add'"),
         ({"command": [sys.executable, "-c", "import time; time.sleep(60)"], "start_s": 0.5}, "did not begin"),
-        ({"command": [sys.executable, "-m", "no_server"]}, "It last wrote: .*No module named no_server It is given few"),
+        (
+            {"command": [sys.executable, "-m", "no_server"]},
+            r"It last wrote '.*No module named no_server'\. It is given",
+        ),
     ],
 )
 def test_a_server_that_cannot_be_used_is_refused_before_anything_is_played(server: dict[str, Any], problem: str) -> None:

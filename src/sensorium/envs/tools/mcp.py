@@ -52,13 +52,17 @@ def server_tools(options: Any, where: str) -> list["McpTool"]:
 
 
 class McpTool:
-    """One tool of a server. It keeps its own deadline, so that a call needs no further thread."""
+    """One tool of a server. It keeps its own deadline, so that a call needs no further thread.
+
+    ``changes`` where the server says that it does not only read: it is not called to see whether it answers.
+    """
 
     instant = False
     own_deadline = True
 
     def __init__(self, server: "McpServer", spec: ToolSpec, deadline_s: float) -> None:
         self.server, self.spec, self.deadline_s = server, spec, deadline_s
+        self.changes = spec.name in server.changing
 
     def call(self, arguments: Mapping[str, Any], context: ToolContext) -> ToolResult:
         """Ask the server."""
@@ -80,6 +84,7 @@ class McpServer:
     def __init__(self, options: Mapping[str, Any], where: str) -> None:
         self.options, self.where = options, where
         self.specs: list[ToolSpec] = []
+        self.changing: set[str] = set()
         self._session: Any = None
         self._failure: BaseException | None = None
         self._ready, self._ended = threading.Event(), threading.Event()
@@ -183,7 +188,7 @@ class McpServer:
         if not said:
             return ""
         lacks = " It is given few of this process's variables; name others in env." if "No module" in said[-1] else ""
-        return f" It last wrote: {printable(said[-1])}{lacks}"
+        return f" It last wrote '{printable(said[-1])}'.{lacks}"
 
     async def _connected(self) -> None:
         from mcp import ClientSession
@@ -228,6 +233,9 @@ class McpServer:
             page = await self._session.list_tools(params=PaginatedRequestParams(cursor=cursor) if cursor else None)
             wire = page.model_dump(by_alias=True, mode="json")
             for tool in wire["tools"]:
+                hints = tool.get("annotations") or {}
+                if hints.get("readOnlyHint") is False or hints.get("destructiveHint") is True:
+                    self.changing.add(tool["name"])
                 found.append(ToolSpec(tool["name"], tool.get("description") or "", tool.get("inputSchema") or {}))
             cursor = wire.get("nextCursor")
             if not cursor:
