@@ -8,15 +8,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
 from sensorium.judges import http_client
 from sensorium.judges.client import JudgeClient
+from sensorium.judges.endpoints import read_config
 from sensorium.judges.forms import JsonAnswer, Number
 from sensorium.judges.request import JudgeRequest, untrusted_message
 from sensorium.recipe.judge_section import JudgesSection
-from sensorium.vocabulary.errors import JudgeFailure
+from sensorium.recipe.load import load_recipe
+from sensorium.vocabulary.errors import JudgeFailure, RecipeError
 
 Behave = Callable[[socket.socket], None]
 
@@ -169,3 +172,13 @@ def test_a_packed_answer_is_read() -> None:
         assert asyncio.run(client.ask(question())).value == {"score": 0.5}
         client.close()
     assert http_client.unpacked(b"{}", "identity") == b"{}"
+
+
+@pytest.mark.parametrize("address", ["http://me:hush@127.0.0.1:9/v1", "http://127.0.0.1:9/v1?api-key=hush"])
+def test_an_address_that_holds_a_key_is_refused(address: str, tmp_path: Path) -> None:
+    (tmp_path / "api.json").write_text(json.dumps({"judge": {"base_url": address}}))
+    with pytest.raises(RecipeError, match="holds no key, user or query") as refused:
+        read_config(tmp_path / "api.json")
+    assert "hush" not in str(refused.value)
+    with pytest.raises(RecipeError, match="holds no key, user or query"):
+        load_recipe("shapes", [f"judges.endpoints={{judge: [{{base_url: '{address}'}}]}}"])

@@ -5,6 +5,7 @@ A recipe never holds a key: it names an environment variable or a file that does
 
 from pathlib import Path
 from typing import Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -25,6 +26,9 @@ class JudgeEndpointSection(Section):
     def _one_place(self) -> Self:
         if bool(self.base_url) == bool(self.azure_endpoint):
             raise ValueError("an endpoint has either base_url or azure_endpoint")
+        address = urlsplit(self.base_url or self.azure_endpoint)
+        if "@" in address.netloc or address.query:  # addresses are told in errors and kept in the log of calls
+            raise ValueError("an endpoint whose address holds no key, user or query (api_key_env names the key)")
         if self.azure_endpoint and not self.api_version:
             raise ValueError("azure_endpoint needs api_version")
         if self.api_key_env and self.api_key_file:
