@@ -11,6 +11,7 @@ from sensorium.engines.pool import EnginePool
 from sensorium.recipe.schema import Recipe
 from sensorium.record.ledger import Ledger
 from sensorium.record.metrics import read_metrics
+from sensorium.record.processes import read_processes
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import RecipeError
 from tests.trainer.small import small
@@ -45,6 +46,11 @@ def test_a_killed_engine_is_replaced_and_its_episodes_are_sampled_again(
     assert rows[-1]["engine/sampled_again"] >= 1
     assert all(row["episodes/failed"] == 0 for row in rows)
     assert all(row.get("staleness/max", 0) <= 2 for row in rows)
+    told = read_processes(run)
+    assert told is not None
+    assert told.ended
+    assert [row.part for row in told.rows] == ["driver", "engine 0", "engine 1"]
+    assert [row.restarts for row in told.rows] == [0, 1, 0]
     ledger = Ledger(run / "ledger.sqlite")
     fates = [fate for step in (1, 2, 3) for fate in ledger.fates(step).values()]
     ledger.close()

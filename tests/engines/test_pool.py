@@ -118,7 +118,7 @@ def test_who_dies_is_replaced_and_its_responses_are_sampled_again(pool: EnginePo
     assert pool.metrics() == {
         "engine/ready": 2, "engine/replaced": 1, "engine/sampled_again": 2, "engine/answered_0": 0, "engine/answered_1": 3
     }  # fmt: skip
-    assert [one["restarts"] for one in pool.status()] == [1, 0]
+    assert [place.replaced for place in pool.places] == [1, 0]
     assert "engine 0 is lost and is replaced" in told[0]
     assert asked(pool, "c/0#0") == [2]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sensorium.assembly.determinism import settle
 from sensorium.assembly.models import load_model
-from sensorium.engines.pool import EnginePool
+from sensorium.engines.pool import EnginePool, PooledEngine
 from sensorium.engines.protocol import Engine, InFlightEngine, Sampling
 from sensorium.engines.requirements import refuse_unable
 from sensorium.envs.protocol import Environment
@@ -25,6 +25,7 @@ from sensorium.models.policy import Policy
 from sensorium.recipe.names import build, resolve
 from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection
 from sensorium.recipe.task_sections import SourceSection
+from sensorium.record.processes import ProcessRow
 from sensorium.rewards.answer import without_answer
 from sensorium.rewards.context import RewardContext
 from sensorium.rewards.functions import build_term
@@ -81,6 +82,15 @@ class Session:
         return {} if metrics is None else metrics()
 
     @property
+    def engine_processes(self) -> tuple[ProcessRow, ...]:
+        """The engine's processes; none for one in this process."""
+        if isinstance(self.engine, EnginePool):
+            return tuple(_process_row(place) for place in self.engine.places)
+        pid = getattr(self.engine, "pid", None)
+        restarts = getattr(self.engine, "restarts", 0)
+        return () if pid is None else (ProcessRow("engine", pid, "samples", restarts, self.engine.version),)
+
+    @property
     def fallbacks(self) -> int:
         """How many fast ways to compute were given up in this process, because they disagree with the reference."""
         return fallbacks()
@@ -118,6 +128,12 @@ class Session:
         self.rollout.close()
         self.engine.close()
         self.policy.chat.decoder.close()
+
+
+def _process_row(place: PooledEngine) -> ProcessRow:
+    does = f"{len(place.threads)} threads open" if place.ready else "starts, or is lost"
+    pid = getattr(place.engine, "pid", None)
+    return ProcessRow(f"engine {place.number}", pid, does, place.replaced, place.engine.version)
 
 
 def open_store(recipe: Recipe, folder: Path | None = None) -> MediaStore:

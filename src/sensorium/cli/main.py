@@ -28,6 +28,7 @@ COMMANDS = {
     "export": "write a run's model in the layout of the published checkpoint it started from",
     "curate": "keep the questions about pictures that can be answered with them and not without",
     "serve": "serve environments, a model or rewards to other processes and machines",
+    "cluster": "say what the processes of a run do: cluster status runs/NAME",
     "replay": "run a batch again that was kept because its update was not finite",
 }
 MODULES = {"eval": "evaluate"}

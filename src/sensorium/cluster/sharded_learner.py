@@ -24,6 +24,7 @@ from sensorium.learner.assessment import Assessment
 from sensorium.learner.credited_episode import Groups
 from sensorium.recipe.schema import Recipe
 from sensorium.record.checkpoint_files import CheckpointFolder
+from sensorium.record.processes import ProcessRow
 from sensorium.record.run_directory import RunDirectory
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import LearnerLost, RecipeError
@@ -56,6 +57,13 @@ class ShardedLearner:
     def version(self) -> int:
         """How many updates the policy has had."""
         return self._version
+
+    @property
+    def processes(self) -> tuple[ProcessRow, ...]:
+        """The ranks; an actor of Ray may be on another machine."""
+        pids = getattr(self._ranks, "pids", [])
+        actor = "an actor of Ray" if self._recipe.cluster.placement == "ray" else "trains"
+        return tuple(ProcessRow(f"learner rank {i}", pid, actor, 0, self._version) for i, pid in enumerate(pids))
 
     def begin_rl(self) -> None:
         """Begin RL; the reference of a resumed run is written from the driver's policy."""

@@ -127,18 +127,10 @@ class EnginePool:
         first = getattr(self._places[0].engine, "metrics", None)
         return row if first is None else first() | row
 
-    def status(self) -> list[dict[str, Any]]:
-        """What each engine is and does, as plain data."""
-        return [
-            {
-                "part": f"engine {place.number}",
-                "pid": getattr(place.engine, "pid", None),
-                "does": f"{len(place.threads)} threads open" if place.ready else "starts, or is lost",
-                "restarts": place.replaced,
-                "version": place.engine.version,
-            }
-            for place in self._places
-        ]
+    @property
+    def places(self) -> tuple[PooledEngine, ...]:
+        """The engines, by place."""
+        return tuple(self._places)
 
     def close(self) -> None:
         """End all engines."""

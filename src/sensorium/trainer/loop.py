@@ -7,6 +7,7 @@ checkpoint, so that a resumed run repeats the uninterrupted one.
 """
 
 import gc
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from sensorium.record.episode_json import write_episodes
 from sensorium.record.ledger import Ledger
 from sensorium.record.lock import refuse_moved
 from sensorium.record.metrics import MetricsFile
+from sensorium.record.processes import ProcessRow
 from sensorium.record.retention import GIB, Retention
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.watcher import RunStart, Watcher
@@ -37,6 +39,7 @@ from sensorium.trainer.credit import credit
 from sensorium.trainer.health.facts import Evidence, unanswered
 from sensorium.trainer.health.finite import refuse_ruined
 from sensorium.trainer.health.monitor import Health
+from sensorium.trainer.heartbeat import Heartbeat
 from sensorium.trainer.kept_batch import keep_batch
 from sensorium.trainer.run_evaluation import RunEvaluator
 from sensorium.trainer.schedule import Schedule, make_schedule
@@ -74,11 +77,12 @@ class Trainer:
         self.checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
         logging = recipe.logging
         self.retention = Retention(directory, logging.full_steps, logging.sampled_steps, round(logging.episodes_gib * GIB))
-        self.step = 0
+        self.step, self._phase = 0, "starts"
         self.best: Best | None = None
         self.saved_at = self.sound_at = -1
         self.last_saving_s = 0.0
         self._forget_played()  # the engine hears what learns and what is frozen
+        self.heartbeat = Heartbeat(directory.path, self._processes)
 
     @property
     def total_steps(self) -> int:
@@ -327,6 +331,7 @@ class Trainer:
 
     def close(self) -> None:
         """Let the watchers go, give the threads of terms and environments back, and close the ledger."""
+        self.heartbeat.close()
         self.watcher.finished()
         self.loader.close()
         self.schedule.close()
@@ -335,7 +340,14 @@ class Trainer:
         self.ledger.close()
         gc.unfreeze()  # what the run held may go: a process may train more than once
 
+    def _processes(self) -> tuple[ProcessRow, ...]:
+        """The processes of the run, the driver's among them; none where there is no other."""
+        others = (*self.session.engine_processes, *getattr(self.learner, "processes", ()))
+        return (ProcessRow("driver", os.getpid(), self._phase), *others) if others else ()
+
     def _announce(self, phase: str, total: int = 0) -> None:
+        self._phase = phase
+        self.heartbeat.at(self.step + 1)
         self.watcher.phase(self.step + 1, phase, total)
 
     def _announce_ahead(self, phase: str, total: int = 0) -> None:

@@ -1,0 +1,58 @@
+"""``sensorium cluster status RUN``: the processes of a run, what each does, and when that was last seen."""
+
+import time
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from sensorium.record.processes import ProcessRow, RunProcesses, alive, read_processes
+from sensorium.vocabulary.errors import RecordError
+
+LATE_S = 60.0
+
+
+def configure(parser: ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("what", choices=["status"], help="what each process does, and when that was last seen")
+    parser.add_argument("directory", type=Path, help="of a run that goes on or is over: runs/NAME")
+
+
+def run(arguments: Namespace) -> int:
+    """Print the status of a run's processes; 1 if any that should live is gone."""
+    directory = arguments.directory
+    if not (directory / "recipe.yaml").exists():
+        raise RecordError(f"'{directory}' holds no run: give the directory that 'sensorium train' wrote.")
+    found = read_processes(directory)
+    console = Console()
+    if found is None:
+        console.print(
+            f"'{directory}' is a run of one process: learner and engine are the driver's own, and there is nothing beside "
+            "it. cluster.learners, cluster.engines or rollout.engine: process give it others.",
+            soft_wrap=True,
+        )
+        return 0
+    table = Table("part", "pid", "state", "does", "weights", "restarts", title=headline(found))
+    for row in found.rows:
+        version = "" if row.version < 0 else str(row.version)
+        table.add_row(row.part, str(row.pid or ""), state(row, found), row.does, version, str(row.restarts))
+    console.print(table)
+    return int(not found.ended and any(state(row, found) == "gone" for row in found.rows))
+
+
+def headline(found: RunProcesses) -> str:
+    """Where the run is and when it last said so."""
+    age = time.time() - found.written
+    late = " (late: it hangs, or was killed)" if age > LATE_S and not found.ended else ""
+    what = "ended" if found.ended else f"last heartbeat {age:.0f} s ago{late}"
+    return f"step {found.step} on {found.host}, {what}"
+
+
+def state(row: ProcessRow, found: RunProcesses) -> str:
+    """Whether a process lives, as far as that can be seen from here."""
+    if found.ended:
+        return "ended"
+    if row.pid is None or not found.here:
+        return "not seen from here"
+    return "alive" if alive(row.pid) else "gone"

@@ -1,0 +1,73 @@
+"""``cluster.json``: the processes of a run, what each does, and when that was last written."""
+
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sensorium.record.durable import read_json, write_whole
+
+NAME = "cluster.json"
+
+
+@dataclass(frozen=True)
+class ProcessRow:
+    """One process of a run. ``does`` is what it was last seen doing; ``version`` that of its weights, -1 if it has none."""
+
+    part: str
+    pid: int | None
+    does: str
+    restarts: int = 0
+    version: int = -1
+
+
+@dataclass(frozen=True)
+class RunProcesses:
+    """All processes of a run. ``written`` is in seconds since 1970; ``ended``: the run closed them."""
+
+    written: float
+    host: str
+    step: int
+    rows: tuple[ProcessRow, ...]
+    ended: bool = False
+
+    @property
+    def here(self) -> bool:
+        """True if this is the machine of the run's driver, so that its process ids mean something."""
+        return self.host == socket.gethostname()
+
+
+def write_processes(folder: Path, step: int, rows: tuple[ProcessRow, ...], *, ended: bool = False) -> None:
+    """Write what the processes of a run do now."""
+    told = RunProcesses(time.time(), socket.gethostname(), step, rows, ended)
+    write_whole(folder / NAME, json.dumps(asdict(told), indent=1) + "\n")
+
+
+def read_processes(folder: Path) -> RunProcesses | None:
+    """What was last written; None for a run of one process."""
+    if not (folder / NAME).exists():
+        return None
+    data: dict[str, Any] = read_json(folder / NAME, "It is written anew by a run that goes on; remove it.")
+    return RunProcesses(**{**data, "rows": tuple(ProcessRow(**row) for row in data["rows"])})
+
+
+def alive(pid: int | None) -> bool:
+    """True if a process of this machine has this id and has not ended."""
+    if pid is None:
+        return False
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        if Path("/proc/self").exists():
+            return False
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+    return state not in "ZX"
