@@ -56,3 +56,9 @@ def test_without_ray_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(RecipeError, match=r"pip install 'sensorium\[ray\]'"):
         connect("", 2)
+
+
+def test_what_ray_says_is_told_with_the_cause_at_its_end() -> None:
+    buried = "The actor died in its creation task, ray::RankActor.__init__()\n  File \"x.py\", line 3\nImportError: no y"
+    assert _short(RuntimeError(buried)).endswith("RankActor.__init__(). ImportError: no y.")
+    assert _short(RuntimeError("cannot connect\nmore of it")) == "cannot connect."

@@ -20,7 +20,7 @@ from sensorium.vocabulary.errors import SensoriumError, nearest
 COMMANDS = {
     "demo": "watch a small model learn to see, on this machine, in minutes",
     "train": "train a model by a recipe",
-    "plan": "forecast a recipe on other hardware: memory, seconds of a step, tokens a second, cost",
+    "plan": "forecast a recipe on other hardware: memory, speed, cost",
     "validate": "check a recipe's environments, tools, rewards and data, without a model",
     "play": "act as the policy yourself, in the terminal",
     "eval": "evaluate a checkpoint on a recipe's held-out tasks",
@@ -28,7 +28,7 @@ COMMANDS = {
     "export": "write a run's model in the layout of the published checkpoint it started from",
     "curate": "keep the questions about pictures that can be answered with them and not without",
     "serve": "serve environments, a model or rewards to other processes and machines",
-    "cluster": "say what the processes of a run do: cluster status runs/NAME",
+    "cluster": "say what each process of a run does",
     "replay": "run a batch again that was kept because its update was not finite",
 }
 MODULES = {"eval": "evaluate"}

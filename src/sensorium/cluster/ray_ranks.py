@@ -166,5 +166,7 @@ def refuse_small(resources: dict[str, float], resource: str, learners: int) -> N
 
 
 def _short(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__).rstrip(".") + "."
+    """The first line of an error of Ray; where that hides a traceback, its last line, which has the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    cause = lines[-1:] if any(line.startswith("File ") for line in lines) else []
+    return " ".join(line.rstrip(".") + "." for line in [*lines[:1], *cause])
