@@ -6,7 +6,7 @@ import pytest
 
 from sensorium.cluster.messages import Answer, failed
 from sensorium.cluster.rank_failures import SharedError, judged, refuse_other_versions
-from sensorium.cluster.ray_ranks import connect, refuse_small
+from sensorium.cluster.ray_ranks import _short, connect, refuse_small
 from sensorium.vocabulary.errors import LearnerLost, ModelError, NonFiniteUpdate, RecipeError
 
 FINE = Answer(1)
@@ -59,6 +59,6 @@ def test_without_ray_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_ray_says_is_told_with_the_cause_at_its_end() -> None:
-    buried = "The actor died in its creation task, ray::RankActor.__init__()\n  File \"x.py\", line 3\nImportError: no y"
+    buried = 'The actor died in its creation task, ray::RankActor.__init__()\n  File "x.py", line 3\nImportError: no y'
     assert _short(RuntimeError(buried)).endswith("RankActor.__init__(). ImportError: no y.")
     assert _short(RuntimeError("cannot connect\nmore of it")) == "cannot connect."
