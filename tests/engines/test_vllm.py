@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -152,13 +153,18 @@ def test_sampling_options_are_followed(sighted: Bench, engine: VllmEngine) -> No
         talk(sighted, engine, asked, Sampling(top_p=0.5), turns=1)
 
 
+def test_prompts_that_do_not_fit_one_batch_are_taken_in_parts(sighted: Bench, engine: VllmEngine) -> None:
+    asked = {f"question {number}": [user(f"{number}: " + "what? " * 60)] for number in range(30)}
+    found = talk(sighted, engine, asked, turns=1)
+    assert sum(len(segments[0].tokens) for segments in found.values()) > 2048
+    assert max(distance(sighted, segments) for segments in found.values()) < CLOSE_TO_POLICY
+
+
 def test_stop_strings_end_a_response_with_the_token_that_completes_them(sighted: Bench, engine: VllmEngine) -> None:
-    asked, long = {"text": [user("what?")]}, Sampling(1.0, max_new_tokens=40, stop_tokens=False)
+    asked, long = {"text": [user("what?")]}, Sampling(0, max_new_tokens=40, stop_tokens=False)
     whole = talk(sighted, engine, asked, long, turns=1)["text"][1]
     stop = whole.text[len(whole.text) // 2]
-    cut = talk(sighted, engine, asked, Sampling(1.0, max_new_tokens=40, stop_tokens=False, stop=(stop,)), turns=1)["text"][
-        1
-    ]
+    cut = talk(sighted, engine, asked, replace(long, stop=(stop,)), turns=1)["text"][1]
     assert cut.tokens == whole.tokens[: len(cut.tokens)]
     assert stop in cut.text
     assert stop not in cut.text[: len(cut.text) - len(sighted.policy.chat.token_bytes(cut.tokens[-1]).decode())]
