@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 from sensorium.recipe.load import load_recipe
 from sensorium.record.contents import contents_of
 from sensorium.record.findings import Notice, write_notice
-from sensorium.record.metrics import read_metrics, repeatable
+from sensorium.record.metrics import read_metrics
 from sensorium.report.console import ConsoleWatcher
 from sensorium.report.watcher import RunStart, Watcher
 from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import CheckpointError, RecordError
+from tests.trainer.run_contents import assert_equal, everything, flip
 from tests.trainer.small import small
 
 ROOT = Path(__file__).parents[2]
@@ -51,28 +51,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(finished: Path, tmp_path: Path) -> Path:
     shutil.copytree(finished / "run", tmp_path / "run")
     return tmp_path / "run"
-
-
-def outcome(run: Path, step: int) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    rows = [repeatable(row) for row in read_metrics(run / "metrics.jsonl")]
-    return rows, load_file(run / "checkpoints" / f"step_{step:06d}" / "model.safetensors")
-
-
-def assert_equal(left: Path, right: Path, step: int) -> None:
-    (rows, weights), (other_rows, other_weights) = outcome(left, step), outcome(right, step)
-    assert rows == other_rows
-    assert weights.keys() == other_weights.keys()
-    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
-
-
-def everything(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def test_a_finished_run_that_is_resumed_does_not_repeat_its_findings(run: Path) -> None:
