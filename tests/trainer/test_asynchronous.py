@@ -3,11 +3,14 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from sensorium.engines.native.engine import NativeEngine
 from sensorium.recipe.plan import make_plan
@@ -32,16 +35,19 @@ def streamed(folder: Path, *overrides: str, staleness: int = 1, **changes: Any) 
     return small(folder, *STREAM, *overrides, **given | changes)
 
 
-class Slow:
-    """How many scores were given and responses asked for, and after how many the process kills itself."""
+KILL_AFTER = "KILL_AFTER"
+"""The variable that names a checkpoint: a process kills itself at the first score after it."""
 
-    given, asked, kill_at = 0, 0, 10**9
+
+class Slow:
+    """How many responses were asked for."""
+
+    asked = 0
 
 
 async def unequal(task: Any, episode: Any) -> float:
     """Groups are complete in another order than they began; now and then one has no score."""
-    Slow.given += 1
-    if Slow.given == Slow.kill_at:
+    if (checkpoint := os.environ.get(KILL_AFTER)) and Path(checkpoint).exists():
         os.kill(os.getpid(), signal.SIGKILL)
     await asyncio.sleep(0.02 * (hash(task.id) % 3))
     return float(episode.index % 2)
@@ -113,31 +119,29 @@ def test_responses_go_on_across_updates(tmp_path: Path, monkeypatch: pytest.Monk
     assert settled(run) == {"trained": 4}
 
 
-def killed(recipe: Recipe, scores: int, *, resume: bool) -> int:
-    """Train in a forked process that kills itself at so many scores; how it ended."""
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            Slow.given, Slow.kill_at = 0, scores
-            train(recipe, resume=resume)
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitpid(child, 0)[1]
+def killed(recipe: Recipe, step: int, *flags: str) -> int:
+    """Train in a process that kills itself at the first score after a step's checkpoint; how it ended."""
+    file = recipe.directory.parent / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    told = {KILL_AFTER: str(recipe.directory / f"checkpoints/step_{step:06d}"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "sensorium.cli.main", "train", str(file), *flags]
+    return subprocess.run(command, env=os.environ | told, stdout=subprocess.DEVNULL, check=False).returncode
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_after_kills_in_mid_flight_everything_drawn_is_trained_once(tmp_path: Path) -> None:
-    recipe = streamed(tmp_path / "run", staleness=2, steps=4)
-    for scores, resume in ((9, False), (5, True)):
-        assert os.WIFSIGNALED(killed(recipe, scores, resume=resume))
+    recipe = streamed(
+        tmp_path / "run", staleness=2, steps=6
+    )  # at the second checkpoint at most 10 of 12 groups have scores
+    for step, flags in ((1, ()), (2, ("--resume",))):
+        assert killed(recipe, step, *flags) == -signal.SIGKILL
     train(recipe, resume=True)
     fates = settled(tmp_path / "run")
-    assert fates == {"trained": 8}
-    assert len(trained_groups(tmp_path / "run")) == len(set(trained_groups(tmp_path / "run"))) == 8
+    assert fates == {"trained": 12}
+    assert len(trained_groups(tmp_path / "run")) == len(set(trained_groups(tmp_path / "run"))) == 12
     assert all(row["staleness/max"] <= 2 for row in read_metrics(tmp_path / "run/metrics.jsonl"))
-    train(streamed(tmp_path / "run", staleness=2, steps=5), resume=True)
-    assert settled(tmp_path / "run") == {"trained": 10}
+    train(streamed(tmp_path / "run", staleness=2, steps=7), resume=True)
+    assert settled(tmp_path / "run") == {"trained": 14}
 
 
 def refused(task: Any, episode: Any) -> float:
