@@ -7,6 +7,7 @@ import pytest
 from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.recipe.load import load_recipe
+from sensorium.record.judge_transcripts import TRANSCRIPTS
 from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory
 from sensorium.services.model_host import ModelHost
@@ -32,6 +33,8 @@ def test_a_captioner_is_trained_by_what_a_served_reader_answers(kind: str, tmp_p
             train(load_recipe(f"tiny/caprl_{kind}", changes))
             (row,) = read_metrics(RunDirectory(tmp_path / "run").metrics)
             asked = service.client.cache.calls()
+    kept = tmp_path / "run" / TRANSCRIPTS
+    assert kept.exists() == (service.counters["judged"] > 0), "what the reader was asked is kept with the run"
     assert row["reward/caption_qa"] is not None
     assert row.get("missing/caption_qa", 0) == 0
     assert 1 <= len(asked) <= 8

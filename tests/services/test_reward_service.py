@@ -199,8 +199,12 @@ def test_a_judge_that_sees(tmp_path: Path) -> None:
             gone = {"score_mode": "vl_judge", "samples": [there, {"caption": "x", "video_path": str(path)}]}
             assert http.post("/get_reward", json=gone).status_code == 500
         assert len(seen) == asked
-        own = http.post("/get_reward", json={"items": [{"caption": "black", "picture": url}], "mode": "vl_judge"}).json()
+        asking = {"items": [{"caption": "black", "picture": url}], "mode": "vl_judge", "transcripts": True}
+        own = http.post("/get_reward", json=asking).json()
         assert own["results"][0]["score"] == pytest.approx((0.30 * 1 + 0.25 * 0.2 + 0.20 * 1) / 0.75)
+        (told,) = own["results"][0]["transcript"]
+        assert (told["paid"], '"coverage": 0.2' in told["answer"]) == (own["results"][0]["score"], True)
+        assert "Above is a picture." in told["asked"]
     server.shutdown()
 
 

@@ -1,12 +1,12 @@
 """A caption judged by a model that sees the picture or video: four scores between 0 and 1, weighted (CapRL's vl_judge)."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sensorium.judges.client import JudgeClient
 from sensorium.judges.forms import JsonAnswer, Number
-from sensorium.judges.request import JudgeRequest, untrusted_message
+from sensorium.judges.request import JudgeAnswer, JudgeRequest, untrusted_message
 from sensorium.rewards.answer import last_response
 from sensorium.rewards.context import RewardContext
 from sensorium.rewards.judge_parts import client_of, needed
@@ -43,6 +43,16 @@ def weights_of(kind: str) -> Mapping[str, float]:
     return WEIGHTS if kind == "video" else PICTURE_WEIGHTS
 
 
+@dataclass(frozen=True)
+class CaptionJudgement:
+    """What a judge said of a caption: its scores by name, and their weighted sum."""
+
+    total: float
+    scores: Mapping[str, float]
+    request: JudgeRequest
+    answer: JudgeAnswer
+
+
 async def judge_caption(
     client: JudgeClient,
     model: str,
@@ -51,15 +61,15 @@ async def judge_caption(
     parameters: Mapping[str, Any] | None = None,
     about: tuple[str, ...] = (),
     term: str = "",
-) -> dict[str, float]:
-    """The four scores by name, and their weighted sum under "". A judge that cannot see the medium gives none."""
+) -> CaptionJudgement:
+    """The four scores and their weighted sum. A judge that cannot see the medium gives none."""
     weights = weights_of(media.kind)
     message = untrusted_message(judge_instructions(media.kind), (media,), caption=caption)
     form = JsonAnswer({name: Number(0, 1) for name in weights})
     request = JudgeRequest(model, (message,), f"caption_judge/{media.kind}/{VERSION}", form, dict(parameters or {}))
     answer = await client.ask(request, about=about, term=term)
     scores = {name: float(answer.value[name]) for name in weights}
-    return {"": sum(weight * scores[name] for name, weight in weights.items()), **scores}
+    return CaptionJudgement(sum(weight * scores[name] for name, weight in weights.items()), scores, request, answer)
 
 
 class CaptionJudge:
@@ -87,7 +97,7 @@ class CaptionJudge:
         found = await judge_caption(
             client, self.model, last_response(episode), media, self._parameters, (episode.id,), self.name
         )
-        return {name: weight * found[name] for name, weight in weights_of(media.kind).items()}
+        return {name: weight * found.scores[name] for name, weight in weights_of(media.kind).items()}
 
 
 def described(task: Task) -> Media:

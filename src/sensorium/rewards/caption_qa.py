@@ -15,12 +15,19 @@ from random import Random
 from typing import Any
 
 from sensorium.judges.client import JudgeClient
-from sensorium.judges.request import JudgeRequest
+from sensorium.judges.request import JudgeAnswer, JudgeRequest
 from sensorium.judges.untrusted import neutral, shortened
 from sensorium.rewards.answer import last_response
 from sensorium.rewards.context import RewardContext
 from sensorium.rewards.judge_parts import client_of, needed
-from sensorium.vocabulary.caption_questions import PROMPTS, CaptionQuestion, draws, first_letter, question_of
+from sensorium.vocabulary.caption_questions import (
+    PROMPTS,
+    CaptionQuestion,
+    DrawnQuestion,
+    draws,
+    first_letter,
+    question_of,
+)
 from sensorium.vocabulary.content import Message, Text
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import JudgeFailure, RecipeError, TaskError, nearest
@@ -71,6 +78,12 @@ class Reading:
 
     def requests(self, caption: str, questions: Sequence[CaptionQuestion]) -> list[tuple[JudgeRequest, str]]:
         """What a reader is asked about a caption, with the right letters."""
+        return [(request, draw.letter) for request, draw in self.drawn_requests(caption, questions)]
+
+    def drawn_requests(
+        self, caption: str, questions: Sequence[CaptionQuestion]
+    ) -> list[tuple[JudgeRequest, DrawnQuestion]]:
+        """What a reader is asked about a caption, with the questions as they were drawn."""
         text = neutral(shortened(caption, self.longest))
         written = json.dumps([self.seed, text, [question.to_json() for question in questions]], ensure_ascii=False)
         random = Random(hashlib.sha256(written.encode("utf-8", "backslashreplace")).hexdigest())
@@ -82,8 +95,27 @@ class Reading:
             parameters = {"temperature": self.temperature, "max_tokens": self.max_tokens, "seed": self.seed + number}
             message = Message("user", (Text(prompt),))
             named = f"caption_qa/{self.prompt}/{VERSION}"
-            asked.append((JudgeRequest(self.model, (message,), named, FirstLetter(), parameters, number), draw.letter))
+            asked.append((JudgeRequest(self.model, (message,), named, FirstLetter(), parameters, number), draw))
         return asked
+
+
+@dataclass(frozen=True)
+class ReaderAnswer:
+    """A question as it was asked, and what the reader answered."""
+
+    draw: DrawnQuestion
+    request: JudgeRequest
+    answer: JudgeAnswer
+
+    @property
+    def right(self) -> bool:
+        """True where the reader chose the right option."""
+        return bool(self.answer.value == self.draw.letter)
+
+
+def share_right(answers: Sequence[ReaderAnswer]) -> float:
+    """The share of questions that were answered rightly."""
+    return sum(one.right for one in answers) / len(answers)
 
 
 async def read_caption(
@@ -93,11 +125,11 @@ async def read_caption(
     questions: Sequence[CaptionQuestion],
     about: tuple[str, ...] = (),
     term: str = "",
-) -> float:
-    """The share of questions that a reader answers from the caption. JudgeFailure if any was not answered at all."""
+) -> list[ReaderAnswer]:
+    """What a reader answers from the caption, question by question. JudgeFailure if any was not answered at all."""
     if not questions:
         raise TaskError("there are no questions to be answered from the caption")
-    asked = reading.requests(caption, questions)
+    asked = reading.drawn_requests(caption, questions)
     found = await asyncio.gather(
         *(client.ask(request, about=about, term=term) for request, _ in asked), return_exceptions=True
     )
@@ -106,8 +138,8 @@ async def read_caption(
         if not isinstance(failures[0], JudgeFailure):
             raise failures[0]
         raise JudgeFailure(f"{len(failures)} of {len(asked)} questions were not answered: {failures[0]}")
-    right = [answer.value == letter for answer, (_, letter) in zip(found, asked, strict=True)]  # type: ignore[union-attr]
-    return sum(right) / len(right)
+    answers = [answer for answer in found if isinstance(answer, JudgeAnswer)]
+    return [ReaderAnswer(draw, request, answer) for answer, (request, draw) in zip(answers, asked, strict=True)]
 
 
 def questions_of(task: Task) -> list[CaptionQuestion]:
@@ -147,7 +179,7 @@ class CaptionQA:
     async def score(self, task: Task, episode: Episode) -> Any:
         """The share of questions answered."""
         caption, questions = last_response(episode), questions_of(task)
-        share = await read_caption(
+        answers = await read_caption(
             needed(self._client, self.name), self.reading, caption, questions, (episode.id,), self.name
         )
-        return Score(self.name, share)
+        return Score(self.name, share_right(answers))

@@ -18,6 +18,8 @@ class RewardTerm(Protocol):
     A judgement is made once for equal content (``rewards/judgements.py``): ``version`` tells a term that has changed from
     what it was, and ``deterministic = False`` says that equal content may be judged differently. ``caches_answers = True``:
     it asks judges, whose answers are cached by content; it is asked about every episode, so that each has its transcript.
+    A term with a method ``recall_judgement(task, episodes, scores)`` is told when its scores, a tuple for each episode of a
+    call, came from the cache of judgements: ``remote`` then gives these episodes their transcripts.
     A constructor with a keyword-only parameter ``context`` is given a RewardContext.
     """
 

@@ -23,6 +23,8 @@ from sensorium.rewards.answer import last_response
 from sensorium.rewards.caption_judge import described
 from sensorium.rewards.caption_qa import questions_of
 from sensorium.rewards.context import RewardContext
+from sensorium.rewards.judgements import Scores
+from sensorium.rewards.service_transcripts import KeptTranscripts
 from sensorium.vocabulary.caption_questions import CaptionQuestion
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.episode import Episode
@@ -73,15 +75,24 @@ class RemoteReward:
         self._open = dict.fromkeys(self._servers, 0)
         self._rests = dict.fromkeys(self._servers, 0.0)
         self._told: dict[str, float] = {}
+        judges = context.judges if context is not None and protocol == "sensorium" else None
+        identity = json.dumps([name, mode, self._servers])
+        self._transcripts = KeptTranscripts(name, identity, judges.transcripts if judges is not None else None)
         self._lock = threading.Lock()
 
     def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Any]:
         """A score for each episode of a group; a server that judged none of them is no judge."""
         reply = self._asked(self._body(task, [last_response(episode) for episode in episodes]))
         scores = self._read(reply, len(episodes))
+        if self.protocol == "sensorium":
+            self._transcripts.keep(task, episodes, reply["results"])
         if all(score.missing for score in scores):
             raise RewardFailure(f"reward term '{self.name}': {scores[0].reason}")
         return scores
+
+    def recall_judgement(self, task: Task, episodes: Sequence[Episode], scores: Sequence[Scores]) -> None:
+        """Give episodes whose scores came from the cache the transcripts of these."""
+        self._transcripts.recall(task, episodes, scores)
 
     def _body(self, task: Task, captions: list[str]) -> dict[str, Any]:
         """What is sent, in the protocol."""
@@ -105,7 +116,8 @@ class RemoteReward:
         else:
             media = described(task)
             held = {media.kind: self._data_url(media)}
-        return {"mode": self.mode, "items": [{"caption": caption, **held} for caption in captions]}
+        told = {"transcripts": True} if self._transcripts.wanted else {}
+        return {"mode": self.mode, "items": [{"caption": caption, **held} for caption in captions], **told}
 
     def _data_url(self, media: Media) -> str:
         data = self._store.bytes_of(media)

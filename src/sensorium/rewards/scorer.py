@@ -176,6 +176,7 @@ class Scorer:
         keys = judgement_keys(self._identities.get(term.name, term.name), task, episodes, deterministic=by_content)
         known = keys.look_up(self.judgements)
         if known is not None:
+            await self._recalled(term, task, episodes, known)
             return known
         running = self._running.get(keys.content[0])
         if running is None:
@@ -184,7 +185,22 @@ class Scorer:
         if found is None or any(score.missing for scores in found for score in scores):
             found = await self._persistently(term, task, episodes)  # that it failed for another says nothing of this one
             keys.keep(self.judgements, found)
+        else:
+            await self._recalled(term, task, episodes, found)
         return found
+
+    async def _recalled(self, term: Term, task: Task, episodes: Sequence[Episode], known: list[Scores]) -> None:
+        """Tell a term that wants to hear it that scores of its own were found in the cache."""
+        recall = getattr(term, "recall_judgement", None)
+        if recall is None:
+            return
+        try:
+            error = (await self._pool.call(lambda: recall(task, episodes, known), self.deadline_s)).error
+            problem = "" if error is None else words(error)
+        except WorkerFailure as failure:
+            problem = f"it {failure}"
+        if problem:
+            self.noted(f"reward term '{term.name}' could not recall a judgement, whose scores stand: {problem}.")
 
     async def _ask_for_all(self, term: Term, task: Task, episodes: Sequence[Episode], keys: JudgementKeys) -> list[Scores]:
         """Ask, and let whoever wants the same judgement meanwhile wait for it; None if this one is cancelled."""

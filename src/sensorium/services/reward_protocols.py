@@ -7,7 +7,8 @@
 
 The first three answer with lists of numbers, which cannot say that an item was not judged: such a request fails as a whole
 (500 with ``error``), and what was judged of it is cached, so that a second try asks for the rest only. A service that is
-told a number for what is missing puts it there instead, and counts it. Ours has null and a reason for each item.
+told a number for what is missing puts it there instead, and counts it. Ours has null and a reason for each item, and with
+``"transcripts": true`` what was asked about each and answered (``rewards/service_transcripts.py``).
 """
 
 import json
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from sensorium.rewards.service_transcripts import ServiceAnswer, transcript_json
 from sensorium.rewards.timestamps import timestamp_format
 from sensorium.services.application import Json, Refusal
 from sensorium.vocabulary.caption_questions import CaptionQuestion, question_of, question_of_block
@@ -44,6 +46,7 @@ class CaptionScore:
     value: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
+    transcript: tuple[ServiceAnswer, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class RewardRequest:
     protocol: Protocol
     mode: Mode
     items: tuple[CaptionItem, ...]
+    transcripts: bool = False
 
 
 def request_of(body: Any, usual: Mode) -> RewardRequest:
@@ -63,7 +67,10 @@ def request_of(body: Any, usual: Mode) -> RewardRequest:
     if mode not in ("qa", "vl_judge"):
         raise Refusal(400, f"there is no score_mode {mode!r:.40}; there are qa and vl_judge.")
     if "items" in body:
-        return RewardRequest("sensorium", mode, _items(body["items"], "items", lambda raw: _own(raw, mode)))
+        told = body.get("transcripts", False)
+        if not isinstance(told, bool):
+            raise Refusal(400, f"'transcripts' is true or false, not {told!r:.40}.")
+        return RewardRequest("sensorium", mode, _items(body["items"], "items", lambda raw: _own(raw, mode)), told)
     if "samples" in body:
         return RewardRequest(
             "caprl_vl_judge", "vl_judge", _items(body["samples"], "samples", lambda raw: _own(raw, "vl_judge"))
@@ -86,7 +93,7 @@ def request_of(body: Any, usual: Mode) -> RewardRequest:
 def reply_of(request: RewardRequest, scores: Sequence[CaptionScore], format_weight: float, missing: float | None) -> Json:
     """The scores in the request's protocol. Refusal(500) where they cannot be told in it."""
     if request.protocol == "sensorium":
-        return {"results": [{"score": score.value, "parts": dict(score.parts), "reason": score.reason} for score in scores]}
+        return {"results": [_result(score, len(scores) if request.transcripts else 0) for score in scores]}
     if not scores:
         return {"rewards": []}
     lost = [(place, score.reason) for place, score in enumerate(scores) if score.value is None]
@@ -105,6 +112,12 @@ def reply_of(request: RewardRequest, scores: Sequence[CaptionScore], format_weig
     logs = {name: [missing if score.value is None else float(score.parts[name]) for score in scores] for name in names}
     extra = {**logs, f"{request.mode}_rewards": values, **({"format_rewards": formats} if formats else {})}
     return {"rewards": paid, "scores": values, "extra_logs": extra}
+
+
+def _result(score: CaptionScore, transcripts: int) -> Json:
+    """An item's result, with its transcript where the reply holds any."""
+    told = transcript_json(score.transcript, transcripts) if transcripts else {}
+    return {"score": score.value, "parts": dict(score.parts), "reason": score.reason, **told}
 
 
 def _sum(value: float | None, weight: float, formatted: float) -> float | None:

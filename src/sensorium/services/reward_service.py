@@ -21,7 +21,8 @@ from sensorium import __version__
 from sensorium.judges.client import JudgeClient
 from sensorium.media.store import MediaStore
 from sensorium.rewards.caption_judge import as_judged, judge_caption
-from sensorium.rewards.caption_qa import Reading, read_caption
+from sensorium.rewards.caption_qa import Reading, read_caption, share_right
+from sensorium.rewards.service_transcripts import judgement_transcript, reading_transcript
 from sensorium.services.application import BodyLimit, Counters, Json, Refusal, make_application, until_gone
 from sensorium.services.kept_media import sweeping
 from sensorium.services.reward_protocols import CaptionItem, CaptionScore, Mode, RewardRequest, reply_of, request_of
@@ -109,14 +110,15 @@ class RewardService:
         return found
 
     async def _read(self, item: CaptionItem) -> CaptionScore:
-        share = await read_caption(self.client, self.settings.reading, item.caption, item.questions)
-        return CaptionScore(share, {"qa": share})
+        answers = await read_caption(self.client, self.settings.reading, item.caption, item.questions)
+        share = share_right(answers)
+        return CaptionScore(share, {"qa": share}, transcript=reading_transcript(answers))
 
     async def _judge(self, item: CaptionItem) -> CaptionScore:
         media = await asyncio.to_thread(self._media, item)
         model = self.settings.reading.model
         found = await judge_caption(self.client, model, item.caption, media, {"temperature": 0.0, "max_tokens": 512})
-        return CaptionScore(found.pop(""), found)
+        return CaptionScore(found.total, found.scores, transcript=judgement_transcript(found, media.kind))
 
     def _media(self, item: CaptionItem) -> Media:
         place = Place("item", Path("/"), self.store, roots=self.settings.roots)
