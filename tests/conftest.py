@@ -94,5 +94,5 @@ def pytest_collection_finish() -> None:
 if find_spec("hypothesis") is not None:
     from hypothesis import settings
 
-    settings.register_profile("sensorium", deadline=None, max_examples=16)
+    settings.register_profile("sensorium", deadline=None, max_examples=12)
     settings.load_profile("sensorium")

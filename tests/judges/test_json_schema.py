@@ -143,7 +143,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(SCHEMAS, st.dictionaries(NAMES, VALUES, max_size=3))
 def test_it_agrees_with_the_jsonschema_package(inner: Any, value: dict[str, Any]) -> None:
     schema = {"type": "object", "allOf": [inner]}

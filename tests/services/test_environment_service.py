@@ -274,7 +274,7 @@ FRAMES = st.one_of(
 HTTP = httpx.Client()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(FRAMES, max_size=4), st.booleans())
 def test_no_frame_breaks_the_service(server: str, frames: list[bytes], as_text: bool) -> None:
     from websockets.exceptions import ConnectionClosed

@@ -229,7 +229,7 @@ JSONS = st.recursive(
 HTTP = httpx.Client()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     JSONS, st.binary(max_size=40), st.sampled_from(["/connect", "/call", "/environments", "/batch/step", "/batch/reset"])
 )
