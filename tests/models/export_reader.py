@@ -77,7 +77,15 @@ def by_vllm(item: dict[str, Any]) -> list[list[int]]:
     from transformers import AutoProcessor
     from vllm import LLM, SamplingParams
 
-    model = LLM(item["folder"], dtype="float32", max_model_len=1024, enforce_eager=True, seed=0, max_num_seqs=4)
+    model = LLM(
+        item["folder"],
+        dtype="float32",
+        max_model_len=1024,
+        enforce_eager=True,
+        seed=0,
+        max_num_seqs=4,
+        gpu_memory_utilization=0.2,
+    )
     processor = AutoProcessor.from_pretrained(item["folder"])
     vocabulary = model.llm_engine.model_config.get_vocab_size()
     allowed = sorted(set(range(vocabulary)) - set(item["suppress"]))
