@@ -58,7 +58,10 @@ def circumstances() -> dict[str, Any]:
     """The commit and the machine a run was made by; a copy without its history is told the commit by ``GIT_COMMIT``."""
     commit = os.environ.get("GIT_COMMIT")
     if commit is None:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        asked = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True
+        )
+        commit = asked.stdout.strip() or "unknown: not a clone"
     machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     return {"commit": commit, "machine": machine}
 
