@@ -14,6 +14,9 @@ from sensorium.media.wav import sixteen_bits
 CLOCK = 90000
 """Ticks a second in which the times of frames are given."""
 
+PLAIN = {"x264-params": "asm=0"}
+"""No vector instructions: with those of AVX-512, x264's choices depend on memory that nothing has written to."""
+
 
 def encode_clip(
     frames: "np.ndarray | Sequence[np.ndarray] | None" = None,
@@ -48,7 +51,7 @@ def encode_clip(
             if times_s is not None:
                 video.codec_context.time_base = Fraction(1, CLOCK)
             if video_codec == "libx264":
-                video.options = {"crf": str(quality)}
+                video.options = {"crf": str(quality), **PLAIN}
             if rotation:
                 video.set_display_rotation(rotation)
             encoders.append((video, _frames(frames, times_s, fps, video)))
