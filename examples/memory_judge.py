@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -47,14 +47,18 @@ def framed(text: str, name: str) -> str:
 
 
 @contextmanager
-def serving(truths: Mapping[str, ClipTruth], port: int = 0) -> Iterator[str]:
-    """Serve on loopback for as long as the block runs; the address for ``base_url``."""
+def serving(
+    truths: Mapping[str, ClipTruth], port: int = 0, heard: Callable[[Mapping[str, Any]], object] | None = None
+) -> Iterator[str]:
+    """Serve on loopback for as long as the block runs; the address for ``base_url``. ``heard`` is told each request."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if heard is not None:
+                heard(request)
             try:
                 status, message = 200, {"role": "assistant", "content": judged(request, truths)}
                 body: dict[str, Any] = {
@@ -77,6 +81,9 @@ def serving(truths: Mapping[str, ClipTruth], port: int = 0) -> Iterator[str]:
     class Server(ThreadingHTTPServer):
         request_queue_size = 512  # a step's questions come at once; the default refuses the sixth connection that waits
         daemon_threads = True
+
+        def handle_error(self, *_: Any) -> None:
+            pass  # a run that was killed has hung up
 
     server = Server(("127.0.0.1", port), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -43,10 +43,10 @@ class Killed:
     cpu_s: float = 0.0
 
 
-def kill_and_resume(name: str, folder: Path, server: ForkServer, moments: random.Random, kills: int) -> Killed:
+def kill_and_resume(name: str, text: str, folder: Path, server: ForkServer, moments: random.Random, kills: int) -> Killed:
     """Run a recipe whole; then run, kill and resume it until so many kills fell, comparing each run at its end."""
     recipe = folder / "recipe.yaml"
-    recipe.write_text(RESUMED[KILLED[name]])
+    recipe.write_text(text)
     found = Killed()
 
     def start(directory: Path, mode: str = "", kill_at_cpu_s: float | None = None) -> Ended:
@@ -84,7 +84,7 @@ def main(kills: int) -> None:
         for nth, name in enumerate(KILLED):
             share = kills // len(KILLED) + (nth < kills % len(KILLED))
             with tempfile.TemporaryDirectory() as folder:
-                found = kill_and_resume(name, Path(folder), server, random.Random(name), share)
+                found = kill_and_resume(name, RESUMED[KILLED[name]], Path(folder), server, random.Random(name), share)
             result["kills"] += len(found.kills)
             result["recipes"][name] = {
                 "recipe": KILLED[name],

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from sensorium.judges import http_client
+from sensorium.judges.asking import FIRST_WAIT_S
 from sensorium.judges.client import JudgeClient
-from sensorium.judges.endpoints import read_config
+from sensorium.judges.endpoints import endpoints_of, read_config
 from sensorium.judges.forms import JsonAnswer, Number
 from sensorium.judges.request import JudgeRequest, untrusted_message
 from sensorium.recipe.judge_section import JudgesSection
@@ -103,6 +104,8 @@ CASES: dict[str, tuple[Behave, str]] = {
     "redirected to a file": (replying(b"", "Location: file:///etc/passwd", status="307 Temporary Redirect"), "307"),
     "infinite": (replying(completion('{"score": 1e999}'), JSON), "too large for a number"),
     "not a number": (replying(completion('{"score": NaN}'), JSON), "not as asked"),
+    "nested without an end": (replying(b"[" * 100_000, JSON), "answered strangely: RecursionError"),
+    "an answer of a megabyte": (replying(completion("x{" * (1 << 19) + "x"), JSON), "1,048,577 characters"),
     "a key twice": (replying(completion('{"score": 1, "score": 0}'), JSON), "given twice"),
 }
 
@@ -153,6 +156,68 @@ def test_neither_a_question_nor_a_key_follows_a_redirect_to_another_host() -> No
             client.close()
     assert len(asked) == 1
     assert stolen == []
+
+
+@pytest.mark.parametrize("rest", ["0", "0.001", "Wed, 21 Oct 2015 07:28:00 GMT"])
+def test_who_asks_for_no_rest_and_refuses_again_does_not_use_up_the_retries_in_a_moment(rest: str) -> None:
+    with raw_server(replying(b"{}", JSON, f"Retry-After: {rest}", status="429 Busy")) as (url, asked):
+        client = JudgeClient(section(url, retries=1))
+        started = time.monotonic()
+        with pytest.raises(JudgeFailure, match="429"):
+            client.ask_now(question())
+        assert time.monotonic() - started > FIRST_WAIT_S / 2
+        client.close()
+    assert len(asked) == 2
+
+
+KEY = "sk-0123456789abcdef0123456789"
+SENT_BACK = {
+    "in an error, cut": replying(json.dumps({"error": {"message": "x" * 180 + KEY}}).encode(), JSON, status="400 Bad"),
+    "in an answer": replying(completion(f'{{"score": 1, "why": "{KEY}"}}'), JSON),
+    "in an answer that is none": replying(completion(f"I know {KEY}"), JSON),
+}
+
+
+@pytest.mark.parametrize("where", SENT_BACK)
+def test_a_key_that_is_sent_back_is_kept_nowhere(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    with raw_server(SENT_BACK[where]) as (url, got):
+        settings = section(url)
+        endpoint = settings.endpoints["judge"][0].model_copy(update={"api_key_env": "JUDGE_KEY"})
+        client = JudgeClient(settings.model_copy(update={"endpoints": {"judge": (endpoint,)}}), folder=tmp_path)
+        try:
+            told = client.ask_now(question(), about=("e1",), term="t").text
+        except JudgeFailure as failure:
+            told = str(failure)
+        client.close()
+    assert KEY.encode() in got[0], "it was sent"
+    assert KEY[:8] not in told
+    assert not any(KEY[:8].encode() in path.read_bytes() for path in tmp_path.iterdir())
+
+
+def test_a_key_that_no_request_can_carry_is_refused_and_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in (f"{KEY}\nsecond line", f"{KEY}…"):
+        monkeypatch.setenv("JUDGE_KEY", key)
+        (endpoint,) = endpoints_of(
+            JudgesSection(endpoints={"judge": [{"base_url": "http://127.0.0.1:9/v1", "api_key_env": "JUDGE_KEY"}]})
+        )["judge"]
+        with pytest.raises(RecipeError, match="environment variable JUDGE_KEY, has a character") as refused:
+            endpoint.secret()
+        assert KEY[:8] not in str(refused.value)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9/v1", "ftp://127.0.0.1/v1", "http:///v1", "http://127.0.0.1:99999/v1"])
+def test_an_address_that_cannot_be_asked_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="an address such as"):
+        section(address)
+
+
+def test_half_a_character_in_an_answer_is_kept_as_its_escape(tmp_path: Path) -> None:
+    with raw_server(replying(completion('{"score": 1, "why": "\ud800"}'), JSON)) as (url, _):
+        client = JudgeClient(section(url), folder=tmp_path)
+        assert client.ask_now(question(), about=("e1",)).text == '{"score": 1, "why": "\\ud800"}'
+        assert [row.outcome for row in client.cache.calls()] == ["answered"]
+        client.close()
 
 
 def test_tokens_that_no_one_can_have_used_are_not_counted() -> None:

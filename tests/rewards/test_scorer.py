@@ -16,7 +16,7 @@ from sensorium.rewards.match import Exact
 from sensorium.rewards.protocol import RewardTerm
 from sensorium.rewards.scorer import Scorer
 from sensorium.vocabulary.episode import Episode, Status
-from sensorium.vocabulary.errors import RewardFailure
+from sensorium.vocabulary.errors import RecordError, RewardFailure
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 
@@ -38,6 +38,10 @@ class Judge:
 
 def fails() -> float:
     raise ConnectionError("the judge is away")
+
+
+def unusable() -> float:
+    raise RecordError("the file of judgements cannot be used")
 
 
 def hangs() -> float:
@@ -293,3 +297,10 @@ def test_pay_without_names_and_named_pay_stand_side_by_side(episode_of: MakeEpis
     episode = replace(episode, turns=(episode.turns[0], named))
     scored = asyncio.run(Scorer([(EnvironmentReward(), 1.0)]).score(Task("t"), episode))
     assert {score.name: score.value for score in scored.scores} == {"environment": 1.0, "environment/goal": 0.5}
+
+
+def test_a_file_of_judgements_that_cannot_be_used_ends_the_run(episode_of: MakeEpisode) -> None:
+    judge = Judge(unusable)
+    with pytest.raises(RecordError, match="cannot be used"):
+        scored(episode_of("red"), (judge, 1.0), retries=3)
+    assert judge.calls == 1

@@ -8,6 +8,7 @@ record: 503, malformed, answered.
 import asyncio
 import random
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from sensorium.judges.cache import AnswerCache, CallRow, StoredAnswer
@@ -25,6 +26,14 @@ from sensorium.vocabulary.plain import shown
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 USUAL_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class MalformedReply:
+    """A judge's text that is not in the form asked for, and what is wrong with it."""
+
+    text: str
+    problem: str
 
 
 class ModelAsker:
@@ -48,7 +57,7 @@ class ModelAsker:
         self._random = random.Random()
 
     async def ask(self, request: JudgeRequest, until: float) -> StoredAnswer:
-        """An answer in its form before ``until``; JudgeFailure says why there is none."""
+        """An answer in its form before ``until``, as the cache keeps it; JudgeFailure says why there is none."""
         try:
             messages = await asyncio.to_thread(wire_messages, request.messages, self.store, request.video)
         except MediaError as error:
@@ -57,18 +66,17 @@ class ModelAsker:
         while True:
             found = await self._called(request, talk, until)
             counted.calls += 1
-            if isinstance(found, Reply):
-                problem = _problem_of(request, found.text)
-                if not problem:
-                    return StoredAnswer(found.text, request.model, found.input_tokens, found.output_tokens)
+            if isinstance(found, StoredAnswer):
+                return found
+            if isinstance(found, MalformedReply):
                 malformed += 1
                 counted.malformed += 1
                 if malformed > self.section.malformed_retries:
                     raise JudgeFailure(
-                        f"judge '{request.model}' answered {malformed} times not as asked: {problem}; the last time it "
-                        f"said {shown(found.text)}"
+                        f"judge '{request.model}' answered {malformed} times not as asked: {found.problem}; the last time "
+                        f"it said {shown(found.text)}"
                     )
-                talk = [*messages, *_sent_back(found.text, problem)]
+                talk = [*messages, *_sent_back(found.text, found.problem)]
             elif found.again:
                 failures += 1
                 counted.retries += 1
@@ -88,7 +96,9 @@ class ModelAsker:
                 self._without_schema.discard(found.place)  # it refused without a schema too: that was not the cause
                 raise JudgeRefusal(f"judge '{request.model}': {found.reason}")
 
-    async def _called(self, request: JudgeRequest, talk: list[dict[str, Any]], until: float) -> Reply | CallProblem:
+    async def _called(
+        self, request: JudgeRequest, talk: list[dict[str, Any]], until: float
+    ) -> StoredAnswer | MalformedReply | CallProblem:
         """One call, on record, when the limits and an endpoint allow it."""
         estimated = estimated_tokens(talk, int(request.parameters.get("max_tokens", USUAL_TOKENS)))
         if self.limits is not None:
@@ -110,9 +120,7 @@ class ModelAsker:
                 found = await self.transport.call(member.endpoint, talk, dict(request.parameters), schema, deadline)
             finally:
                 self._ended(member, found)
-        seconds = time.monotonic() - started
-        await self._put_on_record(request, member, found, seconds, estimated)
-        return found
+        return await self._put_on_record(request, member, found, time.monotonic() - started, estimated)
 
     def _ended(self, member: EndpointHealth, found: Reply | CallProblem | None) -> None:
         if isinstance(found, Reply) or found is None:
@@ -143,22 +151,32 @@ class ModelAsker:
 
     async def _put_on_record(
         self, request: JudgeRequest, member: EndpointHealth, found: Reply | CallProblem, seconds: float, estimated: int
-    ) -> None:
+    ) -> StoredAnswer | MalformedReply | CallProblem:
+        """Count a call and keep its row; that of a good answer together with the answer."""
         counted = self.meter.of(request.model)
         counted.seconds += seconds
         counted.longest_s = max(counted.longest_s, seconds)
-        tokens: tuple[int, int] = (0, 0)
-        outcome = ""
-        if isinstance(found, Reply):
-            tokens = (found.input_tokens, found.output_tokens)
-            outcome = "malformed" if _problem_of(request, found.text) else "answered"
-            counted.input_tokens += tokens[0]
-            counted.output_tokens += tokens[1]
-        else:
-            outcome = found.outcome
-        self.cache.log(CallRow(request.key, request.model, member.endpoint.place, outcome, *tokens, seconds))
+        if isinstance(found, CallProblem):
+            await self._log(request, member, found.outcome, (0, 0), seconds)
+            return found
+        tokens = (found.input_tokens, found.output_tokens)
+        counted.input_tokens += tokens[0]
+        counted.output_tokens += tokens[1]
         if self.limits is not None and tokens != (0, 0):
             await asyncio.to_thread(self.limits.settle, request.model, estimated, sum(tokens))
+        problem = _problem_of(request, found.text)
+        if problem:
+            await self._log(request, member, "malformed", tokens, seconds)
+            return MalformedReply(found.text, problem)
+        answer = StoredAnswer(found.text, request.model, *tokens)
+        row = CallRow(request.key, request.model, member.endpoint.place, "answered", *tokens, seconds)
+        return await asyncio.to_thread(self.cache.put, request.key, request.prompt, answer, row)
+
+    async def _log(
+        self, request: JudgeRequest, member: EndpointHealth, outcome: str, tokens: tuple[int, int], seconds: float
+    ) -> None:
+        row = CallRow(request.key, request.model, member.endpoint.place, outcome, *tokens, seconds)
+        await asyncio.to_thread(self.cache.log, row)
 
 
 def _problem_of(request: JudgeRequest, text: str) -> str:

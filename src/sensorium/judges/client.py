@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sensorium.judges.asking import ModelAsker
-from sensorium.judges.cache import AnswerCache, StoredAnswer, owner_name
+from sensorium.judges.cache import AnswerCache, StoredAnswer
+from sensorium.judges.claim_owners import owner_name
 from sensorium.judges.counts import JudgeMeter
 from sensorium.judges.endpoint_pool import EndpointPool
 from sensorium.judges.endpoints import Endpoint, endpoints_of
@@ -47,7 +48,8 @@ class JudgeClient:
 
     def __init__(self, section: JudgesSection, store: MediaStore | None = None, folder: Path | None = None) -> None:
         self.section, self.store = section, store
-        self.cache = AnswerCache(section.cache or (folder / CACHE if folder is not None else None))
+        kept = section.cache or (folder / CACHE if folder is not None else None)
+        self.cache = AnswerCache(kept, read_only=section.offline)
         self.transcripts = Transcripts(folder / TRANSCRIPTS if folder is not None else None)
         self.meter = JudgeMeter(section.prices)
         self._owner = owner_name(uuid.uuid4().hex[:12])
@@ -127,7 +129,7 @@ class JudgeClient:
         """Claim the question, ask the model and then those that may stand in for it."""
         total_s = self.section.total_deadline_s
         until = time.monotonic() + total_s
-        while not self.cache.claim(request.key, self._owner, LEASE_S):
+        while not await asyncio.to_thread(self.cache.claim, request.key, self._owner, LEASE_S):
             await asyncio.sleep(POLL_S * (1 + self._random.random()))
             if (answer := self._known(request)) is not None:
                 self.meter.of(answer.model).cache_hits += 1
@@ -142,13 +144,13 @@ class JudgeClient:
             return await self._first_answer(request, until)
         finally:
             renewing.cancel()
-            self.cache.release(request.key, self._owner)
+            await asyncio.to_thread(self.cache.release, request.key, self._owner)
 
     async def _renewed(self, key: str) -> None:
         """Renew a claim for as long as its question is open."""
         while True:
             await asyncio.sleep(LEASE_S / 4)
-            self.cache.renew(key, self._owner, LEASE_S)
+            await asyncio.to_thread(self.cache.renew, key, self._owner, LEASE_S)
 
     async def _first_answer(self, request: JudgeRequest, until: float) -> JudgeAnswer:
         problems: list[JudgeFailure] = []
@@ -159,12 +161,11 @@ class JudgeClient:
             asked = request.asked_of(model)
             try:
                 self.refuse_unknown(model)
-                found = await self._asker(model).ask(asked, share)
+                kept = await self._asker(model).ask(asked, share)
             except JudgeFailure as failure:
                 self.meter.of(model).failures += 1
                 problems.append(failure)
                 continue
-            kept = self.cache.put(asked.key, asked.prompt, found)
             return self._read(asked, kept, cached=False)
         told = "; then ".join(map(str, problems))
         raise (JudgeRefusal if all(isinstance(p, JudgeRefusal) for p in problems) else JudgeFailure)(told)

@@ -66,6 +66,15 @@ class Endpoint:
 
     def secret(self) -> Secret | None:
         """The key, read now; None where there is none. RecipeError says where it should have been."""
+        found = self._read_secret()
+        if found is not None and not (found.reveal().isascii() and found.reveal().isprintable()):
+            raise RecipeError(
+                f"judges: the key of '{self.model}' at {self.place}, from {self.key_source}, has a character that no key "
+                "can have: a line break, a tab or one beyond ASCII. Put the key alone there."
+            )
+        return found
+
+    def _read_secret(self) -> Secret | None:
         if self.key_env:
             key = os.environ.get(self.key_env, "").strip()
             if not key:
@@ -77,11 +86,11 @@ class Endpoint:
         if self.key_file is not None:
             try:
                 return Secret(self.key_file.expanduser().read_text().strip())
-            except OSError as error:
+            except (OSError, UnicodeDecodeError) as error:
                 raise RecipeError(
                     f"judges: the key of '{self.model}' at {self.place} should be in '{self.key_file}', which cannot be "
-                    f"read: {error.strerror}."
-                ) from error
+                    f"read: {error.strerror if isinstance(error, OSError) else 'it is no text'}."
+                ) from None
         return self.key
 
 
@@ -104,7 +113,7 @@ def read_config(path: Path) -> dict[str, tuple[Endpoint, ...]]:
         rows = json.loads(path.expanduser().read_text())
     except OSError as error:
         raise RecipeError(f"{where} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecipeError(f"{where} is no JSON: {str(error).split(':')[0]}.") from None  # its text may hold a key
     if not isinstance(rows, dict):
         raise RecipeError(f"{where} must be an object of endpoints by model name.")

@@ -10,8 +10,8 @@ from typing import Any
 MOST_BYTES = 16 << 20
 """Of a reply; an answer has some thousand."""
 
-
 REWRITTEN = ("content-encoding", "content-length", "transfer-encoding")
+"""Headers that say how the reply came, which is whole and unpacked here."""
 
 
 class StrangeReply(ValueError):
@@ -36,9 +36,7 @@ def bounded_client(most: int = MOST_BYTES) -> Any:
                         raise StrangeReply(f"its reply has more than {most >> 20} MiB")
             finally:
                 await reply.aclose()
-            headers = {
-                name: value for name, value in reply.headers.items() if name not in ("content-encoding", "content-length")
-            }
+            headers = {name: value for name, value in reply.headers.items() if name not in REWRITTEN}
             content = unpacked(bytes(raw), reply.headers.get("content-encoding", ""), most)
             return type(reply)(reply.status_code, headers=headers, content=content, request=request)
 

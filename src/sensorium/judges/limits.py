@@ -15,6 +15,8 @@ from sensorium.vocabulary.errors import RecordError
 
 SCHEMA = "CREATE TABLE IF NOT EXISTS buckets (name TEXT PRIMARY KEY, level REAL NOT NULL, at REAL NOT NULL)"
 BURST_S = 6.0
+CLOCKS_DIFFER_S = 3600.0
+"""By how much clocks of machines may differ. A bucket fills by the clock that is ahead: each second of it counts once."""
 
 
 class SharedLimits:
@@ -53,8 +55,10 @@ class SharedLimits:
                 now = time.time()
                 row = db.execute("SELECT level, at FROM buckets WHERE name = ?", (name,)).fetchone()
                 level, at = row or (most, now)
+                if at > now + CLOCKS_DIFFER_S:
+                    at = now  # the clock was set back
                 level = min(most, level + max(0.0, now - at) * rate) - amount
-                db.execute("INSERT OR REPLACE INTO buckets VALUES (?, ?, ?)", (name, level, now))
+                db.execute("INSERT OR REPLACE INTO buckets VALUES (?, ?, ?)", (name, level, max(now, at)))
                 db.execute("COMMIT")
             finally:
                 db.close()

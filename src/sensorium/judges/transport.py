@@ -3,21 +3,25 @@
 import asyncio
 import email.utils
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from sensorium.judges.endpoints import Endpoint
 from sensorium.judges.http_client import StrangeReply, bounded_client
 from sensorium.judges.json_schema import strict
-from sensorium.vocabulary.errors import RecipeError
-from sensorium.vocabulary.plain import printable
+from sensorium.vocabulary.errors import RecipeError, SensoriumError
+from sensorium.vocabulary.plain import printable, words
 
 AGAIN = (408, 409, 425, 429)
 """Statuses below 500 after which asking again may help."""
 
-LONGEST_REST_S = 600.0
+SHORTEST_REST_S, LONGEST_REST_S = 0.1, 600.0
 MOST_TOKENS = 1 << 40
 """A count of tokens beyond this is no count."""
+MOST_CHARACTERS = 1 << 20
+"""Of an answer; who says more than this answers nothing."""
+SHORTEST_KEY = 12
+"""Characters of a key that is taken out of answers; a shorter one, such as "none", is an ordinary word."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +65,6 @@ class Transport:
         deadline_s: float,
     ) -> Reply | CallProblem:
         """Ask once, within a deadline. Should an endpoint send a key back, it is not told on."""
-        found = await self._asked(endpoint, messages, parameters, schema, deadline_s)
-        if isinstance(found, CallProblem):
-            for secret in self._secrets:
-                found = replace(found, reason=found.reason.replace(secret, "***"))
-        return found
-
-    async def _asked(
-        self,
-        endpoint: Endpoint,
-        messages: list[dict[str, Any]],
-        parameters: dict[str, Any],
-        schema: dict[str, Any] | None,
-        deadline_s: float,
-    ) -> Reply | CallProblem:
         import openai
 
         extra: dict[str, Any] = {}
@@ -90,14 +80,16 @@ class Transport:
         except (openai.APITimeoutError, TimeoutError):
             return CallProblem(f"{endpoint.place} did not answer within {deadline_s:g} s", "timeout")
         except openai.APIStatusError as error:
-            return _status_problem(endpoint, error, schema is not None)
+            return self._status_problem(endpoint, error, schema is not None)
         except openai.APIConnectionError as error:
             if isinstance(error.__cause__, StrangeReply):
                 return CallProblem(f"{endpoint.place} answered strangely: {error.__cause__}", "strange")
-            return CallProblem(f"{endpoint.place} cannot be reached: {_cause(error)}", "unreachable")
-        except (openai.OpenAIError, ValueError) as error:  # an answer that is no answer of this API
-            return CallProblem(f"{endpoint.place} answered strangely: {printable(str(error))[:200]}", "strange")
-        return _reply(endpoint, found)
+            return CallProblem(f"{endpoint.place} cannot be reached: {self._told(_cause(error))}", "unreachable")
+        except SensoriumError:
+            raise
+        except Exception as error:  # whatever the client raises at what an endpoint sent: it is no answer of this API
+            return CallProblem(f"{endpoint.place} answered strangely: {self._told(words(error))}", "strange")
+        return self._reply(endpoint, found)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -127,6 +119,41 @@ class Transport:
                 )
         return self._clients[id(endpoint)]
 
+    def _reply(self, endpoint: Endpoint, found: Any) -> Reply | CallProblem:
+        try:
+            choice = found.choices[0]
+            text = choice.message.content
+        except (AttributeError, IndexError, TypeError, KeyError):
+            return CallProblem(f"{endpoint.place} answered without a choice", "strange")
+        if not isinstance(text, str):
+            text = ""
+        if len(text) > MOST_CHARACTERS:
+            return CallProblem(f"{endpoint.place} answered with {len(text):,} characters", "strange")
+        usage = getattr(found, "usage", None)
+        return Reply(self._answer(text), _count(usage, "prompt_tokens"), _count(usage, "completion_tokens"))
+
+    def _answer(self, text: str) -> str:
+        """What a judge said, without keys, and with half characters (lone surrogates) as escapes: no file can hold them."""
+        for secret in self._secrets:
+            text = text.replace(secret, "***") if len(secret) >= SHORTEST_KEY else text
+        return text.encode("utf-8", "backslashreplace").decode()
+
+    def _told(self, text: str) -> str:
+        """The beginning of what an endpoint or its client said, without keys; they go first, so that none is cut in two."""
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return printable(text)[:200]
+
+    def _status_problem(self, endpoint: Endpoint, error: Any, with_schema: bool) -> CallProblem:
+        status = error.status_code
+        said = f"{endpoint.place} answered {status}: {self._told(_said(error))}"
+        if status in (401, 403):
+            return CallProblem(f"{said} (its key comes from {endpoint.key_source})", str(status), again=False, key=True)
+        if status >= 500 or status in AGAIN:
+            return CallProblem(said, str(status), rest_s=_retry_after(error.response.headers))
+        schema = with_schema and status in (400, 422)
+        return CallProblem(said, str(status), again=False, schema=schema, place=endpoint.place)
+
 
 def refuse_without_client() -> None:
     """Refuse a recipe that asks judges where the openai package is not installed."""
@@ -138,31 +165,9 @@ def refuse_without_client() -> None:
         ) from None
 
 
-def _reply(endpoint: Endpoint, found: Any) -> Reply | CallProblem:
-    try:
-        choice = found.choices[0]
-        text = choice.message.content
-    except (AttributeError, IndexError, TypeError):
-        return CallProblem(f"{endpoint.place} answered without a choice", "strange")
-    if not isinstance(text, str):
-        text = ""
-    usage = getattr(found, "usage", None)
-    return Reply(text, _count(usage, "prompt_tokens"), _count(usage, "completion_tokens"))
-
-
 def _count(usage: Any, name: str) -> int:
     value = getattr(usage, name, 0)
     return value if isinstance(value, int) and 0 <= value <= MOST_TOKENS else 0
-
-
-def _status_problem(endpoint: Endpoint, error: Any, with_schema: bool) -> CallProblem:
-    status = error.status_code
-    said = f"{endpoint.place} answered {status}: {printable(_said(error))[:200]}"
-    if status in (401, 403):
-        return CallProblem(f"{said} (its key comes from {endpoint.key_source})", str(status), again=False, key=True)
-    if status >= 500 or status in AGAIN:
-        return CallProblem(said, str(status), rest_s=_retry_after(error.response.headers))
-    return CallProblem(said, str(status), again=False, schema=with_schema and status in (400, 422), place=endpoint.place)
 
 
 def _said(error: Any) -> str:
@@ -173,21 +178,22 @@ def _said(error: Any) -> str:
 
 
 def _retry_after(headers: Any) -> float | None:
-    """Seconds by Retry-After (seconds or a date) or retry-after-ms; None if neither says so."""
+    """Seconds by Retry-After (seconds or a date) or retry-after-ms; None if neither says so, or names a time that is over.
+
+    Whoever says "at once" and refuses again would have all retries within a moment; those wait as if it had said nothing.
+    """
     try:
         if "retry-after-ms" in headers:
-            return min(LONGEST_REST_S, max(0.0, float(headers["retry-after-ms"]) / 1000))
-        said = headers.get("retry-after")
-        if said is None:
-            return None
-        if said.strip().replace(".", "", 1).isdigit():
-            return min(LONGEST_REST_S, float(said))
-        moment = email.utils.parsedate_to_datetime(said).timestamp()
-        return min(LONGEST_REST_S, max(0.0, moment - time.time()))
+            asked = float(headers["retry-after-ms"]) / 1000
+        else:
+            said = headers.get("retry-after", "").strip()
+            plain = said.replace(".", "", 1).isdigit()
+            asked = float(said) if plain else email.utils.parsedate_to_datetime(said).timestamp() - time.time()
     except (ValueError, TypeError, OverflowError):
         return None
+    return min(LONGEST_REST_S, asked) if asked >= SHORTEST_REST_S else None
 
 
 def _cause(error: BaseException) -> str:
     cause = error.__cause__ or error
-    return printable(str(cause) or type(cause).__name__)[:200]
+    return str(cause) or type(cause).__name__

@@ -5,7 +5,7 @@ A recipe never holds a key: it names an environment variable or a file that does
 
 from pathlib import Path
 from typing import Literal, Self
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import Field, model_validator
 
@@ -33,7 +33,16 @@ class JudgeEndpointSection(Section):
             raise ValueError("azure_endpoint needs api_version")
         if self.api_key_env and self.api_key_file:
             raise ValueError("an endpoint has api_key_env or api_key_file, not both")
+        if address.scheme not in ("http", "https") or not address.hostname or not _port_fits(address):
+            raise ValueError("an endpoint has an address such as http://127.0.0.1:8000/v1")
         return self
+
+
+def _port_fits(address: SplitResult) -> bool:
+    try:
+        return address.port != 0
+    except ValueError:
+        return False
 
 
 class PriceSection(Section):

@@ -18,7 +18,7 @@ from sensorium.rewards.intake import group_scores_of, scores_of
 from sensorium.rewards.judgements import JudgementCache, JudgementKeys, JudgementMemory, Scores, judgement_keys
 from sensorium.rewards.protocol import ComparingTerm, GroupTerm, RewardTerm, Term
 from sensorium.vocabulary.episode import Episode, Group, Status
-from sensorium.vocabulary.errors import JudgeOffline, JudgeRefusal, RewardFailure, TaskError
+from sensorium.vocabulary.errors import JudgeOffline, JudgeRefusal, RecordError, RewardFailure, TaskError
 from sensorium.vocabulary.plain import attempt, printable, words
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
@@ -238,8 +238,8 @@ class Scorer:
         except WorkerFailure as refused:
             return RewardFailure(f"{refused}, so '{term.name}' was not asked")
         self._counts[term.name].add(call.seconds)
-        if isinstance(call.error, JudgeOffline):  # a missing score would hide that the run is not repeated
-            raise call.error
+        if isinstance(call.error, JudgeOffline | RecordError):
+            raise call.error  # a missing score would hide that the run is not repeated, or that its files are unusable
         if call.error is not None:
             return call.error
         try:
