@@ -18,6 +18,7 @@ from sensorium.rewards.timestamps import timestamp_format
 from sensorium.rewards.token_length import TokenLength
 from sensorium.vocabulary.caption_questions import (
     CANNOT,
+    CaptionQuestion,
     draws,
     first_letter,
     plain_choices,
@@ -51,6 +52,7 @@ ROW = {"question": "Which colour?", "choices": ["A. blue", "B. red", "C. green",
         ("[599:59] a", 1),
         ("[600:00] a", 0),
         ("[00:01 - 600:00] a [00:02] b", 0.75),
+        ("[00:01\u00a0-\u00a000:05] a [٠٠:٠٣] b", 1),
     ],
 )
 def test_the_format_reward_is_as_published(caption: str, paid: float) -> None:
@@ -104,6 +106,22 @@ def test_a_reader_that_says_the_answer_is_before_its_letter_has_answered(said: s
     assert first_letter(said) == "B"
     assert first_letter("A") == "A"
     assert first_letter("Answer") == "A"
+
+
+def test_the_thoughts_of_a_reader_are_no_answer() -> None:
+    assert first_letter("<think>A or so</think>\n\nThe answer is B.") == "B"
+    with pytest.raises(ValueError, match="only thinks"):
+        first_letter("<think>\nOkay, the caption says")
+
+
+def test_options_of_rows_with_small_letters_are_read_as_caprl_sends_them() -> None:
+    assert question_of_block("Which colour?\n   - a) blue\n   - b) a) red", "B") == CaptionQuestion(
+        "Which colour?", ("blue", "a) red"), 1
+    )
+    offered = "Which colour?\n   - A) blue\n   - B) red\n   - C) Can not answer based on the caption"
+    assert question_of_block(offered, "B").choices == ("blue", "red")
+    with pytest.raises(ValueError, match="letter of its place"):
+        question_of_block("Which shape?\n   - A) round\n   - E) odd\n   - C) flat", "C")
 
 
 def test_draws_shuffle_relabel_and_offer_a_way_out() -> None:

@@ -63,6 +63,9 @@ def test_tokens_are_counted_on_both_sides_of_the_thought() -> None:
     ends = (2, 5, 13, 20, len(text), len(text))  # the last one is a stop token: it has no text
     found = written_memory(Segment("model", (1,) * 6, text=text, byte_ends=ends), 99)
     assert (found.think_tokens, found.memory_tokens) == (2, 3)
+    opened = tuple(end + len("<think>") for end in (0, *ends))  # what opens the thought is not part of it
+    found = written_memory(Segment("model", (1,) * 7, text="<think>" + text, byte_ends=opened), 99)
+    assert (found.think_tokens, found.memory_tokens) == (2, 3)
     lost = written_memory(Segment("model", (1,) * 6, text="hm", byte_ends=(1, 2)), 99)
     assert (lost.description, lost.think_tokens) == (None, 99)
 

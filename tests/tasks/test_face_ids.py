@@ -19,7 +19,10 @@ def test_the_example_of_the_page() -> None:
     assert found == {3: "<face_5> waves to <face_4>", 4: "<face_4> leaves"}
 
 
-@pytest.mark.parametrize("spelling", ["<face_1>", "<face 1>", "face_1", "Face 1", "[face_1]", "< FACE-1 >", "face1"])
+@pytest.mark.parametrize(
+    "spelling",
+    ["<face_1>", "<face 1>", "face_1", "Face 1", "[face_1]", "< FACE-1 >", "face1", "(face_1)", "<face_1", "face_1>"],
+)
 def test_every_spelling_of_a_face_is_taken(spelling: str) -> None:
     assert rewrite_faces({4: f"so {spelling} leaves"}, MAPS, 5) == {4: "so <face_4> leaves"}
 

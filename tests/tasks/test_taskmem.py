@@ -127,8 +127,10 @@ def test_the_planner_tells_generated_clips_what_was_written() -> None:
     assert all("pink away" in task.metadata["history"] for task in planner.draw(8).tasks)
 
 
-@pytest.mark.parametrize("fence", ["```json\n%s\n```", "\n\n```\n%s```\n", "%s", " ```JSON %s ``` "])
+@pytest.mark.parametrize(
+    "fence",
+    ["```json\n%s\n```", "\n\n```\n%s```\n", "%s", " ```JSON %s ``` ", "```json\n%s", "%s\n```", "json\n%s", "`%s`"],
+)
 def test_a_memory_may_stand_in_a_fence_of_backticks(fence: str) -> None:
     assert parse_memory("hm</think>" + fence % '{"description": "a `red` square"}') == "a `red` square"
     assert parse_memory("hm</think>" + fence % '{"description": "a"} and more') is None
-    assert parse_memory("hm</think>```json\n" + '{"description": "a"}') is None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sensorium.vocabulary.episode import Segment
-from sensorium.vocabulary.memory import END_OF_THOUGHT, faces_are_spelled, parse_memory
+from sensorium.vocabulary.memory import END_OF_THOUGHT, START_OF_THOUGHT, faces_are_spelled, parse_memory
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,13 @@ def written_memory(response: Segment, max_response_tokens: int) -> WrittenMemory
     description = parse_memory(response.text)
     if description is None:
         return WrittenMemory(None, max_response_tokens, 0)
-    start = len(response.text[: response.text.index(END_OF_THOUGHT)].encode())
+    thought = response.text.partition(END_OF_THOUGHT)[0]
+    opening, mark, _ = thought.partition(START_OF_THOUGHT)
+    first = len((opening + mark).encode()) if mark else 0
+    last = len(thought.encode())
     ends = response.byte_ends
-    before = sum(end <= start and end > 0 for end in ends)
-    counted = sum(end > (ends[i - 1] if i else 0) for i, end in enumerate(ends))  # a stop token has no text
-    return WrittenMemory(description, before, counted - before)
+    with_text = [end for i, end in enumerate(ends) if end > (ends[i - 1] if i else 0)]  # a stop token has no text
+    return WrittenMemory(description, sum(first < end <= last for end in with_text), sum(end > last for end in with_text))
 
 
 def is_correct(pay: MemoryPay, memory: WrittenMemory, judged: float, label: float) -> bool:

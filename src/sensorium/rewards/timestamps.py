@@ -8,7 +8,7 @@ from sensorium.vocabulary.errors import RewardFailure
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 
-STAMP = re.compile(r"\[(\d{1,3}):(\d{2})(?:\s*-\s*(\d{1,3}):(\d{2}))?\]", re.ASCII)
+STAMP = re.compile(r"\[(\d{1,3}):(\d{2})(?:\s*-\s*(\d{1,3}):(\d{2}))?\]")
 
 MOST_MINUTES = 599
 

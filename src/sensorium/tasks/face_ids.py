@@ -21,8 +21,11 @@ from typing import Any
 from sensorium.vocabulary.errors import TaskError
 
 TAG = re.compile(
-    r"<\s*face[\s_-]*(\d+)\s*>|\[\s*face[\s_-]*(\d+)\s*\]|(?<![A-Za-z<\[])face[\s_-]*(\d+)", re.IGNORECASE | re.ASCII
+    r"<\s*face[\s_-]*(\d+)\s*>|\[\s*face[\s_-]*(\d+)\s*\]|\(\s*face[\s_-]*(\d+)\s*\)"
+    r"|(?:<\s*|(?<![A-Za-z]))face[\s_-]*(\d+)>?",
+    re.IGNORECASE | re.ASCII,
 )
+"""A face in any spelling: in angles, brackets or parentheses, bare, or in an angle that is not closed. Not "surface 3"."""
 FaceMaps = Mapping[int, Mapping[int, int]]
 """Global to local ids, by clip."""
 

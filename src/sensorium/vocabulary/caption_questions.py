@@ -17,12 +17,15 @@ from string import ascii_uppercase
 from typing import Any
 
 CANNOT = "can not answer"
+CAPRL_CANNOT = "Can not answer based on the caption"
+"""The same option in CapRL's data; every draw adds its own."""
 MOST_CHOICES = len(ascii_uppercase) - 1
 LETTERED = re.compile(r"\s*\(?([A-Za-z])\s*[.):、]\s*(?=\S)", re.ASCII)
 PREAMBLE = re.compile(
     r"^\W*(?:the\s+)?(?:correct\s+)?(?:answer|option)\b(?:\s+is\b)?\W*(?=[A-Za-z])", re.ASCII | re.IGNORECASE
 )
-OPTION_LINE = re.compile(r"^\s*-?\s*\(?([A-Z])[.)]\s*(.*\S)\s*$")
+OPTION_LINE = re.compile(r"^\s*(?:-\s*\(?([A-Za-z])|\(?([A-Z]))[.)]\s*(.*\S)\s*$", re.ASCII)
+"""An option of CapRL's wire form, ``- A) x``. Rows that say "a) x" come as ``- a) x``; without the dash, capitals only."""
 
 PROMPTS = {
     "plain": (
@@ -98,14 +101,18 @@ def question_of_block(block: Any, letter: Any) -> CaptionQuestion:
     if not isinstance(block, str):
         raise ValueError(f"a question is a text with its options, not {block!r:.80}")
     lines = block.rstrip().split("\n")
-    found = [OPTION_LINE.match(line) for line in lines]
-    first = next((i for i, match in enumerate(found) if match and match[1] == "A"), len(lines))
+    found = [_option(line) for line in lines]
+    first = next((i for i, option in enumerate(found) if option and option[0] == "A"), len(lines))
     options: list[str] = []
-    for line, match in zip(lines[first:], found[first:], strict=True):
-        if match and match[1] == ascii_uppercase[len(options) % 26]:
-            options.append(match[2])
+    for line, option in zip(lines[first:], found[first:], strict=True):
+        if option and option[0] == ascii_uppercase[len(options) % 26]:
+            options.append(option[1])
+        elif option and line.lstrip().startswith("-"):
+            raise ValueError(f"the option {line.strip()!r:.60} does not have the letter of its place")
         elif options and line.strip():
             options[-1] += f" {line.strip()}"
+    if options[2:] and options[-1] == CAPRL_CANNOT:
+        options.pop()
     return question_of({"question": "\n".join(lines[:first]), "choices": options, "answer": letter})
 
 
@@ -141,12 +148,21 @@ def draws(questions: Sequence[CaptionQuestion], number: int, random: Random) -> 
 def first_letter(reply: str) -> str:
     """The answer in a reader's reply: its first letter, in upper case. ValueError if it has none.
 
-    Of "The answer is B" and "Answer: B" that is B.
+    Of "The answer is B" and "Answer: B" that is B. Thoughts are no answer: what counts follows ``</think>``.
     """
-    found = re.search(r"[A-Za-z]", PREAMBLE.sub("", reply))
+    _, end, answer = reply.rpartition("</think>")
+    if not end and answer.lstrip().startswith("<think>"):
+        raise ValueError("the reader only thinks: it needs more tokens, or to be served without thinking")
+    found = re.search(r"[A-Za-z]", PREAMBLE.sub("", answer))
     if found is None:
         raise ValueError("the answer has no letter")
     return found[0].upper()
+
+
+def _option(line: str) -> tuple[str, str] | None:
+    """The letter, in upper case, and the text of a line that is an option."""
+    found = OPTION_LINE.match(line)
+    return None if found is None else ((found[1] or found[2]).upper(), found[3])
 
 
 def _place(answer: Any, given: Sequence[str], choices: Sequence[str]) -> int:

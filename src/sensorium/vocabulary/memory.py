@@ -3,25 +3,26 @@
 import json
 import re
 
+START_OF_THOUGHT = "<think>"
 END_OF_THOUGHT = "</think>"
 FACE = re.compile(r"(?<![A-Za-z])face[\s_-]*(\d+)", re.IGNORECASE | re.ASCII)
 """A face in any spelling; "surface 3" names none."""
 
 
-FENCED = re.compile(r"\s*```(?:json)?\s*(.*?)\s*```\s*", re.DOTALL | re.IGNORECASE)
+FENCE = "`jsonJSON"
+"""What a fence is made of: three backticks and "json", or what is left of them."""
 
 
 def parse_memory(text: str) -> str | None:
     """The memory of a response: exactly one ``</think>``, then JSON with the one key ``description``, not empty.
 
-    The JSON may stand in a fence of three backticks, as models like to write it.
+    The JSON may stand in a fence of three backticks, as models like to write it, or in a part of one, as TaskMem reads it.
     """
     _, end, rest = text.partition(END_OF_THOUGHT)
     if not end or END_OF_THOUGHT in rest:
         return None
     try:
-        fenced = FENCED.fullmatch(rest)
-        found = json.loads(fenced[1] if fenced else rest)
+        found = json.loads(rest.strip().strip(FENCE))
     except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or list(found) != ["description"]:
