@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from sensorium.judges.endpoints import Endpoint
 
 LONGEST_REST_S = 60.0
+DOUBLINGS = 10  # more would rest longer than LONGEST_REST_S anyway, and overflow after a thousand failures
 
 
 @dataclass
@@ -54,7 +55,7 @@ class EndpointPool:
         """A call failed; the endpoint rests as long as it asked for, or longer with every failure."""
         member.open -= 1
         member.failures += 1
-        usual = min(LONGEST_REST_S, 2.0 ** (member.failures - 1))
+        usual = min(LONGEST_REST_S, 2.0 ** min(member.failures - 1, DOUBLINGS))
         if len(self.members) == 1 and rest_s is None:
             usual = 0.0  # there is no other to go to; who asked waits by itself
         member.rests_until = time.monotonic() + (usual if rest_s is None else rest_s)
