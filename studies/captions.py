@@ -1,13 +1,14 @@
 """Caption RL over HTTP: a tiny captioner is paid by what a reader behind a reward service answers from its captions.
 
-    python studies/captions.py [image|video …] [seed=1 …] [second=FOLDER|none] [resume]
+    python studies/captions.py [image|video …] [seed=1 …] [second=FOLDER|none] [results=FOLDER] [resume] [steps=2 …]
 
 The shipped captioner says too little of what it sees. It is trained by tiny/caprl_image or tiny/caprl_video against
 `sensorium serve reward package:caption_reader`. Then captions of 600 held-out pictures or videos are read: before and
-after, sampled and greedy; with pictures swapped; and by a second reader that took no part in training and learned from
-other words (tiny/caption_reader_other, trained here unless ``second`` names a checkpoint of it, or none). Writes
-studies/results/captions_image.json and captions_video.json, seed by seed. With ``resume`` training goes on where an earlier
-call of the study ended.
+after, sampled and greedy; with pictures swapped; and by readers that took no part in training: one that learned from
+other words (tiny/caption_reader_other, trained here unless ``second`` names a checkpoint of it, or none), and one that was
+never trained (word_reader.py). Writes captions_image.json and captions_video.json into studies/results (or ``results``),
+seed by seed, each with what its readers know. With ``resume`` training goes on where an earlier call of the study ended.
+Other keys (``steps=2``) change the captioner's recipe: for a try, with its results elsewhere.
 """
 
 import fcntl
@@ -18,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,16 @@ from sensorium.recipe.load import load_recipe
 from sensorium.record.checkpoint_files import checkpoint_of_run
 from sensorium.report.console import ConsoleWatcher
 from sensorium.services.model_workers import free_port
+from sensorium.tasks.caption_reading import CaptionReading
 from sensorium.tasks.captioned_shapes import CaptionedShapes
 from sensorium.trainer.run import train
 from studies.seeds import chosen_seeds, circumstances, cpu_minutes
+from studies.word_reader import letter_of, word_reader
 
 RESULTS = Path(__file__).parent / "results"
 FOLDER = Path("runs") / "study_captions"
 READERS = {"first": "package:caption_reader", "second": "tiny/caption_reader_other"}
+WORDS = "word"
 KINDS = {"image": "picture", "video": "video"}
 QUIET = ["threads=1", "evaluation.every=0", "evaluation.at_start=false", "health.sight_tasks=0", "model.device=cpu"]
 UNSEEN = "tasks.evaluate.0.options.seed=7"
@@ -58,9 +62,9 @@ def trained(name: str, *overrides: str) -> Path:
 def reward_service(reader: str, kind: str) -> Iterator[str]:
     """A reward service with one worker, in processes of their own."""
     port = free_port()
-    command = [sys.executable, "-m", "sensorium.cli.main", "serve", "reward", reader, "--port", str(port)]
-    options = ["--prompt", "short", "--all-qa", "--worker-port", "0", "--task", kind]
-    server = subprocess.Popen([*command, *options, "--worker-option=--threads=1"])
+    asked = ["--reader", reader, "--model", WORDS] if reader.startswith("http") else [reader, "--worker-option=--threads=1"]
+    command = [sys.executable, "-m", "sensorium.cli.main", "serve", "reward", *asked, "--port", str(port)]
+    server = subprocess.Popen([*command, "--prompt", "short", "--all-qa", "--worker-port", "0", "--task", kind])
     address, until = f"http://127.0.0.1:{port}", time.monotonic() + START_S
     try:
         while not answers(address):
@@ -86,8 +90,14 @@ def reading(reader: str, kind: str, name: str) -> dict[str, float]:
     """The share of questions that a reader answers right: from captions of held-out things, from none, from wrong ones."""
     found = {}
     for caption in ("own", "blank", "swapped"):
-        options = f"{{kind: {KINDS[kind]}, split: test, size: 512, telling: 1.0, seed: 7, caption: {caption}}}"
-        evaluated = f"tasks.evaluate=[{{source: caption_reading, options: {options}}}]"
+        options: dict[str, Any] = {"kind": KINDS[kind], "split": "test", "size": 512, "telling": 1.0, "seed": 7}
+        options["caption"] = caption
+        if name == WORDS:
+            tasks = CaptionReading(store=MediaStore(), **options)
+            right = [letter_of(tasks[i].messages[0].text) == tasks[i].answer for i in range(len(tasks))]
+            found[caption] = sum(right) / len(right)
+            continue
+        evaluated = f"tasks.evaluate={json.dumps([{'source': 'caption_reading', 'options': options}])}"
         recipe = load_recipe("tiny/caption_reader", [evaluated, "evaluation.temperature=0", *QUIET])
         folder = FOLDER / f"{name}_reader_{kind}_{caption}"
         found[caption] = float(evaluate_into(folder, recipe, reader, fresh=True)["accuracy"])
@@ -104,25 +114,26 @@ def measured(kind: str, model: str, folder: Path, overrides: Sequence[str]) -> d
     return found
 
 
-def study(kind: str, seed: int, readers: dict[str, str]) -> Iterator[dict[str, Any]]:
+def study(kind: str, seed: int, readers: Mapping[str, str], changes: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Train one captioner with one seed, and measure it before and after: what is known so far, reader by reader."""
     spent = cpu_minutes()
     before = load_recipe(f"tiny/caprl_{kind}").model.path
-    found: dict[str, Any] = {"seed": seed}
+    found: dict[str, Any] = {"seed": seed, "readers": {}}
     for name, reader in readers.items():
         beside = "" if name == "first" else f", {name} reader"
         with reward_service(reader, kind) as url:
             own = [f'rewards.terms.0.options.servers=["{url}"]', f"seed={seed}"]
             if name == "first":
-                after = str(trained(f"tiny/caprl_{kind}", f"name=study_caprl_{kind}_{seed}", *own, *QUIET))
+                after = str(trained(f"tiny/caprl_{kind}", f"name=study_caprl_{kind}_{seed}", *own, *QUIET, *changes))
             looks = {f"before{beside}": (before, own), f"after{beside}": (after, own)}
             if name == "first":
                 swapped = [*own, "tasks.evaluate.0.options.picture=swapped"]
                 looks[f"after, {KINDS[kind]}s swapped"] = (after, swapped)
                 found[f"chance with {KINDS[kind]}s swapped"] = chance_swapped(kind)
-            for look, (model, changes) in looks.items():
-                found[look] = measured(kind, model, FOLDER / f"{kind}_{seed}" / look.replace(" ", "_"), changes)
+            for look, (model, overrides) in looks.items():
+                found[look] = measured(kind, model, FOLDER / f"{kind}_{seed}" / look.replace(" ", "_"), overrides)
                 print(kind, seed, look, {mode: row["terms"]["caption_qa"] for mode, row in found[look].items()}, flush=True)
+        found["readers"][name] = reading(reader, kind, name)
         yield found | {"gains": gains(found), "cpu_minutes": round(cpu_minutes() - spent, 1), **circumstances()}
 
 
@@ -137,46 +148,51 @@ def chance_swapped(kind: str) -> float:
 
 
 def gains(found: dict[str, Any]) -> dict[str, float]:
-    """By how much more questions are answered after training."""
+    """By how much more questions are answered after training, reader by reader."""
+    besides = ["" if name == "first" else f", {name} reader" for name in found["readers"]]
     return {
         f"{mode}{reader}": found[f"after{reader}"][mode]["terms"]["caption_qa"]
         - found[f"before{reader}"][mode]["terms"]["caption_qa"]
         for mode in ("sampled", "greedy")
-        for reader in ("", ", second reader")
-        if f"after{reader}" in found
+        for reader in besides
     }
 
 
-def keep(kind: str, run: dict[str, Any], readers: dict[str, dict[str, float]]) -> dict[str, Any]:
+def keep(results: Path, kind: str, run: dict[str, Any]) -> dict[str, Any]:
     """Put one seed's run into the result file, beside those of other seeds; returns the least gains of all."""
-    place = RESULTS / f"captions_{kind}.json"
+    results.mkdir(parents=True, exist_ok=True)
+    place = results / f"captions_{kind}.json"
     with place.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        earlier = json.loads(place.read_text()) if place.exists() else {"runs": [], "readers": {}}
-        others = [one for one in earlier["runs"] if one["seed"] != run["seed"]]
-        runs, readers = sorted([run, *others], key=lambda one: one["seed"]), earlier["readers"] | readers
+        earlier = json.loads(place.read_text())["runs"] if place.exists() else []
+        runs = sorted([run, *(one for one in earlier if one["seed"] != run["seed"])], key=lambda one: one["seed"])
         names = sorted({name for one in runs for name in one["gains"]})
         least = {name: min(one["gains"][name] for one in runs if name in one["gains"]) for name in names}
-        result = {"command": f"python studies/captions.py {kind}", "least gains": least, "readers": readers, "runs": runs}
+        result = {"command": f"python studies/captions.py {kind}", "least gains": least, "runs": runs}
         place.write_text(json.dumps(result, indent=1) + "\n")
     return least
 
 
-def main() -> None:
+def main(words: Sequence[str]) -> None:
     """Run the named studies, or both."""
-    kinds = [word for word in sys.argv[1:] if word in KINDS] or list(KINDS)
-    second = next((word.removeprefix("second=") for word in sys.argv[1:] if word.startswith("second=")), "")
+    kinds = [word for word in words if word in KINDS] or list(KINDS)
+    named = dict(word.split("=", 1) for word in words if "=" in word)
+    second, results = named.pop("second", ""), Path(named.pop("results", str(RESULTS)))
+    named.pop("seed", None)
+    changes = [f"{key}={value}" for key, value in named.items()]
+    if changes and results == RESULTS:
+        raise SystemExit(f"{changes[0]} makes another study: say where its results go (results=FOLDER)")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     readers = {"first": READERS["first"]}
     if second != "none":
         readers["second"] = second or str(trained(READERS["second"], "threads=1"))
-    for kind in kinds:
-        for seed in chosen_seeds(sys.argv[1:]):
-            read: dict[str, dict[str, float]] = {}
-            for run, (name, reader) in zip(study(kind, seed, readers), readers.items(), strict=True):
-                read[name] = reading(reader, kind, name)
-                print(json.dumps(keep(kind, run, read), indent=1), flush=True)
+    with word_reader() as url:
+        readers[WORDS] = url
+        for kind in kinds:
+            for seed in chosen_seeds(words):
+                for run in study(kind, seed, readers, changes):
+                    print(json.dumps(keep(results, kind, run), indent=1), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
