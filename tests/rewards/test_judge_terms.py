@@ -24,7 +24,7 @@ from sensorium.rewards.scorer import Scorer
 from sensorium.rewards.scoring import score_groups
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.episode import Episode, Group, Segment, Status, Thread, Turn
-from sensorium.vocabulary.errors import JudgeOffline, RecipeError
+from sensorium.vocabulary.errors import JudgeOffline, RecipeError, UnknownJudge
 from sensorium.vocabulary.score import by_name
 from sensorium.vocabulary.task import Task
 from tests.judges.server import Answer, Judge, JudgeServer, judge_server, said, section_of
@@ -378,3 +378,12 @@ def test_what_a_term_measures_beside_is_not_part_of_what_it_paid(tmp_path: Path)
     row = episode_metrics([replace(MEMORY_GROUP, episodes=tuple(episodes))], Selection())
     assert row["reward/episodic_memory"] == pytest.approx(row["reward/mean"])
     assert row["reward/episodic_memory/judged"] == pytest.approx(2 / 3)
+
+
+def test_a_judge_whose_key_is_not_there_is_refused_before_anything_is_sampled(tmp_path: Path) -> None:
+    section = JudgesSection(endpoints={"judge": [{"base_url": "http://127.0.0.1:9/v1", "api_key_env": "NO_KEY_HERE"}]})
+    with (
+        pytest.raises(UnknownJudge, match="NO_KEY_HERE, which is not set"),
+        scorer_of([("judge", RATE)], section, tmp_path),
+    ):
+        pass

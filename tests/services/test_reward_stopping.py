@@ -1,7 +1,11 @@
-"""How a reward service ends: what is under way is finished, and no worker outlives it or ends before it."""
+"""How a reward service starts and ends: what cannot work is said in a paragraph, what is under way is finished, and no
+worker outlives it or ends before it."""
 
+import asyncio
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,10 +15,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from sensorium.services.model_workers import ModelWorker, free_port
+from sensorium.cli.main import run_command
+from sensorium.services.application import serve_until_stopped
+from sensorium.services.model_workers import ModelWorker, ModelWorkers, free_port
+from sensorium.services.reward_service import make_reward_app
+from sensorium.vocabulary.errors import EngineLost, RecipeError
 
 from . import text_reader
-from .test_reward_service import BAD, GOOD, ROW, SILENT
+from .test_reward_service import BAD, GOOD, ROW, SILENT, make_service
 
 
 @pytest.mark.usefixtures("forked_python")
@@ -76,3 +84,56 @@ def _accepts(address: str) -> bool:
     except httpx.TransportError:
         return False
     return True
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--reader", "http://127.0.0.1:9/v1", "--port", "70000"], "--port: there is no port 70000"),
+        (["--reader", "127.0.0.1:9"], "--reader: an endpoint has an address such as"),
+        (["--reader", "http://127.0.0.1:9/v1", "--reader-key-env", "NO_KEY_HERE"], "NO_KEY_HERE, which is not set"),
+        (["no_such_checkpoint", "--worker-port", "65535", "--workers", "2"], "there is no port 65536"),
+    ],
+)
+def test_a_service_that_cannot_work_is_refused(options: list[str], told: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(told)):
+        run_command("serve", ["reward", *options, *([] if "--port" in options else ["--port", "0"])])
+
+
+def test_a_port_that_somebody_else_has_is_no_worker_s(tmp_path: Path) -> None:
+    """A stranger that answers /health would be asked in the worker's place, and told its key."""
+    with text_reader.Server(("127.0.0.1", 0), text_reader.Reader) as stranger:
+        threading.Thread(target=stranger.serve_forever, daemon=True).start()
+        port = stranger.server_address[1]
+        workers = ModelWorkers([ModelWorker([sys.executable, "-c", "import time; time.sleep(600)"], free_port())])
+        workers.workers.append(ModelWorker(workers.workers[0].command, port))
+        service = make_service(tmp_path, f"http://127.0.0.1:{port}/v1")
+        app = make_reward_app(service, around=workers.running)
+        with socket.create_server(("127.0.0.1", 0)) as listening, pytest.raises(EngineLost, match=f"port {port} cannot"):
+            serve_until_stopped(app, listening, "rewards", "")
+        stranger.shutdown()
+    assert workers.workers[0].process is not None
+    assert not workers.workers[0].alive, "those that had been started are ended"
+
+
+def test_a_worker_that_cannot_be_started_again_is_said_and_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
+    worker = ModelWorker([sys.executable, text_reader.__file__, "{port}"], free_port())
+    workers = ModelWorkers([worker])
+
+    async def live() -> None:
+        async with workers.running():
+            assert workers.states()[0]["ready"]
+            assert worker.process is not None
+            worker.process.kill()
+            worker.process.wait()
+            with socket.create_server(("127.0.0.1", worker.port)):
+                while not worker.restarts:
+                    await asyncio.sleep(0.01)
+                assert not workers.states()[0]["ready"]
+            while not workers.states()[0]["ready"]:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(live())
+    told = capsys.readouterr().err
+    assert "died (code -9)" in told
+    assert f"cannot be started: a worker's port {worker.port}" in told

@@ -75,7 +75,7 @@ def configure(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Serve until it is interrupted."""
     try:
-        from sensorium.services.application import MIB, listen, serve_until_stopped
+        from sensorium.services.application import MIB, listen, refuse_port, serve_until_stopped
         from sensorium.services.reward_service import RewardService, RewardSettings, make_reward_app
     except ImportError as error:
         raise RecipeError(f"serve needs FastAPI and uvicorn: pip install 'sensorium[serve]' ({error}).") from error
@@ -101,6 +101,7 @@ def run(arguments: Namespace) -> int:
     urls = list(arguments.reader)
     if arguments.checkpoint:
         first = port + WORKER_GAP if arguments.worker_port < 0 else arguments.worker_port
+        refuse_port(first + arguments.workers - 1 if first else 0, "--worker-port (of the last worker)")
         devices = [device for device in arguments.devices.split(",") if device]
         workers, key_env = model_workers(arguments.checkpoint, arguments.workers, first, arguments.worker_option, devices)
         urls, served = [f"{worker.url}/v1" for worker in workers.workers], "reader"
@@ -117,6 +118,7 @@ def run(arguments: Namespace) -> int:
         store = MediaStore(Path(folder) / "media")
         cache = Path(arguments.cache).expanduser() if arguments.cache else Path(folder) / "judgements.sqlite"
         client = JudgeClient(judges_section(urls, served, key_env, cache, arguments.calls), store)
+        client.refuse_without_keys("reader")
         service = RewardService(settings, client, store)
         if workers is not None:
             service.workers = workers.states
@@ -129,9 +131,14 @@ def run(arguments: Namespace) -> int:
 
 def judges_section(urls: list[str], served: str, key_env: str, cache: Path | None, calls: int) -> Any:
     """The readers as the client of judges knows them."""
+    from pydantic import ValidationError
+
     from sensorium.recipe.judge_section import JudgeEndpointSection, JudgesSection
 
-    endpoints = tuple(JudgeEndpointSection(base_url=url, model=served, api_key_env=key_env) for url in urls)
+    try:
+        endpoints = tuple(JudgeEndpointSection(base_url=url, model=served, api_key_env=key_env) for url in urls)
+    except ValidationError as error:
+        raise RecipeError(f"--reader: {error.errors()[0]['msg'].removeprefix('Value error, ')}.") from None
     return JudgesSection(endpoints={"reader": endpoints}, cache=cache, concurrency=calls, retries=12, total_deadline_s=600)
 
 

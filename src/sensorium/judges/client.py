@@ -79,6 +79,12 @@ class JudgeClient:
             )
         refuse_without_client()
 
+    def refuse_without_keys(self, model: str) -> None:
+        """Refuse a model with an endpoint whose key is not where it should be, unless the run is offline."""
+        if not self.section.offline:
+            for endpoint in self.endpoints.get(model, ()):
+                endpoint.secret()
+
     async def ask(self, request: JudgeRequest, *, about: tuple[str, ...] = (), term: str = "") -> JudgeAnswer:
         """The answer to a question; ``about`` are the ids of the episodes it is asked for. Awaitable in any event loop."""
         return await asyncio.wrap_future(self._submit(self._ask(request, about, term)))

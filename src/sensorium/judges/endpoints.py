@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from sensorium.recipe.judge_section import JudgeEndpointSection, JudgesSection
-from sensorium.vocabulary.errors import RecipeError
+from sensorium.vocabulary.errors import RecipeError, UnknownJudge
 
 CONFIG_VARIABLE = "M3_API_CONFIG"
 FIELDS = ("azure_endpoint", "api_version", "api_key", "base_url", "model", "api_key_env", "api_key_file")
@@ -65,10 +65,10 @@ class Endpoint:
         return f"the file '{self.key_file}'" if self.key_file else "the file of endpoints" if self.key else "nowhere"
 
     def secret(self) -> Secret | None:
-        """The key, read now; None where there is none. RecipeError says where it should have been."""
+        """The key, read now; None where there is none. UnknownJudge says where it should have been."""
         found = self._read_secret()
         if found is not None and not (found.reveal().isascii() and found.reveal().isprintable()):
-            raise RecipeError(
+            raise UnknownJudge(
                 f"judges: the key of '{self.model}' at {self.place}, from {self.key_source}, has a character that no key "
                 "can have: a line break, a tab or one beyond ASCII. Put the key alone there."
             )
@@ -78,7 +78,7 @@ class Endpoint:
         if self.key_env:
             key = os.environ.get(self.key_env, "").strip()
             if not key:
-                raise RecipeError(
+                raise UnknownJudge(
                     f"judges: the key of '{self.model}' at {self.place} should be in the environment variable "
                     f"{self.key_env}, which is not set. Set it where the run is started."
                 )
@@ -87,7 +87,7 @@ class Endpoint:
             try:
                 return Secret(self.key_file.expanduser().read_text().strip())
             except (OSError, UnicodeDecodeError) as error:
-                raise RecipeError(
+                raise UnknownJudge(
                     f"judges: the key of '{self.model}' at {self.place} should be in '{self.key_file}', which cannot be "
                     f"read: {error.strerror if isinstance(error, OSError) else 'it is no text'}."
                 ) from None

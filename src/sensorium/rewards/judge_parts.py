@@ -14,12 +14,13 @@ NO_CLIENT = "there is no client of judges here"
 
 
 def client_of(context: RewardContext | None, name: str, *models: str) -> JudgeClient | None:
-    """The run's client of judges, once every model a term asks is known to it."""
+    """The run's client of judges, once every model a term asks is known to it, with its keys."""
     if context is None or context.judges is None:
         return None
     for model in models:
         if model:
             context.judges.refuse_unknown(model)
+            context.judges.refuse_without_keys(model)
     return context.judges
 
 

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any
@@ -16,10 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sensorium import __version__
 from sensorium.services.access import ENVIRONMENT_VARIABLE, allowed, refuse_open
-from sensorium.vocabulary.errors import RecipeError
+from sensorium.vocabulary.errors import RecipeError, SensoriumError
 
 Json = dict[str, Any]
 MIB = 1 << 20
+MOST_PORT = 65535
 
 
 class Refusal(Exception):
@@ -163,10 +165,22 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
     """A listening socket, and the key of the service from the environment; refused beyond this machine without a key."""
     key = os.environ.get(ENVIRONMENT_VARIABLE, "")
     refuse_open(host, key)
+    refuse_port(port, "--port")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), backlog=1024), key
+        return socket.create_server((host, port), family=family, backlog=1024), key
+    except socket.gaierror as error:
+        raise RecipeError(f"cannot listen on '{host}': {error.strerror}; choose another --host.") from error
     except OSError as error:
         raise RecipeError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port.") from error
+
+
+def refuse_port(port: int, option: str) -> None:
+    """Refuse a number that no port has; ``option`` is where it was given. 0 stands for any free one."""
+    if not 0 <= port <= MOST_PORT:
+        raise RecipeError(
+            f"{option}: there is no port {port}; ports are numbered up to {MOST_PORT}, and 0 is any free one."
+        )
 
 
 def serve_until_stopped(
@@ -176,7 +190,41 @@ def serve_until_stopped(
     import uvicorn
 
     drain = None if drain_s is None else max(1, round(drain_s))
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=drain, **options)
+    starting = PlainStart(app)
+    config = uvicorn.Config(starting, log_level="warning", timeout_graceful_shutdown=drain, **options)
     host, port = listening.getsockname()[:2]
-    print(f"serving {what} on http://{host}:{port} ({'with' if key else 'without'} a key)", flush=True)
-    uvicorn.Server(config).run(sockets=[listening])
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    print(f"serving {what} on http://{place} ({'with' if key else 'without'} a key)", flush=True)
+    try:
+        uvicorn.Server(config).run(sockets=[listening])
+    finally:
+        if starting.failure is not None:
+            raise starting.failure
+
+
+class PlainStart:
+    """Hands an application on; should it fail as it starts for a reason that a user can mend, that is kept, not printed."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self.failure: SensoriumError | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand on; the server hears that the start failed, without a traceback."""
+        if scope["type"] != "lifespan":
+            await self.app(scope, receive, send)
+            return
+        failed = "lifespan.startup.failed"
+
+        async def plainly(message: Message) -> None:
+            if message["type"] != failed:
+                await send(message)
+
+        try:
+            await self.app(scope, receive, plainly)
+        except SensoriumError as error:
+            self.failure = error
+            await send({"type": failed})
+        except BaseException as error:
+            await send({"type": failed, "message": "".join(traceback.format_exception(error))})
+            raise

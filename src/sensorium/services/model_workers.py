@@ -20,7 +20,7 @@ from urllib.request import urlopen
 
 from sensorium.services.access import ENVIRONMENT_VARIABLE
 from sensorium.services.application import Json
-from sensorium.vocabulary.errors import EngineLost
+from sensorium.vocabulary.errors import EngineLost, SensoriumError
 
 KEY_VARIABLE = "SENSORIUM_WORKER_KEY"
 LOOK_S = 0.2
@@ -37,6 +37,8 @@ class ModelWorker:
     process: subprocess.Popen[bytes] | None = None
     restarts: int = 0
     started: float = 0.0
+    ready: bool = False
+    """Whether it has answered since it was started; loading a model takes a while, and may fail."""
 
     @property
     def url(self) -> str:
@@ -51,10 +53,18 @@ class ModelWorker:
     def start(self) -> None:
         """Start it, in a session of its own: Ctrl-C in a terminal must not end it before its answers are written.
 
-        Its standard input is a pipe that ends when this process does, however that happens.
+        Its standard input is a pipe that ends when this process does, however that happens. EngineLost where somebody else
+        has its port: that one would be asked in its place, with our key.
         """
+        self.ready, self.started = False, time.monotonic()
+        try:
+            socket.create_server(("127.0.0.1", self.port)).close()
+        except OSError as error:
+            raise EngineLost(
+                f"a worker's port {self.port} cannot be used: {error.strerror}. Choose others by --worker-port (0: any "
+                "free ones), or end who listens there."
+            ) from error
         command = [part.replace("{port}", str(self.port)) for part in self.command]
-        self.started = time.monotonic()
         self.process = subprocess.Popen(
             command,
             env={**os.environ, **self.environment},
@@ -94,15 +104,18 @@ class ModelWorkers:
 
     def states(self) -> list[Json]:
         """How each of them is."""
-        return [{"url": worker.url, "alive": worker.alive, "restarts": worker.restarts} for worker in self.workers]
+        return [
+            {"url": worker.url, "alive": worker.alive, "ready": worker.alive and worker.ready, "restarts": worker.restarts}
+            for worker in self.workers
+        ]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Start all, wait until each answers, and start again those that die; at the end stop them."""
-        for worker in self.workers:
-            worker.start()
         keeping = None
         try:
+            for worker in self.workers:
+                worker.start()
             await self._until_ready()
             keeping = asyncio.create_task(self._keep())
             yield
@@ -114,11 +127,12 @@ class ModelWorkers:
     async def _until_ready(self) -> None:
         until = time.monotonic() + self.start_s
         for worker in self.workers:
-            while not await asyncio.to_thread(worker.answers):
+            while not await self._answers(worker):
                 code = worker.process.poll() if worker.process is not None else None
                 if code is not None or time.monotonic() > until:
                     why = f"ended with code {code}" if code is not None else f"was not ready within {self.start_s:g} s"
-                    raise EngineLost(f"the worker at {worker.url} {why}: {' '.join(worker.command)}. Its errors are above.")
+                    command = " ".join(worker.command).replace("{port}", str(worker.port))
+                    raise EngineLost(f"the worker at {worker.url} {why}: {command}. Its errors are above.")
                 await asyncio.sleep(LOOK_S)
 
     async def _keep(self) -> None:
@@ -126,10 +140,24 @@ class ModelWorkers:
             await asyncio.sleep(LOOK_S)
             for worker in self.workers:
                 rest = min(LONGEST_REST_S, 2.0 ** min(worker.restarts, 10) - 1)
-                if not worker.alive and time.monotonic() - worker.started >= rest:
+                if worker.alive and not worker.ready:
+                    await self._answers(worker)
+                elif not worker.alive and time.monotonic() - worker.started >= rest:
+                    code = worker.process.poll() if worker.process is not None else None
                     worker.restarts += 1
-                    print(f"the worker at {worker.url} died and is started again ({worker.restarts})", file=sys.stderr)
-                    worker.start()
+                    print(
+                        f"the worker at {worker.url} died (code {code}) and is started again ({worker.restarts})",
+                        file=sys.stderr,
+                    )
+                    try:
+                        worker.start()
+                    except (SensoriumError, OSError) as error:  # it is tried again after a while
+                        print(f"the worker at {worker.url} cannot be started: {error}", file=sys.stderr)
+
+    async def _answers(self, worker: ModelWorker) -> bool:
+        """Whether a worker answers; one that once did is ready."""
+        worker.ready = await asyncio.to_thread(worker.answers) and worker.alive
+        return worker.ready
 
 
 def model_workers(

@@ -154,7 +154,7 @@ def make_reward_app(
     @app.get("/health")
     async def health() -> Json:
         workers = service.workers()
-        alive = all(worker["alive"] for worker in workers)
+        alive = all(worker["ready"] for worker in workers)
         mode = service.settings.mode
         return {
             "status": "ok" if alive else "degraded",

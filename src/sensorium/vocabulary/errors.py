@@ -12,7 +12,7 @@ class RecipeError(SensoriumError):
 
 
 class UnknownJudge(RecipeError):
-    """A term asks a judge that has no endpoint, in the recipe or where the run is started."""
+    """A term asks a judge that has no endpoint, in the recipe or where the run is started, or whose key is not there."""
 
 
 class TaskError(SensoriumError):
