@@ -13,6 +13,7 @@ from sensorium.cli.main import main
 from sensorium.judges.cache import AnswerCache
 from sensorium.record.durable import read_rows
 from sensorium.record.episode_json import read_groups
+from sensorium.record.judge_transcripts import TRANSCRIPTS, read_transcripts
 from sensorium.record.ledger import Ledger
 from sensorium.record.metrics import read_metrics, repeatable
 from sensorium.trainer.run import train
@@ -87,6 +88,18 @@ def test_costs_of_training_and_evaluation_are_told_apart(healthy: tuple[Path, Ju
     asked = total["eval/judge/judge/calls"] + total["eval/judge/judge/cache_hits"]
     assert 0 < asked <= 3 * 4, "at the start and after each of two steps, and equal answers are judged once"
     assert total["judge/judge/calls"] > 0
+
+
+def test_what_was_said_of_one_evaluation_is_not_told_of_another(healthy: tuple[Path, JudgeServer]) -> None:
+    run, _ = healthy
+    groups = [group for path in sorted((run / "eval").rglob("*.jsonl")) for group in read_groups(path)]
+    episodes = [episode for group in groups for episode in group.episodes]
+    assert len({episode.id for episode in episodes}) == len(episodes) == 2 * 4
+    for episode in episodes:
+        (asked,) = read_transcripts(run / TRANSCRIPTS, episode.id)
+        words = asked["messages"][0]["content"][-1]["text"]
+        assert f"\n{episode.response}\n[END ANSWER" in words
+        assert json.loads(asked["answer"])["score"] == episode.reward
 
 
 def test_a_run_repeated_offline_is_the_same_and_another_policy_reuses_judgements(

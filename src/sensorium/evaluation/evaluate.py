@@ -25,19 +25,29 @@ class EvaluationResult:
 
 
 async def evaluate(
-    session: Session, recipe: Recipe, tasks: Sequence[Task], *, name: str, temperature: float, samples: int = 1
+    session: Session,
+    recipe: Recipe,
+    tasks: Sequence[Task],
+    *,
+    name: str,
+    temperature: float,
+    samples: int = 1,
+    occasion: str = "",
 ) -> EvaluationResult:
-    """Play every task ``samples`` times. The same seed and name draw the same random numbers at every call."""
+    """Play every task ``samples`` times. The same seed and name draw the same random numbers at every call.
+
+    ``occasion`` tells the episodes of one call from those of another, and what judges said of them.
+    """
     scorer, groups = session.scorer, list[Group]()
-    attempt, sampling = attempt_of(recipe.seed, name), sampling_of(recipe.rollout, temperature)
+    attempt, sampling = attempt_of(recipe.seed, name, occasion), sampling_of(recipe.rollout, temperature)
     async for scored in play_chunks(session.rollout, scorer, tasks, cut(tasks), samples, attempt, sampling):
         groups += scored
     return EvaluationResult(summarize(groups, name, scorer.extract if scorer.comparing else None), tuple(groups))
 
 
-def attempt_of(seed: int, name: str) -> Attempt:
-    """What decides the random numbers of an evaluation."""
-    return Attempt(seed, 0, f"eval:{name}")
+def attempt_of(seed: int, name: str, occasion: str = "") -> Attempt:
+    """What decides the random numbers of an evaluation, and the ids of its episodes."""
+    return Attempt(seed, 0, f"eval:{name}", occasion=occasion)
 
 
 def summarize(

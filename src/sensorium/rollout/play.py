@@ -44,6 +44,7 @@ from sensorium.workers.side_by_side import first_error
 class Attempt:
     """What decides one step's random numbers and names: the run's seed, the step, and a prefix for ids.
 
+    ``occasion`` is in the ids alone: two evaluations draw the same random numbers, and their episodes are not the same.
     ``demonstrate`` plays the tasks' or the environments' own demonstrations instead of asking the engine.
     """
 
@@ -51,6 +52,7 @@ class Attempt:
     step: int
     prefix: str = "train"
     demonstrate: bool = False
+    occasion: str = ""
 
 
 class Rollout:
@@ -213,7 +215,8 @@ class _Play:
     ) -> None:
         self.rollout, self.task, self.order, self.number = rollout, task, order, number
         self.attempt, self.sampling, self.deadlines = attempt, sampling, deadlines
-        self.group_id = f"{attempt.prefix}/{attempt.step}/{order[0]}/{task.id}"
+        occasion = f"@{attempt.occasion}" if attempt.occasion else ""
+        self.group_id = f"{attempt.prefix}{occasion}/{attempt.step}/{order[0]}/{task.id}"
         self.id = f"{self.group_id}/{order[1]}"
         self.turns: list[Turn] = []
         self.info: dict[str, Any] = {}

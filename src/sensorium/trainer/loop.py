@@ -288,7 +288,7 @@ class Trainer:
                 self._forget_played()
             if self.evaluator.sight_due(self.step):
                 self._announce("sight check")
-                row |= self.health.look(self.step, await self.evaluator.check_sight())
+                row |= self.health.look(self.step, await self.evaluator.check_sight(self.step))
         return row
 
     def _save(self) -> None:

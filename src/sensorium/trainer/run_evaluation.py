@@ -53,6 +53,7 @@ class RunEvaluator:
             name="eval",
             temperature=section.temperature,
             samples=section.samples,
+            occasion=f"step_{step}",
         )
         self.meter.lap("media/eval")
         self.directory.write_summary(step, evaluation.summary)
@@ -64,11 +65,11 @@ class RunEvaluator:
         """True if it is time to check that the model looks: at the start and at the end of a run that evaluates."""
         return bool(self._tasks) and self.recipe.checks_sight and step in (0, self.recipe.total_steps)
 
-    async def check_sight(self) -> list[SightResult]:
+    async def check_sight(self, step: int) -> list[SightResult]:
         """Play some held-out tasks with and without each kind of media; a check that fails is noted, and costs no run."""
         self.meter.lap()
         try:
-            return await check_sight(self.recipe, self.session, await self.tasks())
+            return await check_sight(self.recipe, self.session, await self.tasks(), step)
         except SensoriumError as error:
             self.watcher.noted(f"the sight check was left out, because it failed: {error}")
             return []

@@ -22,18 +22,20 @@ from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.task import Task
 
 
-async def check_sight(recipe: Recipe, session: Session, tasks: Sequence[Task]) -> list[SightResult]:
+async def check_sight(recipe: Recipe, session: Session, tasks: Sequence[Task], step: int = 0) -> list[SightResult]:
     """Play some held-out tasks with and without each kind of media; empty where they show none."""
     few = spread(tasks, recipe.health.sight_tasks)
     if not any(task.environment or any(message.media for message in task.messages) for task in few):
         return []
     try:
-        shown = (await evaluate(session, recipe, few, name="sight", temperature=0.0)).groups
+        at = f"step_{step}"
+        shown = (await evaluate(session, recipe, few, name="sight", temperature=0.0, occasion=at)).groups
         results = []
         for kind in sorted({item.kind for group in shown for item in _seen(group)}):
             without = Blanking(kind, session)
             unseeing = replace(session, rollout=without.rollout)
-            blanked = await evaluate(unseeing, recipe, few, name="sight", temperature=0.0)
+            veiled = f"{at}_without_{kind}"
+            blanked = await evaluate(unseeing, recipe, few, name="sight", temperature=0.0, occasion=veiled)
             results.append(_compared(kind, shown, blanked.groups))
         return results
     finally:
