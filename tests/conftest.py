@@ -83,12 +83,11 @@ def pytest_runtest_setup() -> None:
 def pytest_collection_finish() -> None:
     """Let the collector of garbage pass over what all tests have imported: walking it took a tenth of a short run.
 
-    A run thaws everything at its end, so that is left out here, and its own freezing with it.
+    A run that finds it so neither freezes nor thaws.
     """
     gc.collect()
     gc.set_threshold(20_000, 20, 20)
     gc.freeze()
-    gc.freeze = gc.unfreeze = lambda: None
 
 
 if find_spec("hypothesis") is not None:

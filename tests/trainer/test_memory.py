@@ -1,5 +1,6 @@
 """A long run does not grow."""
 
+import gc
 import json
 import os
 import subprocess
@@ -7,6 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from sensorium.trainer.run import train
+
+from .small import small
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,3 +29,15 @@ def test_memory_is_flat_over_three_hundred_steps_and_fifty_clips(tmp_path: Path)
     assert max(found["objects"]) <= 1.05 * found["objects"][0]
     assert found["decoded"] > 150, "with so little room clips are decoded again and again"
     assert found["evictions"] > 150
+
+
+@pytest.mark.parametrize(("frozen", "expected"), [(0, ["freeze", "unfreeze"]), (7, [])])
+def test_a_run_thaws_what_it_froze_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: int, expected: list[str]
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: frozen)
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda name=name: done.append(name))
+    train(small(tmp_path / "run", "steps=1"))
+    assert done == expected

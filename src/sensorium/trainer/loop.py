@@ -83,6 +83,7 @@ class Trainer:
         self.last_saving_s = 0.0
         self._forget_played()  # the engine hears what learns and what is frozen
         self.heartbeat = Heartbeat(directory.path, self._processes)
+        self._froze = False
 
     @property
     def total_steps(self) -> int:
@@ -96,8 +97,10 @@ class Trainer:
 
     async def run(self) -> None:
         """Go on to the last step."""
-        gc.collect()
-        gc.freeze()  # what was loaded lives as long as the run; walking it again and again cost a tenth of a small step
+        if not gc.get_freeze_count():  # who froze what is loaded, as a fork server does, has no need of it again
+            gc.collect()
+            gc.freeze()  # it lives as long as the run; walking it again and again cost a tenth of a small step
+            self._froze = True
         batch = self.recipe.batch
         self.watcher.started(
             RunStart(
@@ -338,7 +341,8 @@ class Trainer:
         self.learner.close()
         self.session.close()
         self.ledger.close()
-        gc.unfreeze()  # what the run held may go: a process may train more than once
+        if self._froze:
+            gc.unfreeze()  # what the run held may go: a process may train more than once
 
     def _processes(self) -> tuple[ProcessRow, ...]:
         """The processes of the run, the driver's among them; none where there is no other."""
