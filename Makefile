@@ -26,7 +26,7 @@ types: .venv/dev
 # vLLM wants other versions of what the tests use, so it has an environment of its own.
 scale: .venv_scale/installed
 	.venv_scale/bin/python -m pytest -o cpu_budget_of_a_test_s=0 -o cpu_budget_s=0 -rs \
-		tests/engines/test_vllm.py tests/trainer/test_vllm_run.py tests/cluster/test_vllm_on_ray.py
+		tests/engines/test_vllm.py tests/trainer/test_vllm_run.py tests/cluster/test_vllm_on_ray.py tests/cluster/test_placed_by_ray.py
 
 studies: .venv/tutorial
 	$(BIN)/python studies/run.py

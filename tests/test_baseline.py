@@ -48,7 +48,7 @@ RECIPES = {
     "sight_and_sound_warm": SUPERVISED,
     "sight_and_sound_guess": [*SUPERVISED, "model.path=package:sight_and_sound"],
 }
-MEASURED_ANEW = ("time/", "throughput/", "memory/", "media/", "health/", "latency/")
+MEASURED_ANEW = ("time/", "wait/", "throughput/", "memory/", "media/", "health/", "latency/")
 """Metrics that depend on the machine, or that may be counted in another way without another result."""
 
 

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "rewards": {*DATA, "workers", "judges"},
     "algorithms": set(),
     "models": DATA,
-    "engines": {*DATA, "models"},
+    "engines": {*DATA, "workers", "models"},
     "rollout": {*DATA, "workers", "engines", "envs", "models"},
     "learner": {*DATA, "models", "algorithms"},
     "assembly": {
@@ -40,7 +40,7 @@ MAY_IMPORT = {
         "learner",
         "record",
     },
-    "cluster": {*DATA, "models", "learner", "engines", "assembly", "record"},
+    "cluster": {*DATA, "workers", "models", "learner", "engines", "assembly", "record"},
     "evaluation": {
         *DATA,
         "workers",

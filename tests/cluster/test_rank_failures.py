@@ -6,8 +6,8 @@ import pytest
 
 from sensorium.cluster.messages import Answer, failed
 from sensorium.cluster.rank_failures import SharedError, judged, refuse_other_versions
-from sensorium.cluster.ray_ranks import _short, connect, refuse_small
 from sensorium.vocabulary.errors import LearnerLost, ModelError, NonFiniteUpdate, RecipeError
+from sensorium.workers.ray_cluster import connect, refuse_small, short
 
 FINE = Answer(1)
 
@@ -47,18 +47,19 @@ def test_ranks_of_another_version_are_refused() -> None:
 
 
 def test_a_cluster_that_is_too_small_is_refused_before_anything_waits() -> None:
-    refuse_small({"GPU": 4.0}, "GPU", 4)
-    with pytest.raises(RecipeError, match=r"cluster.learners=4 asks for as many GPUs, and the Ray cluster has 0"):
-        refuse_small({"CPU": 8.0}, "GPU", 4)
+    needs = {"GPU": {"cluster.learners": 2.0, "cluster.engines": 2.0}}
+    refuse_small({"GPU": 4.0}, needs)
+    with pytest.raises(RecipeError, match=r"has 0 GPUs, and .* needs 4 \(cluster.learners 2, cluster.engines 2\)"):
+        refuse_small({"CPU": 8.0}, needs)
 
 
 def test_without_ray_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(RecipeError, match=r"pip install 'sensorium\[ray\]'"):
-        connect("", 2)
+        connect("", {"CPU": {"cluster.learners": 2.0}})
 
 
 def test_what_ray_says_is_told_with_the_cause_at_its_end() -> None:
     buried = 'The actor died in its creation task, ray::RankActor.__init__()\n  File "x.py", line 3\nImportError: no y'
-    assert _short(RuntimeError(buried)).endswith("RankActor.__init__(). ImportError: no y.")
-    assert _short(RuntimeError("cannot connect\nmore of it")) == "cannot connect."
+    assert short(RuntimeError(buried)).endswith("RankActor.__init__(). ImportError: no y.")
+    assert short(RuntimeError("cannot connect\nmore of it")) == "cannot connect."

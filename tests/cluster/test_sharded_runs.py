@@ -26,7 +26,7 @@ CRITIC: dict[str, Any] = {
     "algorithm": {"advantage": {"name": "gae"}, "critic": {"trunk": "own"}, "kl": {"coef": 0.1}},
     "warm_start": {"steps": 1, "prompts_per_step": 2},
 }
-UNLIKE = ("time/", "throughput/", "memory/", "media/", "health/", "latency/")
+UNLIKE = ("time/", "wait/", "throughput/", "memory/", "media/", "health/", "latency/")
 
 
 def rows_of(run: Path) -> list[dict[str, float]]:

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from sensorium.engines.protocol import Response, Sampling
-from sensorium.engines.python_process import any_alive
 from sensorium.engines.vllm.engine import VllmEngine
 from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
@@ -24,6 +23,7 @@ from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary.content import Message, user
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import EngineError, EngineLost
+from sensorium.workers.python_process import any_alive
 
 from .conftest import Bench, ask, make_bench
 

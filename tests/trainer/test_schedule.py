@@ -135,3 +135,13 @@ def test_a_planner_that_waits_for_outcomes_is_refused(tmp_path: Path) -> None:
 def test_the_plan_says_what_is_given_up(tmp_path: Path) -> None:
     assert "before its last update" in make_plan(ahead(tmp_path / "run")).schedule
     assert make_plan(small(tmp_path / "run")).schedule == ""
+
+
+@pytest.mark.parametrize("schedule", ["synchronous", "one_step_off"])
+def test_who_waits_for_whom_adds_up_to_the_step(schedule: str, tmp_path: Path) -> None:
+    older = ["algorithm.correction.weights=token"] if schedule == "one_step_off" else []
+    run = train(small(tmp_path / "run", f"schedule.name={schedule}", "checkpoint.every=0", *older))
+    for row in read_metrics(run / "metrics.jsonl"):
+        played, idle = row["wait/learner_for_episodes_s"], row["wait/engine_for_learner_s"]
+        assert row["wait/learner_for_scores_s"] >= 0
+        assert played + idle == pytest.approx(row["time/step_s"]) or (idle == 0 and played >= row["time/step_s"])

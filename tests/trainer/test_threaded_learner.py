@@ -51,7 +51,7 @@ def trained(recipe: Recipe, make_learner: LearnerMaker, *, resume: bool = False)
 def written(run: Path) -> dict[str, Any]:
     """What a run computed: rows, episodes, weights, and all that a checkpoint holds to go on."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    counted = ("time/", "throughput/", "memory/", "media/", "latency/")
+    counted = ("time/", "wait/", "throughput/", "memory/", "media/", "latency/")
     found: dict[str, Any] = {
         "rows": [{key: value for key, value in row.items() if not key.startswith((*counted, "time"))} for row in rows]
     }

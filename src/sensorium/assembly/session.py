@@ -1,8 +1,8 @@
 """Assembling a run from its recipe: everything is named and checked first, then built once."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from sensorium.assembly.determinism import settle
+from sensorium.assembly.engines import open_engine
+from sensorium.assembly.environment_workers import EnvironmentWorkers
 from sensorium.assembly.models import load_model
+from sensorium.assembly.run_workers import RunWorkers, open_workers
 from sensorium.engines.pool import EnginePool, PooledEngine
 from sensorium.engines.protocol import Engine, InFlightEngine, Sampling
-from sensorium.engines.requirements import refuse_unable
 from sensorium.envs.protocol import Environment
 from sensorium.judges.client import JudgeClient
 from sensorium.media.decoder import Decoder
@@ -50,6 +52,8 @@ class Session:
     rollout: Rollout
     scorer: Scorer
     judges: JudgeClient
+    workers: RunWorkers = field(default_factory=RunWorkers)
+    opened: ExitStack = field(default_factory=ExitStack)
 
     @property
     def decoder(self) -> Decoder:
@@ -69,6 +73,7 @@ class Session:
     def tell_by(self, noted: Callable[[str], None]) -> None:
         """Say by this what is slow or does not work as it should: terms, decoded clips, the engine's decode step."""
         self.scorer.noted = noted
+        self.workers.tell_by(noted)
         if self.decoder.cache is not None:
             self.decoder.cache.noted = noted
         tell_by = getattr(self.engine, "tell_by", None)  # an engine may have nothing to say
@@ -77,18 +82,19 @@ class Session:
 
     @property
     def engine_metrics(self) -> dict[str, float]:
-        """What the engine measures of itself; nothing for most."""
+        """What the engine measures of itself, nothing for most; and how often workers died."""
         metrics = getattr(self.engine, "metrics", None)
-        return {} if metrics is None else metrics()
+        return ({} if metrics is None else metrics()) | self.workers.metrics(self.rollout.rolled_again)
 
     @property
-    def engine_processes(self) -> tuple[ProcessRow, ...]:
-        """The engine's processes; none for one in this process."""
+    def processes(self) -> tuple[ProcessRow, ...]:
+        """The processes of engine and workers; none where all is in this one."""
         if isinstance(self.engine, EnginePool):
-            return tuple(_process_row(place) for place in self.engine.places)
+            return (*(_process_row(place) for place in self.engine.places), *self.workers.processes)
         pid = getattr(self.engine, "pid", None)
         restarts = getattr(self.engine, "restarts", 0)
-        return () if pid is None else (ProcessRow("engine", pid, "samples", restarts, self.engine.version),)
+        engine = () if pid is None else (ProcessRow("engine", pid, "samples", restarts, self.engine.version),)
+        return (*engine, *self.workers.processes)
 
     @property
     def fallbacks(self) -> int:
@@ -128,6 +134,7 @@ class Session:
         self.rollout.close()
         self.engine.close()
         self.policy.chat.decoder.close()
+        self.opened.close()
 
 
 def _process_row(place: PooledEngine) -> ProcessRow:
@@ -145,26 +152,15 @@ def open_store(recipe: Recipe, folder: Path | None = None) -> MediaStore:
 
 def open_session(recipe: Recipe, policy: Policy, judgements: JudgementCache | None, folder: Path | None = None) -> Session:
     """Everything around a loaded policy; judges keep their files in ``folder``, the run directory."""
-    section, lockstep = recipe.rollout.engine, recipe.rollout.schedule == "lockstep"
-
-    def make_engine() -> Engine:
-        given = {"policy": policy, "lockstep": lockstep}
-        engine: Engine = build("engine", section.name, section.options, "rollout.engine.options", **given)
-        return engine
-
-    cluster, streams = recipe.cluster, recipe.schedule.name == "asynchronous"
-    several = cluster.engines > 1
-    engine = (
-        EnginePool(make_engine, cluster.engines, restarts=cluster.restarts, joins_at_push=streams)
-        if several
-        else make_engine()
-    )
-    refuse_unable(engine.capabilities, recipe.rollout, recipe.model.precision)
-    engine.start()
-    rollout = Rollout(policy.chat, engine, recipe.rollout, EnvironmentMaker(policy.chat.store))
     store = policy.chat.store
     judges = JudgeClient(recipe.judges, store, folder)
-    return Session(store, policy, engine, rollout, make_scorer(recipe.rewards, judgements, store, judges), judges)
+    scorer = make_scorer(recipe.rewards, judgements, store, judges)
+    with ExitStack() as opened:
+        workers = open_workers(recipe, scorer, opened)
+        engine, host = open_engine(recipe, policy, folder)
+        opened.callback(host.close)
+        rollout = Rollout(policy.chat, engine, recipe.rollout, EnvironmentMaker(store, workers.environments))
+        return Session(store, policy, engine, rollout, scorer, judges, workers, opened.pop_all())
 
 
 @contextmanager
@@ -249,21 +245,29 @@ def make_stream(recipe: Recipe, store: MediaStore) -> TaskStream:
 
 
 class EnvironmentMaker:
-    """Builds the environment a task is played in: its own, or the single-turn question."""
+    """Builds the environment a task is played in: its own, here or in a worker, or the single-turn question."""
 
-    def __init__(self, store: MediaStore) -> None:
-        self.store = store
+    def __init__(self, store: MediaStore, workers: EnvironmentWorkers | None = None) -> None:
+        self.store, self.workers = store, workers
         self.question = resolve("environment", "question")
 
     def instant(self, task: Task) -> bool:
         """True where a task's environment is plain computation, which needs no thread."""
         spec = task.environment
-        return spec is None or getattr(resolve("environment", spec.name), "instant", False) is True
+        here = self.workers is None
+        return spec is None or (here and getattr(resolve("environment", spec.name), "instant", False) is True)
+
+    async def available(self) -> None:
+        """Wait until there is somebody who plays them."""
+        if self.workers is not None:
+            await self.workers.available()
 
     def __call__(self, task: Task) -> Environment:
         spec = task.environment
         if spec is None:
             return self.question(task)
+        if self.workers is not None:
+            return self.workers.environment(task, self.store)
         return build("environment", spec.name, spec.options, f"task {task.id}", store=self.store, task=task)
 
 

@@ -1,13 +1,13 @@
 """What driver and ranks send each other: pickled, since both ends are ours and started by one of us."""
 
-import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sensorium.engines.process.channel import Channel
 from sensorium.recipe.schema import Recipe
-from sensorium.vocabulary import errors
+from sensorium.vocabulary.errors import LearnerLost, SensoriumError
+from sensorium.workers import plain_errors
+from sensorium.workers.plain_errors import plain_error
 
 
 @dataclass(frozen=True)
@@ -44,27 +44,12 @@ class Answer:
     versions: dict[str, str] = field(default_factory=dict)
 
 
-class PickledChannel(Channel):
-    """Messages as objects."""
-
-    def encode(self, message: Any) -> bytes:
-        """A message as bytes."""
-        return pickle.dumps(message, protocol=5)
-
-    def decode(self, data: bytes) -> Any:
-        """The message that bytes stand for."""
-        return pickle.loads(data)
-
-
 def failed(error: BaseException) -> Answer:
     """The answer of a call that raised."""
-    known = isinstance(error, errors.SensoriumError)
-    return Answer(error=str(error) if known else repr(error), kind=type(error).__name__)
+    plain = plain_error(error)
+    return Answer(error=plain["error"], kind=plain["kind"])
 
 
-def error_of(answer: Answer, rank: int) -> errors.SensoriumError:
+def error_of(answer: Answer, rank: int) -> SensoriumError:
     """The error behind an answer; one that is not of ours is the rank's own."""
-    kind = getattr(errors, answer.kind, None)
-    if isinstance(kind, type) and issubclass(kind, errors.SensoriumError):
-        return kind(answer.error)
-    return errors.LearnerLost(f"rank {rank} of the learner failed: {answer.error}.")
+    return plain_errors.error_of({"kind": answer.kind, "error": answer.error}, LearnerLost, f"rank {rank} of the learner")

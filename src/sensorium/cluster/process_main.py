@@ -8,7 +8,7 @@ import sys
 import threading
 from contextlib import suppress
 
-from sensorium.cluster.messages import PickledChannel
+from sensorium.workers.channel import PickledChannel
 
 
 def main() -> None:

@@ -16,9 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sensorium.cluster.messages import Answer, Call, PickledChannel, RankSettings
+from sensorium.cluster.messages import Answer, Call, RankSettings
 from sensorium.cluster.rank_failures import SharedError, judged, refuse_other_versions
 from sensorium.vocabulary.errors import LearnerLost, SensoriumError
+from sensorium.workers.channel import PickledChannel
 
 CLOSE_S = 30.0
 GRACE_S = 10.0

@@ -3,7 +3,6 @@
 All ranks are asked the same at the same time. What only one of them must give, rank 0 gives.
 """
 
-import platform
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-import sensorium
 from sensorium.assembly.determinism import settle
 from sensorium.assembly.local_learner import LocalLearner
 from sensorium.assembly.models import load_trained
@@ -25,6 +23,7 @@ from sensorium.learner.shards import whole_of
 from sensorium.models.checkpoint_place import find_checkpoint
 from sensorium.recipe.schema import Recipe
 from sensorium.record.run_directory import RunDirectory
+from sensorium.workers.versions import versions
 
 
 class Rank:
@@ -101,8 +100,3 @@ def _loaded_here(recipe: Recipe) -> Recipe:
     path = recipe.model.path
     place = find_checkpoint(path) if path.startswith("tiny:") else path
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"device": "cpu", "path": place})})
-
-
-def versions() -> dict[str, str]:
-    """What must be the same on driver and ranks."""
-    return {"sensorium": sensorium.__version__, "torch": str(torch.__version__), "python": platform.python_version()}

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from sensorium.cluster.messages import Answer, error_of
 from sensorium.vocabulary.errors import LearnerLost, SensoriumError
+from sensorium.workers.versions import refuse_other_versions as refuse_other
 
 
 class SharedError(Exception):
@@ -39,13 +40,5 @@ def judged(answers: Mapping[int, Answer], size: int, lost: Sequence[str], asked:
 
 def refuse_other_versions(answers: Sequence[Answer]) -> None:
     """Refuse ranks that run another version of Python, torch or of this package than the driver."""
-    from sensorium.cluster.rank import versions
-
-    own = versions()
     for rank, answer in enumerate(answers):
-        for name, version in answer.versions.items():
-            if version != own[name]:
-                raise LearnerLost(
-                    f"rank {rank} of the learner runs {name} {version}, and the driver {own[name]}. Their numbers and "
-                    "messages may differ; install the same versions on all machines of the cluster."
-                )
+        refuse_other(answer.versions, f"rank {rank} of the learner", LearnerLost)

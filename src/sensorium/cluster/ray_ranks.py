@@ -11,7 +11,9 @@ from typing import Any
 
 from sensorium.cluster.messages import Answer, Call, RankSettings
 from sensorium.cluster.rank_failures import SharedError, judged, refuse_other_versions
-from sensorium.vocabulary.errors import LearnerLost, RecipeError, SensoriumError
+from sensorium.recipe.cluster_checks import ray_needs
+from sensorium.vocabulary.errors import LearnerLost, SensoriumError
+from sensorium.workers.ray_cluster import connect, disconnect, short
 
 GRACE_S = 10.0
 LOCALHOST = "127.0.0.1"
@@ -51,12 +53,12 @@ class RayRanks:
         self, settings: Sequence[RankSettings], exchange: Path, start_s: float, reply_s: float, address: str
     ) -> None:
         self._exchange, self._reply_s, self._local = exchange, reply_s, not address
-        self._ray = connect(address, len(settings))
+        on_gpus = settings[0].device != "cpu"
+        needs = ray_needs(settings[0].recipe, gpus=on_gpus)
+        self._ray, self._connected = connect(address, needs), True
         self._actors: list[Any] = []
-        resource = "GPU" if settings[0].device != "cpu" else "CPU"
         try:
-            refuse_small(self._ray.cluster_resources(), resource, len(settings))
-            self._actors = self._place(len(settings), resource)
+            self._actors = self._place(len(settings), on_gpus)
             meeting = self._first(self._actors[0].meeting.remote(LOCALHOST if self._local else ""), start_s)
             opened = [replace(one, meeting=meeting) for one in settings]
             refuse_other_versions(self._ask_each([Call("open", (one,)) for one in opened], start_s))
@@ -75,10 +77,10 @@ class RayRanks:
         self._end()
         shutil.rmtree(self._exchange, ignore_errors=True)
 
-    def _place(self, count: int, resource: str) -> list[Any]:
+    def _place(self, count: int, on_gpus: bool) -> list[Any]:
         paths = os.environ.get("PYTHONPATH", "")
         loopback = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"), "PYTHONPATH": paths}
-        options: dict[str, Any] = {"num_cpus": 1, "num_gpus": 1 if resource == "GPU" else 0, "max_restarts": 0}
+        options: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(on_gpus), "max_restarts": 0}
         if self._local:
             options["runtime_env"] = {"env_vars": loopback}
         actor = self._ray.remote(RankActor)
@@ -94,7 +96,7 @@ class RayRanks:
                 "it is too small. 'ray status' says what is free."
             ) from error
         except self._ray.exceptions.RayActorError as error:
-            raise LearnerLost(f"a rank of the learner ended before it was ready: {_short(error)}") from error
+            raise LearnerLost(f"a rank of the learner ended before it was ready: {short(error)}") from error
 
     def _ask_each(self, calls: Sequence[Any], limit_s: float, name: str = "open") -> list[Answer]:
         if not self._actors:
@@ -116,7 +118,7 @@ class RayRanks:
             try:
                 answers[rank] = ray.get(ready[0])
             except ray.exceptions.RayError as error:
-                lost.append(f"rank {rank} of the learner, an actor of Ray, was lost: {_short(error)}")
+                lost.append(f"rank {rank} of the learner, an actor of Ray, was lost: {short(error)}")
         try:
             return judged(answers, len(self._actors), lost, name, limit_s)
         except SharedError as shared:
@@ -130,43 +132,6 @@ class RayRanks:
             with suppress(Exception):  # one that is dead already
                 self._ray.kill(actor)
         self._actors = []
-        if self._ray.is_initialized():
-            self._ray.shutdown()
-
-
-def connect(address: str, learners: int) -> Any:
-    """Ray, connected to the cluster at ``address`` or to one that is started here with room for so many ranks."""
-    try:
-        import ray
-    except ImportError as error:
-        raise RecipeError(
-            "cluster.placement is 'ray', and the package ray is not installed: pip install 'sensorium[ray]', or use "
-            "cluster.placement=processes for ranks on this machine."
-        ) from error
-    given: dict[str, Any] = {"address": address} if address else {"num_cpus": max(learners, os.cpu_count() or 1)}
-    try:
-        ray.init(**given, include_dashboard=False if not address else None, log_to_driver=False, configure_logging=False)
-    except Exception as error:  # Ray raises what it likes: RuntimeError, ConnectionError, ValueError
-        where = f"the Ray cluster at cluster.address '{address}'" if address else "a Ray cluster on this machine"
-        raise RecipeError(
-            f"{where} cannot be used: {_short(error)} Check that it runs ('ray status'), that its Python and Ray are the "
-            "driver's, and that the driver has its token (RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH)."
-        ) from error
-    return ray
-
-
-def refuse_small(resources: dict[str, float], resource: str, learners: int) -> None:
-    """Refuse a cluster that could never place all ranks."""
-    has = int(resources.get(resource, 0))
-    if has < learners:
-        raise RecipeError(
-            f"cluster.learners={learners} asks for as many {resource}s, and the Ray cluster has {has}. Ask for fewer, or "
-            "add machines to it."
-        )
-
-
-def _short(error: BaseException) -> str:
-    """The first line of an error of Ray; where that hides a traceback, its last line, which has the cause."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    cause = lines[-1:] if any(line.startswith("File ") for line in lines) else []
-    return " ".join(line.rstrip(".") + "." for line in [*lines[:1], *cause])
+        if self._connected:
+            self._connected = False
+            disconnect()

@@ -1,4 +1,4 @@
-"""Tensors for another process on this machine: in a file that its reader or its writer deletes."""
+"""Tensors for another process: in a file that its reader or its writer deletes."""
 
 import os
 import shutil
@@ -14,13 +14,14 @@ from sensorium.vocabulary.errors import EngineError
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def write_tensors(tensors: Mapping[str, Tensor], what: str = "weights") -> Path:
-    """A safetensors file, in shared memory where there is room for it."""
+def write_tensors(tensors: Mapping[str, Tensor], what: str = "weights", folder: Path | None = None) -> Path:
+    """A safetensors file in ``folder``; without one in shared memory, where there is room for it."""
     size = sum(tensor.nbytes for tensor in tensors.values())
     roomy = (
         SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > 2 * size
     )
-    handle, name = tempfile.mkstemp(".safetensors", f"sensorium-{what}-", SHARED_MEMORY if roomy else None)
+    place = folder or (SHARED_MEMORY if roomy else None)
+    handle, name = tempfile.mkstemp(".safetensors", f"sensorium-{what}-", place)
     os.close(handle)
     try:
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, name)

@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 
+from sensorium.recipe.objects import SCHEME
 from sensorium.recipe.schema import Recipe
 
 OWN_WEIGHTS = ("process", "vllm")
+QUESTIONS = ("shapes", "intent", "daily_omni", "caprl", "captioned_shapes", "caption_reading", "sight_and_sound")
+"""Sources whose tasks have no environment of their own."""
 
 
 def cluster_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -22,3 +25,58 @@ def cluster_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "lockstep is one order of all episodes in one engine, and several engines follow the clock: set "
             "rollout.schedule: eager.",
         )
+    if section.environments:
+        yield from _unplaced_environments(recipe)
+    if section.rewards:
+        yield from _unplaced_rewards(recipe)
+
+
+def _unplaced_environments(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """What keeps a recipe's environments from being played by workers."""
+    named = [
+        str(options["environment"])
+        for source in (*recipe.tasks.train, *recipe.tasks.evaluate)
+        if isinstance((options := source.options).get("environment"), str)
+    ]
+    if any(name == "remote" for name in named):
+        yield (
+            "cluster.environments",
+            "'remote' is played by servers that the recipe names, wherever they are: workers would only pass it on. Name "
+            "the environment itself, or leave cluster.environments out.",
+        )
+    if passed := [name for name in named if name.startswith(SCHEME)]:
+        yield (
+            "cluster.environments",
+            f"'{passed[0]}' is an object of this process, which no other can import. Put it into a module and name it "
+            "module:Class.",
+        )
+    if not any(source.source not in QUESTIONS for source in recipe.tasks.train):
+        yield (
+            "cluster.environments",
+            "all tasks are questions, which are played in place: there is nothing for workers to do. Leave it out.",
+        )
+
+
+def _unplaced_rewards(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """What keeps a recipe's terms from being asked in workers."""
+    if passed := [term.name for term in recipe.rewards.terms if term.name.startswith(SCHEME)]:
+        yield (
+            "cluster.rewards",
+            f"the term '{passed[0]}' is an object of this process, which no other can import. Put it into a module and "
+            "name it module:name.",
+        )
+
+
+def ray_needs(recipe: Recipe, *, gpus: bool) -> dict[str, dict[str, float]]:
+    """What a Ray cluster must have for a recipe: by resource, how many for which key. ``gpus``: models are on GPUs."""
+    section, engine = recipe.cluster, recipe.rollout.engine
+    engines = section.engines if engine.name in OWN_WEIGHTS else 0
+    counts = {"cluster.learners": float(section.learners), "cluster.engines": float(engines)}
+    counts |= {"cluster.environments": float(section.environments), "cluster.rewards": float(section.rewards)}
+    on_gpus = {"cluster.learners": float(section.learners), "cluster.engines": engines * engine_gpus(recipe)}
+    return {"CPU": counts, "GPU": on_gpus if gpus else {}}
+
+
+def engine_gpus(recipe: Recipe) -> float:
+    """GPUs that one engine needs where models are on GPUs."""
+    return float(recipe.rollout.engine.options.get("tensor_parallel", 1))

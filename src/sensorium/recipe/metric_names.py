@@ -17,7 +17,7 @@ OF_A_STEP = (
 OF_A_CRITIC = ("value/loss", "value/explained_variance", "value/mean", "value/clip_fraction", "value/grad_norm")
 OPEN = (
     "mismatch", "correction", "router", "packing", "media", "time", "throughput", "memory", "health", "retries", "sight",
-    "environment", "engine", "staleness", "wait",
+    "environment", "engine", "staleness", "wait", "worker",
 )  # fmt: skip
 """Families that no recipe would choose a checkpoint by; any name in them is taken."""
 

@@ -112,7 +112,7 @@ GIVEN = {
     "source": ("store",),
     "environment": ("store", "task"),
     "planner": ("stream", "store"),
-    "engine": ("policy", "lockstep"),
+    "engine": ("policy", "lockstep", "host"),
 }
 """What the trainer gives beside the options of a recipe, by kind.
 
@@ -199,7 +199,7 @@ def build(kind: str, name: str, options: Mapping[str, Any], where: str = "", **g
     _, problem = _unfit(kind, name, target, options, tuple(given))
     if problem:
         raise RecipeError(f"{where or kind}: {problem}")
-    optional = {"planner": ("stream", "store"), "environment": ("task",)}.get(kind, ())
+    optional = {"planner": ("stream", "store"), "environment": ("task",), "engine": ("host",)}.get(kind, ())
     given = {key: value for key, value in given.items() if key not in optional or key in signature(target).parameters}
     try:
         return target(**given, **options)

@@ -193,17 +193,19 @@ class CheckpointSection(Section):
 
 
 class ClusterSection(Section):
-    """How many processes share the model while it learns, and where they are. Nothing that is computed depends on it.
+    """How many processes learn, sample, play environments and score, and where they are.
 
-    Several learners hold a part of the weights each (FSDP2) and compute a part of every update. With ``ray`` they are
-    actors, on as many machines as the Ray cluster has; all must see the run directory under the same path.
+    Several learners hold a part of the weights each (FSDP2) and compute a part of every update. With ``ray`` all of them
+    are placed by Ray, on as many machines as its cluster has; all must see the run directory under the same path.
     """
 
     learners: int = Field(default=1, ge=1, le=4096, description="ranks of the learner; 1: the learner of this process")
     placement: Literal["processes", "ray"] = Field(default="processes", description="of this machine, or Ray actors")
     address: str = Field(default="", description="of a running Ray cluster; empty: one is started for the run")
-    engines: int = Field(default=1, ge=1, le=1024, description="of rollout.engine, in processes of the driver's machine")
-    restarts: int = Field(default=3, ge=0, description="engines that are replaced in a run, where there are several")
+    engines: int = Field(default=1, ge=1, le=1024, description="of rollout.engine, each with weights of its own")
+    environments: int = Field(default=0, ge=0, le=4096, description="workers that play environments; 0: the driver does")
+    rewards: int = Field(default=0, ge=0, le=4096, description="workers that score by slow terms; 0: the driver does")
+    restarts: int = Field(default=3, ge=0, description="processes of a kind that are replaced in a run, if several")
     backend: Literal["auto", "gloo", "nccl"] = Field(default="auto", description="auto: nccl on GPUs, gloo on CPUs")
     offload: bool = Field(default=False, description="keep weights and moments in the machine's memory, not the GPU's")
     start_s: float = Field(default=600.0, gt=0, description="for all ranks to load the model and meet")

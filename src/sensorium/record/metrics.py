@@ -12,7 +12,8 @@ FAMILIES = (
     "mismatch", "packing", "eval", "sight", "health", "media", "time", "throughput", "memory",
 )  # fmt: skip
 UNREPEATABLE = (
-    "media/", "time/", "throughput/", "memory/", "retries/", "judge/", "eval/judge/", "environment/hung",
+    "media/", "time/", "throughput/", "memory/", "retries/", "judge/", "eval/judge/", "environment/hung", "wait/",
+    "worker/", "engine/",
 )  # fmt: skip
 """Metrics that differ between equal runs; a resumed one finds its caches filled and its judgements made."""
 

@@ -18,7 +18,7 @@ from sensorium.rewards.intake import group_scores_of, scores_of
 from sensorium.rewards.judgements import JudgementCache, JudgementKeys, JudgementMemory, Scores, judgement_keys
 from sensorium.rewards.protocol import ComparingTerm, GroupTerm, RewardTerm, Term
 from sensorium.vocabulary.episode import Episode, Group, Status
-from sensorium.vocabulary.errors import JudgeOffline, JudgeRefusal, RecordError, RewardFailure, TaskError
+from sensorium.vocabulary.errors import JudgeOffline, JudgeRefusal, RecordError, RewardFailure, TaskError, WorkersLost
 from sensorium.vocabulary.plain import attempt, printable, words
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
@@ -152,7 +152,7 @@ class Scorer:
 
     def _in_place(self, term: Term, task: Task, episodes: Sequence[Episode]) -> list[Scores]:
         """Ask a term that is plain computation; it has no event loop to wait in."""
-        returned, error = attempt(_call, term, task, episodes)
+        returned, error = attempt(asked_of, term, task, episodes)
         awaitable, unreadable = attempt(isawaitable, returned)
         error = error or unreadable
         if awaitable:
@@ -231,15 +231,15 @@ class Scorer:
     async def _asked(self, term: Term, task: Task, episodes: Sequence[Episode]) -> list[Scores] | BaseException:
         """The scores of one call in a thread, or what went wrong."""
         try:
-            call = await self._pool.call(lambda: _call(term, task, episodes), self.deadline_s)
+            call = await self._pool.call(lambda: asked_of(term, task, episodes), self.deadline_s)
         except CallOverdue as overdue:
             self._counts[term.name].add(self.deadline_s)
             return RewardFailure(f"reward term '{term.name}' {overdue}")
         except WorkerFailure as refused:
             return RewardFailure(f"{refused}, so '{term.name}' was not asked")
         self._counts[term.name].add(call.seconds)
-        if isinstance(call.error, JudgeOffline | RecordError):
-            raise call.error  # a missing score would hide that the run is not repeated, or that its files are unusable
+        if isinstance(call.error, JudgeOffline | RecordError | WorkersLost):
+            raise call.error  # a missing score would hide that the run is not repeated, or that it cannot go on
         if call.error is not None:
             return call.error
         try:
@@ -263,7 +263,8 @@ def judges_groups(term: Term) -> TypeGuard[GroupTerm]:
     return callable(getattr(term, "score_group", None))
 
 
-def _call(term: Term, task: Task, episodes: Sequence[Episode]) -> Any:
+def asked_of(term: Term, task: Task, episodes: Sequence[Episode]) -> Any:
+    """What a term returns for the episodes of one call."""
     if judges_groups(term):
         return term.score_group(task, tuple(episodes))
     return cast(RewardTerm, term).score(task, episodes[0])

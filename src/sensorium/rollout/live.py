@@ -15,7 +15,7 @@ from typing import Any
 from sensorium.envs.protocol import Environment, Observation, StepResult
 from sensorium.rollout.intake import checked_demonstration, checked_reset, checked_step
 from sensorium.vocabulary.content import Message
-from sensorium.vocabulary.errors import EnvironmentFailure, MediaError, SensoriumError, SpanMismatch
+from sensorium.vocabulary.errors import EnvironmentFailure, EnvironmentLost, MediaError, SensoriumError, SpanMismatch
 from sensorium.vocabulary.plain import attempt, printable, words
 from sensorium.vocabulary.task import Task
 from sensorium.workers.pool import WorkerFailure, WorkerPool
@@ -161,7 +161,7 @@ class LiveEnvironment:
             return value
         said, failed = attempt(str, error)
         told = printable(said) if failed is None and isinstance(error, SensoriumError) else words(error)
-        if isinstance(error, MediaError | SpanMismatch):
+        if isinstance(error, MediaError | SpanMismatch | EnvironmentLost):
             raise error
         if isinstance(error, EnvironmentFailure):
             raise EnvironmentFailure(told) from error

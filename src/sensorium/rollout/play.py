@@ -28,6 +28,7 @@ from sensorium.vocabulary.episode import Episode, Group, Segment, Status, Turn
 from sensorium.vocabulary.errors import (
     EngineError,
     EnvironmentFailure,
+    EnvironmentLost,
     MediaError,
     ModelError,
     PromptTooLong,
@@ -74,6 +75,7 @@ class Rollout:
         self.renderer = Renderer(chat)
         self.ready = Preparation(chat)
         self.pool = WorkerPool("environment", size=section.environment_calls)
+        self.rolled_again = 0
 
     def stream(
         self,
@@ -157,6 +159,12 @@ class Rollout:
             for index in range(size):
                 yield _Play(self, task, (order, index), first + index, attempt, sampling, deadlines)
 
+    async def available(self) -> None:
+        """Wait until environments can be played: those that are placed elsewhere may all be starting again."""
+        available = getattr(self.make_environment, "available", None)
+        if available is not None:
+            await available()
+
     def close(self) -> None:
         """Give the threads back; one that hangs in an environment is not waited for."""
         self.pool.close()
@@ -223,15 +231,14 @@ class _Play:
         self.builder: ThreadBuilder | None = None
         self.opened: set[str] = set()
         self.live: LiveEpisodes | None = None
-        deadline_s = rollout.section.environment_deadline_s
-        self.environment = LiveEnvironment(rollout.pool, rollout.make_environment, task, deadline_s, deadlines, self.id)
+        self.environment = self.live_environment()
 
     async def episode(self, live: LiveEpisodes) -> Episode:
         """Play to the end, as one of the live episodes of a rollout; failures become the episode's status."""
         self.live = live
         at = f"task {self.task.id}, turn"
         try:
-            status, failure = await self.run()
+            status, failure = await self.run_to_the_end()
         except (EnvironmentFailure, SpanMismatch, MediaError, ModelError) as error:
             status, failure = Status.FAILED, f"{at} {len(self.turns)}: {error}"
         except PromptTooLong as error:
@@ -256,6 +263,25 @@ class _Play:
         return Episode(
             self.id, self.task.id, self.group_id, self.order[1], threads, turns, status, failure, info=info, head=head
         )
+
+    async def run_to_the_end(self) -> tuple[Status, str]:
+        """Play; if the worker that holds the environment dies, from the beginning with the same random numbers."""
+        while True:
+            await self.rollout.available()
+            try:
+                return await self.run()
+            except EnvironmentLost:
+                self.rollout.rolled_again += 1
+                self.environment.abandon()
+                self.release()
+                self.turns, self.info, self.builder = [], {}, None
+                self.environment = self.live_environment()
+
+    def live_environment(self) -> LiveEnvironment:
+        """The episode's environment, which has not begun."""
+        rollout = self.rollout
+        deadline_s = rollout.section.environment_deadline_s
+        return LiveEnvironment(rollout.pool, rollout.make_environment, self.task, deadline_s, self.deadlines, self.id)
 
     async def run(self) -> tuple[Status, str]:
         """The loop: observe, respond, step."""

@@ -155,6 +155,10 @@ class AsynchronousSchedule:
         self.ledger.plan(step, first, self.loader.drawn)
         return self._collected(sorted([*chosen, *dropped], key=lambda group: group.number), self.loader.drawn - first)
 
+    def take_waits(self, step_s: float) -> dict[str, float]:
+        """Who waited for whom stands in what was collected."""
+        return {}
+
     async def compute(self, work: Callable[[], Result]) -> Result:
         """Run what the learner does: beside the engine if that has weights of its own."""
         if self._thread is None:

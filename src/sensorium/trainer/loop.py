@@ -159,6 +159,7 @@ class Trainer:
             await self.loader.observe(groups, {group.id for group in selection.groups})
         measured = episode_metrics(groups, selection, mask_truncated=recipe.rollout.mask_truncated)
         row = measured | learned | collected.metrics | clock.metrics(collected.played)
+        row |= self.schedule.take_waits(row["time/step_s"])
         return row, Evidence(groups, collected.fates, unanswered(self.session.scorer, groups))
 
     def _credit(self, collected: CollectedStep) -> list[list[CreditedEpisode]]:
@@ -346,7 +347,7 @@ class Trainer:
 
     def _processes(self) -> tuple[ProcessRow, ...]:
         """The processes of the run, the driver's among them; none where there is no other."""
-        others = (*self.session.engine_processes, *getattr(self.learner, "processes", ()))
+        others = (*self.session.processes, *getattr(self.learner, "processes", ()))
         return (ProcessRow("driver", os.getpid(), self._phase), *others) if others else ()
 
     def _announce(self, phase: str, total: int = 0) -> None:

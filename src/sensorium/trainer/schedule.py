@@ -10,6 +10,7 @@ a checkpoint or an evaluation nothing is played ahead (``Recipe.plays_ahead``): 
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -45,6 +46,7 @@ class Schedule:
     def __init__(self, recipe: Recipe, collector: Collector, new_clock: Callable[[], Clock]) -> None:
         self.recipe, self.collector, self.new_clock = recipe, collector, new_clock
         self._ahead: tuple[asyncio.Task[CollectedStep], Clock] | None = None
+        self._for_episodes_s = self._for_scores_s = 0.0
         self._updating: ThreadPoolExecutor | None = None
         if recipe.schedule.name == "one_step_off":
             if collector.loader.waits_for_outcomes:
@@ -58,11 +60,26 @@ class Schedule:
     async def collect(self, step: int, clock: Clock) -> CollectedStep:
         """What a step trains on: played ahead, or now."""
         if self._ahead is None:
-            return await self.collector.collect(step, clock)
+            collected = await self.collector.collect(step, clock)
+            self._for_episodes_s += clock.seconds.get("rollout", 0.0)
+            self._for_scores_s += clock.seconds.get("score", 0.0)
+            return collected
         (task, its_clock), self._ahead = self._ahead, None
+        started = time.perf_counter()
         collected = await task
+        self._for_scores_s += time.perf_counter() - started
         clock.seconds |= its_clock.seconds
         return collected
+
+    def take_waits(self, step_s: float) -> dict[str, float]:
+        """Who waited for whom in a step of so many seconds. Nothing is played while the learner does not wait for it."""
+        row = {
+            "wait/learner_for_episodes_s": self._for_episodes_s,
+            "wait/learner_for_scores_s": self._for_scores_s,
+            "wait/engine_for_learner_s": max(0.0, step_s - self._for_episodes_s),
+        }
+        self._for_episodes_s = self._for_scores_s = 0.0
+        return row
 
     async def play_ahead(self, step: int) -> None:
         """Begin to collect a step, and come back when it is played; its scores may still be missing."""
@@ -70,7 +87,9 @@ class Schedule:
         task = asyncio.create_task(self.collector.collect(step, clock, played.set))
         task.add_done_callback(lambda _: played.set())
         self._ahead = (task, clock)
+        started = time.perf_counter()
         await played.wait()
+        self._for_episodes_s += time.perf_counter() - started
 
     async def compute(self, work: Callable[[], Result]) -> Result:
         """Run what the learner does before an update."""
@@ -94,7 +113,9 @@ class Schedule:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._updating, update)
         finally:
+            started = time.perf_counter()
             await asyncio.wait([self._ahead[0]])
+            self._for_scores_s += time.perf_counter() - started
 
     async def abandon(self, then: Callable[[CollectedStep], Awaitable[None] | None]) -> None:
         """The run ends here: a step that was played ahead is not trained on; ``then`` puts it on record."""

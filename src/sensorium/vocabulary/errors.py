@@ -55,6 +55,14 @@ class EnvironmentFailure(SensoriumError):
     """An environment raised, or overran its deadline. Costs the episode, not the run."""
 
 
+class EnvironmentLost(EnvironmentFailure):
+    """The process in which an environment was played has ended: not its fault, so the episode is played again."""
+
+
+class WorkersLost(SensoriumError):
+    """No process is left that plays environments, or that scores. Ends the run; --resume goes on."""
+
+
 class RewardFailure(SensoriumError):
     """A reward term raised, or overran its deadline. Gives a missing score, never a zero."""
 

@@ -22,9 +22,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sensorium.engines.process.channel import Channel, Message
-from sensorium.engines.process.messages import plain_error, plain_response, request_of
+from sensorium.engines.process.messages import plain_response, request_of
 from sensorium.vocabulary.errors import EngineError
+from sensorium.workers.channel import Channel, Message
+from sensorium.workers.plain_errors import plain_error
 
 
 class Child:

@@ -1,24 +1,23 @@
 """The parent's side of the child process: start it, call it, end it. Every wait is bounded, and its death is an error."""
 
-import socket
 import threading
 from contextlib import suppress
 from pathlib import Path
 
-from sensorium.engines.process.channel import Channel, Message
-from sensorium.engines.process.messages import error_of
-from sensorium.engines.python_process import CLOSE_S, PythonProcess
+from sensorium.engines.lost_process import process_lost
+from sensorium.engines.process.messages import engine_error
 from sensorium.vocabulary.errors import EngineLost
+from sensorium.workers.channel import Channel, Message
+from sensorium.workers.hosts import ProcessHost
+from sensorium.workers.python_process import CLOSE_S
 
 
 class ChildProcess:
     """A process that answers one message at a time."""
 
-    def __init__(self, log: Path) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.python = PythonProcess("sensorium.engines.process.child", [theirs], log)
-        self._channel = Channel(ours)
+    def __init__(self, host: ProcessHost, log: Path) -> None:
+        self.python, (frames,) = host.start("sensorium.engines.process.child", 1, log)
+        self._channel = Channel(frames)
         self._lock = threading.Lock()
 
     @property
@@ -39,9 +38,9 @@ class ChildProcess:
                     "ended. Raise rollout.engine.options.reply_s (start_s for its start) if the model is that slow."
                 ) from error
             except (EOFError, OSError) as error:
-                raise EngineLost(self.python.why()) from error
+                raise process_lost(self.python) from error
         if "error" in answer:
-            raise error_of(answer)
+            raise engine_error(answer)
         return answer
 
     def close(self) -> None:

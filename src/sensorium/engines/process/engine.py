@@ -18,7 +18,7 @@ import torch
 from sensorium.engines.native.options import WriterOptions, check_options, completed
 from sensorium.engines.native.writer import WriterCounters
 from sensorium.engines.process.connection import ChildProcess
-from sensorium.engines.process.messages import error_of, plain_request
+from sensorium.engines.process.messages import engine_error, plain_request
 from sensorium.engines.protocol import Capabilities, LiveEpisodes, Request, Response, WeightSource
 from sensorium.engines.scheduler import Job, TickScheduler
 from sensorium.engines.tensor_files import write_tensors
@@ -27,13 +27,14 @@ from sensorium.models.policy import Policy
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.episode import VersionSpan
 from sensorium.vocabulary.errors import EngineLost, SensoriumError
+from sensorium.workers.hosts import ProcessHost, ThisMachine
 
 
 class ProcessEngine:
     """Samples in a child process. Options are the native engine's, and bounds on how long the child is waited for.
 
     ``start_s`` bounds its start (imports and the model without weights), ``reply_s`` every later answer: a tick, or taking
-    over weights.
+    over weights. ``host`` starts the child, here or on another machine.
     """
 
     check_options = staticmethod(check_options)
@@ -46,6 +47,7 @@ class ProcessEngine:
         patience_s: float = 600.0,
         start_s: float = 600.0,
         reply_s: float = 600.0,
+        host: ProcessHost | None = None,
         **options: Unpack[WriterOptions],
     ) -> None:
         self.capabilities = Capabilities(
@@ -62,6 +64,7 @@ class ProcessEngine:
         self._policy = policy
         self._writer, self._paged = completed(options, policy.device.type, matched=policy.matched is not None)
         self._start_s, self._reply_s = start_s, reply_s
+        self._host: ProcessHost = ThisMachine() if host is None else host
         self._scheduler = TickScheduler(self._tick, lockstep=lockstep, patience_s=patience_s)
         self._child: ChildProcess | None = None
         self._folder: Path | None = None
@@ -80,9 +83,9 @@ class ProcessEngine:
         """Start the child, and give it the policy's weights."""
         if self._child is not None:
             return
-        self._folder = Path(tempfile.mkdtemp(prefix="sensorium-engine-"))
-        self._child = ChildProcess(self._folder / "child.log")
         try:
+            self._folder = Path(tempfile.mkdtemp(prefix="sensorium-engine-", dir=self._host.folder))
+            self._child = ChildProcess(self._host, self._folder / "child.log")
             self._child.ask({"do": "start", **self._description(self._folder)}, self._start_s)
             self.update_weights(self._policy, self._policy.version)
         except BaseException:
@@ -115,7 +118,7 @@ class ProcessEngine:
         moved = {
             name: tensors[name] for name in tensors if tensors[name].requires_grad or self._sent.get(name) != state[name]
         }
-        file = write_tensors(moved)
+        file = write_tensors(moved, folder=None if self._host.folder is None else self._folder)
         try:
             told = {"do": "weights", "file": str(file), "learning": learning, "version": version, "in_flight": in_flight}
             self._ask(told)
@@ -160,7 +163,7 @@ class ProcessEngine:
         if job.future.done():
             return
         if "error" in plain:
-            job.fail(error_of(plain))
+            job.fail(engine_error(plain))
             return
         versions = tuple(VersionSpan(*span) for span in plain["versions"])
         written = self._policy.chat.written(
@@ -204,7 +207,7 @@ class ProcessEngine:
             "folder": str(folder / "model"),
             "family": policy.family,
             "dtype": str(policy.dtype).removeprefix("torch."),
-            "device": str(policy.device),
+            "device": policy.device.type if self._host.own_device else str(policy.device),
             "precision": policy.precision,
             "lora": None if policy.adapters is None else policy.adapters.section.model_dump(mode="json"),
             "media": str(media.absolute()),

@@ -8,6 +8,7 @@ from sensorium.engines.protocol import Request, Response, Sampling
 from sensorium.vocabulary import errors
 from sensorium.vocabulary.content import USUAL, Media
 from sensorium.vocabulary.episode import MediaSpan, Segment
+from sensorium.workers.plain_errors import error_of
 
 
 def plain_request(request: Request) -> dict[str, Any]:
@@ -43,18 +44,9 @@ def plain_response(thread: str, response: Response) -> dict[str, Any]:
     }
 
 
-def plain_error(error: BaseException) -> dict[str, str]:
-    """An error by its class and text."""
-    known = isinstance(error, errors.SensoriumError)
-    return {"error": str(error) if known else repr(error), "kind": type(error).__name__}
-
-
-def error_of(plain: Mapping[str, Any]) -> errors.SensoriumError:
-    """The error; one that is not of ours is the engine's."""
-    kind = getattr(errors, plain["kind"], None)
-    if isinstance(kind, type) and issubclass(kind, errors.SensoriumError):
-        return kind(plain["error"])
-    return errors.EngineError(f"the engine failed: {plain['error']}")
+def engine_error(plain: Mapping[str, Any]) -> errors.SensoriumError:
+    """The error that an engine's process told; one that is not of ours is the engine's."""
+    return error_of(plain, errors.EngineError, "the engine")
 
 
 def _plain_segment(segment: Segment) -> dict[str, Any]:

@@ -22,10 +22,10 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from sensorium.engines.process.channel import Channel, Message
-from sensorium.engines.process.messages import plain_error
 from sensorium.engines.vllm.engine_inputs import engine_input
 from sensorium.vocabulary.errors import EngineError, EngineLost
+from sensorium.workers.channel import Channel, Message
+from sensorium.workers.plain_errors import plain_error
 
 SHUTDOWN_S = 15.0
 

@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +10,12 @@ from concurrent.futures import TimeoutError as WaitedTooLong
 from contextlib import suppress
 from pathlib import Path
 
-from sensorium.engines.process.channel import Channel, Message
-from sensorium.engines.process.messages import error_of
-from sensorium.engines.python_process import CLOSE_S, PythonProcess
+from sensorium.engines.lost_process import process_lost
+from sensorium.engines.process.messages import engine_error
 from sensorium.vocabulary.errors import EngineLost
+from sensorium.workers.channel import Channel, Message
+from sensorium.workers.hosts import ProcessHost
+from sensorium.workers.python_process import CLOSE_S, last_words
 
 FAULT = re.compile(r"\b(\w*(?:Error|Exception): [^\n]+)")
 CONSEQUENCES = ("EngineDeadError", "RuntimeError: Engine core initialization", "Exception: WorkerProc initialization")
@@ -32,16 +33,12 @@ def cause_in(log: str) -> str:
 class ActorProcess:
     """The process that holds vLLM's front end, and through it vLLM's other processes.
 
-    There is a socket for each direction, so that a thread reads answers while others send.
+    There is a connection for each direction, so that a thread reads answers while others send.
     """
 
-    def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
-        told, heard = socket.socketpair(), socket.socketpair()
-        with told[1], heard[1]:
-            self._python = PythonProcess(
-                "sensorium.engines.vllm.actor", [told[1], heard[1]], log, environment, own_group=True
-            )
-        self._told, self._heard = Channel(told[0]), Channel(heard[0])
+    def __init__(self, host: ProcessHost, log: Path, environment: Mapping[str, str]) -> None:
+        self._python, (told, heard) = host.start("sensorium.engines.vllm.actor", 2, log, environment, own_group=True)
+        self._told, self._heard = Channel(told), Channel(heard)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._open: dict[int, tuple[Future[Message], Part | None]] = {}
@@ -72,7 +69,7 @@ class ActorProcess:
                 self._told.send({"id": number, **message}, CLOSE_S)
             except OSError as error:
                 del self._open[number]
-                raise EngineLost(self._why()) from error
+                raise process_lost(self._python) from error
         return number, answer
 
     def ask(self, message: Message, limit_s: float) -> Message:
@@ -126,7 +123,7 @@ class ActorProcess:
                 message = self._heard.receive()
             except (EOFError, OSError, ValueError):
                 if not self._closing:
-                    self.fail(EngineLost(self._why()))
+                    self.fail(process_lost(self._python))
                 return
             if "part" in message:
                 _, part = self._open.get(message["id"], (None, None))
@@ -138,14 +135,11 @@ class ActorProcess:
                 self.fail(EngineLost(f"{message['error']}{self._cause()}"))
             if answer is not None and not answer.done():
                 if "error" in message:
-                    answer.set_exception(self._lost or error_of(message))
+                    answer.set_exception(self._lost or engine_error(message))
                 else:
                     answer.set_result(message)
 
     def _cause(self) -> str:
         """What vLLM's processes gave as the reason, or the last lines of their log."""
         found = cause_in(self._python.log_text())
-        return f" The cause by vLLM's log: {found}" if found else self._python.last_words()
-
-    def _why(self) -> str:
-        return self._python.why()
+        return f" The cause by vLLM's log: {found}" if found else last_words(self._python.log_text())

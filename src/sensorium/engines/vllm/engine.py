@@ -44,6 +44,7 @@ from sensorium.models.segment_layout import Layout
 from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.episode import Segment, VersionSpan
 from sensorium.vocabulary.errors import EngineError, EngineLost
+from sensorium.workers.hosts import ProcessHost, ThisMachine
 
 SAMPLING_OPTIONS = frozenset(["temperature", "greedy", "stop", "ignore_stop_tokens"])
 
@@ -63,7 +64,7 @@ class VllmEngine:
 
     ``start_s`` bounds its start, ``reply_s`` every later answer but those of requests. ``parity_bound`` is the largest mean
     difference of log-probs that passes for rounding (default: by dtype). ``restarts`` is how often an engine that died is
-    replaced; its open requests are then sampled again.
+    replaced; its open requests are then sampled again. ``host`` starts vLLM, here or on another machine.
     """
 
     check_options = staticmethod(check_options)
@@ -85,8 +86,12 @@ class VllmEngine:
         parity_bound: float | None = None,
         restarts: int = 0,
         engine_args: Mapping[str, Any] | None = None,
+        host: ProcessHost | None = None,
     ) -> None:
         self._vllm = installed_version()
+        self._host: ProcessHost = ThisMachine() if host is None else host
+        if self._host.own_device:
+            push = "file"  # memory of a GPU is shared by processes on that GPU alone
         self._settings = EngineSettings(
             max_rows, max_context, cache_gib, gpu_share, eager, tensor_parallel, push, dict(engine_args or {})
         )
@@ -127,13 +132,13 @@ class VllmEngine:
         if self._actor is not None:
             return
         policy = self._policy
-        self._folder = Path(tempfile.mkdtemp(prefix="sensorium-vllm-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="sensorium-vllm-", dir=self._host.folder))
         try:
             describe(policy, self._folder / "model")
             arguments = engine_arguments(self._settings, policy, self._vllm, self._folder / "model")
             startup = write_startup(self._folder / "startup")
             variables = environment(startup, on_cpu=arguments.on_cpu, cache_gib=self._settings.cache_gib)
-            self._actor = ActorProcess(self._folder / "vllm.log", variables)
+            self._actor = ActorProcess(self._host, self._folder / "vllm.log", variables)
             told = {
                 "do": "start",
                 "temporary": str(self._folder),
@@ -145,7 +150,7 @@ class VllmEngine:
                 "tells_versions": self._vllm.tells_weight_versions,
             }
             context = self._actor.ask(told, self._start_s)["context"]
-            self._sender = RequestSender(policy.chat, self._vllm, self._actor, context)
+            self._sender = RequestSender(policy.chat, self._vllm, self._actor, context, self._shared_folder)
             self._backend = arguments.backend
             self._push_base()
             self.update_weights(policy, policy.version)
@@ -282,7 +287,7 @@ class VllmEngine:
     def _push(self, tensors: Mapping[str, Tensor], parameters: Sequence[str], version: int) -> dict[str, Any]:
         names = self._changed.select(tensors, parameters)
         sent = published(tensors, [name for name in parameters if name in names], tied=self._tied)
-        with pushed_by(self._backend, sent) as update:
+        with pushed_by(self._backend, sent, self._shared_folder) as update:
             try:
                 answer = self._ask({"do": "push", "update": update, "version": version})
             except EngineError as error:  # vLLM is left paused and without weights: a request would wait for ever
@@ -327,6 +332,11 @@ class VllmEngine:
         return found
 
     # The actor.
+
+    @property
+    def _shared_folder(self) -> Path | None:
+        """Where files for vLLM go if it may be on another machine."""
+        return None if self._host.folder is None else self._folder
 
     def _running(self) -> RequestSender:
         if self._sender is None:

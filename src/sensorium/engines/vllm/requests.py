@@ -24,11 +24,16 @@ Asked = tuple[dict[str, Any], EnginePrompt, Mapping[Media, TowerInput]]
 
 
 class RequestSender:
-    """Sends requests to one actor, and remembers which media its vLLM was sent. ``context`` tokens fit into a thread."""
+    """Sends requests to one actor, and remembers which media its vLLM was sent. ``context`` tokens fit into a thread.
 
-    def __init__(self, chat: ChatProcessor, version: VllmVersion, actor: ActorProcess, context: int) -> None:
+    Files for vLLM go to ``folder``, or anywhere on this machine.
+    """
+
+    def __init__(
+        self, chat: ChatProcessor, version: VllmVersion, actor: ActorProcess, context: int, folder: Path | None = None
+    ) -> None:
         self.actor, self.context = actor, context
-        self._chat, self._version = chat, version
+        self._chat, self._version, self._folder = chat, version, folder
         self._held: set[str] = set()
 
     async def sample(
@@ -119,7 +124,7 @@ class RequestSender:
                 "modality": MODALITIES[placed.media.kind], "key": placed.media.key, "fields": fields,
                 "start": placed.start, "length": placed.length, "mask": placed.mask,
             })  # fmt: skip
-        file = write_tensors(tensors, "media") if tensors else None
+        file = write_tensors(tensors, "media", self._folder) if tensors else None
         message |= {"media": media, "file": None if file is None else str(file)}
         return file
 

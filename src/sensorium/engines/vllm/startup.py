@@ -7,7 +7,6 @@ a checkout that is only on the path has not.
 """
 
 import os
-import sys
 from pathlib import Path
 
 SITE = """\
@@ -43,9 +42,8 @@ def write_startup(folder: Path) -> Path:
 
 def environment(startup: Path, *, on_cpu: bool, cache_gib: int) -> dict[str, str]:
     """The variables of vLLM's processes."""
-    path = os.pathsep.join([str(startup), *(path for path in sys.path if path)])
     given = {
-        "PYTHONPATH": path,
+        "PYTHONPATH": str(startup),  # before what else the process finds its modules on
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),

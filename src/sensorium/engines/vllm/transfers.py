@@ -4,6 +4,7 @@ import base64
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +15,10 @@ from sensorium.engines.vllm.weights import PushedWeights
 
 
 @contextmanager
-def pushed_by(backend: str, weights: PushedWeights) -> Iterator[dict[str, Any]]:
-    """What the backend's workers are told; inside, what they read is there."""
+def pushed_by(backend: str, weights: PushedWeights, folder: Path | None = None) -> Iterator[dict[str, Any]]:
+    """What the backend's workers are told; inside, what they read is there: in ``folder``, or on this machine."""
     if backend == BACKEND:
-        file = write_tensors(weights.tensors)
+        file = write_tensors(weights.tensors, folder=folder)
         try:
             yield {"file": str(file), "aliases": weights.aliases}
         finally:

@@ -3,7 +3,8 @@
 Invariants: a session belongs to one server. Opening goes to the server with the fewest sessions, and to the next one if it
 is full or gone; what is asked of a server again is asked under the same id, so that no session is opened twice. A step
 whose reply was lost is asked for again, at the same server under the same number, so it acts once; if the server does not
-come back in time, or does not know the session any more, the episode fails.
+come back in time, or does not know the session any more, the episode fails. A server that is known to be ``gone`` for good
+(a worker of the run that died) is not waited for: its sessions are EnvironmentLost.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from uuid import uuid4
 from sensorium.envs.remote.connection import Connection, ConnectionLost, ServerRefusal
 from sensorium.envs.remote.wire import Json
 from sensorium.media.store import MediaStore
-from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
+from sensorium.vocabulary.errors import EnvironmentFailure, EnvironmentLost, RecipeError
 
 _clients: dict[tuple[tuple[str, ...], str], "EnvironmentClient"] = {}
 _lock = threading.Lock()
@@ -50,10 +51,22 @@ class EnvironmentClient:
     """Talks to the servers from a thread of its own; ``run`` waits for it from any other."""
 
     def __init__(self, addresses: Sequence[str], key: str = "", connect_s: float = 10.0) -> None:
-        self.servers = [_Server(Connection(address, key, connect_s)) for address in addresses]
+        self._given = key, connect_s
+        self.servers = [Server(Connection(address, key, connect_s)) for address in addresses]
         self._loop = asyncio.new_event_loop()
         self._at_work: set[asyncio.Task[None]] = set()
         threading.Thread(target=self._loop.run_forever, name="environment-client", daemon=True).start()
+
+    def add(self, address: str) -> "Server":
+        """Ask this server too from now on."""
+        server = Server(Connection(socket_address(address), *self._given))
+        self._loop.call_soon_threadsafe(self.servers.append, server)
+        return server
+
+    def drop(self, server: "Server") -> None:
+        """A server is gone for good."""
+        server.gone = True
+        self._loop.call_soon_threadsafe(self.servers.remove, server)
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """The outcome of a coroutine in the client's thread. Its waits are bounded by its own deadlines."""
@@ -71,21 +84,25 @@ class EnvironmentClient:
         """Open a session at some server; returns it and what its reset gave. While it waits, ``tell`` hears what for."""
         until, pause, told = time.monotonic() + deadline_s, 0.05, ""
         operation = {"op": "open", "environment": environment, "options": options, "seed": seed}
-        sessions = {server: RemoteSession(server, str(uuid4()), store) for server in self.servers}
+        sessions: dict[Server, RemoteSession] = {}
         doubtful: set[RemoteSession] = set()
         try:
             while True:
-                for server in sorted(self.servers, key=_Server.rank):
-                    session = sessions[server]
+                if not self.servers:
+                    raise EnvironmentLost("all servers of environments are gone")
+                for server in sorted(self.servers, key=Server.rank):
+                    session = sessions.setdefault(server, RemoteSession(server, str(uuid4()), store))
+                    server.sessions += 1  # before it is open: those that open at the same moment go to other servers
                     try:
                         reply = await session.ask(operation, max(0.001, until - time.monotonic()))
                         doubtful.discard(session)
-                        server.sessions += 1
                         return session, reply
                     except ConnectionLost as error:  # it may have been opened all the same
+                        server.sessions -= 1
                         doubtful.add(session)
                         server.down_until, told = time.monotonic() + DOWN_S, str(error)
                     except ServerRefusal as refusal:
+                        server.sessions -= 1
                         told = f"{server.connection.url}: {refusal.why}"
                         if refusal.status != 503:
                             raise EnvironmentFailure(told) from refusal
@@ -107,7 +124,7 @@ class EnvironmentClient:
     async def content_keys(self, environment: str, options: Json, seeds: Sequence[int], deadline_s: float) -> list[str]:
         """What seeds lead to, by a server's own environment."""
         told = ""
-        for server in sorted(self.servers, key=_Server.rank):
+        for server in sorted(self.servers, key=Server.rank):
             operation = {"op": "content_keys", "environment": environment, "options": options, "seeds": list(seeds)}
             try:
                 found: list[str] = (await server.connection.ask(operation, deadline_s))["keys"]
@@ -125,11 +142,11 @@ class EnvironmentClient:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
-class _Server:
-    """A server, how many sessions are open there, and until when it is taken for down."""
+class Server:
+    """A server, how many sessions are open there, and until when it is taken for down; ``gone``: for ever."""
 
     def __init__(self, connection: Connection) -> None:
-        self.connection, self.sessions, self.down_until = connection, 0, 0.0
+        self.connection, self.sessions, self.down_until, self.gone = connection, 0, 0.0, False
 
     def rank(self) -> tuple[bool, int]:
         """The one to ask first has the lowest."""
@@ -139,7 +156,7 @@ class _Server:
 class RemoteSession:
     """A session at one server. Steps are counted here, so that one that is asked for again is known there."""
 
-    def __init__(self, server: _Server, id: str, store: MediaStore) -> None:
+    def __init__(self, server: Server, id: str, store: MediaStore) -> None:
         self.server, self.id, self.store, self.number = server, id, store, 0
         self._open = True
 
@@ -153,6 +170,7 @@ class RemoteSession:
             try:
                 return await self.ask(operation, max(0.001, until - time.monotonic()))
             except ConnectionLost as error:
+                self._refuse_gone(error)
                 now = time.monotonic()
                 lost_at = now if lost_at is None else lost_at
                 if now + pause > min(until, lost_at + retry_s):
@@ -167,6 +185,7 @@ class RemoteSession:
         try:
             return str((await self.ask({"op": "demonstrate"}, deadline_s))["response"])
         except (ConnectionLost, ServerRefusal) as error:
+            self._refuse_gone(error)
             raise EnvironmentFailure(f"{self.server.connection.url}: {error}") from error
 
     async def close(self, deadline_s: float) -> None:
@@ -185,6 +204,10 @@ class RemoteSession:
             await self.ask({"op": "close"}, DOWN_S)
         except (ConnectionLost, ServerRefusal):
             return
+
+    def _refuse_gone(self, error: Exception) -> None:
+        if self.server.gone:
+            raise EnvironmentLost(f"step {self.number} is lost: {error}") from error
 
     async def ask(self, operation: Json, deadline_s: float) -> Json:
         """One operation on this session."""

@@ -1,4 +1,4 @@
-"""A Python process that an engine samples in: started with sockets to talk over, ended for certain, its end explained."""
+"""A Python process that works for this one: started with sockets to talk over, ended for certain, its end explained."""
 
 import os
 import signal
@@ -17,7 +17,8 @@ CLOSE_S = 30.0
 class PythonProcess:
     """Runs ``python -m module fd …``. What it prints goes to ``log``; its last lines tell why it died.
 
-    With ``own_group`` it leads a process group, and its end is the end of whatever it started.
+    With ``own_group`` it leads a process group, and its end is the end of whatever it started. A PYTHONPATH in
+    ``environment`` goes before this process's own path.
     """
 
     def __init__(
@@ -31,7 +32,8 @@ class PythonProcess:
     ) -> None:
         self._log, self._own_group = log, own_group
         fds = [end.fileno() for end in sockets]
-        given = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **(environment or {})}
+        given = dict(environment or {})
+        given["PYTHONPATH"] = os.pathsep.join(filter(None, [given.get("PYTHONPATH", ""), *sys.path]))
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *map(str, fds)],
@@ -63,25 +65,23 @@ class PythonProcess:
         if self._own_group:
             _end_group(self.pid)
 
-    def why(self) -> str:
-        """How it ended, in one paragraph."""
+    def ending(self) -> str:
+        """How it ended, as the end of a sentence about it."""
         self.end(CLOSE_S)
         code = self.process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         hint = " (SIGKILL often means that memory ran out)" if code == -signal.SIGKILL else ""
-        return (
-            f"the engine process (pid {self.pid}) {how}{hint}, so nothing more can be sampled. Resume the run from its "
-            f"last checkpoint.{self.last_words()}"
-        )
+        return how + hint
 
     def log_text(self) -> str:
         """All that it printed."""
         return self._log.read_text(errors="replace")
 
-    def last_words(self) -> str:
-        """A sentence with the last lines that it printed; empty if there are none."""
-        lines = [line.strip() for line in self.log_text().splitlines() if line.strip()]
-        return f" It last said: {' / '.join(lines[-LAST_LINES:])}" if lines else ""
+
+def last_words(log: str) -> str:
+    """A sentence with the last lines of a log; empty if there are none."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return f" It last said: {' / '.join(lines[-LAST_LINES:])}" if lines else ""
 
 
 def _end_group(group: int, wait_s: float = 30.0) -> None:

@@ -1,0 +1,32 @@
+"""A worker of a run that scores: it has the recipe's terms, and is asked for one call of one of them at a time or many.
+
+``python -m sensorium.rewards.worker FD``; ``workers/placed_main.py`` has the rest.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sensorium.rewards.functions import build_term
+from sensorium.rewards.scorer import asked_of
+from sensorium.vocabulary.episode import Episode
+from sensorium.vocabulary.task import Task
+from sensorium.workers.placed_main import Answer, serve
+
+TermSettings = tuple[str, dict[str, Any], str]
+"""A term's name in the recipe, its options, and where it stands."""
+
+
+def open_work(settings: dict[int, TermSettings], folder: Path) -> tuple[None, Answer]:
+    """Build the terms."""
+    terms = {number: build_term(name, options, where) for number, (name, options, where) in settings.items()}
+
+    def answer(question: tuple[int, Task, Sequence[Episode]]) -> Any:
+        number, task, episodes = question
+        return asked_of(terms[number], task, episodes)
+
+    return None, answer
+
+
+if __name__ == "__main__":
+    serve(open_work)

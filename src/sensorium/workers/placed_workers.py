@@ -1,0 +1,209 @@
+"""Several workers of one kind in processes that a host starts: asked side by side, and replaced when they die.
+
+For example, with two workers and one restart:
+
+    questions 1 2 3      1 → worker 0, 2 → worker 1, 3 → worker 0
+    worker 0 dies        1 and 3 are asked again of worker 1; another worker 0 starts beside that
+    worker 1 dies        2 is asked again of worker 0 when that is ready; nobody replaces worker 1
+    worker 0 dies        whoever asks hears WorkersLost
+
+Invariant: a question is answered once, however often it was asked. ``asked_again`` counts how often.
+"""
+
+import itertools
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sensorium.vocabulary.errors import SensoriumError, WorkersLost
+from sensorium.workers.channel import PickledChannel
+from sensorium.workers.hosts import HostedProcess, ProcessHost
+from sensorium.workers.plain_errors import error_of
+from sensorium.workers.python_process import CLOSE_S, last_words
+
+
+class _Gone(Exception):
+    """The worker died before it answered."""
+
+
+@dataclass(eq=False)
+class PlacedWorker:
+    """A place and the process in it. ``told`` is what it said when it was ready; ``ready``: it takes questions."""
+
+    number: int
+    process: HostedProcess | None = None
+    channel: PickledChannel | None = None
+    told: Any = None
+    ready: bool = False
+    replaced: int = 0
+    open: dict[int, "Future[Any]"] = field(default_factory=dict)
+    sending: threading.Lock = field(default_factory=threading.Lock)
+
+
+class PlacedWorkers:
+    """``count`` processes of ``python -m module``, each opened with ``settings``. At most ``restarts`` are replaced in all.
+
+    ``what`` is one of them, in words, and ``failure`` what their errors are. ``changed`` hears of each that is about to
+    take questions, and of each that is gone, from any thread.
+    """
+
+    def __init__(
+        self,
+        host: ProcessHost,
+        module: str,
+        settings: Any,
+        count: int,
+        what: str,
+        failure: type[SensoriumError],
+        *,
+        restarts: int = 3,
+        start_s: float = 600.0,
+        changed: Callable[[PlacedWorker, bool], None] = lambda worker, ready: None,
+    ) -> None:
+        self._host, self._module, self._settings = host, module, settings
+        self._what, self._failure = what, failure
+        self._restarts_left, self._start_s, self._changed = restarts, start_s, changed
+        self.workers = tuple(PlacedWorker(number) for number in range(count))
+        self.replaced = self.asked_again = 0
+        self.noted: Callable[[str], None] = lambda said: None
+        self._numbers = itertools.count()
+        self._state = threading.Condition()
+        self._starting = 0
+        self._closed = False
+        self._last = ""
+        self._threads = ThreadPoolExecutor(count, "placed")
+        self._folder = Path(tempfile.mkdtemp(prefix="sensorium-workers-"))
+
+    def start(self) -> None:
+        """Start all side by side; the first that cannot ends the others."""
+        futures = [self._threads.submit(self._start, worker) for worker in self.workers]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            self.close()
+            raise errors[0]
+
+    def ask(self, question: Any) -> Any:
+        """The answer of some worker; an error that it gave is raised. WorkersLost where no worker is left."""
+        while True:
+            worker = self.wait()
+            answer: Future[Any] = Future()
+            number = next(self._numbers)
+            worker.open[number] = answer
+            try:
+                channel = worker.channel
+                if not worker.ready or channel is None:
+                    raise _Gone
+                with worker.sending:
+                    channel.send((number, question))
+                return answer.result()
+            except (_Gone, OSError):
+                self.asked_again += 1
+            finally:
+                worker.open.pop(number, None)
+
+    def wait(self) -> PlacedWorker:
+        """The worker with the fewest questions, as soon as there is one. WorkersLost if none is left."""
+        with self._state:
+            while not (ready := [worker for worker in self.workers if worker.ready]):
+                if self._closed or not self._starting:
+                    raise WorkersLost(
+                        f"no {self._what} is left that takes work, and cluster.restarts are used up. {self._last} Resume "
+                        "the run from its last checkpoint."
+                    )
+                self._state.wait()
+            return min(ready, key=lambda worker: (len(worker.open), worker.number))
+
+    def close(self) -> None:
+        """End all."""
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+        for worker in self.workers:
+            worker.ready = False
+            self._end(worker)
+        self._threads.shutdown()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, worker: PlacedWorker) -> None:
+        process, (frames,) = self._host.start(self._module, 1, self._folder / f"{worker.number}.{worker.replaced}.txt")
+        channel = PickledChannel(frames)
+        try:
+            channel.send((self._settings, str(self._folder)), self._start_s)
+            told = channel.receive(self._start_s)
+        except (EOFError, OSError) as error:
+            late = isinstance(error, TimeoutError)
+            if late:
+                process.end()
+            how = f"was not ready within {self._start_s:g} s (cluster.start_s)" if late else process.ending()
+            said = last_words(process.log_text())
+            raise WorkersLost(f"a {self._what} (pid {process.pid}) {how}, so it cannot be used.{said}") from error
+        if "ready" not in told:
+            process.end(CLOSE_S)
+            raise error_of(told, WorkersLost, f"a {self._what}")
+        worker.process, worker.channel, worker.told = process, channel, told["ready"]
+        threading.Thread(target=self._read, args=(worker, process, channel), name=self._what, daemon=True).start()
+        if not self._closed:
+            self._changed(worker, True)
+        with self._state:
+            worker.ready = not self._closed
+            self._state.notify_all()
+        if not worker.ready:
+            self._end(worker)
+
+    def _read(self, worker: PlacedWorker, process: HostedProcess, channel: PickledChannel) -> None:
+        """Hand answers to who waits for them, until the worker is gone."""
+        while True:
+            try:
+                number, found = channel.receive()
+            except (EOFError, OSError, ValueError):
+                break
+            answer = worker.open.get(number)
+            if answer is not None and not answer.done():
+                if "value" in found:
+                    answer.set_result(found["value"])
+                else:
+                    answer.set_exception(error_of(found, self._failure, f"a {self._what}"))
+        self._lose(worker, process)
+
+    def _lose(self, worker: PlacedWorker, process: HostedProcess) -> None:
+        how = f"{self._what} {worker.number} (pid {process.pid}) " + ("is closed" if self._closed else process.ending())
+        with self._state:
+            worker.ready = False
+            again = not self._closed and self._restarts_left > 0
+            if again:
+                self._restarts_left -= 1
+                self._starting += 1
+                self.replaced += 1
+                worker.replaced += 1
+            self._last = f"{how}.{last_words(process.log_text())}" if not self._closed else ""
+            self._state.notify_all()
+        if not self._closed:
+            self.noted(
+                f"{self._last} " + ("It is replaced." if again else "cluster.restarts are used up: the others go on.")
+            )
+            self._changed(worker, False)
+        for answer in list(worker.open.values()):
+            if not answer.done():
+                answer.set_exception(_Gone())
+        if again:
+            try:
+                self._start(worker)
+            except SensoriumError as error:
+                self._last = f"It could not be replaced: {error}"
+                self.noted(self._last)
+            finally:
+                with self._state:
+                    self._starting -= 1
+                    self._state.notify_all()
+
+    def _end(self, worker: PlacedWorker) -> None:
+        if worker.channel is not None and worker.process is not None:
+            with suppress(OSError):
+                worker.channel.close()
+            worker.process.end(0.0 if self._closed else CLOSE_S)

@@ -1,0 +1,130 @@
+"""The Ray cluster of a run: one that runs already, or one that is started for the run. All of its users share it.
+
+Every wait is bounded: Ray itself asks an address that does not answer for minutes.
+"""
+
+import os
+import re
+import socket
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from sensorium.vocabulary.errors import RecipeError
+
+PROBE_S = 10.0
+CONNECT_S = 60.0
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+CAUSE = re.compile(r"[\w.]*(Error|Exception)\b")
+CHECK = (
+    "Check that it runs ('ray status'), that its Python and Ray are the driver's, and that the driver has its token "
+    "(RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH)."
+)
+
+_users = 0
+_lock = threading.Lock()
+
+
+Needs = Mapping[str, Mapping[str, float]]
+"""What a run wants of a cluster: by resource (CPU, GPU), how many for which key of the recipe."""
+
+
+def connect(address: str, needs: Needs) -> Any:
+    """Ray, connected to the cluster at ``address``, or to one that is started here with as many CPUs as are needed.
+
+    A cluster that is too small is refused. Each call is answered by one of ``disconnect``.
+    """
+    global _users
+    try:
+        import ray
+    except ImportError as error:
+        raise RecipeError(
+            "cluster.placement is 'ray', and the package ray is not installed: pip install 'sensorium[ray]', or use "
+            "cluster.placement=processes for processes of this machine."
+        ) from error
+    with _lock:
+        if not ray.is_initialized():
+            _users = 0
+            _open(ray, address, round(sum(needs["CPU"].values())))
+        try:
+            refuse_small(ray.cluster_resources(), needs)
+        except BaseException:
+            if not _users:
+                ray.shutdown()
+            raise
+        _users += 1
+    return ray
+
+
+def disconnect() -> None:
+    """Leave the cluster; with its last user, one that was started here ends."""
+    global _users
+    import ray
+
+    with _lock:
+        _users = max(0, _users - 1)
+        if not _users and ray.is_initialized():
+            ray.shutdown()
+
+
+def refuse_small(resources: Mapping[str, float], needs: Needs) -> None:
+    """Refuse a cluster that could never place what is needed."""
+    for resource, by_key in needs.items():
+        wanted, has = sum(by_key.values()), resources.get(resource, 0)
+        if has < wanted:
+            keys = ", ".join(f"{key} {count:g}" for key, count in by_key.items() if count)
+            raise RecipeError(
+                f"the Ray cluster has {has:g} {resource}s, and the recipe's cluster section needs {wanted:g} ({keys}). Ask "
+                "for fewer, or add machines to the cluster."
+            )
+
+
+def short(error: BaseException) -> str:
+    """The first line of an error of Ray; where that hides another error, its last line, which has the cause."""
+    text = COLOURS.sub("", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    cause = lines[-1:] if len(lines) > 1 and CAUSE.match(lines[-1]) else []
+    return " ".join(line.rstrip(".") + "." for line in [*lines[:1], *cause])
+
+
+def _open(ray: Any, address: str, cpus: int) -> None:
+    given: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    if not address:
+        given |= {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
+        _call(lambda: ray.init(**given), "a Ray cluster on this machine")
+        return
+    where = f"the Ray cluster at cluster.address '{address}'"
+    _probe(address, where)
+    failed: list[BaseException] = []
+    done = threading.Event()
+
+    def init() -> None:
+        try:
+            ray.init(address=address, **given)
+        except BaseException as error:
+            failed.append(error)
+        done.set()
+
+    threading.Thread(target=init, name="ray", daemon=True).start()  # one that hangs is not waited for
+    if not done.wait(CONNECT_S):
+        raise RecipeError(f"{where} takes connections, and did not answer within {CONNECT_S:g} s. {CHECK}")
+    if failed:
+        raise RecipeError(f"{where} cannot be used: {short(failed[0])} {CHECK}") from failed[0]
+
+
+def _call(init: Any, where: str) -> None:
+    try:
+        init()
+    except Exception as error:  # Ray raises what it likes: RuntimeError, ConnectionError, ValueError
+        raise RecipeError(f"{where} cannot be used: {short(error)} {CHECK}") from error
+
+
+def _probe(address: str, where: str) -> None:
+    """Refuse an address at which nobody listens."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not port.isdigit():  # "auto", "local": Ray looks for it itself, at once
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
+    except (OSError, OverflowError) as error:
+        raise RecipeError(f"{where} does not answer: {error}. {CHECK}") from error

@@ -1,0 +1,69 @@
+"""Engines that Ray places: they sample as processes beside the driver do, and one that is killed is replaced."""
+
+import os
+import signal
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sensorium.engines.pool import EnginePool
+from sensorium.recipe.load import load_recipe
+from sensorium.recipe.schema import Recipe
+from sensorium.record.ledger import Ledger
+from sensorium.record.metrics import read_metrics
+from sensorium.trainer.run import train
+from tests.engines.test_vllm import engine_core
+from tests.trainer.small import small
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed here: pip install 'sensorium[ray]'"),
+    pytest.mark.timeout(1800),
+]
+NEEDS_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here")
+TWO = ("cluster.engines=2", "cluster.placement=ray", "rollout.schedule=eager")
+VLLM = (
+    "rollout.engine={name: vllm, options: {max_context: 512, max_rows: 16}}", "threads=1", "batch.prompts_per_step=2",
+    "batch.group_size=2", "evaluation.every=0", "evaluation.at_start=false", "health.sight_tasks=0", "checkpoint.every=0",
+    "steps=4", "schedule={name: asynchronous, max_staleness: 1}", "algorithm.correction.weights=token",
+)  # fmt: skip
+
+
+def trained_with_a_kill(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, *, core: bool) -> list[dict[str, float]]:
+    """Train, and kill the first engine (or vLLM's engine core in it) when the sixth response is asked for."""
+    generate, asked = EnginePool.generate, []
+
+    async def counted(self: EnginePool, request: Any, episodes: Any = None) -> Any:
+        asked.append(request.name)
+        if len(asked) == 6:
+            pid = self.pids[0]
+            assert pid is not None
+            os.kill(engine_core(pid) if core else pid, signal.SIGKILL)
+        return await generate(self, request, episodes)
+
+    monkeypatch.setattr(EnginePool, "generate", counted)
+    run = train(recipe)
+    ledger = Ledger(run / "ledger.sqlite")
+    fates = [fate for step in range(1, recipe.steps + 1) for fate in ledger.fates(step).values()]
+    ledger.close()
+    trained = recipe.steps * recipe.batch.prompts_per_step * recipe.batch.group_size
+    assert fates.count("trained") == trained, "each episode once"
+    return read_metrics(run / "metrics.jsonl")
+
+
+def test_a_killed_engine_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = trained_with_a_kill(small(tmp_path / "run", "rollout.engine.name=process", *TWO), monkeypatch, core=False)
+    assert rows[-1]["engine/replaced"] == 1
+    assert rows[-1]["engine/sampled_again"] >= 1
+
+
+@NEEDS_VLLM
+def test_two_vllm_engines_sample_across_updates_and_one_that_dies_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe("shapes", [f"run_dir={tmp_path / 'run'}", *VLLM, *TWO])
+    rows = trained_with_a_kill(recipe, monkeypatch, core=True)
+    assert rows[-1]["engine/replaced"] == 1
+    assert all(row["staleness/max"] <= 1 for row in rows)
+    assert all(row["mismatch/effective_share"] > 0.5 for row in rows)

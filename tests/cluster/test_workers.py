@@ -1,0 +1,115 @@
+"""Runs whose environments are played, and whose episodes are scored, by workers; and what happens when one is killed."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sensorium.assembly.environment_workers import EnvironmentWorkers
+from sensorium.envs.remote.placed import PlacedEnvironment
+from sensorium.record.ledger import Ledger
+from sensorium.record.metrics import read_metrics
+from sensorium.record.processes import read_processes
+from sensorium.trainer.run import train
+from sensorium.vocabulary.errors import RecipeError, WorkersLost
+from sensorium.workers.placed_workers import PlacedWorkers
+from tests.trainer.small import small
+
+NUMBERS = {
+    "tasks": {"train": [{"source": "environments", "options": {"environment": "countdown", "size": 4}}]},
+    "rollout": {"max_new_tokens": 3, "max_turns": 2},
+    "rewards": {"terms": [{"name": "environment"}]},
+}
+SLOW = {"rewards": {"terms": [{"name": "tests.cluster.slow_term:SlowParity"}]}}
+
+
+def fates_of(run: Path, steps: int) -> list[str]:
+    ledger = Ledger(run / "ledger.sqlite")
+    fates = [fate for step in range(1, steps + 1) for fate in ledger.fates(step).values()]
+    ledger.close()
+    return fates
+
+
+def killing(monkeypatch: pytest.MonkeyPatch, kind: type, method: str, at: int) -> None:
+    """Kill a worker when ``method`` is called for the n-th time: the one that plays the environment, or the first."""
+    called, original, placed = [], getattr(kind, method), list[PlacedWorkers]()
+    start = PlacedWorkers.start
+
+    def started(self: PlacedWorkers) -> None:
+        placed.append(self)
+        start(self)
+
+    def counted(self: Any, *given: Any) -> Any:
+        called.append(given)
+        if len(called) == at:
+            address = self._session.server.connection.url if kind is PlacedEnvironment else ""
+            workers = placed[0].workers
+            process = next(w.process for w in workers if not address or address.startswith(w.told.replace("http", "ws")))
+            assert process is not None
+            os.kill(process.pid, signal.SIGKILL)
+        return original(self, *given)
+
+    monkeypatch.setattr(PlacedWorkers, "start", started)
+    monkeypatch.setattr(kind, method, counted)
+
+
+@pytest.mark.usefixtures("forked_python")
+def test_a_killed_environment_worker_is_replaced_and_its_episodes_are_rolled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killing(monkeypatch, PlacedEnvironment, "step", 2)
+    run = train(small(tmp_path / "run", "cluster.environments=2", "rollout.schedule=eager", "steps=2", **NUMBERS))
+    rows = read_metrics(run / "metrics.jsonl")
+    assert rows[-1]["worker/environment_replaced"] == 1
+    assert rows[-1]["worker/rolled_again"] >= 1
+    assert all(row["episodes/failed"] == 0 for row in rows)
+    assert len(fates_of(run, 2)) == 8, "each episode once"
+    told = read_processes(run)
+    assert told is not None
+    assert [row.part for row in told.rows] == ["driver", "environment worker 0", "environment worker 1"]
+
+
+@pytest.mark.usefixtures("forked_python")
+def test_a_killed_reward_worker_is_replaced_and_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killing(monkeypatch, PlacedWorkers, "ask", 2)
+    run = train(small(tmp_path / "run", "cluster.rewards=2", "steps=2", **SLOW))
+    rows = read_metrics(run / "metrics.jsonl")
+    assert rows[-1]["worker/reward_replaced"] == 1
+    assert fates_of(run, 2) == ["trained"] * 8
+    assert all(row["reward/mean"] == 0.5 for row in rows), "nothing is missing"
+
+
+@pytest.mark.usefixtures("forked_python")
+def test_when_no_worker_is_left_the_run_ends_in_a_paragraph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killing(monkeypatch, PlacedWorkers, "ask", 3)
+    with pytest.raises(WorkersLost, match=r"no reward worker is left.*killed by SIGKILL.*Resume"):
+        train(small(tmp_path / "run", "cluster.rewards=1", "cluster.restarts=0", **SLOW))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes", "said"),
+    [
+        (["cluster.environments=1"], {"tasks": {"train": [{"source": "shapes"}]}}, "all tasks are questions"),
+        (["cluster.rewards=1"], {"rewards": {"terms": [{"name": "python:mine"}]}}, "no other can import"),
+    ],
+)
+def test_what_workers_cannot_do_is_refused(
+    overrides: list[str], changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match=said):
+        small(tmp_path / "run", *overrides, **changes)
+
+
+def test_terms_that_stay_with_the_driver_leave_nothing_to_place(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="'parity' is plain computation"):
+        train(small(tmp_path / "run", "cluster.rewards=1"))
+
+
+def test_a_worker_that_is_not_ready_in_time_is_told(tmp_path: Path) -> None:
+    from sensorium.workers.hosts import ThisMachine
+
+    workers = EnvironmentWorkers(ThisMachine(), 1, 5.0, toward="", restarts=0, start_s=0.01)
+    with pytest.raises(WorkersLost, match=r"was not ready within 0.01 s \(cluster.start_s\)"):
+        workers.start()
