@@ -21,7 +21,7 @@ import pytest
 from PIL import Image
 
 from sensorium.cli.main import main
-from sensorium.cli.serve_reward import configure, judges_section
+from sensorium.cli.serve_reward import configure, judges_section, unused_variables
 from sensorium.judges.client import JudgeClient
 from sensorium.media.making import encode_clip
 from sensorium.media.store import MediaStore
@@ -345,3 +345,10 @@ def test_what_was_not_judged_is_no_zero_in_the_logs_either(reader: str, tmp_path
         assert logs["qa"] == logs["qa_rewards"] == [1.0, -1.0]
         broken = http.post("/get_reward", content="[" * 100_000, headers={"Content-Type": "application/json"})
         assert (broken.status_code, list(broken.json())) == (400, ["error"])
+
+
+def test_variables_of_caprls_scripts_that_change_nothing_are_named() -> None:
+    given = {"REWARD_PORT": "1", "REWARD_SHUFFLE_QA": "1", "REWARD_TP": "", "FORMAT_MIN_BRACKETS": "5"}
+    said = unused_variables(given)
+    assert len(said) == 1 and said[0].startswith("FORMAT_MIN_BRACKETS=5 changes nothing: timestamps")
+    assert len(unused_variables({"REWARD_SHUFFLE_QA": "0", "REWARD_TP": "2"})) == 2

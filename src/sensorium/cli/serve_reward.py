@@ -1,8 +1,9 @@
 """Serve rewards for captions: sensorium serve reward CHECKPOINT, or sensorium serve reward --reader URL --model NAME."""
 
 import os
+import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -12,6 +13,14 @@ from sensorium.vocabulary.errors import RecipeError
 USAGE = "sensorium serve reward [CHECKPOINT] [--workers N] [--reader URL …] [--mode qa|vl_judge] [--host H] [--port P] …"
 Value = TypeVar("Value", int, float, str)
 WORKER_GAP = 10
+UNUSED = {
+    "FORMAT_MIN_BRACKETS": ("", "timestamps are paid as CapRL's README says, where no number of them is asked for"),
+    "REWARD_SHUFFLE_QA": ("1", "options are shuffled in every draw"),
+    "REWARD_TP": ("1", "a worker has one device; serve a larger model by another server and name it with --reader"),
+    "JUDGE_MAX_MODEL_LEN": ("", "a model's context is what its config says"),
+    "ZERO_REWARD_LOG_PATH": ("", "what was asked and answered comes with the results, as transcripts"),
+}
+"""Variables of CapRL's scripts that are not taken: the value that is kept to all the same, and why."""
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -85,6 +94,8 @@ def run(arguments: Namespace) -> int:
     from sensorium.rewards.caption_qa import Reading
     from sensorium.services.model_workers import model_workers
 
+    for notice in unused_variables(os.environ):
+        print(notice, file=sys.stderr, flush=True)
     if bool(arguments.checkpoint) == bool(arguments.reader):
         raise RecipeError("serve reward needs a CHECKPOINT (or REWARD_MODEL), or --reader URL, and not both.")
     for name, least, most in (
@@ -127,6 +138,16 @@ def run(arguments: Namespace) -> int:
         what = f"rewards ({arguments.mode}) by {len(urls)} reader{'s' if len(urls) > 1 else ''}"
         serve_until_stopped(app, listening, what, key, arguments.drain_s)
     return 0
+
+
+def unused_variables(environment: Mapping[str, str]) -> list[str]:
+    """What to say of variables that CapRL's scripts set and that change nothing here."""
+    given = {name: environment.get(name, "").strip() for name in UNUSED}
+    return [
+        f"{name}={given[name]} changes nothing: {why}."
+        for name, (kept, why) in UNUSED.items()
+        if given[name] not in ("", kept)
+    ]
 
 
 def judges_section(urls: list[str], served: str, key_env: str, cache: Path | None, calls: int) -> Any:
