@@ -350,5 +350,6 @@ def test_what_was_not_judged_is_no_zero_in_the_logs_either(reader: str, tmp_path
 def test_variables_of_caprls_scripts_that_change_nothing_are_named() -> None:
     given = {"REWARD_PORT": "1", "REWARD_SHUFFLE_QA": "1", "REWARD_TP": "", "FORMAT_MIN_BRACKETS": "5"}
     said = unused_variables(given)
-    assert len(said) == 1 and said[0].startswith("FORMAT_MIN_BRACKETS=5 changes nothing: timestamps")
+    assert len(said) == 1
+    assert said[0].startswith("FORMAT_MIN_BRACKETS=5 changes nothing: timestamps")
     assert len(unused_variables({"REWARD_SHUFFLE_QA": "0", "REWARD_TP": "2"})) == 2
