@@ -120,7 +120,7 @@ def rows_of(run: Path) -> tuple[Any, ...]:
 
 @contextmanager
 def killer(run: Path, part: str, after_s: float, moments: random.Random, killed: list[int]) -> Iterator[None]:
-    """Inside, so long after the run has begun, a process of one kind is killed; ``killed`` hears how many steps are done."""
+    """Inside, so long after the run has begun, a process of a kind is killed; ``killed`` hears how many steps are done."""
     ended = threading.Event()
 
     def kill() -> None:

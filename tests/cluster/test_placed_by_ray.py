@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from sensorium.recipe.schema import Recipe
 from sensorium.record.ledger import Ledger
 from sensorium.record.metrics import read_metrics
 from sensorium.trainer.run import train
+from sensorium.vocabulary.errors import EngineLost, RecipeError
+from sensorium.workers.ray_host import ProcessActor, RayHost
 from tests.engines.test_vllm import engine_core
 from tests.trainer.small import small
 
@@ -67,3 +70,30 @@ def test_two_vllm_engines_sample_across_updates_and_one_that_dies_is_replaced(
     assert rows[-1]["engine/replaced"] == 1
     assert all(row["staleness/max"] <= 1 for row in rows)
     assert all(row["mismatch/effective_share"] > 0.5 for row in rows)
+
+
+@pytest.fixture
+def busy_cluster() -> Iterator[Any]:
+    """A cluster of two CPUs that somebody else uses."""
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    holder = ray.remote(ProcessActor).options(num_cpus=2).remote()
+    ray.get(holder.versions.remote())
+    yield ray
+    ray.shutdown()
+
+
+def test_a_cluster_that_is_too_small_busy_or_of_another_version_is_told_in_time(
+    busy_cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    needs = {"CPU": {"cluster.engines": 2.0}}
+    with pytest.raises(RecipeError, match=r"has 2 CPUs, and the recipe's cluster section needs 3"):
+        RayHost("", {"CPU": {"cluster.engines": 3.0}}, None, "an engine", EngineLost)
+    host = RayHost("", needs, None, "an engine", EngineLost, start_s=2.0)
+    with pytest.raises(EngineLost, match=r"did not place an engine within 2 s \(cluster.start_s\).*Free now: 0 CPUs"):
+        host.start("sensorium.engines.process.child", 1, tmp_path / "log.txt")
+    host = RayHost("", needs, None, "an engine", EngineLost, cpus=0.0)
+    monkeypatch.setattr("sensorium.workers.versions.versions", lambda: {"sensorium": "9", "torch": "9", "python": "9"})
+    with pytest.raises(EngineLost, match=r"an engine runs sensorium .*, and the driver 9"):
+        host.start("sensorium.engines.process.child", 1, tmp_path / "log.txt")

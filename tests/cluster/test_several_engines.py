@@ -13,7 +13,7 @@ from sensorium.record.ledger import Ledger
 from sensorium.record.metrics import read_metrics
 from sensorium.record.processes import read_processes
 from sensorium.trainer.run import train
-from sensorium.vocabulary.errors import RecipeError
+from sensorium.vocabulary.errors import EngineLost, RecipeError
 from tests.trainer.small import small
 
 STREAM = ("schedule.name=asynchronous", "algorithm.correction.weights=token")
@@ -64,3 +64,11 @@ def test_a_killed_engine_is_replaced_and_its_episodes_are_sampled_again(
 def test_what_several_engines_cannot_do_is_refused(overrides: list[str], said: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=said):
         shared_out(tmp_path / "run", *overrides)
+
+
+@pytest.mark.usefixtures("forked_python")
+def test_an_engine_that_never_starts_is_told_in_time_and_leaves_nothing(tmp_path: Path) -> None:
+    recipe = shared_out(tmp_path / "run", "rollout.engine.options.start_s=0.001")
+    with pytest.raises(EngineLost, match=r"did not answer 'start' within 0.001 s and was ended.*start_s for its start"):
+        train(recipe)
+    assert not recipe.directory.exists()

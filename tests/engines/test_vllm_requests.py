@@ -186,6 +186,7 @@ def have_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 EAGER = {"engine": "vllm", "schedule": "eager"}
+ACROSS = {"schedule": {"name": "asynchronous"}, "algorithm": {"correction": {"weights": "token"}}}
 
 
 def recipe_of(**sections: Any) -> Recipe:
@@ -210,6 +211,7 @@ def recipe_of(**sections: Any) -> Recipe:
         ({"model": {"path": "tiny:qwen2_5_omni"}}, "family 'qwen2_5_omni'"),
         ({"model": {"path": "tiny:qwen3_vl_moe"}}, "does not take the experts"),
         ({"model": {"path": "tiny:qwen3_vl", "lora": {"rank": 4, "groups": ["head"]}}}, "names 'head'"),
+        ({"model": {"path": "tiny:qwen3_vl", "lora": {"rank": 4}}, **ACROSS}, "adapter that a response began with"),
     ],
 )
 def test_what_vllm_cannot_do_is_refused_at_the_dry_run(sections: dict[str, Any], told: str) -> None:

@@ -1,6 +1,7 @@
 """Ranks as Ray actors: on a cluster that runs, or on one that is started for the run. Ray places them."""
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from sensorium.workers.ray_cluster import connect, disconnect, short
 
 GRACE_S = 10.0
 LOCALHOST = "127.0.0.1"
+IN_USE = re.compile(r"in use|EADDRINUSE", re.IGNORECASE)
 
 
 class RankActor:
@@ -61,7 +63,15 @@ class RayRanks:
             self._actors = self._place(len(settings), on_gpus)
             meeting = self._first(self._actors[0].meeting.remote(LOCALHOST if self._local else ""), start_s)
             opened = [replace(one, meeting=meeting) for one in settings]
-            refuse_other_versions(self._ask_each([Call("open", (one,)) for one in opened], start_s))
+            try:
+                refuse_other_versions(self._ask_each([Call("open", (one,)) for one in opened], start_s))
+            except LearnerLost as error:
+                if IN_USE.search(str(error)):
+                    raise LearnerLost(
+                        f"the port at which the learner's ranks were to meet, {meeting}, was taken by another process. "
+                        "Start the run again: it chooses another one."
+                    ) from error
+                raise
             self.pids = [self._first(actor.pid.remote(), start_s) for actor in self._actors]
         except BaseException:
             self._end()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sensorium.engines.vllm.options import check_options
-from sensorium.engines.vllm.versions import installed_version, known_newer
+from sensorium.engines.vllm.versions import VllmVersion, installed_version, known_newer
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import read_shape
 from sensorium.vocabulary.errors import EngineError, RecipeError
@@ -40,6 +40,8 @@ def look_at(recipe: Recipe) -> Iterator[str]:
         )
     if rollout.schedule == "lockstep":
         raise RecipeError(f"{REPEATS_NOT}. Set rollout.schedule: eager, or use rollout.engine: native, which repeats.")
+    if recipe.schedule.name == "asynchronous":
+        refuse_across_updates(recipe, found)
     shape = read_shape(recipe.model.path, recipe.model.revision)
     on_cpu = found.on_cpu or recipe.model.device == "cpu"
     if shape is not None:
@@ -54,6 +56,21 @@ def look_at(recipe: Recipe) -> Iterator[str]:
     yield REPEATS_NOT
     if TOWER_GROUPS & {*recipe.model.lora.groups} and recipe.model.lora.rank:
         yield "rollout.engine: adapters of the vision tower are switched on in vLLM (enable_tower_connector_lora)"
+
+
+def refuse_across_updates(recipe: Recipe, found: VllmVersion) -> None:
+    """Refuse responses across updates where vLLM would not say which weights wrote which tokens."""
+    if not found.tells_weight_versions:
+        raise RecipeError(
+            f"schedule: asynchronous updates weights while responses are open, and vLLM {found.name} does not tell which "
+            "weights wrote which tokens (0.32 does). Use schedule: one_step_off, or rollout.engine: process."
+        )
+    if recipe.model.lora.rank:
+        raise RecipeError(
+            "schedule: asynchronous updates weights while responses are open, and with model.lora vLLM goes on with the "
+            "adapter that a response began with, but names the newer one. Use schedule: one_step_off, or rollout.engine: "
+            "process."
+        )
 
 
 def refuse_family(family: str, *, on_cpu: bool) -> None:

@@ -1,0 +1,54 @@
+"""A Ray cluster that cannot be used is told in one paragraph within a bounded time; none of this needs Ray."""
+
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from sensorium.vocabulary.errors import EngineLost, RecipeError
+from sensorium.workers import ray_cluster, versions
+from sensorium.workers.versions import refuse_other_versions
+
+
+class SilentRay:
+    """Ray as it is with an address that takes connections and says nothing: it waits for minutes."""
+
+    def init(self, **given: Any) -> None:
+        threading.Event().wait(60)
+
+
+def test_an_address_at_which_nobody_listens_is_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    started = time.monotonic()
+    with pytest.raises(RecipeError, match=rf"cluster.address '127.0.0.1:{port}' does not answer: .*ray status"):
+        ray_cluster._open(SilentRay(), f"127.0.0.1:{port}", 2)
+    assert time.monotonic() - started < ray_cluster.PROBE_S + 1
+
+
+def test_an_address_that_says_nothing_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "CONNECT_S", 0.05)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(RecipeError, match=r"takes connections, and did not answer within 0.05 s"),
+    ):
+        ray_cluster._open(SilentRay(), f"ray://127.0.0.1:{silent.getsockname()[1]}", 2)
+
+
+def test_what_ray_raises_is_told_by_its_first_line() -> None:
+    class Other:
+        def init(self, **given: Any) -> None:
+            raise RuntimeError("Version mismatch: The cluster was started with:\n  Ray: 2.9\n  Python: 3.10")
+
+    with pytest.raises(RecipeError, match=r"'auto' cannot be used: Version mismatch.*its Python and Ray are the driver's"):
+        ray_cluster._open(Other(), "auto", 2)
+
+
+def test_a_worker_with_other_versions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = versions.versions()
+    refuse_other_versions(own, "an engine", EngineLost)
+    for name in ("sensorium", "torch", "python"):
+        with pytest.raises(EngineLost, match=rf"an engine runs {name} 0\.0, and the driver .*install the same versions"):
+            refuse_other_versions(own | {name: "0.0"}, "an engine", EngineLost)
