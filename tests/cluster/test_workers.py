@@ -9,11 +9,15 @@ import pytest
 
 from sensorium.assembly.environment_workers import EnvironmentWorkers
 from sensorium.envs.remote.placed import PlacedEnvironment
+from sensorium.media.store import MediaStore
 from sensorium.record.ledger import Ledger
-from sensorium.record.metrics import read_metrics
+from sensorium.record.metrics import UNREPEATABLE, read_metrics
 from sensorium.record.processes import read_processes
 from sensorium.trainer.run import train
+from sensorium.vocabulary.content import Message, Text
 from sensorium.vocabulary.errors import RecipeError, WorkersLost
+from sensorium.vocabulary.task import EnvironmentSpec, Task
+from sensorium.workers.hosts import ThisMachine
 from sensorium.workers.placed_workers import PlacedWorkers
 from tests.trainer.small import small
 
@@ -102,14 +106,34 @@ def test_what_workers_cannot_do_is_refused(
         small(tmp_path / "run", *overrides, **changes)
 
 
+def test_an_environment_that_plays_the_question_of_a_row_is_refused() -> None:
+    workers = EnvironmentWorkers(ThisMachine(), 1, 5.0, toward="", restarts=0, start_s=1.0)
+    row = Task("row", (Message("user", (Text("how much?"),)),), environment=EnvironmentSpec("tools", {}, 0))
+    with pytest.raises(RecipeError, match="'tools' plays the question of its row"):
+        workers.environment(row, MediaStore())
+    workers.close()
+
+
+@pytest.mark.usefixtures("forked_python")
+def test_what_workers_play_and_score_is_what_the_driver_would(tmp_path: Path) -> None:
+    terms = [{"name": "environment"}, {"name": "tests.cluster.slow_term:SlowParity"}]
+    changes = NUMBERS | {"steps": 1, "rewards": {"terms": terms}}
+    here = train(small(tmp_path / "here", **changes))
+    there = train(small(tmp_path / "there", "cluster.environments=1", "cluster.rewards=1", **changes))
+    rows = [
+        [{key: row[key] for key in row if not key.startswith(UNREPEATABLE)} for row in read_metrics(run / "metrics.jsonl")]
+        for run in (here, there)
+    ]
+    assert rows[0] == rows[1]
+    assert rows[0][0]["reward/slow parity"] == 0.5
+
+
 def test_terms_that_stay_with_the_driver_leave_nothing_to_place(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="'parity' is plain computation"):
         train(small(tmp_path / "run", "cluster.rewards=1"))
 
 
 def test_a_worker_that_is_not_ready_in_time_is_told(tmp_path: Path) -> None:
-    from sensorium.workers.hosts import ThisMachine
-
     workers = EnvironmentWorkers(ThisMachine(), 1, 5.0, toward="", restarts=0, start_s=0.01)
     with pytest.raises(WorkersLost, match=r"was not ready within 0.01 s \(cluster.start_s\)"):
         workers.start()

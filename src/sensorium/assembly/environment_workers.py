@@ -7,7 +7,7 @@ from sensorium.envs.protocol import Environment
 from sensorium.envs.remote.client import EnvironmentClient, Server
 from sensorium.envs.remote.placed import PlacedEnvironment
 from sensorium.media.store import MediaStore
-from sensorium.recipe.names import needs_a_row, resolve
+from sensorium.recipe.names import needs_a_row, parameters_of, resolve
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 from sensorium.vocabulary.task import Task
 from sensorium.workers.hosts import ProcessHost
@@ -40,7 +40,8 @@ class EnvironmentWorkers:
         """A task's environment, in one of the workers."""
         spec = task.environment
         assert spec is not None
-        if needs_a_row(resolve("environment", spec.name)):
+        kind = resolve("environment", spec.name)
+        if needs_a_row(kind) or ("task" in parameters_of(kind) and task.messages):
             raise RecipeError(
                 f"task {task.id}: environment '{spec.name}' plays the question of its row, and cluster.environments plays "
                 "by seeds alone. Leave cluster.environments out."
