@@ -4,6 +4,7 @@ import io
 import json
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -183,28 +184,85 @@ def test_a_reader_cannot_be_taught_what_there_is_not(wrong: dict[str, Any]) -> N
         CaptionReading(store=MediaStore(), **wrong)
 
 
-def test_curation_keeps_what_needs_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The model sees red, and knows without looking that the sky is blue."""
+class Seeing(text_reader.Reader):
+    """A model that sees red, and knows without looking that the sky is blue."""
 
-    class Seeing(text_reader.Reader):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            content = body["messages"][-1]["content"]
-            text = content if isinstance(content, str) else content[-1]["text"]
-            known = "blue" if "sky" in text else "red" if not isinstance(content, str) else "can not answer"
-            letter = next(line[0] for line in text.split("\n") if line[1:] == f") {known}")
-            choice = {"index": 0, "message": {"role": "assistant", "content": letter}, "finish_reason": "stop"}
-            self.reply(200, {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]})
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        content = body["messages"][-1]["content"]
+        text = content if isinstance(content, str) else content[-1]["text"]
+        known = "blue" if "sky" in text else "red" if not isinstance(content, str) else "can not answer"
+        letter = next((line[0] for line in text.split("\n") if line[1:] == f") {known}"), "")
+        if not letter:
+            return self.reply(400, {"error": {"message": f"where is {known}?"}})
+        choice = {"index": 0, "message": {"role": "assistant", "content": letter}, "finish_reason": "stop"}
+        self.reply(200, {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]})
 
+
+@pytest.fixture(scope="module")
+def seeing() -> Iterator[str]:
     server = text_reader.Server(("127.0.0.1", 0), Seeing)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+    server.shutdown()
+
+
+def curated(*arguments: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit code of ``sensorium curate``, and what it says on one line."""
+    code = main(["curate", *map(str, arguments)])
+    told = capsys.readouterr()
+    return code, " ".join((told.out + told.err).split())
+
+
+def test_curation_keeps_what_needs_the_picture(tmp_path: Path, seeing: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows, out = picture_rows(tmp_path / "rows.parquet"), tmp_path / "kept.parquet"
-    url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    assert main(["curate", str(rows), str(out), "--reader", url, "--draws", "3"]) == 0
-    assert "2 questions of 1 rows: 1 kept, in 1 rows; 0 could not be tried" in " ".join(capsys.readouterr().out.split())
+    code, told = curated(rows, out, "--reader", seeing, "--draws", 3, capsys=capsys)
+    assert code == 0
+    assert "2 questions of 1 rows: 1 kept, in 1 rows; 0 could not be tried. Of the 2 tried, 2 were answered with" in told
+    assert "and 1 without it" in told
     (task,) = CaptionRows(str(out), MediaStore())
     assert [question["question"] for question in task.metadata["questions"]] == ["Which colour?"]
     found = json.loads((tmp_path / "kept.parquet.curation.json").read_text())
     assert [(one["seen"], one["blind"]) for one in found[0]["questions"]] == [(1.0, 0.0), (1.0, 1.0)]
-    assert main(["curate", str(rows), str(out), "--reader", url]) == 2
-    server.shutdown()
+    assert curated(rows, out, "--reader", seeing, capsys=capsys)[0] == 2
+
+
+def picture_lines(folder: Path, *questions: Any) -> Path:
+    """JSONL rows of pictures in files, one for each list of questions."""
+    (folder / "red.png").write_bytes(png("red"))
+    truths = ({"image": "red.png", "prompt": "<image>", "reward_model": {"ground_truth": one}} for one in questions)
+    rows = [json.dumps({"id": str(i), **one}) for i, one in enumerate(truths)]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    return folder / "rows.jsonl"
+
+
+def test_curation_that_keeps_nothing_tells_its_rates(
+    tmp_path: Path, seeing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unknown = {"question": "Which colour?", "choices": ["blue", "green"], "answer": "blue"}
+    rows, out = picture_lines(tmp_path, ["no question"], [ASKED[1]], [ASKED[1], unknown]), tmp_path / "kept.jsonl"
+    code, told = curated(rows, out, "--reader", seeing, "--draws", 1, capsys=capsys)
+    assert code == 2
+    assert "no question is kept" in told
+    assert "3 questions of 3 rows: 0 kept, in 0 rows; 1 could not be tried, the first because:" in told
+    assert "Of the 2 tried, 2 were answered with the picture or video" in told
+    assert "and 2 without it" in told
+    assert "1 rows could not be read, the first because:" in told
+    assert not out.exists()
+    assert len(json.loads((tmp_path / "kept.jsonl.curation.json").read_text())) == 3
+
+
+def test_curation_that_cannot_begin_says_so_at_once(
+    tmp_path: Path, seeing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, nobody = picture_lines(tmp_path, [ASKED[0]]), "http://127.0.0.1:9/v1"
+    code, told = curated(rows, tmp_path / "kept.jsonl", "--reader", nobody, "--draws", 1, capsys=capsys)
+    assert code == 2
+    assert f"{nobody} answered none of the first 1 questions" in told
+    code, told = curated(rows, tmp_path / "other" / "kept.jsonl", "--reader", nobody, capsys=capsys)
+    assert code == 2
+    assert "such as 'red.png', which would lead nowhere" in told
+    rows = picture_lines(tmp_path, "no questions at all", "neither")
+    code, told = curated(rows, tmp_path / "kept.jsonl", "--reader", seeing, capsys=capsys)
+    assert code == 2
+    assert "none of the 2 rows can be read, the first because:" in told

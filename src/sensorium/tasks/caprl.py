@@ -7,6 +7,7 @@ A picture's row has ``image`` {bytes, path} instead of ``videos``, and an ``id``
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -25,7 +26,7 @@ COLUMNS = {
 
 
 class CaptionRows:
-    """The rows of ``path``. ``kind``: "video" or "image"; by default JSONL holds videos and Parquet pictures.
+    """The rows of ``path``. ``kind``: "video" or "image"; by default what the first row has: ``videos``, or ``image``.
 
     The other options are those of all rows in files.
     """
@@ -38,7 +39,7 @@ class CaptionRows:
         **options: Unpack[FileRowOptions],
     ) -> None:
         in_parquet = Path(path).suffix == ".parquet"
-        found = ("image" if in_parquet else "video") if kind == "auto" else kind
+        found = _kind(first_row(Path(path)), in_parquet) if kind == "auto" else kind
         if found not in COLUMNS:
             raise RecipeError(f"caprl: kind is '{kind}'; it is auto, video or image.")
         options = {"columns": COLUMNS[found], **options}
@@ -55,6 +56,33 @@ class CaptionRows:
         except ValueError as error:
             raise TaskError(f"{self.path}, row {index}: reward_model.ground_truth: {error}.") from error
         return replace(task, answer=None, metadata={"questions": [question.to_json() for question in questions]})
+
+
+def first_row(path: Path) -> Mapping[str, Any]:
+    """The first row as it stands in the file; empty where it cannot be read, which whoever reads all rows says."""
+    try:
+        if path.suffix == ".parquet":
+            from pyarrow import ArrowException, parquet
+
+            try:
+                with parquet.ParquetFile(path) as file:
+                    rows = next(file.iter_batches(batch_size=1)).to_pylist()
+            except (ArrowException, StopIteration):
+                return {}
+            return rows[0] if rows else {}
+        with path.open(encoding="utf-8-sig") as lines:
+            row = json.loads(next((line for line in lines if line.strip()), "{}"))
+    except (OSError, ValueError):
+        return {}
+    return row if isinstance(row, dict) else {}
+
+
+def _kind(row: Mapping[str, Any], in_parquet: bool) -> str:
+    """What a row is about; one that has neither column, or both, is what CapRL's files of that form hold."""
+    has_video, has_image = (row.get(name) is not None for name in ("videos", "image"))
+    if has_video != has_image:
+        return "video" if has_video else "image"
+    return "image" if in_parquet else "video"
 
 
 def ground_truth(raw: Any) -> list[CaptionQuestion]:
