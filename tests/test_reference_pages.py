@@ -14,6 +14,7 @@ from sensorium.record.episode_json import read_groups
 from sensorium.rewards.functions import build_term
 from sensorium.rewards.scorer import Scorer
 from sensorium.tasks.row_format import FIELDS, PARTS
+from sensorium.tasks.caprl import CaptionRows
 from sensorium.tasks.rows import JsonlRows
 from sensorium.trainer.health.rules import RULES
 from sensorium.trainer.run import train
@@ -102,3 +103,12 @@ def test_the_row_that_is_shown_is_paid_when_its_question_is_answered_as_it_asks(
     scorer = Scorer([(build_term("exact", {}, page), 1.0)])
     (score,) = asyncio.run(scorer.score(task, answered)).scores
     assert score.value == 1.0
+
+
+def test_the_picture_to_be_described_that_is_shown_is_read(tmp_path: Path) -> None:
+    (row,) = re.findall(r'^\{"id".*"reward_model".*$', (ROOT / "docs/tasks.md").read_text(), re.MULTILINE)
+    Image.new("RGB", (64, 64)).save(tmp_path / "cat.png")
+    (tmp_path / "rows.jsonl").write_text(row + "\n")
+    (task,) = [source[0] for source in [CaptionRows(str(tmp_path / "rows.jsonl"), MediaStore())]]
+    assert task.metadata["questions"][0]["answer"] == "B"
+    assert len(task.messages[0].media) == 1
