@@ -13,8 +13,8 @@ from sensorium.recipe.names import GIVEN, parameters_of, resolve, table
 from sensorium.record.episode_json import read_groups
 from sensorium.rewards.functions import build_term
 from sensorium.rewards.scorer import Scorer
-from sensorium.tasks.row_format import FIELDS, PARTS
 from sensorium.tasks.caprl import CaptionRows
+from sensorium.tasks.row_format import FIELDS, PARTS
 from sensorium.tasks.rows import JsonlRows
 from sensorium.trainer.health.rules import RULES
 from sensorium.trainer.run import train
