@@ -1,5 +1,6 @@
 """A row is whole or absent and a failed write is said, whatever the disk does; files of a run are read or named."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -99,6 +100,15 @@ def test_a_pipe_is_not_waited_for_and_deep_nesting_is_damage(tmp_path: Path) -> 
             rewrite_rows(path, lambda row: True)
         with pytest.raises(RecordError, match=reason):
             read_json(path, "Remove it.")
+
+
+def test_an_error_that_was_raised_from_its_own_group_is_looked_at_once() -> None:
+    error = ValueError("not the disk")
+    error.__cause__ = ExceptionGroup("together", [error])
+    assert full_disk_error(error) is None
+    full = OSError(errno.ENOSPC, "full")
+    error.__cause__ = ExceptionGroup("together", [error, full])
+    assert full_disk_error(error) is full
 
 
 def test_what_sqlite_calls_an_input_output_error_is_a_full_disk_where_there_is_no_room(

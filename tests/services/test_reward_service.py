@@ -128,6 +128,15 @@ def test_ours_says_what_was_not_judged_and_legacy_requests_fail_instead_of_a_zer
         assert http.post("/get_reward", json=wrong).status_code == 400
 
 
+def test_nested_without_an_end_or_a_thousand_questions_cost_no_other_item_its_score(http: httpx.Client) -> None:
+    items = [{"caption": GOOD, "questions": [ROW]}, {"caption": GOOD, "questions": [ROW] * 1025}]
+    results = http.post("/get_reward", json={"items": items}).json()["results"]
+    assert [result["score"] for result in results] == [1.0, None]
+    assert results[1]["reason"] == "it has 1025 questions; a caption has at most 1024"
+    nested = http.post("/get_reward", json={"query": ["a"], "prompts": ["a"], "labels": ["[" * 100_000]})
+    assert (nested.status_code, "its label says nothing" in nested.json()["error"]) == (500, True)
+
+
 def test_a_number_for_what_is_missing_is_sent_where_asked_for_and_counted(reader: str, tmp_path: Path) -> None:
     legacy = {"prompts": [["boom", [[BLOCK, "B"]]]], "query": [], "labels": []}
     service = make_service(tmp_path, reader, missing=-1.0, format_weight=0.0)

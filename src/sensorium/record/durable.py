@@ -184,10 +184,13 @@ def cannot_write(path: object, error: OSError) -> RecordError:
     return RecordError(f"cannot write '{path}': {reason}. {way_out} What was complete before is as it was.")
 
 
-def full_disk_error(error: BaseException, place: Path | None = None) -> OSError | None:
+def full_disk_error(
+    error: BaseException, place: Path | None = None, looked_at: frozenset[int] = frozenset()
+) -> OSError | None:
     """The system's error for a disk without room, if that is what an error, its cause or a part of it says.
 
-    SQLite calls it an I/O error where its first pages find no room; then the disk of ``place`` is asked.
+    SQLite calls it an I/O error where its first pages find no room; then the disk of ``place`` is asked. ``looked_at`` are
+    errors that led here: one that was raised from its own group is part of its cause.
     """
     if isinstance(error, OSError) and error.errno in FULL:
         return error
@@ -198,7 +201,9 @@ def full_disk_error(error: BaseException, place: Path | None = None) -> OSError 
     inner = [*error.exceptions] if isinstance(error, BaseExceptionGroup) else []
     if error.__cause__ is not None:
         inner.append(error.__cause__)
-    return next((found for one in inner if (found := full_disk_error(one)) is not None), None)
+    seen = looked_at | {id(error)}
+    further = [full_disk_error(one, None, seen) for one in inner if id(one) not in seen]
+    return next((found for found in further if found is not None), None)
 
 
 def _remove(draft: Path) -> None:

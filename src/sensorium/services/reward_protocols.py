@@ -26,6 +26,8 @@ Protocol = Literal["sensorium", "caprl_qa", "caprl_vl_judge", "openrlhf"]
 ASSISTANT = "<|im_start|>assistant\n"
 ENDS = ("<|im_end|>", "<|endoftext|>", "</s>", "<|eot_id|>")
 MOST_ITEMS = 4096
+MOST_QUESTIONS = 1024
+"""Of one caption: each may be a call of a reader, and who asks more than this keeps all others waiting."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ def _labelled(caption: str, label: Any, mode: Mode) -> CaptionItem:
     if isinstance(label, str):
         try:
             label = json.loads(label)
-        except ValueError:
+        except (ValueError, RecursionError):
             label = {"video_path": label} if mode == "vl_judge" else None
     held = {"questions": label} if isinstance(label, list) else label
     if not isinstance(held, Mapping):
@@ -221,6 +223,8 @@ def _block(raw: Any) -> CaptionQuestion | str:
 
 
 def _asked(caption: str, questions: Sequence[CaptionQuestion | str]) -> CaptionItem:
+    if len(questions) > MOST_QUESTIONS:
+        return CaptionItem(caption, problem=f"it has {len(questions)} questions; a caption has at most {MOST_QUESTIONS}")
     problems = [question for question in questions if isinstance(question, str)]
     good = tuple(question for question in questions if isinstance(question, CaptionQuestion))
     if problems or not good:
