@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -27,7 +28,7 @@ from sensorium.vocabulary.task import Task
 
 from ..judges.test_hostile_endpoints import JSON, raw_server, replying
 from ..rewards import conftest as episodes
-from . import test_reward_service
+from . import test_reward_service, text_reader
 from .test_reward_service import BAD, BLOCK, GOOD, ROW, make_service, serving
 
 episode_of = episodes.episode_of
@@ -116,6 +117,33 @@ def test_every_episode_has_its_transcript_also_from_the_cache_and_the_report_sho
     assert "<script" not in card
     assert "&lt;script&gt;alert(1)&lt;/script&gt;Which colour?" in card
     assert "paid 0; right: " in card
+
+
+class Forgetful(text_reader.Reader):
+    """Refuses questions about when."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        asked = body["messages"][-1]["content"]
+        if "When" in asked:
+            return self.reply(400, {"error": {"message": "no time"}})
+        choice = {"index": 0, "message": {"role": "assistant", "content": text_reader.read(asked)}, "finish_reason": "stop"}
+        self.reply(200, {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]})
+
+
+def test_a_caption_of_which_a_question_is_unanswered_keeps_what_was_answered(tmp_path: Path, episode_of: Any) -> None:
+    server = text_reader.Server(("127.0.0.1", 0), Forgetful)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    service = make_service(tmp_path, f"http://127.0.0.1:{server.server_address[1]}/v1", draws=0, format_weight=0.0)
+    group = group_of("g", episode_of, GOOD, questions=(ROW, {**ROW, "question": "When?"}))
+    with serving(service) as http, scoring(str(http.base_url), tmp_path) as scorer:
+        (episode,) = asyncio.run(scorer.score_group(group)).episodes
+    server.shutdown()
+    assert episode.reward is None
+    assert "1 of 2 questions were not answered" in episode.scores[0].reason
+    (answered,) = kept(tmp_path, "g/0")
+    assert answered["answer"].startswith("paid 1; right: ")
+    assert (service.counters["missing"], service.counters["judged"]) == (1, 0)
 
 
 def test_the_transcripts_of_a_large_request_stay_below_what_a_client_reads() -> None:

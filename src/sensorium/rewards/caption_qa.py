@@ -101,20 +101,23 @@ class Reading:
 
 @dataclass(frozen=True)
 class ReaderAnswer:
-    """A question as it was asked, and what the reader answered."""
+    """A question as it was asked, and what the reader answered, or why it did not."""
 
     draw: DrawnQuestion
     request: JudgeRequest
-    answer: JudgeAnswer
+    answer: JudgeAnswer | JudgeFailure
 
     @property
     def right(self) -> bool:
         """True where the reader chose the right option."""
-        return bool(self.answer.value == self.draw.letter)
+        return isinstance(self.answer, JudgeAnswer) and bool(self.answer.value == self.draw.letter)
 
 
 def share_right(answers: Sequence[ReaderAnswer]) -> float:
-    """The share of questions that were answered rightly."""
+    """The share of questions that were answered rightly. JudgeFailure if any was not answered at all."""
+    failures = [one.answer for one in answers if isinstance(one.answer, JudgeFailure)]
+    if failures:
+        raise JudgeFailure(f"{len(failures)} of {len(answers)} questions were not answered: {failures[0]}")
     return sum(one.right for one in answers) / len(answers)
 
 
@@ -126,19 +129,18 @@ async def read_caption(
     about: tuple[str, ...] = (),
     term: str = "",
 ) -> list[ReaderAnswer]:
-    """What a reader answers from the caption, question by question. JudgeFailure if any was not answered at all."""
+    """What a reader answers from the caption, question by question, or why it does not."""
     if not questions:
         raise TaskError("there are no questions to be answered from the caption")
     asked = reading.drawn_requests(caption, questions)
     found = await asyncio.gather(
         *(client.ask(request, about=about, term=term) for request, _ in asked), return_exceptions=True
     )
-    failures = [answer for answer in found if isinstance(answer, BaseException)]
-    if failures:
-        if not isinstance(failures[0], JudgeFailure):
-            raise failures[0]
-        raise JudgeFailure(f"{len(failures)} of {len(asked)} questions were not answered: {failures[0]}")
-    answers = [answer for answer in found if isinstance(answer, JudgeAnswer)]
+    answers = list[JudgeAnswer | JudgeFailure]()
+    for answer in found:
+        if isinstance(answer, BaseException) and not isinstance(answer, JudgeFailure):
+            raise answer
+        answers.append(answer)
     return [ReaderAnswer(draw, request, answer) for answer, (request, draw) in zip(answers, asked, strict=True)]
 
 

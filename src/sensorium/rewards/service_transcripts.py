@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
+from sensorium.judges.request import JudgeAnswer
 from sensorium.judges.transcripts import TranscriptLine, Transcripts
 from sensorium.rewards.caption_judge import CaptionJudgement, judge_instructions
 from sensorium.rewards.caption_qa import ReaderAnswer
@@ -54,7 +55,10 @@ class ServiceAnswer:
 
 
 def reading_transcript(answers: Sequence[ReaderAnswer]) -> tuple[ServiceAnswer, ...]:
-    """What a reader was asked, with its options, and what it answered. The caption is the episode's, and not repeated."""
+    """What a reader was asked, with its options, and answered. The caption is the episode's, and not repeated.
+
+    A question without an answer is not told: it was paid nothing, which is no 0.
+    """
     return tuple(
         ServiceAnswer(
             one.draw.text,
@@ -65,6 +69,7 @@ def reading_transcript(answers: Sequence[ReaderAnswer]) -> tuple[ServiceAnswer, 
             one.request.prompt,
         )
         for one in answers
+        if isinstance(one.answer, JudgeAnswer)
     )
 
 
@@ -119,7 +124,9 @@ class KeptTranscripts:
             return
         try:
             for episode, source, result in zip(episodes, self._sources(task, episodes), results, strict=True):
-                self.transcripts.replace((episode.id, source), self.term, lines_of(result))
+                judged = result.get("score") is not None  # else a later judgement of the same content is the one to recall
+                places = (episode.id, source) if judged else (episode.id,)
+                self.transcripts.replace(places, self.term, lines_of(result))
         except RecordError as error:
             if not self._told:
                 self._told = True

@@ -28,7 +28,7 @@ from sensorium.services.kept_media import sweeping
 from sensorium.services.reward_protocols import CaptionItem, CaptionScore, Mode, RewardRequest, reply_of, request_of
 from sensorium.tasks.message_parsing import Place
 from sensorium.vocabulary.content import Media
-from sensorium.vocabulary.errors import SensoriumError
+from sensorium.vocabulary.errors import JudgeFailure, SensoriumError
 
 STATUSES = {
     400: "the body has no known form",
@@ -106,13 +106,17 @@ class RewardService:
         except SensoriumError as error:
             self.counters.add("missing")
             return CaptionScore(None, reason=str(error))
-        self.counters.add("judged")
+        self.counters.add("missing" if found.value is None else "judged")
         return found
 
     async def _read(self, item: CaptionItem) -> CaptionScore:
         answers = await read_caption(self.client, self.settings.reading, item.caption, item.questions)
-        share = share_right(answers)
-        return CaptionScore(share, {"qa": share}, transcript=reading_transcript(answers))
+        transcript = reading_transcript(answers)
+        try:
+            share = share_right(answers)
+        except JudgeFailure as failure:
+            return CaptionScore(None, reason=str(failure), transcript=transcript)
+        return CaptionScore(share, {"qa": share}, transcript=transcript)
 
     async def _judge(self, item: CaptionItem) -> CaptionScore:
         media = await asyncio.to_thread(self._media, item)
