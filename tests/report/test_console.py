@@ -200,6 +200,17 @@ def test_held_out_accuracy_is_told_stage_by_stage(clock: Clock) -> None:
     assert "2.0 % → 55.0 % after the warm start → 96.0 %  at step 40" in shown.export_text()
 
 
+def test_where_nothing_is_right_or_wrong_the_held_out_reward_is_told(clock: Clock) -> None:
+    watcher = ConsoleWatcher(Console(file=io.StringIO(), width=100))
+    watcher.started(RunStart("captions", 40))
+    for step, reward in ((0, 0.3875), (40, 0.705)):
+        watcher.evaluated(step, {"name": "eval", "accuracy": None, "reward": reward, "tasks": 120, "judged": 0})
+    assert "step 40: eval reward 0.705 (no reward term said right or wrong)" in watcher.console.file.getvalue()  # type: ignore[attr-defined]
+    shown = Console(file=io.StringIO(), width=100, record=True)
+    shown.print(watcher._state)
+    assert "reward 0.388 → reward 0.705  at step 40" in shown.export_text()
+
+
 def test_findings_are_printed_when_they_begin_last_and_end() -> None:
     stream = io.StringIO()
     watcher = ConsoleWatcher(Console(file=stream, width=60))

@@ -323,6 +323,13 @@ def test_counts_of_compared_questions_say_that_the_first_of_several_samples_is_m
         assert ("Of the 3 samples of a question the first is compared" in told) == (samples == 3)
 
 
+def test_before_and_after_tell_the_reward_where_nothing_is_right_or_wrong() -> None:
+    parts = [{"step": step, "name": "eval", "tasks": 120, "accuracy": None, "reward": 0.3 + step} for step in (0, 1)]
+    page = Page(stage_table(parts, 0)).text
+    assert "Mean reward on held-out tasks" in page
+    assert all(number in page for number in ("0.300", "1.300", "+1.000", "120"))
+
+
 def test_a_whole_share_and_its_interval_do_not_touch() -> None:
     parts = [{"step": step, "name": "eval", "tasks": 20, "accuracy": 1.0, "interval": [0.839, 1.0]} for step in (0, 1)]
     assert '</span> <span class="interval">' in stage_table(parts, 0)

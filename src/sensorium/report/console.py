@@ -20,7 +20,7 @@ from rich.text import Text
 from sensorium.record.findings import Notice
 from sensorium.report.curves import bounds, chart, smooth, sparkline
 from sensorium.report.first_group import first_group_lines
-from sensorium.report.tables import count_text, interval_text, share
+from sensorium.report.tables import count_text, interval_text, share_or_reward
 from sensorium.report.watcher import Metrics, RunStart, Summary, Watcher
 from sensorium.vocabulary.episode import Group as EpisodeGroup
 
@@ -88,10 +88,9 @@ class ConsoleWatcher(Watcher):
         self._state.evaluations.append((step, summary))
         if self._live is None:
             interval = f" [{interval_text(summary)}]".replace("–", " to ") if summary.get("interval") else ""
-            accuracy = share(summary.get("accuracy")).replace("–", "none judged (no reward term said right or wrong)")
             judged, tasks = summary.get("judged"), summary.get("tasks")
             few = f", {judged} of {tasks} tasks judged" if judged and tasks and judged < tasks else ""
-            self._print(f"step {step}: {summary['name']} accuracy {accuracy}{interval}{few}")
+            self._print(f"step {step}: {summary['name']} {_measured(summary)}{interval}{few}")
 
     def began(self, group: EpisodeGroup) -> None:
         """Print the first group: what is asked, one response and what it is paid."""
@@ -260,14 +259,14 @@ class _State:
         return line
 
     def _held_out(self) -> Text:
-        """Accuracy at the start, after the warm start where there is one, and now."""
+        """What was measured at the start, after the warm start where there is one, and now."""
         step, last = self.evaluations[-1]
         line = Text()
         for at, earlier in self.evaluations[:-1]:
             if at in (self.evaluations[0][0], self.run.warm_start):
                 stage = " after the warm start" if at == self.run.warm_start > 0 else ""
-                line.append(f"{share(earlier.get('accuracy'))}{stage} → ", style="dim")
-        line.append(share(last.get("accuracy")), style="bold green")
+                line.append(f"{share_or_reward(earlier)}{stage} → ", style="dim")
+        line.append(share_or_reward(last), style="bold green")
         line.append(f"  [{interval_text(last)}]" if last.get("interval") else "", style="dim")
         line.append(f"  at step {step}", style="dim")
         return line
@@ -309,3 +308,12 @@ def duration(seconds: float) -> str:
     whole = round(seconds)
     hours, rest = divmod(whole, 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+def _measured(summary: Summary) -> str:
+    """What an evaluation measured, for a line: its accuracy, or the reward where no term says right or wrong."""
+    if summary.get("accuracy") is not None:
+        return f"accuracy {share_or_reward(summary)}"
+    if summary.get("reward") is not None:
+        return f"{share_or_reward(summary)} (no reward term said right or wrong)"
+    return "accuracy none judged (no reward term said right or wrong)"

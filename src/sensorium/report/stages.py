@@ -48,7 +48,11 @@ def widest_first(summaries: Sequence[Summary]) -> list[list[Summary]]:
 
 
 def stage_table(summaries: Sequence[Summary], warm: int) -> str:
-    """Accuracy stage by stage, by evaluation and by category, as a table with bars; the change is the last stage's own."""
+    """Accuracy stage by stage, by evaluation and by category, as a table with bars; the change is the last stage's own.
+
+    Where nothing is right or wrong it is the mean reward.
+    """
+    paid = all(summary.get("accuracy") is None for summary in summaries)
     rows: list[str] = []
     heads: tuple[str, ...] = ()
     for i, found in enumerate(found for found in widest_first(summaries) if len(found) > 1):
@@ -58,29 +62,33 @@ def stage_table(summaries: Sequence[Summary], warm: int) -> str:
         if tuple(stage.name for stage in stages) != heads or len(stages) < 2:
             continue
         parts = [stage.summary for stage in stages]
-        rows.append(_row(str(parts[-1]["name"]), parts, heads, "whole"))
+        rows.append(_row(str(parts[-1]["name"]), parts, heads, "whole", paid))
         for name in parts[-1].get("categories", {}) if i == 0 else ():
-            rows.append(_row(name, [part.get("categories", {}).get(name, {}) for part in parts], heads, "part"))
+            rows.append(_row(name, [part.get("categories", {}).get(name, {}) for part in parts], heads, "part", paid))
     if not rows:
         return ""
     change = {"after RL": "change by RL", "after warm start": "change by it"}.get(heads[-1], "change")
     head = "".join(f"<th>{name}</th>" for name in ("", *heads, change, "n"))
-    note = '<p class="note">Accuracy on held-out tasks, with its 95 % interval.</p>'
+    accuracy = "Accuracy on held-out tasks, with its 95 % interval."
+    reward = "Mean reward on held-out tasks; no reward term says right or wrong."
+    note = f'<p class="note">{reward if paid else accuracy}</p>'
     return f'{note}<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
-def _row(name: str, parts: Sequence[Summary], heads: Sequence[str], kind: str) -> str:
-    old, new = parts[-2].get("accuracy"), parts[-1].get("accuracy")
-    change = "–" if old is None or new is None else f"{100 * (new - old):+.1f}"
+def _row(name: str, parts: Sequence[Summary], heads: Sequence[str], kind: str, paid: bool) -> str:
+    old, new = (part.get("reward" if paid else "accuracy") for part in parts[-2:])
+    change = "–" if old is None or new is None else f"{new - old:+.3f}" if paid else f"{100 * (new - old):+.1f}"
     trend = "" if old is None or new is None or abs(new - old) < 0.02 else ("up" if new > old else "down")
-    cells = "".join(f'<td data-stage="{head}">{_bar(part)}</td>' for part, head in zip(parts, heads, strict=True))
+    cells = "".join(f'<td data-stage="{head}">{_bar(part, paid)}</td>' for part, head in zip(parts, heads, strict=True))
     return (
         f'<tr class="{kind}"><th scope="row">{escape(name)}</th>{cells}'
-        f'<td class="change {trend}">{change}</td><td class="n">{_size(parts[-1])}</td></tr>'
+        f'<td class="change {trend}">{change}</td><td class="n">{_size(parts[-1]) or "–"}</td></tr>'
     )
 
 
-def _bar(part: Summary) -> str:
+def _bar(part: Summary, paid: bool) -> str:
+    if paid and part.get("reward") is not None:
+        return f'<span class="share">{part["reward"]:.3f}</span>'
     accuracy = part.get("accuracy")
     if accuracy is None:
         return "–"

@@ -85,6 +85,12 @@ def share(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f} %"
 
 
+def share_or_reward(summary: Summary) -> str:
+    """What an evaluation measured: ``81.2 %`` right, or ``reward 0.388`` where no term says right or wrong."""
+    accuracy, reward = summary.get("accuracy"), summary.get("reward")
+    return f"reward {reward:.3f}" if accuracy is None and reward is not None else share(accuracy)
+
+
 def interval_text(summary: Mapping[str, Any]) -> str:
     """The interval of a summary's accuracy: ``78.2–84.9``."""
     interval = summary.get("interval")
