@@ -36,6 +36,7 @@ studies: .venv/tutorial
 	$(BIN)/python studies/captions.py image
 	$(BIN)/python studies/digits.py
 	$(BIN)/python studies/kills.py
+	$(BIN)/python studies/cluster_kills.py
 	$(BIN)/python studies/schedules.py
 	$(MAKE) .venv_scale/installed
 	.venv_scale/bin/python studies/engines.py

@@ -26,6 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -205,7 +206,8 @@ def _watch_over_a_fork(file: int, connection: int, *given: int) -> list[str]:
     answers = os.fdopen(connection, "w")
     print(json.dumps({"pid": pid}), file=answers, flush=True)
     code, cpu_s = _wait(pid, order["kill_at_cpu_s"])
-    print(json.dumps({"code": code, "cpu_s": cpu_s}), file=answers, flush=True)
+    with suppress(BrokenPipeError):  # who ordered it was killed
+        print(json.dumps({"code": code, "cpu_s": cpu_s}), file=answers, flush=True)
     os._exit(0)
 
 

@@ -141,3 +141,11 @@ def test_a_seed_measured_in_more_variants_joins_the_others(tmp_path: Path) -> No
     found = add_run(place, {}, {"seed": 1, "before": {}, "after": {"sampled": summary, "blank": summary}})
     assert [run["seed"] for run in found["runs"]] == [0, 1]
     assert found["after"]["blank"]["mean"] == 0.5
+
+
+@pytest.mark.parametrize("part", ["engine", "environment", "reward", "learner", "driver"])
+def test_kills_of_every_kind_of_process_cost_no_episode_and_train_none_twice(part: str) -> None:
+    found = result("cluster_kills")[part]
+    assert found["kills"] >= 10
+    assert found["wrong"] == []
+    assert len(found["kills by steps done"]) >= 3, "kills fell into different steps"

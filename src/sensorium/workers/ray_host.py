@@ -15,6 +15,7 @@ from typing import Any
 from sensorium.vocabulary.errors import SensoriumError
 from sensorium.workers.channel import Frames
 from sensorium.workers.hosts import HostedProcess
+from sensorium.workers.python_process import CLOSE_S
 from sensorium.workers.ray_cluster import connect, disconnect, short
 from sensorium.workers.versions import refuse_other_versions, versions
 
@@ -165,8 +166,8 @@ class RayProcess:
             self._ray.kill(self._actor)
 
     def ending(self) -> str:
-        """How it ended."""
-        self.end()
+        """How it ended; one that is still ending is waited for."""
+        self.end(CLOSE_S)
         return self._told
 
     def log_text(self) -> str:
