@@ -8,6 +8,7 @@ import pytest
 from sensorium.recipe.schema import Recipe
 from sensorium.record.findings import Finding, SightResult
 from sensorium.trainer.health.facts import Evidence, History, StepFacts, has_trained
+from sensorium.trainer.health.pay_rules import constant_term
 from sensorium.trainer.health.rules import RULES, examine
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user
 
@@ -194,6 +195,14 @@ def test_a_term_that_settled_on_a_value_is_not_called_constant() -> None:
     right = group(*(episode(i, 1.0) for i in range(8)))
     learned = [HEALTHY] * 3 + [HEALTHY | {"reward/exact": 1.0}] * 8
     assert "constant_term" not in found(facts(HEALTHY | {"reward/exact": 1.0}, right, before=learned))
+
+
+@pytest.mark.parametrize(("value", "told"), [(1.0, False), (0.0, True)])
+def test_a_guard_that_has_nothing_to_prevent_is_not_called_constant(value: float, told: bool) -> None:
+    row, alike = HEALTHY | {"reward/exact": value}, group(*(episode(i, value) for i in range(8)))
+    guard = {"name": "token_length", "options": {"name": "exact"}}
+    given = facts(row, alike, before=[row] * 6, sections={"rewards": {"terms": [guard]}})
+    assert (constant_term(given) is not None) == told
 
 
 def test_entropy_may_fall_where_the_answers_are_right() -> None:

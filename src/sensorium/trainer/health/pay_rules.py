@@ -20,6 +20,12 @@ IN_A_ROW = 3
 """Steps without pay or variance before it is said: one such step of few prompts may be chance."""
 FEWEST = 4
 """Episodes that a claim about all of them must rest on."""
+GUARDS = {
+    "token_length": {"": 1.0},
+    "overlong": {"": 0.0},
+    "episodic_memory": {"/think": 0.0, "/format": 0.0},
+}
+"""Terms, by part, that take pay away from responses they are to prevent, and what they give where there is none."""
 
 
 def no_update(facts: StepFacts) -> Finding | None:
@@ -158,9 +164,9 @@ def no_variance(facts: StepFacts) -> Finding | None:
 def constant_term(facts: StepFacts) -> Finding | None:
     """A term gave one value to every episode since RL began: it tells nothing apart."""
     for name, (low, high) in facts.history.term_range.items():
-        if low != high or facts.history.rl_steps < RECENT:
-            continue
         term = name.removeprefix("reward/")
+        if low != high or facts.history.rl_steps < RECENT or _idle_guards(facts).get(term) == low:
+            continue
         values = {s.value for _, e in facts.played for s in e.scores if s.name == term}
         weighted = any(s.weight for _, e in facts.played for s in e.scores if s.name == term)
         if values == {low} and weighted and facts.row.get(name) == low:
@@ -169,6 +175,15 @@ def constant_term(facts: StepFacts) -> Finding | None:
             advice = "Check the term on a few responses by hand; a constant adds nothing to what is learned"
             return Finding("constant_term", what, cause, advice)
     return None
+
+
+def _idle_guards(facts: StepFacts) -> dict[str, float]:
+    """What terms of the recipe that only guard against something give, by score, where it does not happen."""
+    return {
+        f"{term.options.get('name', term.name)}{part}": value
+        for term in facts.recipe.rewards.terms
+        for part, value in GUARDS.get(term.name, {}).items()
+    }
 
 
 def truncated(facts: StepFacts) -> Finding | None:
