@@ -1,15 +1,12 @@
 """Engines that Ray places: they sample as processes beside the driver do, and one that is killed is replaced."""
 
-import os
-import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sensorium.engines.pool import EnginePool
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.record.ledger import Ledger
@@ -17,6 +14,7 @@ from sensorium.record.metrics import read_metrics
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import EngineLost, RecipeError
 from sensorium.workers.ray_host import ProcessActor, RayHost
+from tests.cluster.killed_engine import kill_an_engine
 from tests.engines.test_vllm import engine_core
 from tests.trainer.small import small
 
@@ -33,19 +31,11 @@ VLLM = (
 )  # fmt: skip
 
 
-def trained_with_a_kill(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, *, core: bool) -> list[dict[str, float]]:
-    """Train, and kill the first engine (or vLLM's engine core in it) when the sixth response is asked for."""
-    generate, asked = EnginePool.generate, []
-
-    async def counted(self: EnginePool, request: Any, episodes: Any = None) -> Any:
-        asked.append(request.name)
-        if len(asked) == 6:
-            pid = self.pids[0]
-            assert pid is not None
-            os.kill(engine_core(pid) if core else pid, signal.SIGKILL)
-        return await generate(self, request, episodes)
-
-    monkeypatch.setattr(EnginePool, "generate", counted)
+def trained_with_a_kill(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, process_of: Callable[[int], int] = lambda pid: pid
+) -> list[dict[str, float]]:
+    """Train with one kill; the metrics. Each episode is trained once."""
+    kill_an_engine(monkeypatch, process_of)
     run = train(recipe)
     ledger = Ledger(run / "ledger.sqlite")
     fates = [fate for step in range(1, recipe.steps + 1) for fate in ledger.fates(step).values()]
@@ -56,7 +46,7 @@ def trained_with_a_kill(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, *, core
 
 
 def test_a_killed_engine_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = trained_with_a_kill(small(tmp_path / "run", "rollout.engine.name=process", *TWO), monkeypatch, core=False)
+    rows = trained_with_a_kill(small(tmp_path / "run", "rollout.engine.name=process", *TWO), monkeypatch)
     assert rows[-1]["engine/replaced"] == 1
     assert rows[-1]["engine/sampled_again"] >= 1
 
@@ -66,7 +56,7 @@ def test_two_vllm_engines_sample_across_updates_and_one_that_dies_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = load_recipe("shapes", [f"run_dir={tmp_path / 'run'}", *VLLM, *TWO])
-    rows = trained_with_a_kill(recipe, monkeypatch, core=True)
+    rows = trained_with_a_kill(recipe, monkeypatch, engine_core)
     assert rows[-1]["engine/replaced"] == 1
     assert all(row["staleness/max"] <= 1 for row in rows)
     assert all(row["mismatch/effective_share"] > 0.5 for row in rows)

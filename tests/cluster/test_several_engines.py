@@ -1,19 +1,16 @@
 """Runs whose episodes are sampled by several engines in processes of their own, and what happens when one is killed."""
 
-import os
-import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from sensorium.engines.pool import EnginePool
 from sensorium.recipe.schema import Recipe
 from sensorium.record.ledger import Ledger
 from sensorium.record.metrics import read_metrics
 from sensorium.record.processes import read_processes
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import EngineLost, RecipeError
+from tests.cluster.killed_engine import kill_an_engine
 from tests.trainer.small import small
 
 STREAM = ("schedule.name=asynchronous", "algorithm.correction.weights=token")
@@ -28,17 +25,7 @@ def shared_out(folder: Path, *overrides: str) -> Recipe:
 def test_a_killed_engine_is_replaced_and_its_episodes_are_sampled_again(
     overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generate, asked = EnginePool.generate, []
-
-    async def counted(self: EnginePool, request: Any, episodes: Any = None) -> Any:
-        asked.append(request.name)
-        if len(asked) == 6:
-            pid = self.pids[0]
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
-        return await generate(self, request, episodes)
-
-    monkeypatch.setattr(EnginePool, "generate", counted)
+    kill_an_engine(monkeypatch)
     run = train(shared_out(tmp_path / "run", *overrides))
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["groups/trained"] for row in rows] == [2, 2, 2]

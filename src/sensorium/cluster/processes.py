@@ -6,9 +6,7 @@ Invariant: after an error that not all ranks share, no rank is left. They wait f
 import os
 import selectors
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -20,38 +18,30 @@ from sensorium.cluster.messages import Answer, Call, RankSettings
 from sensorium.cluster.rank_failures import SharedError, judged, refuse_other_versions
 from sensorium.vocabulary.errors import LearnerLost, SensoriumError
 from sensorium.workers.channel import PickledChannel
+from sensorium.workers.python_process import CLOSE_S, PythonProcess, last_words
 
-CLOSE_S = 30.0
 GRACE_S = 10.0
 """How long the others may take to notice that a rank is lost, before they are ended."""
-LAST_LINES = 4
 
 
 class RankProcess:
     """One rank: its process, its socket and its log."""
 
     def __init__(self, rank: int, log: Path) -> None:
-        self.rank, self._log = rank, log
+        self.rank = rank
         ours, theirs = socket.socketpair()
         # Ranks of one machine talk over the loopback interface: others may be down, or firewalled.
-        loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-        paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        with theirs, log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "sensorium.cluster.process_main", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=loopback | os.environ | paths,
-            )
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        variables = {"GLOO_SOCKET_IFNAME": interface} if sys.platform == "linux" else {}
+        with theirs:
+            self._python = PythonProcess("sensorium.cluster.process_main", [theirs], log, variables)
         self.socket = ours
         self._channel = PickledChannel(ours)
 
     @property
     def pid(self) -> int:
         """Its process id."""
-        return self._process.pid
+        return self._python.pid
 
     def send(self, call: Call, limit_s: float) -> None:
         """Ask; the answer is received later."""
@@ -69,23 +59,14 @@ class RankProcess:
 
     def end(self, after_s: float = 0.0) -> None:
         """Wait so long for it to end, then kill it."""
-        try:
-            self._process.wait(after_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._python.end(after_s)
         with suppress(OSError):
             self._channel.close()
 
     def why(self) -> str:
         """How it ended, and the last that it said."""
-        self.end(CLOSE_S)
-        code = self._process.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        hint = " (SIGKILL often means that memory ran out)" if code == -signal.SIGKILL else ""
-        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        said = f" It last wrote: {' | '.join(lines[-LAST_LINES:])}" if lines else ""
-        return f"rank {self.rank} of the learner (pid {self.pid}) {how}{hint}.{said}"
+        ending = self._python.ending()
+        return f"rank {self.rank} of the learner (pid {self.pid}) {ending}.{last_words(self._python.log_text())}"
 
 
 class ProcessRanks:
