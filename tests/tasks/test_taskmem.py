@@ -53,6 +53,13 @@ def test_history_is_rewritten_and_filled_in(tmp_path: Path) -> None:
     assert rows[0].messages[0].text == "Watch.\n[Description of the preceding part]: \nWrite {}."
 
 
+def test_a_folder_of_faces_that_is_not_there_is_said(tmp_path: Path) -> None:
+    rows = TaskMemRows(write_rows(tmp_path, row_of(0, episodic_folder="face"), row_of(0, video="v2")), MediaStore())
+    with pytest.raises(TaskError, match=r"rows.jsonl:1.*'episodic_folder' is 'face', and there is no such folder"):
+        rows[0]
+    assert rows[1].id == "v2*0", "a video without faces needs no file"
+
+
 def test_at_most_four_clips_are_needed(tmp_path: Path) -> None:
     rows = TaskMemRows(write_rows(tmp_path, row_of(9, step=7), row_of(9, step=2)), MediaStore())
     assert [rows.place_of(i).needs for i in range(2)] == [(5, 6, 7, 8), (7, 8)]

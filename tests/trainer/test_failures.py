@@ -293,6 +293,11 @@ def test_tasks_without_the_answer_that_a_term_needs_are_refused_or_said_at_the_s
     lacking = json.dumps({"id": "b", "messages": [{"role": "user", "content": "What?"}]})
     with pytest.raises(TaskError, match=r"1 of 1 tasks looked at have no answer, 'b' for one, and the reward term exact"):
         run(tmp_path / "refused", tasks=rows_file(tmp_path, lacking))
+    shown = json.dumps({**json.loads(lacking), "demonstration": "a"})
+    warm = {"tasks": rows_file(tmp_path, shown), "steps": 0, "warm_start": {"steps": 1, "prompts_per_step": 1}}
+    recipe = parse_recipe(json.dumps(RECIPE | warm), "test", [])
+    open_trainer(recipe, RunDirectory(tmp_path / "warm").create(), watchers=[Listening()]).close()
+    assert not any("have no answer" in text for text in Listening.said), "a warm start alone pays nothing"
     tasks = rows_file(tmp_path, asking("What?", "a"), lacking)
     recipe = parse_recipe(json.dumps(RECIPE | {"tasks": tasks}), "test", [])
     open_trainer(recipe, RunDirectory(tmp_path / "run").create(), watchers=[Listening()]).close()

@@ -62,9 +62,9 @@ def look_at(recipe: Recipe, *, train: bool = True) -> Iterator[str]:
         make_planner(recipe.tasks.planner, stream, MediaStore())
         refuse_without_demonstrations(recipe, few)
         yield from start_notes(recipe, few)
-        if problem := without_answer(terms, few):
+        if recipe.steps and (problem := without_answer(terms, few)):
             weighty = [(term, weight) for term, weight in terms if weight]
-            if recipe.steps and all(task.answer is None for task in few) and without_answer(weighty, few):
+            if all(task.answer is None for task in few) and without_answer(weighty, few):
                 raise TaskError(f"tasks.train: {problem}")
             yield f"tasks.train: {problem}"
     held_out = yield from _look_at_sources(recipe, recipe.tasks.evaluate, "tasks.evaluate")

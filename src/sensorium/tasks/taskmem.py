@@ -102,6 +102,11 @@ class TaskMemRows:
             return {}
         path = at.folder / str(folder) / video / f"{video}_map.json"
         if path not in self._maps:
+            if not (at.folder / str(folder)).is_dir():
+                raise at.error(
+                    f"'episodic_folder' is '{folder!s:.80}', and there is no such folder in '{at.folder}'. Rows whose "
+                    "faces need no new numbers leave it out; a video without faces needs no file in it."
+                )
             self._maps[path] = read_face_maps(path)
         return self._maps[path]
 

@@ -90,7 +90,7 @@ def open_trainer(
     few = a_few(stream.sources)
     refuse_without_demonstrations(recipe, few)
     refuse_strange_tasks(session, [*held_out, *few])
-    unanswered = refuse_unanswered(session, few, held_out)
+    unanswered = refuse_unanswered(session, few if recipe.steps else (), held_out)  # a warm start alone pays nothing
     sampling = session.policy.chat.media_format.frame_rule.sampling
     if resume:
         refuse_other_frames(directory, recorded_sampling(directory), sampling, [*few, *held_out])
