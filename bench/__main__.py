@@ -1,10 +1,14 @@
 """Benchmarks on the reference workloads; each prints one JSON object.
 
-python -m bench step --workload W1|W2|OMNI [--steps 3] [--tokens-per-microbatch 16384]
+python -m bench step --workload W1|W2|OMNI [--steps 3] [--tokens-per-microbatch 16384] [--sharing on|off|none]
                      [--recompute none|selective|full|auto] [--moments bfloat16] [--precision fast|matched]
 python -m bench curves
 python -m bench rollout --workload W1|W3 [--prompts 64] [--rounds 2] [--max-rows 512] [--profile]
 python -m bench export [--prompts 1] [--lora 0] [--scratch FOLDER] [--tiny]
+
+``--sharing off`` also times the update with every episode as a group of its own, in the same process: each pays its prompt,
+and the tower still sees each picture once. ``--sharing none`` is a step of as many episodes that share nothing: each has a
+prompt and pictures of its own, as for trainers that pack rows one by one.
 
 They need a CUDA GPU. Weights are random: speed does not depend on their values. ``bench/w0.py`` times W0 on the CPU.
 SENSORIUM_BENCH_MODELS=FOLDER keeps the models that are made, so that several commands make them once.
@@ -34,6 +38,9 @@ def main() -> None:
     parser.add_argument("--recompute", default="full", choices=RECOMPUTE, help="model.gradient_checkpointing")
     parser.add_argument("--precision", default="fast", choices=["fast", "matched"], help="model.precision")
     parser.add_argument("--moments", default="bfloat16", choices=["float32", "bfloat16"], help="optimizer.moments")
+    parser.add_argument(
+        "--sharing", default="on", choices=["on", "off", "none"], help="of prompts among a group's episodes"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--max-rows", type=int, default=512)
     parser.add_argument("--profile", action="store_true", help="list kernels by their time, of a rollout also functions")
@@ -77,6 +84,7 @@ def main() -> None:
             given.moments,
             given.profile,
             given.precision,
+            given.sharing,
         )
     else:
         from rollout import time_rollouts

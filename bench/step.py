@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,10 @@ def _update_flops(policy: Policy, work: Workload, metrics: dict[str, float]) -> 
 
 
 def _sharing(trainer: Any, loop: asyncio.AbstractEventLoop) -> dict[str, float]:
-    """One update of a step's episodes with groups as they are, and with every episode as a group of its own."""
+    """One update of a step's episodes with groups as they are, and with every episode as a group of its own.
+
+    The tower sees each picture once in either: the ratio is what sharing prompts is worth, not sharing pictures.
+    """
     learner, seen = trainer.learner, []
     step = learner.step
 
@@ -67,8 +71,12 @@ def time_steps(
     moments: str,
     profile: bool,
     precision: str = "fast",
+    sharing: str = "on",
 ) -> dict[str, Any]:
     """The medians of some steps, the first left out, and what the first took: it compiles and captures."""
+    alone = sharing == "none"
+    if alone:
+        work = replace(work, prompts=work.episodes, group=1)
     warnings.filterwarnings("ignore", message=".*deterministic.*")
     with tempfile.TemporaryDirectory() as scratch:
         shape = ("qwen2_5_omni", QWEN2_5_OMNI_7B) if work.clip else ()
@@ -81,6 +89,7 @@ def time_steps(
             model={"dtype": "bfloat16", "device": "cuda", "gradient_checkpointing": recompute, "precision": precision},
             batch={"tokens_per_microbatch": tokens_per_microbatch},
             optimizer={"lr": 1e-6, "moments": moments},
+            **({"algorithm": {"advantage": {"name": "reinforce_plus_plus"}}} if alone else {}),
         )
         trainer = open_trainer(recipe, directory)
         gc.collect()
@@ -123,12 +132,14 @@ def time_steps(
             "moments": moments,
             "precision": precision,
             "recompute": recompute,
+            "sharing": sharing,
+            "tower_passes": trainer.session.policy.counters.tower_passes,
             "forecast_gib": round(sum(make_plan(recipe).memory.values()) / 2**30, 1),
             "engine": vars(engine.counters) | {"notes": list(engine.notes)},
             "metrics": middle,
         }
-        if work.pictures > 1:
-            result["sharing"] = _sharing(trainer, loop)
+        if sharing == "off":
+            result["sharing off"] = _sharing(trainer, loop)
         if profile:
             result["host"] = host_of(lambda: loop.run_until_complete(trainer.advance()))
             result["kernels"] = kernels_of(lambda: loop.run_until_complete(trainer.advance()))

@@ -227,6 +227,31 @@ def test_a_prompt_that_a_group_shares_is_held_once() -> None:
     assert torch.equal(pool.take(second, PAGE + 3), kept[:, :, :, : PAGE + 3])
 
 
+@pytest.mark.parametrize(("affordable", "moves"), [(10**6, False), (0, True)])
+def test_a_pool_has_room_for_whole_responses_so_that_it_does_not_move(
+    text: Bench, monkeypatch: pytest.MonkeyPatch, affordable: int, moves: bool
+) -> None:
+    """CUDA graphs hold its address. Where the memory is not free it grows when it must."""
+    monkeypatch.setattr(PagePool, "_affordable", lambda _: affordable)
+    monkeypatch.setattr(pipeline, "RESERVE_AHEAD", 4)
+    context = [text.policy.chat.render([user("what?")])]
+    engine, addresses = paged(text), set()
+    original = graphs.DecodeRunner.step
+
+    def watched(self: graphs.DecodeRunner) -> torch.Tensor:
+        addresses.add(self._pool.block.data_ptr())
+        return original(self)
+
+    monkeypatch.setattr(graphs.DecodeRunner, "step", watched)
+    for lengths in ([2, 150], [20, 140]):
+        requests = [
+            ask(f"{lengths}{i}", context, Sampling(max_new_tokens=length, stop_tokens=False), order=(i,), key=i)
+            for i, length in enumerate(lengths)
+        ]
+        generate(engine, *requests)
+    assert (len(addresses) > 1) == moves
+
+
 def test_buckets_hold_what_they_are_asked_for() -> None:
     assert [bucket_of(n) for n in (1, 3, 128, 129, 512, 600)] == [1, 4, 128, 192, 512, 640]
     assert list(BUCKETS) == sorted(set(BUCKETS))

@@ -1,6 +1,7 @@
 """A bfloat16 weight and 16 bits beside it are a float32 master, and move as one bit for bit."""
 
 import struct
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -97,20 +98,25 @@ def test_the_kernel_does_what_plain_torch_does(moments: torch.dtype) -> None:
     from sensorium.learner.adam_kernels import step_halves
 
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(5000, generator=generator)
+    sizes = (5000, 3, 40000)  # within a chunk of the kernel, within a block, several chunks
+    starts = [torch.randn(size, generator=generator) for size in sizes]
     found, expected = (
-        ParameterState(Parameter(torch.zeros(5000, dtype=torch.bfloat16, device=where)), 3, moments)
+        [ParameterState(Parameter(torch.zeros(n, dtype=torch.bfloat16, device=where)), 3 + n, moments) for n in sizes]
         for where in (device, "cpu")
     )
-    for tensor in (found, expected):
+    rates = [RATES, replace(RATES, lr=1e-2, weight_decay=0.0), RATES]
+    for tensor, start in zip(found + expected, starts * 2, strict=True):
         tensor.master = start.to(tensor.parameter.device)
-    for _ in range(5):
-        gradient = torch.randn(5000, generator=generator)
-        found.gradient, expected.gradient = gradient.to(device), gradient.clone()
+    for _ in range(3):
+        for one, other in zip(found, expected, strict=True):
+            gradient = torch.randn(one.parameter.numel(), generator=generator)
+            one.gradient, other.gradient = gradient.to(device), gradient.clone()
+            one.steps += 1
         with torch.no_grad():
-            found.steps += 1
-            step_halves(found, RATES, torch.tensor(0.5, device=device))
-            step_all([expected], [RATES], torch.tensor(0.5))
-    assert torch.allclose(found.master.cpu(), expected.master, rtol=1e-5, atol=1e-6 if moments == torch.float32 else 1e-4)
-    for one, other in ((found.first, expected.first), (found.second, expected.second)):
-        assert torch.allclose(one.float().cpu(), other.float(), rtol=1e-5 if moments == torch.float32 else 0.01, atol=1e-6)
+            step_halves(found, rates, torch.tensor(0.5, device=device))
+            step_all(expected, rates, torch.tensor(0.5))
+    whole = moments == torch.float32
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one.master.cpu(), other.master, rtol=1e-5, atol=1e-6 if whole else 1e-4)
+        for held, right in ((one.first, other.first), (one.second, other.second)):
+            assert torch.allclose(held.float().cpu(), right.float(), rtol=1e-5 if whole else 0.01, atol=1e-6)

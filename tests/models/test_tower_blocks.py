@@ -16,7 +16,7 @@ from sensorium.models import tower_blocks
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
-from sensorium.models.tower_blocks import BOUNDS, TowerAttention, choose, trial
+from sensorium.models.tower_blocks import BOUNDS, AlignedMLP, TowerAttention, TowerBlock, choose, trial
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -31,10 +31,29 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, lon
     return torch.cat([scaled_dot_product_attention(*part, scale=scaling).transpose(0, 1) for part in parts])
 
 
+def use_plain_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash attention is for CUDA."""
+    from sensorium.models import tower_products
+    from sensorium.models.tower_products import BlockSettings
+
+    def attended(rotated: Tensor, settings: BlockSettings) -> tuple[Tensor, Tensor]:
+        three = rotated.view(len(rotated), 3, settings.heads, -1).unbind(1)
+        return plain_attention(*three, settings.ends, settings.longest, settings.scaling), torch.zeros(1)
+
+    @torch.enable_grad()
+    def gradients(given: Tensor, rotated: Tensor, _seen: Tensor, _lse: Tensor, settings: BlockSettings) -> Tensor:
+        again = rotated.detach().requires_grad_()
+        return torch.autograd.grad(attended(again, settings)[0], again, given)[0]
+
+    monkeypatch.setattr(tower_blocks, "segment_attention", plain_attention)
+    monkeypatch.setattr(tower_products, "attended", attended)
+    monkeypatch.setattr(tower_products, "attention_gradients", gradients)
+
+
 @pytest.fixture
 def blocks_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    if DEVICE == "cpu":
-        monkeypatch.setattr(tower_blocks, "segment_attention", plain_attention)
+    if DEVICE == "cpu" and find_spec("triton") is not None:
+        use_plain_attention(monkeypatch)
 
     def make(family: str) -> Policy:
         make_tiny(family, tmp_path, seed=1, initializer_range=0.15)
@@ -51,9 +70,39 @@ def test_a_fused_block_is_the_stock_block(family: str, blocks_of: Any) -> None:
     policy.model.requires_grad_(True)
     tower = policy.adapter.towers["picture"].module
     assert all(isinstance(block.attn, TowerAttention) for block in tower.blocks)
-    for block in tower.blocks:
-        assert trial(block) <= (1e-5 if DEVICE == "cpu" else BOUNDS[torch.bfloat16])
+    one_function = family == "qwen2_5_vl"
+    for block in tower.blocks[:2]:
+        assert isinstance(block, TowerBlock) == one_function
+        for whole in (False, True)[: 1 + one_function]:
+            assert trial(block, whole) <= (1e-5 if DEVICE == "cpu" else BOUNDS[torch.bfloat16])
     assert not tower.blocks[0].attn.fused  # a trial leaves it as it was
+
+
+@gpu_too
+@needs_triton
+def test_a_block_whose_weights_moved_or_have_adapters_computes_with_them(blocks_of: Any) -> None:
+    policy = blocks_of("qwen2_5_vl")
+    block = policy.adapter.towers["picture"].module.blocks[0]
+    bound = 1e-5 if DEVICE == "cpu" else BOUNDS[torch.bfloat16]
+    block.mlp = AlignedMLP(uneven(block.mlp))  # an inner size that has to be padded
+    assert trial(block, True) <= bound
+    with torch.no_grad():
+        block.mlp.gate_proj.weight.mul_(3)
+        block.mlp.down_proj.weight.add_(0.5)
+    assert trial(block, True) <= bound
+    tower_blocks._set(block, True, True)
+    assert block._plain_weights() is not None
+    block.mlp.up_proj.register_forward_hook(lambda *_: None)
+    assert block._plain_weights() is None
+
+
+def uneven(mlp: Any) -> Any:
+    """An MLP of the same width whose inner size is no multiple of 8."""
+    size = mlp.down_proj.out_features
+    kind = {"dtype": mlp.down_proj.weight.dtype, "device": DEVICE}
+    gate, up, down = (torch.nn.Linear(*sizes, **kind) for sizes in ((size, 20), (size, 20), (20, size)))
+    named = {"gate_proj": gate, "up_proj": up, "down_proj": down, "act_fn": mlp.act_fn}
+    return torch.nn.ModuleDict(named)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -74,7 +123,8 @@ def test_the_tower_is_fused_on_a_gpu_and_says_so_where_it_is_not(blocks_of: Any,
     tower = blocks_of("qwen2_5_vl").adapter.towers["picture"].module
     choose(tower)
     assert all(block.attn.fused and block.norm1.fused and block.mlp.fused for block in tower.blocks)
-    tower_blocks._set(tower.blocks[0], False)
+    assert all(block.fused for block in tower.blocks)
+    tower_blocks._set(tower.blocks[0], False, False)
     monkeypatch.setitem(BOUNDS, torch.bfloat16, 1e-9)
     with pytest.warns(UserWarning, match="stock blocks.*off the stock one"):
         choose(tower)

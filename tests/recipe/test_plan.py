@@ -3,6 +3,7 @@
 import json
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -234,10 +235,33 @@ def test_auto_recomputes_as_little_as_the_memory_allows(memory: int, way: object
     made = of_3b(tmp_path, 16, 640, "auto", 14100)
     shape = read_shape(made.model.path, made.model.revision)
     assert shape is not None
-    chosen, forecast = least_recomputation(made, shape, memory << 30)
-    assert chosen == way
-    assert (forecast <= 0.9 * (memory << 30)) == (memory > 24)
-    assert make_plan(made).memory == make_plan(of_3b(tmp_path, 16, 640, False, 14100)).memory  # the dry run says the most
+    chosen = least_recomputation(made, shape, memory << 30)
+    assert chosen.way == way
+    assert (chosen.forecast <= 0.9 * (memory << 30)) == (memory > 24)
+    assert (chosen.room is not None) == (way is False)
+    stated, plain = (make_plan(one).memory for one in (made, of_3b(tmp_path, 16, 640, False, 14100)))
+    assert stated.pop("vision tower") > plain.pop("vision tower")  # the dry run says the most
+    assert stated == plain
+
+
+@pytest.mark.parametrize(
+    ("changes", "keeps"),
+    [
+        ({}, True),
+        ({"batch": {"prompts_per_step": 16, "group_size": 8, "tokens_per_microbatch": 2000}}, False),  # groups are cut
+        ({"cluster": {"learners": 2}}, False),
+    ],
+)
+def test_a_vision_tower_keeps_what_it_computes_where_it_can(changes: dict[str, Any], keeps: bool, tmp_path: Path) -> None:
+    made = of_3b(tmp_path, 16, 640, "auto", 14100)
+    made = Recipe.model_validate(made.model_dump() | changes)
+    shape = read_shape(made.model.path, made.model.revision)
+    assert shape is not None
+    chosen = least_recomputation(made, shape, 140 << 30)
+    assert (chosen.room is not None) == keeps
+    if chosen.room is not None:  # 29 kB a patch and block
+        assert chosen.room.kept / 32 == pytest.approx(29_000, rel=0.02)
+        assert chosen.forecast + chosen.room.bytes > 0.9 * (140 << 30)  # what the recomputed tower took is the kept one's
 
 
 @pytest.mark.parametrize(("prompts", "context", "how", "tokens", "peak"), MEASURED)

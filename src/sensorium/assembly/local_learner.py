@@ -21,6 +21,8 @@ from sensorium.learner.shards import local_of
 from sensorium.models.fused import Recomputation
 from sensorium.models.policy import Policy
 from sensorium.models.reference import Reference
+from sensorium.recipe.activations import TowerRoom
+from sensorium.recipe.plan import GIB
 from sensorium.recipe.recomputation import least_recomputation
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import read_shape
@@ -42,7 +44,7 @@ class LocalLearner:
     def __init__(self, recipe: Recipe, policy: Policy, directory: RunDirectory, models: WholeModels | None = None) -> None:
         self._recipe, self._policy, self._directory = recipe, policy, directory
         self._models = models or WholeModels()
-        policy.checkpoint_gradients(recomputation(recipe, policy.device))
+        policy.checkpoint_gradients(*recomputation(recipe, policy.device))
         self._warming = recipe.warm_start.steps > 0
         self._stage = make_learner(recipe, policy, None, self._models, warming=self._warming)
         self._shortest: CreditedEpisode | None = None
@@ -174,27 +176,31 @@ def make_critic(recipe: Recipe, policy: Policy, models: WholeModels) -> Critic |
             )
         if section.path:
             trunk = models.hold(trunk, section.freeze)
-        trunk.checkpoint_gradients(recomputation(recipe, trunk.device))
+        trunk.checkpoint_gradients(recomputation(recipe, trunk.device)[0])
     return Critic(trunk, section, total_steps=recipe.steps, team=models.team)
 
 
-def recomputation(recipe: Recipe, device: torch.device) -> Recomputation:
-    """What the learner computes again in the backward pass; where that is left to the GPU, it is said what was chosen."""
+def recomputation(recipe: Recipe, device: torch.device) -> tuple[Recomputation, TowerRoom | None]:
+    """What the learner computes again in the backward pass, and what its vision tower may keep.
+
+    Where that is left to the GPU, it is said what was chosen.
+    """
     how = recipe.model.gradient_checkpointing
     if how != "auto":
-        return how
+        return how, None
     shape = read_shape(recipe.model.path, recipe.model.revision) if device.type == "cuda" else None
     if shape is None:
-        return False
+        return False, None
     memory = torch.cuda.get_device_properties(device).total_memory
-    way, forecast = least_recomputation(recipe, shape, memory)
-    named = {False: "nothing", "selective": "MLPs", True: "whole layers"}[way]
+    chosen = least_recomputation(recipe, shape, memory)
+    named = {False: "nothing", "selective": "MLPs", True: "whole layers"}[chosen.way]
+    tower = f", and the vision tower may keep {chosen.room.bytes / GIB:.1f} GiB" if chosen.room else ""
     print(
-        f"model.gradient_checkpointing=auto: the backward pass recomputes {named}; forecast {forecast / 2**30:.1f} GiB of "
-        f"{memory / 2**30:.1f}.",
+        f"model.gradient_checkpointing=auto: the backward pass recomputes {named}; forecast "
+        f"{chosen.forecast / GIB:.1f} GiB of {memory / GIB:.1f}{tower}.",
         file=sys.stderr,
     )
-    return way
+    return chosen.way, chosen.room
 
 
 def _length(sample: CreditedEpisode) -> int:

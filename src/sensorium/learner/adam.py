@@ -1,6 +1,7 @@
 """AdamW on single tensors, however their numbers are held: float32, bfloat16 with a remainder, moments in 16 bits.
 
-The arithmetic is torch's fused AdamW in float32. On CUDA with Triton the halves are joined, moved and split in one kernel.
+The arithmetic is torch's fused AdamW in float32. On CUDA with Triton the halves of all tensors are joined,
+moved and split in one kernel.
 """
 
 from collections.abc import Sequence
@@ -92,14 +93,17 @@ class ParameterState:
 def step_all(tensors: Sequence[ParameterState], rates: Sequence[Rates], scale: Tensor) -> None:
     """Update tensors by their gradients times ``scale``."""
     plain: dict[tuple[Rates, int, torch.device], list[ParameterState]] = {}
+    halved: list[tuple[ParameterState, Rates]] = []
     for tensor, rate in zip(tensors, rates, strict=True):
         tensor.steps += 1
-        if _fits_kernel(tensor):
-            from sensorium.learner.adam_kernels import step_halves
-
-            step_halves(tensor, rate, scale)
+        if _fits_kernel(tensor, scale):
+            halved.append((tensor, rate))
         else:
             plain.setdefault((rate, tensor.steps, tensor.parameter.device), []).append(tensor)
+    if halved:
+        from sensorium.learner.adam_kernels import step_halves
+
+        step_halves([tensor for tensor, _ in halved], [rate for _, rate in halved], scale)
     for (rate, _, device), several in plain.items():  # offloaded tensors are in the machine's memory
         torch._foreach_mul_([_gradient(tensor) for tensor in several], scale.to(device))
         whole = [tensor for tensor in several if _is_whole(tensor)]
@@ -107,8 +111,9 @@ def step_all(tensors: Sequence[ParameterState], rates: Sequence[Rates], scale: T
             _step(together, rate)
 
 
-def _fits_kernel(tensor: ParameterState) -> bool:
-    return tensor.remainder is not None and tensor.parameter.is_cuda and find_spec("triton") is not None
+def _fits_kernel(tensor: ParameterState, scale: Tensor) -> bool:
+    halved = tensor.remainder is not None and tensor.parameter.is_cuda
+    return halved and tensor.parameter.device == scale.device and find_spec("triton") is not None
 
 
 def _is_whole(tensor: ParameterState) -> bool:

@@ -1,6 +1,17 @@
-"""AdamW over weights in halves as one Triton kernel: join, move, split. What ``adam`` and ``masters`` do in many passes."""
+"""AdamW over weights in halves as one Triton kernel for all tensors: join, move, split.
+
+What ``adam`` and ``masters`` do in many passes over each tensor. A model has some 800 tensors; a launch for each would take
+the host longer than the work takes the GPU. So the kernel finds its tensors in a table:
+
+    tensor                     0 (40,000 numbers)   1 (20,000)
+    owners, one a chunk        0 0 0                1 1          a program takes a chunk of 16,384 numbers
+    row of the table           addresses of weight, remainder, gradient and both moments; count; first chunk; noise key
+"""
 
 # mypy: disable-error-code="no-untyped-def"
+
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -9,32 +20,55 @@ from torch import Tensor
 
 from sensorium.learner.adam import ParameterState, Rates
 from sensorium.learner.masters import noise_key
+from sensorium.learner.shards import local_of
 
-BLOCK = 2048
+BLOCK, BLOCKS = 2048, 8  # numbers at a time, and how often a program takes so many
 
 
-def step_halves(tensor: ParameterState, rates: Rates, scale: Tensor) -> None:
-    """One step of a bfloat16 tensor; its gradient is multiplied by ``scale`` on the way."""
-    weight, remainder, gradient = tensor.parameter.detach(), tensor.remainder, tensor.gradient
-    first, second = tensor.make_moments()
-    assert remainder is not None
-    assert gradient is not None
-    assert all(part.is_contiguous() for part in (weight, gradient, remainder, first, second))
-    halves = first.dtype == torch.bfloat16
-    if halves:
-        first, second = first.view(torch.int16), second.view(torch.int16)
-    key = noise_key(tensor.steps, tensor.place)
-    _adam[(triton.cdiv(weight.numel(), BLOCK),)](
-        weight.view(torch.int16), remainder, gradient, first, second, scale.view(1), weight.numel(),
-        1 - rates.lr * rates.weight_decay, rates.lr / (1 - rates.beta1**tensor.steps), rates.beta1, rates.beta2,
-        (1 - rates.beta2**tensor.steps) ** -0.5, rates.eps, key - (1 << 32) if key >= 1 << 31 else key,
-        HALVES=halves, BLOCK=BLOCK, num_warps=8,
+def step_halves(tensors: Sequence[ParameterState], rates: Sequence[Rates], scale: Tensor) -> None:
+    """One step of bfloat16 tensors on one device; their gradients are multiplied by ``scale`` on the way."""
+    counts = tuple(local_of(tensor.parameter).numel() for tensor in tensors)
+    owners_C, firsts = _chunks(counts, scale.device)
+    rows, settings = [], []
+    for tensor, rate, count, first in zip(tensors, rates, counts, firsts, strict=True):
+        rows.append([*_addresses(tensor), count, first, noise_key(tensor.steps, tensor.place)])
+        corrected = rate.lr / (1 - rate.beta1**tensor.steps), (1 - rate.beta2**tensor.steps) ** -0.5
+        # 1 - 0.999 is 5e-5 off where it is computed in float32.
+        settings.append([1 - rate.lr * rate.weight_decay, *corrected, 1 - rate.beta1, rate.beta2, 1 - rate.beta2, rate.eps])
+    halves = tensors[0].make_moments()[0].dtype == torch.bfloat16
+    table, numbers = torch.tensor(rows), torch.tensor(settings, dtype=torch.float32)
+    _adam[(len(owners_C),)](
+        owners_C, _on_device(table, scale), _on_device(numbers, scale), scale.view(1),
+        HALVES=halves, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8,
     )  # fmt: skip
+
+
+def _addresses(tensor: ParameterState) -> list[int]:
+    """Where weight, remainder, gradient and both moments are."""
+    assert tensor.remainder is not None
+    assert tensor.gradient is not None
+    parts = (local_of(tensor.parameter), tensor.remainder, tensor.gradient, *tensor.make_moments())
+    assert all(part.is_contiguous() and part.data_ptr() % 16 == 0 for part in parts)
+    return [part.data_ptr() for part in parts]
+
+
+def _on_device(table: Tensor, like: Tensor) -> Tensor:
+    """A table on the device, without waiting for what it is doing."""
+    return table.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else table
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _chunks(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, list[int]]:
+    """The tensor of every chunk, and every tensor's first chunk."""
+    chunks_N = -(-torch.tensor(counts) // (BLOCK * BLOCKS))
+    owners_C = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), chunks_N)
+    return owners_C.to(device), (chunks_N.cumsum(0) - chunks_N).tolist()
 
 
 @triton.jit
 def _noise(place, key):
-    x = place.to(tl.uint32) + key.to(tl.uint32, bitcast=True)
+    x = place.to(tl.uint32) + key.to(tl.uint32)
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -50,32 +84,80 @@ def _at_random(value, noise):
     return ((value.to(tl.int32, bitcast=True) + noise.to(tl.int32)) >> 16).to(tl.int16)
 
 
-@triton.jit(do_not_specialize=["key"])
-def _adam(
-    weights, remainders, gradients, firsts, seconds, scale, count, kept, rate, beta1, beta2, root, eps, key,
-    HALVES: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _at(address, KIND: tl.constexpr):
+    """The tensor at an address; torch aligns what it allocates."""
+    return tl.multiple_of(tl.load(address).to(tl.pointer_type(KIND)), 16)
+
+
+@triton.jit
+def _read(pointer, place, count, WHOLE: tl.constexpr):
+    if WHOLE:  # no mask: a count that is not known to be even would split the loads
+        return tl.load(pointer + place)
+    return tl.load(pointer + place, mask=place < count, other=0)
+
+
+@triton.jit
+def _write(pointer, place, value, count, WHOLE: tl.constexpr):
+    if WHOLE:
+        tl.store(pointer + place, value)
+    else:
+        tl.store(pointer + place, value, mask=place < count)
+
+
+@triton.jit
+def _step_block(
+    weights, remainders, gradients, firsts, seconds, place, count, scale, key, kept, rate, root, new1, beta2, new2, eps,
+    HALVES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    high = tl.load(weights + place, mask=inside, other=0).to(tl.int32) << 16
-    master = (high + tl.load(remainders + place, mask=inside, other=0).to(tl.int32)).to(tl.float32, bitcast=True)
-    gradient = tl.load(gradients + place, mask=inside, other=0.0) * tl.load(scale)
-    first = tl.load(firsts + place, mask=inside, other=0)
-    second = tl.load(seconds + place, mask=inside, other=0)
+    high = _read(weights, place, count, WHOLE).to(tl.int32) << 16
+    master = (high + _read(remainders, place, count, WHOLE).to(tl.int32)).to(tl.float32, bitcast=True)
+    gradient = _read(gradients, place, count, WHOLE) * scale
+    first = _read(firsts, place, count, WHOLE)
+    second = _read(seconds, place, count, WHOLE)
     if HALVES:
         first = _widened(first)
         second = _widened(second)
-    first += (gradient - first) * (1 - beta1)
-    second = second * beta2 + gradient * gradient * (1 - beta2)
+    first += (gradient - first) * new1
+    second = second * beta2 + gradient * gradient * new2
     master = master * kept - rate * first / (tl.sqrt(second) * root + eps)
     if HALVES:
         noise = _noise(place, key)
-        tl.store(firsts + place, _at_random(first, noise & 0xFFFF), mask=inside)
-        tl.store(seconds + place, _at_random(second, noise >> 16), mask=inside)
+        _write(firsts, place, _at_random(first, noise & 0xFFFF), count, WHOLE)
+        _write(seconds, place, _at_random(second, noise >> 16), count, WHOLE)
     else:
-        tl.store(firsts + place, first, mask=inside)
-        tl.store(seconds + place, second, mask=inside)
+        _write(firsts, place, first, count, WHOLE)
+        _write(seconds, place, second, count, WHOLE)
     bits = master.to(tl.int32, bitcast=True)
     weight = (bits + 0x8000) >> 16
-    tl.store(weights + place, weight.to(tl.int16), mask=inside)
-    tl.store(remainders + place, (bits - (weight << 16)).to(tl.int16), mask=inside)
+    _write(weights, place, weight.to(tl.int16), count, WHOLE)
+    _write(remainders, place, (bits - (weight << 16)).to(tl.int16), count, WHOLE)
+
+
+@triton.jit
+def _adam(owners, table, settings, scale, HALVES: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    chunk = tl.program_id(0)
+    owner = tl.load(owners + chunk)
+    row = table + owner * 8
+    MOMENT: tl.constexpr = tl.int16 if HALVES else tl.float32
+    weights, remainders, gradients = _at(row, tl.int16), _at(row + 1, tl.int16), _at(row + 2, tl.float32)
+    firsts, seconds = _at(row + 3, MOMENT), _at(row + 4, MOMENT)
+    count, key = tl.load(row + 5), tl.load(row + 7)
+    start = (chunk - tl.load(row + 6)) * (BLOCK * BLOCKS)
+    own = settings + owner * 7
+    kept, rate, root = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+    new1, beta2, new2, eps = tl.load(own + 3), tl.load(own + 4), tl.load(own + 5), tl.load(own + 6)
+    clip = tl.load(scale)
+    for block in range(BLOCKS):
+        begin = start + block * BLOCK
+        place = begin + tl.arange(0, BLOCK)
+        if begin + BLOCK <= count:
+            _step_block(
+                weights, remainders, gradients, firsts, seconds, place, count, clip, key, kept, rate, root, new1, beta2,
+                new2, eps, HALVES, True,
+            )  # fmt: skip
+        elif begin < count:
+            _step_block(
+                weights, remainders, gradients, firsts, seconds, place, count, clip, key, kept, rate, root, new1, beta2,
+                new2, eps, HALVES, False,
+            )  # fmt: skip

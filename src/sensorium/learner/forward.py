@@ -4,7 +4,8 @@ The policy is softmax(logits / temperature) over the ids that are not forbidden;
 forbidden too. The head runs only where a token was predicted, in chunks, so that full logits never exist.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,23 +28,17 @@ HEAD_BOUND, TRIAL_ROWS = 0.02, 64
 FORBIDDEN = -1e30
 
 
-class UpdateFeatures:
-    """Features of an update's media: one tower pass, leaves for the micro-batches to pour gradients into, one backward.
+class GraphCut:
+    """Where tower graphs are cut: leaves stand for their results, and take the gradients that ``backward`` carries on."""
 
-    Media that only ``idle`` ones show get a pass of their own, without a graph.
-    """
-
-    def __init__(self, policy: Policy, microbatches: Sequence[MicroBatch], idle: Sequence[MicroBatch] = ()) -> None:
+    def __init__(self, sharded: bool) -> None:
         self._roots: list[Tensor] = []
         self._leaves: list[Tensor] = []
-        self._sharded = policy.sharding is not None
-        learning = policy.encode(media_of(microbatches))
-        self._features = {item: self._cut_off(features) for item, features in learning.items()}
-        with torch.no_grad():
-            self._features |= policy.encode(item for item in media_of(idle) if item not in learning)
+        self._sharded = sharded
 
-    def __getitem__(self, media: Media) -> Features:
-        return self._features[media]
+    def cut_off(self, features: Features) -> Features:
+        """The features as leaves."""
+        return Features(self._leaf(features.embeds_NH), tuple(self._leaf(level) for level in features.deepstack_NH))
 
     def backward(self) -> None:
         """Carry the gathered gradients through the towers, once."""
@@ -54,9 +49,6 @@ class UpdateFeatures:
         if pairs:
             torch.autograd.backward([root for root, _ in pairs], [grad.to(root.dtype) for root, grad in pairs])
 
-    def _cut_off(self, features: Features) -> Features:
-        return Features(self._leaf(features.embeds_NH), tuple(self._leaf(level) for level in features.deepstack_NH))
-
     def _leaf(self, root: Tensor) -> Tensor:
         if not root.requires_grad:
             return root
@@ -65,6 +57,53 @@ class UpdateFeatures:
         self._roots.append(root)
         self._leaves.append(leaf)
         return leaf
+
+
+class UpdateFeatures:
+    """Features of an update's media: one tower pass, leaves for the micro-batches to pour gradients into, one backward.
+
+    Media that only ``idle`` ones show get a pass of their own, without a graph. Media ``apart``, each of a single
+    micro-batch, are encoded inside ``shown_by``, with all that the towers' backward needs, which runs at its end.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        microbatches: Sequence[MicroBatch],
+        idle: Sequence[MicroBatch] = (),
+        apart: Collection[Media] = (),
+    ) -> None:
+        self._policy = policy
+        self._cut = GraphCut(policy.sharding is not None)
+        self._apart = apart
+        learning = policy.encode(media for media in media_of(microbatches) if media not in apart)
+        self._features = {item: self._cut.cut_off(features) for item, features in learning.items()}
+        with torch.no_grad():
+            self._features |= policy.encode(item for item in media_of(idle) if item not in learning)
+
+    def __getitem__(self, media: Media) -> Features:
+        return self._features[media]
+
+    @contextmanager
+    def shown_by(self, microbatch: MicroBatch) -> Iterator[None]:
+        """Inside, there are features of what this micro-batch alone shows."""
+        own = [media for media in media_of([microbatch]) if media in self._apart]
+        if not own:
+            yield
+            return
+        cut = GraphCut(sharded=False)
+        with self._policy.keeping_towers():
+            found = self._policy.encode(own)
+        self._features |= {item: cut.cut_off(features) for item, features in found.items()}
+        del found
+        yield
+        for media in own:
+            del self._features[media]
+        cut.backward()
+
+    def backward(self) -> None:
+        """Carry the gathered gradients through the towers, once; those of ``shown_by`` have been."""
+        self._cut.backward()
 
 
 def hidden_states(policy: Policy, microbatch: MicroBatch, features: UpdateFeatures) -> Tensor:

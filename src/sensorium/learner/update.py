@@ -22,6 +22,7 @@ from sensorium.algorithms.tokens import Tokens, UpdateTokens
 from sensorium.learner.credited_episode import AskedValues, SampledTokens
 from sensorium.learner.critic import Critic, ValuePass
 from sensorium.learner.forward import LogprobScorer, UpdateFeatures, hidden_states
+from sensorium.learner.media_apart import media_apart
 from sensorium.learner.objective import Objective
 from sensorium.learner.optimizer import Optimizer
 from sensorium.learner.packing import MicroBatch, Packing
@@ -209,26 +210,36 @@ class _Pass:
         return self.team.sum(logprobs_N)
 
     def run(self) -> None:
-        """All micro-batches: those that teach the policy with a graph, the others without; then the towers, once."""
+        """All micro-batches: those that teach the policy with a graph, the others without; then the towers, once.
+
+        Where the towers' activations are kept, a tower is done with in the micro-batch that shows its media.
+        """
         microbatches = self.batch.packing.microbatches
         learning = [microbatch for microbatch in microbatches if not self._idles(microbatch)]
         idle = [microbatch for microbatch in microbatches if self._idles(microbatch)]
-        features = UpdateFeatures(self.scorer.policy, learning, idle)
+        policy = self.scorer.policy
+        room = policy.tower_room if policy.sharding is None else None  # ranks run sharded towers equally often
+        features = UpdateFeatures(policy, learning, idle, media_apart(policy, learning, idle, room) if room else ())
         for microbatch in (*learning, *idle):
-            with torch.set_grad_enabled(not self._idles(microbatch)):
-                with self.routers.watch(microbatch):
-                    hidden_TH = hidden_states(self.scorer.policy, microbatch, features)
-                loss = self._policy_loss(hidden_TH, microbatch) + self.routers.loss()
-            if self.value is not None and self.value.critic.shared:
-                loss = loss + self.value.loss(hidden_TH, microbatch)
-            if loss.requires_grad:
-                loss.backward()
+            with features.shown_by(microbatch):
+                self._run(microbatch, features)
         features.backward()
         for found_N in (self.logprobs_N, self.entropies_N, self.losses_N, self.clipped_N, self.corrections_N):
             if found_N is not None:
                 self.team.sum(found_N)
         if self.value is not None:
             self.value.over_ranks(self.team)
+
+    def _run(self, microbatch: MicroBatch, features: UpdateFeatures) -> None:
+        """Forward and backward of one micro-batch; one that idles has no graph, but for a critic's."""
+        with torch.set_grad_enabled(not self._idles(microbatch)):
+            with self.routers.watch(microbatch):
+                hidden_TH = hidden_states(self.scorer.policy, microbatch, features)
+            loss = self._policy_loss(hidden_TH, microbatch) + self.routers.loss()
+        if self.value is not None and self.value.critic.shared:
+            loss = loss + self.value.loss(hidden_TH, microbatch)
+        if loss.requires_grad:
+            loss.backward()
 
     def _idles(self, microbatch: MicroBatch) -> bool:
         """True if a micro-batch gives the policy no gradient."""

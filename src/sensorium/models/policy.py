@@ -4,8 +4,8 @@ The parts are stock transformers modules. The loop over the decoder layers is wr
 library, so that attention, deepstack features and recomputation are the caller's, without hooks or masks on the side.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -25,10 +25,11 @@ from sensorium.models.lora import FOLDER, Adapters
 from sensorium.models.matched import matched_layers
 from sensorium.models.matched_ops import matched_linear, matched_ops
 from sensorium.models.quiet import quiet
-from sensorium.models.recomputing import recompute_blocks
+from sensorium.models.recomputing import keeping_blocks, recompute_blocks
 from sensorium.models.routing import routers_of, watched
 from sensorium.models.segment_layout import Features, Placement
 from sensorium.models.weight_files import saving_weights
+from sensorium.recipe.activations import TowerRoom
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import ModelError, SpanMismatch
 
@@ -82,6 +83,7 @@ class Policy:
         """The operations of the layers and the head where ``precision`` is ``matched``."""
         self._encoder = Encoder(adapter, chat, self.device, self.matched)
         self._recompute: Recomputation = False
+        self.tower_room: TowerRoom | None = None
         self._fused: LayerStack | None = None
         if self.matched is not None:
             self._fused = matched_layers(adapter.language_model, self.matched)
@@ -207,16 +209,25 @@ class Policy:
             return head(hidden_NH)
         return torch.mm(hidden_NH.flatten(0, -2), head.weight.T, out_dtype=torch.float32)
 
-    def checkpoint_gradients(self, how: Recomputation = True) -> None:
+    def checkpoint_gradients(self, how: Recomputation = True, tower_room: TowerRoom | None = None) -> None:
         """Recompute the layers of the language model in the backward pass instead of keeping their activations.
 
         ``selective``: only the large ones of fused layers, whole layers elsewhere. Those of towers too; on CUDA always,
-        since what a tower keeps would stay through a whole update.
+        since what a tower keeps would stay through a whole update. ``tower_room``: memory for vision towers whose pass
+        and backward are in one micro-batch (``keeping_towers``).
         """
-        self._recompute = how
+        self._recompute, self.tower_room = how, tower_room
         for tower in self.adapter.towers.values():
             inside = partial(self._encoder.company.linears, tower)
             recompute_blocks(tower.module, bool(how) or self.device.type == "cuda", inside)
+
+    @contextmanager
+    def keeping_towers(self) -> Iterator[None]:
+        """Inside, vision towers keep their activations for the backward pass, as far as their blocks can."""
+        with ExitStack() as stack:
+            for module in {id(tower.module): tower.module for tower in self.adapter.towers.values()}.values():
+                stack.enter_context(keeping_blocks(module))
+            yield
 
     def frozen_copy(self) -> "Policy":
         """A copy that is never trained: a reference."""

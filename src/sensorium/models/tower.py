@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from sensorium.caches.lru import LRU
 from sensorium.models.prepared_media import Grid, TowerInput
 from sensorium.models.segment_layout import Features
-from sensorium.models.tower_blocks import choose, take_over
+from sensorium.models.tower_blocks import choose, taken_over
 
 # The towers hand over the whole batch with the ends of its segments to any implementation with "flash" in its name.
 SEGMENTS = "sensorium_flash_segments"
+RECENT_BYTES = 1 << 29
 LONGEST = {"cu_seqlens": "max_seqlen", "cu_window_seqlens": "max_window_seqlen"}
 
 
@@ -51,11 +53,12 @@ class VisionTower:
     def __init__(self, visual: Any, tables: Callable[[Tensor], dict[str, Tensor]]) -> None:
         if isinstance(visual.patch_embed.proj, nn.Conv3d):
             visual.patch_embed.proj = PatchProjection(visual.patch_embed.proj)
-        for block in visual.blocks:
-            take_over(block)
+        for i, block in enumerate(visual.blocks):
+            visual.blocks[i] = taken_over(block)
         visual.config._attn_implementation = SEGMENTS
         self.module = visual
         self._tables = Tables(tables)
+        self._patches = RecentPatches()
         self._chosen = False
 
     def __call__(self, prepared: Sequence[TowerInput]) -> list[Features]:
@@ -64,7 +67,7 @@ class VisionTower:
         if weight.is_cuda and not self._chosen:
             choose(self.module)
             self._chosen = True
-        patches_PC = _joined([item.patches_PC for item in prepared], weight.device).to(weight.dtype)
+        patches_PC = self._patches([item.patches_PC for item in prepared], weight.device, weight.dtype)
         grids = [item.extent.grid for item in prepared]
         grids_M3 = torch.tensor(grids, device=weight.device)
         seen = self.module(patches_PC, grid_thw=grids_M3, **self._tables(grids, weight.device))
@@ -73,6 +76,29 @@ class VisionTower:
         levels = [torch.split(level, sizes) for level in getattr(seen, "deepstack_features", None) or ()]
         embeds = torch.split(seen.pooler_output, sizes)
         return [Features(embeds_NH, tuple(level[i] for level in levels)) for i, embeds_NH in enumerate(embeds)]
+
+
+class RecentPatches:
+    """Patches on the tower's device, one after the other. On CUDA recent ones stay there, each by itself.
+
+    An update shows what its rollout has just shown; without this the host would copy 5 MB of every picture again.
+    """
+
+    def __init__(self) -> None:
+        self._held: LRU[Any, tuple[Tensor, Tensor]] = LRU(RECENT_BYTES, lambda pair: pair[1].nbytes)
+
+    def __call__(self, parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Patches of the parts, in order."""
+        if device.type != "cuda" or any(part.is_cuda for part in parts):
+            return _joined(parts, device).to(dtype)
+        held = [self._held.get((id(part), dtype)) for part in parts]  # a value holds its part, so the id is its own
+        missing = [part for part, pair in zip(parts, held, strict=True) if pair is None]
+        with torch.inference_mode(False), torch.no_grad():  # cached tensors must also serve training
+            fresh = _joined(missing, device).to(dtype).split([len(part) for part in missing]) if missing else ()
+            for part, patches in zip(missing, fresh, strict=True):
+                self._held.put((id(part), dtype), (part, patches.clone()))
+            new = iter(fresh)
+            return torch.cat([next(new) if pair is None else pair[1] for pair in held])
 
 
 def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:

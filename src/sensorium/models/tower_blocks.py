@@ -1,7 +1,8 @@
 """Blocks of the vision towers on CUDA: norm, rotation and gate as one kernel each, attention in one call for all segments.
 
 The modules here take over the layers and settings of the stock ones, so checkpoints stay the same, and compute as the stock
-ones do until ``fused`` is set. ``choose`` sets it once a block has been held against itself, values and gradients.
+ones do until ``fused`` is set. ``choose`` sets it once a block has been held against itself, values and gradients. Blocks
+of Qwen2.5's kind (RMSNorm, gated MLP) are then one function each (``tower_products``), unless their layers have adapters.
 """
 
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sensorium.models.fast_paths import fall_back
 
@@ -132,16 +134,78 @@ def segment_attention(
     return out_PHD
 
 
-def take_over(block: Any) -> None:
-    """Replace the parts of a stock block that are known: gated MLPs, RMSNorms, attention with rotated queries and keys."""
+class TowerBlock(GradientCheckpointingLayer):
+    """A stock block with all it has; where ``fused``, it is one function, as long as its layers are plain."""
+
+    norm1: "TowerNorm"
+    norm2: "TowerNorm"
+    attn: TowerAttention
+    mlp: AlignedMLP
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update(block.__dict__)  # its parts
+        self.stock = type(block).forward
+        self.fused = False
+        self._padded: Any = None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cu_seqlens: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        max_seqlen: int | None = None,
+        **rest: Any,
+    ) -> Tensor:
+        """[P, size] to [P, size]."""
+        weights = self._plain_weights() if self.fused and max_seqlen is not None else None
+        if weights is None or max_seqlen is None:
+            given = {"position_embeddings": position_embeddings, "max_seqlen": max_seqlen}
+            stock: Tensor = self.stock(self, hidden_states, cu_seqlens, **given, **rest)
+            return stock
+        from sensorium.models.tower_products import BlockSettings, GatedTowerBlock, PaddedMLP
+
+        if self._padded is None:
+            self._padded = PaddedMLP()
+        attn, mlp, (cos_PD, sin_PD) = self.attn, self.mlp, position_embeddings
+        settings = BlockSettings(
+            cu_seqlens.to(torch.int32), max_seqlen, cos_PD.contiguous(), sin_PD.contiguous(), attn.num_heads, attn.scaling,
+            (self.norm1.variance_epsilon, self.norm2.variance_epsilon),
+        )  # fmt: skip
+        padded = self._padded(mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        block: Tensor = GatedTowerBlock.apply(hidden_states, settings, padded, *weights)
+        return block
+
+    def _plain_weights(self) -> list[Tensor] | None:
+        """What the function takes, None where a layer has adapters or hooks, or learns while another does not."""
+        attn, mlp = self.attn, self.mlp
+        layers: list[Any] = [attn.qkv, attn.proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        if not all(type(one) is nn.Linear and not one._forward_hooks and not one._forward_pre_hooks for one in layers):
+            return None
+        qkv, proj, *three = ([one.weight, one.bias] for one in layers)
+        weights = [self.norm1.weight, *qkv, *proj, self.norm2.weight, *(weight for pair in three for weight in pair)]
+        learning = not torch.is_grad_enabled() or len({weight.requires_grad for weight in weights}) == 1
+        return weights if learning else None
+
+
+def taken_over(block: Any) -> Any:
+    """A stock block whose known parts are replaced: gated MLPs, RMSNorms, attention with rotated queries and keys."""
     if isinstance(block.attn, TowerAttention):
-        return  # a copy of a model whose parts were replaced
+        return block  # a copy of a model whose parts were replaced
     if {name for name, _ in block.mlp.named_children()} == {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         block.mlp = AlignedMLP(block.mlp)
     if all(hasattr(norm, "variance_epsilon") for norm in (block.norm1, block.norm2)):
         block.norm1, block.norm2 = TowerNorm(block.norm1), TowerNorm(block.norm2)
     if {name for name, _ in block.attn.named_children()} in ({"qkv", "proj"}, {"q", "k", "v", "proj"}):
         block.attn = TowerAttention(block.attn)
+    return TowerBlock(block) if _is_one_function(block) else block
+
+
+def _is_one_function(block: Any) -> bool:
+    """Whether a block is of the kind that ``TowerBlock`` computes: Qwen2.5's, with biases."""
+    known = isinstance(block.norm1, TowerNorm) and isinstance(block.mlp, AlignedMLP) and hasattr(block.attn, "qkv")
+    layers = (block.attn.qkv, block.attn.proj, *block.mlp.children()) if known else ()
+    return known and all(layer.bias is not None for layer in layers if isinstance(layer, nn.Linear))
 
 
 def choose(tower: Any) -> None:
@@ -155,28 +219,51 @@ def choose(tower: Any) -> None:
             raise ValueError("Triton is not installed")
         if block.attn.head_dim % 8:
             raise ValueError(f"heads of {block.attn.head_dim} are not taken by flash attention")
-        error = trial(block)
-        if not error <= BOUNDS[dtype]:
-            raise ValueError(f"a fused block is {error:.2g} off the stock one (bound {BOUNDS[dtype]:g})")
+        _check(block, whole=False)
     except Exception as error:  # a kernel that this GPU or Triton cannot build is a reason to be slow, not to stop
-        _set(block, False)
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        fall_back(f"the vision tower runs through its stock blocks, which is slower: {reason}")
+        fall_back(f"the vision tower runs through its stock blocks, which is slower: {_reason(error)}")
         return
+    whole = isinstance(block, TowerBlock)
+    try:
+        if whole:
+            _check(block, whole=True)
+    except Exception as error:
+        whole = False
+        fall_back(f"blocks of the vision tower run part by part, which is slower: {_reason(error)}")
     for each in tower.blocks:
-        _set(each, True)
+        _set(each, True, whole)
 
 
-def _set(block: Any, fused: bool) -> None:
+def _check(block: Any, whole: bool) -> None:
+    """Hold a fused block against the stock one, part by part or as one function; it is left as a stock one."""
+    dtype = block.norm1.weight.dtype
+    try:
+        error = trial(block, whole)
+    finally:
+        _set(block, False, False)
+    if not error <= BOUNDS[dtype]:
+        raise ValueError(f"a fused block is {error:.2g} off the stock one (bound {BOUNDS[dtype]:g})")
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _set(block: Any, fused: bool, whole: bool) -> None:
     for part in (block.norm1, block.norm2, block.attn, block.mlp):
         if isinstance(part, TowerNorm | TowerAttention | AlignedMLP):
             part.fused = fused
+    if isinstance(block, TowerBlock):
+        block.fused = whole
 
 
 @torch.enable_grad()
 @torch.inference_mode(False)
-def trial(block: Any) -> float:
-    """How far a fused block is from the stock one on random patches, values and gradients, relative to the largest."""
+def trial(block: Any, whole: bool) -> float:
+    """How far a fused block is from the stock one on random patches, values and gradients, relative to the largest.
+
+    ``whole``: as one function, where it is of that kind.
+    """
     weight, size = block.norm1.weight, block.attn.head_dim
     generator = torch.Generator().manual_seed(0)
     hidden, gradient = torch.randn(2, 112, len(weight), generator=generator).to(weight.device, weight.dtype)
@@ -189,12 +276,12 @@ def trial(block: Any) -> float:
     learning = [parameter for parameter in block.parameters() if parameter.requires_grad]
     results = []
     for fused in (False, True):
-        _set(block, fused)
+        _set(block, fused, fused and whole)
         entered = hidden.clone().requires_grad_()
         out = block.forward(entered, **given)
         found = torch.autograd.grad(out, [entered, *learning], gradient, allow_unused=True)
         results.append([out.detach(), *found])
-    _set(block, False)
+    _set(block, False, False)
     errors = [
         float((found.float() - right.float()).abs().max() / right.float().abs().max().clamp(min=1e-20))
         for right, found in zip(*results, strict=True)

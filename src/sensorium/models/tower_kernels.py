@@ -22,7 +22,7 @@ class RotateSlots(torch.autograd.Function):
         ctx.save_for_backward(cos_ND, sin_ND)
         ctx.slots, ctx.count = slots, count
         ctx.mark_dirty(x_NW)
-        _rotate_into(x_NW, x_NW, cos_ND, sin_ND, slots, count, back=False)
+        rotate_into(x_NW, x_NW, cos_ND, sin_ND, slots, count, back=False)
         return x_NW
 
     @staticmethod
@@ -30,11 +30,11 @@ class RotateSlots(torch.autograd.Function):
         cos_ND, sin_ND = ctx.saved_tensors
         gradient = gradients[0].contiguous()
         out_NW = torch.empty_like(gradient)
-        _rotate_into(gradient, out_NW, cos_ND, sin_ND, ctx.slots, ctx.count, back=True)
+        rotate_into(gradient, out_NW, cos_ND, sin_ND, ctx.slots, ctx.count, back=True)
         return out_NW, None, None, None, None
 
 
-def _rotate_into(x_NW: Tensor, out_NW: Tensor, cos_ND: Tensor, sin_ND: Tensor, slots: int, count: int, back: bool) -> None:
+def rotate_into(x_NW: Tensor, out_NW: Tensor, cos_ND: Tensor, sin_ND: Tensor, slots: int, count: int, back: bool) -> None:
     """Rotate contiguous rows; in place only what is rotated is touched."""
     assert x_NW.is_contiguous()
     rows, width = x_NW.shape

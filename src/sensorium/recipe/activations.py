@@ -4,6 +4,8 @@ As high as the recipe's budgets allow: a micro-batch is full, and every prompt i
 all of it is pictures. In bfloat16 the layers are taken to be fused, as on CUDA.
 """
 
+from dataclasses import dataclass
+
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape
 
@@ -37,21 +39,66 @@ def head_bytes(recipe: Recipe, shape: ModelShape) -> int:
     return 6 * HEAD_ROWS * shape.vocabulary + 6 * shape.vocabulary * shape.hidden
 
 
+@dataclass(frozen=True)
+class TowerRoom:
+    """Memory for what a vision tower keeps, and what a patch takes of it.
+
+    ``kept``: until the backward pass of its micro-batch, with all that this needs; ``recomputed``: until the update's end,
+    with the inputs of the blocks alone.
+    """
+
+    bytes: int
+    kept: int
+    recomputed: int
+
+
 def tower_bytes(recipe: Recipe, shape: ModelShape) -> int:
-    """What the vision tower keeps through an update where it learns: the inputs of its blocks, which are recomputed."""
+    """What the vision tower keeps where it learns: the inputs of its blocks, which are recomputed.
+
+    Where ``auto`` may keep the rest too, as much as it takes for the prompts of a full micro-batch.
+    """
     learns = "vision" in recipe.model.lora.groups if recipe.model.lora.rank else "vision" not in recipe.model.freeze
     if not shape.tower_depth or not learns or recipe.model.dtype == "float32":
         return 0
     batch, rollout = recipe.batch, recipe.rollout
     prompt = rollout.max_context_tokens - rollout.max_new_tokens
     patches = batch.prompts_per_step // batch.updates_per_epoch * prompt * PATCHES
-    return patches * 2 * shape.tower_hidden * (shape.tower_depth + 2)
+    if recipe.model.gradient_checkpointing == "auto" and may_keep_tower(recipe, shape):
+        at_once = batch.tokens_per_microbatch // _group_tokens(recipe) * prompt * PATCHES
+        return min(patches, at_once) * tower_room(shape).kept
+    return patches * tower_room(shape).recomputed
+
+
+def tower_room(shape: ModelShape, bytes: int = 0) -> TowerRoom:
+    """What a patch takes of so many bytes, in 16 bits.
+
+    Kept of a block: its input, queries, keys, values, what was seen, the stream between both halves; gate and up.
+    """
+    block = 12 * shape.tower_hidden + 4 * shape.tower_mlp
+    inputs = 2 * shape.tower_hidden
+    return TowerRoom(bytes, shape.tower_depth * block + 2 * inputs, (shape.tower_depth + 2) * inputs)
+
+
+def may_keep_tower(recipe: Recipe, shape: ModelShape) -> bool:
+    """Whether the tower's activations can be kept in place of computing them again.
+
+    Its blocks must be functions that keep little (``models/tower_blocks.py``), without adapters. A medium must be shown by
+    one micro-batch alone, so a group must fit in one, and the learner must hold the whole tower.
+    """
+    learns = not recipe.model.lora.rank and "vision" not in recipe.model.freeze and recipe.model.dtype != "float32"
+    single = recipe.rollout.max_turns == 1 and _group_tokens(recipe) <= recipe.batch.tokens_per_microbatch
+    return shape.family == "qwen2_5_vl" and shape.tower_mlp > 0 and learns and single and not recipe.cluster.shared
 
 
 def microbatch_tokens(recipe: Recipe) -> int:
     """Tokens of one micro-batch at most; small updates do not fill it."""
+    batch = recipe.batch
+    return min(batch.tokens_per_microbatch, batch.prompts_per_step // batch.updates_per_epoch * _group_tokens(recipe))
+
+
+def _group_tokens(recipe: Recipe) -> int:
+    """Tokens of a group at most, its prompt once; of several turns every episode has its own."""
     batch, rollout = recipe.batch, recipe.rollout
-    group = rollout.max_context_tokens + (batch.group_size - 1) * rollout.max_new_tokens
     if rollout.max_turns > 1:
-        group = batch.group_size * rollout.max_context_tokens
-    return min(batch.tokens_per_microbatch, batch.prompts_per_step // batch.updates_per_epoch * group)
+        return batch.group_size * rollout.max_context_tokens
+    return rollout.max_context_tokens + (batch.group_size - 1) * rollout.max_new_tokens

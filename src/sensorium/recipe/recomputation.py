@@ -1,7 +1,9 @@
 """Which activations are computed again where a recipe leaves that to the GPU: ``model.gradient_checkpointing: auto``."""
 
+from dataclasses import dataclass
 from typing import Literal
 
+from sensorium.recipe.activations import TowerRoom, may_keep_tower, tower_room
 from sensorium.recipe.plan import estimate_memory
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape
@@ -11,15 +13,31 @@ WAYS: tuple[Way, ...] = (False, "selective", True)
 SHARE = 0.9  # of the GPU that a forecast may fill: it is within 15 % of what was measured, and torch keeps some for itself
 
 
-def least_recomputation(recipe: Recipe, shape: ModelShape, memory: int) -> tuple[Way, int]:
-    """The way that recomputes least of those whose forecast fits a GPU of ``memory`` bytes, and the forecast.
+@dataclass(frozen=True)
+class Choice:
+    """What is recomputed of the language model, the forecast in bytes with all of the tower recomputed, and what is free.
 
-    Where none fits it is whole layers: the run may still go through, since forecasts take every budget as full.
+    ``room`` is for what the vision tower may keep instead; None where it cannot.
     """
-    forecast = 0
+
+    way: Way
+    forecast: int
+    room: TowerRoom | None = None
+
+
+def least_recomputation(recipe: Recipe, shape: ModelShape, memory: int) -> Choice:
+    """The way that recomputes least of those whose forecast fits a GPU of ``memory`` bytes.
+
+    Where none fits it is whole layers: the run may still go through, since forecasts take every budget as full. What is
+    free where no layer is recomputed is the vision tower's.
+    """
+    forecast, limit = 0, round(SHARE * memory)
     for way in WAYS:
         model = recipe.model.model_copy(update={"gradient_checkpointing": way})
-        forecast = sum(estimate_memory(recipe.model_copy(update={"model": model}), shape).values())
-        if forecast <= SHARE * memory:
-            return way, forecast
-    return WAYS[-1], forecast
+        uses = estimate_memory(recipe.model_copy(update={"model": model}), shape)
+        forecast = sum(uses.values())
+        if forecast <= limit:
+            free = limit - forecast + uses.get("vision tower", 0)
+            keeps = way is False and may_keep_tower(recipe, shape)
+            return Choice(way, forecast, tower_room(shape, free) if keeps else None)
+    return Choice(WAYS[-1], forecast)

@@ -50,6 +50,7 @@ class ModelShape:
     linears: tuple[Linear, ...] = ()
     tower_hidden: int = 0
     tower_depth: int = 0
+    tower_mlp: int = 0
 
     @property
     def total(self) -> int:
@@ -118,6 +119,7 @@ def _shape_of(config: dict[str, Any], shapes: dict[str, list[int]], *, exact: bo
         linears=linears_in(shapes, _group_of) if shapes else linears_by_config(config),
         tower_hidden=vision.get("hidden_size", 0),
         tower_depth=vision.get("depth", 0),
+        tower_mlp=vision.get("intermediate_size", 0),
     )
 
 

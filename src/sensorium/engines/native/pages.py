@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sensorium.models.attention import causal_attention, masked_attention
 
 PAGE = 64
+SPARE = 1 / 8  # of the pages made ahead: rollouts differ a little in what they need
 
 
 class PagePool:
@@ -34,13 +35,20 @@ class PagePool:
         """Pages in use, without the scratch page."""
         return len(self._holders) - 1 - len(self._free)
 
-    def reserve(self, pages: int) -> None:
-        """Make room for so many more pages. The pool grows by at least half and is copied."""
-        missing = pages - len(self._free)
-        if missing <= 0:
+    def reserve(self, pages: int, ahead: int = 0) -> None:
+        """Make room for so many more pages. The pool grows by at least half and is copied.
+
+        ``ahead``: pages that will be asked for at most. A pool that grows then would move, and CUDA graphs hold its
+        address; so there is room for all of them at once, where a part of the free memory is enough for that.
+        """
+        free, old = len(self._free), len(self._holders)
+        missing = pages - free
+        more = max(missing, old // 2) if missing > 0 else 0
+        if ahead > free and round(ahead * (1 + SPARE)) - free <= self._affordable():
+            more = max(more, round(ahead * (1 + SPARE)) - free)
+        if not more:
             return
-        old = len(self._holders)
-        total = old + max(missing, old // 2)
+        total = old + more
         layers, two, _, kv_heads, page, head_dim = self.block.shape
         # Zeros, not empty: a masked entry weighs nothing, but nothing times NaN is NaN.
         grown = self.block.new_zeros(layers, two, total, kv_heads, page, head_dim)
@@ -48,6 +56,14 @@ class PagePool:
         self.block = grown
         self._holders += [0] * (total - old)
         self._free = sorted([*self._free, *range(old, total)], reverse=True)
+
+    def _affordable(self) -> int:
+        """Pages that a quarter of the device's free memory holds; on a CPU none are made ahead."""
+        if not self.block.is_cuda:
+            return 0
+        free, _ = torch.cuda.mem_get_info(self.block.device)
+        cached = torch.cuda.memory_reserved(self.block.device) - torch.cuda.memory_allocated(self.block.device)
+        return (free + cached) // 4 // (self.block[:, :, :1].numel() * self.block.element_size())
 
     def allocate(self, count: int) -> list[int]:
         """So many pages, lowest first, held once."""

@@ -68,6 +68,10 @@ class PagedRow(Row):
         """Pages that the next steps take."""
         return -(-(self.length + min(self.budget, self.launched + RESERVE_AHEAD)) // PAGE)
 
+    def pages_at_most(self) -> int:
+        """Pages that the whole response may take."""
+        return -(-(self.length + self.budget) // PAGE)
+
     @property
     def room(self) -> int:
         """Steps until it has no page to write on."""
@@ -201,7 +205,7 @@ class PagedWriter(Writer):
         if not entries:
             return False
         groups = [self._group(entry) for entry in entries]
-        self._pool.reserve(sum(row.pages_needed() for group in groups for row in group))
+        self._pool.reserve(*_pages_of(groups, self._rows))
         for group in groups:
             group[0].pages = self._pool.allocate(group[0].pages_needed())
         laid = _PrefillRows(self._pool, [group[0].pages for group in groups], self._policy.matched)
@@ -305,6 +309,17 @@ class PagedWriter(Writer):
                 row.job.fail(EngineError(f"the logits of '{row.job.request.name}' are not finite; are the weights?"))
             elif finish:
                 self._finish(row, finish)
+
+
+def _pages_of(groups: Sequence[Sequence[PagedRow]], others: Sequence[PagedRow]) -> tuple[int, int]:
+    """Pages that new groups take now, and what they and other rows take at most until all their responses end.
+
+    Of the latter, full pages of a prompt count once.
+    """
+    rows = [row for group in groups for row in group]
+    shared = sum((len(group) - 1) * group[0].shared_pages for group in groups)
+    later = sum(row.pages_at_most() - len(row.pages) for row in (*rows, *others)) - shared
+    return sum(row.pages_needed() for row in rows), later
 
 
 def _sent(rows: list[PagedRow | None] | list[PagedRow], packed_3B: Tensor) -> _Launch:
