@@ -38,9 +38,7 @@ def main() -> None:
     parser.add_argument("--recompute", default="full", choices=RECOMPUTE, help="model.gradient_checkpointing")
     parser.add_argument("--precision", default="fast", choices=["fast", "matched"], help="model.precision")
     parser.add_argument("--moments", default="bfloat16", choices=["float32", "bfloat16"], help="optimizer.moments")
-    parser.add_argument(
-        "--sharing", default="on", choices=["on", "off", "none"], help="of prompts among a group's episodes"
-    )
+    parser.add_argument("--sharing", default="on", choices=["on", "off", "none"], help="of prompts and pictures")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--max-rows", type=int, default=512)
     parser.add_argument("--profile", action="store_true", help="list kernels by their time, of a rollout also functions")

@@ -85,16 +85,23 @@ def _at_random(value, noise):
 
 
 @triton.jit
-def _at(address, KIND: tl.constexpr):
-    """The tensor at an address; torch aligns what it allocates."""
-    return tl.multiple_of(tl.load(address).to(tl.pointer_type(KIND)), 16)
+def _shorts_at(address):
+    """A tensor of 16 bits at an address; torch aligns what it allocates."""
+    return tl.multiple_of(tl.load(address).to(tl.pointer_type(tl.int16)), 16)
+
+
+@triton.jit
+def _floats_at(address):
+    return tl.multiple_of(tl.load(address).to(tl.pointer_type(tl.float32)), 16)
 
 
 @triton.jit
 def _read(pointer, place, count, WHOLE: tl.constexpr):
     if WHOLE:  # no mask: a count that is not known to be even would split the loads
-        return tl.load(pointer + place)
-    return tl.load(pointer + place, mask=place < count, other=0)
+        found = tl.load(pointer + place)
+    else:
+        found = tl.load(pointer + place, mask=place < count, other=0)
+    return found
 
 
 @triton.jit
@@ -139,14 +146,26 @@ def _adam(owners, table, settings, scale, HALVES: tl.constexpr, BLOCK: tl.conste
     chunk = tl.program_id(0)
     owner = tl.load(owners + chunk)
     row = table + owner * 8
-    MOMENT: tl.constexpr = tl.int16 if HALVES else tl.float32
-    weights, remainders, gradients = _at(row, tl.int16), _at(row + 1, tl.int16), _at(row + 2, tl.float32)
-    firsts, seconds = _at(row + 3, MOMENT), _at(row + 4, MOMENT)
-    count, key = tl.load(row + 5), tl.load(row + 7)
+    weights = _shorts_at(row)
+    remainders = _shorts_at(row + 1)
+    gradients = _floats_at(row + 2)
+    if HALVES:
+        firsts = _shorts_at(row + 3)
+        seconds = _shorts_at(row + 4)
+    else:
+        firsts = _floats_at(row + 3)
+        seconds = _floats_at(row + 4)
+    count = tl.load(row + 5)
+    key = tl.load(row + 7)
     start = (chunk - tl.load(row + 6)) * (BLOCK * BLOCKS)
     own = settings + owner * 7
-    kept, rate, root = tl.load(own), tl.load(own + 1), tl.load(own + 2)
-    new1, beta2, new2, eps = tl.load(own + 3), tl.load(own + 4), tl.load(own + 5), tl.load(own + 6)
+    kept = tl.load(own)
+    rate = tl.load(own + 1)
+    root = tl.load(own + 2)
+    new1 = tl.load(own + 3)
+    beta2 = tl.load(own + 4)
+    new2 = tl.load(own + 5)
+    eps = tl.load(own + 6)
     clip = tl.load(scale)
     for block in range(BLOCKS):
         begin = start + block * BLOCK
