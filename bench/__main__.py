@@ -1,7 +1,7 @@
 """Benchmarks on the reference workloads; each prints one JSON object.
 
-python -m bench step --workload W1|W2|OMNI [--steps 3] [--tokens-per-microbatch 16384] [--sharing on|off|none]
-                     [--recompute none|selective|full|auto] [--moments bfloat16] [--precision fast|matched]
+python -m bench step --workload W0|W1|W2|W3|OMNI [--steps 3] [--tokens-per-microbatch 16384] [--sharing on|off|none]
+                     [--recompute none|selective|full|auto] [--moments bfloat16] [--precision fast|matched] [--peers]
 python -m bench curves
 python -m bench rollout --workload W1|W3 [--prompts 64] [--rounds 2] [--max-rows 512] [--profile]
 python -m bench export [--prompts 1] [--lora 0] [--scratch FOLDER] [--tiny]
@@ -10,7 +10,10 @@ python -m bench export [--prompts 1] [--lora 0] [--scratch FOLDER] [--tiny]
 and the tower still sees each picture once. ``--sharing none`` is a step of as many episodes that share nothing: each has a
 prompt and pictures of its own, as for trainers that pack rows one by one.
 
-They need a CUDA GPU. Weights are random: speed does not depend on their values. ``bench/w0.py`` times W0 on the CPU.
+``--peers`` also times TRL's step, and TRL's with vLLM, each at the best of its micro-batches, where they are installed.
+``step --workload W0`` is ``bench/w0.py``: a tiny model on the CPU beside TRL.
+
+The others need a CUDA GPU. Weights are random: speed does not depend on their values.
 SENSORIUM_BENCH_MODELS=FOLDER keeps the models that are made, so that several commands make them once.
 ``export`` measures memory and needs 60 GiB of disk (without a LoRA rank 110 to save the optimizer too); ``--tiny`` runs it
 on a tiny model and any machine.
@@ -31,7 +34,7 @@ def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("what", choices=["step", "rollout", "curves", "export"])
-    parser.add_argument("--workload", default="W1", choices=["W1", "W2", "W3", "OMNI"])
+    parser.add_argument("--workload", default="W1", choices=["W0", "W1", "W2", "W3", "OMNI"])
     parser.add_argument("--prompts", type=int, help="prompts a step, instead of the workload's")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tokens-per-microbatch", type=int, default=16384)
@@ -39,6 +42,7 @@ def main() -> None:
     parser.add_argument("--precision", default="fast", choices=["fast", "matched"], help="model.precision")
     parser.add_argument("--moments", default="bfloat16", choices=["float32", "bfloat16"], help="optimizer.moments")
     parser.add_argument("--sharing", default="on", choices=["on", "off", "none"], help="of prompts and pictures")
+    parser.add_argument("--peers", action="store_true", help="time TRL and vLLM too, on the same work")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--max-rows", type=int, default=512)
     parser.add_argument("--profile", action="store_true", help="list kernels by their time, of a rollout also functions")
@@ -51,6 +55,13 @@ def main() -> None:
     if given.what == "export" and given.tiny:
         _export(given)
         return
+    if given.workload == "W0":
+        if given.what != "step":
+            sys.exit("W0 is a whole step: python -m bench step --workload W0")
+        from w0 import time_w0
+
+        time_w0(given.steps)
+        return
 
     if not torch.cuda.is_available():
         sys.exit("these workloads need a CUDA GPU, and torch sees none; on a CPU run: python bench/w0.py")
@@ -58,6 +69,7 @@ def main() -> None:
     if given.what == "export":
         _export(given)
         return
+    from peer_step import peer_steps
     from workload import OMNI, W1, W2, W3
 
     if given.what == "curves":
@@ -69,10 +81,9 @@ def main() -> None:
     if given.prompts:
         work = replace(work, prompts=given.prompts)
     if given.what == "step":
-        if given.workload == "W3":
-            sys.exit("a step of W3 is not measured yet; use: python -m bench rollout --workload W3")
         from step import time_steps
 
+        peers = peer_steps(work) if given.peers else {}
         result = time_steps(
             given.workload,
             work,
@@ -84,6 +95,7 @@ def main() -> None:
             given.precision,
             given.sharing,
         )
+        result |= {"peers": peers} if given.peers else {}
     else:
         from rollout import time_rollouts
 

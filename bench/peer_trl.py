@@ -1,4 +1,4 @@
-"""TRL's GRPO trainer on workload W0, driven one optimizer step at a time so that its steps interleave with ours."""
+"""TRL's GRPO trainer on a workload, driven one optimizer step at a time so that its steps interleave with ours."""
 
 import queue
 import threading
@@ -17,12 +17,22 @@ from workload import QUESTION, Workload
 
 
 class TrlPeer:
-    """Runs TRL in a thread that stops before every step until asked for one."""
+    """Runs TRL in a thread that stops before every step until asked for one; on a GPU in bfloat16, with vLLM if asked."""
 
-    def __init__(self, model: Path, work: Workload, steps: int, microbatch: int, folder: Path) -> None:
+    def __init__(
+        self,
+        model: Path,
+        work: Workload,
+        steps: int,
+        microbatch: int,
+        folder: Path,
+        device: str = "cpu",
+        vllm: bool = False,
+    ) -> None:
         self.go: queue.Queue[bool] = queue.Queue()
         self.done: queue.Queue[float | BaseException] = queue.Queue()
         self.microbatch = microbatch
+        self.device, self.vllm = device, vllm
         trainer = self._trainer(model, work, steps, microbatch, folder)
         threading.Thread(target=self._run, args=(trainer,), daemon=True).start()
 
@@ -41,7 +51,9 @@ class TrlPeer:
             self.done.put(error)
 
     def _trainer(self, model: Path, work: Workload, steps: int, microbatch: int, folder: Path) -> Any:
-        peer = self
+        peer, cuda = self, self.device == "cuda"
+        colocated = {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4, "vllm_max_model_length": work.context}
+        sampler = {"use_vllm": True} | colocated if self.vllm else {}
 
         class Turnstile(TrainerCallback):
             """Waits for leave before each optimizer step's first micro-batch, and reports when the step is over."""
@@ -53,6 +65,8 @@ class TrlPeer:
                 self.started = time.perf_counter()
 
             def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+                if cuda:
+                    torch.cuda.synchronize()
                 peer.done.put(time.perf_counter() - self.started)
 
         rng = np.random.default_rng(0)
@@ -67,11 +81,12 @@ class TrlPeer:
         config = GRPOConfig(
             output_dir=str(folder), per_device_train_batch_size=microbatch, max_steps=steps, report_to=[],
             gradient_accumulation_steps=work.prompts * work.group // microbatch, num_generations=work.group,
-            max_completion_length=work.new_tokens, save_strategy="no", use_cpu=True, bf16=False, beta=0.0,
-            learning_rate=1e-6, logging_steps=10**6, disable_tqdm=True,
-            generation_kwargs={"min_new_tokens": work.new_tokens},
+            max_completion_length=work.new_tokens, save_strategy="no", use_cpu=not cuda, bf16=cuda, beta=0.0,
+            learning_rate=1e-6, logging_steps=10**6, disable_tqdm=True, gradient_checkpointing=cuda,
+            generation_kwargs={"ignore_eos": True} if self.vllm else {"min_new_tokens": work.new_tokens}, **sampler,
         )  # fmt: skip
-        loaded = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+        kind = torch.bfloat16 if cuda else torch.float32
+        loaded = AutoModelForImageTextToText.from_pretrained(model, dtype=kind, attn_implementation="sdpa")
 
         def reward(completions: list[Any], **_: Any) -> list[float]:
             return [float(len(str(c)) % 7) for c in completions]

@@ -8,6 +8,7 @@ import tempfile
 import time
 import warnings
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,18 @@ def _sharing(trainer: Any, loop: asyncio.AbstractEventLoop) -> dict[str, float]:
     return found | {"ratio": round(found["alone s"] / found["shared again s"], 2)}
 
 
+def _cut_responses(engine: Any, work: Workload) -> None:
+    """Give responses lengths from the workload's heavy tail, step by step, instead of the recipe's longest."""
+    generate, asked = engine.generate, count()
+
+    async def cut(request: Any, *rest: Any) -> Any:
+        step, place = divmod(next(asked), work.episodes)
+        length = work.lengths(step)[place // work.group][place % work.group]
+        return await generate(replace(request, sampling=replace(request.sampling, max_new_tokens=length)), *rest)
+
+    engine.generate = cut
+
+
 def time_steps(
     name: str,
     work: Workload,
@@ -92,6 +105,8 @@ def time_steps(
             **({"algorithm": {"advantage": {"name": "reinforce_plus_plus"}}} if alone else {}),
         )
         trainer = open_trainer(recipe, directory)
+        if work.tail > 1:
+            _cut_responses(trainer.session.engine, work)
         gc.collect()
         gc.freeze()  # as a run does when it starts
         loop = asyncio.new_event_loop()
@@ -112,7 +127,7 @@ def time_steps(
                 f"the steps made no update: {failed:g} of {work.episodes} episodes failed; look at the engine's errors."
             )
         step, engine = statistics.median(seconds[1:]), trainer.session.engine
-        tokens = work.episodes * work.new_tokens
+        tokens = work.episodes * middle["episodes/length_mean"]
         result = {
             "workload": name,
             "device": torch.cuda.get_device_name(),

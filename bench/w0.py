@@ -13,10 +13,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from peer_trl import TrlPeer
 from workload import W0, W0_SIZES, recipe_for
 
 from sensorium.models.tiny import make_tiny
@@ -28,29 +28,38 @@ MICROBATCHES = (8, 16, 32, 64)
 WARM_UP = 2
 
 
-def median_step(peer: TrlPeer, steps: int) -> float:
+def median_step(peer: Any, steps: int) -> float:
     """Median seconds of a peer's step, warm."""
     return statistics.median([peer.step() for _ in range(WARM_UP + steps)][WARM_UP:])
 
 
 def main() -> None:
-    """Time both, best peer setting first."""
+    """Parse, run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--trial-steps", type=int, default=3)
     arguments = parser.parse_args()
+    time_w0(arguments.steps, arguments.trial_steps)
+
+
+def time_w0(steps: int, trial_steps: int = 3) -> None:
+    """Time both, best peer setting first, print the result and leave the process."""
+    try:
+        from peer_trl import TrlPeer
+    except ModuleNotFoundError as error:
+        sys.exit(f"W0 is timed beside TRL, and '{error.name}' is not installed here; pip install trl datasets.")
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = make_tiny("qwen2_5_vl", folder / "model", **W0_SIZES)
         peers = [TrlPeer(model, W0, 1000, size, folder / f"trl{size}") for size in MICROBATCHES]
-        trials = {peer.microbatch: median_step(peer, arguments.trial_steps) for peer in peers}
+        trials = {peer.microbatch: median_step(peer, trial_steps) for peer in peers}
         peer = min(peers, key=lambda p: trials[p.microbatch])
         directory = RunDirectory(folder / "run").create()
         trainer = open_trainer(recipe_for(W0, model, directory.path), directory)
         loop = asyncio.new_event_loop()
         ours, theirs = [], []
-        for i in range(WARM_UP + arguments.steps):
+        for i in range(WARM_UP + steps):
             started = time.perf_counter()
             loop.run_until_complete(trainer.advance())
             seconds = time.perf_counter() - started
@@ -63,7 +72,7 @@ def main() -> None:
         mine, peer_s = statistics.median(ours), statistics.median(theirs)
         result = {
             "workload": "W0",
-            "steps": arguments.steps,
+            "steps": steps,
             "ratio": round(peer_s / mine, 2),
             "shares_of_our_step": {name: round(s / mine, 3) for name, s in phases.items() if name != "time/step_s"},
             "peer": f"trl, micro-batch {peer.microbatch}",

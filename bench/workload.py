@@ -127,6 +127,7 @@ def recipe_for(work: Workload, path: Path, run_dir: Path, **changes: Any) -> Rec
     """Our side of a workload: no early stop, one update a step, nothing logged but metrics."""
     shown = {"pixels": work.pixels, "pictures": work.pictures}
     source = "workload:NoiseClips" if work.clip else "workload:NoisePictures"
+    longest = math.ceil(work.new_tokens * work.tail)
     return Recipe.model_validate(
         {
             "name": "bench",
@@ -135,7 +136,7 @@ def recipe_for(work: Workload, path: Path, run_dir: Path, **changes: Any) -> Rec
             "model": {"path": str(path)} | changes.pop("model", {}),
             "tasks": {"train": [{"source": source, "options": shown}]},
             "batch": {"prompts_per_step": work.prompts, "group_size": work.group} | changes.pop("batch", {}),
-            "rollout": {"max_new_tokens": work.new_tokens, "ignore_stop_tokens": True, "max_context_tokens": work.context},
+            "rollout": {"max_new_tokens": longest, "ignore_stop_tokens": True, "max_context_tokens": work.context},
             "rewards": {"terms": [{"name": "workload:LengthModulo"}]},
             "optimizer": {"lr": 1e-6},
             "checkpoint": {"best": ""},
