@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--tokens-per-microbatch", type=int, default=16384)
     parser.add_argument("--recompute", default="full", choices=RECOMPUTE, help="model.gradient_checkpointing")
     parser.add_argument("--precision", default="fast", choices=["fast", "matched"], help="model.precision")
-    parser.add_argument("--moments", default="bfloat16", choices=["float32", "bfloat16"], help="optimizer.moments")
+    parser.add_argument("--moments", default="bfloat16", choices=["float32", "bfloat16", "8-bit"], help="optimizer.moments")
     parser.add_argument("--sharing", default="on", choices=["on", "off", "none"], help="of prompts and pictures")
     parser.add_argument("--peers", action="store_true", help="time TRL and vLLM too, on the same work")
     parser.add_argument("--rounds", type=int, default=2)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 
+from sensorium.learner import eight_bits
 from sensorium.learner.adam import ParameterState, Rates, step_all
 from sensorium.learner.masters import join, noise_bits, noise_key, rounded_at_random, split
 
@@ -73,10 +74,10 @@ def test_random_rounding_is_right_on_average_and_repeats() -> None:
     assert not torch.equal(noise_bits(values.shape, noise_key(4, 7), values.device)[1], noise[1])
 
 
-def test_moments_in_bfloat16_decay_and_lead_to_nearly_the_same_weights() -> None:
+def test_moments_in_fewer_bits_decay_and_lead_to_nearly_the_same_weights() -> None:
     start = torch.randn(2000, generator=torch.Generator().manual_seed(1))
     moved = {}
-    for kind in (torch.float32, torch.bfloat16):
+    for kind in (torch.float32, torch.bfloat16, torch.uint8):
         tensor = ParameterState(Parameter(start.clone()), 0, kind)
         generator = torch.Generator().manual_seed(0)
         rates = Rates(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
@@ -84,15 +85,40 @@ def test_moments_in_bfloat16_decay_and_lead_to_nearly_the_same_weights() -> None
             tensor.gradient = torch.randn(2000, generator=generator) * (10 if step < 20 else 1)
             with torch.no_grad():
                 step_all([tensor], [rates], ONE)
-        moved[kind] = (tensor.parameter.detach() - start, tensor.second.float())
-    whole, half = moved[torch.float32], moved[torch.bfloat16]
-    assert float(half[1].mean() / whole[1].mean()) == pytest.approx(1, abs=0.01)
-    assert float(torch.nn.functional.cosine_similarity(whole[0], half[0], dim=0)) > 0.995
+        moved[kind] = (tensor.parameter.detach() - start, tensor.read_moments()[1])
+    whole = moved[torch.float32]
+    for kind, apart in ((torch.bfloat16, 0.005), (torch.uint8, 0.03)):
+        assert float(moved[kind][1].mean() / whole[1].mean()) == pytest.approx(1, abs=0.01)
+        assert float(torch.nn.functional.cosine_similarity(whole[0], moved[kind][0], dim=0)) > 1 - apart
+
+
+@given(st.integers(1, 600), st.integers(0, 2**31), st.sampled_from([eight_bits.FIRST, eight_bits.SECOND]))
+def test_eight_bits_are_near_and_keep_signs_and_zeros(count: int, seed: int, levels: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(count, generator=generator) * 10 ** (-6 * torch.rand(count, generator=generator))
+    values[::7] = 0
+    values = values if levels == eight_bits.FIRST else values.square()
+    codes, tops = eight_bits.pack(values, levels, noise_bits(values.shape, seed, values.device)[0])
+    found = eight_bits.unpack(codes, tops, levels)
+    assert codes.dtype == torch.uint8
+    assert torch.equal(found == 0, values == 0) or levels == eight_bits.FIRST
+    assert bool(((found == 0) | (found.sign() == values.sign())).all())
+    smallest = tops.repeat_interleave(eight_bits.BLOCK)[:count] * eight_bits.sizes(levels, values.device)[1]
+    assert bool(((found - values).abs() <= 0.0906 * values.abs() + smallest).all())
+
+
+def test_eight_bits_are_right_on_average() -> None:
+    values = torch.cat([torch.ones(1), torch.full((40000,), 0.0123)])
+    for levels in (eight_bits.FIRST, eight_bits.SECOND):
+        codes, tops = eight_bits.pack(values, levels, noise_bits(values.shape, noise_key(1, 2), values.device)[0])
+        found = eight_bits.unpack(codes, tops, levels)
+        assert len(set(found[1:256].tolist())) == 2
+        assert float(found[1:256].mean()) == pytest.approx(0.0123, rel=0.01)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.gpu if torch.cuda.is_available() else lambda test: test
-@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.uint8])
 def test_the_kernel_does_what_plain_torch_does(moments: torch.dtype) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     from sensorium.learner.adam_kernels import step_halves
@@ -115,8 +141,14 @@ def test_the_kernel_does_what_plain_torch_does(moments: torch.dtype) -> None:
         with torch.no_grad():
             step_halves(found, rates, torch.tensor(0.5, device=device))
             step_all(expected, rates, torch.tensor(0.5))
-    whole = moments == torch.float32
+    # A number at the edge of two roundings may be rounded otherwise by another log2 or another order of operations.
+    close = {torch.float32: (1e-6, 1e-5), torch.bfloat16: (1e-4, 0.01), torch.uint8: (2e-3, 0.1)}
+    allowed, step = close[moments]
     for one, other in zip(found, expected, strict=True):
-        assert torch.allclose(one.master.cpu(), other.master, rtol=1e-5, atol=1e-6 if whole else 1e-4)
-        for held, right in ((one.first, other.first), (one.second, other.second)):
-            assert torch.allclose(held.float().cpu(), right.float(), rtol=1e-5 if whole else 0.01, atol=1e-6)
+        assert torch.allclose(one.master.cpu(), other.master, rtol=1e-5, atol=allowed)
+        assert float((one.master.cpu() - other.master).abs().mean()) < 1e-6
+        for held, right in zip(one.read_moments(), other.read_moments(), strict=True):
+            assert torch.allclose(held.cpu(), right, rtol=step, atol=1e-6)
+        if moments != torch.float32:
+            assert float((one.first.cpu() != other.first).float().mean()) < 1e-3
+            assert float((one.second.cpu() != other.second).float().mean()) < 1e-3

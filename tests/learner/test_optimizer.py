@@ -74,7 +74,7 @@ def test_equals_adamw_of_torch_with_decay_on_matrices_and_clipping(checkpoints: 
         torch.testing.assert_close(parameter, named[name], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("dtype", "moments"), [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize(("dtype", "moments"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "8-bit")])
 def test_a_restored_state_goes_on_bit_for_bit(dtype: str, moments: str, smallest: Path, tmp_path: Path) -> None:
     settings = {"optimizer": OptimizerSection(lr=1e-3, warmup_steps=3, schedule="cosine", moments=moments)}
     policy = open_policy(smallest, dtype)

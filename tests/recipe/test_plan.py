@@ -130,6 +130,8 @@ def test_memory_follows_what_is_trained_and_how(tmp_path: Path) -> None:
     plain = estimate_memory(recipe(path), shape)
     assert plain["weights"] == plain["gradients"] == shape.total * 4
     assert plain["optimizer moments"] == shape.total * 8
+    eight = estimate_memory(recipe(path, optimizer={"moments": "8-bit"}), shape)
+    assert eight["optimizer moments"] == pytest.approx(shape.total * 2 * (1 + 4 / 256), abs=1)
     assert "remainders of fp32 masters" not in plain
     assert "reference model" not in plain
     frozen = estimate_memory(recipe(path, model={"path": path, "freeze": ["vision"], "dtype": "bfloat16"}), shape)

@@ -1,4 +1,4 @@
-"""AdamW on single tensors, however their numbers are held: float32, bfloat16 with a remainder, moments in 16 bits.
+"""AdamW on single tensors, however their numbers are held: float32, bfloat16 with a remainder, moments in 16 or 8 bits.
 
 The arithmetic is torch's fused AdamW in float32. On CUDA with Triton the halves of all tensors are joined,
 moved and split in one kernel.
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from sensorium.learner import eight_bits
 from sensorium.learner.masters import join, noise_bits, noise_key, rounded_at_random, split
 from sensorium.learner.shards import local_of
 
-MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8-bit": torch.uint8}
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class ParameterState:
         self.remainder = torch.zeros_like(local_of(parameter), dtype=torch.int16) if halved else None
         self.first: Tensor | None = None
         self.second: Tensor | None = None
+        self.tops: Tensor | None = None  # of moments in 8 bits: the largest value of each block, [2, blocks]
         self._moments = moments
         self._sum: Tensor | None = None
 
@@ -83,11 +85,35 @@ class ParameterState:
         self.remainder.copy_(remainder)
 
     def make_moments(self) -> tuple[Tensor, Tensor]:
-        """Both moments, zero before the first step."""
+        """Both moments as they are held, zero before the first step."""
         if self.first is None or self.second is None:
             like = local_of(self.parameter)
             self.first, self.second = (torch.zeros_like(like, dtype=self._moments) for _ in range(2))
+            if self._moments == torch.uint8:
+                self.tops = torch.zeros(2, eight_bits.blocks_of(like.numel()), device=like.device)
         return self.first, self.second
+
+    def read_moments(self) -> tuple[Tensor, Tensor]:
+        """Both moments in float32; copies, unless they are held so."""
+        first, second = self.make_moments()
+        if self.tops is None:
+            return first.float(), second.float()
+        unpack = eight_bits.unpack
+        return unpack(first, self.tops[0], eight_bits.FIRST), unpack(second, self.tops[1], eight_bits.SECOND)
+
+    def write_moments(self, first: Tensor, second: Tensor) -> None:
+        """Hold float32 moments, rounded at random where they are held in fewer bits."""
+        held = self.make_moments()
+        if held[0].dtype == torch.float32:
+            return  # they were changed in place
+        noise = noise_bits(first.shape, noise_key(self.steps, self.place), first.device)
+        for i, (value, bits) in enumerate(zip((first, second), noise, strict=True)):
+            if self.tops is None:
+                held[i].copy_(rounded_at_random(value, bits))
+            else:
+                codes, tops = eight_bits.pack(value, (eight_bits.FIRST, eight_bits.SECOND)[i], bits)
+                held[i].copy_(codes)
+                self.tops[i].copy_(tops)
 
 
 def step_all(tensors: Sequence[ParameterState], rates: Sequence[Rates], scale: Tensor) -> None:
@@ -129,8 +155,7 @@ def _gradient(tensor: ParameterState) -> Tensor:
 def _step(tensors: Sequence[ParameterState], rates: Rates) -> None:
     """Update tensors that have taken the same number of steps."""
     masters = [tensor.master for tensor in tensors]
-    kept = [tensor.make_moments() for tensor in tensors]
-    wide = [(first.float(), second.float()) for first, second in kept]
+    wide = [tensor.read_moments() for tensor in tensors]
     torch._fused_adamw_(
         masters,
         [_gradient(tensor) for tensor in tensors],
@@ -146,10 +171,7 @@ def _step(tensors: Sequence[ParameterState], rates: Rates) -> None:
         amsgrad=False,
         maximize=False,
     )
-    for tensor, master, moments, values in zip(tensors, masters, kept, wide, strict=True):
-        if moments[0].dtype == torch.bfloat16:
-            noise = noise_bits(master.shape, noise_key(tensor.steps, tensor.place), master.device)
-            for held, value, bits in zip(moments, values, noise, strict=True):
-                held.copy_(rounded_at_random(value, bits))
+    for tensor, master, moments in zip(tensors, masters, wide, strict=True):
+        tensor.write_moments(*moments)
         if tensor.remainder is not None:
             tensor.master = master

@@ -5,7 +5,8 @@ the host longer than the work takes the GPU. So the kernel finds its tensors in 
 
     tensor                     0 (40,000 numbers)   1 (20,000)
     owners, one a chunk        0 0 0                1 1          a program takes a chunk of 16,384 numbers
-    row of the table           addresses of weight, remainder, gradient and both moments; count; first chunk; noise key
+    row of the table           addresses of weight, remainder, gradient, both moments and what 8-bit ones are measured by;
+                               count; first chunk; noise key
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -35,21 +36,22 @@ def step_halves(tensors: Sequence[ParameterState], rates: Sequence[Rates], scale
         corrected = rate.lr / (1 - rate.beta1**tensor.steps), (1 - rate.beta2**tensor.steps) ** -0.5
         # 1 - 0.999 is 5e-5 off where it is computed in float32.
         settings.append([1 - rate.lr * rate.weight_decay, *corrected, 1 - rate.beta1, rate.beta2, 1 - rate.beta2, rate.eps])
-    halves = tensors[0].make_moments()[0].dtype == torch.bfloat16
+    bits = 8 * tensors[0].make_moments()[0].element_size()
     table, numbers = torch.tensor(rows), torch.tensor(settings, dtype=torch.float32)
     _adam[(len(owners_C),)](
         owners_C, _on_device(table, scale), _on_device(numbers, scale), scale.view(1),
-        HALVES=halves, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8,
+        BITS=bits, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8,
     )  # fmt: skip
 
 
 def _addresses(tensor: ParameterState) -> list[int]:
-    """Where weight, remainder, gradient and both moments are."""
+    """Where weight, remainder, gradient, both moments and the largest values of their blocks are."""
     assert tensor.remainder is not None
     assert tensor.gradient is not None
     parts = (local_of(tensor.parameter), tensor.remainder, tensor.gradient, *tensor.make_moments())
     assert all(part.is_contiguous() and part.data_ptr() % 16 == 0 for part in parts)
-    return [part.data_ptr() for part in parts]
+    tops = [0, 0] if tensor.tops is None else [part.data_ptr() for part in tensor.tops]
+    return [part.data_ptr() for part in parts] + tops
 
 
 def _on_device(table: Tensor, like: Tensor) -> Tensor:
@@ -113,28 +115,76 @@ def _write(pointer, place, value, count, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def _size(code, LEVELS: tl.constexpr):
+    """What a code stands for, as a share of its block's largest value (``eight_bits.sizes``)."""
+    return tl.where(code > 0, tl.exp2((code - LEVELS).to(tl.float32) * 0.125), 0.0)
+
+
+@triton.jit
+def _unpacked(codes, tops, begin, count, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
+    """``eight_bits.unpack`` of a block."""
+    wide = codes.to(tl.int32)
+    code = wide % 128 if LEVELS == 127 else wide
+    place = tl.arange(0, BLOCK)
+    top = tl.load(tops + (begin // 256 + place // 256), mask=begin + place < count, other=0.0)
+    value = _size(code, LEVELS) * top
+    if LEVELS == 127:
+        value = tl.where(wide >= 128, -value, value)
+    return value
+
+
+@triton.jit
+def _packed(value, noise, tops, begin, count, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
+    """``eight_bits.pack`` of a block; the largest values are written."""
+    size = tl.abs(value)
+    top_R = tl.max(tl.reshape(size, (BLOCK // 256, 256)), 1)
+    r = tl.arange(0, BLOCK // 256)
+    tl.store(tops + begin // 256 + r, top_R, mask=begin + r * 256 < count)
+    top = tl.reshape(tl.broadcast_to(top_R[:, None], (BLOCK // 256, 256)), (BLOCK,))
+    share = size / tl.maximum(top, 1.1754943508222875e-38)
+    place = tl.floor(LEVELS + 8.0 * tl.log2(tl.maximum(share, 1e-30)))
+    below = tl.minimum(tl.maximum(place, 0.0), LEVELS - 1.0).to(tl.int32)
+    low = _size(below, LEVELS)
+    high = _size(below + 1, LEVELS)
+    code = below + (noise.to(tl.float32) < (share - low) / (high - low) * 65536).to(tl.int32)
+    if LEVELS == 127:
+        code = tl.where(value < 0, code + 128, code)
+    else:
+        code = tl.where(value > 0, tl.maximum(code, 1), code)
+    return code.to(tl.uint8)
+
+
+@triton.jit
 def _step_block(
-    weights, remainders, gradients, firsts, seconds, place, count, scale, key, kept, rate, root, new1, beta2, new2, eps,
-    HALVES: tl.constexpr, WHOLE: tl.constexpr,
+    weights, remainders, gradients, firsts, seconds, first_tops, second_tops, begin, place, count, scale, key, kept, rate,
+    root, new1, beta2, new2, eps,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     high = _read(weights, place, count, WHOLE).to(tl.int32) << 16
     master = (high + _read(remainders, place, count, WHOLE).to(tl.int32)).to(tl.float32, bitcast=True)
     gradient = _read(gradients, place, count, WHOLE) * scale
     first = _read(firsts, place, count, WHOLE)
     second = _read(seconds, place, count, WHOLE)
-    if HALVES:
+    if BITS == 16:
         first = _widened(first)
         second = _widened(second)
+    elif BITS == 8:
+        first = _unpacked(first, first_tops, begin, count, BLOCK, 127)
+        second = _unpacked(second, second_tops, begin, count, BLOCK, 255)
     first += (gradient - first) * new1
     second = second * beta2 + gradient * gradient * new2
     master = master * kept - rate * first / (tl.sqrt(second) * root + eps)
-    if HALVES:
-        noise = _noise(place, key)
-        _write(firsts, place, _at_random(first, noise & 0xFFFF), count, WHOLE)
-        _write(seconds, place, _at_random(second, noise >> 16), count, WHOLE)
-    else:
+    if BITS == 32:
         _write(firsts, place, first, count, WHOLE)
         _write(seconds, place, second, count, WHOLE)
+    else:
+        noise = _noise(place, key)
+        if BITS == 16:
+            _write(firsts, place, _at_random(first, noise & 0xFFFF), count, WHOLE)
+            _write(seconds, place, _at_random(second, noise >> 16), count, WHOLE)
+        else:
+            _write(firsts, place, _packed(first, noise & 0xFFFF, first_tops, begin, count, BLOCK, 127), count, WHOLE)
+            _write(seconds, place, _packed(second, noise >> 16, second_tops, begin, count, BLOCK, 255), count, WHOLE)
     bits = master.to(tl.int32, bitcast=True)
     weight = (bits + 0x8000) >> 16
     _write(weights, place, weight.to(tl.int16), count, WHOLE)
@@ -142,22 +192,27 @@ def _step_block(
 
 
 @triton.jit
-def _adam(owners, table, settings, scale, HALVES: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+def _adam(owners, table, settings, scale, BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     chunk = tl.program_id(0)
     owner = tl.load(owners + chunk)
-    row = table + owner * 8
+    row = table + owner * 10
     weights = _shorts_at(row)
     remainders = _shorts_at(row + 1)
     gradients = _floats_at(row + 2)
-    if HALVES:
+    if BITS == 8:
+        firsts = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(tl.uint8)), 16)
+        seconds = tl.multiple_of(tl.load(row + 4).to(tl.pointer_type(tl.uint8)), 16)
+    elif BITS == 16:
         firsts = _shorts_at(row + 3)
         seconds = _shorts_at(row + 4)
     else:
         firsts = _floats_at(row + 3)
         seconds = _floats_at(row + 4)
-    count = tl.load(row + 5)
-    key = tl.load(row + 7)
-    start = (chunk - tl.load(row + 6)) * (BLOCK * BLOCKS)
+    first_tops = tl.load(row + 5).to(tl.pointer_type(tl.float32))
+    second_tops = tl.load(row + 6).to(tl.pointer_type(tl.float32))
+    count = tl.load(row + 7)
+    key = tl.load(row + 9)
+    start = (chunk - tl.load(row + 8)) * (BLOCK * BLOCKS)
     own = settings + owner * 7
     kept = tl.load(own)
     rate = tl.load(own + 1)
@@ -172,11 +227,11 @@ def _adam(owners, table, settings, scale, HALVES: tl.constexpr, BLOCK: tl.conste
         place = begin + tl.arange(0, BLOCK)
         if begin + BLOCK <= count:
             _step_block(
-                weights, remainders, gradients, firsts, seconds, place, count, clip, key, kept, rate, root, new1, beta2,
-                new2, eps, HALVES, True,
+                weights, remainders, gradients, firsts, seconds, first_tops, second_tops, begin, place, count, clip, key,
+                kept, rate, root, new1, beta2, new2, eps, BITS, BLOCK, True,
             )  # fmt: skip
         elif begin < count:
             _step_block(
-                weights, remainders, gradients, firsts, seconds, place, count, clip, key, kept, rate, root, new1, beta2,
-                new2, eps, HALVES, False,
+                weights, remainders, gradients, firsts, seconds, first_tops, second_tops, begin, place, count, clip, key,
+                kept, rate, root, new1, beta2, new2, eps, BITS, BLOCK, False,
             )  # fmt: skip

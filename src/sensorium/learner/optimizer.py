@@ -2,7 +2,8 @@
 
 Float32 parameters are updated in place. A bfloat16 one is its float32 master, rounded: beside it stands the remainder, 16
 bits, so the master is held exactly without a copy (``masters``). Gradients are summed over micro-batches in float32. (At a
-learning rate of 1e-6 a bfloat16 weight alone would not move at all.) ``optimizer.moments: bfloat16`` halves the moments.
+learning rate of 1e-6 a bfloat16 weight alone would not move at all.) ``optimizer.moments: bfloat16`` halves the moments,
+``8-bit`` quarters them (``eight_bits``).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from sensorium.learner.adam import MOMENTS, ParameterState, Rates, step_all
 from sensorium.learner.shards import is_sharded, local_of, part_for, spread_like
 from sensorium.learner.team import ALONE, Team
 from sensorium.recipe.algorithm_sections import OptimizerSection
+from sensorium.recipe.computing_checks import EIGHT_BITS_APART
 from sensorium.vocabulary.errors import CheckpointError, RecipeError, nearest
 
 
@@ -61,6 +63,8 @@ class Optimizer:
                 continue
             for name, parameter in named.items():
                 parameter.requires_grad_()
+                if section.moments == "8-bit" and is_sharded(parameter):
+                    raise RecipeError(EIGHT_BITS_APART)
                 self._tensors[name] = ParameterState(parameter, len(self._tensors), MOMENTS[section.moments])
                 self._rates[name] = section.group_lr.get(group, section.lr)
         if not self._tensors:
@@ -161,13 +165,15 @@ class Optimizer:
                 tensor.steps = int(moments["step"]) if moments else 0
                 if moments:
                     first, second = tensor.make_moments()
-                    if moments["exp_avg"].dtype != first.dtype:
+                    if moments["exp_avg"].dtype != first.dtype or (tensor.tops is None) != ("tops" not in moments):
                         raise CheckpointError(
                             f"the optimizer's moments were saved as {_word(moments['exp_avg'])} and the recipe asks for "
                             f"{_word(first)}; set optimizer.moments as it was."
                         )
                     first.copy_(part_for(moments["exp_avg"], tensor.parameter))
                     second.copy_(part_for(moments["exp_avg_sq"], tensor.parameter))
+                    if tensor.tops is not None:
+                        tensor.tops.copy_(moments["tops"])
 
 
 def _gather(tensor: ParameterState, _: Tensor) -> None:
@@ -178,11 +184,12 @@ def _moments(tensor: ParameterState) -> dict[str, Tensor]:
     if tensor.first is None or tensor.second is None:
         return {}
     first, second = (spread_like(moment, tensor.parameter) for moment in (tensor.first, tensor.second))
-    return {"step": torch.tensor(float(tensor.steps)), "exp_avg": first, "exp_avg_sq": second}
+    tops = {} if tensor.tops is None else {"tops": tensor.tops}
+    return {"step": torch.tensor(float(tensor.steps)), "exp_avg": first, "exp_avg_sq": second, **tops}
 
 
 def _word(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return next((word for word, dtype in MOMENTS.items() if dtype == tensor.dtype), str(tensor.dtype))
 
 
 def _check_names(names: Any, known: list[str], where: str) -> None:

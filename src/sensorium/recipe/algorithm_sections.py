@@ -20,7 +20,7 @@ class OptimizerSection(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     final_lr_share: float = Field(default=0.0, ge=0, le=1)
     clip_norm: float = Field(default=1.0, gt=0)
-    moments: Literal["float32", "bfloat16"] = "float32"
+    moments: Literal["float32", "bfloat16", "8-bit"] = "float32"
 
 
 class AdvantageSection(Section):

@@ -6,9 +6,14 @@ from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import IncompleteConfig, read_shape
 from sensorium.vocabulary.errors import RecipeError
 
+EIGHT_BITS_APART = (
+    "optimizer.moments is '8-bit', and the learner is spread over ranks: blocks of 256 numbers would be cut where its rows "
+    "are. Use optimizer.moments: bfloat16."
+)
+
 
 def computing_notes(recipe: Recipe) -> Iterator[str]:
-    """Refuse what ``model.precision: matched`` has no way to compute; say what runs without a fast path."""
+    """Refuse what ``model.precision: matched`` or ranks have no way to compute; say what runs without a fast path."""
     try:
         shape = read_shape(recipe.model.path, recipe.model.revision)
     except IncompleteConfig:  # sizes are left to defaults: then the load tells
@@ -31,6 +36,9 @@ def computing_notes(recipe: Recipe) -> Iterator[str]:
                 f"model.precision is 'matched', and cluster.learners is {recipe.cluster.learners}: a sharded learner runs "
                 "the stock layers. Use model.precision: fast."
             )
+    sections = (recipe.optimizer, recipe.warm_start.optimizer, recipe.algorithm.critic.optimizer)
+    if recipe.cluster.shared and any(section.moments == "8-bit" for section in sections):
+        raise RecipeError(EIGHT_BITS_APART)
     if experts and recipe.model.device != "cpu":
         yield (
             "model: on a GPU, decode steps of a mixture of experts run without CUDA graphs, which is slower: its routing "

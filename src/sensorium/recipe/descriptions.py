@@ -65,7 +65,8 @@ DESCRIPTIONS = {
     "OptimizerSection.schedule": "the rate after warm-up: as it is, or down to its final share at the last step",
     "OptimizerSection.final_lr_share": "share of the rate that linear and cosine end at",
     "OptimizerSection.clip_norm": "the gradient's norm is cut down to this",
-    "OptimizerSection.moments": "how AdamW's moments are held; bfloat16 (rounded at random) takes half the memory",
+    "OptimizerSection.moments": "how AdamW's moments are held; bfloat16 (rounded at random) takes half the memory, "
+    "8-bit (codes of a logarithmic scale, at random) a quarter",
     "AdvantageSection.name": "the estimator, or your own function, module:Name; docs/algorithms.md",
     "AdvantageSection.std": "divide by the group's standard deviation (false: Dr.GRPO)",
     "AdvantageSection.leave_one_out": "mean and deviation over the other members of the group",

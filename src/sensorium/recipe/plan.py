@@ -13,6 +13,7 @@ from sensorium.recipe.shape import ModelShape, read_shape
 from sensorium.recipe.traits import estimator_traits
 
 BYTES = {"float32": 4, "bfloat16": 2}
+MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8-bit": 1 + 4 / 256}  # the last: a code, and a float32 for 256 of them
 GIB = 1 << 30
 EPISODE_BYTES, TOKEN_BYTES = 2500, 60
 METRICS_BYTES, LEDGER_BYTES = 2500, 60
@@ -116,7 +117,7 @@ def estimate_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
     uses = {
         "weights": (shape.total + adapters) * size,
         "gradients": trainable * 4,
-        "optimizer moments": trainable * 2 * BYTES[recipe.optimizer.moments],
+        "optimizer moments": round(trainable * 2 * MOMENT_BYTES[recipe.optimizer.moments]),
         "remainders of fp32 masters": trainable * 2 if size < 4 else 0,
         "reference model": shape.total * size if recipe.algorithm.kl.coef and not adapters else 0,
         "former adapters": adapters * size if recipe.algorithm.kl.coef and recipe.warm_start.steps else 0,
@@ -152,10 +153,10 @@ def _checkpoint_bytes(recipe: Recipe, shape: ModelShape) -> int:
     """Weights, moments, and remainders where weights are not float32; a critic has its own of each."""
     size = BYTES[recipe.model.dtype]
     trainable = trained_parameters(recipe, shape)
-    own = shape.total * size + trainable * _state_bytes(recipe.optimizer, size)
+    own = shape.total * size + round(trainable * _state_bytes(recipe.optimizer, size))
     section = recipe.algorithm.critic
     if estimator_traits(recipe.algorithm.advantage.name).critic and section.trunk == "own":
-        own += shape.total * size + shape.trainable(section.freeze) * _state_bytes(section.optimizer, size)
+        own += shape.total * size + round(shape.trainable(section.freeze) * _state_bytes(section.optimizer, size))
     return own
 
 
@@ -166,12 +167,12 @@ def _critic_bytes(recipe: Recipe, shape: ModelShape) -> int:
         return 0
     size = BYTES[recipe.model.dtype]
     trainable = shape.trainable(section.freeze)
-    return shape.total * size + trainable * (4 + _state_bytes(section.optimizer, size))
+    return shape.total * size + round(trainable * (4 + _state_bytes(section.optimizer, size)))
 
 
-def _state_bytes(section: OptimizerSection, size: int) -> int:
+def _state_bytes(section: OptimizerSection, size: int) -> float:
     """Bytes of the optimizer for each trained number: two moments, and the remainder of a weight that is not float32."""
-    return 2 * BYTES[section.moments] + (2 if size < 4 else 0)
+    return 2 * MOMENT_BYTES[section.moments] + (2 if size < 4 else 0)
 
 
 def cached_tokens(recipe: Recipe) -> int:
