@@ -44,5 +44,5 @@ def test_what_matched_precision_cannot_compute_is_refused(cause: str) -> None:
 
 def test_moments_in_8_bits_are_refused_where_the_learner_is_spread() -> None:
     assert not list(computing_notes(recipe("qwen3_vl", optimizer={"moments": "8-bit"})))
-    with pytest.raises(RecipeError, match="8-bit.*spread over ranks.*bfloat16"):
+    with pytest.raises(RecipeError, match=r"8-bit.*spread over ranks.*bfloat16"):
         list(computing_notes(recipe("qwen3_vl", optimizer={"moments": "8-bit"}, cluster={"learners": 2})))

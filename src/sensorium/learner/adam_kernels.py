@@ -22,6 +22,7 @@ from torch import Tensor
 from sensorium.learner.adam import ParameterState, Rates
 from sensorium.learner.masters import noise_key
 from sensorium.learner.shards import local_of
+from sensorium.models.transfers import sent_to
 
 BLOCK, BLOCKS = 2048, 8  # numbers at a time, and how often a program takes so many
 
@@ -39,7 +40,7 @@ def step_halves(tensors: Sequence[ParameterState], rates: Sequence[Rates], scale
     bits = 8 * tensors[0].make_moments()[0].element_size()
     table, numbers = torch.tensor(rows), torch.tensor(settings, dtype=torch.float32)
     _adam[(len(owners_C),)](
-        owners_C, _on_device(table, scale), _on_device(numbers, scale), scale.view(1),
+        owners_C, sent_to(scale.device, table), sent_to(scale.device, numbers), scale.view(1),
         BITS=bits, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8,
     )  # fmt: skip
 
@@ -52,11 +53,6 @@ def _addresses(tensor: ParameterState) -> list[int]:
     assert all(part.is_contiguous() and part.data_ptr() % 16 == 0 for part in parts)
     tops = [0, 0] if tensor.tops is None else [part.data_ptr() for part in tensor.tops]
     return [part.data_ptr() for part in parts] + tops
-
-
-def _on_device(table: Tensor, like: Tensor) -> Tensor:
-    """A table on the device, without waiting for what it is doing."""
-    return table.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else table
 
 
 @lru_cache(maxsize=8)

@@ -28,6 +28,7 @@ from sensorium.models.quiet import quiet
 from sensorium.models.recomputing import keeping_blocks, recompute_blocks
 from sensorium.models.routing import routers_of, watched
 from sensorium.models.segment_layout import Features, Placement
+from sensorium.models.transfers import sent_to
 from sensorium.models.weight_files import saving_weights
 from sensorium.recipe.activations import TowerRoom
 from sensorium.vocabulary.content import Media
@@ -319,7 +320,7 @@ def _places(placements: Sequence[Placement], hidden_BTH: Tensor) -> Tensor:
             if start < 0 or start + count > length:
                 raise SpanMismatch(f"features of {count} tokens at {start} do not fit a row of {length}.")
             places += range(item.row * length + start, item.row * length + start + count)
-    return torch.tensor(places, device=hidden_BTH.device)
+    return sent_to(hidden_BTH.device, torch.tensor(places))
 
 
 def _refuse_sliding_window(config: Any) -> None:

@@ -20,6 +20,7 @@ from sensorium.caches.lru import LRU
 from sensorium.models.prepared_media import Grid, TowerInput
 from sensorium.models.segment_layout import Features
 from sensorium.models.tower_blocks import choose, taken_over
+from sensorium.models.transfers import sent_to
 
 # The towers hand over the whole batch with the ends of its segments to any implementation with "flash" in its name.
 SEGMENTS = "sensorium_flash_segments"
@@ -69,7 +70,7 @@ class VisionTower:
             self._chosen = True
         patches_PC = self._patches([item.patches_PC for item in prepared], weight.device, weight.dtype)
         grids = [item.extent.grid for item in prepared]
-        grids_M3 = torch.tensor(grids, device=weight.device)
+        grids_M3 = sent_to(weight.device, torch.tensor(grids))
         seen = self.module(patches_PC, grid_thw=grids_M3, **self._tables(grids, weight.device))
         merged = self.module.spatial_merge_size**2
         sizes = [time * height * width // merged for time, height, width in grids]

@@ -20,6 +20,7 @@ from sensorium.engines.native.pages import PAGE
 from sensorium.engines.native.randomness import signed64
 from sensorium.engines.native.sampler import SamplingRows
 from sensorium.engines.protocol import Sampling
+from sensorium.models.transfers import sent_to
 
 TILE_ROWS = 8  # rows of a group that read their common pages together
 INTEGERS = ("positions", "lengths", "counts", "keys", "greedy", "stop_masked", "top_k", "shared", "tile_first", "tile_rows")
@@ -86,16 +87,10 @@ class DecodeState:
             columns[place][8:] = (first, count)
             for i in range(first, first + count):
                 columns[i][7] = shared
-        self.tokens_B[:bucket] = latest_N[self._moved(torch.tensor(sources))]
-        self.integers_CB[:, :bucket] = self._moved(torch.tensor(columns)).T
-        self.floats_CB[:, :bucket] = self._moved(torch.tensor(floats, dtype=torch.float64)).T
-        self.table_BP[:bucket] = self._moved(table)
-
-    def _moved(self, tensor: Tensor) -> Tensor:
-        """On the device, without waiting for what it is doing."""
-        if self.device.type != "cuda":
-            return tensor.to(self.device)
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        self.tokens_B[:bucket] = latest_N[sent_to(self.device, torch.tensor(sources))]
+        self.integers_CB[:, :bucket] = sent_to(self.device, torch.tensor(columns)).T
+        self.floats_CB[:, :bucket] = sent_to(self.device, torch.tensor(floats, dtype=torch.float64)).T
+        self.table_BP[:bucket] = sent_to(self.device, table)
 
 
 @dataclass(frozen=True)
