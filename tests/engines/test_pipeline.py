@@ -227,14 +227,21 @@ def test_a_prompt_that_a_group_shares_is_held_once() -> None:
     assert torch.equal(pool.take(second, PAGE + 3), kept[:, :, :, : PAGE + 3])
 
 
-@pytest.mark.parametrize(("affordable", "moves"), [(10**6, False), (0, True)])
+@pytest.mark.parametrize(
+    ("affordable", "ahead", "rounds", "moves"),
+    [
+        (10**6, 4, [[2, 150], [20, 140]], False),
+        (0, 4, [[2, 150], [20, 140]], True),
+        (10**6, 256, [[20] * 8, [20] * 7 + [80]], False),  # a page more than in the first round
+    ],
+)
 def test_a_pool_has_room_for_whole_responses_so_that_it_does_not_move(
-    text: Bench, monkeypatch: pytest.MonkeyPatch, affordable: int, moves: bool
+    text: Bench, monkeypatch: pytest.MonkeyPatch, affordable: int, ahead: int, rounds: list[list[int]], moves: bool
 ) -> None:
     """CUDA graphs hold its address. Where the memory is not free it grows when it must."""
     monkeypatch.setattr(PagePool, "_affordable", lambda _: affordable)
-    monkeypatch.setattr(pipeline, "RESERVE_AHEAD", 4)
-    context = [text.policy.chat.render([user("what?")])]
+    monkeypatch.setattr(pipeline, "RESERVE_AHEAD", ahead)
+    context = [text.policy.chat.render([user("what? " * 90)])]  # whose full pages a group shares
     engine, addresses = paged(text), set()
     original = graphs.DecodeRunner.step
 
@@ -243,7 +250,7 @@ def test_a_pool_has_room_for_whole_responses_so_that_it_does_not_move(
         return original(self)
 
     monkeypatch.setattr(graphs.DecodeRunner, "step", watched)
-    for lengths in ([2, 150], [20, 140]):
+    for lengths in rounds:
         requests = [
             ask(f"{lengths}{i}", context, Sampling(max_new_tokens=length, stop_tokens=False), order=(i,), key=i)
             for i, length in enumerate(lengths)

@@ -46,8 +46,8 @@ def use_plain_attention(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.autograd.grad(attended(again, settings)[0], again, given)[0]
 
     monkeypatch.setattr(tower_blocks, "segment_attention", plain_attention)
-    monkeypatch.setattr(tower_products, "attended", attended)
-    monkeypatch.setattr(tower_products, "attention_gradients", gradients)
+    monkeypatch.setattr(tower_products, "flash_attended", attended)
+    monkeypatch.setattr(tower_products, "flash_gradients", gradients)
 
 
 @pytest.fixture

@@ -29,14 +29,14 @@ BLOCK, BLOCKS = 2048, 8  # numbers at a time, and how often a program takes so m
 
 def step_halves(tensors: Sequence[ParameterState], rates: Sequence[Rates], scale: Tensor) -> None:
     """One step of bfloat16 tensors on one device; their gradients are multiplied by ``scale`` on the way."""
-    counts = tuple(local_of(tensor.parameter).numel() for tensor in tensors)
+    counts = tuple(tensor.gradient.numel() for tensor in tensors if tensor.gradient is not None)
     owners_C, firsts = _chunks(counts, scale.device)
+    known: dict[tuple[Rates, int], list[float]] = {}  # the GPU waits for this loop
     rows, settings = [], []
     for tensor, rate, count, first in zip(tensors, rates, counts, firsts, strict=True):
         rows.append([*_addresses(tensor), count, first, noise_key(tensor.steps, tensor.place)])
-        corrected = rate.lr / (1 - rate.beta1**tensor.steps), (1 - rate.beta2**tensor.steps) ** -0.5
-        # 1 - 0.999 is 5e-5 off where it is computed in float32.
-        settings.append([1 - rate.lr * rate.weight_decay, *corrected, 1 - rate.beta1, rate.beta2, 1 - rate.beta2, rate.eps])
+        key = (rate, tensor.steps)
+        settings.append(known.get(key) or known.setdefault(key, _settings(*key)))
     bits = 8 * tensors[0].make_moments()[0].element_size()
     table, numbers = torch.tensor(rows), torch.tensor(settings, dtype=torch.float32)
     _adam[(len(owners_C),)](
@@ -45,14 +45,35 @@ def step_halves(tensors: Sequence[ParameterState], rates: Sequence[Rates], scale
     )  # fmt: skip
 
 
+def add_gradient(total: Tensor, gradient: Tensor) -> None:
+    """Add a contiguous gradient to a float32 sum."""
+    count = gradient.numel()
+    _add[(triton.cdiv(count, 2 * BLOCK),)](total, gradient, count, BLOCK=2 * BLOCK, num_warps=8)
+
+
+def _settings(rate: Rates, steps: int) -> list[float]:
+    """The numbers of a step; 1 - 0.999 would be 5e-5 off in float32."""
+    corrected = rate.lr / (1 - rate.beta1**steps), (1 - rate.beta2**steps) ** -0.5
+    return [1 - rate.lr * rate.weight_decay, *corrected, 1 - rate.beta1, rate.beta2, 1 - rate.beta2, rate.eps]
+
+
 def _addresses(tensor: ParameterState) -> list[int]:
-    """Where weight, remainder, gradient, both moments and the largest values of their blocks are."""
-    assert tensor.remainder is not None
-    assert tensor.gradient is not None
-    parts = (local_of(tensor.parameter), tensor.remainder, tensor.gradient, *tensor.make_moments())
-    assert all(part.is_contiguous() and part.data_ptr() % 16 == 0 for part in parts)
-    tops = [0, 0] if tensor.tops is None else [part.data_ptr() for part in tensor.tops]
-    return [part.data_ptr() for part in parts] + tops
+    """Where weight, remainder, gradient, both moments and the largest values of their blocks are.
+
+    All but the gradient stay where they are, unless somebody moves the weight: those are looked at once.
+    """
+    gradient = tensor.gradient
+    assert gradient is not None
+    assert gradient.is_contiguous()
+    local = local_of(tensor.parameter)
+    if tensor.fixed[:1] != (local.data_ptr(),):
+        assert tensor.remainder is not None
+        parts = (local, tensor.remainder, *tensor.make_moments())
+        assert all(part.is_contiguous() and part.data_ptr() % 16 == 0 for part in parts)
+        tops = (0, 0) if tensor.tops is None else tuple(part.data_ptr() for part in tensor.tops)
+        tensor.fixed = (*(part.data_ptr() for part in parts), *tops)
+    weight, remainder, *moments = tensor.fixed
+    return [weight, remainder, gradient.data_ptr(), *moments]
 
 
 @lru_cache(maxsize=8)
@@ -62,6 +83,14 @@ def _chunks(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, list
     chunks_N = -(-torch.tensor(counts) // (BLOCK * BLOCKS))
     owners_C = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), chunks_N)
     return owners_C.to(device), (chunks_N.cumsum(0) - chunks_N).tolist()
+
+
+@triton.jit
+def _add(total, gradient, count, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    more = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total + place, tl.load(total + place, mask=inside, other=0.0) + more, mask=inside)
 
 
 @triton.jit

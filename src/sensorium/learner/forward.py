@@ -4,8 +4,8 @@ The policy is softmax(logits / temperature) over the ids that are not forbidden;
 forbidden too. The head runs only where a token was predicted, in chunks, so that full logits never exist.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sensorium.learner.packing import MicroBatch, Packing, media_of
+from sensorium.learner.tower_passes import TowerPasses
 from sensorium.models.fast_paths import fall_back
 from sensorium.models.matched import matched_logprobs
 from sensorium.models.matched_ops import with_gradient_of
@@ -62,8 +63,9 @@ class GraphCut:
 class UpdateFeatures:
     """Features of an update's media: one tower pass, leaves for the micro-batches to pour gradients into, one backward.
 
-    Media that only ``idle`` ones show get a pass of their own, without a graph. Media ``apart``, each of a single
-    micro-batch, are encoded inside ``shown_by``, with all that the towers' backward needs, which runs at its end.
+    Media that only ``idle`` ones show get a pass of their own, without a graph. ``passes`` says what is kept: all that
+    the towers' backward needs, or that of media apart, each of a single micro-batch. These are encoded inside ``shown_by``,
+    and their backward runs at its end.
     """
 
     def __init__(
@@ -71,12 +73,13 @@ class UpdateFeatures:
         policy: Policy,
         microbatches: Sequence[MicroBatch],
         idle: Sequence[MicroBatch] = (),
-        apart: Collection[Media] = (),
+        passes: TowerPasses = TowerPasses(),  # noqa: B008 - frozen
     ) -> None:
         self._policy = policy
         self._cut = GraphCut(policy.sharding is not None)
-        self._apart = apart
-        learning = policy.encode(media for media in media_of(microbatches) if media not in apart)
+        self._apart = passes.apart
+        with policy.keeping_towers() if passes.whole else nullcontext():
+            learning = policy.encode(media for media in media_of(microbatches) if media not in self._apart)
         self._features = {item: self._cut.cut_off(features) for item, features in learning.items()}
         with torch.no_grad():
             self._features |= policy.encode(item for item in media_of(idle) if item not in learning)

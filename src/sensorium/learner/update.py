@@ -22,12 +22,12 @@ from sensorium.algorithms.tokens import Tokens, UpdateTokens
 from sensorium.learner.credited_episode import AskedValues, SampledTokens
 from sensorium.learner.critic import Critic, ValuePass
 from sensorium.learner.forward import LogprobScorer, UpdateFeatures, hidden_states
-from sensorium.learner.media_apart import media_apart
 from sensorium.learner.objective import Objective
 from sensorium.learner.optimizer import Optimizer
 from sensorium.learner.packing import MicroBatch, Packing
 from sensorium.learner.routers import Routers
 from sensorium.learner.team import ALONE, Team
+from sensorium.learner.tower_passes import TowerPasses, tower_passes
 from sensorium.recipe.algorithm_sections import CorrectionSection
 from sensorium.vocabulary.errors import NonFiniteUpdate
 
@@ -212,14 +212,15 @@ class _Pass:
     def run(self) -> None:
         """All micro-batches: those that teach the policy with a graph, the others without; then the towers, once.
 
-        Where the towers' activations are kept, a tower is done with in the micro-batch that shows its media.
+        Media that a micro-batch encodes for itself are done with in it.
         """
         microbatches = self.batch.packing.microbatches
         learning = [microbatch for microbatch in microbatches if not self._idles(microbatch)]
         idle = [microbatch for microbatch in microbatches if self._idles(microbatch)]
         policy = self.scorer.policy
         room = policy.tower_room if policy.sharding is None else None  # ranks run sharded towers equally often
-        features = UpdateFeatures(policy, learning, idle, media_apart(policy, learning, idle, room) if room else ())
+        passes = tower_passes(policy, learning, idle, room) if room is not None else TowerPasses()
+        features = UpdateFeatures(policy, learning, idle, passes)
         for microbatch in (*learning, *idle):
             with features.shown_by(microbatch):
                 self._run(microbatch, features)

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from sensorium.models.layer_kernels import add_normed, gate_gradients, gated, gated_finely, norm_gradients, normed
+from sensorium.models.layer_kernels import (
+    add_normed,
+    column_sums,
+    gate_gradients,
+    gated,
+    gated_finely,
+    norm_gradients,
+    normed,
+)
 from sensorium.models.layer_parts import FINE_SCALE
 from sensorium.models.wide_products import wide_product
 
@@ -45,7 +53,7 @@ class NormedProducts(torch.autograd.Function):
         found: list[Tensor | None] = []
         for i, (part, biased) in enumerate(zip(flat, ctx.biased, strict=True)):
             found.append(part.T @ normed_NW if ctx.needs_input_grad[3 + 2 * i] else None)
-            found.append(part.sum(0) if biased and ctx.needs_input_grad[4 + 2 * i] else None)
+            found.append(column_sums(part) if biased and ctx.needs_input_grad[4 + 2 * i] else None)
         return gradient, gain_gradient, None, *found
 
 

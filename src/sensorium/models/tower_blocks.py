@@ -6,6 +6,7 @@ of Qwen2.5's kind (RMSNorm, gated MLP) are then one function each (``tower_produ
 """
 
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -262,15 +263,21 @@ def _set(block: Any, fused: bool, whole: bool) -> None:
 def trial(block: Any, whole: bool) -> float:
     """How far a fused block is from the stock one on random patches, values and gradients, relative to the largest.
 
-    ``whole``: as one function, where it is of that kind.
+    ``whole``: as one function, where it is of that kind; then over windows and over longer segments.
     """
+    windows = [0, 64, 80, 112]
+    return max(_error(block, whole, ends) for ends in ((windows, [0, 112]) if whole else (windows,)))
+
+
+def _error(block: Any, whole: bool, ends: list[int]) -> float:
+    """How far it is off over segments with these ends."""
     weight, size = block.norm1.weight, block.attn.head_dim
     generator = torch.Generator().manual_seed(0)
-    hidden, gradient = torch.randn(2, 112, len(weight), generator=generator).to(weight.device, weight.dtype)
-    angles = torch.rand(112, size, generator=generator).to(weight.device) * 6
+    hidden, gradient = torch.randn(2, ends[-1], len(weight), generator=generator).to(weight.device, weight.dtype)
+    angles = torch.rand(ends[-1], size, generator=generator).to(weight.device) * 6
     given = {
-        "cu_seqlens": torch.tensor([0, 64, 80, 112], dtype=torch.int32, device=weight.device),
-        "max_seqlen": 64,
+        "cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=weight.device),
+        "max_seqlen": max(end - start for start, end in pairwise(ends)),
         "position_embeddings": (angles.cos(), angles.sin()),
     }
     learning = [parameter for parameter in block.parameters() if parameter.requires_grad]

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from sensorium.models.layer_kernels import add_normed, gate_gradients, gated, norm_gradients, normed
+from sensorium.models.layer_kernels import add_normed, column_sums, gate_gradients, gated, norm_gradients, normed
 from sensorium.models.tower_kernels import rotate_into
+from sensorium.models.window_kernels import LONGEST, attend_windows, window_gradients
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,9 @@ class GatedTowerBlock(torch.autograd.Function):
         gate_given, up_given, gated_PF = gate_gradients(gate_PF, up_PF, given_PW @ down, True)
         normed_PW = normed(summed_PW, second_gain, settings.eps[1])[0]
         mlp = [
-            (gate_given.T @ normed_PW)[:inner], gate_given.sum(0)[:inner],
-            (up_given.T @ normed_PW)[:inner], up_given.sum(0)[:inner],
-            (given_PW.T @ gated_PF)[:, :inner], given_PW.sum(0),
+            (gate_given.T @ normed_PW)[:inner], column_sums(gate_given)[:inner],
+            (up_given.T @ normed_PW)[:inner], column_sums(up_given)[:inner],
+            (given_PW.T @ gated_PF)[:, :inner], column_sums(given_PW),
         ]  # fmt: skip
         before_PW = torch.addmm(gate_given @ gate, up_given, up)
         between_PW, _, second_gain_given = norm_gradients(summed_PW, second_gain, second_scale, before_PW, given_PW)
@@ -99,29 +100,41 @@ class GatedTowerBlock(torch.autograd.Function):
         rotate_into(turned, turned, settings.cos_PD, settings.sin_PD, 3, 2, back=True)
         normed_PW = normed(x_PW, first_gain, settings.eps[0])[0]
         x_given, _, first_gain_given = norm_gradients(x_PW, first_gain, first_scale, turned @ qkv, between_PW)
-        attention = [turned.T @ normed_PW, turned.sum(0), between_PW.T @ seen_PHD.flatten(1), between_PW.sum(0)]
+        attention = [turned.T @ normed_PW, column_sums(turned), between_PW.T @ seen_PHD.flatten(1), column_sums(between_PW)]
         return x_given, None, None, first_gain_given, *attention, second_gain_given, *mlp
 
 
 def attended(rotated: Tensor, settings: BlockSettings) -> tuple[Tensor, Tensor]:
-    """Attention within segments by torch's flash attention, 16 bits on CUDA, and its log-sum-exp."""
-    longest = max(2, settings.longest)
+    """Attention within segments, and what its gradient needs of the weights: windows by kernels, longer ones by flash."""
+    if settings.longest <= LONGEST:
+        return attend_windows(rotated, settings.ends, settings.heads, settings.scaling)
+    return flash_attended(rotated, settings)
+
+
+def attention_gradients(
+    given_PHD: Tensor, rotated: Tensor, seen_PHD: Tensor, logs: Tensor, settings: BlockSettings
+) -> Tensor:
+    """The gradient of queries, keys and values as they lie side by side."""
+    if settings.longest <= LONGEST:
+        return window_gradients(given_PHD, rotated, seen_PHD, logs, settings.ends, settings.scaling)
+    return flash_gradients(given_PHD, rotated, seen_PHD, logs, settings)
+
+
+def flash_attended(rotated: Tensor, settings: BlockSettings) -> tuple[Tensor, Tensor]:
+    """By torch's flash attention, 16 bits on CUDA, with its log-sum-exp."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *_three(rotated, settings), settings.ends, settings.ends, longest, longest, 0.0, False, False,
+        *_three(rotated, settings), settings.ends, settings.ends, settings.longest, settings.longest, 0.0, False, False,
         scale=settings.scaling,
     )  # fmt: skip
     return out, lse
 
 
-def attention_gradients(
-    given_PHD: Tensor, rotated: Tensor, seen_PHD: Tensor, lse: Tensor, settings: BlockSettings
-) -> Tensor:
-    """The gradient of queries, keys and values as they lie side by side."""
-    longest = max(2, settings.longest)
+def flash_gradients(given_PHD: Tensor, rotated: Tensor, seen_PHD: Tensor, lse: Tensor, settings: BlockSettings) -> Tensor:
+    """The same by torch's flash attention."""
     no_dropout = torch.empty(2, dtype=torch.uint64, device=given_PHD.device)  # taken, and not read
     found = torch.ops.aten._flash_attention_backward(
-        given_PHD, *_three(rotated, settings), seen_PHD, lse, settings.ends, settings.ends, longest, longest, 0.0, False,
-        no_dropout, no_dropout, scale=settings.scaling,
+        given_PHD, *_three(rotated, settings), seen_PHD, lse, settings.ends, settings.ends, settings.longest,
+        settings.longest, 0.0, False, no_dropout, no_dropout, scale=settings.scaling,
     )  # fmt: skip
     return torch.stack(tuple(found), 1).view_as(rotated)
 

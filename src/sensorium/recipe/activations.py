@@ -11,6 +11,9 @@ from sensorium.recipe.shape import ModelShape
 
 HEAD_ROWS = 2048  # rows of logits at once (learner/head_kernels.py)
 PATCHES = 4  # patches that become one token
+# What a tower keeps through a whole update at most. One pass over few pictures is better than several over fewer: those are
+# launched more slowly than they are computed.
+WHOLE_BYTES = 24 << 30
 
 
 def activation_bytes(recipe: Recipe, shape: ModelShape) -> int:
@@ -55,7 +58,8 @@ class TowerRoom:
 def tower_bytes(recipe: Recipe, shape: ModelShape) -> int:
     """What the vision tower keeps where it learns: the inputs of its blocks, which are recomputed.
 
-    Where ``auto`` may keep the rest too, as much as it takes for the prompts of a full micro-batch.
+    Where ``auto`` may keep the rest too, as much as it takes for all prompts of an update, or for those of a full
+    micro-batch where that is too much.
     """
     learns = "vision" in recipe.model.lora.groups if recipe.model.lora.rank else "vision" not in recipe.model.freeze
     if not shape.tower_depth or not learns or recipe.model.dtype == "float32":
@@ -63,10 +67,11 @@ def tower_bytes(recipe: Recipe, shape: ModelShape) -> int:
     batch, rollout = recipe.batch, recipe.rollout
     prompt = rollout.max_context_tokens - rollout.max_new_tokens
     patches = batch.prompts_per_step // batch.updates_per_epoch * prompt * PATCHES
+    room = tower_room(shape)
     if recipe.model.gradient_checkpointing == "auto" and may_keep_tower(recipe, shape):
         at_once = batch.tokens_per_microbatch // _group_tokens(recipe) * prompt * PATCHES
-        return min(patches, at_once) * tower_room(shape).kept
-    return patches * tower_room(shape).recomputed
+        return (patches if patches * room.kept <= WHOLE_BYTES else min(patches, at_once)) * room.kept
+    return patches * room.recomputed
 
 
 def tower_room(shape: ModelShape, bytes: int = 0) -> TowerRoom:

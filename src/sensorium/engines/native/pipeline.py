@@ -314,12 +314,12 @@ class PagedWriter(Writer):
 def _pages_of(groups: Sequence[Sequence[PagedRow]], others: Sequence[PagedRow]) -> tuple[int, int]:
     """Pages that new groups take now, and what they and other rows take at most until all their responses end.
 
-    Of the latter, full pages of a prompt count once.
+    Full pages of a prompt, which a group shares, count once.
     """
     rows = [row for group in groups for row in group]
     shared = sum((len(group) - 1) * group[0].shared_pages for group in groups)
-    later = sum(row.pages_at_most() - len(row.pages) for row in (*rows, *others)) - shared
-    return sum(row.pages_needed() for row in rows), later
+    later = sum(row.pages_at_most() - len(row.pages) for row in (*rows, *others))
+    return sum(row.pages_needed() for row in rows) - shared, later - shared
 
 
 def _sent(rows: list[PagedRow | None] | list[PagedRow], packed_3B: Tensor) -> _Launch:

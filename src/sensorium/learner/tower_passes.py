@@ -6,25 +6,39 @@ of its blocks is computed again. A medium that one micro-batch alone shows can b
 
     micro-batch 0 shows a b c, micro-batch 1 shows d e f     all are apart: 600 patches are kept at a time
     micro-batch 0 shows a b c d, micro-batch 1 shows d e     a b c and e are apart, d is shown twice
+
+Where there is room for all 1,200, nothing is apart and everything is kept: one pass is better than two smaller ones.
 """
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 from sensorium.learner.packing import MicroBatch, media_of
 from sensorium.models.policy import Policy
-from sensorium.recipe.activations import TowerRoom
+from sensorium.recipe.activations import WHOLE_BYTES, TowerRoom
 from sensorium.vocabulary.content import Media
 
 
-def media_apart(
+@dataclass(frozen=True)
+class TowerPasses:
+    """``whole``: one pass whose activations are kept. ``apart``: media that are encoded with their micro-batch."""
+
+    whole: bool = False
+    apart: frozenset[Media] = frozenset()
+
+
+def tower_passes(
     policy: Policy, learning: Sequence[MicroBatch], idle: Sequence[MicroBatch], room: TowerRoom
-) -> frozenset[Media]:
-    """The media that are encoded with their micro-batch: as many as there is room for beside those that are not."""
+) -> TowerPasses:
+    """How the media of an update are encoded, so that as little is recomputed as the room allows."""
     shown = [media_of([microbatch]) for microbatch in (*learning, *idle)]
     patches = {media: prod(policy.chat.prepared.extent(media).grid) for several in shown for media in several}
-    return choose_apart(shown, len(learning), patches, room)
+    kept = room.kept * sum(patches[media] for media in media_of(learning))
+    if kept <= min(room.bytes, WHOLE_BYTES):
+        return TowerPasses(whole=True)
+    return TowerPasses(apart=choose_apart(shown, len(learning), patches, room))
 
 
 def choose_apart(
