@@ -16,6 +16,7 @@ from sensorium.models import tower_blocks
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
+from sensorium.models.tower import RecentPatches
 from sensorium.models.tower_blocks import BOUNDS, AlignedMLP, TowerAttention, TowerBlock, choose, trial
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -129,3 +130,16 @@ def test_the_tower_is_fused_on_a_gpu_and_says_so_where_it_is_not(blocks_of: Any,
     with pytest.warns(UserWarning, match="stock blocks.*off the stock one"):
         choose(tower)
     assert not tower.blocks[0].attn.fused
+
+
+@pytest.mark.gpu
+def test_patches_stay_on_the_gpu_for_as_long_as_they_are_the_same() -> None:
+    patches, recent = torch.randn(3, 40, 6), RecentPatches()
+    cuda = torch.device("cuda")
+    parts = list(patches.unbind())
+    first = recent(parts, cuda, torch.bfloat16)
+    again = recent([parts[1], torch.ones(2, 6), parts[0]], cuda, torch.bfloat16)
+    expected = torch.cat([parts[1], torch.ones(2, 6), parts[0]]).bfloat16()
+    assert torch.equal(first.cpu(), patches.flatten(0, 1).bfloat16())
+    assert torch.equal(again.cpu(), expected)
+    assert recent._held.hits == 2

@@ -7,9 +7,11 @@ one batch, tables are remembered by the batch's grids, and the convolution is th
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -86,20 +88,32 @@ class RecentPatches:
     """
 
     def __init__(self) -> None:
-        self._held: LRU[Any, tuple[Tensor, Tensor]] = LRU(RECENT_BYTES, lambda pair: pair[1].nbytes)
+        self._held: LRU[tuple[int, torch.dtype], _OnDevice] = LRU(RECENT_BYTES, lambda held: held.patches.nbytes)
 
     def __call__(self, parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
         """Patches of the parts, in order."""
         if device.type != "cuda" or any(part.is_cuda for part in parts):
             return _joined(parts, device).to(dtype)
-        held = [self._held.get((id(part), dtype)) for part in parts]  # a value holds its part, so the id is its own
-        missing = [part for part, pair in zip(parts, held, strict=True) if pair is None]
+        held = [self._found(part, dtype) for part in parts]
+        missing = [part for part, patches in zip(parts, held, strict=True) if patches is None]
         with torch.inference_mode(False), torch.no_grad():  # cached tensors must also serve training
             fresh = _joined(missing, device).to(dtype).split([len(part) for part in missing]) if missing else ()
             for part, patches in zip(missing, fresh, strict=True):
-                self._held.put((id(part), dtype), (part, patches.clone()))
+                self._held.put((id(part), dtype), _OnDevice(ref(part), patches.clone()))
             new = iter(fresh)
-            return torch.cat([next(new) if pair is None else pair[1] for pair in held])
+            return torch.cat([next(new) if patches is None else patches for patches in held])
+
+    def _found(self, part: Tensor, dtype: torch.dtype) -> Tensor | None:
+        held = self._held.get((id(part), dtype))
+        return held.patches if held is not None and held.source() is part else None
+
+
+@dataclass(frozen=True)
+class _OnDevice:
+    """Patches on the device, and what they were copied from, as long as others hold it: its id may become another's."""
+
+    source: "ref[Tensor]"
+    patches: Tensor
 
 
 def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
