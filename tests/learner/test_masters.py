@@ -87,7 +87,7 @@ def test_moments_in_fewer_bits_decay_and_lead_to_nearly_the_same_weights() -> No
                 step_all([tensor], [rates], ONE)
         moved[kind] = (tensor.parameter.detach() - start, tensor.read_moments()[1])
     whole = moved[torch.float32]
-    for kind, apart in ((torch.bfloat16, 0.005), (torch.uint8, 0.03)):
+    for kind, apart in ((torch.bfloat16, 0.005), (torch.uint8, 0.01)):
         assert float(moved[kind][1].mean() / whole[1].mean()) == pytest.approx(1, abs=0.01)
         assert float(torch.nn.functional.cosine_similarity(whole[0], moved[kind][0], dim=0)) > 1 - apart
 
