@@ -262,6 +262,9 @@ def test_curation_that_cannot_begin_says_so_at_once(
     code, told = curated(rows, tmp_path / "other" / "kept.jsonl", "--reader", nobody, capsys=capsys)
     assert code == 2
     assert "such as 'red.png', which would lead nowhere" in told
+    code, told = curated(rows, tmp_path / "kept.jsonl", "--reader", nobody, "--seen-above", 1, capsys=capsys)
+    assert code == 2
+    assert "--seen-above 1 and --blind-below 0.25 keep no question whatever is answered" in told
     rows = picture_lines(tmp_path, "no questions at all", "neither")
     code, told = curated(rows, tmp_path / "kept.jsonl", "--reader", seeing, capsys=capsys)
     assert code == 2

@@ -61,6 +61,11 @@ def run(arguments: Namespace) -> int:
         raise RecipeError(f"'{out}' exists already, or has another ending than '{arguments.rows}'; choose another name.")
     if arguments.draws < 1:
         raise RecipeError("curate: --draws must be 1 or more.")
+    if not (0 <= arguments.seen_above < 1 and 0 < arguments.blind_below <= 1):
+        raise RecipeError(
+            f"curate: --seen-above {arguments.seen_above:g} and --blind-below {arguments.blind_below:g} keep no question "
+            "whatever is answered: give shares, the first below 1, the second above 0."
+        )
     _refuse_another_folder(Path(arguments.rows), out)
     store = MediaStore()
     source = CaptionRows(arguments.rows, store, limit=arguments.limit)
