@@ -54,12 +54,16 @@ ANSWER_S = 0.02
 """What the judge takes for an answer, so that kills fall while questions are open."""
 
 
+LATE_S = 1.0
+"""So long after a run was killed the judge may still hear what it had sent before."""
+
+
 class HeardQuestions:
     """What the judge was asked: every question with its moment, and when runs were killed."""
 
     def __init__(self) -> None:
         self.moments: dict[str, list[float]] = {}
-        self.kills: list[float] = []
+        self.kills: list[tuple[float, float]] = []
         self.count = 0
         self._more = threading.Condition()
 
@@ -84,7 +88,7 @@ class HeardQuestions:
     def asked_again(self) -> tuple[int, int]:
         """How many questions were asked more than once, and of these how many without a kill in between."""
         again = [(a, b) for moments in self.moments.values() for a, b in pairwise(moments)]
-        return len(again), sum(not any(a <= kill <= b for kill in self.kills) for a, b in again)
+        return len(again), sum(not any(a <= end + LATE_S and start <= b for start, end in self.kills) for a, b in again)
 
 
 @dataclass
@@ -165,8 +169,9 @@ def one_round(pair: RunPair, heard: HeardQuestions, moments: random.Random, left
         pair.reap(wait=False)
         victims = sorted(pair.running) if both else [moments.choice(sorted(pair.running))] if pair.running else []
         for name in victims:
+            started = time.monotonic()
             phases.append(pair.kill(name))
-            heard.kills.append(time.monotonic())
+            heard.kills.append((started, time.monotonic()))
         if not both and moments.random() < 0.5:
             heard.wait_for(moments.randint(1, 20), pair.running)  # the other goes on alone for a while
         for name in victims:
