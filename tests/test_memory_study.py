@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from sensorium.judges.client import LEASE_S
+
 ROOT = Path(__file__).parents[1]
 NAMES = ("best", "first", "early_best", "early_first")
 RESULTS = {name: json.loads((ROOT / f"studies/results/memory/{name}.json").read_text()) for name in NAMES}
@@ -34,3 +36,12 @@ def test_the_page_quotes_them(start: str) -> None:
         if "first clips" not in name:
             means = [before["mean"], best["after"][name]["mean"], first["after"][name]["mean"]]
             assert f"| {name} | {' | '.join(f'{mean:.3f}' for mean in means)} |" in page
+
+
+def test_judged_runs_were_killed_and_resumed_and_nothing_differed() -> None:
+    found = json.loads((ROOT / "studies/results/judged_kills.json").read_text())
+    for name in ("alone", "one of two", "both of two"):
+        assert found[name]["kills"] >= 10, name
+        assert found[name]["differences"] == [], name
+        assert found[name].get("longest judgement, s", 0) < LEASE_S, "nobody waited for a claim of the dead to run out"
+    assert found["alone"]["prompts of each run whose history is what the policy wrote"] == [16]

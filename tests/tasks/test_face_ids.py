@@ -32,6 +32,11 @@ def test_what_is_no_face_stays(text: str) -> None:
     assert rewrite_faces({4: text}, MAPS, 5) == {4: text}
 
 
+def test_a_number_that_nobody_has_is_no_face() -> None:
+    text = f"<face_{'9' * 5000}> meets <face_0001>"
+    assert rewrite_faces({4: text}, MAPS, 5) == {4: text.replace("<face_0001>", "<face_4>")}
+
+
 def test_ids_are_exchanged_in_one_pass() -> None:
     maps = {1: {10: 1, 20: 2}, 2: {10: 2, 20: 1}}
     assert rewrite_faces({1: "<face_1> <face_2> <face_1>"}, maps, 2) == {1: "<face_2> <face_1> <face_2>"}

@@ -141,3 +141,5 @@ def test_the_planner_tells_generated_clips_what_was_written() -> None:
 def test_a_memory_may_stand_in_a_fence_of_backticks(fence: str) -> None:
     assert parse_memory("hm</think>" + fence % '{"description": "a `red` square"}') == "a `red` square"
     assert parse_memory("hm</think>" + fence % '{"description": "a"} and more') is None
+    assert parse_memory("hm</think>" + fence % '{"description": "half a character: \\ud800"}') is None
+    assert parse_memory("hm</think>" + fence % '{"description": "a whole one: \\ud83d\\ude00"}') == "a whole one: 😀"

@@ -9,7 +9,8 @@ Every clip numbers its faces anew (local ids); a map says which person of the wh
               gets the first free number after all that clip 5 knows
 
 Each text is rewritten in one pass, so no id is exchanged twice. Fresh ids are given in the order in which they first occur,
-so the result depends on the input alone. An id that a clip's map does not know is a person of its own.
+so the result depends on the input alone. An id that a clip's map does not know is a person of its own. A number of more
+than nine digits is no id.
 """
 
 import json
@@ -26,6 +27,8 @@ TAG = re.compile(
     re.IGNORECASE | re.ASCII,
 )
 """A face in any spelling: in angles, brackets or parentheses, bare, or in an angle that is not closed. Not "surface 3"."""
+MOST_DIGITS = 9
+"""Of a face's number; one of more digits is no face, and stays as it is."""
 FaceMaps = Mapping[int, Mapping[int, int]]
 """Global to local ids, by clip."""
 
@@ -41,7 +44,10 @@ def rewrite_faces(memories: Mapping[int, str], maps: FaceMaps, current: int) -> 
 
         def renamed(found: re.Match[str], clip: int = clip, people: Mapping[int, int] = people) -> str:
             nonlocal highest
-            local = int(next(group for group in found.groups() if group is not None))
+            digits = next(group for group in found.groups() if group is not None).lstrip("0") or "0"
+            if len(digits) > MOST_DIGITS:
+                return found.group()
+            local = int(digits)
             person = people.get(local)
             if person is not None and person in local_now:
                 return f"<face_{local_now[person]}>"
@@ -61,7 +67,7 @@ def read_face_maps(path: Path) -> dict[int, dict[int, int]]:
         raw = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TaskError(f"{path}: the face maps cannot be read: {error}.") from error
     try:
         return {
@@ -78,6 +84,6 @@ def _people(faces: Mapping[int, int]) -> dict[int, int]:
 
 def _number(tag: Any) -> int:
     found = re.fullmatch(r"[\[<]?\s*(?:face)?[\s_-]*(\d+)\s*[\]>]?", str(tag), re.IGNORECASE | re.ASCII)
-    if found is None:
-        raise ValueError(f"'{tag}' is no face")
+    if found is None or len(found.group(1)) > MOST_DIGITS:
+        raise ValueError(f"'{str(tag)[:40]}' is no face")
     return int(found.group(1))

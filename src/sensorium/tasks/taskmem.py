@@ -117,7 +117,7 @@ class TaskMemRows:
         if isinstance(found, dict):
             found = [
                 found[key]
-                for key in sorted(found, key=lambda key: (not key.isdigit(), int(key) if key.isdigit() else 0, key))
+                for key in sorted(found, key=lambda key: (not key.isdecimal(), int(key) if key.isdecimal() else 0, key))
             ]
         if not isinstance(found, list) or not all(isinstance(memory, str) for memory in found):
             raise at.error(f"'{path}' must hold memories, texts by clip.")

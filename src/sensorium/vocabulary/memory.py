@@ -28,7 +28,13 @@ def parse_memory(text: str) -> str | None:
     if not isinstance(found, dict) or list(found) != ["description"]:
         return None
     description = found["description"]
-    return description if isinstance(description, str) and description.strip() else None
+    if not isinstance(description, str) or not description.strip():
+        return None
+    try:
+        description.encode()
+    except UnicodeEncodeError:  # half a character (an escape such as \ud800): no later prompt could tell it
+        return None
+    return description
 
 
 def faces_are_spelled(text: str) -> bool:
