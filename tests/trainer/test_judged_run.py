@@ -16,6 +16,7 @@ from sensorium.record.episode_json import read_groups
 from sensorium.record.judge_transcripts import TRANSCRIPTS, read_transcripts
 from sensorium.record.ledger import Ledger
 from sensorium.record.metrics import read_metrics, repeatable
+from sensorium.report.watcher import Watcher
 from sensorium.trainer.run import train
 from tests.judges.server import Answer, JudgeServer, judge_server, said
 from tests.recipes import HELD_OUT, SHAPES, parsed, quick
@@ -63,6 +64,16 @@ def agree(run: Path) -> None:
     assert {value for value in kept if value is not None} == {*answers}
 
 
+class Notes(Watcher):
+    """Hears what a run notes."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def noted(self, text: str) -> None:
+        self.said.append(text)
+
+
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, JudgeServer]:
     """A run whose judge answers every question well."""
@@ -107,7 +118,10 @@ def test_a_run_repeated_offline_is_the_same_and_another_policy_reuses_judgements
 ) -> None:
     run, first = healthy
     cache = str(run / "judges.sqlite")
-    train(recipe_of(tmp_path / "again", offline=True, cache=cache))
+    heard = Notes()
+    train(recipe_of(tmp_path / "again", offline=True, cache=cache), watchers=[heard])
+    (told,) = [text for text in heard.said if "checkpoint.best" in text]
+    assert "step 1 does not have" in told, "this judge says nothing right or wrong, so no checkpoint is the best"
     assert rewards(tmp_path / "again") == rewards(run)
     rows = [[repeatable(row) for row in read_metrics(place / "metrics.jsonl")] for place in (run, tmp_path / "again")]
     assert rows[0] == rows[1]

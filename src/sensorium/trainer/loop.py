@@ -79,6 +79,7 @@ class Trainer:
         self.retention = Retention(directory, logging.full_steps, logging.sampled_steps, round(logging.episodes_gib * GIB))
         self.step, self._phase = 0, "starts"
         self.best: Best | None = None
+        self._told_no_best = False
         self.saved_at = self.sound_at = -1
         self.last_saving_s = 0.0
         self._forget_played()  # the engine hears what learns and what is frozen
@@ -276,6 +277,12 @@ class Trainer:
         """True if the deciding metric is the best so far; remembers it."""
         metric = self.recipe.checkpoint.best
         value = row.get(metric) if metric else None
+        if metric.startswith("eval/") and value is None and "eval/reward" in row and not self._told_no_best:
+            self._told_no_best = True
+            self.watcher.noted(
+                f"checkpoint.best is {metric}, which the evaluation at step {self.step} does not have, so no checkpoint is "
+                "kept as the best. Where no reward term says right or wrong, set checkpoint.best: eval/reward."
+            )
         if value is None or (self.best is not None and value <= self.best.value):
             return False
         self.best = Best(self.step, value)
