@@ -1,4 +1,4 @@
-"""Engines that Ray places: they sample as processes beside the driver do, and one that is killed is replaced."""
+"""Engines and workers that Ray places: one that is killed is replaced, and a cluster that does not fit is told."""
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sensorium.envs.remote.placed import PlacedEnvironment
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.record.ledger import Ledger
@@ -15,6 +16,7 @@ from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import EngineLost, RecipeError
 from sensorium.workers.ray_host import ProcessActor, RayHost
 from tests.cluster.killed_engine import kill_an_engine
+from tests.cluster.test_workers import NUMBERS, fates_of, killing
 from tests.engines.test_vllm import engine_core
 from tests.trainer.small import small
 
@@ -49,6 +51,18 @@ def test_a_killed_engine_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyP
     rows = trained_with_a_kill(small(tmp_path / "run", "rollout.engine.name=process", *TWO), monkeypatch)
     assert rows[-1]["engine/replaced"] == 1
     assert rows[-1]["engine/sampled_again"] >= 1
+
+
+def test_a_killed_worker_of_environments_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killing(monkeypatch, PlacedEnvironment, "step", 2)
+    terms = [{"name": "environment"}, {"name": "tests.cluster.slow_term:SlowParity"}]
+    placed = ("cluster.environments=2", "cluster.rewards=1", "cluster.placement=ray", "rollout.schedule=eager", "steps=2")
+    run = train(small(tmp_path / "run", *placed, **NUMBERS | {"rewards": {"terms": terms}}))
+    rows = read_metrics(run / "metrics.jsonl")
+    assert rows[-1]["worker/environment_replaced"] == 1
+    assert rows[-1]["worker/rolled_again"] >= 1
+    assert rows[-1]["worker/reward_ready"] == 1
+    assert fates_of(run, 2) == ["trained"] * 8
 
 
 @NEEDS_VLLM

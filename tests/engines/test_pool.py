@@ -1,9 +1,11 @@
 """Several engines as one: groups stay together, weights are of one version, and who dies is replaced."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -153,3 +155,23 @@ def test_when_no_engine_is_left_the_run_hears_why(made: list[Counting]) -> None:
             asked(pool, "c/0#0")
     finally:
         pool.close()
+
+
+def test_closing_does_not_wait_for_an_engine_that_is_starting(made: list[Counting]) -> None:
+    pool = pool_of(made)
+    notes: list[str] = []
+    pool.tell_by(notes.append)
+    began, closed = threading.Event(), threading.Event()
+
+    def start(self: Counting) -> None:
+        closed.clear()  # of the one that was lost
+        began.set()
+        assert closed.wait(30)
+        raise EngineLost("it was closed while it started")
+
+    with patch.object(Counting, "start", start), patch.object(Counting, "close", lambda self: closed.set()):
+        pool._lose(pool.places[0], pool.places[0].engine, EngineLost("it was killed"))
+        assert began.wait(30)
+        pool.close()
+    assert len(made) == 3
+    assert not any("could not be replaced" in note for note in notes)

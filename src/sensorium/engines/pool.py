@@ -23,10 +23,11 @@ from sensorium.vocabulary.errors import EngineLost
 
 @dataclass(eq=False)
 class PooledEngine:
-    """A place of the pool and the engine in it. ``ready``: it takes requests."""
+    """A place of the pool and the engine in it. ``ready``: it takes requests. ``starting``: what will replace it."""
 
     number: int
     engine: Engine
+    starting: Engine | None = None
     ready: bool = False
     replaced: int = 0
     answered: int = 0
@@ -133,8 +134,11 @@ class EnginePool:
         return tuple(self._places)
 
     def close(self) -> None:
-        """End all engines."""
+        """End all engines, also those that are starting."""
         self._closed = True
+        for place in self._places:
+            if (starting := place.starting) is not None:
+                starting.close()
         with self._changing:
             for place in self._places:
                 place.ready = False
@@ -183,12 +187,15 @@ class EnginePool:
     def _replace(self, place: PooledEngine) -> None:
         """Start another engine in a place."""
         place.engine.close()
-        fresh = self._make()
+        fresh = place.starting = self._make()
         try:
             fresh.start()
         except Exception as error:
-            self._noted(f"engine {place.number} could not be replaced: {error}")
+            if not self._closed:
+                self._noted(f"engine {place.number} could not be replaced: {error}")
             return
+        finally:
+            place.starting = None
         with self._changing:
             if self._closed:
                 fresh.close()

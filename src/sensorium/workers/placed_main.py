@@ -33,11 +33,11 @@ OpenWork = Callable[[Any, Path], tuple[Any, Answer]]
 def serve(open_work: OpenWork) -> None:
     """Serve the connection whose file descriptor is the first argument."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal interrupts all; the driver decides when to close
-    folder, logs = Path(tempfile.mkdtemp(prefix="sensorium-worker-")), list[str]()
+    folders: list[str] = []
     with suppress(EOFError, OSError):  # the driver is gone: nobody wants anything any more
-        _Serving(PickledChannel(socket.socket(fileno=int(sys.argv[1])))).serve(open_work, folder, logs)
-    for left in (str(folder), *logs):  # a driver that was killed cannot remove its own
-        shutil.rmtree(left, ignore_errors=True)
+        _Serving(PickledChannel(socket.socket(fileno=int(sys.argv[1])))).serve(open_work, folders)
+    for folder in folders:  # a driver that was killed cannot remove its own
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
@@ -46,10 +46,12 @@ class _Serving:
         self._channel, self._sending = channel, threading.Lock()
         self._pool = WorkerPool("worker")
 
-    def serve(self, open_work: OpenWork, folder: Path, logs: list[str]) -> None:
-        settings, log = self._channel.receive()
-        logs.append(log)
-        opened, error = attempt(open_work, settings, folder)
+    def serve(self, open_work: OpenWork, folders: list[str]) -> None:
+        settings, shared = self._channel.receive()
+        # In the driver's folder, where there is one on this machine: it is removed even if this process is killed.
+        folder = tempfile.mkdtemp(prefix="sensorium-worker-", dir=shared if os.path.isdir(shared) else None)
+        folders += [folder, shared]
+        opened, error = attempt(open_work, settings, Path(folder))
         if error is not None:
             self._channel.send(plain_error(error))
             return

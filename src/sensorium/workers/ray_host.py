@@ -83,6 +83,10 @@ class ProcessActor:
         """What it printed."""
         return str(self._process.log_text())
 
+    def remove(self) -> None:
+        """Remove the log: nobody asks for anything more."""
+        self._folder.cleanup()
+
 
 class RayHost:
     """Starts processes by actors with these resources each. ``folder`` is seen by all machines of the cluster.
@@ -162,6 +166,7 @@ class RayProcess:
             self._ask(lambda: self._actor.end.remote(after_s), None, after_s + ANSWER_S)
             self._told = self._ask(lambda: self._actor.ending.remote(), "is gone with its actor of Ray")
             self._log = str(self._ask(lambda: self._actor.log_text.remote(), ""))
+            self._ask(lambda: self._actor.remove.remote(), None)
         with suppress(Exception):
             self._ray.kill(self._actor)
 
