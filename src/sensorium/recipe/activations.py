@@ -67,11 +67,18 @@ def tower_bytes(recipe: Recipe, shape: ModelShape) -> int:
     batch, rollout = recipe.batch, recipe.rollout
     prompt = rollout.max_context_tokens - rollout.max_new_tokens
     patches = batch.prompts_per_step // batch.updates_per_epoch * prompt * PATCHES
-    room = tower_room(shape)
     if recipe.model.gradient_checkpointing == "auto" and may_keep_tower(recipe, shape):
-        at_once = batch.tokens_per_microbatch // _group_tokens(recipe) * prompt * PATCHES
-        return (patches if patches * room.kept <= WHOLE_BYTES else min(patches, at_once)) * room.kept
-    return patches * room.recomputed
+        return kept_tower_bytes(recipe, shape)
+    return patches * tower_room(shape).recomputed
+
+
+def kept_tower_bytes(recipe: Recipe, shape: ModelShape) -> int:
+    """What the tower takes where nothing of it is recomputed: through the update, or by micro-batch if that is too much."""
+    batch, rollout, kept = recipe.batch, recipe.rollout, tower_room(shape).kept
+    prompt = rollout.max_context_tokens - rollout.max_new_tokens
+    patches = batch.prompts_per_step // batch.updates_per_epoch * prompt * PATCHES
+    at_once = batch.tokens_per_microbatch // _group_tokens(recipe) * prompt * PATCHES
+    return (patches if patches * kept <= WHOLE_BYTES else min(patches, at_once)) * kept
 
 
 def tower_room(shape: ModelShape, bytes: int = 0) -> TowerRoom:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from sensorium.recipe.activations import TowerRoom, may_keep_tower, tower_room
+from sensorium.recipe.activations import TowerRoom, kept_tower_bytes, may_keep_tower, tower_room
 from sensorium.recipe.plan import estimate_memory
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape
@@ -15,9 +15,9 @@ SHARE = 0.9  # of the GPU that a forecast may fill: it is within 15 % of what wa
 
 @dataclass(frozen=True)
 class Choice:
-    """What is recomputed of the language model, the forecast in bytes with all of the tower recomputed, and what is free.
+    """What is recomputed of the language model, and the forecast in bytes.
 
-    ``room`` is for what the vision tower may keep instead; None where it cannot.
+    ``room`` is for what the vision tower may keep instead of computing it again; None where it cannot.
     """
 
     way: Way
@@ -36,8 +36,11 @@ def least_recomputation(recipe: Recipe, shape: ModelShape, memory: int) -> Choic
         model = recipe.model.model_copy(update={"gradient_checkpointing": way})
         uses = estimate_memory(recipe.model_copy(update={"model": model}), shape)
         forecast = sum(uses.values())
+        free = limit - forecast + uses.get("vision tower", 0)
+        keeps = way is False and may_keep_tower(recipe, shape)
+        kept = kept_tower_bytes(recipe, shape) if keeps else 0
+        if keeps and kept <= free:  # also where many pictures take less by micro-batch than recomputed
+            return Choice(way, limit - free + kept, tower_room(shape, free))
         if forecast <= limit:
-            free = limit - forecast + uses.get("vision tower", 0)
-            keeps = way is False and may_keep_tower(recipe, shape)
             return Choice(way, forecast, tower_room(shape, free) if keeps else None)
     return Choice(WAYS[-1], forecast)
