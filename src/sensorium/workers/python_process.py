@@ -78,6 +78,21 @@ class PythonProcess:
         return self._log.read_text(errors="replace")
 
 
+def guard_group() -> None:
+    """Let the group of this process, its leader, end with it however it is killed: by a small process that watches it.
+
+    To be called before there are threads. Ray, for one, kills what its actors have started, but not what that has started.
+    """
+    watched, _held = os.pipe()
+    if os.fork():
+        os.close(watched)
+        return  # the other end is held as long as this process lives, and is inherited by nobody
+    os.closerange(0, watched)
+    os.closerange(watched + 1, min(os.sysconf("SC_OPEN_MAX"), 65536))
+    os.read(watched, 1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
 def last_words(log: str) -> str:
     """A sentence with the last lines of a log; empty if there are none."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]

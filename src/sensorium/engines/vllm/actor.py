@@ -26,6 +26,7 @@ from sensorium.engines.vllm.engine_inputs import engine_input
 from sensorium.vocabulary.errors import EngineError, EngineLost
 from sensorium.workers.channel import Channel, Message
 from sensorium.workers.plain_errors import plain_error
+from sensorium.workers.python_process import guard_group
 
 SHUTDOWN_S = 15.0
 
@@ -225,6 +226,8 @@ async def serve(told: Channel, actor: Actor) -> None:
 
 def main() -> None:
     """Serve the two connections whose file descriptors are the arguments."""
+    if os.getpgrp() == os.getpid():
+        guard_group()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal interrupts both; the parent decides when to close
     told, heard = (Channel(socket.socket(fileno=int(number))) for number in sys.argv[1:3])
     actor = Actor(heard)
