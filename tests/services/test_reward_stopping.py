@@ -137,3 +137,31 @@ def test_a_worker_that_cannot_be_started_again_is_said_and_tried_again(capsys: p
     told = capsys.readouterr().err
     assert "died (code -9)" in told
     assert f"cannot be started: a worker's port {worker.port}" in told
+
+
+ANSWERING = """
+import http.server, sys
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200), self.end_headers()
+    def log_message(self, *_): ...
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
+"""
+
+
+def test_a_worker_that_hangs_is_not_ready_is_ended_and_started_again(capsys: pytest.CaptureFixture[str]) -> None:
+    worker = ModelWorker([sys.executable, "-S", "-c", ANSWERING, "{port}"], free_port())
+    workers = ModelWorkers([worker], hang_s=1.0)
+
+    async def hang_once() -> None:
+        async with workers.running():
+            assert workers.states()[0]["ready"]
+            assert worker.process is not None
+            os.kill(worker.process.pid, signal.SIGSTOP)
+            while workers.states()[0]["ready"]:
+                await asyncio.sleep(0.01)
+            while not worker.restarts or not workers.states()[0]["ready"]:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(hang_once(), 600))
+    assert "has not answered for 1 s and is ended" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Worker processes with a model each: ``sensorium serve model`` on loopback, started again when one dies.
+"""Worker processes with a model each: ``sensorium serve model`` on loopback, started again when one dies or hangs.
 
 A worker has a port of its own for its whole life, and a key that only this process knows. Who asks them goes through the
 client of judges, which passes over a worker that is down and asks it again later.
@@ -24,6 +24,7 @@ from sensorium.vocabulary.errors import EngineLost, SensoriumError
 
 KEY_VARIABLE = "SENSORIUM_WORKER_KEY"
 LOOK_S = 0.2
+ASK_EVERY_S = 5.0
 LONGEST_REST_S = 30.0
 
 
@@ -37,8 +38,10 @@ class ModelWorker:
     process: subprocess.Popen[bytes] | None = None
     restarts: int = 0
     started: float = 0.0
+    heard: float | None = None
+    """When it answered last since it was started; loading a model takes a while, and may fail."""
     ready: bool = False
-    """Whether it has answered since it was started; loading a model takes a while, and may fail."""
+    """Whether it answered when it was last asked."""
 
     @property
     def url(self) -> str:
@@ -56,7 +59,7 @@ class ModelWorker:
         Its standard input is a pipe that ends when this process does, however that happens. EngineLost where somebody else
         has its port: that one would be asked in its place, with our key.
         """
-        self.ready, self.started = False, time.monotonic()
+        self.ready, self.heard, self.started = False, None, time.monotonic()
         try:
             socket.create_server(("127.0.0.1", self.port)).close()
         except OSError as error:
@@ -97,10 +100,10 @@ class ModelWorker:
 
 
 class ModelWorkers:
-    """Several workers, kept alive."""
+    """Several workers, kept alive. One that has not answered for ``hang_s`` (while it loads: ``start_s``) is ended."""
 
-    def __init__(self, workers: Sequence[ModelWorker], start_s: float = 600.0) -> None:
-        self.workers, self.start_s = list(workers), start_s
+    def __init__(self, workers: Sequence[ModelWorker], start_s: float = 600.0, hang_s: float = 120.0) -> None:
+        self.workers, self.start_s, self.hang_s = list(workers), start_s, hang_s
 
     def states(self) -> list[Json]:
         """How each of them is."""
@@ -140,9 +143,9 @@ class ModelWorkers:
             await asyncio.sleep(LOOK_S)
             for worker in self.workers:
                 rest = min(LONGEST_REST_S, 2.0 ** min(worker.restarts, 10) - 1)
-                if worker.alive and not worker.ready:
-                    await self._answers(worker)
-                elif not worker.alive and time.monotonic() - worker.started >= rest:
+                if worker.alive:
+                    await self._end_if_hung(worker)
+                elif time.monotonic() - worker.started >= rest:
                     code = worker.process.poll() if worker.process is not None else None
                     worker.restarts += 1
                     print(
@@ -154,9 +157,21 @@ class ModelWorkers:
                     except (SensoriumError, OSError) as error:  # it is tried again after a while
                         print(f"the worker at {worker.url} cannot be started: {error}", file=sys.stderr)
 
+    async def _end_if_hung(self, worker: ModelWorker) -> None:
+        """Ask a worker now and then; end one that is silent for too long, so that it is started again."""
+        since = worker.started if worker.heard is None else worker.heard
+        if worker.ready and time.monotonic() - since < min(ASK_EVERY_S, self.hang_s):
+            return
+        limit = self.start_s if worker.heard is None else self.hang_s
+        if not await self._answers(worker) and time.monotonic() - since > limit and worker.process is not None:
+            print(f"the worker at {worker.url} has not answered for {limit:g} s and is ended", file=sys.stderr)
+            worker.process.kill()
+
     async def _answers(self, worker: ModelWorker) -> bool:
-        """Whether a worker answers; one that once did is ready."""
+        """Whether a worker answers; one that does is ready."""
         worker.ready = await asyncio.to_thread(worker.answers) and worker.alive
+        if worker.ready:
+            worker.heard = time.monotonic()
         return worker.ready
 
 
