@@ -12,7 +12,7 @@ import pytest
 
 from sensorium.record.metrics import read_metrics
 from studies.fork_server import ROOT, ForkServer
-from studies.kills import TRAIN, kill_and_resume
+from studies.kills import KILLED, TRAIN, kill_and_resume
 from studies.recipes import RESUMED, STEPS
 from studies.resumed_runs import differences, moved
 
@@ -63,7 +63,7 @@ def said(folder: Path) -> str:
 def test_a_kill_at_a_random_moment_leaves_no_trace(tmp_path: Path, fork_server: ForkServer) -> None:
     """The short form of studies/kills.py, which holds two hundred kills of four recipes."""
     name = "LoRA"
-    found = kill_and_resume(name, tmp_path, fork_server, random.Random(name), kills=1)
+    found = kill_and_resume(name, RESUMED[KILLED[name]], tmp_path, fork_server, random.Random(name), kills=1)
     count(found.cpu_s)
     assert len(found.kills) == 1
     assert found.differences == []
