@@ -1,5 +1,6 @@
 """Every loss through the learner: nothing it measures or moves depends on packing, and its first ratios are exactly 1."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 from sensorium.algorithms import clip
 from sensorium.algorithms.tokens import TokenLoss, Tokens
 from sensorium.learner.update import corrections
+from sensorium.media.store import MediaStore
 from sensorium.models.policy import Policy
 from sensorium.models.reference import FrozenCopy
 from sensorium.recipe.algorithm_sections import (
@@ -35,10 +37,18 @@ def play(policy: Policy) -> Groups:
     return [player.single_turn(size=3), player.windowed(size=2, turns=3), player.conversation(size=2, turns=2)]
 
 
+@cache
+def played(folder: Path) -> tuple[MediaStore, Groups, FrozenCopy]:
+    """Groups that a checkpoint plays, with their media, and the checkpoint as a reference."""
+    policy = open_policy(folder)
+    return policy.chat.store, play(policy), FrozenCopy(policy)
+
+
 def run(
     folder: Path, loss: str, limit: int, correction: CorrectionSection, **settings: object
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    policy = open_policy(folder)
+    store, groups, reference = played(folder)
+    policy = open_policy(folder, store=store)
     wanted = {"clip_low": 0.02, "clip_high": 0.03, "entropy_coef": 0.01} | COV | settings
     algorithm = AlgorithmSection(loss=LossSection(name=loss, **wanted), correction=correction, kl=KLSection(coef=0.05))
     learner = make_learner(
@@ -47,11 +57,11 @@ def run(
         batch=BatchSection(tokens_per_microbatch=limit, epochs_per_step=2, updates_per_epoch=2),
         optimizer=OptimizerSection(lr=2e-4),
         temperature=0.9,
-        reference=FrozenCopy(open_policy(folder, store=policy.chat.store)),
+        reference=reference,
         seed=3,
     )
     before = {name: p.clone() for name, p in policy.model.state_dict().items()}
-    row = learner.step(play(policy))
+    row = learner.step(groups)
     return row, {name: p - before[name] for name, p in policy.model.state_dict().items()}
 
 

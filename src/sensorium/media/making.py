@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from io import BytesIO
+from platform import machine
 from typing import Any
 
 import av
@@ -14,8 +15,9 @@ from sensorium.media.wav import sixteen_bits
 CLOCK = 90000
 """Ticks a second in which the times of frames are given."""
 
-PLAIN = {"x264-params": "asm=0"}
-"""No vector instructions: with those of AVX-512, x264's choices depend on memory that nothing has written to."""
+OLDER_INSTRUCTIONS = {"x264-params": "asm=sse2"} if machine() in ("x86_64", "AMD64") else {}
+"""With the instructions of AVX-512, x264's choices depend on memory that nothing has written to; those of SSE2 and ARM
+choose as plain C does."""
 
 
 def encode_clip(
@@ -51,7 +53,7 @@ def encode_clip(
             if times_s is not None:
                 video.codec_context.time_base = Fraction(1, CLOCK)
             if video_codec == "libx264":
-                video.options = {"crf": str(quality), **PLAIN}
+                video.options = {"crf": str(quality), **OLDER_INSTRUCTIONS}
             if rotation:
                 video.set_display_rotation(rotation)
             encoders.append((video, _frames(frames, times_s, fps, video)))
