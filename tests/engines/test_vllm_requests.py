@@ -1,9 +1,12 @@
 """What the engine ``vllm`` does before vLLM sees anything: prompts, checks, names of weights, versions. Needs no vLLM."""
 
 import asyncio
+import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 
 from sensorium.engines.vllm import engine as engine_module
 from sensorium.engines.vllm import recipe_checks, versions
-from sensorium.engines.vllm.actor_process import cause_in
+from sensorium.engines.vllm.actor_process import ActorProcess, cause_in
 from sensorium.engines.vllm.one_kind import OneKindAtATime
 from sensorium.engines.vllm.options import check_options
 from sensorium.engines.vllm.parity import Difference, difference, make_probes, policy_logprobs, refuse_apart
@@ -291,3 +294,28 @@ def test_an_engine_whose_push_failed_is_lost(benches: Callable[[str], Bench], mo
     with pytest.raises(EngineLost, match="push of weights of version 3 into vLLM failed: no room"):
         engine.update_weights(policy, 3)
     assert actor.lost is not None
+
+
+class SilentHost:
+    """Starts a process that takes every message and never answers."""
+
+    pid, alive = 1, True
+
+    def start(self, *_: object, **__: object) -> tuple["SilentHost", list[socket.socket]]:
+        self.theirs, ours = zip(*(socket.socketpair() for _ in range(2)), strict=True)
+        return self, list(ours)
+
+    def end(self, after_s: float = 0.0) -> None:
+        for one in self.theirs:
+            one.close()
+
+
+def test_who_waits_for_vllm_to_start_is_told_when_it_is_closed() -> None:
+    host = SilentHost()
+    actor = ActorProcess(host, Path("vllm.log"), {})  # type: ignore[arg-type]
+    with ThreadPoolExecutor(1) as pool:
+        start = pool.submit(actor.ask, {"do": "start"}, 600.0)
+        assert host.theirs[0].recv(8), "it was asked"
+        actor.close()
+        with pytest.raises(EngineLost, match="closed before it answered"):
+            start.result(600)

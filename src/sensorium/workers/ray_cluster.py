@@ -35,6 +35,8 @@ def connect(address: str, needs: Needs) -> Any:
     A cluster that is too small is refused. Each call is answered by one of ``disconnect``.
     """
     global _users
+    # Or a thread that asks an actor too late, when the cluster was left, starts a new one.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
         import ray
     except ImportError as error:

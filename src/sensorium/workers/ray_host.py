@@ -198,7 +198,7 @@ class RayFrames:
         """Send by the actor."""
         with self._sending:
             try:
-                told = self._get(self._actor.send.remote(self._number, body, limit_s), limit_s)
+                told = self._get(lambda: self._actor.send.remote(self._number, body, limit_s), limit_s)
             except EOFError as error:
                 raise BrokenPipeError(str(error)) from error
         if told == "timeout":
@@ -208,9 +208,12 @@ class RayFrames:
 
     def receive(self, limit_s: float | None = None) -> bytes:
         """The next message; one that did not come in time is still waited for by the next call."""
-        if self._pending is None:
-            self._pending = self._actor.receive.remote(self._number)
-        body = self._get(self._pending, limit_s)
+
+        def asked() -> Any:
+            self._pending = self._pending or self._actor.receive.remote(self._number)
+            return self._pending
+
+        body = self._get(asked, limit_s)
         self._pending = None
         if body is None:
             raise EOFError("the other end has hung up")
@@ -221,9 +224,9 @@ class RayFrames:
         with suppress(Exception):
             self._actor.hang_up.remote(self._number)
 
-    def _get(self, reference: Any, limit_s: float | None) -> Any:
+    def _get(self, call: Callable[[], Any], limit_s: float | None) -> Any:
         try:
-            return self._ray.get(reference, timeout=limit_s)
+            return self._ray.get(call(), timeout=limit_s)
         except self._ray.exceptions.GetTimeoutError as error:
             raise TimeoutError("no answer in time") from error
         except self._ray.exceptions.RayError as error:

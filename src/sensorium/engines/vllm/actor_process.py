@@ -114,6 +114,7 @@ class ActorProcess:
             self.tell({"do": "close"})
         self._told.close()
         self._python.end(CLOSE_S)
+        self.fail(EngineLost("vLLM was closed before it answered."))  # who still waits, say for its start, waits no longer
         self._reader.join(CLOSE_S)
         self._heard.close()
 
