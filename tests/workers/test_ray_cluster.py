@@ -1,8 +1,8 @@
 """A Ray cluster that cannot be used is told in one paragraph within a bounded time; none of this needs Ray."""
 
 import socket
+import sys
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -22,10 +22,8 @@ class SilentRay:
 def test_an_address_at_which_nobody_listens_is_told_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    started = time.monotonic()
     with pytest.raises(RecipeError, match=rf"cluster.address '127.0.0.1:{port}' does not answer: .*ray status"):
         ray_cluster._open(SilentRay(), f"127.0.0.1:{port}", 2)
-    assert time.monotonic() - started < ray_cluster.PROBE_S + 1
 
 
 def test_an_address_that_says_nothing_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,3 +50,37 @@ def test_a_worker_with_other_versions_is_named(monkeypatch: pytest.MonkeyPatch) 
     for name in ("sensorium", "torch", "python"):
         with pytest.raises(EngineLost, match=rf"an engine runs {name} 0\.0, and the driver .*install the same versions"):
             refuse_other_versions(own | {name: "0.0"}, "an engine", EngineLost)
+
+
+class Ray:
+    """Ray as far as connecting goes, with two CPUs."""
+
+    def __init__(self, connected: bool) -> None:
+        self.connected = connected
+
+    def is_initialized(self) -> bool:
+        return self.connected
+
+    def init(self, **given: Any) -> None:
+        self.connected = True
+
+    def shutdown(self) -> None:
+        self.connected = False
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 2.0}
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["the caller's", "ours"])
+def test_a_cluster_that_was_connected_before_us_stays_connected(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = Ray(before)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    with pytest.raises(RecipeError, match="has 2 CPUs"):
+        ray_cluster.connect("", {"CPU": {"cluster.engines": 3.0}})
+    assert ray.connected is before
+    for _ in range(2):
+        ray_cluster.connect("", {"CPU": {"cluster.engines": 1.0}})
+    ray_cluster.disconnect()
+    assert ray.connected
+    ray_cluster.disconnect()
+    assert ray.connected is before

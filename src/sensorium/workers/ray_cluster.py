@@ -22,6 +22,7 @@ CHECK = (
 )
 
 _users = 0
+_ours = False  # whether it was connected to here, and not by who called us
 _lock = threading.Lock()
 
 
@@ -34,7 +35,7 @@ def connect(address: str, needs: Needs) -> Any:
 
     A cluster that is too small is refused. Each call is answered by one of ``disconnect``.
     """
-    global _users
+    global _users, _ours
     # Or a thread that asks an actor too late, when the cluster was left, starts a new one.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
@@ -48,10 +49,13 @@ def connect(address: str, needs: Needs) -> Any:
         if not ray.is_initialized():
             _users = 0
             _open(ray, address, round(sum(needs["CPU"].values())))
+            _ours = True
+        elif not _users:
+            _ours = False
         try:
             refuse_small(ray.cluster_resources(), needs)
         except BaseException:
-            if not _users:
+            if _ours and not _users:
                 ray.shutdown()
             raise
         _users += 1
@@ -59,14 +63,15 @@ def connect(address: str, needs: Needs) -> Any:
 
 
 def disconnect() -> None:
-    """Leave the cluster; with its last user, one that was started here ends."""
-    global _users
+    """Leave the cluster; with its last user, one that was started here ends. One that was connected before us stays."""
+    global _users, _ours
     import ray
 
     with _lock:
         _users = max(0, _users - 1)
-        if not _users and ray.is_initialized():
+        if _ours and not _users and ray.is_initialized():
             ray.shutdown()
+            _ours = False
 
 
 def refuse_small(resources: Mapping[str, float], needs: Needs) -> None:
