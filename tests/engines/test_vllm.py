@@ -47,6 +47,10 @@ NEEDS_VLLM = [
 pytestmark = NEEDS_VLLM
 
 
+CROWD = 64
+"""Responses at once, so many that none is whole before something can be done about it."""
+
+
 @contextmanager
 def running(bench: Bench, **options: Any) -> Iterator[VllmEngine]:
     """An engine that is ended for certain, with everything that it started."""
@@ -186,20 +190,23 @@ def test_after_a_push_logprobs_are_the_new_weights(sighted: Bench, engine: VllmE
 
 def test_responses_that_span_a_push_say_which_weights_wrote_what(sighted: Bench, engine: VllmEngine) -> None:
     before, chat = engine.version, sighted.policy.chat
-    long = Sampling(max_new_tokens=400, stop_tokens=False)
+    long = Sampling(max_new_tokens=400, stop_tokens=False, stop=("never written",))
     context = [chat.render([user(sighted.picture(1), "what?")])]
     old = distance(sighted, [*context, talk(sighted, engine, {"p": [user(sighted.picture(1), "what?")]}, turns=1)["p"][1]])
     assert old < CLOSE_TO_POLICY
 
-    async def spanning() -> Response:
-        waiting = asyncio.ensure_future(engine.generate(ask("span", context, long, name="span")))
-        await asyncio.sleep(0.5)
-        await asyncio.to_thread(engine.update_weights, sighted.policy, before + 1)
-        return await waiting
+    async def spanning() -> list[Response]:
+        asked = [engine.generate(ask(f"span {n}", context, long, name="span")) for n in range(CROWD)]
+        with begun(engine) as first_part:
+            waiting = asyncio.gather(*asked)
+            await first_part.wait()
+            await asyncio.to_thread(engine.update_weights, sighted.policy, before + 1)
+            return await waiting
 
     with changed(sighted, "", before + 1):
-        response = asyncio.run(spanning())
-        assert len(response.segment.tokens) == 400
+        responses = asyncio.run(spanning())
+        assert {len(one.segment.tokens) for one in responses} == {400}
+        response = next((one for one in responses if one.versions), responses[0])
         assert response.versions, "the push came in the middle"
         assert (response.versions[0].version, response.versions[0].start) == (before, 0)
         first = response.versions[1].start
@@ -238,14 +245,17 @@ def test_an_engine_that_is_killed_is_told_or_replaced(sighted: Bench, engine: Vl
     """Last, for it ends the engine that the others use."""
     chat = sighted.policy.chat
     context = [chat.render([user(sighted.picture(1), "what?")])]
-    long = Sampling(max_new_tokens=400, stop_tokens=False)
+    long = Sampling(max_new_tokens=400, stop_tokens=False, stop=("never written",))
 
     async def killed() -> Response:
-        waiting = asyncio.ensure_future(engine.generate(ask("killed", context, long)))
-        await asyncio.sleep(0.3)
         assert engine.pid is not None
-        os.kill(engine_core(engine.pid), signal.SIGKILL)
-        return await waiting
+        core = engine_core(engine.pid)
+        asked = [engine.generate(ask(f"killed {n}", context, long)) for n in range(CROWD)]
+        with begun(engine) as first_part:
+            waiting = asyncio.gather(*asked)
+            await first_part.wait()
+            os.kill(core, signal.SIGKILL)
+            return (await waiting)[-1]
 
     group = engine.pid
     engine._restarts_left = 1
@@ -258,6 +268,27 @@ def test_an_engine_that_is_killed_is_told_or_replaced(sighted: Bench, engine: Vl
         asyncio.run(killed())
     with pytest.raises(EngineLost):
         engine.reset_cache()
+
+
+@contextmanager
+def begun(engine: VllmEngine) -> Iterator[asyncio.Event]:
+    """An event of the first tokens that vLLM sends of a response; with stop strings it sends them one by one."""
+    actor, loop, event = engine._actor, asyncio.get_running_loop(), asyncio.Event()
+    assert actor is not None
+    submit = actor.submit
+
+    def watched(message: Any, part: Any = None) -> Any:
+        def noted(given: Any) -> None:
+            loop.call_soon_threadsafe(event.set)
+            part(given)
+
+        return submit(message, part and noted)
+
+    actor.submit = watched  # type: ignore[method-assign]
+    try:
+        yield event
+    finally:
+        actor.submit = submit  # type: ignore[method-assign]
 
 
 def engine_core(group: int) -> int:
