@@ -2,6 +2,7 @@
 
 python -m bench step --workload W0|W1|W2|W3|OMNI [--steps 3] [--tokens-per-microbatch 16384] [--sharing on|off|none]
                      [--recompute none|selective|full|auto] [--moments bfloat16] [--precision fast|matched] [--peers]
+python -m bench engines --workload W1|W2|W3 [--steps 3] [--tiny]
 python -m bench curves
 python -m bench rollout --workload W1|W3 [--prompts 64] [--rounds 2] [--max-rows 512] [--profile]
 python -m bench export [--prompts 1] [--lora 0] [--scratch FOLDER] [--tiny]
@@ -11,6 +12,8 @@ and the tower still sees each picture once. ``--sharing none`` is a step of as m
 prompt and pictures of its own, as for trainers that pack rows one by one.
 
 ``--peers`` also times TRL's step, and TRL's with vLLM, each at the best of its micro-batches, where they are installed.
+``engines`` times steps sampled by the native engine and by vLLM in one run: step, tokens a second, push of weights, and
+``prob_error``, over all tokens and by modality (there e to the mean gap). ``--tiny`` runs it with a tiny model on a CPU.
 ``step --workload W0`` is ``bench/w0.py``: a tiny model on the CPU beside TRL.
 
 The others need a CUDA GPU. Weights are random: speed does not depend on their values.
@@ -33,7 +36,7 @@ RECOMPUTE: dict[str, bool | str] = {"none": False, "selective": "selective", "fu
 def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", choices=["step", "rollout", "curves", "export"])
+    parser.add_argument("what", choices=["step", "engines", "rollout", "curves", "export"])
     parser.add_argument("--workload", default="W1", choices=["W0", "W1", "W2", "W3", "OMNI"])
     parser.add_argument("--prompts", type=int, help="prompts a step, instead of the workload's")
     parser.add_argument("--steps", type=int, default=3)
@@ -45,15 +48,22 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="time TRL and vLLM too, on the same work")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--max-rows", type=int, default=512)
-    parser.add_argument("--profile", action="store_true", help="list kernels by their time, of a rollout also functions")
+    parser.add_argument(
+        "--profile", action="store_true", help="list kernels (of a step: of its update) and functions by their time"
+    )
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains all weights")
     parser.add_argument("--scratch", type=Path, help="where the export writes; default: a temporary folder")
-    parser.add_argument("--tiny", action="store_true", help="export: on a tiny model")
+    parser.add_argument("--tiny", action="store_true", help="export and engines: on a tiny model")
     given = parser.parse_args()
     import torch
 
     if given.what == "export" and given.tiny:
         _export(given)
+        return
+    if given.what == "engines" and given.tiny:
+        from engines import TINY, time_engines
+
+        print(json.dumps(time_engines(given.workload, TINY, given.steps, tiny=True), indent=1))
         return
     if given.workload == "W0":
         if given.what != "step":
@@ -96,6 +106,10 @@ def main() -> None:
             given.sharing,
         )
         result |= {"peers": peers} if given.peers else {}
+    elif given.what == "engines":
+        from engines import time_engines
+
+        result = time_engines(given.workload, work, given.steps, tiny=False)
     else:
         from rollout import time_rollouts
 

@@ -31,6 +31,7 @@ class TrlPeer:
     ) -> None:
         self.go: queue.Queue[bool] = queue.Queue()
         self.done: queue.Queue[float | BaseException] = queue.Queue()
+        self.loaded = threading.Event()
         self.microbatch = microbatch
         self.device, self.vllm = device, vllm
         trainer = self._trainer(model, work, steps, microbatch, folder)
@@ -44,11 +45,16 @@ class TrlPeer:
             raise seconds
         return seconds
 
+    def wait_until_loaded(self) -> None:
+        """Wait until the next step's rows are loaded: beside a step of ours that would slow it, and count nowhere."""
+        self.loaded.wait(timeout=600)
+
     def _run(self, trainer: GRPOTrainer) -> None:
         try:
             trainer.train()
         except BaseException as error:
             self.done.put(error)
+            self.loaded.set()
 
     def _trainer(self, model: Path, work: Workload, steps: int, microbatch: int, folder: Path) -> Any:
         peer, cuda = self, self.device == "cuda"
@@ -61,7 +67,9 @@ class TrlPeer:
             started = 0.0
 
             def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+                peer.loaded.set()
                 peer.go.get()
+                peer.loaded.clear()
                 self.started = time.perf_counter()
 
             def on_step_end(self, *args: Any, **kwargs: Any) -> None:

@@ -37,11 +37,8 @@ def _update_flops(policy: Policy, work: Workload, metrics: dict[str, float]) -> 
     return 6 * (layers * metrics["packing/tokens"] + head * metrics["packing/trained_tokens"] + tower * patches)
 
 
-def _sharing(trainer: Any, loop: asyncio.AbstractEventLoop) -> dict[str, float]:
-    """One update of a step's episodes with groups as they are, and with every episode as a group of its own.
-
-    The tower sees each picture once in either: the ratio is what sharing prompts is worth, not sharing pictures.
-    """
+def _an_update(trainer: Any, loop: asyncio.AbstractEventLoop) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Make one more step, and return what its update was given: groups and the rest, to be given again."""
     learner, seen = trainer.learner, []
     step = learner.step
 
@@ -52,7 +49,17 @@ def _sharing(trainer: Any, loop: asyncio.AbstractEventLoop) -> dict[str, float]:
     learner.step = watched
     loop.run_until_complete(trainer.advance())
     learner.step = step
-    together, rest, more = seen[0]
+    groups, rest, more = seen[0]
+    return groups, rest, more
+
+
+def _sharing(trainer: Any, loop: asyncio.AbstractEventLoop) -> dict[str, float]:
+    """One update of a step's episodes with groups as they are, and with every episode as a group of its own.
+
+    The tower sees each picture once in either: the ratio is what sharing prompts is worth, not sharing pictures.
+    """
+    step = trainer.learner.step
+    together, rest, more = _an_update(trainer, loop)
     alone = [[sample] for group in together for sample in group]
     found: dict[str, float] = {}
     for name, groups in (("shared", together), ("alone", alone), ("shared again", together)):
@@ -163,6 +170,7 @@ def time_steps(
         if sharing == "off":
             result["sharing off"] = _sharing(trainer, loop)
         if profile:
-            result["host"] = host_of(lambda: loop.run_until_complete(trainer.advance()))
-            result["kernels"] = kernels_of(lambda: loop.run_until_complete(trainer.advance()))
+            groups, rest, more = _an_update(trainer, loop)
+            result["kernels"] = kernels_of(lambda: trainer.learner.step(groups, *rest, **more))
+            result["host"] = host_of(lambda: trainer.learner.step(groups, *rest, **more))
         return result

@@ -12,11 +12,14 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import torch
 from workload import W0, W0_SIZES, recipe_for
 
 from sensorium.models.tiny import make_tiny
@@ -31,6 +34,17 @@ WARM_UP = 2
 def median_step(peer: Any, steps: int) -> float:
     """Median seconds of a peer's step, warm."""
     return statistics.median([peer.step() for _ in range(WARM_UP + steps)][WARM_UP:])
+
+
+@contextmanager
+def usual_algorithms() -> Iterator[None]:
+    """Inside, torch may choose algorithms as in a process of the peer's own: a run of ours asks for deterministic ones."""
+    ours = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(ours)
 
 
 def main() -> None:
@@ -60,10 +74,12 @@ def time_w0(steps: int, trial_steps: int = 3) -> None:
         loop = asyncio.new_event_loop()
         ours, theirs = [], []
         for i in range(WARM_UP + steps):
+            peer.wait_until_loaded()
             started = time.perf_counter()
             loop.run_until_complete(trainer.advance())
             seconds = time.perf_counter() - started
-            other = peer.step()
+            with usual_algorithms():
+                other = peer.step()
             if i >= WARM_UP:
                 ours.append(seconds)
                 theirs.append(other)

@@ -5,8 +5,8 @@
 An engine, a worker of environments and a worker of rewards are replaced, and the run goes on to its end. The death of a
 rank of the learner ends the run with one paragraph, that of the driver without one: both are resumed until the run ends.
 Half of the kills fall into runs of the asynchronous schedule. Writes studies/results/cluster_kills.json, each part as it
-ends. Processes are forks of a server that has imported everything; with ``placement=ray`` as a further argument they are
-placed by Ray (not the driver, and no forks).
+ends. Processes are forks of a server that has imported everything; with ``placement=ray`` as a further argument
+they are placed by Ray (not the driver, and no forks), the learner's rank too.
 """
 
 import json
@@ -242,6 +242,10 @@ def main(kills: int, parts: list[str], more: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
     os.chdir(ROOT)
     on_ray = any("ray" in one for one in more)
+    if on_ray:  # one cluster for all runs: its start takes longer than they do. Its CPUs are places, not cores
+        import ray
+
+        ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, configure_logging=False)
     wrong = False
     for part in parts:
         began = time.monotonic()
@@ -251,8 +255,10 @@ def main(kills: int, parts: list[str], more: tuple[str, ...]) -> None:
             with forks or nullcontext(), forked_python(forks) if forks else nullcontext():
                 found = how(part, Path(folder), kills, random.Random(part), more)
         told: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-        told |= {"command": "python studies/cluster_kills.py", **circumstances()}
+        if not on_ray:
+            told |= {"command": "python studies/cluster_kills.py", **circumstances()}
         told[f"{part} by Ray" if on_ray else part] = {
+            **(circumstances() if on_ray else {}),
             "kills": len(found.kills),
             "kills by steps done": dict(sorted(Counter(found.kills).items())),
             "runs that ended": found.runs,

@@ -1,6 +1,6 @@
 """Learners that are spread over ranks, held against one process: gradients, runs, checkpoints, deaths.
 
-    python studies/sharded_learners.py [PART …]      parts: gradients, runs, checkpoints, kills, shapes, ray
+    python studies/sharded_learners.py [PART …]      parts: gradients, tokens, runs, checkpoints, kills, shapes, ray
 
 Writes studies/results/sharded_learners.json, each part as it ends. Ranks are processes over gloo, forked from a server that
 has imported everything.
@@ -96,6 +96,56 @@ def _gaps(alone: Outcome, found: Outcome) -> dict[str, Any]:
     return {"gradient": relative_error(alone.gradients[0], found.gradients[0]), "metrics": apart[worst], "worst": worst}
 
 
+def tokens(folder: Path) -> dict[str, Any]:
+    """Ranks that share tokens: two, two times two, and four. Gaps to one process, and what a rank keeps of its activations.
+
+    Then whole runs: two ranks that share tokens, whose checkpoint one process goes on from.
+    """
+    make_checkpoints(folder)
+    exact = [name for name, scenario in SCENARIOS.items() if scenario.dtype == "float32"]
+    shapes = {"2 share": (2, 2), "2 × 2": (4, 2), "4 share": (4, 4)}
+    for size, sharing in shapes.values():
+        for rank in start_ranks(folder, size, [f"{name}@{sharing}" for name in exact]):
+            rank.wait()
+        (folder / f"meeting-{size}").unlink(missing_ok=True)
+    found: dict[str, Any] = {}
+    for name in exact:
+        alone = compute(SCENARIOS[name], folder)
+        found[name] = {}
+        for shape, (size, sharing) in shapes.items():
+            ranks = [outcome(folder, size, rank, f"{name}@{sharing}") for rank in range(size)]
+            kept = {
+                "activations kept by a rank": round(max(rank.kept for rank in ranks) / alone.kept, 3),
+                "by its towers": round(max(rank.kept_by_towers for rank in ranks) / max(1, alone.kept_by_towers), 3),
+            }
+            found[name][shape] = _gaps(alone, ranks[0]) | kept
+        print(name, found[name], flush=True)
+    return found | {"runs": _runs_sharing_tokens(folder)}
+
+
+def _runs_sharing_tokens(folder: Path) -> dict[str, Any]:
+    """Three steps in one process; and two by ranks that share tokens, then the third in one process."""
+    found = {}
+    shared = ["cluster.learners=2", "cluster.sequence_parallel=2"]
+    for i, (name, changes) in enumerate(RUNS.items()):
+        one = train(small(folder / f"alone{i}", "threads=1", **changes))
+        two = train(small(folder / f"shared{i}", "threads=1", "steps=2", *shared, **changes))
+        train(small(folder / f"shared{i}", "threads=1", **changes), resume=True)
+        found[name] = _largest_gap(one, two)
+        print(name, found[name], flush=True)
+    return found
+
+
+def _largest_gap(one: Path, other: Path) -> dict[str, Any]:
+    gaps = [
+        (abs(row[key] - value) / max(1.0, abs(value)), key)
+        for was, row in zip(rows_of(one), rows_of(other), strict=True)
+        for key, value in was.items()
+        if not key.endswith("grad_norm")
+    ]
+    return dict(zip(("largest gap", "metric"), max(gaps), strict=True))
+
+
 def runs(folder: Path) -> dict[str, Any]:
     """Three steps of small runs on two ranks and in one process: the largest gap of any metric."""
     found = {}
@@ -104,13 +154,7 @@ def runs(folder: Path) -> dict[str, Any]:
             train(small(folder / f"{how}{i}", "threads=1", f"cluster.learners={ranks}", **changes))
             for how, ranks in (("one", 1), ("two", 2))
         )
-        gaps = [
-            (abs(row[key] - value) / max(1.0, abs(value)), key)
-            for was, row in zip(rows_of(one), rows_of(two), strict=True)
-            for key, value in was.items()
-            if not key.endswith("grad_norm")
-        ]
-        found[name] = dict(zip(("largest gap", "metric"), max(gaps), strict=True))
+        found[name] = _largest_gap(one, two)
         print(name, found[name], flush=True)
     return found
 
@@ -224,6 +268,7 @@ def ray(folder: Path) -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "gradients": gradients,
+    "tokens": tokens,
     "runs": runs,
     "checkpoints": checkpoints,
     "kills": kills,

@@ -53,3 +53,40 @@ def test_responses_of_a_step_have_the_lengths_of_the_tail(monkeypatch: pytest.Mo
     for number in (0, 1):
         asked = [asyncio.run(engine.generate(request, None)) for _ in range(8)]
         assert asked == [length for group in work.lengths(number) for length in group]
+
+
+def test_engines_are_summed_up_by_what_a_step_took_and_how_far_their_log_probs_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    engines = runpy.run_path(str(BENCH / "engines.py"))
+    row = {"episodes/length_mean": 16.0, "time/rollout_s": 0.5, "time/update_s": 0.25, "mismatch/prob_error": 1.01}
+    parity = {
+        "engine/push_s": 0.1,
+        "engine/parity_s": 0.2,
+        "engine/parity_mean/picture": 0.0,
+        "engine/parity_max/text": 9.0,
+    }
+    found = engines["summary"]([row | {"time/update_s": 9.0}, row, row | parity], 8)
+    assert (found["tokens_per_s"], found["update_s"], found["push_s"]) == (256, 0.25, 0.1)
+    assert found["prob_error"] == 1.01
+    assert found["prob_error_by_modality"] == {"picture": 1.0}
+    monkeypatch.setitem(
+        engines["time_engines"].__globals__, "_in_child", lambda *given: {"failed": "vLLM is not installed"}
+    )
+    told = engines["time_engines"]("W1", engines["TINY"], 1, True)
+    assert told["engines"]["vllm"] == {"failed": "vLLM is not installed"}
+    assert "vllm_over_native" not in told
+
+
+def test_the_peer_of_w0_is_timed_without_the_deterministic_algorithms_of_our_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.syspath_prepend(str(BENCH))
+    usual_algorithms = runpy.run_path(str(BENCH / "w0.py"))["usual_algorithms"]
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        torch.use_deterministic_algorithms(True)
+        with usual_algorithms():
+            assert not torch.are_deterministic_algorithms_enabled()
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -3,6 +3,7 @@
 import pytest
 
 from tools.install import settings_for_uv, settings_of_pip
+from tools.obtainable import reason, why_not
 
 
 def test_uv_is_told_what_pip_is_told_and_the_environment_is_stronger_than_a_file() -> None:
@@ -32,3 +33,15 @@ def test_what_pip_is_told_is_read_from_pip(monkeypatch: pytest.MonkeyPatch) -> N
     assert ":env:.find-links='/somewhere'" in listed
     settings = settings_for_uv(listed)
     assert settings is None or settings["UV_FIND_LINKS"] == "/somewhere"
+
+
+def test_a_package_without_a_wheel_for_this_machine_is_told_from_an_install_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    why = why_not("no-such-package-anywhere==1")
+    assert why is not None
+    assert "no-such-package-anywhere==1 has no wheel for" in why
+    assert reason("ray", "ERROR: Could not install packages due to an OSError: No space left on device") is None
+    unreachable = "WARNING: Retrying: Failed to establish a new connection\nERROR: No matching distribution found for ray"
+    assert reason("ray", unreachable) == "no package index can be reached, so ray cannot be installed"

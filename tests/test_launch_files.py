@@ -89,6 +89,16 @@ def test_a_run_starts_resumes_and_starts_over_as_its_folder_says(cluster: Cluste
     assert (arguments.resume, arguments.restart) == (True, False)
 
 
+def test_names_with_spaces_brackets_quotes_and_signs_of_yaml_are_taken_as_they_are(cluster: Cluster) -> None:
+    run = cluster.run_dir.parent / "it's [a] run #1: $(false)"
+    (run / "checkpoints" / "step_000004").mkdir(parents=True)
+    (run / "recipe.yaml").write_text("")
+    (line,) = cluster.run("train.sh", RUN_DIR=str(run), RECIPE="shapes")
+    given = line.partition("train shapes ")[2]
+    assert given.endswith(" --resume")
+    assert load_recipe("shapes", [given.removesuffix(" --resume")]).directory == run
+
+
 def test_without_a_recipe_it_says_what_to_set(cluster: Cluster) -> None:
     done = subprocess.run(
         ["bash", str(LAUNCH / "train.sh")], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True

@@ -60,12 +60,14 @@ def with_uv(what: str) -> bool:
     settings = settings_for_uv(settings_of_pip())
     if settings is None or not (UV.exists() or _done([*PIP, "install", "--quiet", "uv"])):
         return False
-    cache = ENVIRONMENT / "uv_cache"  # beside what is installed: files are linked, not copied
+    kept = os.environ.get("UV_CACHE_DIR")  # by who makes several environments: what they share is unpacked once
+    cache = Path(kept) if kept else ENVIRONMENT / "uv_cache"  # beside what is installed: files are linked, not copied
     command = [str(UV), "pip", "install", "--quiet", "--python", sys.executable, "-c", "constraints.txt", "-e", what]
     try:
         return _done(command, settings | os.environ | {"UV_CACHE_DIR": str(cache)})
     finally:
-        shutil.rmtree(cache, ignore_errors=True)
+        if not kept:
+            shutil.rmtree(cache, ignore_errors=True)
 
 
 def main(what: str) -> int:

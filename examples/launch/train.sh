@@ -4,10 +4,12 @@
 set -euo pipefail
 : "${RECIPE:?set RECIPE: a shipped recipe or a YAML file}" "${RUN_DIR:?set RUN_DIR: a folder that all machines see}"
 
-how=()
-if compgen -G "$RUN_DIR/checkpoints/step_*" > /dev/null; then
+shopt -s nullglob
+how=() quote="'" checkpoints=("$RUN_DIR"/checkpoints/step_*)
+if [ ${#checkpoints[@]} -gt 0 ]; then
   how=(--resume)
 elif [ -e "$RUN_DIR/recipe.yaml" ]; then
   how=(--restart)
 fi
-exec sensorium train "$RECIPE" run_dir="$RUN_DIR" "$@" ${how[@]+"${how[@]}"}
+# In YAML's quotes, or what follows a # in the name would be a comment.
+exec sensorium train "$RECIPE" "run_dir=$quote${RUN_DIR//$quote/$quote$quote}$quote" "$@" ${how[@]+"${how[@]}"}

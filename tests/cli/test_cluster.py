@@ -1,12 +1,15 @@
 """``sensorium cluster status``: who is there, who is gone, and what a run of one process is told."""
 
+import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
 from sensorium.cli.main import main
-from sensorium.record.processes import ProcessRow, write_processes
+from sensorium.record.processes import ProcessRow, read_processes, write_processes
+from sensorium.trainer.heartbeat import Heartbeat
 
 GONE = 2**22 + 1  # above any process id
 
@@ -44,3 +47,46 @@ def test_a_run_of_one_process_and_no_run_at_all(run: Path, tmp_path: Path, capsy
     code, told = status(tmp_path / "none", capsys)
     assert code == 2
     assert "holds no run" in told
+
+
+def held_by(run: Path, pid: int) -> None:
+    (run / "run.lock").write_text(json.dumps({"pid": pid, "host": socket.gethostname()}))
+
+
+def test_a_run_whose_processes_are_not_up_yet_is_told_to_start(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "recipe.yaml").write_text("name: x\ncluster: {learners: 2, engines: 2}\nrollout: {engine: vllm}\n")
+    held_by(run, os.getpid())
+    code, told = status(run, capsys)
+    assert code == 0
+    assert f"starts: process {os.getpid()}" in told
+    assert "2 learner ranks, 2 engines (vllm)" in told
+    held_by(run, GONE)
+    assert "ended before its processes were up" in status(run, capsys)[1]
+
+
+def test_what_the_run_said_before_it_was_resumed_is_not_told_as_now(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "recipe.yaml").write_text("name: x\ncluster: {learners: 2}\n")
+    write_processes(run, 5, (ProcessRow("driver", GONE, "update"), ProcessRow("learner rank 0", GONE, "trains")))
+    assert status(run, capsys)[0] == 1, "killed, and nobody went on with it"
+    held_by(run, os.getpid())
+    code, told = status(run, capsys)
+    assert code == 0
+    assert "starts" in told
+
+
+def test_a_run_that_goes_on_as_one_process_forgets_those_it_had(run: Path) -> None:
+    write_processes(run, 5, (ProcessRow("driver", GONE, "update"), ProcessRow("learner rank 0", GONE, "trains")))
+    Heartbeat(run, lambda: ()).close()
+    assert read_processes(run) is None
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    ["[]", "{", "{}", '{"written": 1, "host": "h", "step": 1, "rows": [3]}', '{"written": "x", "host": 1, "rows": null}',
+     '{"written": 1, "host": "h", "step": 1, "rows": [{"part": "p", "pid": "../../etc", "does": ""}]}'],
+)  # fmt: skip
+def test_a_damaged_file_is_one_paragraph(garbage: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "cluster.json").write_text(garbage)
+    code, told = status(run, capsys)
+    assert code == 2
+    assert "cluster.json" in told

@@ -1,13 +1,17 @@
 """A dry run opens what a recipe names and refuses what a run would refuse, without a model and without torch."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from sensorium.cli.dry_run import look_at
 from sensorium.cli.main import main
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.metric_names import wrong_metric
+from sensorium.record.run_directory import RunDirectory
+from sensorium.trainer.claim import begin
 from sensorium.vocabulary import Episode, Task
 from tests.cli.test_main import sensorium
 
@@ -101,6 +105,7 @@ def test_a_bad_row_among_the_first_is_refused_or_counted(recipe: Path, capsys: p
         ("rollout.engine={name: process, options: {start_s: -1}}", "start_s is -1; it must be 0.001 at least"),
         ("rollout.engine={name: native, options: {kv: none}}", "kv is 'none'; it must be one of auto, rows, pages"),
         ("tasks.planner=no_such_planner", "no_such_planner"),
+        ("cluster.rewards=2", "no term of the recipe can be asked in a worker: 'exact' is plain computation"),
     ],
 )  # fmt: skip
 def test_what_a_run_would_refuse_is_refused(
@@ -109,6 +114,16 @@ def test_what_a_run_would_refuse_is_refused(
     code, _, err = said(capsys, str(recipe), change)
     assert code == 2
     assert words in err
+
+
+def test_ray_is_missed_before_it_is_needed(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    monkeypatch.setattr("sensorium.workers.ray_cluster.find_spec", lambda name: None)
+    code, _, err = said(capsys, str(recipe), "cluster.learners=2", "cluster.placement=ray")
+    assert code == 2
+    assert "the package ray is not installed: pip install 'sensorium[ray]'" in err
 
 
 def test_a_function_may_be_a_reward_and_needs_no_answers(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,6 +177,20 @@ def test_what_is_likely_a_mistake_is_told(recipe: Path, capsys: pytest.CaptureFi
     code, out, _ = said(capsys, str(recipe), "optimizer.lr=10")
     assert code == 0
     assert "optimizer.lr 10 is larger than most weights are" in " ".join(out.split())
+
+
+def test_a_run_that_would_not_go_on_is_refused(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDirectory(tmp_path / "run")
+    begin(load_recipe(recipe, [f"run_dir={run.path}"]), run)
+    code, _, err = said(capsys, str(run.path), "--resume", "optimizer.moments=8-bit")
+    assert code == 2
+    assert "optimizer.moments was 'float32' and is now '8-bit'" in err
+    assert said(capsys, str(run.path), "--resume", "threads=1")[0] == 0
+
+
+def test_a_worker_that_hangs_longer_than_a_deadline_is_told() -> None:
+    late = ["cluster.environments=2", "cluster.hang_s=40"]
+    assert any("cluster.hang_s is 40" in line for line in look_at(load_recipe("frozen_lake", late)))
 
 
 def test_a_recipe_whose_planner_tells_histories_can_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,10 @@ def test_the_page_names_memory_parts_speed_and_what_was_measured(capsys: pytest.
     ):
         assert words in page, words
     assert "no cost is shown" in page
+    keys = "cluster.learners=5 cluster.engines=3 rollout.engine.name=process rollout.schedule=eager cluster.placement=ray"
+    assert f"placed by {keys}" in " ".join(page.split()), "the run that this is a plan of"
+    assert main([*ASKED, *keys.split()]) == 0, "which is a recipe"
+    assert "placed by" not in capsys.readouterr().out
     assert main([*ASKED, "--price", "2"]) == 0
     page = capsys.readouterr().out
     assert "at 2 a GPU hour" in page
@@ -46,6 +50,23 @@ def test_a_mistake_is_one_paragraph(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.startswith("error: ")
     assert "does not fit" in said
     assert main([*ASKED, "--price", "-1"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--gpus", "100000000000"], "--gpus 1e+11: a plan takes a number up to 10,000"),
+        (["--staleness", "1000000000", "--schedule", "asynchronous"], "--staleness 1e+09"),
+        (["--price", "nan"], "--price nan"),
+        (["--scoring-s", "inf"], "--scoring-s inf"),
+        (["--network", "0"], "leave it out"),
+        (["rollout.engine.name=vllm", "rollout.engine.options={max_rows: abc}"], "max_rows is 'abc'"),
+        (["rollout.engine.name=vllm", "rollout.engine.options={tensor_parallel: 0}"], "tensor_parallel is 0"),
+    ],
+)
+def test_numbers_that_no_plan_can_mean_are_refused(given: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ASKED, *given]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_planning_imports_no_torch() -> None:

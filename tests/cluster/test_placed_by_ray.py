@@ -14,10 +14,10 @@ from sensorium.recipe.schema import Recipe
 from sensorium.record.ledger import Ledger
 from sensorium.record.metrics import read_metrics
 from sensorium.trainer.run import train
-from sensorium.vocabulary.errors import EngineLost, RecipeError
+from sensorium.vocabulary.errors import EngineLost, RecipeError, WorkersLost
 from sensorium.workers.ray_host import ProcessActor, RayHost
 from tests.cluster.killed_engine import kill_an_engine
-from tests.cluster.test_workers import NUMBERS, fates_of, killing
+from tests.cluster.test_workers import NUMBERS, answers_though_one_hangs, fates_of, killing
 from tests.engines.test_vllm import engine_core
 from tests.trainer.small import small
 
@@ -64,6 +64,15 @@ def test_a_killed_worker_of_environments_is_replaced(tmp_path: Path, monkeypatch
     assert rows[-1]["worker/rolled_again"] >= 1
     assert rows[-1]["worker/reward_ready"] == 1
     assert fates_of(run, 2) == ["trained"] * 8
+
+
+def test_a_worker_that_hangs_is_ended_and_replaced() -> None:
+    host = RayHost("", {"CPU": {"cluster.rewards": 2.0}}, None, "a parrot", WorkersLost)
+    try:
+        said = answers_though_one_hangs(host)
+    finally:
+        host.close()
+    assert any("parrot 0" in one and "gave no sign of life for 1 s" in one and "It is replaced" in one for one in said)
 
 
 @NEEDS_VLLM

@@ -1,9 +1,17 @@
 """What answers and deaths of ranks add up to, each in one paragraph; and clusters that cannot be used."""
 
 import sys
+from pathlib import Path
+from traceback import StackSummary
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
+from sensorium.cluster import sharded_learner
 from sensorium.cluster.messages import Answer, failed
 from sensorium.cluster.rank_failures import SharedError, judged, refuse_other_versions
 from sensorium.vocabulary.errors import LearnerLost, ModelError, NonFiniteUpdate, RecipeError
@@ -36,6 +44,18 @@ def test_a_death_explains_the_errors_of_those_who_were_left() -> None:
         judged({0: left}, 2, ["rank 1 was killed by SIGKILL."], "step", 1.0)
 
 
+def test_a_rank_that_waited_for_a_silent_one_is_not_the_cause() -> None:
+    waited = failed(RuntimeError("unbound_buffer.cc:129] Timed out waiting 6000ms for send operation to complete"))
+    with pytest.raises(LearnerLost, match="of the learner's 2 ranks, 1 did not answer 'weights'"):
+        judged({0: waited}, 2, [], "weights", 6.0)
+
+
+def test_ranks_that_cannot_write_a_checkpoint_are_named_with_their_own_error() -> None:
+    error = CheckpointException("write", {1: (OSError(28, "No space left on device"), StackSummary())})
+    with pytest.raises(SharedError, match=r"failed: OSError\(28, 'No space left on device'\) on rank 1$"):
+        judged({0: failed(error), 1: failed(error)}, 2, [], "save_state", 1.0)
+
+
 def test_silent_ranks_are_named_with_the_key_to_raise() -> None:
     with pytest.raises(LearnerLost, match=r"3 ranks, 0, 2 did not answer 'open' within 5 s.*cluster.start_s"):
         judged({1: FINE}, 3, [], "open", 5.0)
@@ -63,3 +83,29 @@ def test_what_ray_says_is_told_with_the_cause_at_its_end() -> None:
     buried = 'The actor died in its creation task, ray::RankActor.__init__()\n  File "x.py", line 3\nImportError: no y'
     assert short(RuntimeError(buried)).endswith("RankActor.__init__(). ImportError: no y.")
     assert short(RuntimeError("cannot connect\nmore of it")) == "cannot connect."
+
+
+class OneRank:
+    """Ranks that write weights where they are told to."""
+
+    def ask(self, name: str, *given: Any) -> Answer:
+        self.file = Path(given[0])
+        save_file({"w": torch.ones(2)}, self.file)
+        return Answer()
+
+
+@pytest.mark.parametrize(("address", "room", "place"), [("", True, "memory"), ("", False, "disk"), ("auto", True, "disk")])
+def test_weights_come_through_memory_only_where_there_is_room(
+    address: str, room: bool, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's shared memory is 64 MiB: a model beyond it goes by the disk, as it does between machines."""
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(sharded_learner, "memory_folder", lambda size: tmp_path / "memory" if room and size == 24 else None)
+    monkeypatch.setattr(sharded_learner, "GroupCosts", lambda policy: None)
+    policy = SimpleNamespace(model=torch.nn.Linear(2, 2), version=0)
+    recipe = SimpleNamespace(cluster=SimpleNamespace(address=address))
+    given: Any = (recipe, SimpleNamespace(policy=policy), None, ranks := OneRank(), tmp_path / "disk")
+    assert sharded_learner.ShardedLearner(*given).weights()["w"].tolist() == [1, 1]
+    assert ranks.file.parent.name == place
+    assert not ranks.file.exists()

@@ -48,20 +48,36 @@ def assert_alike(one: Path, other: Path) -> None:
         assert torch.allclose(resumed[name], weight, atol=1e-4), name
 
 
-def test_two_ranks_make_the_run_of_one_process_which_goes_on_from_their_checkpoint(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps of one process."""
+    return train(recipe(tmp_path_factory.mktemp("one process") / "alone", "steps=2"))
+
+
+def test_two_ranks_make_the_run_of_one_process_which_goes_on_from_their_checkpoint(tmp_path: Path, alone: Path) -> None:
     """With a warm start, a reference and a critic of its own, whose moments and weights are spread over the ranks."""
-    alone = train(recipe(tmp_path / "alone", "steps=2"))
     run = train(recipe(tmp_path / "ranks", "cluster.learners=2", "steps=1"))
     train(recipe(tmp_path / "ranks", "steps=2"), resume=True)
     assert list(run.glob("checkpoints/*/trainer/shards/*.safetensors"))
     assert_alike(alone, run)
 
 
+def test_two_ranks_that_share_tokens_make_the_run_of_one_process_which_goes_on(tmp_path: Path) -> None:
+    """With adapters, a KL in the reward and a warm start."""
+    changes: dict[str, Any] = {
+        "model": {"path": "tiny:qwen2", "device": "cpu", "lora": {"rank": 2}},
+        "algorithm": {"kl": {"coef": 0.1, "place": "reward"}},
+    }
+    expected = train(recipe(tmp_path / "alone", "steps=2", **changes))
+    run = train(recipe(tmp_path / "ranks", "cluster.learners=2", "cluster.sequence_parallel=2", "steps=1", **changes))
+    train(recipe(tmp_path / "ranks", "steps=2", **changes), resume=True)
+    assert_alike(expected, run)
+
+
 def test_a_dead_rank_ends_the_run_and_ranks_go_on_from_the_last_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, alone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint is that of one process, so its whole state is given out to the ranks."""
-    alone = train(recipe(tmp_path / "alone", "steps=2"))
     run = train(recipe(tmp_path / "ranks", "steps=1"))
     ask, killed = ProcessRanks.ask, []
 

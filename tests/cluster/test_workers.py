@@ -13,11 +13,12 @@ from sensorium.media.store import MediaStore
 from sensorium.record.ledger import Ledger
 from sensorium.record.metrics import UNREPEATABLE, read_metrics
 from sensorium.record.processes import read_processes
+from sensorium.report.console import ConsoleWatcher
 from sensorium.trainer.run import train
 from sensorium.vocabulary.content import Message, Text
-from sensorium.vocabulary.errors import RecipeError, WorkersLost
+from sensorium.vocabulary.errors import RecipeError, RewardFailure, WorkersLost
 from sensorium.vocabulary.task import EnvironmentSpec, Task
-from sensorium.workers.hosts import ThisMachine
+from sensorium.workers.hosts import ProcessHost, ThisMachine
 from sensorium.workers.placed_workers import PlacedWorkers
 from tests.trainer.small import small
 
@@ -36,8 +37,8 @@ def fates_of(run: Path, steps: int) -> list[str]:
     return fates
 
 
-def killing(monkeypatch: pytest.MonkeyPatch, kind: type, method: str, at: int) -> None:
-    """Kill a worker when ``method`` is called for the n-th time: the one that plays the environment, or the first."""
+def killing(monkeypatch: pytest.MonkeyPatch, kind: type, method: str, at: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Kill or stop a worker when ``method`` is called for the n-th time: the environment's player, or the first."""
     called, original, placed = [], getattr(kind, method), list[PlacedWorkers]()
     start = PlacedWorkers.start
 
@@ -52,7 +53,7 @@ def killing(monkeypatch: pytest.MonkeyPatch, kind: type, method: str, at: int) -
             workers = placed[0].workers
             process = next(w.process for w in workers if not address or address.startswith(w.told.replace("http", "ws")))
             assert process is not None
-            os.kill(process.pid, signal.SIGKILL)
+            os.kill(process.pid, by)
         return original(self, *given)
 
     monkeypatch.setattr(PlacedWorkers, "start", started)
@@ -83,6 +84,45 @@ def test_a_killed_reward_worker_is_replaced_and_asked_again(tmp_path: Path, monk
     assert rows[-1]["worker/reward_replaced"] == 1
     assert fates_of(run, 2) == ["trained"] * 8
     assert all(row["reward/mean"] == 0.5 for row in rows), "nothing is missing"
+
+
+@pytest.mark.usefixtures("forked_python")
+def test_workers_that_hang_are_ended_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killing(monkeypatch, PlacedEnvironment, "step", 2, signal.SIGSTOP)
+    changes = NUMBERS | {"steps": 1}
+    overrides = ("cluster.environments=2", "cluster.hang_s=1", "cluster.restarts=50", "rollout.schedule=eager")
+    run = train(small(tmp_path / "run", *overrides, **changes), watchers=[ConsoleWatcher()])
+    (row,) = read_metrics(run / "metrics.jsonl")
+    assert row["worker/environment_replaced"] >= 1
+    assert row["worker/rolled_again"] >= 1
+    assert row["episodes/failed"] == 0
+    assert "gave no sign of life for 1 s (cluster.hang_s) and is ended" in " ".join(capsys.readouterr().out.split())
+
+
+def answers_though_one_hangs(host: ProcessHost) -> list[str]:
+    """Stop one of two workers by SIGSTOP and ask; what was said of it. A slow machine may end others too, never all."""
+    parrots = PlacedWorkers(host, "tests.cluster.parroting_worker", {}, 2, "parrot", RewardFailure, restarts=50, hang_s=1.0)
+    said: list[str] = []
+    parrots.noted = said.append
+    parrots.start()
+    try:
+        stopped = parrots.workers[0].process
+        assert stopped is not None
+        os.kill(stopped.pid, signal.SIGSTOP)
+        assert [parrots.ask(word) for word in ("polly", "again")] == ["polly", "again"]
+        assert parrots.replaced >= 1
+        assert parrots.asked_again >= 1
+        assert not stopped.alive
+    finally:
+        parrots.close()
+    return said
+
+
+def test_a_question_to_a_worker_that_hangs_is_answered_by_another() -> None:
+    said = answers_though_one_hangs(ThisMachine())
+    assert any("parrot 0" in one and "gave no sign of life for 1 s" in one and "It is replaced" in one for one in said)
 
 
 @pytest.mark.usefixtures("forked_python")

@@ -102,6 +102,14 @@ def test_attention_over_shared_and_own_pages(
     assert close(found, expected)
 
 
+@pytest.mark.parametrize("few_rows", [3, 4])
+def test_shared_pages_in_splits_of_one_or_two(kernels: TorchOps, monkeypatch: pytest.MonkeyPatch, few_rows: int) -> None:
+    monkeypatch.setattr("sensorium.engines.native.decode_kernels.FEW_ROWS", few_rows)
+    rows = make_rows([200, 330, 70, 260], [3, 3, 0, 0], [0, 0, 1, 2])
+    query, block = normal(4, 4, 16), normal(2, 20, 2, PAGE, 16, seed=3)
+    assert close(kernels.attend(query, rows, block, 0.3), TorchOps().attend(query, rows, block, 0.3))
+
+
 def test_a_group_larger_than_a_tile_is_read_in_several(kernels: TorchOps) -> None:
     count = 21
     rows = make_rows([130 + i for i in range(count)], [2] * count, [0] * count)
@@ -162,6 +170,16 @@ def test_products_in_parts_are_products(kernels: TorchOps, dtype: torch.dtype, r
     gate, up = (torch.nn.Linear(256, 384, bias=False, device=DEVICE, dtype=dtype).requires_grad_(False) for _ in range(2))
     inner = GatedMLP(gate, up, torch.nn.Identity())
     assert close(kernels.gated(inner, x), plain.gated(inner, x))
+
+
+@pytest.mark.parametrize("parts", [3, 4, 7])
+def test_parts_need_not_divide_the_inner_size(kernels: TorchOps, parts: int) -> None:
+    from sensorium.engines.native.product_kernels import Tiling, product_parts
+
+    x, weights = normal(5, 640), [normal(64, 640, seed=1), normal(128, 640, seed=2)]
+    found_PBN = product_parts(x, weights, Tiling(64, 128, parts, 4, 2))
+    expected = x.double() @ torch.cat(weights).double().T
+    assert (found_PBN.sum(0) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter has no bfloat16")

@@ -14,7 +14,7 @@ from sensorium.engines.native import decode_step, graphs, pipeline
 from sensorium.engines.native.decode_state import RowLayout
 from sensorium.engines.native.decode_step import FusedStep
 from sensorium.engines.native.engine import NativeEngine
-from sensorium.engines.native.graphs import BUCKETS, bucket_of
+from sensorium.engines.native.graphs import BUCKETS, bucket_of, buckets_to_capture
 from sensorium.engines.native.pages import PAGE, PagePool
 from sensorium.engines.protocol import Request, Response, Sampling
 from sensorium.models.fast_paths import fallbacks
@@ -262,6 +262,14 @@ def test_a_pool_has_room_for_whole_responses_so_that_it_does_not_move(
 def test_buckets_hold_what_they_are_asked_for() -> None:
     assert [bucket_of(n) for n in (1, 3, 128, 129, 512, 600)] == [1, 4, 128, 192, 512, 640]
     assert list(BUCKETS) == sorted(set(BUCKETS))
+
+
+def test_once_a_batch_has_shrunk_all_smaller_buckets_are_captured() -> None:
+    assert buckets_to_capture(128, ()) == [128]
+    assert buckets_to_capture(256, (128,)) == [256]  # it grows: nothing says that it will shrink
+    assert buckets_to_capture(24, (128,)) == [24, 16, 8, 4, 2, 1]
+    assert buckets_to_capture(24, (128, 16, 2)) == [24, 8, 4, 1]
+    assert buckets_to_capture(640, (768,)) == [640, *reversed(BUCKETS)]
 
 
 def test_kernels_are_left_alone_without_a_gpu(bench: Bench) -> None:

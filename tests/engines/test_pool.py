@@ -69,7 +69,7 @@ def made() -> list[Counting]:
 
 
 def pool_of(made: list[Counting], count: int = 2, **given: Any) -> EnginePool:
-    def make() -> Counting:
+    def make(place: int) -> Counting:
         made.append(Counting(len(made), made))
         return made[-1]
 

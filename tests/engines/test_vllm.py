@@ -342,3 +342,15 @@ def test_a_start_that_takes_too_long_is_told_and_leaves_nothing(benches: Callabl
         engine.start()
     assert time.monotonic() - began < 60
     assert engine.pid is None
+
+
+def test_weights_by_broadcast_arrive_whole(sighted: Bench) -> None:
+    """The way to engines with GPUs of their own, over gloo here: a push of all weights, and one after a death."""
+    with running(sighted, push="broadcast", restarts=1) as engine:
+        for version in (engine.version + 1, engine.version + 2):
+            with changed(sighted, "", version):
+                engine.update_weights(sighted.policy, version)
+                found = talk(sighted, engine, questions(sighted), turns=1)
+                apart = {name: distance(sighted, segments) for name, segments in found.items()}
+                assert max(apart.values()) < CLOSE_TO_POLICY, apart
+            engine.restart(sighted.policy, version)

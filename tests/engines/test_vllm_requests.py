@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sensorium.engines.native.options import check_options as check_native_options
 from sensorium.engines.vllm import engine as engine_module
 from sensorium.engines.vllm import recipe_checks, versions
 from sensorium.engines.vllm.actor_process import ActorProcess, cause_in
+from sensorium.engines.vllm.arguments import EngineSettings
 from sensorium.engines.vllm.one_kind import OneKindAtATime
 from sensorium.engines.vllm.options import check_options
 from sensorium.engines.vllm.parity import Difference, difference, make_probes, policy_logprobs, refuse_apart
@@ -23,8 +25,9 @@ from sensorium.engines.vllm.prompts import EnginePrompt, check_prompt, lay_out, 
 from sensorium.engines.vllm.recipe_checks import look_at, refuse_dtype
 from sensorium.engines.vllm.requests import RequestSender
 from sensorium.engines.vllm.versions import installed_version, version_of
-from sensorium.engines.vllm.weight_backend import BACKEND
+from sensorium.engines.vllm.weight_backend import BROADCAST, FILE
 from sensorium.engines.vllm.weights import ChangedWeights, layer_of, published
+from sensorium.recipe.names import wrong_options
 from sensorium.recipe.schema import Recipe
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import EngineError, EngineLost, RecipeError, SpanMismatch
@@ -181,6 +184,18 @@ def test_options_that_cannot_be_are_refused() -> None:
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=name):
             check_options({name: value})
+    with pytest.raises(ValueError, match="engine_args"):
+        check_options({"engine_args": {1: 2}})
+    for name in ("parity_bound", "start_s", "reply_s", "gpu_share"):  # nan would pass every parity, 1e30 overflow a clock
+        for number in (float("nan"), float("inf"), 1e30):
+            with pytest.raises(ValueError, match=name):
+                check_options({name: number})
+    for number in (float("nan"), 1e30):
+        with pytest.raises(ValueError, match="patience_s"):
+            check_native_options({"patience_s": number})
+    for option, value in (("eager", "no"), ("eager", [1]), ("max_context", 64.5), ("parity_bound", "0.1")):
+        assert wrong_options("engine", "vllm", {option: value})[0] == option, (option, value)
+        assert wrong_options("engine", "vllm", {option: None}) == ("", "")
 
 
 @pytest.fixture
@@ -214,6 +229,7 @@ def recipe_of(**sections: Any) -> Recipe:
         ({"model": {"path": "tiny:qwen2_5_omni"}}, "family 'qwen2_5_omni'"),
         ({"model": {"path": "tiny:qwen3_vl_moe"}}, "does not take the experts"),
         ({"model": {"path": "tiny:qwen3_vl", "lora": {"rank": 4, "groups": ["head"]}}}, "names 'head'"),
+        ({"model": {"path": "tiny:qwen3_vl", "lora": {"rank": 513}}}, "rank 512 at most"),
         ({"model": {"path": "tiny:qwen3_vl", "lora": {"rank": 4}}, **ACROSS}, "adapter that a response began with"),
     ],
 )
@@ -271,6 +287,15 @@ def test_a_tower_with_adapters_is_shown_one_kind_at_a_time() -> None:
     assert [one.split()[0] for one in shown if "None" not in one] == ["picture"] * 4 + ["video"] * 4
 
 
+def test_how_weights_get_there_follows_from_where_learner_and_engine_are() -> None:
+    settings = EngineSettings(1, None, 1, 0.4, None, 1, "auto", {})
+    assert settings.backend("cpu") == FILE
+    assert settings.backend("cuda") == "ipc"
+    assert replace(settings, tensor_parallel=2).backend("cuda") == FILE, "one of its GPUs is the learner's too"
+    assert replace(settings, own_device=True).backend("cuda") == BROADCAST
+    assert replace(settings, push="broadcast").backend("cpu") == BROADCAST
+
+
 class BrokenActor:
     """An actor whose push fails; it remembers why it was ended."""
 
@@ -290,7 +315,7 @@ def test_an_engine_whose_push_failed_is_lost(benches: Callable[[str], Bench], mo
     engine = engine_module.VllmEngine(policy)
     assert not engine.capabilities.deterministic
     engine._sender = RequestSender(policy.chat, version_of("0.32.0", on_cpu=True), actor, 64)  # type: ignore[arg-type]
-    engine._backend = BACKEND
+    engine._backend = FILE
     with pytest.raises(EngineLost, match="push of weights of version 3 into vLLM failed: no room"):
         engine.update_weights(policy, 3)
     assert actor.lost is not None

@@ -4,9 +4,10 @@ import re
 
 import pytest
 
+from sensorium.forecast.costs import costs_of
 from sensorium.forecast.forecast import Asked, forecast
 from sensorium.forecast.machine import kind_named, kinds
-from sensorium.forecast.memory import rank_memory
+from sensorium.forecast.memory import rank_memory, stock_layer_bytes
 from sensorium.forecast.published_shapes import planned_shape, published_configs
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.plan import estimate_memory
@@ -30,6 +31,40 @@ def recipe(*overrides: str) -> Recipe:
 @pytest.mark.parametrize("name", list(published_configs()))
 def test_published_shapes_have_the_published_number_of_parameters(name: str) -> None:
     assert shape_by_config(published_configs()[name]).total / 1e9 == pytest.approx(PUBLISHED[name], rel=0.005)
+
+
+def test_attention_costs_by_the_queries_of_all_heads_where_they_are_wider_than_the_stream() -> None:
+    wide = shape_by_config(published_configs()["Qwen3-VL-4B"])
+    assert (wide.hidden, wide.queries, costs_of(wide).queries) == (2560, 4096, 4096)
+    narrow = shape_by_config(published_configs()["Qwen2.5-VL-7B"])
+    assert narrow.queries == narrow.hidden == costs_of(narrow).queries
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (8, 2)])
+def test_a_stock_layer_keeps_what_autograd_saves_of_it(heads: int, kv_heads: int) -> None:
+    import torch
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
+
+    tokens = 64
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    config = Qwen3Config(**sizes, head_dim=32, num_hidden_layers=1, vocab_size=32)
+    config._attn_implementation = "sdpa"
+    layer = Qwen3DecoderLayer(config, 0).to(torch.bfloat16)
+    stream = torch.zeros(1, tokens, 64, dtype=torch.bfloat16, requires_grad=True)
+    rotation = Qwen3RotaryEmbedding(config)(stream, torch.arange(tokens)[None])
+    whole = [*layer.parameters(), *rotation]
+    apart = {tensor.untyped_storage().data_ptr() for tensor in whole}
+    saved: dict[int, torch.Tensor] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        return saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        layer(stream, position_embeddings=rotation)
+    kept = sum(one.untyped_storage().nbytes() for place, one in saved.items() if place not in apart) / tokens
+    shape = shape_by_config(config.to_dict() | {"model_type": "qwen3", "tie_word_embeddings": True})
+    assert kept <= stock_layer_bytes(shape) <= 1.1 * kept
 
 
 def test_a_single_gpu_holds_what_the_dry_run_says() -> None:
@@ -57,6 +92,32 @@ def test_ranks_share_weights_moments_and_gradients_and_gather_the_root_and_two_l
         == sum(eight[use] for use in ("weights", "gradients", "optimizer moments")) + eight["remainders of fp32 masters"]
     )
     assert "weights" not in offloaded.uses
+
+
+def test_ranks_that_share_tokens_keep_a_share_of_the_activations_and_gather_keys_and_values() -> None:
+    one, four = (
+        load_recipe("caprl_video", ["model.gradient_checkpointing=false", "batch.prompts_per_step=8", *changes])
+        for changes in ([], ["cluster.learners=8", "cluster.sequence_parallel=4"])
+    )
+    shape, _ = planned_shape(one.model)
+    alone, sharing = (rank_memory(found, shape, 8, samples=False).uses for found in (one, four))
+    assert sharing["activations"] == pytest.approx(alone["activations"] / 4, rel=1e-3)
+    tokens = max(four.batch.tokens_per_microbatch, four.rollout.max_context_tokens)
+    assert sharing["gathered keys and values"] == tokens * 2 * shape.key_values * 12
+    assert "gathered keys and values" not in alone
+    planned = forecast(four, Asked(gpus=16, kind="h200"))
+    assert planned.deployment.learners % 4 == 0
+    assert planned.rank.uses["gathered keys and values"] == sharing["gathered keys and values"]
+    assert any(what == "shared tokens" for what, _, _ in planned.notes)
+    with pytest.raises(RecipeError, match=r"leave no multiple of 4 to learn"):
+        forecast(four, Asked(gpus=4, kind="h200"))
+
+
+def test_sharing_tokens_is_a_way_out_where_a_context_is_too_long() -> None:
+    changes = ["rollout.max_context_tokens=163840", "model.gradient_checkpointing=true", "model.freeze=[vision]"]
+    long = load_recipe("caprl_video", changes)
+    with pytest.raises(RecipeError, match=r"What would fit: .*cluster\.sequence_parallel=2 \((\d+) GiB\)"):
+        forecast(long, Asked(gpus=16, kind="h100", engines=8))
 
 
 def test_what_does_not_fit_is_refused_and_the_ways_out_fit() -> None:
@@ -95,6 +156,17 @@ def test_what_nobody_has_run_is_said() -> None:
     found = forecast(recipe("model.gradient_checkpointing=true", "batch.prompts_per_step=64"), asked)
     assert {what for what, how, _ in found.notes if how == "not run"} == {"experts", "several engines"}
     assert found.run.stale_max <= recipe().schedule.max_staleness
+
+
+def test_engines_and_ranks_beyond_the_groups_of_a_step_are_said_to_be_idle() -> None:
+    changes = ("model.gradient_checkpointing=true", "batch.prompts_per_step=8")
+    found = forecast(recipe(*changes), Asked(gpus=32, kind="h200", engines=12, response_tokens=100))
+    told = {what: words for what, _, words in found.notes}
+    assert "an update has 8 groups" in told["idle ranks"]
+    assert "12 of 20 do nothing" in told["idle ranks"]
+    assert "4 of 12 do nothing" in told["idle engines"]
+    enough = forecast(recipe(*changes), Asked(gpus=8, kind="h200", engines=3, response_tokens=100))
+    assert not [what for what, _, _ in enough.notes if what.startswith("idle")]
 
 
 def test_cost_is_price_times_gpu_hours() -> None:

@@ -1,18 +1,30 @@
 """Trees laid out level by level: their attention by flash attention is the attention over rectangles."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis.strategies import sampled_from
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sensorium.learner import tree_levels
 from sensorium.learner.tree_attention import TokenRun
-from sensorium.learner.tree_levels import BOUND, LevelAttention, Part, TorchFlash, arrange_levels, trial, usable
+from sensorium.learner.tree_levels import (
+    BLOCK,
+    BOUND,
+    LONGEST,
+    LevelAttention,
+    Part,
+    TorchFlash,
+    arrange_levels,
+    trial,
+    usable,
+)
 
 from .test_packing import forests
 
@@ -71,15 +83,15 @@ class PlainFlash:
 
 
 @settings(deadline=None, max_examples=60)
-@given(forests())
-def test_levels_attend_as_rectangles_do(runs: list[TokenRun]) -> None:
+@given(forests(), sampled_from([1, 2, BLOCK]))
+def test_levels_attend_as_rectangles_do(runs: list[TokenRun], block: int) -> None:
     levels = arrange_levels(runs)
     if not levels:
         return
     count = sum(run.length for run in runs)
     places = sorted(place for run in runs for place in range(run.start, run.start + run.length))
     assert places == list(range(count))
-    row = LevelAttention(levels, CPU, PlainFlash())
+    row = LevelAttention(levels, CPU, PlainFlash(), block)
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 4, count, 8, generator=generator, dtype=torch.float64)
     key, value = torch.randn(2, 1, 2, count, 8, generator=generator, dtype=torch.float64)
@@ -103,6 +115,30 @@ def test_siblings_are_one_stretch_over_their_prompt() -> None:
     assert (above.queries, above.keys) == (slice(8, 14), slice(3, 8))
     assert (above.query_ends.tolist(), above.key_ends.tolist()) == ([0, 6], [0, 5])
     assert row.own.query_ends.tolist() == [0, 3, 8, 10, 14]
+
+
+def test_long_responses_over_long_prompts_are_cut_into_blocks() -> None:
+    prompts = [TokenRun(length, None) for length in (40, 2 * BLOCK + 7, 30, 50, BLOCK)]
+    lengths = (LONGEST * BLOCK, LONGEST * BLOCK + BLOCK + 9, 50, 5, BLOCK)
+    row = LevelAttention(arrange_levels([*prompts, *map(TokenRun, lengths, prompts)]), CPU)
+    sizes = [(part.query_ends.diff().tolist(), part.key_ends.diff().tolist(), part.block) for part in row.above]
+    assert sizes == [
+        ([LONGEST * BLOCK], [40], False),
+        ([LONGEST * BLOCK], [2 * BLOCK + 7], True), ([BLOCK], [2 * BLOCK + 7], True), ([9], [2 * BLOCK + 7], False),
+        ([50, 5], [30, 50], False), ([BLOCK], [BLOCK], True),
+    ]  # fmt: skip
+    assert [part.queries.stop for part in row.above][:-1] == [part.queries.start for part in row.above][1:]
+
+
+def test_cudnn_plans_for_blocks_that_come_again() -> None:
+    prompt = TokenRun(BLOCK, None)
+    row = LevelAttention(arrange_levels([prompt, TokenRun(2 * BLOCK, prompt)]), CPU)
+    (block,), flash = row.above, TorchFlash(often=2)
+    assert [flash.leaves_to_cudnn(block) for _ in range(4)] == [False, False, True, True]
+    assert not flash.leaves_to_cudnn(replace(block, longest_key=BLOCK + 1))
+    assert not flash.leaves_to_cudnn(block, back=True)  # forward and backward have a plan each
+    assert not any(flash.leaves_to_cudnn(replace(block, block=False)) for _ in range(4))
+    assert not any(TorchFlash().leaves_to_cudnn(block) for _ in range(4))
 
 
 def test_the_trial_finds_what_is_wrong() -> None:
@@ -135,8 +171,11 @@ def test_the_merge_kernel(heads: int, size: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_flash_attention_on_the_gpu(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> None:
     device = torch.device("cuda", 0)
-    assert trial(TorchFlash(), device, dtype, heads, kv_heads, size) <= BOUND
-    assert usable(device, dtype, heads, kv_heads, size) is not None
+    for often in (None, 0):
+        assert trial(TorchFlash(often), device, dtype, heads, kv_heads, size) <= BOUND
+    flash = usable(device, dtype, heads, kv_heads, size)
+    assert isinstance(flash, TorchFlash)
+    assert flash.often
     assert usable(device, torch.float32, heads, kv_heads, size) is None  # float32: over rectangles
 
 
@@ -146,6 +185,20 @@ def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     tree_levels.usable.cache_clear()
     with pytest.warns(UserWarning, match="rectangles.*off"):
         assert usable(torch.device("cuda", 0), torch.bfloat16, 16, 2, 128) is None
+    tree_levels.usable.cache_clear()
+
+
+@pytest.mark.gpu
+def test_without_cudnn_all_is_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise RuntimeError("no plan")
+
+    monkeypatch.setattr(tree_levels, "block_gradients", refuses)
+    tree_levels.usable.cache_clear()
+    with pytest.warns(UserWarning, match="not computed by cuDNN.*no plan"):
+        flash = usable(torch.device("cuda", 0), torch.bfloat16, 16, 2, 128)
+    assert isinstance(flash, TorchFlash)
+    assert flash.often is None
     tree_levels.usable.cache_clear()
 
 

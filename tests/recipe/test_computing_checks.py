@@ -32,6 +32,10 @@ REFUSED = {
     "a mixture of experts": recipe("qwen3_vl_moe", precision="matched"),
     "engine 'vllm'": recipe("qwen3_vl", precision="matched", rollout={"engine": "vllm", "schedule": "eager"}),
     "cluster.learners is 2": recipe("qwen3_vl", precision="matched", cluster={"learners": 2}),
+    "cluster.placement is 'ray'": recipe("qwen3_vl", precision="matched", cluster={"placement": "ray"}),
+    "attends over pages": recipe(
+        "qwen3_vl", precision="matched", rollout={"engine": {"name": "process", "options": {"kv": "rows"}}}
+    ),
 }
 
 

@@ -152,6 +152,24 @@ def test_a_schedule_that_gives_up_repetition_says_so() -> None:
     assert "rollout.schedule=lockstep" in plan.determinism
 
 
+def test_where_lockstep_is_refused_it_is_not_named_as_the_way_to_repeat() -> None:
+    eager = {"schedule": "eager", "engine": {"name": "vllm"}}
+    assert "rollout.engine: native with rollout.schedule=lockstep" in make_plan(recipe(rollout=eager)).determinism
+    several = recipe(rollout={**eager, "engine": {"name": "process"}}, cluster={"engines": 2})
+    assert "cluster.engines=1 with rollout.schedule=lockstep" in make_plan(several).determinism
+
+
+def test_a_run_of_several_processes_says_which_and_who_of_them_is_idle() -> None:
+    assert make_plan(recipe()).processes == ""
+    rollout = {"schedule": "eager", "engine": {"name": "vllm"}}
+    placed = {"learners": 2, "engines": 3, "placement": "ray"}
+    told = make_plan(recipe(rollout=rollout, cluster=placed)).processes
+    assert told.startswith("the driver, 2 learner ranks, 3 engines (vllm), placed by Ray;")
+    assert "nothing to do" not in told
+    many = make_plan(recipe(batch={"prompts_per_step": 8}, cluster={"learners": 20})).processes
+    assert "An update has 8 groups, a group is one rank's: 12 of 20 have nothing to do" in many
+
+
 def test_the_plan_says_how_many_prompts_a_step_may_play() -> None:
     batch = {"prompts_per_step": 5, "group_size": 4}
     plain = make_plan(recipe(batch=batch))
@@ -257,6 +275,25 @@ def test_many_pictures_are_kept_by_microbatch_where_their_inputs_alone_would_not
     assert chosen.room is not None
     assert chosen.forecast == sum(make_plan(made).memory.values()) < 0.9 * (140 << 30)
     assert 64 * 4224 * 4 * chosen.room.recomputed > 80 << 30
+
+
+def test_learners_that_share_tokens_are_told_with_what_each_keeps() -> None:
+    alone, shared = (make_plan(recipe(cluster=cluster)) for cluster in ({}, {"learners": 4, "sequence_parallel": 2}))
+    assert "2 learners, in 2 such groups share the tokens" in shared.sharing
+    assert not alone.sharing
+    assert shared.memory["activations"] == pytest.approx(alone.memory["activations"] / 2, rel=1e-3)
+    assert "gathered keys and values" in shared.memory
+    assert "gathered keys and values" not in alone.memory
+
+
+def test_a_context_longer_than_a_microbatch_is_one_of_its_own() -> None:
+    short, long = (
+        make_plan(
+            recipe(batch={"tokens_per_microbatch": 1024}, rollout={"max_context_tokens": context, "max_new_tokens": 8})
+        )
+        for context in (1024, 8192)
+    )
+    assert long.memory["activations"] == 8 * short.memory["activations"]
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,15 @@ def test_a_run_without_findings_says_so_and_one_that_needs_a_look_is_not_called_
     assert 'class="health caution"' in render_report(run)
 
 
+def test_a_run_of_several_processes_has_a_section_on_them_and_one_of_one_process_none(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=12)
+    assert "<h2>Processes</h2>" not in render_report(run)
+    write_whole(run.recipe, run.recipe.read_text() + "cluster: {learners: 2}\n")
+    page = Page(render_report(run))
+    assert "Processes" in page.text
+    assert "The driver, 2 learner ranks." in page.text
+
+
 def test_a_run_that_made_fewer_steps_than_planned_says_so(tmp_path: Path) -> None:
     run = make_run(tmp_path, steps=12)
     write_whole(run.recipe, run.recipe.read_text().replace("steps: 12", "steps: 160"))

@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 
 from sensorium.engines.native.engine import NativeEngine
 from sensorium.recipe.schema import Recipe
+from sensorium.record.processes import read_processes
+from sensorium.report.watcher import Watcher
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import EngineLost
 
@@ -33,9 +35,24 @@ def episodes_of(run: Path) -> dict[str, list[dict[str, Any]]]:
     }
 
 
+class Notes(Watcher):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def noted(self, text: str) -> None:
+        self.notes.append(text)
+
+
 def test_a_resumed_run_of_three_steps_equals_the_native_engines(tmp_path: Path) -> None:
     native = train(small(tmp_path / "native", NATIVE))
-    process = train(small(tmp_path / "process", PROCESS, "steps=2"))
+    watcher = Notes()
+    process = train(small(tmp_path / "process", PROCESS, "steps=2"), watchers=[watcher])
+    assert watcher.notes[0] == "starting 1 engine (process); that may take minutes"
+    told = read_processes(process)
+    assert told is not None
+    assert (told.step, told.ended) == (2, True)
     train(small(tmp_path / "process", PROCESS), resume=True)
     assert len(episodes_of(native)) == 3
     assert episodes_of(process) == episodes_of(native)

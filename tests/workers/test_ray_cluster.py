@@ -35,6 +35,21 @@ def test_an_address_that_says_nothing_is_not_waited_for_for_ever(monkeypatch: py
         ray_cluster._open(SilentRay(), f"ray://127.0.0.1:{silent.getsockname()[1]}", 2)
 
 
+@pytest.mark.parametrize("address", ["..:6379", "ä" * 70 + ":6379", "127.0.0.1:-1", "127.0.0.1:99999"])
+def test_an_address_that_is_none_is_told_at_once(address: str) -> None:
+    with pytest.raises(RecipeError, match=r"does not answer: .*ray status"):
+        ray_cluster._open(SilentRay(), address, 2)
+
+
+def test_a_cluster_of_the_runs_own_is_not_the_one_that_ray_address_names() -> None:
+    class Started:
+        def init(self, **given: Any) -> None:
+            self.given = given
+
+    ray_cluster._open(ray := Started(), "", 2)
+    assert ray.given["address"] == "local"
+
+
 def test_what_ray_raises_is_told_by_its_first_line() -> None:
     class Other:
         def init(self, **given: Any) -> None:

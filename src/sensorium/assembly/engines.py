@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import torch
+
+from sensorium.assembly.engine_gpus import gpus_of_engines, visible_gpus
 from sensorium.assembly.hosts import open_host
 from sensorium.engines.pool import EnginePool
 from sensorium.engines.protocol import Engine
@@ -22,9 +25,14 @@ def open_engine(recipe: Recipe, policy: Policy, folder: Path | None = None) -> t
     gpus = engine_gpus(recipe) if on_gpus else 0.0
     placed = section.name in OWN_WEIGHTS
     host = open_host(recipe, "an engine", EngineLost, folder, gpus=gpus, on_gpus=on_gpus) if placed else ThisMachine()
+    hosts = [host] * cluster.engines
+    if on_gpus and cluster.engines > 1 and cluster.placement != "ray":
+        visible = visible_gpus(torch.cuda.device_count())
+        names = gpus_of_engines(recipe, visible, policy.device.index or 0)
+        hosts = [ThisMachine(one, shared=cluster.share_gpus) for one in names]
 
-    def make_engine() -> Engine:
-        given = {"policy": policy, "lockstep": lockstep, "host": host}
+    def make_engine(number: int) -> Engine:
+        given = {"policy": policy, "lockstep": lockstep, "host": hosts[number]}
         engine: Engine = build("engine", section.name, section.options, "rollout.engine.options", **given)
         return engine
 
@@ -32,7 +40,7 @@ def open_engine(recipe: Recipe, policy: Policy, folder: Path | None = None) -> t
         engine = (
             EnginePool(make_engine, cluster.engines, restarts=cluster.restarts, joins_at_push=streams)
             if cluster.engines > 1
-            else make_engine()
+            else make_engine(0)
         )
         refuse_unable(engine.capabilities, recipe.rollout, recipe.model.precision)
         engine.start()

@@ -20,7 +20,15 @@ class EnvironmentWorkers:
     """``count`` environment services, each in a process of its own, and the client that plays at them."""
 
     def __init__(
-        self, host: ProcessHost, count: int, deadline_s: float, *, toward: str, restarts: int, start_s: float
+        self,
+        host: ProcessHost,
+        count: int,
+        deadline_s: float,
+        *,
+        toward: str,
+        restarts: int,
+        start_s: float,
+        hang_s: float = 20.0,
     ) -> None:
         key = secrets.token_urlsafe()
         self._deadline_s = deadline_s
@@ -29,7 +37,7 @@ class EnvironmentWorkers:
         settings = {"key": key, "deadline_s": deadline_s, "toward": toward}
         self.placed = PlacedWorkers(
             host, MODULE, settings, count, "environment worker", EnvironmentFailure,
-            restarts=restarts, start_s=start_s, changed=self._changed,
+            restarts=restarts, start_s=start_s, hang_s=hang_s, changed=self._changed,
         )  # fmt: skip
 
     def start(self) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from sensorium.assembly.environment_workers import EnvironmentWorkers
 from sensorium.assembly.hosts import driver_address, open_host
@@ -34,7 +35,7 @@ class RunWorkers:
             ProcessRow(
                 f"{kind} worker {worker.number}",
                 None if worker.process is None else worker.process.pid,
-                "works" if worker.ready else "starts, or is lost",
+                "works" if worker.ready else "is being replaced, or is lost",
                 worker.replaced,
             )
             for kind, placed in self.kinds.items()
@@ -62,24 +63,20 @@ class RunWorkers:
 def open_workers(recipe: Recipe, scorer: Scorer, opened: ExitStack) -> RunWorkers:
     """Start what the recipe's cluster section asks for; slow terms of the scorer are then asked in workers."""
     section = recipe.cluster
-    restarts, start_s = section.restarts, section.start_s
+    limits: dict[str, Any] = {"restarts": section.restarts, "start_s": section.start_s, "hang_s": section.hang_s}
     environments = rewards = None
     if section.environments:
         host = open_host(recipe, "an environment worker", WorkersLost)
         opened.callback(host.close)
         deadline_s, toward = recipe.rollout.environment_deadline_s, driver_address(recipe)
-        environments = EnvironmentWorkers(
-            host, section.environments, deadline_s, toward=toward, restarts=restarts, start_s=start_s
-        )
+        environments = EnvironmentWorkers(host, section.environments, deadline_s, toward=toward, **limits)
         environments.start()
         opened.callback(environments.close)
     if section.rewards:
         settings = placeable(recipe.rewards, [term for term, _ in scorer.terms])
         host = open_host(recipe, "a reward worker", WorkersLost)
         opened.callback(host.close)
-        rewards = PlacedWorkers(
-            host, MODULE, settings, section.rewards, "reward worker", RewardFailure, restarts=restarts, start_s=start_s
-        )
+        rewards = PlacedWorkers(host, MODULE, settings, section.rewards, "reward worker", RewardFailure, **limits)
         rewards.start()
         opened.callback(rewards.close)
         scorer.terms = tuple(

@@ -138,7 +138,7 @@ class Session:
 
 
 def _process_row(place: PooledEngine) -> ProcessRow:
-    does = f"{len(place.threads)} threads open" if place.ready else "starts, or is lost"
+    does = f"{len(place.threads)} threads open" if place.ready else "is being replaced, or is lost"
     pid = getattr(place.engine, "pid", None)
     return ProcessRow(f"engine {place.number}", pid, does, place.replaced, place.engine.version)
 

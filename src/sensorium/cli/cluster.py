@@ -1,5 +1,6 @@
 """``sensorium cluster status RUN``: the processes of a run, what each does, and when that was last seen."""
 
+import socket
 import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -7,6 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from sensorium.recipe.processes import placed_processes
+from sensorium.recipe.yaml import read_yaml
+from sensorium.record.lock import said_holder
 from sensorium.record.processes import ProcessRow, RunProcesses, alive, read_processes
 from sensorium.vocabulary.errors import RecordError
 
@@ -24,14 +28,9 @@ def run(arguments: Namespace) -> int:
     directory = arguments.directory
     if not (directory / "recipe.yaml").exists():
         raise RecordError(f"'{directory}' holds no run: give the directory that 'sensorium train' wrote.")
-    found = read_processes(directory)
-    console = Console()
-    if found is None:
-        console.print(
-            f"'{directory}' is a run of one process: learner and engine are the driver's own, and there is nothing beside "
-            "it. cluster.learners, cluster.engines or rollout.engine: process give it others.",
-            soft_wrap=True,
-        )
+    found, console = read_processes(directory), Console()
+    if found is None or _other_driver(directory, found):
+        console.print(_without_processes(directory), soft_wrap=True)
         return 0
     table = Table("part", "pid", "state", "does", "weights", "restarts", title=headline(found))
     for row in found.rows:
@@ -39,6 +38,29 @@ def run(arguments: Namespace) -> int:
         table.add_row(row.part, str(row.pid or ""), state(row, found), row.does, version, str(row.restarts))
     console.print(table)
     return int(not found.ended and any(state(row, found) == "gone" for row in found.rows))
+
+
+def _other_driver(directory: Path, found: RunProcesses) -> bool:
+    """Whether the run was begun anew or resumed since, by a process that lives and has not written yet."""
+    holder = said_holder(directory)
+    if holder is None or holder[1] != socket.gethostname() or not alive(holder[0]):
+        return False
+    return holder[0] not in (row.pid for row in found.rows if row.part == "driver")
+
+
+def _without_processes(directory: Path) -> str:
+    """What is to say of a run that has not written of its processes."""
+    recipe, _ = read_yaml((directory / "recipe.yaml").read_text(), str(directory / "recipe.yaml"))
+    parts = placed_processes(recipe) if isinstance(recipe, dict) else ()
+    if not parts:
+        return (
+            f"'{directory}' is a run of one process: learner and engine are the driver's own, and there is nothing beside "
+            "it. cluster.learners, cluster.engines or rollout.engine: process give it others."
+        )
+    holder, listed = said_holder(directory), ", ".join(parts)
+    if holder is None or (holder[1] == socket.gethostname() and not alive(holder[0])):
+        return f"'{directory}' ended before its processes were up ({listed})."
+    return f"'{directory}' starts: process {holder[0]} on {holder[1]} waits for its processes to be up ({listed})."
 
 
 def headline(found: RunProcesses) -> str:

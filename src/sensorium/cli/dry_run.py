@@ -16,6 +16,7 @@ from sensorium.recipe.task_sections import SourceSection
 from sensorium.rewards.answer import without_answer
 from sensorium.rewards.context import RewardContext
 from sensorium.rewards.functions import build_term
+from sensorium.rewards.placed import placeable
 from sensorium.rewards.protocol import Term
 from sensorium.tasks.bounded import bounded
 from sensorium.tasks.causal import untold
@@ -26,6 +27,7 @@ from sensorium.trainer.health.at_start import refuse_without_demonstrations, sta
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError, TaskError, UnknownJudge
 from sensorium.vocabulary.task import Task
+from sensorium.workers.ray_cluster import refuse_without_ray
 
 ROWS = 8
 ENGINE_CHECKS = {"vllm": "sensorium.engines.vllm.recipe_checks"}
@@ -54,6 +56,16 @@ def look_at(recipe: Recipe, *, train: bool = True) -> Iterator[str]:
     terms, unknown = _build_terms(recipe)
     if unknown:
         yield unknown
+    if train and recipe.cluster.placement == "ray":
+        refuse_without_ray()
+    if train and recipe.cluster.environments and recipe.cluster.hang_s >= recipe.rollout.environment_deadline_s:
+        yield (
+            f"cluster.hang_s is {recipe.cluster.hang_s:g}, and rollout.environment_deadline_s "
+            f"{recipe.rollout.environment_deadline_s:g}: episodes of a worker that hangs fail by that first, and are not "
+            "rolled again. Set hang_s below it."
+        )
+    if train and recipe.cluster.rewards:
+        placeable(recipe.rewards, [term for term, _ in terms])
     if train:
         sources: list[TaskSource] = []
         few = yield from _look_at_sources(recipe, recipe.tasks.train, "tasks.train", sources)

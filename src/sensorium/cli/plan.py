@@ -7,6 +7,7 @@ of the schedule; what was measured and what is scaled or assumed is said with th
 import json
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
+from importlib import import_module
 
 from rich.console import Console
 from rich.table import Table
@@ -16,12 +17,21 @@ from sensorium.cli.show import say
 from sensorium.forecast.forecast import Asked, Forecast, forecast
 from sensorium.forecast.machine import kinds
 from sensorium.forecast.memory import GpuMemory
-from sensorium.forecast.simulator import SCHEDULES
+from sensorium.forecast.simulator import SCHEDULES, Deployment
 from sensorium.recipe.load import load_recipe
+from sensorium.recipe.schema import Recipe
 from sensorium.report.tables import bytes_text, count_text
 from sensorium.vocabulary.errors import RecipeError
 
 USAGE = "sensorium plan RECIPE [key=value …] --gpus N --kind h200 [--engines K] [--schedule NAME] [--price P] [--json]"
+MOST = {
+    "gpus": 10_000, "prompt_tokens": 1e9, "response_tokens": 1e9, "scoring_s": 1e7, "price": 1e9, "staleness": 1000,
+    "network": 1e9,
+}  # fmt: skip
+"""What a plan takes at most. Every GPU and every group that may be open is simulated."""
+ENGINE_OPTIONS = dict.fromkeys(("native", "process"), "sensorium.engines.native.options")
+ENGINE_OPTIONS["vllm"] = "sensorium.engines.vllm.options"
+"""Modules that check an engine's options without torch."""
 STYLES = {"measured": "green", "scaled": "yellow", "computed": "yellow", "assumed": "yellow", "not run": "red"}
 
 
@@ -49,18 +59,26 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Forecast and print."""
-    for name in ("prompt_tokens", "response_tokens", "scoring_s", "price", "staleness", "network"):
+    for name, most in MOST.items():
         value = getattr(arguments, name)
-        if value is not None and value < 0:
-            raise RecipeError(f"--{name.replace('_', '-')} {value:g}: it cannot be negative.")
+        if value is not None and not 0 <= value <= most:
+            words = "it cannot be negative" if value < 0 else f"a plan takes a number up to {most:,.0f}"
+            raise RecipeError(f"--{name.replace('_', '-')} {value:g}: {words}.")
+    if arguments.network == 0:
+        raise RecipeError("--network 0: machines that cannot reach each other train nothing together; leave it out.")
     recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if recipe.rollout.engine.name in ENGINE_OPTIONS:
+        try:
+            import_module(ENGINE_OPTIONS[recipe.rollout.engine.name]).check_options(recipe.rollout.engine.options)
+        except ValueError as error:
+            raise RecipeError(f"rollout.engine.options: {error}.") from error
     asked = Asked(**{name: getattr(arguments, name) for name in Asked.__dataclass_fields__})
     found = forecast(recipe, asked)
     if arguments.json:
         print(json.dumps(as_json(found), indent=1, ensure_ascii=False))
         return 0
     console = Console()
-    console.print(plan_page(found, asked.price))
+    console.print(plan_page(found, asked.price, placing(recipe, found.deployment)))
     for what, how, words in found.notes:
         console.print(Text.assemble((f"{how:>9}", STYLES[how]), f"  {what}: {words}"), soft_wrap=True)
     if found.cost is None:
@@ -78,7 +96,21 @@ def as_json(found: Forecast) -> dict[str, object]:
     return row
 
 
-def plan_page(found: Forecast, price: float | None) -> Table:
+def placing(recipe: Recipe, plan: Deployment) -> str:
+    """The keys of a run that places its processes as planned, those that the recipe has already left out."""
+    if not plan.apart:
+        return ""
+    wanted: dict[str, tuple[object, object]] = {"cluster.learners": (plan.learners, recipe.cluster.learners)}
+    wanted["cluster.engines"] = (plan.engines, recipe.cluster.engines)
+    if plan.engines > 1:
+        engine = recipe.rollout.engine.name
+        wanted["rollout.engine.name"] = ("process" if engine == "native" else engine, engine)
+        wanted["rollout.schedule"] = ("eager", recipe.rollout.schedule)
+    wanted["cluster.placement"] = ("ray", recipe.cluster.placement)
+    return " ".join(f"{key}={value}" for key, (value, has) in wanted.items() if value != has)
+
+
+def plan_page(found: Forecast, price: float | None, keys: str = "") -> Table:
     """The forecast as a table."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
@@ -86,6 +118,8 @@ def plan_page(found: Forecast, price: float | None) -> Table:
     plan, run, work = found.deployment, found.run, found.work
     rows.add_row("model", f"{count_text(found.parameters)} parameters, {found.model}")
     rows.add_row("GPUs", f"{plan.gpus} × {found.kind.title}: {_division(found)}")
+    if keys:
+        rows.add_row("placed by", keys)
     lengths = f"mean {work.response:g}, longest {work.tail * work.response:g}" if work.tail > 1 else f"{work.response:g}"
     rows.add_row(
         "a step", f"{work.prompts} × {work.group} episodes, prompts of {work.prompt:,} tokens, responses of {lengths}"
@@ -107,7 +141,8 @@ def plan_page(found: Forecast, price: float | None) -> Table:
     if run.stale_max:
         rows.add_row("staleness", f"mean {run.stale_mean:.2f}, at most {run.stale_max} updates")
     rows.add_row("speed", f"{run.tokens_per_s:,.0f} sampled tokens/s, {run.tokens_per_s / plan.gpus:,.0f} a GPU")
-    rows.add_row("the run", f"{found.hours:,.1f} hours, {found.hours * plan.gpus:,.1f} GPU hours")
+    lasts = f"{found.hours:,.1f} hours" if found.hours >= 1 else f"{60 * found.hours:,.1f} minutes"
+    rows.add_row("the run", f"{lasts}, {found.hours * plan.gpus:,.1f} GPU hours")
     if found.cost is not None:
         rows.add_row("cost", f"{found.cost:,.0f} at {price:g} a GPU hour")
     return rows
@@ -118,7 +153,8 @@ def _division(found: Forecast) -> str:
     if not plan.apart:
         return "samples and learns in turn, with one set of weights"
     each = f" of {plan.engine_gpus} GPUs" if plan.engine_gpus > 1 else ""
-    return f"{plan.engines} engine{'s' if plan.engines > 1 else ''}{each}, {plan.learners} learner ranks"
+    shared = f", {plan.sequence_parallel} share each micro-batch's tokens" if plan.sequence_parallel > 1 else ""
+    return f"{plan.engines} engine{'s' if plan.engines > 1 else ''}{each}, {plan.learners} learner ranks{shared}"
 
 
 def _kept(recompute: bool | str) -> str:

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from sensorium.cli.show import say, show_dry_run, show_plan
 from sensorium.recipe.load import load_recipe, shipped_recipes
+from sensorium.recipe.schema import Recipe
 from sensorium.record.run_directory import RunDirectory
 from sensorium.vocabulary.errors import (
     CheckpointError,
@@ -46,7 +47,10 @@ def run(arguments: Namespace) -> int:
     overrides = [*_from_environment(arguments.recipe), *arguments.overrides] if arguments.caprl_env else arguments.overrides
     recipe = load_recipe(arguments.recipe, overrides)
     if arguments.dry_run:
+        notes = _resumable(recipe) if arguments.resume else []
         show_dry_run(recipe, console)
+        for note in notes:
+            say(note, console)
         return 0
     from sensorium.report.console import ConsoleWatcher
     from sensorium.trainer.health.monitor import run_untrained
@@ -64,6 +68,13 @@ def run(arguments: Namespace) -> int:
         raise
     say(f"report  {directory / 'report.html'}", console)
     return UNTRAINED if run_untrained(RunDirectory(directory), recipe) else 0
+
+
+def _resumable(recipe: Recipe) -> list[str]:
+    """Refuse to go on with a run by another recipe, as the run itself would; returns what it would say."""
+    from sensorium.trainer.claim import go_on
+
+    return go_on(recipe, RunDirectory(recipe.directory))
 
 
 def _from_environment(recipe: str) -> list[str]:

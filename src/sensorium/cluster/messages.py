@@ -1,5 +1,6 @@
 """What driver and ranks send each other: pickled, since both ends are ours and started by one of us."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,11 @@ class Answer:
 
 
 def failed(error: BaseException) -> Answer:
-    """The answer of a call that raised."""
+    """The answer of a call that raised. torch's error about a checkpoint holds those of the ranks that failed."""
+    failures: Mapping[int, Any] = getattr(error, "failures", None) or {}
+    if failures:
+        rank, (cause, *_) = min(failures.items())
+        return Answer(error=f"{cause!r} on rank {rank}", kind=type(error).__name__)
     plain = plain_error(error)
     return Answer(error=plain["error"], kind=plain["kind"])
 

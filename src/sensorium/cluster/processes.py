@@ -16,6 +16,7 @@ from typing import Any
 
 from sensorium.cluster.messages import Answer, Call, RankSettings
 from sensorium.cluster.rank_failures import SharedError, judged, refuse_other_versions
+from sensorium.record.processes import process_state
 from sensorium.vocabulary.errors import LearnerLost, SensoriumError
 from sensorium.workers.channel import PickledChannel
 from sensorium.workers.python_process import CLOSE_S, PythonProcess, last_words
@@ -43,6 +44,16 @@ class RankProcess:
         """Its process id."""
         return self._python.pid
 
+    @property
+    def name(self) -> str:
+        """What it is called in errors."""
+        return f"rank {self.rank} of the learner (pid {self.pid})"
+
+    @property
+    def stopped(self) -> bool:
+        """True while it is held by a signal, as far as the system tells."""
+        return process_state(self.pid) == "T"
+
     def send(self, call: Call, limit_s: float) -> None:
         """Ask; the answer is received later."""
         self._channel.send(call, limit_s)
@@ -66,7 +77,7 @@ class RankProcess:
     def why(self) -> str:
         """How it ended, and the last that it said."""
         ending = self._python.ending()
-        return f"rank {self.rank} of the learner (pid {self.pid}) {ending}.{last_words(self._python.log_text())}"
+        return f"{self.name} {ending}.{last_words(self._python.log_text())}"
 
 
 class ProcessRanks:
@@ -127,8 +138,12 @@ class ProcessRanks:
                         lost.append(rank)
                     selector.unregister(rank.socket)
                     waiting.remove(rank)
+        why = [rank.why() for rank in lost]
+        why += [
+            f"{rank.name} is stopped (SIGSTOP): it did not answer in {limit_s:g} s." for rank in waiting if rank.stopped
+        ]
         try:
-            return judged(answers, len(self._ranks), [rank.why() for rank in lost], calls[0].name, limit_s)
+            return judged(answers, len(self._ranks), why, calls[0].name, limit_s)
         except SharedError as shared:
             raise shared.error from None
         except SensoriumError:

@@ -23,6 +23,7 @@ from sensorium.learner.shards import whole_of
 from sensorium.models.checkpoint_place import find_checkpoint
 from sensorium.recipe.schema import Recipe
 from sensorium.record.run_directory import RunDirectory
+from sensorium.vocabulary.errors import LearnerLost
 from sensorium.workers.versions import versions
 
 
@@ -69,7 +70,7 @@ class Rank:
             world_size=settings.size,
             timeout=timedelta(seconds=recipe.cluster.reply_s),
         )
-        team = RankTeam(device)
+        team = RankTeam(device, recipe.cluster.sequence_parallel)
         directory = RunDirectory(settings.run)
         models = ShardedModels(recipe, team, settings.saved)
         policy = load_trained(recipe, open_store(recipe, directory.media), settings.saved)
@@ -85,7 +86,13 @@ class Rank:
             if self._rank == 0:
                 found[name] = whole.cpu().contiguous()
         if self._rank == 0:
-            save_file(found, file)
+            try:
+                save_file(found, file)
+            except Exception as error:
+                raise LearnerLost(
+                    f"the weights cannot be handed to the driver by '{file}': {error}. Make room there, or set TMPDIR to a "
+                    "disk that has some."
+                ) from error
 
     def _save_state(self, folder: Path) -> None:
         assert self._learner is not None

@@ -1,10 +1,14 @@
 """What the answers and failures of ranks mean for the run."""
 
+import re
 from collections.abc import Mapping, Sequence
 
 from sensorium.cluster.messages import Answer, error_of
 from sensorium.vocabulary.errors import LearnerLost, SensoriumError
 from sensorium.workers.versions import refuse_other_versions as refuse_other
+
+WAITED = re.compile(r"Timed out waiting|Connection closed by peer|Watchdog caught collective", re.IGNORECASE)
+"""What a rank says that waited for another one: no cause, if that one is silent."""
 
 
 class SharedError(Exception):
@@ -25,10 +29,11 @@ def judged(answers: Mapping[int, Answer], size: int, lost: Sequence[str], asked:
         raise LearnerLost(lost[0])
     if len(errors) == size and len({answer.kind for answer in errors.values()}) == 1:
         raise SharedError(error_of(errors[0], 0))
-    if errors:
-        rank, answer = min(errors.items())
-        raise error_of(answer, rank)
     silent = [rank for rank in range(size) if rank not in answers]
+    causes = {rank: answer for rank, answer in errors.items() if not (silent and WAITED.search(answer.error))}
+    if causes:
+        rank, answer = min(causes.items())
+        raise error_of(answer, rank)
     if silent:
         key = "start_s" if asked == "open" else "reply_s"
         raise LearnerLost(

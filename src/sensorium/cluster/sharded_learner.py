@@ -4,7 +4,6 @@ The driver holds a whole policy: the one that the engine samples from. After eac
 checkpoint is written from it too. Optimizer, critic and reference are the ranks' alone.
 """
 
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -28,8 +27,7 @@ from sensorium.record.processes import ProcessRow
 from sensorium.record.run_directory import RunDirectory
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import LearnerLost, RecipeError
-
-SHARED_MEMORY = Path("/dev/shm")
+from sensorium.workers.memory_folder import memory_folder
 
 
 class Ranks(Protocol):
@@ -86,7 +84,7 @@ class ShardedLearner:
 
     def weights(self) -> Mapping[str, Tensor]:
         """The parameters that learn, gathered from the ranks."""
-        file = self._exchange / "weights.safetensors"
+        file = self._room_for_weights() / f"{self._exchange.name}-weights.safetensors"
         self._ask("weights", str(file))
         try:
             return load_file(file)
@@ -126,6 +124,13 @@ class ShardedLearner:
         self._version = answer.version
         return answer.value
 
+    def _room_for_weights(self) -> Path:
+        """Memory that driver and ranks share, if all are on this machine and it has room for the weights that learn."""
+        if self._recipe.cluster.address:
+            return self._exchange
+        learning = (weight.nbytes for weight in self._session.policy.model.parameters() if weight.requires_grad)
+        return memory_folder(sum(learning)) or self._exchange
+
     def _catch_up(self) -> None:
         """Give the driver's policy the ranks' weights, if it has older ones."""
         if self._session.policy.version != self._version:
@@ -135,11 +140,10 @@ class ShardedLearner:
 def sharded_learner(recipe: Recipe, session: Session, directory: RunDirectory, saved: Path | None) -> ShardedLearner:
     """Start the ranks that the recipe's cluster section asks for, and the learner in front of them.
 
-    On other machines only the run directory is sure to be seen; on this one, memory is faster.
+    On other machines only the run directory is sure to be seen.
     """
     section = recipe.cluster
-    roomy = SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK)
-    place = directory.path.absolute() if section.address else SHARED_MEMORY if roomy else None
+    place = directory.path.absolute() if section.address else None
     exchange = Path(tempfile.mkdtemp(prefix="sensorium-ranks-", dir=place))
     limits = section.start_s, section.reply_s
     try:
@@ -162,12 +166,17 @@ def rank_settings(recipe: Recipe, directory: RunDirectory, saved: Path | None, m
     count, wanted = recipe.cluster.learners, recipe.model.device
     on_ray = recipe.cluster.placement == "ray"
     cuda = torch.cuda.is_available() and wanted in ("auto", "cuda")
+    backend = recipe.cluster.backend
     if cuda and not on_ray and torch.cuda.device_count() < count:
         raise RecipeError(
             f"cluster.learners={count} asks for a GPU each, and this machine has {torch.cuda.device_count()}. Ask for "
             "fewer, place them on more machines (cluster.placement: ray), or train on the CPU (model.device: cpu)."
         )
-    backend = recipe.cluster.backend
+    if cuda and count > 1 and backend == "gloo":
+        raise RecipeError(
+            "cluster.backend is gloo, and ranks on GPUs end by a segmentation fault when gloo sums their gradients (seen "
+            "with torch 2.11). Leave it out: GPUs use nccl. To try ranks out without GPUs set model.device: cpu."
+        )
     if backend == "nccl" and not cuda:
         raise RecipeError("cluster.backend is nccl, which needs GPUs; leave it out, or set it to gloo.")
     threads = max(1, (recipe.threads or torch.get_num_threads()) // count)

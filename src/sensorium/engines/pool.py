@@ -35,15 +35,17 @@ class PooledEngine:
 
 
 class EnginePool:
-    """``count`` engines that ``make`` builds. At most ``restarts`` are replaced in all.
+    """``count`` engines that ``make`` builds, each for a place by its number. At most ``restarts`` are replaced in all.
 
     ``joins_at_push``: an engine that was replaced takes requests only after the next weights. Where the policy is trained
     while engines sample, what it starts with may be half of an update.
     """
 
-    def __init__(self, make: Callable[[], Engine], count: int, *, restarts: int = 3, joins_at_push: bool = False) -> None:
+    def __init__(
+        self, make: Callable[[int], Engine], count: int, *, restarts: int = 3, joins_at_push: bool = False
+    ) -> None:
         self._make, self._restarts_left, self._joins_at_push = make, restarts, joins_at_push
-        self._places = [PooledEngine(number, make()) for number in range(count)]
+        self._places = [PooledEngine(number, make(number)) for number in range(count)]
         self.capabilities = replace(self._places[0].engine.capabilities, deterministic=False, lockstep=False)
         self.version = self._places[0].engine.version
         self.replaced = self.sampled_again = 0
@@ -187,7 +189,7 @@ class EnginePool:
     def _replace(self, place: PooledEngine) -> None:
         """Start another engine in a place."""
         place.engine.close()
-        fresh = place.starting = self._make()
+        fresh = place.starting = self._make(place.number)
         try:
             fresh.start()
         except Exception as error:

@@ -1,7 +1,6 @@
 """Tensors for another process: in a file that its reader or its writer deletes."""
 
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,18 +9,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sensorium.vocabulary.errors import EngineError
-
-SHARED_MEMORY = Path("/dev/shm")
+from sensorium.workers.memory_folder import memory_folder
 
 
 def write_tensors(tensors: Mapping[str, Tensor], what: str = "weights", folder: Path | None = None) -> Path:
     """A safetensors file in ``folder``; without one in shared memory, where there is room for it."""
     size = sum(tensor.nbytes for tensor in tensors.values())
-    roomy = (
-        SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > 2 * size
-    )
-    place = folder or (SHARED_MEMORY if roomy else None)
-    handle, name = tempfile.mkstemp(".safetensors", f"sensorium-{what}-", place)
+    handle, name = tempfile.mkstemp(".safetensors", f"sensorium-{what}-", folder or memory_folder(size))
     os.close(handle)
     try:
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, name)

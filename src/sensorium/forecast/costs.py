@@ -18,14 +18,15 @@ BACKWARD_OF_ATTENTION = 3.5  # forward and backward of attention over its forwar
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """What a model's parts cost. ``layers`` are the parameters a token meets there; ``held`` those that are in memory.
+    """What a model's parts cost. ``layers`` are the parameters a token meets there; ``held`` those that are in memory;
+    ``queries`` the size of a token's queries, by which attention costs.
 
     ``layer_times`` says what a trained token's layers cost, in operations for each parameter: 6, and 2 more for what is
     computed again; ``tower_times`` the same of patches, 2 where the tower is frozen.
     """
 
     depth: int
-    hidden: int
+    queries: float
     layers: float
     held: float
     head: float
@@ -35,6 +36,7 @@ class ModelCosts:
     layer_times: float = 6.0
     head_times: float = 8.0
     tower_times: float = 8.0
+    recomputed: bool = False
     forwards: float = 0.0
     """Passes over all tokens without gradients: of the reference, of old log-probs, of a critic."""
 
@@ -60,7 +62,7 @@ def costs_of(
     learns = "vision" not in frozen and not lora
     return ModelCosts(
         depth=shape.layers,
-        hidden=shape.hidden,
+        queries=shape.queries,
         layers=met,
         held=stored + table,
         head=table,
@@ -70,6 +72,7 @@ def costs_of(
         layer_times=(4.0 if lora else 6.0) + again,
         head_times=6.0 if lora else 8.0,
         tower_times=8.0 if learns else 2.0,
+        recomputed=bool(recompute),
         forwards=forwards,
     )
 
@@ -101,7 +104,7 @@ class Costs:
         kind, by, model = self.machine.kind, self.machine.constants, self.model
         tokens = prompts * work.prompt
         flops = 2 * (model.layers * tokens + model.tower * prompts * work.patches)
-        flops += 4 * model.depth * model.hidden * tokens * work.prompt / 2 * by.prefill_flops / by.attention_flops
+        flops += 4 * model.depth * model.queries * tokens * work.prompt / 2 * by.prefill_flops / by.attention_flops
         return self.slower * (by.prefill_fixed_s + flops / (kind.flops * by.prefill_flops * self.shards))
 
     def prefill_tokens(self, tokens: float) -> float:
@@ -109,18 +112,21 @@ class Costs:
         kind, by = self.machine.kind, self.machine.constants
         return 2 * self.model.layers * tokens / (kind.flops * by.prefill_flops * self.shards)
 
-    def update(self, groups: float, written: float, work: StepWork, ranks: int = 1) -> float:
-        """Seconds of one update on so many groups with so many tokens written, on one rank, gathering weights aside."""
+    def update(self, groups: float, written: float, work: StepWork, ranks: int = 1, sharing: int = 1) -> float:
+        """Seconds of one update on so many groups with so many tokens written, on one rank, gathering weights aside.
+
+        ``sharing`` ranks compute equal parts of these groups.
+        """
         kind, by, model = self.machine.kind, self.machine.constants, self.model
         tokens = groups * work.prompt + written
         times = model.layer_times + 2 * model.forwards
         flops = times * model.layers * tokens + (model.head_times + 2 * model.forwards) * model.head * written
         flops += model.tower_times * model.tower * groups * work.patches
-        per_pair = 4 * model.depth * model.hidden * (BACKWARD_OF_ATTENTION + model.forwards)
+        per_pair = 4 * model.depth * model.queries * (BACKWARD_OF_ATTENTION + model.forwards)
         pairs = groups * work.prompt**2 / 2 + written * (work.prompt + written / max(1.0, groups * work.group) / 2)
         microbatches = -(-tokens // work.tokens_per_microbatch)
         seconds = flops / (kind.flops * by.update_flops) + per_pair * pairs / (kind.flops * by.attention_flops)
-        alone = by.update_fixed_s + microbatches * by.microbatch_s + seconds
+        alone = by.update_fixed_s + microbatches * by.microbatch_s + seconds / sharing
         return alone if ranks == 1 else by.rank_fixed_s + by.rank_times * alone
 
     def gathering(self, groups: float, written: float, work: StepWork, ranks: int) -> float:
@@ -134,6 +140,19 @@ class Costs:
         microbatches = -(-tokens // work.tokens_per_microbatch)
         moved = (self.model.held + self.model.tower) * (2 * self.model.number_bytes + 4)
         return microbatches * moved * (ranks - 1) / ranks / self.link(ranks)
+
+    def exchange(self, groups: float, written: float, work: StepWork, sharing: int) -> float:
+        """Seconds that ranks which share tokens wait for each other's keys and values, and for the sums of their gradients.
+
+        Gathered forward and again backward, for each pass without gradients, and where layers are recomputed; gradients in
+        float32. Not measured: bytes over published rates.
+        """
+        if sharing == 1:
+            return 0.0
+        model, tokens = self.model, groups * work.prompt + written
+        gathers = 2 + model.forwards + model.recomputed
+        moved = tokens * model.kv_bytes * (gathers + 4 / model.number_bytes)
+        return moved * (sharing - 1) / sharing / self.link(sharing)
 
     def link(self, gpus: int) -> float:
         """Bytes a second and GPU among so many: over the machine's own links, or the network between machines."""

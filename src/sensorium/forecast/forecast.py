@@ -78,8 +78,9 @@ def forecast(recipe: Recipe, asked: Asked) -> Forecast:
         scoring_s=asked.scoring_s,
         max_rows=min(recipe.rollout.concurrency or 10**9, int(options.get("max_rows", _default_rows(recipe)))),
         engine_gpus=int(options.get("tensor_parallel", 1)),
+        sequence_parallel=recipe.cluster.sequence_parallel,
     )
-    tried = [_divided(base, asked.gpus, engines) for engines in _engine_counts(asked, base.engine_gpus)]
+    tried = [_divided(base, asked.gpus, engines) for engines in _engine_counts(asked, base)]
     planned, refusal = [], None
     for deployment in tried:
         try:
@@ -127,8 +128,22 @@ def _default_rows(recipe: Recipe) -> int:
     return 256 if recipe.rollout.engine.name == "vllm" else 512
 
 
-def _engine_counts(asked: Asked, each: int) -> list[int]:
-    """How many engines to try; none where one GPU does it all."""
+def _engine_counts(asked: Asked, base: Deployment) -> list[int]:
+    """How many engines to try; none where one GPU does it all. What is left must be groups of ranks that share tokens."""
+    each, sharing = base.engine_gpus, base.sequence_parallel
+    found = _possible_counts(asked, each)
+    fitting = [engines for engines in found if (asked.gpus - engines * each) % sharing == 0]
+    if not fitting and asked.engines is None and sharing > 1:
+        fitting = [n for n in range(1, (asked.gpus - 1) // each + 1) if (asked.gpus - n * each) % sharing == 0]
+    if not fitting:
+        raise RecipeError(
+            f"cluster.sequence_parallel={sharing}: of {asked.gpus} GPU(s) the engines leave no multiple of {sharing} to "
+            "learn. Plan with other --gpus or --engines, or leave it out."
+        )
+    return fitting
+
+
+def _possible_counts(asked: Asked, each: int) -> list[int]:
     if asked.gpus == 1:
         if asked.engines:
             raise RecipeError("--engines is for several GPUs: a single one samples and learns in turn.")

@@ -97,9 +97,7 @@ def kinds() -> dict[str, Kind]:
 def kind_named(name: str) -> Kind:
     """A kind of GPU by name."""
     if name not in kinds():
-        raise RecipeError(
-            f"--kind {name}: its peaks are not in the table{nearest(name, list(kinds()))} Known: {', '.join(kinds())}."
-        )
+        raise RecipeError(f"--kind '{name}': its peaks are not in the table{nearest(name, list(kinds()))}")
     return kinds()[name]
 
 

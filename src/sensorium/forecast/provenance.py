@@ -53,6 +53,12 @@ def notes_of(recipe: Recipe, kind: Kind, plan: Deployment, *, given_lengths: boo
             "computed",
             f"bytes over {assumed('link_share'):g} of the published link rates, beside the computing; not measured",
         )
+    if plan.sequence_parallel > 1:
+        yield (
+            "shared tokens",
+            "computed",
+            f"{plan.sequence_parallel} ranks wait for each other's keys and values: bytes over these rates; not measured",
+        )
     if plan.pushed_bytes:
         rate = calibration()["gpu"]["push_bytes"]["value"] / 1e9
         yield (
@@ -62,8 +68,9 @@ def notes_of(recipe: Recipe, kind: Kind, plan: Deployment, *, given_lengths: boo
         )
     if plan.engines > 1:
         few = plan.engines * plan.engine_gpus <= kind.gpus_per_machine
-        beyond = "" if few else "; more than one machine holds cannot be placed yet (cluster.engines)"
+        beyond = "" if few else "; on several machines Ray places them (cluster.placement=ray), which nobody has run either"
         yield "several engines", "not run", f"not measured on several GPUs{beyond}"
+    yield from _idle(recipe, plan)
     if plan.schedule not in ScheduleSection.model_json_schema()["properties"]["name"]["enum"]:
         yield "schedule", "not run", f"'{plan.schedule}' is simulated: the recipe does not know it yet"
     if recipe.rollout.engine.name == "vllm":
@@ -75,3 +82,20 @@ def notes_of(recipe: Recipe, kind: Kind, plan: Deployment, *, given_lengths: boo
     if not plan.scoring_s:
         yield "scoring", "assumed", "no time at all; --scoring-s says what a judge or reward service takes"
     yield "not in it", "computed", "evaluations, checkpoints, the start of a run and its first steps, which compile"
+
+
+def _idle(recipe: Recipe, plan: Deployment) -> Iterator[Note]:
+    """Engines and ranks that are more than the groups they share out: a group is sampled by one and learned by one."""
+    batch = recipe.batch
+    groups = batch.prompts_per_step // batch.updates_per_epoch
+    ranks = plan.learners // plan.sequence_parallel
+    if ranks > groups:
+        each = "a group is one rank's" if plan.sequence_parallel == 1 else "a group is one set of ranks'"
+        yield "idle ranks", "computed", f"an update has {groups} groups, and {each}: {ranks - groups} of {ranks} do nothing"
+    if plan.engines > batch.prompts_per_step and plan.schedule != "asynchronous":
+        idle, prompts = plan.engines - batch.prompts_per_step, batch.prompts_per_step
+        yield (
+            "idle engines",
+            "computed",
+            f"a step has {prompts} groups, and a group is one engine's: {idle} of {plan.engines} do nothing",
+        )

@@ -29,10 +29,12 @@ class Deployment:
     """Who does what: ``engines`` of ``engine_gpus`` GPUs each, and ranks of the learner.
 
     ``apart``: engines and ranks have GPUs of their own; else one GPU does both, in turn, with one set of weights.
+    ``sequence_parallel`` ranks share the tokens of each micro-batch.
     """
 
     engines: int = 1
     learners: int = 1
+    sequence_parallel: int = 1
     engine_gpus: int = 1
     apart: bool = False
     schedule: ScheduleName = "synchronous"
@@ -104,13 +106,17 @@ class _Run:
         return [Engine(self.sampling, self.work, self.plan.max_rows) for _ in range(self.plan.engines)]
 
     def update(self, groups: list[PlayedGroup]) -> _Update:
-        """All updates of a step: groups go to ranks by their cost, and the fullest rank decides."""
-        work, ranks = self.work, self.plan.learners
+        """All updates of a step: groups go to ranks by their cost, and the fullest rank decides.
+
+        Ranks that share tokens compute equal parts of their groups, and wait for each other's keys and values.
+        """
+        work, ranks, sharing = self.work, self.plan.learners, self.plan.sequence_parallel
         found = _Update(0.0, 0.0)
         for part in np.array_split(np.arange(len(groups)), work.updates):
             own = [groups[i] for i in part]
-            count, written = _fullest(own, work.prompt, ranks)
-            found.computing_s += work.epochs * self.learning.update(count, written, work, ranks)
+            count, written = _fullest(own, work.prompt, max(1, ranks // sharing))
+            exchanged_s = self.learning.exchange(count, written, work, sharing)
+            found.computing_s += work.epochs * (self.learning.update(count, written, work, ranks, sharing) + exchanged_s)
             found.gathering_s += work.epochs * self.learning.gathering(count, written, work, ranks)
         return found
 

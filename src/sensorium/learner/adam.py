@@ -118,30 +118,47 @@ class ParameterState:
                 self.tops[i].copy_(tops)
 
 
+class StepPlan:
+    """One step of tensors whose gradients are there, up to the number that these are multiplied by.
+
+    Made while a GPU still computes that number: it would wait for the host to lay out its tables.
+    """
+
+    def __init__(self, tensors: Sequence[ParameterState], rates: Sequence[Rates], device: torch.device) -> None:
+        self._plain: dict[tuple[Rates, int, torch.device], list[ParameterState]] = {}
+        self._tensors, self._tables = tensors, None
+        halved: list[tuple[ParameterState, Rates]] = []
+        for tensor, rate in zip(tensors, rates, strict=True):
+            if _fits_kernel(tensor, device):
+                halved.append((tensor, rate))
+            else:
+                self._plain.setdefault((rate, tensor.steps, tensor.parameter.device), []).append(tensor)
+        if halved:
+            from sensorium.learner.adam_kernels import HalvesTables
+
+            self._tables = HalvesTables([tensor for tensor, _ in halved], [rate for _, rate in halved], device)
+
+    def run(self, scale: Tensor) -> None:
+        """Update the tensors by their gradients times ``scale``."""
+        for tensor in self._tensors:
+            tensor.steps += 1
+        if self._tables is not None:
+            self._tables.step(scale)
+        for (rate, _, device), several in self._plain.items():  # offloaded tensors are in the machine's memory
+            torch._foreach_mul_([_gradient(tensor) for tensor in several], scale.to(device))
+            whole = [tensor for tensor in several if _is_whole(tensor)]
+            for together in ([whole] if whole else []) + [[tensor] for tensor in several if not _is_whole(tensor)]:
+                _step(together, rate)
+
+
 def step_all(tensors: Sequence[ParameterState], rates: Sequence[Rates], scale: Tensor) -> None:
     """Update tensors by their gradients times ``scale``."""
-    plain: dict[tuple[Rates, int, torch.device], list[ParameterState]] = {}
-    halved: list[tuple[ParameterState, Rates]] = []
-    for tensor, rate in zip(tensors, rates, strict=True):
-        tensor.steps += 1
-        if _fits_kernel(tensor, scale):
-            halved.append((tensor, rate))
-        else:
-            plain.setdefault((rate, tensor.steps, tensor.parameter.device), []).append(tensor)
-    if halved:
-        from sensorium.learner.adam_kernels import step_halves
-
-        step_halves([tensor for tensor, _ in halved], [rate for _, rate in halved], scale)
-    for (rate, _, device), several in plain.items():  # offloaded tensors are in the machine's memory
-        torch._foreach_mul_([_gradient(tensor) for tensor in several], scale.to(device))
-        whole = [tensor for tensor in several if _is_whole(tensor)]
-        for together in ([whole] if whole else []) + [[tensor] for tensor in several if not _is_whole(tensor)]:
-            _step(together, rate)
+    StepPlan(tensors, rates, scale.device).run(scale)
 
 
-def _fits_kernel(tensor: ParameterState, scale: Tensor) -> bool:
+def _fits_kernel(tensor: ParameterState, device: torch.device) -> bool:
     halved = tensor.remainder is not None and tensor.parameter.is_cuda
-    return halved and tensor.parameter.device == scale.device and find_spec("triton") is not None
+    return halved and tensor.parameter.device == device and find_spec("triton") is not None
 
 
 def _added(total: Tensor, gradient: Tensor) -> Tensor:

@@ -27,22 +27,29 @@ from sensorium.models.transfers import sent_to
 BLOCK, BLOCKS = 2048, 8  # numbers at a time, and how often a program takes so many
 
 
-def step_halves(tensors: Sequence[ParameterState], rates: Sequence[Rates], scale: Tensor) -> None:
-    """One step of bfloat16 tensors on one device; their gradients are multiplied by ``scale`` on the way."""
-    counts = tuple(tensor.gradient.numel() for tensor in tensors if tensor.gradient is not None)
-    owners_C, firsts = _chunks(counts, scale.device)
-    known: dict[tuple[Rates, int], list[float]] = {}  # the GPU waits for this loop
-    rows, settings = [], []
-    for tensor, rate, count, first in zip(tensors, rates, counts, firsts, strict=True):
-        rows.append([*_addresses(tensor), count, first, noise_key(tensor.steps, tensor.place)])
-        key = (rate, tensor.steps)
-        settings.append(known.get(key) or known.setdefault(key, _settings(*key)))
-    bits = 8 * tensors[0].make_moments()[0].element_size()
-    table, numbers = torch.tensor(rows), torch.tensor(settings, dtype=torch.float32)
-    _adam[(len(owners_C),)](
-        owners_C, sent_to(scale.device, table), sent_to(scale.device, numbers), scale.view(1),
-        BITS=bits, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8,
-    )  # fmt: skip
+class HalvesTables:
+    """The tables of the next step of bfloat16 tensors on one device, and the step."""
+
+    def __init__(self, tensors: Sequence[ParameterState], rates: Sequence[Rates], device: torch.device) -> None:
+        counts = tuple(tensor.gradient.numel() for tensor in tensors if tensor.gradient is not None)
+        self._owners_C, firsts = _chunks(counts, device)
+        known: dict[tuple[Rates, int], list[float]] = {}
+        rows, settings = [], []
+        for tensor, rate, count, first in zip(tensors, rates, counts, firsts, strict=True):
+            steps = tensor.steps + 1
+            rows.append([*_addresses(tensor), count, first, noise_key(steps, tensor.place)])
+            key = (rate, steps)
+            settings.append(known.get(key) or known.setdefault(key, _settings(*key)))
+        self._bits = 8 * tensors[0].make_moments()[0].element_size()
+        self._table = sent_to(device, torch.tensor(rows))
+        self._numbers = sent_to(device, torch.tensor(settings, dtype=torch.float32))
+
+    def step(self, scale: Tensor) -> None:
+        """Move the weights; gradients are multiplied by ``scale`` on the way."""
+        _adam[(len(self._owners_C),)](
+            self._owners_C, self._table, self._numbers, scale.view(1),
+            BITS=self._bits, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8,
+        )  # fmt: skip
 
 
 def add_gradient(total: Tensor, gradient: Tensor) -> None:

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sensorium.learner.packing import MicroBatch, Packing, media_of
+from sensorium.learner.token_shares import SlotShare
 from sensorium.learner.tower_passes import TowerPasses
 from sensorium.models.fast_paths import fall_back
 from sensorium.models.matched import matched_logprobs
 from sensorium.models.matched_ops import with_gradient_of
 from sensorium.models.policy import Policy
-from sensorium.models.segment_layout import Features
+from sensorium.models.segment_layout import Features, Placement
 from sensorium.vocabulary.content import Media
 
 # Logits held at once: 256 MiB of float32.
@@ -65,7 +66,7 @@ class UpdateFeatures:
 
     Media that only ``idle`` ones show get a pass of their own, without a graph. ``passes`` says what is kept: all that
     the towers' backward needs, or that of media apart, each of a single micro-batch. These are encoded inside ``shown_by``,
-    and their backward runs at its end.
+    and their backward runs at its end. Of media whose tokens several ranks share, what this rank's tokens take is held.
     """
 
     def __init__(
@@ -78,14 +79,26 @@ class UpdateFeatures:
         self._policy = policy
         self._cut = GraphCut(policy.sharding is not None)
         self._apart = passes.apart
+        self._taken = rows_taken((*microbatches, *idle))
         with policy.keeping_towers() if passes.whole else nullcontext():
             learning = policy.encode(media for media in media_of(microbatches) if media not in self._apart)
-        self._features = {item: self._cut.cut_off(features) for item, features in learning.items()}
+        self._features = {item: self._cut.cut_off(self._held(item, features)) for item, features in learning.items()}
         with torch.no_grad():
-            self._features |= policy.encode(item for item in media_of(idle) if item not in learning)
+            others = policy.encode(item for item in media_of(idle) if item not in learning)
+            self._features |= {item: self._held(item, features) for item, features in others.items()}
 
-    def __getitem__(self, media: Media) -> Features:
-        return self._features[media]
+    def placements(self, microbatch: MicroBatch) -> list[Placement]:
+        """Where a micro-batch takes features."""
+        return [
+            slot.place(self._features[slot.media], self._taken[slot.media])
+            if isinstance(slot, SlotShare)
+            else slot.place(self._features[slot.media])
+            for slot in microbatch.slots
+            if slot.runs
+        ]
+
+    def _held(self, media: Media, features: Features) -> Features:
+        return features.rows(self._taken[media]) if media in self._taken else features
 
     @contextmanager
     def shown_by(self, microbatch: MicroBatch) -> Iterator[None]:
@@ -109,10 +122,17 @@ class UpdateFeatures:
         self._cut.backward()
 
 
+def rows_taken(microbatches: Sequence[MicroBatch]) -> dict[Media, Tensor]:
+    """Of media whose tokens several ranks share, which features tokens of this rank take, in order."""
+    shares = [slot for microbatch in microbatches for slot in microbatch.slots if isinstance(slot, SlotShare)]
+    media = dict.fromkeys(slot.media for slot in shares)
+    return {item: torch.cat([slot.rows_N for slot in shares if slot.media == item]).unique() for item in media}
+
+
 def hidden_states(policy: Policy, microbatch: MicroBatch, features: UpdateFeatures) -> Tensor:
     """The language model over a micro-batch: hidden states [T, H]."""
-    placements = [slot.place(features[slot.media]) for slot in microbatch.slots]
-    return policy.language(microbatch.ids_T[None], microbatch.positions_3T[:, None], microbatch.attention, placements)[0]
+    placements, attention = features.placements(microbatch), microbatch.attention
+    return policy.language(microbatch.ids_T[None], microbatch.positions_3T[:, None], attention, placements)[0]
 
 
 class LogprobScorer:
@@ -164,7 +184,7 @@ class LogprobScorer:
         return torch.cat(parts)
 
     def _head(self, hidden_MH: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
-        if self._fused is None:
+        if self._fused is None and len(hidden_MH):  # a rank may predict nothing in its first micro-batch
             self._fused = self._fuses(hidden_MH.detach(), targets_M)
         if self._fused:
             from sensorium.learner.head_kernels import HeadLogprobs
@@ -183,7 +203,7 @@ class LogprobScorer:
     def _fuses(self, hidden_MH: Tensor, targets_M: Tensor) -> bool:
         """Whether the head runs through its kernels: on CUDA, a plain one, and where they give what the plain way gives."""
         head = self.policy.adapter.head
-        if not hidden_MH.is_cuda or not len(hidden_MH) or type(head) is not nn.Linear or head.bias is not None:
+        if not hidden_MH.is_cuda or type(head) is not nn.Linear or head.bias is not None:
             return False
         try:
             from sensorium.learner.head_kernels import HeadLogprobs

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 2048  # rows of a chunk: 1.2 GiB of logits for a vocabulary of 151,936
-SLICE = 16384  # vocabulary of one product of the weight's gradient: 128 MiB
 BLOCK = 4096
 
 
@@ -73,8 +72,7 @@ def _add_product(sums: Tensor, first: Tensor, second: Tensor) -> None:
     if first.dtype == torch.float32:
         sums.addmm_(first, second)
     else:
-        for part_NH, part_NR in zip(sums.split(SLICE), first.split(SLICE), strict=True):
-            part_NH.add_(torch.mm(part_NR, second, out_dtype=torch.float32))
+        torch.ops.aten.addmm.dtype_out(sums, first, second, torch.float32, out=sums)
 
 
 @triton.jit

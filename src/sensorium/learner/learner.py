@@ -268,9 +268,9 @@ class Learner:
                     raise ModelError(_forbidden_token(episode, turn.index, self._stop_tokens))
         if costs is None:
             costs = [sum(sample.episode.sampled_tokens for sample in group) for group in groups]
-        policy, limit = self.policy, self._batch.tokens_per_microbatch
-        owned = self.team.owned(costs)
-        return self.team.level(pack(groups, policy.chat.layout, limit, policy.device, positions, owned, policy.matched))
+        policy, limit, team = self.policy, self._batch.tokens_per_microbatch, self.team
+        lay_out, owned = policy.chat.layout, team.owned(costs)
+        return team.level(pack(groups, lay_out, limit, policy.device, positions, owned, policy.matched, team.tokens))
 
 
 def _forbidden_token(episode: Episode, turn: int, stop_tokens: bool) -> str:

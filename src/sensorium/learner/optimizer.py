@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from sensorium.learner.adam import MOMENTS, ParameterState, Rates, step_all
+from sensorium.learner.adam import MOMENTS, ParameterState, Rates, StepPlan
 from sensorium.learner.shards import is_sharded, local_of, part_for, spread_like
 from sensorium.learner.team import ALONE, Team
 from sensorium.recipe.algorithm_sections import OptimizerSection
@@ -58,6 +58,7 @@ class Optimizer:
         self._section, self._team = section, team
         self._tensors: dict[str, ParameterState] = {}
         self._rates: dict[str, float] = {}
+        self._plan: StepPlan | None = None
         for group, named in groups.items():
             if group in freeze:
                 continue
@@ -106,16 +107,22 @@ class Optimizer:
         bad = {name: float(not gradient.isfinite().all()) for name, gradient in self.gradients().items()}
         return [name for name, found in zip(bad, self._team.largest(*bad.values()), strict=True) if found]
 
-    def step(self, share: float, norm: Tensor) -> None:
-        """Update the weights by the clipped gradients of the given norm, at a share of every group's rate; clear them."""
+    def prepare(self, share: float, norm: Tensor) -> None:
+        """Lay out the step that may follow, at a share of every group's rate, without waiting for the norm."""
         section, (beta1, beta2) = self._section, self._section.betas
         rates = [
             Rates(self._rates[name] * share, beta1, beta2, section.eps, section.weight_decay * (tensor.parameter.dim() > 1))
             for name, tensor in self._tensors.items()
         ]  # matrices decay; norms and biases do not
+        self._plan = StepPlan(list(self._tensors.values()), rates, norm.device)
+
+    def step(self, share: float, norm: Tensor) -> None:
+        """Update the weights by the clipped gradients of the given norm, at a share of every group's rate; clear them."""
+        if self._plan is None:
+            self.prepare(share, norm)
+        assert self._plan is not None
         with torch.no_grad():
-            scale = (section.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            step_all(list(self._tensors.values()), rates, scale)
+            self._plan.run((self._section.clip_norm / (norm + 1e-6)).clamp(max=1.0))
         # Kernels write without raising torch's version counter, by which caches see that weights changed.
         torch.autograd.graph.increment_version([local_of(tensor.parameter) for tensor in self._tensors.values()])
         self.forget()
@@ -129,7 +136,8 @@ class Optimizer:
         return {name: tensor.master for name, tensor in self._tensors.items()}
 
     def forget(self) -> None:
-        """Drop all gradients."""
+        """Drop all gradients, and a step that was laid out for them."""
+        self._plan = None
         for tensor in self._tensors.values():
             tensor.gradient = None
 

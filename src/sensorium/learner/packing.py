@@ -10,6 +10,8 @@ from torch import Tensor
 from sensorium.learner.credited_episode import CreditedEpisode, Groups
 from sensorium.learner.matched_tree import MatchedTree
 from sensorium.learner.positions import LayOut, Positions
+from sensorium.learner.shared_attention import SharedAttention
+from sensorium.learner.token_shares import SlotShare, TokenGroup, share_tokens, slot_share
 from sensorium.learner.tree import Node, Part, ask_values, grow, split
 from sensorium.learner.tree_attention import TokenRun, TreeAttention, arrange
 from sensorium.learner.tree_levels import LevelAttention, arrange_levels
@@ -24,13 +26,14 @@ class MicroBatch:
 
     ``places_M`` are the predicted tokens' places among the update's sampled tokens; ``slots`` take features. ``silent``:
     no token in it has an advantage. ``fresh_T``: tokens that no earlier micro-batch computes. Where a critic is asked, its
-    values ``value_places_Q`` are read at ``value_states_Q``.
+    values ``value_places_Q`` are read at ``value_states_Q``. Where a token group shares it, T and M are this rank's;
+    ``slots`` are all, those without a token here too.
     """
 
     ids_T: Tensor
     positions_3T: Tensor
-    attention: TreeAttention | LevelAttention
-    slots: tuple[Slot, ...]
+    attention: TreeAttention | LevelAttention | SharedAttention
+    slots: tuple[Slot, ...] | tuple[SlotShare, ...]
     states_M: Tensor
     targets_M: Tensor
     places_M: Tensor
@@ -47,8 +50,8 @@ class MicroBatch:
 class Packing:
     """The micro-batches of an update, which trains ``trained`` tokens; of a team's, those that are computed here.
 
-    ``splits``: how often a group was cut because it did not fit one. ``blanks``: how many hold nothing but one token that
-    nobody reads.
+    ``splits``: how often a group was cut because it did not fit one; of a token group, the first rank counts. ``blanks``:
+    how many hold nothing but one token that nobody reads.
     """
 
     microbatches: tuple[MicroBatch, ...]
@@ -70,12 +73,13 @@ def pack(
     positions: Positions | None = None,
     owned: Sequence[bool] | None = None,
     matched: MatchedOps | None = None,
+    tokens: TokenGroup | None = None,
 ) -> Packing:
     """Pack groups in order into micro-batches of at most ``limit`` tokens; every sampled token is trained once.
 
     Groups without any advantage go into micro-batches of their own, after the others: they may need no backward. With
     ``positions`` of the groups' episodes, values are read there too. Groups that are not ``owned`` are computed elsewhere.
-    ``matched``: attention sums as the engine does.
+    ``matched``: attention sums as the engine does. ``tokens``: the ranks that share each micro-batch.
     """
     parts: dict[bool, list[Part]] = {False: [], True: []}
     splits = first = sequence = value = own = 0
@@ -95,12 +99,18 @@ def pack(
         first += sampled
         sequence += len(group)
     microbatches = tuple(
-        _lay_out(several, device, silent, matched) for silent, of_kind in parts.items() for several in _fill(of_kind, limit)
+        _lay_out(several, device, silent, matched, tokens)
+        for silent, of_kind in parts.items()
+        for several in _fill(of_kind, limit)
     )
     assert positions is None or value == len(positions), f"{value} of {len(positions)} values are read"
-    packing = Packing(microbatches, first, splits)
     places = np.concatenate([np.zeros(0), *(microbatch.places_M.cpu().numpy() for microbatch in microbatches)])
-    assert len(places) == own == len(np.unique(places)), f"{own} tokens sampled, {len(places)} trained"
+    assert len(places) == len(np.unique(places)) <= own, f"{own} tokens sampled, {len(places)} trained"
+    if tokens is not None:
+        without = sum(isinstance(one.attention, SharedAttention) and one.attention.empty for one in microbatches)
+        return Packing(microbatches, first, splits if tokens.rank == 0 else 0, without)
+    packing = Packing(microbatches, first, splits)
+    assert len(places) == own, f"{own} tokens sampled, {len(places)} trained"
     assert packing.tokens == sum(part.tokens for of_kind in parts.values() for part in of_kind)
     return packing
 
@@ -143,7 +153,13 @@ class _Laid:
     before: Node | None
 
 
-def _lay_out(parts: Sequence[Part], device: torch.device, silent: bool, matched: MatchedOps | None = None) -> MicroBatch:
+def _lay_out(
+    parts: Sequence[Part],
+    device: torch.device,
+    silent: bool,
+    matched: MatchedOps | None = None,
+    tokens: TokenGroup | None = None,
+) -> MicroBatch:
     laid: dict[tuple[int, Node], _Laid] = {}
     runs: list[TokenRun] = []
     for i, part in enumerate(parts):
@@ -166,19 +182,50 @@ def _lay_out(parts: Sequence[Part], device: torch.device, silent: bool, matched:
             assert place.before is not None, "what the model wrote follows something"
             before = laid[i, place.before]
             read.note(node, before.run.start + before.offset + before.count - 1, start)
-    return MicroBatch(
-        ids_T=torch.from_numpy(ids_T).to(device),
-        positions_3T=torch.from_numpy(positions_3T).to(device),
-        attention=_attention(batches, device, matched),
-        slots=tuple(slots),
-        states_M=_joined(read.states, device),
-        targets_M=_joined(read.targets, device),
-        places_M=_joined(read.places, device),
-        silent=silent,
-        fresh_T=torch.from_numpy(fresh_T).to(device),
-        value_states_Q=_joined(read.value_states, device),
-        value_places_Q=_joined(read.value_places, device),
-    )
+    parts_read = (read.states, read.targets, read.places, read.value_states, read.value_places)
+    row = _Row(ids_T, positions_3T, fresh_T, tuple(slots), *map(_joined, parts_read))
+    if tokens is None:
+        return row.microbatch(_attention(batches, device, matched), device, silent)
+    shares = share_tokens(runs, tokens.size)
+    row = row.share(shares.places[tokens.rank], device)
+    return row.microbatch(SharedAttention(shares, tokens, device), device, silent)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What a micro-batch is made of, before it goes to its device."""
+
+    ids_T: np.ndarray
+    positions_3T: np.ndarray
+    fresh_T: np.ndarray
+    slots: tuple[Slot, ...] | tuple[SlotShare, ...]
+    states_M: np.ndarray
+    targets_M: np.ndarray
+    places_M: np.ndarray
+    value_states_Q: np.ndarray
+    value_places_Q: np.ndarray
+
+    def share(self, places: np.ndarray, device: torch.device) -> "_Row":
+        """The tokens at ``places`` alone, and what is read from them. Where there are none, one that nobody reads."""
+        own_T = np.full(len(self.ids_T), -1)
+        own_T[places] = np.arange(len(places))
+        states_M, values_Q = own_T[self.states_M], own_T[self.value_states_Q]
+        here_M, here_Q = states_M >= 0, values_Q >= 0
+        slots = tuple(slot_share(slot, own_T, device) for slot in self.slots if isinstance(slot, Slot))
+        kept = places if len(places) else np.zeros(1, dtype=np.int64)
+        fresh_T = self.fresh_T[kept] & bool(len(places))
+        return _Row(
+            self.ids_T[kept], self.positions_3T[:, kept], fresh_T, slots, states_M[here_M], self.targets_M[here_M],
+            self.places_M[here_M], values_Q[here_Q], self.value_places_Q[here_Q],
+        )  # fmt: skip
+
+    def microbatch(
+        self, attention: TreeAttention | LevelAttention | SharedAttention, device: torch.device, silent: bool
+    ) -> MicroBatch:
+        """The micro-batch on its device."""
+        named = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        tensors = {name: torch.from_numpy(value).to(device) for name, value in named.items()}
+        return MicroBatch(attention=attention, slots=self.slots, silent=silent, **tensors)
 
 
 def _attention(
@@ -215,8 +262,8 @@ class _Read:
             self.value_places.append(np.array([node.after]))
 
 
-def _joined(parts: list[np.ndarray], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *parts])).to(device)
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
 def _runs(part: Part, index: int, laid: dict[tuple[int, Node], _Laid]) -> list[TokenRun]:

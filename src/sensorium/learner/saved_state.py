@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from sensorium.learner.plain_state import load_state, save_state
@@ -76,7 +77,7 @@ def _read_shards(folder: Path, team: Team) -> dict[str, Tensor]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process reads what several wrote
             dcp.load(tensors, storage_reader=reader, no_dist=team.size == 1)
-    except (OSError, KeyError, ValueError, RuntimeError, dcp.api.CheckpointException) as error:
+    except (OSError, KeyError, ValueError, RuntimeError, SafetensorError, dcp.api.CheckpointException) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"the shards in '{folder}' cannot be read: {reason} Use an earlier checkpoint.") from error
     return tensors

@@ -8,8 +8,9 @@ writes what it finds at their places in vectors of the whole update, and the vec
     log-probs on rank 0     a a  . .  . .  d d     (. is 0)
     after ``sum``           a a  b b  c c  d d     on both ranks
 
-So weights, losses and metrics are those of one process, whatever the number of ranks. ``Team`` itself is a single process;
-``learner/sharded`` has the team of several.
+So weights, losses and metrics are those of one process, whatever the number of ranks. Where neighbours share tokens
+(``tokens``), groups are divided among such token groups, and each rank finds what its own tokens say. ``Team`` itself is a
+single process; ``learner/sharded`` has the team of several.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sensorium.learner.packing import Packing
+from sensorium.learner.token_shares import TokenGroup
 
 
 class Team:
@@ -25,6 +27,8 @@ class Team:
 
     rank = 0
     size = 1
+    tokens: TokenGroup | None = None
+    """The ranks that share the tokens of every micro-batch of this one; None: it computes them alone."""
 
     def owned(self, costs: Sequence[float]) -> list[bool]:
         """Which groups are computed here, given what each costs."""

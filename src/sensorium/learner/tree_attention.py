@@ -38,6 +38,14 @@ class TokenRun:
         return np.concatenate([self.above.ancestors(), own])
 
 
+def nearest_above(run: TokenRun) -> TokenRun | None:
+    """The nearest run above that has tokens."""
+    above = run.above
+    while above is not None and not above.length:
+        above = above.above
+    return above
+
+
 def arrange(runs: Sequence[TokenRun]) -> list[list[TokenRun]]:
     """Batch runs of like shape, so that little of a rectangle is padding, and give each its place in the flat row."""
     batches: list[list[TokenRun]] = []
@@ -67,15 +75,21 @@ class TreeAttention:
     def __call__(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
         """Attend; [1, T, H, D]."""
         query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query_BHTD, key_BKTD, value_BKTD))
+        return self.attend(query_THD, key_TKD, value_TKD, key_TKD, value_TKD, scaling)[None]
+
+    def attend(
+        self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, keys_SKD: Tensor, values_SKD: Tensor, scaling: float
+    ) -> Tensor:
+        """Attend; [T, H, D]. Ancestors are found among ``keys_SKD`` and ``values_SKD``."""
         parts = zip(*(x.split(self._sizes) for x in (query_THD, key_TKD, value_TKD)), self._rectangles, strict=True)
         outs = []
         for query_NHD, key_NKD, value_NKD, rectangle in parts:
             query_RHQD = rectangle.lay(query_NHD)
-            key_RKSD = rectangle.lay(key_NKD, key_TKD)
-            value_RKSD = rectangle.lay(value_NKD, value_TKD)
+            key_RKSD = rectangle.lay(key_NKD, keys_SKD)
+            value_RKSD = rectangle.lay(value_NKD, values_SKD)
             out_RQHD = masked_attention(query_RHQD, key_RKSD, value_RKSD, scaling, rectangle.mask)
             outs.append(rectangle.flatten(out_RQHD))
-        return torch.cat(outs)[None]
+        return torch.cat(outs)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,11 @@ Worked example. Prompts P and Q, P with responses A and B, Q with C, stand in th
 The parts of a token that sees both are weighted by the exponential of their log-sum-exp. In the backward pass each call is
 given the merged result and log-sum-exp, which is all that flash attention needs to know of the other. The gradients of a
 prompt's keys are summed over its responses inside the kernel, in float32. The forward pass of bfloat16 runs in float16
-(``models.attention.finer``). Axes: T tokens, H query heads, K key heads, D.
+(``models.attention.finer``). What long responses see of a long prompt is computed by cuDNN (``block_attention``), where
+sizes come again. Axes: T tokens, H query heads, K key heads, D.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -20,13 +22,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from sensorium.learner.tree_attention import TokenRun, TreeAttention, arrange
+from sensorium.learner.block_attention import block_attention, block_gradients
+from sensorium.learner.tree_attention import TokenRun, TreeAttention, arrange, nearest_above
 from sensorium.models.attention import finer
 from sensorium.models.fast_paths import fall_back
 
 # How far results and gradients in 16 bits may be from float32 attention over the same inputs, relative to the largest.
 BOUND = 0.02
 TRIAL_SEED = 0
+# Blocks have a multiple of so many queries, so many times as many at most, and at least so many keys. A plan of cuDNN's for
+# a pair of sizes takes 38 ms forward and 45 backward, and a block of 2,048 queries over 4,154 keys gains 0.12 and 0.3: one
+# that comes OFTEN (in four micro-batches of 36 layers) has lost as much backward, and will soon have.
+BLOCK, LONGEST, OFTEN = 512, 4, 144
 Levels = list[list[TokenRun]]
 
 
@@ -51,13 +58,15 @@ class Part:
     longest_query: int
     longest_key: int
     causal: bool
+    block: bool = False
+    """One long segment: cuDNN may compute it."""
 
 
 def arrange_levels(runs: Sequence[TokenRun]) -> Levels:
     """Runs by how many stand above them, children of one run together; gives each its place in the flat row."""
     filled = [run for run in runs if run.length]
     heights: dict[TokenRun, int] = dict.fromkeys(filled, 0)
-    parents = {run: _parent(run) for run in filled}
+    parents = {run: nearest_above(run) for run in filled}
     for run in filled:
         height, above = 0, parents[run]
         while above is not None:
@@ -80,27 +89,18 @@ def arrange_levels(runs: Sequence[TokenRun]) -> Levels:
     return levels
 
 
-def _parent(run: TokenRun) -> TokenRun | None:
-    """The nearest run above that has tokens."""
-    above = run.above
-    while above is not None and not above.length:
-        above = above.above
-    return above
-
-
 class LevelAttention:
     """Attention of one flat row [1, T] that holds trees level by level.
 
     By flash attention in 16 bits, once that has been held against the attention over rectangles; by rectangles otherwise.
     """
 
-    def __init__(self, levels: Levels, device: torch.device, flash: Flash | None = None) -> None:
+    def __init__(self, levels: Levels, device: torch.device, flash: Flash | None = None, block: int = BLOCK) -> None:
         self._levels, self._device, self._flash = levels, device, flash
         self.own = _segments(levels, slice(0, _end(levels[-1])), device)
         self.own_of_level = [_segments([level], _span(level), device) for level in levels]
-        self.above = [
-            part for below in range(1, len(levels)) for part in (_above(levels, up, below, device) for up in range(below))
-        ]
+        pairs = [(up, below) for below in range(1, len(levels)) for up in range(below)]
+        self.above = [part for pair in pairs for part in _above(levels, *pair, device, block)]
         self._rectangles: tuple[TreeAttention, Tensor, Tensor] | None = None
 
     def __call__(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
@@ -164,10 +164,16 @@ class _LevelFlash(torch.autograd.Function):
 
 
 class TorchFlash:
-    """Torch's own flash attention on CUDA, 16 bits."""
+    """Torch's own flash attention on CUDA, 16 bits; blocks of sizes that come so often (None: never) by cuDNN."""
+
+    def __init__(self, often: int | None = None) -> None:
+        self.often = often
+        self._times: Counter[tuple[int, int, bool]] = Counter()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float) -> tuple[Tensor, Tensor]:
         """The result and its log-sum-exp."""
+        if self.leaves_to_cudnn(part):
+            return block_attention(query, key, value, scaling)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             query, key, value, part.query_ends, part.key_ends, part.longest_query, part.longest_key, 0.0, part.causal,
             False, scale=scaling,
@@ -177,12 +183,22 @@ class TorchFlash:
 
     def backward(self, saved: Sequence[Tensor], gradient: Tensor, part: Part, scaling: float) -> Sequence[Tensor]:
         """Gradients of queries, keys and values."""
+        if self.leaves_to_cudnn(part, back=True):
+            return block_gradients(saved, gradient, scaling)
         unused = _no_dropout(gradient.device)
         found: Sequence[Tensor] = torch.ops.aten._flash_attention_backward(
             gradient, *saved, part.query_ends, part.key_ends, part.longest_query, part.longest_key, 0.0, part.causal,
             unused, unused, scale=scaling,
         )  # fmt: skip
         return found
+
+    def leaves_to_cudnn(self, part: Part, back: bool = False) -> bool:
+        """Whether a part is a block of sizes that have come often enough before; counts it."""
+        if not part.block or self.often is None:
+            return False
+        sizes = (part.longest_query, part.longest_key, back)
+        self._times[sizes] += 1
+        return self._times[sizes] > self.often
 
     def merge(self, out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, start: int) -> None:
         """Add a part to the tokens from ``start`` on, in place."""
@@ -207,16 +223,28 @@ def usable(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, 
             raise ValueError("Triton is not installed")
         if size % 8 or size > 256:
             raise ValueError(f"heads of {size} are not taken by flash attention")
-        flash = TorchFlash()
-        with saved_tensors_hooks(_as_it_is, _as_it_is):  # else gradient checkpointing would count the trial's tensors
-            error = trial(flash, device, dtype, heads, kv_heads, size)
-        if not error <= BOUND:
-            raise ValueError(f"it is {error:.2g} off (bound {BOUND:g})")
+        _check(TorchFlash(), device, dtype, heads, kv_heads, size)
     except Exception as error:  # a kernel that this GPU cannot run is a reason to be slow, not to stop
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        fall_back(f"the learner attends over padded rectangles, which is slower, not by flash: {reason}")
+        fall_back(f"the learner attends over padded rectangles, which is slower, not by flash: {_reason(error)}")
         return None
-    return flash
+    try:
+        _check(TorchFlash(often=0), device, dtype, heads, kv_heads, size)
+    except Exception as error:
+        fall_back(f"attention to long prompts is not computed by cuDNN, which is faster: {_reason(error)}")
+        return TorchFlash()
+    return TorchFlash(OFTEN)
+
+
+def _check(flash: Flash, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> None:
+    """Raises ValueError where results or gradients are too far off."""
+    with saved_tensors_hooks(_as_it_is, _as_it_is):  # else gradient checkpointing would count the trial's tensors
+        error = trial(flash, device, dtype, heads, kv_heads, size)
+    if not error <= BOUND:
+        raise ValueError(f"it is {error:.2g} off (bound {BOUND:g})")
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 @torch.enable_grad()
@@ -225,7 +253,7 @@ def trial(flash: Flash, device: torch.device, dtype: torch.dtype, heads: int, kv
     lone, prompt, other = TokenRun(37, None), TokenRun(150, None), TokenRun(65, None)
     runs = [lone, prompt, other, *(TokenRun(length, prompt) for length in (1, 140, 33)), TokenRun(70, other)]
     runs += [TokenRun(20, runs[-1]), TokenRun(9, runs[-1])]
-    row = LevelAttention(arrange_levels(runs), device, flash)
+    row = LevelAttention(arrange_levels(runs), device, flash, block=64)
     generator = torch.Generator().manual_seed(TRIAL_SEED)
     count = sum(run.length for run in runs)
     drawn = [torch.randn(1, several, count, size, generator=generator) for several in (heads, kv_heads, kv_heads)]
@@ -253,34 +281,68 @@ def _span(level: Sequence[TokenRun]) -> slice:
     return slice(level[0].start, _end(level))
 
 
-def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:
+def segment_ends(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Where segments of these lengths begin and end."""
     return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device)
 
 
 def _segments(levels: Levels, rows: slice, device: torch.device) -> Part:
     """Every run of some levels by itself."""
     lengths = [run.length for level in levels for run in level]
-    ends = _ends(lengths, device)
+    ends = segment_ends(lengths, device)
     return Part(rows, rows, ends, ends, _at_least_two(lengths), _at_least_two(lengths), True)
 
 
-def _above(levels: Levels, up: int, below: int, device: torch.device) -> Part:
-    """All of level ``below`` as stretches that see one run of level ``up`` each."""
+def _stretches(levels: Levels, up: int, below: int) -> dict[TokenRun, int]:
+    """The runs of level ``up`` that level ``below`` sees, in its order, and how many of its tokens see each."""
     stretches: dict[TokenRun, int] = {}
     for run in levels[below]:
         above: TokenRun | None = run
         for _ in range(below - up):
-            above = None if above is None else _parent(above)
+            above = None if above is None else nearest_above(above)
         assert above is not None, "a run of a lower level has one above it"
         stretches[above] = stretches.get(above, 0) + run.length
-    seen, lengths = list(stretches), [run.length for run in stretches]
+    return stretches
+
+
+def _above(levels: Levels, up: int, below: int, device: torch.device, block: int) -> list[Part]:
+    """All of level ``below`` as stretches that see one run of level ``up`` each; blocks of long stretches apart.
+
+    Example, with blocks of 512, a stretch of 1,100 tokens over a run of 1,300: 1,024 tokens over 1,300, and 76 over 1,300.
+    Short stretches stay together as far as they stand together.
+    """
+    stretches, start = _stretches(levels, up, below), levels[below][0].start
+    parts: list[Part] = []
+    short: dict[TokenRun, int] = {}
+    for run, length in stretches.items():
+        whole = length // block * block if run.length >= block else 0
+        if whole and short:
+            parts.append(_part(slice(start - sum(short.values()), start), list(short), list(short.values()), device))
+            short = {}
+        for begin in range(0, whole, LONGEST * block):
+            end = min(whole, begin + LONGEST * block)
+            parts.append(_part(slice(start + begin, start + end), [run], [end - begin], device, block=True))
+        if whole and whole < length:
+            parts.append(_part(slice(start + whole, start + length), [run], [length - whole], device))
+        if not whole:
+            short[run] = length
+        start += length
+    if short:
+        parts.append(_part(slice(start - sum(short.values()), start), list(short), list(short.values()), device))
+    return parts
+
+
+def _part(
+    queries: slice, seen: Sequence[TokenRun], lengths: Sequence[int], device: torch.device, block: bool = False
+) -> Part:
+    """Stretches of so many queries that see one run each."""
     places = np.concatenate([np.arange(run.start, run.start + run.length) for run in seen])
     keys: slice | Tensor = slice(int(places[0]), int(places[-1]) + 1)
     if len(places) != places[-1] + 1 - places[0]:
         keys = torch.from_numpy(places).to(device)
-    query_ends, key_ends = _ends(list(stretches.values()), device), _ends(lengths, device)
-    longest = _at_least_two(list(stretches.values())), _at_least_two(lengths)
-    return Part(_span(levels[below]), keys, query_ends, key_ends, *longest, False)
+    sizes = [run.length for run in seen]
+    ends = segment_ends(lengths, device), segment_ends(sizes, device)
+    return Part(queries, keys, *ends, _at_least_two(lengths), _at_least_two(sizes), False, block)
 
 
 def _at_least_two(lengths: Sequence[int]) -> int:
@@ -292,7 +354,7 @@ def _as_rectangles(levels: Levels, device: torch.device) -> tuple[TreeAttention,
     """The attention over rectangles of the same trees, the order of its row, and the way back."""
     copies: dict[TokenRun, TokenRun] = {}
     for run in (run for level in levels for run in level):
-        parent = _parent(run)
+        parent = nearest_above(run)
         copies[run] = replace(run, above=None if parent is None else copies[parent])
     batches = arrange(list(copies.values()))
     order_T = np.empty(_end(levels[-1]), dtype=np.int64)

@@ -128,6 +128,10 @@ def update(
         for policy in (scorer.policy,) if critic is None else (scorer.policy, critic.trunk):
             policy.rest()
         norms = [one.grad_norm() for one in learners]
+        if objective.policy_learns:
+            optimizer.prepare(shares.policy, norms[0])
+        if critic is not None:
+            critic.optimizer.prepare(shares.critic, norms[1])
         measured = pass_.measured(norms)
         if not (isfinite(measured.loss) and all(bool(norm.isfinite()) for norm in norms)):
             raise NonFiniteUpdate(_complaint(measured, learners))
@@ -192,6 +196,8 @@ class _Pass:
             return True
         if self.batch.old_N is None:  # with old as current every ratio is 1
             return False
+        if self.team.tokens is not None:  # ranks share the tokens of a sequence
+            return True
         present = [self.batch.tokens.sequences_N[microbatch.places_M].unique() for microbatch in microbatches]
         cut = sum(len(sequences) for sequences in present) > len(torch.cat(present).unique())
         return bool(self.team.largest(cut)[0])

@@ -67,15 +67,12 @@ class FusedLayer:
         self, hidden_BTW: Tensor, *, position_embeddings: tuple[Tensor, Tensor], sensorium_attention: Attention
     ) -> Tensor:
         """What the stock layer returns."""
-        parts, kernels = self._parts, self._kernels
-        query, key, value = (x.unflatten(-1, (-1, parts.head_dim)) for x in self._projected(hidden_BTW))
-        if parts.norms is not None:
-            query, key = self.norm(query, parts.norms[0]), self.norm(key, parts.norms[1])
-        query, key = (kernels.Rotate.apply(x, *position_embeddings) for x in (query, key))
+        parts = self._parts
+        query, key, value, hidden_BTW = self._projected(hidden_BTW, position_embeddings)
         seen_BTHD = sensorium_attention(
             parts.index, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), parts.scaling
         )
-        return self._second_half(wide_linear(parts.out, seen_BTHD.flatten(2)), hidden_BTW)
+        return self._second_half(seen_BTHD.flatten(2), hidden_BTW)
 
     @property
     def fine(self) -> bool:
@@ -87,31 +84,44 @@ class FusedLayer:
         normed: Tensor = self._kernels.Norm.apply(x, norm.weight, norm.eps)
         return normed
 
-    def _projected(self, hidden_BTW: Tensor) -> Sequence[Tensor]:
-        """Queries, keys and values of the normed stream."""
-        parts, products = self._parts, self._products
+    def _projected(self, hidden_BTW: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """Rotated queries and keys and values [B, T, heads, D] of the normed stream, and the stream."""
+        parts, products, before = self._parts, self._products, self._parts.before
         layers = (parts.query, parts.key, parts.value)
-        if all(products.is_plain(layer) for layer in layers):
-            weights = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
-            found: tuple[Tensor, ...] = products.NormedProducts.apply(
-                hidden_BTW, parts.before.weight, parts.before.eps, *weights
+        plain = all(products.is_plain(layer) for layer in layers)
+        if plain and parts.norms is None and len({layer.bias is None for layer in layers}) == 1:
+            weights = [*(layer.weight for layer in layers), *(layer.bias for layer in layers)]
+            together: tuple[Tensor, ...] = products.RotatedProducts.apply(
+                hidden_BTW, before.weight, before.eps, *angles, *weights
             )
-            return found
-        normed_BTW = self.norm(hidden_BTW, parts.before)
-        return [layer(normed_BTW) for layer in layers]
+            return together
+        if plain:
+            weights = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
+            *several, hidden_BTW = products.NormedProducts.apply(hidden_BTW, before.weight, before.eps, *weights)
+        else:
+            normed_BTW = self.norm(hidden_BTW, before)
+            several = [layer(normed_BTW) for layer in layers]
+        query, key, value = (x.unflatten(-1, (-1, parts.head_dim)) for x in several)
+        if parts.norms is not None:
+            query, key = self.norm(query, parts.norms[0]), self.norm(key, parts.norms[1])
+        query, key = (self._kernels.Rotate.apply(x, *angles) for x in (query, key))
+        return query, key, value, hidden_BTW
 
     def _second_half(self, seen_BTW: Tensor, hidden_BTW: Tensor) -> Tensor:
-        """The stream after attention is added to it, and the MLP or the experts."""
-        inner, between, products = self._parts.inner, self._parts.between, self._products
+        """The stream after what attention saw is projected and added to it, and the MLP or the experts."""
+        out, inner, between, products = self._parts.out, self._parts.inner, self._parts.between, self._products
         if isinstance(inner, GatedMLP) and all(map(products.is_plain, (inner.gate, inner.up, inner.down))):
             layers = (inner.gate, inner.up, inner.down)
             if all(layer.bias is None for layer in layers):
+                plain = products.is_plain(out) and out.bias is None
+                given = (seen_BTW, out.weight) if plain else (wide_linear(out, seen_BTW), None)
                 weights = [layer.weight for layer in layers]
                 block: Tensor = products.GatedBlock.apply(
-                    seen_BTW, hidden_BTW, between.weight, between.eps, *weights, not self.lean, self._parts.fine
+                    *given, hidden_BTW, between.weight, between.eps, *weights, not self.lean, self._parts.fine
                 )
                 return block
-        normed_BTW, sum_BTW = self._kernels.AddNorm.apply(seen_BTW, hidden_BTW, between.weight, between.eps)
+        projected_BTW = wide_linear(out, seen_BTW)
+        normed_BTW, sum_BTW = self._kernels.AddNorm.apply(projected_BTW, hidden_BTW, between.weight, between.eps)
         if self.lean and torch.is_grad_enabled():
             return sum_BTW + checkpoint(self._inner, normed_BTW, use_reentrant=False, preserve_rng_state=False)
         return sum_BTW + self._inner(normed_BTW)

@@ -22,6 +22,7 @@ from sensorium.models.layer_kernels import (
     normed,
 )
 from sensorium.models.layer_parts import FINE_SCALE
+from sensorium.models.qkv_kernels import joined_gradients, split_rotated
 from sensorium.models.wide_products import wide_product
 
 
@@ -31,43 +32,86 @@ def is_plain(layer: nn.Module) -> bool:
 
 
 class NormedProducts(torch.autograd.Function):
-    """(x, gain, eps, weight, bias, weight, bias, …) → linear layers of the norm of x, in order."""
+    """(x, gain, eps, weight, bias, weight, bias, …) → linear layers of the norm of x, in order, and x itself.
+
+    Who goes on with x takes it from here: then its gradient is added to the norm's in the norm's kernel.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain_W: Tensor, eps: float, *layers: Tensor | None) -> tuple[Tensor, ...]:
         x = x.contiguous()
         normed_NW, scale_N = normed(x, gain_W, eps)
         weights, biases = layers[::2], layers[1::2]
-        ctx.eps = eps
         ctx.save_for_backward(x, gain_W, scale_N, *weights)
         ctx.biased = [bias is not None for bias in biases]
-        return tuple(linear(normed_NW, weight, bias) for weight, bias in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+        found = (linear(normed_NW, weight, bias) for weight, bias in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+        return *found, x
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, gain_W, scale_N, *weights = ctx.saved_tensors
-        normed_NW = normed(x, gain_W, ctx.eps)[0].flatten(0, -2)
-        flat = [gradient.flatten(0, -2) for gradient in gradients]
+        *several, more = gradients
+        flat = [gradient.flatten(0, -2) for gradient in several]
         inner_NW = _summed_products(flat, weights).view(x.shape)
-        gradient, _, gain_gradient = norm_gradients(x, gain_W, scale_N, inner_NW, None)
+        norm = norm_gradients(x, gain_W, scale_N, inner_NW, more, again=True)
+        normed_NW = norm.result.flatten(0, -2)
         found: list[Tensor | None] = []
         for i, (part, biased) in enumerate(zip(flat, ctx.biased, strict=True)):
             found.append(part.T @ normed_NW if ctx.needs_input_grad[3 + 2 * i] else None)
             found.append(column_sums(part) if biased and ctx.needs_input_grad[4 + 2 * i] else None)
-        return gradient, gain_gradient, None, *found
+        return norm.input, norm.weight, None, *found
+
+
+class RotatedProducts(torch.autograd.Function):
+    """(x, gain, eps, cos, sin, three weights, three biases) → queries, keys, values of the norm of x, and x itself.
+
+    Queries and keys are rotated. The three are one product, forward and backward. Biases are None, or all are there. As of
+    ``NormedProducts``, who goes on with x takes it from here.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gain_W: Tensor, eps: float, cos_BTD: Tensor, sin_BTD: Tensor, *layers: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        x = x.contiguous()
+        weights, biases = [weight for weight in layers[:3] if weight is not None], layers[3:]
+        normed_NW, scale_N = normed(x, gain_W, eps)
+        together, bias = torch.cat(weights), None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
+        cos_ND, sin_ND = (each.contiguous().flatten(0, -2) for each in (cos_BTD, sin_BTD))
+        heads = len(weights[0]) // cos_ND.shape[1]
+        three = split_rotated(linear(normed_NW, together, bias).flatten(0, -2), cos_ND, sin_ND, heads)
+        ctx.save_for_backward(x, gain_W, scale_N, together, cos_ND, sin_ND)
+        ctx.sizes = [len(weight) for weight in weights]
+        return *(part.unflatten(0, x.shape[:-1]) for part in three), x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, gain_W, scale_N, together, *angles = ctx.saved_tensors
+        *three, more = gradients
+        joined = joined_gradients(*(part.contiguous().flatten(0, -3) for part in three), *angles)
+        norm = norm_gradients(x, gain_W, scale_N, (joined @ together).view(x.shape), more, again=True)
+        weights: Sequence[Tensor | None] = (None, None, None)
+        biases: Sequence[Tensor | None] = (None, None, None)
+        if any(ctx.needs_input_grad[5:8]):
+            weights = (joined.T @ norm.result.flatten(0, -2)).split(ctx.sizes)
+        if any(ctx.needs_input_grad[8:]):
+            biases = column_sums(joined).split(ctx.sizes)
+        return norm.input, norm.weight, None, None, None, *weights, *biases
 
 
 class GatedBlock(torch.autograd.Function):
-    """(x, residual, gain, eps, gate, up, down, keep, fine) → s + down(silu(gate·n) · up·n), s = x + residual, n its norm.
+    """(x, out, residual, gain, eps, gate, up, down, keep, fine) → s + down(silu(gate·n) · up·n), n = norm of s.
 
-    Unless ``keep``, the products with gate and up are computed again in the backward pass: of 69 kB a token 25 are kept.
-    ``fine``: the values are computed from float16 activations (``LayerParts.fine``); gradients as without.
+    s = residual + out·x; where ``out`` is None, residual + x. Unless ``keep``, the products with gate and up are computed
+    again in the backward pass: of 69 kB a token 25 are kept. ``fine``: the values are computed from float16 activations
+    (``LayerParts.fine``); gradients as without.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
+        out_WA: Tensor | None,
         residual: Tensor,
         gain_W: Tensor,
         eps: float,
@@ -78,37 +122,44 @@ class GatedBlock(torch.autograd.Function):
         fine: bool,
     ) -> Tensor:
         given = torch.float16 if fine else None
-        normed_NW, summed_NW, scale_N = add_normed(x.contiguous(), residual.contiguous(), gain_W, eps, given)
+        seen = x.contiguous() if out_WA is None else wide_product(x, out_WA)
+        normed_NW, summed_NW, scale_N = add_normed(seen, residual.contiguous(), gain_W, eps, given)
         if fine:
             wide = [wide_product(normed_NW, weight.half()) for weight in (gate_FW, up_FW)]
-            out = wide_product(gated_finely(*wide), down_WF.half()).mul_(FINE_SCALE)
+            result = wide_product(gated_finely(*wide), down_WF.half()).mul_(FINE_SCALE)
             gate_NF, up_NF = ((part.to(gate_FW.dtype) if keep else part) for part in wide)
         else:
             gate_NF, up_NF = linear(normed_NW, gate_FW), linear(normed_NW, up_FW)
-            out = wide_product(gated(gate_NF, up_NF), down_WF)
+            result = wide_product(gated(gate_NF, up_NF), down_WF)
         ctx.eps, ctx.kinds = eps, (x.dtype, gate_FW.dtype)
         kept = (gate_NF, up_NF) if keep else (None, None)
-        ctx.save_for_backward(summed_NW, gain_W, scale_N, *kept, gate_FW, up_FW, down_WF)
-        return out.add_(summed_NW).to(summed_NW.dtype)
+        attended = (None, None) if out_WA is None else (x, out_WA)
+        ctx.save_for_backward(*attended, summed_NW, gain_W, scale_N, *kept, gate_FW, up_FW, down_WF)
+        return result.add_(summed_NW).to(summed_NW.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        summed_NW, gain_W, scale_N, gate_NF, up_NF, gate_FW, up_FW, down_WF = ctx.saved_tensors
+        x, out_WA, summed_NW, gain_W, scale_N, gate_NF, up_NF, gate_FW, up_FW, down_WF = ctx.saved_tensors
         outer, (kind, inner_kind) = gradients[0].contiguous(), ctx.kinds
-        again_NW = normed(summed_NW, gain_W, ctx.eps)[0]
         if gate_NF is None:
+            again_NW = normed(summed_NW, gain_W, ctx.eps)[0]
             gate_NF, up_NF = linear(again_NW, gate_FW), linear(again_NW, up_FW)
         narrow_NW = outer.to(inner_kind).flatten(0, -2)
         given_NF = (narrow_NW @ down_WF).view_as(gate_NF)
-        gate_gradient, up_gradient, gated_NF = gate_gradients(gate_NF, up_NF, given_NF, ctx.needs_input_grad[6])
-        down_gradient = narrow_NW.T @ gated_NF.flatten(0, -2) if ctx.needs_input_grad[6] else None
+        gate_gradient, up_gradient, gated_NF = gate_gradients(gate_NF, up_NF, given_NF, ctx.needs_input_grad[7])
+        down_gradient = narrow_NW.T @ gated_NF.flatten(0, -2) if ctx.needs_input_grad[7] else None
         flat = [gate_gradient.flatten(0, -2), up_gradient.flatten(0, -2)]
         inner_NW = _summed_products(flat, (gate_FW, up_FW)).view(summed_NW.shape)
         other = None if kind == summed_NW.dtype else kind
-        wide, narrow, gain_gradient = norm_gradients(summed_NW, gain_W, scale_N, inner_NW, outer, narrow=other)
-        normed_NW = again_NW.flatten(0, -2)
-        weights = [part.T @ normed_NW if ctx.needs_input_grad[4 + i] else None for i, part in enumerate(flat)]
-        return wide if narrow is None else narrow, wide, gain_gradient, None, *weights, down_gradient, None, None
+        norm = norm_gradients(summed_NW, gain_W, scale_N, inner_NW, outer, narrow=other, again=True)
+        normed_NW = norm.result.flatten(0, -2)
+        weights = [part.T @ normed_NW if ctx.needs_input_grad[5 + i] else None for i, part in enumerate(flat)]
+        seen, out_gradient = norm.input if norm.narrow is None else norm.narrow, None
+        if out_WA is not None:
+            if ctx.needs_input_grad[1]:
+                out_gradient = seen.flatten(0, -2).T @ x.flatten(0, -2)
+            seen = seen @ out_WA
+        return seen, out_gradient, norm.input, norm.weight, None, *weights, down_gradient, None, None
 
 
 def _summed_products(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:

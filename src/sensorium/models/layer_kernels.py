@@ -8,7 +8,7 @@ Axes: N rows, W width, D head size.
 
 # mypy: disable-error-code="no-untyped-def"
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,6 +19,18 @@ from sensorium.models.layer_parts import FINE_SCALE
 
 SUM_ROWS, SUM_COLUMNS, SUM_PROGRAMS = 32, 128, 1056
 NORM_PROGRAMS = 528  # programs of a norm's backward: each sums the weight's gradient over its rows
+
+
+class NormGradients(NamedTuple):
+    """Gradients of a norm's input, the same in a narrower kind, and of its weight; the norm's result where asked for.
+
+    Where it was not, ``result`` is unspecified.
+    """
+
+    input: Tensor
+    narrow: Tensor | None
+    weight: Tensor
+    result: Tensor
 
 
 class Norm(torch.autograd.Function):
@@ -34,8 +46,8 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight_W, scale_N = ctx.saved_tensors
-        gradient, _, weight_gradient = norm_gradients(x, weight_W, scale_N, gradients[0], None)
-        return gradient, weight_gradient, None
+        found = norm_gradients(x, weight_W, scale_N, gradients[0], None)
+        return found.input, found.weight, None
 
 
 class AddNorm(torch.autograd.Function):
@@ -52,10 +64,8 @@ class AddNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         summed, weight_W, scale_N = ctx.saved_tensors
         kind = None if ctx.kind == summed.dtype else ctx.kind
-        gradient, narrow, weight_gradient = norm_gradients(
-            summed, weight_W, scale_N, gradients[0], gradients[1], narrow=kind
-        )
-        return gradient if narrow is None else narrow, gradient, weight_gradient, None
+        found = norm_gradients(summed, weight_W, scale_N, gradients[0], gradients[1], narrow=kind)
+        return found.input if found.narrow is None else found.narrow, found.input, found.weight, None
 
 
 class Rotate(torch.autograd.Function):
@@ -147,21 +157,23 @@ def norm_gradients(
     gradient: Tensor,
     more: Tensor | None,
     narrow: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Gradients of input, the same in a narrower kind, and weight; ``more`` is added to the input's."""
+    again: bool = False,
+) -> NormGradients:
+    """Gradients of a norm's input and weight; ``more`` is added to the input's. ``again``: the norm's result too."""
     width = x.shape[-1]
     rows = x.numel() // width
     programs = min(rows, NORM_PROGRAMS)
     gradient, out = gradient.contiguous(), torch.empty_like(x)
     more = gradient if more is None else more.contiguous()
     second = None if narrow is None else torch.empty_like(x, dtype=narrow)
+    result = torch.empty_like(x, dtype=weight_W.dtype) if again else out
     sums_PW = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
     _norm_gradient[(programs,)](
-        x, weight_W, scale_N, gradient, more, out, out if second is None else second, sums_PW, rows, width,
-        MORE=more is not gradient, TWICE=second is not None, W=block, num_warps=8 if block >= 1024 else 1,
+        x, weight_W, scale_N, gradient, more, out, out if second is None else second, result, sums_PW, rows, width,
+        MORE=more is not gradient, TWICE=second is not None, AGAIN=again, W=block, num_warps=8 if block >= 1024 else 1,
     )  # fmt: skip
-    return out, second, sums_PW.sum(0).to(weight_W.dtype)
+    return NormGradients(out, second, sums_PW.sum(0).to(weight_W.dtype), result)
 
 
 def column_sums(x_NW: Tensor) -> Tensor:
@@ -206,8 +218,8 @@ def _norm(x, residual, weight, out, summed, scales, width, eps, ADD: tl.constexp
 
 @triton.jit
 def _norm_gradient(
-    x, weight, scales, gradient, more, out, narrow, sums, rows, width,
-    MORE: tl.constexpr, TWICE: tl.constexpr, W: tl.constexpr,
+    x, weight, scales, gradient, more, out, narrow, result, sums, rows, width,
+    MORE: tl.constexpr, TWICE: tl.constexpr, AGAIN: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     place = tl.arange(0, W)
@@ -220,14 +232,17 @@ def _norm_gradient(
         scale = tl.load(scales + row)
         normed = value.to(tl.float32) * scale
         given = tl.load(gradient + row * width + place, mask=inside, other=0.0).to(tl.float32)
-        summed += given * normed.to(value.dtype).to(tl.float32)
+        rounded = normed.to(value.dtype).to(tl.float32)
+        summed += given * rounded
+        if AGAIN:
+            tl.store(result + row * width + place, (gain * rounded).to(result.dtype.element_ty), mask=inside)
         wide = given * gain
-        result = scale * (wide - normed * (tl.sum(wide * normed, 0) / width))
+        found = scale * (wide - normed * (tl.sum(wide * normed, 0) / width))
         if MORE:
-            result += tl.load(more + row * width + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row * width + place, result.to(value.dtype), mask=inside)
+            found += tl.load(more + row * width + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + row * width + place, found.to(value.dtype), mask=inside)
         if TWICE:
-            tl.store(narrow + row * width + place, result.to(narrow.dtype.element_ty), mask=inside)
+            tl.store(narrow + row * width + place, found.to(narrow.dtype.element_ty), mask=inside)
     tl.store(sums + program.to(tl.int64) * width + place, summed, mask=inside)
 
 

@@ -84,6 +84,10 @@ class Features:
         """Memory they take."""
         return sum(tensor.nbytes for tensor in (self.embeds_NH, *self.deepstack_NH))
 
+    def rows(self, rows_K: Tensor) -> "Features":
+        """Some of them."""
+        return Features(self.embeds_NH[rows_K], tuple(level_NH[rows_K] for level_NH in self.deepstack_NH))
+
 
 @dataclass(frozen=True)
 class Placement:

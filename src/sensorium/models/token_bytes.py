@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from sensorium.vocabulary.errors import ModelError
@@ -51,16 +52,13 @@ class TokenTable:
 
     def read(self, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]]:
         """The text of tokens, and the end of each token in its UTF-8 bytes; broken UTF-8 becomes U+FFFD."""
-        raw = bytearray()
-        ends = []
-        for token in tokens:
-            raw += self.bytes_of(token)
-            ends.append(len(raw))
+        pieces = list(map(self.bytes_of, tokens))
+        raw, ends = b"".join(pieces), tuple(accumulate(map(len, pieces)))
         try:
-            return raw.decode(), tuple(ends)
+            return raw.decode(), ends
         except UnicodeDecodeError:
-            text, moved = _decode_broken(bytes(raw))
-            return text, tuple(moved[end] for end in ends)
+            text, moved = _decode_broken(raw)
+            return text, tuple([moved[end] for end in ends])
 
 
 def _decode_broken(raw: bytes) -> tuple[str, list[int]]:

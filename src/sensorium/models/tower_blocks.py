@@ -148,7 +148,7 @@ class TowerBlock(GradientCheckpointingLayer):
         self.__dict__.update(block.__dict__)  # its parts
         self.stock = type(block).forward
         self.fused = False
-        self._padded: Any = None
+        self._joined: Any = None
 
     def forward(
         self,
@@ -164,17 +164,17 @@ class TowerBlock(GradientCheckpointingLayer):
             given = {"position_embeddings": position_embeddings, "max_seqlen": max_seqlen}
             stock: Tensor = self.stock(self, hidden_states, cu_seqlens, **given, **rest)
             return stock
-        from sensorium.models.tower_products import BlockSettings, GatedTowerBlock, PaddedMLP
+        from sensorium.models.tower_products import BlockSettings, GatedTowerBlock, JoinedMLP
 
-        if self._padded is None:
-            self._padded = PaddedMLP()
+        if self._joined is None:
+            self._joined = JoinedMLP()
         attn, mlp, (cos_PD, sin_PD) = self.attn, self.mlp, position_embeddings
         settings = BlockSettings(
             cu_seqlens.to(torch.int32), max_seqlen, cos_PD.contiguous(), sin_PD.contiguous(), attn.num_heads, attn.scaling,
             (self.norm1.variance_epsilon, self.norm2.variance_epsilon),
         )  # fmt: skip
-        padded = self._padded(mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        block: Tensor = GatedTowerBlock.apply(hidden_states, settings, padded, *weights)
+        joined = self._joined(mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        block: Tensor = GatedTowerBlock.apply(hidden_states, settings, joined, *weights)
         return block
 
     def _plain_weights(self) -> list[Tensor] | None:

@@ -21,12 +21,12 @@ def activation_bytes(recipe: Recipe, shape: ModelShape) -> int:
     how, tokens = recipe.model.gradient_checkpointing, microbatch_tokens(recipe)
     how = False if how == "auto" else how
     if recipe.model.dtype == "float32":
-        layer = 4 * (7 * shape.hidden + 2 * shape.key_values + 4 * shape.mlp)
+        layer = 4 * (5 * shape.hidden + 2 * shape.queries + 2 * shape.key_values + 4 * shape.mlp)
         return tokens * (4 * shape.layers * shape.hidden + layer if how else shape.layers * layer)
     if recipe.model.precision == "matched" and how == "selective":
         how = True  # its layers are recomputed whole, or not at all
     # The float32 stream before and between both halves; queries, keys, values and what was seen; gate and up.
-    attention, gates = 12 * shape.hidden + 4 * shape.key_values, 4 * shape.mlp
+    attention, gates = 8 * shape.hidden + 4 * shape.queries + 4 * shape.key_values, 4 * shape.mlp
     at_work = 2 * gates + 12 * shape.hidden  # gradients of the layer that the backward pass is in
     if recipe.model.precision == "matched":
         gates += 2 * shape.mlp + 6 * shape.hidden  # what the gate opened, and the normed stream twice
@@ -103,9 +103,26 @@ def may_keep_tower(recipe: Recipe, shape: ModelShape) -> bool:
 
 
 def microbatch_tokens(recipe: Recipe) -> int:
-    """Tokens of one micro-batch at most; small updates do not fill it."""
+    """Tokens of one micro-batch at most, on one of the learners that share it; small updates do not fill it.
+
+    A context that is longer than the recipe's limit is a micro-batch of its own.
+    """
     batch = recipe.batch
-    return min(batch.tokens_per_microbatch, batch.prompts_per_step // batch.updates_per_epoch * _group_tokens(recipe))
+    limit = max(batch.tokens_per_microbatch, recipe.rollout.max_context_tokens)
+    whole = min(limit, batch.prompts_per_step // batch.updates_per_epoch * _group_tokens(recipe))
+    return -(-whole // recipe.cluster.sequence_parallel)
+
+
+def gathered_bytes(recipe: Recipe, shape: ModelShape) -> int:
+    """What learners that share tokens hold of each other's keys and values, in one layer at a time.
+
+    All of them gathered and once more below their pieces, and their gradients in float32, twice while they are summed.
+    """
+    sharing = recipe.cluster.sequence_parallel
+    if sharing == 1:
+        return 0
+    size = 4 if recipe.model.dtype == "float32" else 2
+    return sharing * microbatch_tokens(recipe) * 2 * shape.key_values * (2 * size + 2 * 4)
 
 
 def _group_tokens(recipe: Recipe) -> int:

@@ -25,10 +25,49 @@ def cluster_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "lockstep is one order of all episodes in one engine, and several engines follow the clock: set "
             "rollout.schedule: eager.",
         )
+    if section.sequence_parallel > 1:
+        yield from _undivided_tokens(recipe)
+    if section.address and section.placement != "ray":
+        yield (
+            "cluster.address",
+            f"'{section.address}' is where a Ray cluster runs, and cluster.placement is '{section.placement}': nothing "
+            "would go there. Set cluster.placement=ray, or cluster.address=''.",
+        )
+    elif section.address == "local":
+        yield "cluster.address", "a cluster is started on this machine where no address is given: leave it out."
+    if not section.shared and (section.offload or section.backend != "auto"):
+        key = "offload" if section.offload else "backend"
+        default = "false" if section.offload else "auto"
+        yield (
+            f"cluster.{key}",
+            f"it is for a learner of several ranks, and cluster.learners is {section.learners}: it would do nothing. Set "
+            f"cluster.{key}={default}.",
+        )
+    elif section.backend == "nccl" and recipe.model.device == "cpu":
+        yield "cluster.backend", "nccl needs GPUs, and model.device is cpu: leave it out, or set it to gloo."
     if section.environments:
         yield from _unplaced_environments(recipe)
     if section.rewards:
         yield from _unplaced_rewards(recipe)
+
+
+def _undivided_tokens(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """What keeps the tokens of a micro-batch from being shared by several learners."""
+    section = recipe.cluster
+    sharing, learners = section.sequence_parallel, section.learners
+    if learners % sharing:
+        several = f"{learners} learners are" if learners > 1 else "there is one learner, which is"
+        yield (
+            "cluster.sequence_parallel",
+            f"{sharing} learners are to share the tokens of a micro-batch, and {several} not a multiple of that: set "
+            f"cluster.learners to {sharing}, {2 * sharing}, …, or leave cluster.sequence_parallel out.",
+        )
+    if recipe.model.precision == "matched":
+        yield (
+            "cluster.sequence_parallel",
+            "model.precision is 'matched': attention would have to sum as the engine does, which is not built for tokens "
+            "on several learners. Use model.precision: fast.",
+        )
 
 
 def _unplaced_environments(recipe: Recipe) -> Iterator[tuple[str, str]]:

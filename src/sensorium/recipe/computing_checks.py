@@ -31,10 +31,15 @@ def computing_notes(recipe: Recipe) -> Iterator[str]:
                 f"model.precision is 'matched', and engine '{engine}' does not compute as the learner does. Use "
                 "rollout.engine: native or process, or model.precision: fast."
             )
-        if recipe.cluster.learners > 1:
+        if recipe.cluster.shared:
+            why = f"learners is {recipe.cluster.learners}" if recipe.cluster.learners > 1 else "placement is 'ray'"
             raise RecipeError(
-                f"model.precision is 'matched', and cluster.learners is {recipe.cluster.learners}: a sharded learner runs "
-                "the stock layers. Use model.precision: fast."
+                f"model.precision is 'matched', and cluster.{why}: a sharded learner runs the stock layers. Use "
+                "model.precision: fast."
+            )
+        if recipe.rollout.engine.options.get("kv") == "rows":
+            raise RecipeError(
+                "rollout.engine.options.kv is 'rows', and model.precision: matched attends over pages. Use auto or pages."
             )
     sections = (recipe.optimizer, recipe.warm_start.optimizer, recipe.algorithm.critic.optimizer)
     if recipe.cluster.shared and any(section.moments == "8-bit" for section in sections):

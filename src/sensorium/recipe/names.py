@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from inspect import Parameter, signature
+from types import NoneType, UnionType
 from typing import Any, Unpack, get_args, get_origin, get_type_hints
 
 from sensorium.recipe.function_signatures import reward_style, takes_context, wrong_function_options
@@ -264,6 +265,11 @@ def _wanted(annotation: Any, value: Any) -> str:
         bool: ("true or false", bool),
         str: ("a text", str),
     }
+    if isinstance(annotation, UnionType):
+        if value is None and NoneType in get_args(annotation):
+            return ""
+        others = [kind for kind in get_args(annotation) if kind is not NoneType]
+        annotation = others[0] if len(others) == 1 else annotation
     by_name = {kind.__name__: kind for kind in kinds}
     words, kind = kinds.get(by_name.get(annotation) if isinstance(annotation, str) else annotation, ("", object))
     if not isinstance(value, kind) or (isinstance(value, bool) and words in ("a whole number", "a number")):

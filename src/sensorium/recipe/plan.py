@@ -6,8 +6,9 @@ Memory is an upper estimate: caches and activations are taken as full as the rec
 from dataclasses import dataclass, field
 from typing import Any
 
-from sensorium.recipe.activations import activation_bytes, head_bytes, tower_bytes
+from sensorium.recipe.activations import activation_bytes, gathered_bytes, head_bytes, tower_bytes
 from sensorium.recipe.algorithm_sections import OptimizerSection
+from sensorium.recipe.processes import placed_by, placed_processes
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape, read_shape
 from sensorium.recipe.traits import estimator_traits
@@ -62,6 +63,8 @@ class Plan:
     sight_check: str = ""
     schedule: str = ""
     precision: str = ""
+    sharing: str = ""
+    processes: str = ""
 
 
 def make_plan(recipe: Recipe, config: dict[str, Any] | None = None) -> Plan:
@@ -99,7 +102,9 @@ def make_plan(recipe: Recipe, config: dict[str, Any] | None = None) -> Plan:
         determinism=why,
         sight_check=_sight_check(recipe),
         schedule=_schedule(recipe),
+        processes=_processes(recipe),
         precision=MATCHED if recipe.model.precision == "matched" else "",
+        sharing=_sharing(recipe),
     )
 
 
@@ -124,6 +129,7 @@ def estimate_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
         "critic": _critic_bytes(recipe, shape),
         "keys and values": cached_tokens(recipe) * 2 * shape.layers * shape.key_values * size,
         "activations": activation_bytes(recipe, shape),
+        "gathered keys and values": gathered_bytes(recipe, shape),
         "logits": head_bytes(recipe, shape),
         "vision tower": tower_bytes(recipe, shape),
     }
@@ -229,13 +235,43 @@ def _schedule(recipe: Recipe) -> str:
     return ONE_STEP_OFF if recipe.schedule.name == "one_step_off" else ""
 
 
+def _sharing(recipe: Recipe) -> str:
+    """Who shares the tokens of a micro-batch, and what the memory below is of."""
+    sharing, learners = recipe.cluster.sequence_parallel, recipe.cluster.learners
+    if sharing == 1:
+        return ""
+    groups = learners // sharing
+    among = f"all {learners} learners" if groups == 1 else f"{sharing} learners, in {groups} such groups"
+    return (
+        f"{among} share the tokens of each micro-batch; activations and gathered keys and values are those of one learner, "
+        "other memory that of one process: sensorium plan has a learner's"
+    )
+
+
+def _processes(recipe: Recipe) -> str:
+    """The processes of a run of several, and ranks that have nothing to do."""
+    told = recipe.model_dump(include={"cluster", "rollout"})
+    parts = placed_processes(told)
+    if not parts:
+        return ""
+    section, batch = recipe.cluster, recipe.batch
+    sharing, groups = section.learners // section.sequence_parallel, batch.prompts_per_step // batch.updates_per_epoch
+    idle = f". An update has {groups} groups, a group is one rank's: {sharing - groups} of {sharing} have nothing to do"
+    memory = "; memory as if one process held and did all" if section.sequence_parallel == 1 else ""
+    return f"the driver, {', '.join(parts)}{placed_by(told)}{memory}{idle if sharing > groups else ''}"
+
+
 def _determinism(recipe: Recipe) -> tuple[bool, str]:
     if recipe.schedule.name == "asynchronous":
         return False, "no: schedule asynchronous trains on the groups that it sees complete first; synchronous repeats"
+    if recipe.rollout.engine.name == "vllm":
+        return False, f"no: vLLM batches by the clock; rollout.engine: native with {REPEATS}"
+    if recipe.cluster.engines > 1:
+        return False, f"no: several engines follow the clock; cluster.engines=1 with {REPEATS}"
     if recipe.rollout.schedule == "eager":
         chosen = "" if recipe.selection.oversample == 1 else " and trains on the groups that it sees complete first"
         return False, f"no: the eager schedule batches by the clock{chosen}; {REPEATS}"
     if recipe.model.device.startswith("cuda"):
-        summed = "flash attention's backward pass sums gradients in no fixed order on a GPU"
+        summed = "flash attention's backward pass, and cuDNN's, sums gradients in no fixed order on a GPU"
         return False, f"in order of work, not in last bits: {summed}; on CPU it repeats bit for bit"
     return True, "yes: on CPU the run, and a resumed run, repeats bit for bit"

@@ -16,6 +16,9 @@ from sensorium.recipe.judge_section import JudgesSection
 from sensorium.recipe.section import Section, named
 from sensorium.recipe.task_sections import TasksSection
 
+MOST_S = 1e7
+"""Seconds that a wait may be given, some hundred days: at much more, clocks and sockets overflow."""
+
 
 class LoraSection(Section):
     """Low-rank adapters on the linear layers of named groups; everything else is frozen. Rank 0: none."""
@@ -100,7 +103,9 @@ class RolloutSection(Section):
     stop: tuple[str, ...] = ()
     ignore_stop_tokens: bool = False
     concurrency: int = Field(default=0, ge=0, description="episodes in flight; 0: all of the step")
-    environment_deadline_s: float = Field(default=30.0, gt=0, description="for each call of an environment, once it begins")
+    environment_deadline_s: float = Field(
+        default=30.0, gt=0, le=MOST_S, description="for each call of an environment, once it begins"
+    )
     environment_calls: int = Field(
         default=64, ge=1, le=100_000, description="calls of environments that run at once, in threads"
     )
@@ -128,9 +133,9 @@ class RewardsSection(Section):
     """Named terms with weights; what happens when one is missing."""
 
     terms: tuple[TermSection, ...] = Field(min_length=1)
-    deadline_s: float = Field(default=30.0, gt=0)
+    deadline_s: float = Field(default=30.0, gt=0, le=MOST_S)
     retries: int = Field(default=2, ge=0)
-    retry_wait_s: float = Field(default=0.5, ge=0)
+    retry_wait_s: float = Field(default=0.5, ge=0, le=MOST_S)
     on_missing: Literal["drop_episode", "drop_group"] = "drop_episode"
 
 
@@ -195,11 +200,13 @@ class CheckpointSection(Section):
 class ClusterSection(Section):
     """How many processes learn, sample, play environments and score, and where they are.
 
-    Several learners hold a part of the weights each (FSDP2) and compute a part of every update. With ``ray`` all of them
+    Several learners hold a part of the weights each (FSDP2) and compute a part of every update. With ``sequence_parallel``
+    so many of them share the tokens of each micro-batch, for contexts that one cannot hold. With ``ray`` all of them
     are placed by Ray, on as many machines as its cluster has; all must see the run directory under the same path.
     """
 
     learners: int = Field(default=1, ge=1, le=4096, description="ranks of the learner; 1: the learner of this process")
+    sequence_parallel: int = Field(default=1, ge=1, le=64, description="learners that share each micro-batch's tokens")
     placement: Literal["processes", "ray"] = Field(default="processes", description="of this machine, or Ray actors")
     address: str = Field(default="", description="of a running Ray cluster; empty: one is started for the run")
     engines: int = Field(default=1, ge=1, le=1024, description="of rollout.engine, each with weights of its own")
@@ -207,9 +214,18 @@ class ClusterSection(Section):
     rewards: int = Field(default=0, ge=0, le=4096, description="workers that score by slow terms; 0: the driver does")
     restarts: int = Field(default=3, ge=0, description="processes of a kind that are replaced in a run, if several")
     backend: Literal["auto", "gloo", "nccl"] = Field(default="auto", description="auto: nccl on GPUs, gloo on CPUs")
+    share_gpus: bool = Field(default=False, description="engines of this machine may share GPUs, also the learner's")
     offload: bool = Field(default=False, description="keep weights and moments in the machine's memory, not the GPU's")
-    start_s: float = Field(default=600.0, gt=0, description="for all ranks to load the model and meet")
-    reply_s: float = Field(default=3600.0, gt=0, description="for a step; after it a rank that is silent is lost")
+    hang_s: float = Field(
+        default=20.0,
+        gt=0,
+        le=MOST_S,
+        description="after it a worker that plays or scores and gives no sign of life is replaced",
+    )
+    start_s: float = Field(default=600.0, gt=0, le=MOST_S, description="for all ranks to load the model and meet")
+    reply_s: float = Field(
+        default=3600.0, gt=0, le=MOST_S, description="for a step; after it a rank that is silent is lost"
+    )
 
     @property
     def shared(self) -> bool:

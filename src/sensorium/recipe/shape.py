@@ -36,12 +36,14 @@ class IncompleteConfig(RecipeError):
 class ModelShape:
     """Sizes of a model. ``parameters`` counts them by group; ``exact`` says whether the weights themselves were counted.
 
-    ``linears`` are the layers that low-rank adapters can sit on.
+    ``linears`` are the layers that low-rank adapters can sit on. ``queries`` is the size of a token's queries, all heads
+    together: Qwen3-VL's is up to twice the hidden size.
     """
 
     family: str
     layers: int
     hidden: int
+    queries: int
     key_values: int
     mlp: int
     vocabulary: int
@@ -111,6 +113,7 @@ def _shape_of(config: dict[str, Any], shapes: dict[str, list[int]], *, exact: bo
         family=config.get("model_type", "").removesuffix("_thinker"),
         layers=text["num_hidden_layers"],
         hidden=text["hidden_size"],
+        queries=heads * head_dim,
         key_values=text.get("num_key_value_heads", heads) * head_dim,
         mlp=experts * text["moe_intermediate_size"] if experts else text["intermediate_size"],
         vocabulary=text["vocab_size"],

@@ -34,11 +34,18 @@ def credits_of(
 
 def credit_to_json(credit: EpisodeCredit) -> dict[str, Any]:
     """The fields of a log row. Nine digits are enough to read a float32 back as it was."""
-    advantages = [[float(f"{value:.9g}") for value in turn] for turn in credit.advantages]
     fields: dict[str, Any] = {"fate": credit.fate}
-    if advantages:
-        fields["advantages"] = [turn[0] if len(set(turn)) == 1 else turn for turn in advantages]
+    if credit.advantages:
+        fields["advantages"] = [_short(turn) for turn in credit.advantages]
     return fields
+
+
+def _short(turn: Sequence[float]) -> float | list[float]:
+    """A turn's advantages; one number where they are all alike."""
+    if len(set(turn)) == 1:
+        return float(f"{turn[0]:.9g}")
+    written = [float(f"{value:.9g}") for value in turn]
+    return written[0] if len(set(written)) == 1 else written
 
 
 def credit_from_json(row: Mapping[str, Any], episode: Episode) -> EpisodeCredit | None:

@@ -123,10 +123,10 @@ def episode_to_json(episode: Episode) -> Json:
     places: dict[Segment, int] = {}
 
     def place(segment: Segment) -> int:
-        if segment not in places:
-            places[segment] = len(table)
+        found = places.setdefault(segment, len(table))
+        if found == len(table):
             table.append(segment)
-        return places[segment]
+        return found
 
     threads = [{"segments": [place(s) for s in thread.segments], "home": list(thread.home)} for thread in episode.threads]
     turns = [
@@ -299,6 +299,8 @@ def _float(value: float | str | None) -> float | None:
 
 
 def _numbers(values: Sequence[float]) -> list[float | str | None]:
+    if all(map(math.isfinite, values)):  # by far the most: a response has two for every token
+        return list(values)
     return [_number(value) for value in values]
 
 

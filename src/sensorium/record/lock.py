@@ -55,6 +55,15 @@ def lock_run(folder: Path) -> Iterator[None]:
                 os.ftruncate(descriptor, 0)
 
 
+def said_holder(folder: Path) -> tuple[int, str] | None:
+    """Process id and host of who last said that it holds a run directory; it may have been killed since."""
+    try:
+        who = json.loads((folder / NAME).read_text())
+        return int(who["pid"]), str(who["host"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def refuse_moved(folder: Path) -> None:
     """Refuse to go on writing where the folder that this process holds no longer is: the run would lie in two places."""
     held = _folders.get(os.path.abspath(folder))

@@ -4,11 +4,15 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from sensorium.record.durable import read_json, write_whole
+from sensorium.vocabulary.errors import RecordError
 
 NAME = "cluster.json"
 
@@ -46,28 +50,46 @@ def write_processes(folder: Path, step: int, rows: tuple[ProcessRow, ...], *, en
     write_whole(folder / NAME, json.dumps(asdict(told), indent=1) + "\n")
 
 
+def forget_processes(folder: Path) -> None:
+    """Take away what a run of several processes wrote, where it goes on as one."""
+    with suppress(OSError):
+        (folder / NAME).unlink(missing_ok=True)
+
+
 def read_processes(folder: Path) -> RunProcesses | None:
     """What was last written; None for a run of one process."""
     if not (folder / NAME).exists():
         return None
-    data: dict[str, Any] = read_json(folder / NAME, "It is written anew by a run that goes on; remove it.")
-    return RunProcesses(**{**data, "rows": tuple(ProcessRow(**row) for row in data["rows"])})
+    way_out = "It is written anew by a run that goes on; remove it."
+    data: dict[str, Any] = read_json(folder / NAME, way_out)
+    try:
+        return TypeAdapter(RunProcesses).validate_python(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise RecordError(f"'{folder / NAME}' is damaged: '{place}': {first['msg']}. {way_out}") from error
 
 
 def alive(pid: int | None) -> bool:
     """True if a process of this machine has this id and has not ended."""
     if pid is None:
         return False
+    if state := process_state(pid):
+        return state not in "ZX"
+    if Path("/proc/self").exists():
+        return False
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        if Path("/proc/self").exists():
-            return False
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            return True
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
         return True
-    return state not in "ZX"
+    return True
+
+
+def process_state(pid: int) -> str:
+    """The letter by which Linux tells what a process of this machine does (R, S, D, T, Z); empty if that is not known."""
+    try:
+        return Path(f"/proc/{pid:d}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

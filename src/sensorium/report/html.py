@@ -23,6 +23,7 @@ from sensorium.report.cards import comparison_card, group_card
 from sensorium.report.console import duration
 from sensorium.report.examples import Comparisons, Kind, compare_evaluations, training_groups
 from sensorium.report.health_panel import health_panel
+from sensorium.report.processes import processes_section
 from sensorium.report.run_charts import detail_charts, learning_charts, step_axis
 from sensorium.report.stages import stage_table, stages_of, warm_steps, widest_first
 from sensorium.report.tables import interval_text, share
@@ -65,6 +66,7 @@ def render_report(directory: RunDirectory, *, media_bytes: int = MEDIA_BYTES, co
         _section("Stage by stage" if warm else "Before and after", "table", stage_table(summaries, warm)),
         _section("The same questions, before and after", "compared", _compared(directory, album, comparisons, warm)),
         _section("Groups from training", "groups", _groups(directory, album, groups)),
+        _section("Processes", "table processes", processes_section(recipe, rows, axis)),
         _section("In detail", "details", detail_charts(rows, axis)),
         _section("Recipe", "recipe", f"<pre>{escape(recipe_text)}</pre>" if recipe_text else ""),
     ]

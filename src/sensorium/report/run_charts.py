@@ -29,18 +29,23 @@ def step_axis(rows: Rows, summaries: Rows, warm: int) -> Axis:
 
 def learning_charts(rows: Rows, summaries: Rows, axis: Axis) -> str:
     """Reward, accuracy in training with the held-out ones, and every term by its name."""
-    accuracy = [_series("training", "accuracy", rows, colour=1), *_held_out(summaries)]
+    accuracy = [metric_series("training", "accuracy", rows, colour=1), *_held_out(summaries)]
     terms = [name for name in dict.fromkeys(key for row in rows for key in row) if name.startswith("reward/")]
     by_term = [
-        _series(name.removeprefix("reward/"), name, rows, colour=(0, 3, 2, 4, 5)[i % 5])
+        metric_series(name.removeprefix("reward/"), name, rows, colour=(0, 3, 2, 4, 5)[i % 5])
         for i, name in enumerate(term for term in terms if term != "reward/mean")
     ]
     wanted = [
-        ("Reward", [_series("mean reward", "reward/mean", rows)]),
+        ("Reward", [metric_series("mean reward", "reward/mean", rows)]),
         ("Accuracy", accuracy),
         ("Reward by term", by_term if len(by_term) > 1 else []),
         ("Loss of the warm start", [_warm_loss(rows)]),
     ]
+    return chart_grid(wanted, axis)
+
+
+def chart_grid(wanted: Sequence[tuple[str, Sequence[Series]]], axis: Axis) -> str:
+    """Charts side by side, those without a point left out; the last of an odd number takes the page's whole width."""
     charts = [(title, series) for title, series in wanted if any(one.points for one in series)]
     wide = len(charts) if len(charts) % 2 else 0
     drawn = [line_chart(title, series, axis=axis, wide=i == wide) for i, (title, series) in enumerate(charts, start=1)]
@@ -50,7 +55,7 @@ def learning_charts(rows: Rows, summaries: Rows, axis: Axis) -> str:
 def detail_charts(rows: Rows, axis: Axis) -> str:
     """What to look at when something is odd, small."""
     charts = [
-        line_chart(title, [_series(title, metric, rows, colour=0)], axis=axis, width=420, height=190)
+        line_chart(title, [metric_series(title, metric, rows, colour=0)], axis=axis, width=420, height=190)
         for metric, title in DETAILS.items()
         if sum(metric in row for row in rows) > 1
     ]
@@ -70,12 +75,13 @@ def _held_out(summaries: Rows) -> list[Series]:
     return curves
 
 
-def _series(name: str, metric: str, rows: Rows, colour: int = 0) -> Series:
+def metric_series(name: str, metric: str, rows: Rows, colour: int = 0) -> Series:
+    """A metric over the steps that have it."""
     return Series(name, tuple((float(row["step"]), float(row[metric])) for row in rows if metric in row), colour)
 
 
 def _warm_loss(rows: Rows) -> Series:
     """The loss of steps that have no reward: those of the supervised stage."""
-    return _series(
+    return metric_series(
         "loss", "policy/loss", [row for row in rows if "groups/trained" not in row and "reward/mean" not in row], 4
     )

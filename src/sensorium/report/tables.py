@@ -26,6 +26,8 @@ def plan_table(plan: Plan) -> RenderableType:
         rows.add_row("selection", plan.selection)
     if plan.schedule:
         rows.add_row("schedule", plan.schedule)
+    if plan.processes:
+        rows.add_row("processes", plan.processes)
     warm = f", of them {plan.warm_start_updates:,} supervised" if plan.warm_start_updates else ""
     run = f"{plan.steps:,} steps, {plan.total_updates:,} updates{warm}; {plan.total_episodes:,} episodes"
     rows.add_row("the run", run)
@@ -36,12 +38,14 @@ def plan_table(plan: Plan) -> RenderableType:
     if plan.precision:
         rows.add_row("precision", plan.precision)
     rows.add_row("repeats exactly", Text(plan.determinism, style="" if plan.deterministic else "yellow"))
+    if plan.sharing:
+        rows.add_row("tokens", plan.sharing)
     if plan.memory:
-        total = sum(plan.memory.values())
+        total, width = sum(plan.memory.values()), max(18, *(len(use) + 2 for use in plan.memory))
         rows.add_row("memory at most", Text.assemble((bytes_text(total), "bold")))
         for use, amount in plan.memory.items():
             bar = "█" * round(24 * amount / total) or "▏"
-            rows.add_row("", Text.assemble(f"{use:<18}{bytes_text(amount):>10}  ", (bar, "cyan")))
+            rows.add_row("", Text.assemble(f"{use:<{width}}{bytes_text(amount):>10}  ", (bar, "cyan")))
     if plan.disk:
         parts = ", ".join(f"{use} {bytes_text(amount)}" for use, amount in plan.disk.items())
         rows.add_row("disk about", f"{bytes_text(sum(plan.disk.values()))} ({parts}) and the media it shows")

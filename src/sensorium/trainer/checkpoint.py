@@ -20,7 +20,7 @@ from sensorium.record.checkpoint_files import MARKER, Best, CheckpointFolder, pr
 from sensorium.record.contents import contents_of
 from sensorium.record.durable import cannot_write, flush, write_whole, writing
 from sensorium.trainer.health.finite import refuse_ruined
-from sensorium.vocabulary.errors import CheckpointError, RecordError
+from sensorium.vocabulary.errors import CheckpointError, LearnerLost, RecordError
 
 STATE = Path("trainer") / "state.pt"
 
@@ -105,7 +105,8 @@ def _writing(draft: Path) -> Iterator[None]:
 
 def _failed_write(error: Exception, draft: Path) -> RecordError | None:
     """The failed write behind a library's error; None if it was something else."""
-    text = str(error)
+    # Of a rank's error, without what the learner says about going on: a full disk has a way out of its own.
+    text = str(error.__cause__ if isinstance(error, LearnerLost) and error.__cause__ else error)
     words = ("No space left", "File too large", "Disk quota", "I/O error", "IoError", "file write failed", "unexpected pos")
     if not any(word in text for word in words):
         return None

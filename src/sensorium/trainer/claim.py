@@ -143,11 +143,17 @@ def _engine_notes(recipe: Recipe, then: Recipe) -> Iterator[str]:
 
 def _cluster_notes(recipe: Recipe, then: Recipe) -> Iterator[str]:
     """Another number of ranks sums in another order."""
-    now, before = recipe.cluster.learners, then.cluster.learners
-    if now != before:
+    changed = [
+        (before, now, key)
+        for key in ("learners", "sequence_parallel")
+        if (now := getattr(recipe.cluster, key)) != (before := getattr(then.cluster, key))
+    ]
+    for before, now, key in changed[:1]:
+        who = "learner" if before == 1 else "learners"
+        sharing = "" if key == "learners" else " that share tokens"
         yield (
-            f"ATTENTION: steps so far were trained by {before} learners, the next ones by {now} (cluster.learners). Sums "
-            "are taken in another order, so the last bits may differ from the run that was never changed."
+            f"ATTENTION: steps so far were trained by {before} {who}{sharing}, the next ones by {now} (cluster.{key}). "
+            "Sums are taken in another order, so the last bits may differ from the run that was never changed."
         )
 
 

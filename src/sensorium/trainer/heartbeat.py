@@ -5,14 +5,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from sensorium.record.processes import ProcessRow, write_processes
+from sensorium.record.processes import ProcessRow, forget_processes, write_processes
 from sensorium.vocabulary.errors import SensoriumError
 
 EVERY_S = 5.0
 
 
 class Heartbeat:
-    """Writes ``parts()`` into a run directory, from a thread of its own, until it is closed. Without parts: nothing."""
+    """Writes ``parts()`` into a run directory, from a thread of its own, until it is closed.
+
+    Without parts it writes nothing, and takes away what the run said before it was resumed without them.
+    """
 
     def __init__(self, folder: Path, parts: Callable[[], tuple[ProcessRow, ...]], every_s: float = EVERY_S) -> None:
         self._folder, self._parts, self._every_s = folder, parts, every_s
@@ -21,6 +24,8 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         if parts():
             self._thread.start()
+        else:
+            forget_processes(folder)
 
     def at(self, step: int) -> None:
         """The run is at this step."""

@@ -359,7 +359,7 @@ class Trainer:
 
     def _announce(self, phase: str, total: int = 0) -> None:
         self._phase = phase
-        self.heartbeat.at(self.step + 1)
+        self.heartbeat.at(min(self.step + 1, self.total_steps))
         self.watcher.phase(self.step + 1, phase, total)
 
     def _announce_ahead(self, phase: str, total: int = 0) -> None:

@@ -33,11 +33,14 @@ def place(
     assert not empty, f"episode {empty[0]} wrote nothing, so there is no token to pay; leave it out"
     positions = assessment.positions
     ends = _Ends(positions)
-    rewards_P = torch.zeros(len(positions), dtype=torch.float64)
+    paid: dict[int, float] = {}
     for s, episode in enumerate(episodes):
         for score, value in _paid(episode):
             if score.scope != "span":
-                rewards_P[ends.of(s, score.turn if score.scope == "turn" else None)] += score.weight * value
+                end = ends.of(s, score.turn if score.scope == "turn" else None)
+                paid[end] = paid.get(end, 0.0) + score.weight * value
+    rewards_P = torch.zeros(len(positions), dtype=torch.float64)
+    rewards_P[torch.tensor(list(paid), dtype=torch.long)] = _doubles(list(paid.values()))
     if assessment.old_N is not None and assessment.reference_N is not None:
         penalty_N = kl.in_reward(assessment.old_N.double(), assessment.reference_N.double(), section.estimator)
         rewards_P[positions.written_P] -= assessment.kl_coef * penalty_N

@@ -19,6 +19,7 @@ from sensorium.assembly.session import (
 )
 from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.names import build
+from sensorium.recipe.processes import placed_processes
 from sensorium.recipe.schema import Recipe
 from sensorium.record.checkpoint_files import has_digests
 from sensorium.record.durable import cannot_write, full_disk_error, read_rows
@@ -82,6 +83,11 @@ def open_trainer(
     ledger = Ledger(directory.ledger)
     saved = None if last is None else checkpoints.path(last)
     store = open_store(recipe, directory.media)
+    watchers = tuple(watchers)
+    if parts := placed_processes(
+        recipe.model_dump(include={"cluster", "rollout"})
+    ):  # nothing else is told until they are up
+        Watchers(watchers).noted(f"starting {', '.join(parts)}; that may take minutes")
     session = open_session(recipe, load_trained(recipe, store, saved), ledger, directory.path)
     stream = make_stream(recipe, session.store)
     planner = make_planner(recipe.tasks.planner, stream, session.store)

@@ -40,10 +40,16 @@ class HostedProcess(Protocol):
 
 
 class ProcessHost(Protocol):
-    """Starts processes. ``folder`` is one that this process and those it starts both see; None: any of this machine."""
+    """Starts processes. ``folder`` is one that this process and those it starts both see; None: any of this machine.
+
+    ``address`` is this machine's, as those processes reach it. ``own_device``: they have GPUs of their own, which do not
+    have the numbers that they have here; ``shared``: but maybe this process's too.
+    """
 
     folder: Path | None
+    address: str
     own_device: bool
+    shared: bool
 
     def start(
         self,
@@ -63,10 +69,13 @@ class ProcessHost(Protocol):
 
 
 class ThisMachine:
-    """Starts processes beside this one. ``own_device``: a process has a GPU of its own; here all have the same."""
+    """Starts processes beside this one. ``gpus`` are the only ones that they see, as CUDA_VISIBLE_DEVICES; "": the same."""
 
     folder: Path | None = None
-    own_device = False
+    address = "127.0.0.1"
+
+    def __init__(self, gpus: str = "", *, shared: bool = False) -> None:
+        self._gpus, self.own_device, self.shared = gpus, bool(gpus), shared
 
     def start(
         self,
@@ -78,6 +87,8 @@ class ThisMachine:
         own_group: bool = False,
     ) -> tuple[HostedProcess, list[Frames]]:
         """Start ``python -m module`` with so many sockets."""
+        if self._gpus:
+            environment = {**(environment or {}), "CUDA_VISIBLE_DEVICES": self._gpus}
         pairs = [socket.socketpair() for _ in range(channels)]
         with ExitStack() as theirs:
             for _, end in pairs:

@@ -2,6 +2,7 @@
 
     first message    settings, and the folder of its log → {"ready": …}, or an error and the end
     then             (number, question) → (number, {"value": …} or an error), many at once
+                     (SIGN_OF_LIFE, None) → the same, at once
 
 The process ends when its driver hangs up, whatever it does at that moment.
 """
@@ -25,6 +26,8 @@ from sensorium.workers.plain_errors import plain_error
 from sensorium.workers.pool import WorkerPool
 from sensorium.workers.worker import Call, Worker
 
+SIGN_OF_LIFE = -1
+"""The number of a question that asks only whether the process still reads."""
 Answer = Callable[[Any], Any]
 OpenWork = Callable[[Any, Path], tuple[Any, Answer]]
 """From settings and a folder of its own: what to tell the driver, and who answers its questions."""
@@ -59,6 +62,10 @@ class _Serving:
         self._channel.send({"ready": told})
         while True:
             number, question = self._channel.receive()
+            if number == SIGN_OF_LIFE:
+                with self._sending:
+                    self._channel.send((number, {"value": None}))
+                continue
             worker = self._pool.lease()
             call = worker.submit(partial(answer, question), float("inf"))
             call.when_ended(partial(self._reply, number, call, worker))

@@ -1,4 +1,4 @@
-"""Several workers of one kind in processes that a host starts: asked side by side, and replaced when they die.
+"""Several workers of one kind in processes that a host starts: asked side by side, and replaced when they die or hang.
 
 For example, with two workers and one restart:
 
@@ -7,6 +7,9 @@ For example, with two workers and one restart:
     worker 1 dies        2 is asked again of worker 0 when that is ready; nobody replaces worker 1
     worker 0 dies        whoever asks hears WorkersLost
 
+A worker that is stopped, or whose machine is, dies without an end: it is asked for a sign of life now and then, and ended
+when it has given none, nor any answer, for ``hang_s``.
+
 Invariant: a question is answered once, however often it was asked. ``asked_again`` counts how often.
 """
 
@@ -14,6 +17,7 @@ import itertools
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -24,8 +28,13 @@ from typing import Any
 from sensorium.vocabulary.errors import SensoriumError, WorkersLost
 from sensorium.workers.channel import PickledChannel
 from sensorium.workers.hosts import HostedProcess, ProcessHost
+from sensorium.workers.placed_main import SIGN_OF_LIFE
 from sensorium.workers.plain_errors import error_of
 from sensorium.workers.python_process import CLOSE_S, last_words
+
+LOOKS = 12
+"""How often within ``hang_s`` a worker is asked for a sign of life."""
+LONGEST_LOOK_S = 5.0
 
 
 class _Gone(Exception):
@@ -34,7 +43,10 @@ class _Gone(Exception):
 
 @dataclass(eq=False)
 class PlacedWorker:
-    """A place and the process in it. ``told`` is what it said when it was ready; ``ready``: it takes questions."""
+    """A place and the process in it. ``told`` is what it said when it was ready; ``ready``: it takes questions.
+
+    ``heard`` is set by whatever it sends.
+    """
 
     number: int
     process: HostedProcess | None = None
@@ -44,6 +56,7 @@ class PlacedWorker:
     replaced: int = 0
     open: dict[int, "Future[Any]"] = field(default_factory=dict)
     sending: threading.Lock = field(default_factory=threading.Lock)
+    heard: threading.Event = field(default_factory=threading.Event)
 
 
 class PlacedWorkers:
@@ -64,11 +77,12 @@ class PlacedWorkers:
         *,
         restarts: int = 3,
         start_s: float = 600.0,
+        hang_s: float = 20.0,
         changed: Callable[[PlacedWorker, bool], None] = lambda worker, ready: None,
     ) -> None:
         self._host, self._module, self._settings = host, module, settings
         self._what, self._failure = what, failure
-        self._restarts_left, self._start_s, self._changed = restarts, start_s, changed
+        self._restarts_left, self._start_s, self._hang_s, self._changed = restarts, start_s, hang_s, changed
         self.workers = tuple(PlacedWorker(number) for number in range(count))
         self.replaced = self.asked_again = 0
         self.noted: Callable[[str], None] = lambda said: None
@@ -147,7 +161,9 @@ class PlacedWorkers:
             process.end(CLOSE_S)
             raise error_of(told, WorkersLost, f"a {self._what}")
         worker.process, worker.channel, worker.told = process, channel, told["ready"]
-        threading.Thread(target=self._read, args=(worker, process, channel), name=self._what, daemon=True).start()
+        gone = threading.Event()
+        for task in (self._read, self._watch):
+            threading.Thread(target=task, args=(worker, process, channel, gone), name=self._what, daemon=True).start()
         if not self._closed:
             self._changed(worker, True)
         with self._state:
@@ -156,25 +172,58 @@ class PlacedWorkers:
         if not worker.ready:
             self._end(worker)
 
-    def _read(self, worker: PlacedWorker, process: HostedProcess, channel: PickledChannel) -> None:
+    def _read(self, worker: PlacedWorker, process: HostedProcess, channel: PickledChannel, gone: threading.Event) -> None:
         """Hand answers to who waits for them, until the worker is gone."""
         while True:
             try:
                 number, found = channel.receive()
             except (EOFError, OSError, ValueError):
                 break
+            worker.heard.set()
             answer = worker.open.get(number)
             if answer is not None and not answer.done():
                 if "value" in found:
                     answer.set_result(found["value"])
                 else:
                     answer.set_exception(error_of(found, self._failure, f"a {self._what}"))
-        self._lose(worker, process)
+        self._lose(worker, process, gone)
 
-    def _lose(self, worker: PlacedWorker, process: HostedProcess) -> None:
-        how = f"{self._what} {worker.number} (pid {process.pid}) " + ("is closed" if self._closed else process.ending())
+    def _watch(self, worker: PlacedWorker, process: HostedProcess, channel: PickledChannel, gone: threading.Event) -> None:
+        """Ask for signs of life; lose a worker that gives none. Time when this process itself is stopped does not count."""
+        look_s = min(LONGEST_LOOK_S, self._hang_s / LOOKS)
+        silent_s, before = 0.0, time.monotonic()
+        asking: threading.Thread | None = None
+        while not gone.wait(look_s):
+            now = time.monotonic()
+            silent_s, before = silent_s + min(now - before, 2 * look_s), now
+            if worker.heard.is_set():
+                silent_s = 0.0
+                worker.heard.clear()
+            if silent_s > self._hang_s:
+                self._lose(
+                    worker, process, gone, f"gave no sign of life for {self._hang_s:g} s (cluster.hang_s) and is ended"
+                )
+                return
+            if asking is None or not asking.is_alive():  # sending may wait for ever, so it is not done in this thread
+                asking = threading.Thread(target=self._ask_for_life, args=(worker, channel), daemon=True)
+                asking.start()
+
+    def _ask_for_life(self, worker: PlacedWorker, channel: PickledChannel) -> None:
+        with worker.sending, suppress(OSError):
+            channel.send((SIGN_OF_LIFE, None))
+
+    def _lose(self, worker: PlacedWorker, process: HostedProcess, gone: threading.Event, hung: str = "") -> None:
+        """A worker has ended, or hangs (and then is ended): told once, whoever notices it first."""
         with self._state:
+            if gone.is_set():
+                return
+            gone.set()
             worker.ready = False
+        if hung:
+            process.end()
+        ending = "is closed" if self._closed else hung or process.ending()
+        how = f"{self._what} {worker.number} (pid {process.pid}) {ending}"
+        with self._state:
             again = not self._closed and self._restarts_left > 0
             if again:
                 self._restarts_left -= 1

@@ -6,8 +6,10 @@ Every wait is bounded: Ray itself asks an address that does not answer for minut
 import os
 import re
 import socket
+import sys
 import threading
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from sensorium.vocabulary.errors import RecipeError
@@ -38,13 +40,9 @@ def connect(address: str, needs: Needs) -> Any:
     global _users, _ours
     # Or a thread that asks an actor too late, when the cluster was left, starts a new one.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise RecipeError(
-            "cluster.placement is 'ray', and the package ray is not installed: pip install 'sensorium[ray]', or use "
-            "cluster.placement=processes for processes of this machine."
-        ) from error
+    refuse_without_ray()
+    import ray
+
     with _lock:
         if not ray.is_initialized():
             _users = 0
@@ -60,6 +58,15 @@ def connect(address: str, needs: Needs) -> Any:
             raise
         _users += 1
     return ray
+
+
+def refuse_without_ray() -> None:
+    """Refuse to place anything by Ray where it is not installed; loads nothing."""
+    if (sys.modules["ray"] if "ray" in sys.modules else find_spec("ray")) is None:
+        raise RecipeError(
+            "cluster.placement is 'ray', and the package ray is not installed: pip install 'sensorium[ray]', or use "
+            "cluster.placement=processes for processes of this machine."
+        )
 
 
 def disconnect() -> None:
@@ -97,7 +104,8 @@ def short(error: BaseException) -> str:
 def _open(ray: Any, address: str, cpus: int) -> None:
     given: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     if not address:
-        given |= {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
+        # "local", or Ray would take the cluster that RAY_ADDRESS names.
+        given |= {"address": "local", "num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
         _call(lambda: ray.init(**given), "a Ray cluster on this machine")
         return
     where = f"the Ray cluster at cluster.address '{address}'"
@@ -129,9 +137,11 @@ def _call(init: Any, where: str) -> None:
 def _probe(address: str, where: str) -> None:
     """Refuse an address at which nobody listens."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
-    if not port.isdigit():  # "auto", "local": Ray looks for it itself, at once
+    if not host:  # "auto": Ray looks for it itself, at once
         return
     try:
+        if not 0 < int(port) < 65536:  # the system would take it modulo 65536
+            raise ValueError(f"there is no port {port}")
         socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, ValueError) as error:  # UnicodeError, of a name that is none, is a ValueError
         raise RecipeError(f"{where} does not answer: {error}. {CHECK}") from error

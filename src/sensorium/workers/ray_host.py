@@ -107,9 +107,10 @@ class RayHost:
         gpus: float = 0.0,
         start_s: float = 600.0,
     ) -> None:
-        self.folder, self.own_device = folder, gpus > 0
+        self.folder, self.own_device, self.shared = folder, gpus > 0, False
         self._what, self._lost, self._start_s = what, lost, start_s
         self._ray = connect(address, needs)
+        self.address: str = self._ray.util.get_node_ip_address()
         options: dict[str, Any] = {"num_cpus": cpus, "num_gpus": gpus, "max_restarts": 0, "max_concurrency": CALLS_AT_ONCE}
         if not address:  # on this machine a checkout that is only on the path is found too
             options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}
@@ -163,10 +164,13 @@ class RayProcess:
     def end(self, after_s: float = 0.0) -> None:
         """End it, and its actor."""
         if not self._told:
-            self._ask(lambda: self._actor.end.remote(after_s), None, after_s + ANSWER_S)
-            self._told = self._ask(lambda: self._actor.ending.remote(), "is gone with its actor of Ray")
-            self._log = str(self._ask(lambda: self._actor.log_text.remote(), ""))
-            self._ask(lambda: self._actor.remove.remote(), None)
+            silent = object()
+            if self._ask(lambda: self._actor.end.remote(after_s), silent, after_s + ANSWER_S) is silent:
+                self._told, self._log = "is gone with its actor of Ray, or that does not answer", ""
+            else:
+                self._told = self._ask(lambda: self._actor.ending.remote(), "is gone with its actor of Ray")
+                self._log = str(self._ask(lambda: self._actor.log_text.remote(), ""))
+                self._ask(lambda: self._actor.remove.remote(), None)
         with suppress(Exception):
             self._ray.kill(self._actor)
 

@@ -3,6 +3,8 @@
 A rank is a process. It is started once and computes all scenarios, one after the other:
 
     python -m tests.learner.sharded.scenarios RANK SIZE FOLDER NAME…
+
+``NAME@2`` computes a scenario with ``cluster.sequence_parallel`` 2.
 """
 
 import sys
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from sensorium.learner.credited_episode import CreditedEpisode, CriticValues
 from sensorium.learner.critic import Critic
+from sensorium.learner.forward import hidden_states
 from sensorium.learner.learner import Learner
 from sensorium.learner.optimizer import Optimizer
 from sensorium.learner.shards import spread_like, whole_of
@@ -36,6 +39,7 @@ from sensorium.recipe.algorithm_sections import (
 )
 from sensorium.recipe.schema import BatchSection
 
+from ...models.clips import clip
 from ..played import Groups, Player, make_learner, open_policy
 
 
@@ -43,6 +47,12 @@ def pictures(player: Player) -> Groups:
     """One group has no picture and one no advantage, so ranks differ in what they have to run."""
     silent = [CreditedEpisode(s.episode, tuple(a * 0 for a in s.advantages)) for s in player.single_turn(size=2)]
     return [player.single_turn(size=3), player.single_turn(size=2, pictures=0), player.windowed(size=2, turns=3), silent]
+
+
+def long_video(player: Player) -> Groups:
+    """One prompt that is nearly all a video, of which no rank sees more than its share."""
+    film = clip(player.policy.chat.store, 3, 48, 84, 84, 24.0)
+    return [player.single_turn(size=3, pictures=0, more=[film])]
 
 
 def videos(player: Player) -> Groups:
@@ -77,6 +87,7 @@ SCENARIOS = {
     "videos": Scenario("qwen2_5_vl", videos, AlgorithmSection(loss=LossSection(name="gspo")), TWICE),
     "experts": Scenario("qwen3_vl_moe", pictures, AlgorithmSection(router_coef=0.1), freeze=("vision", "projector")),
     "critic": Scenario("qwen2_5_vl", pictures, PPO, offload=True),
+    "long video": Scenario("qwen3_vl", long_video),
     "bfloat16": Scenario("smallest", videos, dtype="bfloat16"),
 }
 
@@ -98,11 +109,37 @@ def make_checkpoints(folder: Path) -> None:
 
 @dataclass
 class Outcome:
-    """What a step computed: its metrics, the gradients of each update, and the weights after it."""
+    """What a step computed: its metrics, the gradients of each update, and the weights after it.
+
+    ``kept``: the most bytes that the layers over a micro-batch left for its backward pass, weights not counted;
+    ``kept_by_towers``: that the towers left for theirs.
+    """
 
     metrics: dict[str, float]
     gradients: list[dict[str, Tensor]]
     weights: dict[str, Tensor]
+    kept: int = 0
+    kept_by_towers: int = 0
+
+
+def _counted(part: Callable[..., Any], found: list[int]) -> Callable[..., Any]:
+    """A function that adds to ``found`` how many bytes it keeps for the backward pass, weights not counted."""
+
+    def counted(*given: Any) -> Any:
+        storages: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            base = tensor._base if tensor._is_view() else tensor
+            if not isinstance(base, torch.nn.Parameter):
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            result = part(*given)
+        found.append(sum(storages.values()))
+        return result
+
+    return counted
 
 
 def compute(scenario: Scenario, folder: Path, team: Team = ALONE) -> Outcome:
@@ -120,9 +157,13 @@ def compute(scenario: Scenario, folder: Path, team: Team = ALONE) -> Outcome:
         gradients.append({name: gradient.clone() for name, gradient in found.items()})
         step(self, share, norm)
 
-    with patch.object(Optimizer, "step", noted):
+    kept, by_towers = list[int](), list[int]()
+    layers = patch("sensorium.learner.update.hidden_states", _counted(hidden_states, kept))
+    towers = patch.object(Policy, "encode", _counted(Policy.encode, by_towers))
+    with patch.object(Optimizer, "step", noted), layers, towers:
         metrics = learner.step(groups, costs=[float(3 + i) for i in range(len(groups))])
-    return Outcome(metrics, gradients, {name: whole_of(weight).clone() for name, weight in learner.weights().items()})
+    weights = {name: whole_of(weight).clone() for name, weight in learner.weights().items()}
+    return Outcome(metrics, gradients, weights, max(kept), max(by_towers))
 
 
 def _learner(scenario: Scenario, policy: Policy, team: Team) -> Learner:
@@ -178,9 +219,13 @@ def main(rank: str, size: str, folder: str, *names: str) -> None:
     torch.use_deterministic_algorithms(True)
     meeting = f"file://{folder}/meeting-{size}"
     dist.init_process_group("gloo", init_method=meeting, rank=int(rank), world_size=int(size), timeout=timedelta(minutes=5))
-    team = RankTeam(torch.device("cpu"))
+    teams = {
+        sharing: RankTeam(torch.device("cpu"), int(sharing or 1))
+        for sharing in sorted({n.partition("@")[2] for n in names})
+    }
     for name in names:
-        outcome: Any = compute(SCENARIOS[name], Path(folder), team)
+        scenario, _, sharing = name.partition("@")
+        outcome: Any = compute(SCENARIOS[scenario], Path(folder), teams[sharing])
         torch.save(vars(outcome), Path(folder) / f"{size}-{rank}-{name}.pt")
     if rank == "0" and "bfloat16" in names:  # here: after it, a CPU without bfloat16 rounds otherwise in this process
         torch.save(vars(compute(SCENARIOS["bfloat16"], Path(folder))), Path(folder) / "1-0-bfloat16.pt")

@@ -6,7 +6,7 @@ import pytest
 
 from sensorium.recipe.load import check_recipe
 from sensorium.trainer.health.at_start import long_demonstrations, start_notes
-from sensorium.vocabulary import Task
+from sensorium.vocabulary import EnvironmentSpec, Task
 from tests.trainer.health.test_runs import RECIPE
 
 
@@ -30,6 +30,14 @@ def test_rates_that_ruin_or_do_nothing_are_said(optimizer: dict[str, Any], said:
 
 def test_usual_rates_are_not_spoken_of() -> None:
     assert notes(lr=1e-6, warmup_steps=1) == []
+
+
+def test_workers_of_environments_without_a_task_that_has_one_are_told() -> None:
+    source = {"tasks": {"train": [{"source": "jsonl", "options": {"path": "rows.jsonl"}}]}}
+    recipe = check_recipe(RECIPE | source | {"optimizer": {"lr": 1e-4}, "cluster": {"environments": 2}}, "test", {})
+    (note,) = start_notes(recipe, [Task("a"), Task("b")])
+    assert "cluster.environments is 2, and the 2 tasks looked at are questions" in note
+    assert not list(start_notes(recipe, [Task("a"), Task("b", environment=EnvironmentSpec("frozen_lake"))]))
 
 
 def test_demonstrations_that_do_not_fit_a_response_are_told() -> None:

@@ -63,10 +63,18 @@ def _over_pages(
 
 
 @triton.jit
+def _shared_split(common, splits, least, PAGE: tl.constexpr):
+    """Of a tile's shared pages: how many a split takes, at least ``least``, and how many splits that makes."""
+    each = tl.maximum(tl.cdiv(common // PAGE, splits), least)
+    return each, tl.cdiv(common // PAGE, each)
+
+
+@triton.jit(do_not_specialize=["splits", "own_splits", "least"])
 def attend_shared(
-    query, key_pages, value_pages, table, lengths, shared, tile_first, tile_rows, partial, weights, width, factor,
-    SPLITS: tl.constexpr, M: tl.constexpr, KV: tl.constexpr, SHARE: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
-    PAGE: tl.constexpr, TOTAL: tl.constexpr, PRECISION: tl.constexpr,
+    query, key_pages, value_pages, table, lengths, shared, partial, weights, width, factor, splits, own_splits, least,
+    tile_first, tile_rows,
+    M: tl.constexpr, KV: tl.constexpr, SHARE: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     k = tl.program_id(1)
@@ -76,7 +84,8 @@ def attend_shared(
     if count < 2:
         return
     common = tl.load(shared + first).to(tl.int32)
-    if common == 0:
+    each, used_splits = _shared_split(common, splits, least, PAGE)
+    if split >= used_splits:
         return
     m = tl.arange(0, M)
     d = tl.arange(0, D)
@@ -86,31 +95,30 @@ def attend_shared(
     at = (row * (KV * SHARE) + head).to(tl.int64)
     used = real[:, None] & (d < SIZE)[None, :]
     q = tl.load(query + at[:, None] * SIZE + d[None, :], mask=used, other=0.0)
-    each = tl.cdiv(common // PAGE, SPLITS)
     low = split * each
     high = tl.minimum(low + each, common // PAGE)
     summed, weight, largest = _over_pages(
         q, key_pages, value_pages, table + first * width, k, low, high, common, factor, KV, SIZE, D, PAGE, M, PRECISION
     )
-    divisor = tl.where(weight > 0, weight, 1.0)
-    tl.store(partial + (at * TOTAL + split)[:, None] * SIZE + d[None, :], summed / divisor[:, None], mask=used)
-    tl.store(weights + at * TOTAL + split, tl.where(weight > 0, largest + tl.log2(divisor), float("-inf")), mask=real)
+    place = at * (splits + own_splits) + split
+    tl.store(partial + place[:, None] * SIZE + d[None, :], summed / weight[:, None], mask=used)
+    tl.store(weights + place, largest + tl.log2(weight), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "own_splits", "least"])
 def attend_own(
-    query, key_pages, value_pages, table, lengths, shared, partial, weights, width, factor,
-    SPLITS: tl.constexpr, FIRST: tl.constexpr, M: tl.constexpr, KV: tl.constexpr, SHARE: tl.constexpr, SIZE: tl.constexpr,
-    D: tl.constexpr, PAGE: tl.constexpr, TOTAL: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
+    query, key_pages, value_pages, table, lengths, shared, partial, weights, width, factor, splits, own_splits, least,
+    M: tl.constexpr, KV: tl.constexpr, SHARE: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    PRECISION: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    after_previous(AHEAD)
-    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(0)
     k = tl.program_id(1)
-    split = tl.program_id(2)
+    row = tl.program_id(2).to(tl.int64)
+    # Lengths and what is shared do not change within a step: they are read while the kernel before this one ends.
     seen = tl.minimum(tl.load(lengths + row) + 1, width * PAGE).to(tl.int32)
     begin = (tl.load(shared + row) // PAGE).to(tl.int32)
     end = tl.cdiv(seen, PAGE)
-    each = tl.cdiv(end - begin, SPLITS)
+    each = tl.cdiv(end - begin, own_splits)
     low = begin + split * each
     high = tl.minimum(low + each, end)
     m = tl.arange(0, M)
@@ -118,31 +126,34 @@ def attend_own(
     real = m < SHARE
     at = row * (KV * SHARE) + k * SHARE + m
     used = real[:, None] & (d < SIZE)[None, :]
+    after_previous(AHEAD)
     q = tl.load(query + at[:, None] * SIZE + d[None, :], mask=used, other=0.0)
     summed, weight, largest = _over_pages(
         q, key_pages, value_pages, table + row * width, k, low, high, seen, factor, KV, SIZE, D, PAGE, M, PRECISION
     )
     divisor = tl.where(weight > 0, weight, 1.0)
-    place = at * TOTAL + FIRST + split
+    place = at * (splits + own_splits) + splits + split
     tl.store(partial + place[:, None] * SIZE + d[None, :], summed / divisor[:, None], mask=used)
     tl.store(weights + place, tl.where(weight > 0, largest + tl.log2(divisor), float("-inf")), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "own_splits", "least"])
 def merge(
-    partial, weights, shared, out,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, TOTAL: tl.constexpr, SHARED: tl.constexpr, S: tl.constexpr,
+    partial, weights, shared, out, splits, own_splits, least,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, S: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = row * HEADS + tl.program_id(1)
     s = tl.arange(0, S)
     d = tl.arange(0, D)
-    # Where a row shares nothing, the shared kernel left its part unwritten.
-    begin = tl.where(tl.load(shared + row) > 0, 0, SHARED)
-    given = (s >= begin) & (s < TOTAL)
-    weight = tl.load(weights + at * TOTAL + s, mask=given, other=float("-inf"))
+    # The shared kernel writes no split that has no pages, and nothing where a row shares nothing.
+    _, used_splits = _shared_split(tl.load(shared + row).to(tl.int32), splits, least, PAGE)
+    total = splits + own_splits
+    given = (s < used_splits) | ((s >= splits) & (s < total))
+    after_previous(AHEAD)
+    weight = tl.load(weights + at * total + s, mask=given, other=float("-inf"))
     factor = tl.exp2(weight - tl.max(weight, 0))
     used = (given & (factor > 0))[:, None] & (d < SIZE)[None, :]
-    part = tl.load(partial + (at * TOTAL + s)[:, None] * SIZE + d[None, :], mask=used, other=0.0)
+    part = tl.load(partial + (at * total + s)[:, None] * SIZE + d[None, :], mask=used, other=0.0)
     merged = tl.sum(part * factor[:, None], 0) / tl.sum(factor, 0)
     tl.store(out + at * SIZE + d, merged.to(out.dtype.element_ty), mask=d < SIZE)

@@ -27,7 +27,10 @@ from sensorium.models.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormW
 from sensorium.models.token_probs import unit_bits
 
 CHUNK = 4096  # entries of the vocabulary that one program of the sampler reads
-PROGRAMS = 528  # programs of attention that keep a GPU busy: four for each multiprocessor of an H200
+# Programs of attention that keep an H200 busy, over shared pages and over own ones: of 3 to 16 splits of own pages 8 were
+# fastest at 24 rows, of 1 to 6 3 at 64.
+SHARED_PROGRAMS, OWN_PROGRAMS = 264, 400
+FEW_ROWS = 128  # up to so many take shared pages one by one; more take two at a time, 4 µs a layer faster at 256 rows
 LOG2_E = math.log2(math.e)
 
 
@@ -181,35 +184,37 @@ class TritonOps(TorchOps):
         share = heads // kv_heads
         shared_splits, own_splits = splits(batch, kv_heads)
         total = shared_splits + own_splits
+        cut = (shared_splits, own_splits, 1 if batch <= FEW_ROWS else 2)
         partial = query_BHD.new_empty(batch, heads, total, size, dtype=torch.float32)
         weight = query_BHD.new_empty(batch, heads, total, dtype=torch.float32)
         common = {
             "KV": kv_heads, "SHARE": share, "SIZE": size, "D": max(16, triton.next_power_of_2(size)), "PAGE": page,
-            "TOTAL": total, "PRECISION": "ieee" if query_BHD.dtype == torch.float32 else "tf32",
+            "PRECISION": "ieee" if query_BHD.dtype == torch.float32 else "tf32", "num_warps": 4,
         }  # fmt: skip
-        pointers = (query_BHD, layer_block[0], layer_block[1], rows.table_BP, rows.lengths_B, rows.shared_B)
-        rest = (partial, weight, rows.table_BP.shape[1], scaling * LOG2_E)
+        given = (
+            query_BHD, layer_block[0], layer_block[1], rows.table_BP, rows.lengths_B, rows.shared_B, partial, weight,
+            rows.table_BP.shape[1], scaling * LOG2_E, *cut,
+        )  # fmt: skip
 
         def own() -> Tensor:
-            attend_own[(batch, kv_heads, own_splits)](
-                *pointers, *rest, SPLITS=own_splits, FIRST=shared_splits, M=max(16, triton.next_power_of_2(share)),
-                **common, **launch_ahead(query_BHD), num_warps=4, num_stages=3,
-            )  # fmt: skip
+            attend_own[(own_splits, kv_heads, batch)](
+                *given, M=max(16, triton.next_power_of_2(share)), **common, **launch_ahead(query_BHD), num_stages=3
+            )
             return partial
 
         def shared() -> Tensor:
             attend_shared[(batch // 2, kv_heads, shared_splits)](
-                *pointers, rows.tile_first_B, rows.tile_rows_B, *rest, SPLITS=shared_splits,
-                M=max(16, triton.next_power_of_2(TILE_ROWS * share)), **common, num_warps=4, num_stages=2,
+                *given, rows.tile_first_B, rows.tile_rows_B,
+                M=max(16, triton.next_power_of_2(TILE_ROWS * share)), **common, num_stages=2,
             )  # fmt: skip
             return partial
 
         self.together(own, *([shared] if batch > 1 else []))
-        out_BHD = torch.empty_like(query_BHD)
+        out_BHD, most = torch.empty_like(query_BHD), triton.next_power_of_2(total)
         merge[(batch, heads)](
-            partial, weight, rows.shared_B, out_BHD,
-            HEADS=heads, SIZE=size, D=triton.next_power_of_2(size), TOTAL=total, SHARED=shared_splits,
-            S=triton.next_power_of_2(total), num_warps=2,
+            partial, weight, rows.shared_B, out_BHD, *cut,
+            HEADS=heads, SIZE=size, D=triton.next_power_of_2(size), PAGE=page, S=most, num_warps=1 if most <= 16 else 2,
+            **launch_ahead(query_BHD),
         )  # fmt: skip
         return out_BHD.flatten(1)
 
@@ -248,12 +253,12 @@ class TritonOps(TorchOps):
 def splits(batch: int, kv_heads: int) -> tuple[int, int]:
     """Into how many parts the shared pages of a tile and the own pages of a row are cut."""
     tiles = max(1, batch // TILE_ROWS)
-    shared = min(8, max(1, PROGRAMS // 2 // (tiles * kv_heads)))
-    own = min(16, max(1, PROGRAMS // (batch * kv_heads)))
+    shared = min(8, max(1, SHARED_PROGRAMS // (tiles * kv_heads)))
+    own = min(16, max(1, round(OWN_PROGRAMS / (batch * kv_heads))))
     return shared, own
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _add_parts_norm(
     parts, bias, residual, weight, out, summed, rows, width, eps,
     PARTS: tl.constexpr, BIAS: tl.constexpr, W: tl.constexpr, SCALE: tl.constexpr, AHEAD: tl.constexpr,
@@ -295,7 +300,7 @@ def _taken(
     return value.to(kind).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _place(
     query, key, value, query_bias, key_bias, value_bias, cos, sin, query_gain, key_gain, query_out, key_pages, value_pages,
     table, lengths, width, rows, eps,

@@ -5,7 +5,7 @@ page. The fused step is compared with the stock one on the first batch it meets.
 captured (experts whose routing is read on the host, say), the slower way is taken, with a warning that says why.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -44,6 +44,16 @@ def first_pages(max_context: int, device: torch.device) -> int:
 def bucket_of(rows: int) -> int:
     """The size of the bucket that so many rows run in."""
     return next((size for size in BUCKETS if size >= rows), -(-rows // 128) * 128)
+
+
+def buckets_to_capture(bucket: int, captured: Collection[int]) -> list[int]:
+    """The buckets to capture when a batch comes to one that has no graph.
+
+    (128, {}) → [128]: rows of equal length need no other. (96, {128}) → [96, 64, 48, …, 1]: lengths differ, so later
+    rollouts will pass through buckets that this one skips; they are captured now, and no later rollout waits for them.
+    """
+    smaller = [size for size in reversed(BUCKETS) if size < bucket] if any(size > bucket for size in captured) else []
+    return [size for size in (bucket, *smaller) if size not in captured]
 
 
 class DecodeRunner:
@@ -94,7 +104,7 @@ class DecodeRunner:
         """One step of the batch: tokens, log-probs and sampled log-probs as [3, rows], until the next step."""
         graph = self._graph() if self._capture else None
         if graph is None:
-            self._run()
+            self._run(self._bucket)
         else:
             graph.replay()
         return self._state.packed_3B
@@ -157,8 +167,8 @@ class DecodeRunner:
             self._ops = TorchOps()
             self._step = StockStep(self._policy, self._ops)
 
-    def _run(self) -> None:
-        rows = self._state.view(self._bucket)
+    def _run(self, bucket: int) -> None:
+        rows = self._state.view(bucket)
         logits_BV = self._step.logits(rows, self._pool)
         self._ops.draw(logits_BV, rows, self._forbidden_F, self._stop_S, self._truncated)
 
@@ -166,19 +176,21 @@ class DecodeRunner:
         """The graph of the batch's bucket, captured on first use; None where that fails."""
         key = (self._bucket, self._truncated)
         if key not in self._graphs:
+            captured = {bucket for bucket, truncated in self._graphs if truncated == self._truncated}
             try:
-                self._graphs[key] = self._captured()
+                for bucket in buckets_to_capture(self._bucket, captured):
+                    self._graphs[bucket, self._truncated] = self._captured(bucket)
+                    self.captured += 1
             except RuntimeError as error:
                 self._capture = False
                 self._note(f"the decode step cannot be captured in a CUDA graph, so it runs slower: {_first_line(error)}")
                 return None
-            self.captured += 1
         return self._graphs[key]
 
-    def _captured(self) -> Any:
-        """Capture the step as a CUDA graph. The warm-up runs the step; the state it changed is restored."""
+    def _captured(self, bucket: int) -> Any:
+        """Capture the step of a bucket as a CUDA graph. The warm-up runs it on padding rows; then the state is restored."""
         state = self._state
-        moved = (state.tokens_B, state.integers_CB, state.packed_3B)
+        moved = (state.tokens_B, state.integers_CB, state.packed_3B, state.table_BP)
         before = [tensor.clone() for tensor in moved]
         here, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(here)
@@ -186,13 +198,15 @@ class DecodeRunner:
         self._ops.branching = True
         try:
             with torch.cuda.stream(side):
-                self._run()
+                for tensor in moved:
+                    tensor.zero_()
+                self._run(bucket)
                 for tensor, value in zip(moved, before, strict=True):
                     tensor.copy_(value)
                 side.synchronize()
                 graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
                 try:
-                    self._run()
+                    self._run(bucket)
                 except BaseException:
                     _end_quietly(graph)
                     raise

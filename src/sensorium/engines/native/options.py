@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
 
+from sensorium.engines.option_limits import SECONDS, check_limits
+
 
 class WriterOptions(TypedDict, total=False):
     """What a recipe may say of them, each with a default in ``DEFAULTS``.
@@ -23,16 +25,13 @@ class WriterOptions(TypedDict, total=False):
 
 
 DEFAULTS: WriterOptions = {"max_rows": 512, "max_context": None, "keep_bytes": None, "record": True, "kv": "auto"}
-LEAST = {"max_rows": 1, "max_context": 16, "keep_bytes": 0, "patience_s": 0.001, "start_s": 0.001, "reply_s": 0.001}
+LIMITS = {"max_rows": (1, 1e6), "max_context": (16, 1e9), "keep_bytes": (0, 1e15), **SECONDS}
 KV = ("auto", "rows", "pages")
 
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Refuse values that no engine can work with."""
-    for name, least in LEAST.items():
-        value = options.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < least):
-            raise ValueError(f"{name} is {value!r}; it must be {least} at least")
+    check_limits(options, LIMITS)
     if options.get("kv", "auto") not in KV:
         raise ValueError(f"kv is {options['kv']!r}; it must be one of {', '.join(KV)}")
 

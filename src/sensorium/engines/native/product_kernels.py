@@ -21,7 +21,8 @@ from sensorium.models.layer_parts import FINE_SCALE
 # Rows; above, the library's products are as fast. Measured on an H200 with Qwen2.5-VL-3B's shapes, µs at 32 and 128 rows:
 # queries, keys and values 5.6 and 8.1 (library, as one product 6.6 and 7.1), out 4.7 and 6.1 (6.3 and 6.8), down 14 and 19
 # (17 and 20), gate and up 25 at 32 rows (29). Gate, up and what follows them at 96 and 128 rows: 29.6 and 30.0 (33.9 and
-# 34.0). Other numbers of rows were not timed.
+# 34.0). Of 330 other tilings at 24, 64, 128 and 256 rows none gained more than 1 µs below 129 rows; at 256 those for gate
+# and up, down and out were slower than the library.
 LARGEST, LARGEST_GATED = 128, 128
 
 
@@ -51,7 +52,9 @@ def _meets(weight: Tensor, x: Tensor) -> bool:
 def narrow_tiling(rows: int, outputs: int, inner: int) -> Tiling:
     """For a product whose parts are summed by whoever takes it."""
     tiles = max(1, outputs // 64)
-    parts = max(1, min(8, inner // 512, 1 << (max(1, 128 // tiles).bit_length() - 1)))
+    parts = max(1, min(8, inner // 512, 128 // tiles))
+    if rows <= 64:
+        parts = 1 << (parts.bit_length() - 1)  # queries, keys and values of 2,560 in 3 parts gain from 65 rows on
     return Tiling(64, 128 if rows <= 64 else 64, parts, 4, 5)
 
 
@@ -102,7 +105,7 @@ def _precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _parts(
     x, first, second, third, out, rows, second_from, third_from, total,
     INNER: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
@@ -136,7 +139,7 @@ def _parts(
     tl.store(out + place[:, None] + (begin + n)[None, :], tl.trans(summed), mask=real[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gated(
     x, gate, up, out, rows, total,
     INNER: tl.constexpr, N: tl.constexpr, K: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr, SCALE: tl.constexpr,

@@ -84,8 +84,13 @@ class Recording:
 
 
 @torch.no_grad()
-def record(function: TensorFunction, trials: Sequence[Inputs], modules: Iterable[nn.Module] = ()) -> Recording:
-    """Record a function on the first trial, and hold it against the function on all of them. Raises CannotRecord."""
+def record(
+    function: TensorFunction,
+    trials: Sequence[Inputs],
+    modules: Iterable[nn.Module] = (),
+    reference: TensorFunction | None = None,
+) -> Recording:
+    """Record a function on the first trial, and hold it against the reference (itself) on all. Raises CannotRecord."""
     state = ModuleState(modules)
     count = len(state)
 
@@ -98,7 +103,7 @@ def record(function: TensorFunction, trials: Sequence[Inputs], modules: Iterable
         explicit(*given)
     recording = Recording(_traced(explicit, (*state.tensors(), *_copies(trials[0]))), state)
     for trial in (*trials, trials[0]):
-        if not _agree(function, recording, trial):
+        if not _agree(reference or function, recording, trial):
             raise CannotRecord("its recording gives other numbers for batches of other sizes")
     return recording
 

@@ -7,11 +7,13 @@ from torch import Tensor
 
 from sensorium.engines.native.kv_cache import KVCache, causal_bias, write_places
 from sensorium.engines.native.prefix_cache import PrefixEntry
-from sensorium.engines.native.randomness import signed64
+from sensorium.engines.native.randomness import signed64, uniforms
 from sensorium.engines.native.sampler import SamplingRows
 from sensorium.engines.protocol import FinishReason
 from sensorium.engines.scheduler import Job, WrittenPart
 from sensorium.models.policy import Policy
+
+AHEAD = 16  # steps whose random numbers are computed at once
 
 
 class StopStrings:
@@ -96,7 +98,8 @@ class Row:
 class Batch:
     """The rows on the device: row i of every tensor is row i of the cache. Laid out anew when rows come or go.
 
-    A step reads and moves on these tensors in place. ``reach`` is how far the longest row has got in the cache.
+    A step reads and moves on these tensors in place. ``reach`` is how far the longest row has got in the cache. Random
+    numbers are functions of a row's key and its token's place, so those of the next steps are computed together.
     """
 
     def __init__(self, rows: Sequence[Row], cache: KVCache, forbidden_F: Tensor, stop_S: Tensor, vocab_size: int) -> None:
@@ -106,9 +109,10 @@ class Batch:
         table.append([row.cached for row in rows])
         table.append([signed64(row.job.request.key) for row in rows])
         table.append([row.before + len(row.tokens) for row in rows])
-        self.tokens_B, self.positions_B, lengths_B, self.keys_B, self.counts_B = torch.tensor(table, device=device).unbind(
-            0
-        )
+        self.tokens_B, self.positions_B, lengths_B, self._keys_B, self._counts_B = torch.tensor(
+            table, device=device
+        ).unbind(0)
+        self._uniforms: Sequence[Tensor] = ()
         self.block = cache.block
         self.reach = max(table[2]) + 1
         self.write_N = write_places(cache, 0, lengths_B, 1)
@@ -122,4 +126,13 @@ class Batch:
 
     def drawn(self) -> tuple[Tensor, ...]:
         """What ``steps.draw`` takes besides logits and sampling parameters."""
-        return self.keys_B, self.tokens_B, self.positions_B, self.counts_B, self.write_N, self.see_B, self.bias_B11S
+        return self.tokens_B, self.positions_B, self.write_N, self.see_B, self.bias_B11S
+
+    def take_uniforms(self) -> Tensor:
+        """One random number a row, for its next token."""
+        if not self._uniforms:
+            ahead_TB = uniforms(self._keys_B, self._counts_B + torch.arange(AHEAD, device=self._keys_B.device)[:, None])
+            self._uniforms = ahead_TB.unbind(0)
+            self._counts_B += AHEAD
+        first, *self._uniforms = self._uniforms
+        return first

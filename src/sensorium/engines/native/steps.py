@@ -8,19 +8,23 @@ the weights of the moment, bit for bit.
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from sensorium.engines.native.kv_cache import CachedAttention
-from sensorium.engines.native.randomness import uniforms
-from sensorium.engines.native.recording import CannotRecord, Recording, record
+from sensorium.engines.native.lean_feed import RotaryTable, lean_feed
+from sensorium.engines.native.recording import CannotRecord, Inputs, Recording, record
 from sensorium.engines.native.response_rows import Batch
 from sensorium.engines.native.sampler import SamplingRows, sample
+from sensorium.models.layer_parts import UnknownLayer
 from sensorium.models.policy import Policy
 
 RECORD_AFTER = 32
 """Steps before a recording is made: it takes as long as they do without one, so a short run never pays for it."""
+FED = 5
+"""How many tensors ``feed`` takes."""
 
 
 def feed(
@@ -35,19 +39,17 @@ def feed(
 def draw(
     sampling: SamplingRows,
     logits_BV: Tensor,
-    keys_B: Tensor,
+    uniforms_B: Tensor,
     tokens_B: Tensor,
     positions_B: Tensor,
-    counts_B: Tensor,
     write_N: Tensor,
     see_B: Tensor,
     bias_B11S: Tensor,
 ) -> Tensor:
     """Sample the next tokens and advance the rows in place. Returns tokens, log-probs and sampled log-probs as [3, B]."""
-    drawn = sample(logits_BV, sampling, uniforms(keys_B, counts_B))
+    drawn = sample(logits_BV, sampling, uniforms_B)
     tokens_B.copy_(drawn.tokens_B)
     positions_B.add_(1)
-    counts_B.add_(1)
     write_N.add_(1)
     see_B.add_(1)
     bias_B11S.view(-1).index_fill_(0, see_B, 0.0)
@@ -67,6 +69,7 @@ class Steps:
         self._record = record and policy.device.type == "cpu"
         self._fed = 0
         self._feed: Recording | None = None
+        self._table: RotaryTable | None = None
         self._draws: dict[tuple[bool, ...], tuple[int, Recording | None]] = {}
 
     def feed(self, batch: Batch) -> Tensor:
@@ -74,9 +77,14 @@ class Steps:
         self._fed += 1
         if self._record and self._fed == RECORD_AFTER:
             self._record_feed(batch.block)
-        if self._feed is not None:
-            return self._feed(*batch.fed())
-        return feed(self._policy, *batch.fed())
+        if self._feed is None:
+            return feed(self._policy, *batch.fed())
+        return self._feed(*self._given(batch))
+
+    def _given(self, batch: Batch) -> Inputs:
+        """What the recording of ``feed`` takes."""
+        inputs = batch.fed()
+        return inputs if self._table is None else (*inputs, self._table.upto(int(inputs[1].max())))
 
     def draw(self, batch: Batch, logits_BV: Tensor) -> Tensor:
         """Sample the next tokens, with their log-probs [3, B], and advance the batch."""
@@ -84,7 +92,7 @@ class Steps:
         variant = tuple(tensor is None for tensor in given)
         calls, recorded = self._draws.get(variant, (0, None))
         present = tuple(tensor for tensor in given if tensor is not None)
-        inputs = (logits_BV, *batch.drawn())
+        inputs = (logits_BV, batch.take_uniforms(), *batch.drawn())
 
         def plain(*tensors: Tensor) -> Tensor:
             rest = iter(tensors[len(inputs) :])
@@ -109,14 +117,27 @@ class Steps:
         return self._policy.adapter.language_model, self._policy.adapter.head
 
     def _record_feed(self, block: Tensor) -> None:
-        """A recording of ``feed``, if it gives the same as ``feed`` for batches of other sizes."""
+        """A recording of ``feed``, in fewer operations where the layers are known, if it gives the same as ``feed``."""
 
         def plain(*tensors: Tensor) -> Tensor:
-            return feed(self._policy, *tensors)
+            return feed(self._policy, *tensors[:FED])
 
-        trials = [_trial(block, rows, reach) for rows, reach in ((2, 3), (3, 5), (1, 2))]
+        trials = [_trial(block, rows, reach) for rows, reach in ((2, 3), (3, 5), (1, 2), (32, 9))]
+        wrong = ""
         try:
-            self._feed, self.refusal = record(plain, trials, self._modules), None
+            table = RotaryTable(self._policy)
+            longer = [(*trial, table.upto(int(trial[1].max()))) for trial in trials]
+            self._feed = record(partial(lean_feed, self._policy), longer, self._modules, plain)
+            self._table, self.refusal = table, None
+            return
+        except UnknownLayer:
+            pass  # as architecture.md says, only layers of known parts are taken apart
+        except Exception as error:  # layers that look known and are not are a reason to be slower, not to stop
+            wrong = str(error)
+        try:
+            self._feed, self._table, self.refusal = record(plain, trials, self._modules), None, None
+            if wrong:
+                self.noted(f"the decode step is recorded as the stock layers compute it, in more operations: {wrong}.")
         except CannotRecord as error:
             self.refusal = str(error)
             self.noted(
@@ -136,11 +157,11 @@ def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=3)
 
 
-def _trial(block: Tensor, rows: int, reach: int) -> tuple[Tensor, ...]:
+def _trial(block: Tensor, rows: int, reach: int) -> Inputs:
     """Inputs of ``feed`` for so many rows, with a small cache of their own."""
     layers, two, _, kv_heads, _, size = block.shape
     shape = (layers, two, rows, kv_heads, reach, size)
     small = torch.linspace(-1, 1, math.prod(shape), dtype=block.dtype).view(shape)
-    tokens_B, positions_B = torch.arange(rows) + 7 * rows, torch.arange(rows) + reach
+    tokens_B, positions_B = torch.arange(rows) + 7 * (rows % 32), torch.arange(rows) + reach
     write_N = torch.arange(rows * kv_heads) * reach + reach - 1
     return tokens_B, positions_B, small, write_N, block.new_zeros(rows, 1, 1, reach)

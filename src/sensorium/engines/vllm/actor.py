@@ -85,13 +85,13 @@ class Actor:
         self._vocab_size = told["vocab_size"]
         self._tells_versions = told["tells_versions"]
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
-        await self._init_transfer()
+        await self._init_transfer(told["transfer"])
         return {"context": self._engine.model_config.max_model_len}
 
-    async def _init_transfer(self) -> None:
+    async def _init_transfer(self, agreed: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=agreed))
 
     async def _generate(self, told: Message) -> Message:
         prompt = engine_input(told)

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sensorium.engines.vllm.options import LORA_RANKS
 from sensorium.engines.vllm.recipe_checks import TOWER_GROUPS
 from sensorium.engines.vllm.versions import VllmVersion
-from sensorium.engines.vllm.weight_backend import BACKEND
+from sensorium.engines.vllm.weight_backend import BROADCAST, FILE
 from sensorium.models.policy import Policy
-
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM makes room for; an adapter takes the next larger one."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +19,8 @@ class EngineSettings:
     ``max_rows`` responses are written at once. ``max_context`` is the longest thread, response included (default: what the
     model allows). ``cache_gib`` is for keys and values on a CPU, ``gpu_share`` the part of a GPU's memory that vLLM may
     take, the weights included. ``eager`` runs without compiled graphs (default: on a CPU). ``push`` is how weights get
-    there: ``file``, or ``ipc`` where engine and learner share a GPU. ``engine_args`` go to vLLM as they are.
+    there: ``file``, ``broadcast``, or ``ipc`` where engine and learner share a GPU; ``own_device`` says that they do not.
+    ``engine_args`` go to vLLM as they are.
     """
 
     max_rows: int
@@ -32,6 +31,18 @@ class EngineSettings:
     tensor_parallel: int
     push: str
     engine_args: dict[str, Any]
+    own_device: bool = False
+
+    def backend(self, device: str) -> str:
+        """How weights get there, by vLLM's name of it, from a policy on a device of this type."""
+        named = {"file": FILE, "broadcast": BROADCAST, "ipc": "ipc"}
+        if self.push != "auto":
+            return named[self.push]
+        if device == "cpu":
+            return FILE
+        if self.own_device:
+            return BROADCAST
+        return "ipc" if self.tensor_parallel == 1 else FILE  # of several GPUs one is the learner's too
 
 
 @dataclass(frozen=True)
@@ -89,6 +100,4 @@ def engine_arguments(settings: EngineSettings, policy: Policy, version: VllmVers
         }
         if TOWER_GROUPS & {*section.groups}:
             given |= {"enable_tower_connector_lora": True}
-    same_gpu = policy.device.type == "cuda" and settings.tensor_parallel == 1
-    backend = "ipc" if settings.push == "ipc" or (settings.push == "auto" and same_gpu) else BACKEND
-    return EngineArguments({**given, **settings.engine_args}, backend, on_cpu)
+    return EngineArguments({**given, **settings.engine_args}, settings.backend(policy.device.type), on_cpu)

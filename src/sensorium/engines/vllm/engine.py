@@ -37,7 +37,9 @@ from sensorium.engines.vllm.requests import RequestSender
 from sensorium.engines.vllm.startup import environment, write_startup
 from sensorium.engines.vllm.transfers import pushed_by
 from sensorium.engines.vllm.versions import installed_version
+from sensorium.engines.vllm.weight_backend import BROADCAST
 from sensorium.engines.vllm.weights import ChangedWeights, published
+from sensorium.engines.weight_group import WeightSender
 from sensorium.models.policy import Policy
 from sensorium.models.prepared_media import Extent
 from sensorium.models.segment_layout import Layout
@@ -90,10 +92,21 @@ class VllmEngine:
     ) -> None:
         self._vllm = installed_version()
         self._host: ProcessHost = ThisMachine() if host is None else host
-        if self._host.own_device:
-            push = "file"  # memory of a GPU is shared by processes on that GPU alone
+        if self._host.own_device and push == "ipc":
+            raise EngineError(
+                "rollout.engine.options.push is ipc, which is for a learner and an engine on one GPU, and this engine has "
+                "one of its own. Use broadcast, or auto."
+            )
         self._settings = EngineSettings(
-            max_rows, max_context, cache_gib, gpu_share, eager, tensor_parallel, push, dict(engine_args or {})
+            max_rows,
+            max_context,
+            cache_gib,
+            gpu_share,
+            eager,
+            tensor_parallel,
+            push,
+            dict(engine_args or {}),
+            self._host.own_device and not self._host.shared,
         )
         dtype = str(policy.dtype).removeprefix("torch.")
         refuse_family(policy.model.config.model_type, on_cpu=policy.device.type == "cpu")
@@ -116,6 +129,7 @@ class VllmEngine:
         self._actor: ActorProcess | None = None
         self._sender: RequestSender | None = None
         self._folder: Path | None = None
+        self._weights: WeightSender | None = None
         self._open: set[str] = set()
         self._replacing = threading.Lock()
         self._kinds = OneKindAtATime()
@@ -139,11 +153,15 @@ class VllmEngine:
             startup = write_startup(self._folder / "startup")
             variables = environment(startup, on_cpu=arguments.on_cpu, cache_gib=self._settings.cache_gib)
             self._actor = ActorProcess(self._host, self._folder / "vllm.log", variables)
+            if arguments.backend == BROADCAST:
+                workers = self._settings.tensor_parallel
+                self._weights = WeightSender(self._host.address, workers, policy.device, self._start_s)
             told = {
                 "do": "start",
                 "temporary": str(self._folder),
                 "engine_args": arguments.engine_args,
                 "backend": arguments.backend,
+                "transfer": {} if self._weights is None else {"meeting": self._weights.told},
                 "forbidden": list(policy.chat.forbidden_ids),
                 "stops": list(policy.chat.stop_ids),
                 "vocab_size": policy.vocab_size,
@@ -233,9 +251,11 @@ class VllmEngine:
         """End vLLM with all its processes, and remove its folder."""
         if self._actor is not None:
             self._actor.close()
+        if self._weights is not None:
+            self._weights.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._actor = self._sender = self._folder = None
+        self._actor = self._sender = self._folder = self._weights = None
         self._changed.forget()
 
     # Requests.
@@ -287,7 +307,7 @@ class VllmEngine:
     def _push(self, tensors: Mapping[str, Tensor], parameters: Sequence[str], version: int) -> dict[str, Any]:
         names = self._changed.select(tensors, parameters)
         sent = published(tensors, [name for name in parameters if name in names], tied=self._tied)
-        with pushed_by(self._backend, sent, self._shared_folder) as update:
+        with pushed_by(self._backend, sent, self._shared_folder, self._weights) as update:
             try:
                 answer = self._ask({"do": "push", "update": update, "version": version})
             except EngineError as error:  # vLLM is left paused and without weights: a request would wait for ever

@@ -3,11 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-PUSHES = ("auto", "file", "ipc")
-LEAST = {
-    "max_rows": 1, "max_context": 16, "start_s": 0.001, "reply_s": 0.001, "cache_gib": 1, "gpu_share": 0.01,
-    "parity_bound": 0.0, "restarts": 0, "tensor_parallel": 1,
+from sensorium.engines.option_limits import SECONDS, check_limits
+
+PUSHES = ("auto", "file", "broadcast", "ipc")
+LIMITS = {
+    "max_rows": (1, 1e6), "max_context": (16, 1e9), "cache_gib": (1, 1e6), "gpu_share": (0.01, 1), "parity_bound": (0, 100),
+    "restarts": (0, 1e6), "tensor_parallel": (1, 1024), **SECONDS,
 }  # fmt: skip
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM makes room for; an adapter takes the next larger one."""
 OURS = frozenset([
     "model", "tokenizer", "dtype", "seed", "logprobs_mode", "mm_device_do_normalize", "weight_transfer_config",
     "load_format", "enable_lora", "max_lora_rank", "max_loras", "enable_tower_connector_lora", "max_model_len",
@@ -19,16 +23,11 @@ OURS = frozenset([
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Refuse values that no engine can work with."""
-    for name, least in LEAST.items():
-        value = options.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < least):
-            raise ValueError(f"{name} is {value!r}; it must be {least} at least")
-    if options.get("gpu_share") is not None and options["gpu_share"] > 1:
-        raise ValueError(f"gpu_share is {options['gpu_share']!r}; it is a part of the GPU's memory, 1 at most")
+    check_limits(options, LIMITS)
     if options.get("push", "auto") not in PUSHES:
         raise ValueError(f"push is {options['push']!r}; it must be one of {', '.join(PUSHES)}")
     given = options.get("engine_args") or {}
-    if not isinstance(given, Mapping):
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise ValueError(f"engine_args is {given!r}; it must be a mapping of vLLM's own arguments")
     if taken := sorted(OURS & given.keys()):
         raise ValueError(f"engine_args names {taken[0]}, which this engine sets itself; leave it out")

@@ -4,7 +4,7 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
-from sensorium.engines.vllm.options import check_options
+from sensorium.engines.vllm.options import LORA_RANKS, check_options
 from sensorium.engines.vllm.versions import VllmVersion, installed_version, known_newer
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import read_shape
@@ -47,6 +47,11 @@ def look_at(recipe: Recipe) -> Iterator[str]:
     if shape is not None:
         refuse_family(shape.family, on_cpu=on_cpu)
     refuse_adapters(recipe.model.lora.groups if recipe.model.lora.rank else ())
+    if recipe.model.lora.rank > LORA_RANKS[-1]:
+        raise RecipeError(
+            f"model.lora.rank is {recipe.model.lora.rank}, and vLLM takes adapters of rank {LORA_RANKS[-1]} at most. Lower "
+            "it, or use rollout.engine: native."
+        )
     refuse_dtype(recipe.model.dtype, on_cpu=on_cpu)
     if on_cpu and engine.options.get("push") == "ipc":
         raise RecipeError("rollout.engine.options.push is ipc, which shares GPU memory; on a CPU use file, or auto.")

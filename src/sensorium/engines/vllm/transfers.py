@@ -1,4 +1,4 @@
-"""How pushed weights get into vLLM's workers: by a file, or as memory of a GPU that both processes are on."""
+"""How pushed weights get into vLLM's workers: by a file, by broadcast, or as memory of a GPU that both processes are on."""
 
 import base64
 import pickle
@@ -10,14 +10,23 @@ from typing import Any
 import torch
 
 from sensorium.engines.tensor_files import write_tensors
-from sensorium.engines.vllm.weight_backend import BACKEND
+from sensorium.engines.vllm.weight_backend import BROADCAST, FILE
 from sensorium.engines.vllm.weights import PushedWeights
+from sensorium.engines.weight_group import WeightSender
 
 
 @contextmanager
-def pushed_by(backend: str, weights: PushedWeights, folder: Path | None = None) -> Iterator[dict[str, Any]]:
-    """What the backend's workers are told; inside, what they read is there: in ``folder``, or on this machine."""
-    if backend == BACKEND:
+def pushed_by(
+    backend: str, weights: PushedWeights, folder: Path | None = None, sender: WeightSender | None = None
+) -> Iterator[dict[str, Any]]:
+    """What the backend's workers are told; inside, what they read is there: in ``folder``, on this machine, or sent."""
+    if backend == BROADCAST:
+        assert sender is not None
+        with sender.sending(weights.tensors) as described:
+            plain = [[one.name, one.dtype, list(one.shape)] for one in described]
+            yield {"tensors": plain, "aliases": weights.aliases}
+        return
+    if backend == FILE:
         file = write_tensors(weights.tensors, folder=folder)
         try:
             yield {"file": str(file), "aliases": weights.aliases}

@@ -1,17 +1,18 @@
-"""Weights by a file on this machine, as a backend of vLLM's weight transfer: for CPUs, where vLLM has none of its own.
+"""Backends of ours for vLLM's weight transfer: by a file on this machine, and by broadcast (``engines/weight_group``).
 
-``register`` is an entry point of the group ``vllm.general_plugins``, which vLLM calls in each of its processes.
+vLLM has none for CPUs. ``register`` is an entry point of the group ``vllm.general_plugins``, which vLLM calls in each of
+its processes.
 """
 
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-BACKEND = "sensorium_file"
+FILE, BROADCAST = "sensorium_file", "sensorium_broadcast"
 
 
 def register() -> None:
-    """Make the backend known to vLLM in this process."""
+    """Make the backends known to vLLM in this process."""
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
         WeightTransferInitInfo,
@@ -30,14 +31,21 @@ def register() -> None:
         file: str
         aliases: dict[str, str] = field(default_factory=dict)
 
-    class FileWeights(WeightTransferEngine):
-        """Loads checkpoint tensors from files. One layerwise reload spans all files of a push."""
+    @dataclass
+    class BroadcastInit(WeightTransferInitInfo):
+        """Where sender and workers meet: the fields of a ``Meeting``."""
 
-        init_info_cls = FileInit
-        update_info_cls = FileUpdate
+        meeting: dict[str, Any]
 
-        def init_transfer_engine(self, init_info: Any) -> None:
-            """Nothing to connect."""
+    @dataclass
+    class BroadcastUpdate(WeightTransferUpdateInfo):
+        """The tensors that come, each by name, dtype and shape, and names that stand for one of them."""
+
+        tensors: list[list[Any]]
+        aliases: dict[str, str] = field(default_factory=dict)
+
+    class LayerwiseWeights(WeightTransferEngine):
+        """Loads checkpoint tensors. One layerwise reload spans a push."""
 
         def start_weight_update(self) -> None:
             """From here to the end of the push, layers wait on the meta device: no request may run."""
@@ -52,19 +60,59 @@ def register() -> None:
             finalize_layerwise_reload(self.model, self.model_config)
 
         def update_weights(self, update_info: dict[str, Any]) -> None:
-            """Load one file; the base class would wait for an accelerator, which there may not be."""
+            """Load what comes; the base class would wait for an accelerator, which there may not be."""
             self.receive_weights(self.parse_update_info(update_info))
+
+        def load(self, tensors: dict[str, Any], aliases: dict[str, str]) -> None:
+            """Load tensors, those that are known by another name too under both."""
+            also = {name: tensors[of] for name, of in aliases.items() if of in tensors}
+            self.model.load_weights([*tensors.items(), *also.items()])
+
+    class FileWeights(LayerwiseWeights):
+        """Weights from files."""
+
+        init_info_cls = FileInit
+        update_info_cls = FileUpdate
+
+        def init_transfer_engine(self, init_info: Any) -> None:
+            """Nothing to connect."""
 
         def receive_weights(self, update_info: Any) -> None:
             """Load one file."""
             from safetensors.torch import load_file
 
-            tensors = load_file(update_info.file, device=str(self.device))
-            tensors |= {name: tensors[of] for name, of in update_info.aliases.items()}
-            self.model.load_weights(tensors.items())
+            self.load(load_file(update_info.file, device=str(self.device)), update_info.aliases)
 
         def shutdown(self) -> None:
             """Nothing is held."""
 
-    with suppress(ValueError):  # known already: an installed package and a folder on the path both name this entry point
-        WeightTransferEngineFactory.register_engine(BACKEND, FileWeights)
+    class BroadcastWeights(LayerwiseWeights):
+        """Weights that one sender broadcasts to all workers."""
+
+        init_info_cls = BroadcastInit
+        update_info_cls = BroadcastUpdate
+
+        def init_transfer_engine(self, init_info: Any) -> None:
+            """Join the sender's group, as a worker of this rank."""
+            from sensorium.engines.weight_group import Meeting, WeightReceiver
+
+            parallel = self.parallel_config
+            place = getattr(parallel, "data_parallel_index", 0) * parallel.world_size + parallel.rank
+            self.receiver = WeightReceiver(Meeting(**init_info.meeting), 1 + place)
+
+        def receive_weights(self, update_info: Any) -> None:
+            """Load tensors as they come."""
+            from sensorium.engines.weight_group import Described
+
+            described = [Described(name, dtype, tuple(shape)) for name, dtype, shape in update_info.tensors]
+            for tensors in self.receiver.receive(described, self.device):
+                self.load(tensors, update_info.aliases)
+
+        def shutdown(self) -> None:
+            """Leave the group."""
+            if hasattr(self, "receiver"):
+                self.receiver.close()
+
+    for name, backend in ((FILE, FileWeights), (BROADCAST, BroadcastWeights)):
+        with suppress(ValueError):  # known already: an installed package and a folder on the path both name the entry point
+            WeightTransferEngineFactory.register_engine(name, backend)

@@ -11,20 +11,28 @@ from torch.distributed.tensor import Shard, empty
 
 from sensorium.learner.balance import divide
 from sensorium.learner.packing import MicroBatch, Packing, blank
+from sensorium.learner.sharded.token_group import RankTokenGroup
 from sensorium.learner.team import Team
 
 
 class RankTeam(Team):
-    """This process among those of the default process group, which compute on ``device``."""
+    """This process among those of the default process group, which compute on ``device``.
 
-    def __init__(self, device: torch.device) -> None:
+    ``sequence_parallel`` neighbours share the tokens of a micro-batch.
+    """
+
+    tokens: RankTokenGroup | None
+
+    def __init__(self, device: torch.device, sequence_parallel: int = 1) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.tokens = RankTokenGroup(sequence_parallel, device) if sequence_parallel > 1 else None
         self.device = device
         self.mesh: DeviceMesh = init_device_mesh(device.type, (self.size,))
 
     def owned(self, costs: Sequence[float]) -> list[bool]:
-        """Which groups are computed here: those that the division of their costs gives this rank."""
-        return [rank == self.rank for rank in divide(costs, self.size)]
+        """Which groups are computed here: those that the division of their costs gives this rank and its token group."""
+        sharing = 1 if self.tokens is None else self.tokens.size
+        return [chosen == self.rank // sharing for chosen in divide(costs, self.size // sharing)]
 
     def level(self, packing: Packing) -> Packing:
         """A packing with blank micro-batches added, so that every rank has as many of each kind.
@@ -36,7 +44,7 @@ class RankTeam(Team):
         filled: list[MicroBatch] = []
         for kind, count, silent in zip(kinds, most, (False, True), strict=True):
             filled += [*kind, *(blank(self.device, silent) for _ in range(int(count) - len(kind)))]
-        return replace(packing, microbatches=tuple(filled), blanks=len(filled) - len(packing.microbatches))
+        return replace(packing, microbatches=tuple(filled), blanks=packing.blanks + len(filled) - len(packing.microbatches))
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in place; of truth values, whether any is true."""

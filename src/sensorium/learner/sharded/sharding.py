@@ -12,7 +12,7 @@ whose gradient is zero.
 
 import io
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -32,12 +32,15 @@ from torch.utils._pytree import register_pytree_node
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sensorium.learner.sharded.rank_team import RankTeam
+from sensorium.learner.sharded.shared_towers import MediaPiece, divide_media, encode_shared
+from sensorium.learner.sharded.token_group import RankTokenGroup
 from sensorium.learner.shards import local_of, part_for, whole_of
 from sensorium.media.wav import encode_wav
 from sensorium.models.encoding import Encoder
 from sensorium.models.family import Tower
 from sensorium.models.lora import Adapters
 from sensorium.models.policy import Policy
+from sensorium.models.prepared_media import Extent
 from sensorium.models.segment_layout import Features
 from sensorium.vocabulary.content import Media, MediaKind
 
@@ -132,8 +135,55 @@ class ShardedEncoder(Encoder):
             if somewhere and not here
         ]
         found = super().__call__([*distinct, *spare])
-        self.counters.tower_items -= len(spare)
+        group = self._team.tokens
+        self.counters.tower_items -= len(spare) if group is None or group.rank == 0 else 0
         return found
+
+    def _look(self, tower: Tower, media: Sequence[Media]) -> dict[Media, Features]:
+        """One pass of a tower; ranks of a token group divide the media."""
+        group = self._team.tokens
+        if group is None or not media:
+            return super()._look(tower, media)
+        return self._look_together(group, tower, media, apart=False)
+
+    def _recall(self, tower: Tower, version: object, media: Sequence[Media]) -> dict[Media, Features]:
+        """Features from a frozen tower; ranks of a token group divide those that one of them has not cached."""
+        group = self._team.tokens
+        if group is None:
+            return super()._recall(tower, version, media)
+        cached = [self.cache.get(version, item) for item in media]
+        missing = group.any([found is None for found in cached])
+        features = {item: found for item, found, gone in zip(media, cached, missing, strict=True) if found and not gone}
+        self.counters.tower_hits += len(features)
+        before = self.cache.evictions
+        if new := [item for item, gone in zip(media, missing, strict=True) if gone]:
+            with torch.inference_mode(False), torch.no_grad():
+                # On a CPU one at a time, as in one process: what is cached must not depend on its company.
+                features |= self._look_together(group, tower, new, apart=self._device.type == "cpu")
+        for item in new:
+            self.cache.add(version, item, features[item])
+        self.counters.tower_evictions += self.cache.evictions - before
+        return features
+
+    def _look_together(
+        self, group: RankTokenGroup, tower: Tower, media: Sequence[Media], *, apart: bool
+    ) -> dict[Media, Features]:
+        """Features of media, of which each rank of a token group encodes a part. An item counts where it begins."""
+        extents, counts = self._extents(media)
+        pieces = divide_media(tower, media, extents, counts, group.size)
+        spare = self._spare_of(tower)
+        (extent,), (count,) = self._extents([spare])
+        nothing = MediaPiece(spare, extent, 0, extent.grid[0], count)
+        self.counters.tower_passes += 1
+        own = [piece for piece in pieces if piece.rank == group.rank]
+        self.counters.tower_items += sum(piece.first == 0 for piece in own)
+        self.counters.patches += sum(piece.patches for piece in own)
+        return encode_shared(tower, pieces, self._chat.prepared.get, group, nothing, apart=apart)
+
+    def _extents(self, media: Sequence[Media]) -> tuple[list[Extent], list[int]]:
+        """How large media are, and how many features they give."""
+        extents = [self._chat.prepared.extent(item) for item in media]
+        return extents, [self._chat.media_format.expand(extent).count for extent in extents]
 
     def _frozen_version(self, tower: Tower) -> object | None:
         """A tower that is spread is never asked for single media, whatever learns at the moment."""

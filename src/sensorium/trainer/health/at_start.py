@@ -29,6 +29,11 @@ def start_notes(recipe: Recipe, tasks: Sequence[Task]) -> Iterator[str]:
             f"{len(lacking)} of {len(tasks)} tasks looked at have no demonstration; the warm start leaves such tasks out. "
             f"The first is {lacking[0].id}."
         )
+    if recipe.cluster.environments and tasks and all(task.environment is None for task in tasks):
+        yield (
+            f"cluster.environments is {recipe.cluster.environments}, and the {len(tasks)} tasks looked at are questions, "
+            "which the driver plays in place: unless later rows name an environment, the workers have nothing to do."
+        )
     sections = {"optimizer": recipe.optimizer if recipe.steps else None}
     sections["warm_start.optimizer"] = recipe.warm_start.optimizer if recipe.warm_start.steps else None
     for name, section in sections.items():

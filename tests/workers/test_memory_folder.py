@@ -1,0 +1,47 @@
+"""Shared memory is used where it has room, and what killed processes left there is removed."""
+
+import os
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+
+from sensorium.engines.tensor_files import write_tensors
+from sensorium.workers import memory_folder as module
+from sensorium.workers.memory_folder import memory_folder
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture(autouse=True)
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path)
+    return tmp_path
+
+
+def test_what_a_killed_process_left_is_removed_and_what_lives_is_not(shared_memory: Path) -> None:
+    if not (child := os.fork()):
+        file = write_tensors({"weight": torch.ones(3)})
+        os._exit(0 if file.parent.parent == shared_memory else 1)  # as a kill ends it: nothing is cleaned up
+    assert os.waitpid(child, 0)[1] == 0
+    (left,) = shared_memory.iterdir()
+    living, lock = module._make(shared_memory)
+    own = memory_folder(10)
+    assert own is not None
+    assert set(shared_memory.iterdir()) == {own, living}
+    os.close(lock)
+    assert memory_folder(10) == own != left
+
+
+def test_without_room_or_shared_memory_the_disk_is_used(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: Usage(100, 81, 19))
+    assert memory_folder(9) is not None
+    assert memory_folder(10) is None, "a container's 64 MiB, say"
+    file = write_tensors({"weight": torch.ones(3)})
+    assert not file.is_relative_to(shared_memory)
+    file.unlink()
+    monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path / "none")
+    assert memory_folder(1) is None
