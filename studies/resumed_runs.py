@@ -9,6 +9,7 @@ import shutil
 import signal
 import sqlite3
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,19 @@ def train_recipe(recipe: str, directory: str, mode: str = "", copy: str = "") ->
     def act() -> None:
         if not copy:
             os.kill(os.getpid(), signal.SIGKILL)
-        shutil.copytree(directory, copy)
+        shutil.copytree(directory, copy, copy_function=copy_if_there)
 
     watchers: list[Watcher] = [Moment(mode, act)] if ":" in mode else [PhaseFile(Path(directory))]
     saved = any((Path(directory) / "checkpoints").glob("step_*/COMPLETE"))
     again = mode == "resume"
     found = load_recipe(Path(recipe), [f"run_dir={directory}"])
     train(found, resume=again and saved, restart=again and not saved, watchers=watchers)
+
+
+def copy_if_there(source: str, target: str) -> None:
+    """Copy a file of a run that goes on: a clip that its threads evict meanwhile would be gone after a kill, too."""
+    with suppress(FileNotFoundError):
+        shutil.copy2(source, target)
 
 
 def phase_file(directory: Path) -> Path:

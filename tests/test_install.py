@@ -1,8 +1,10 @@
 """Set-up: uv looks for packages where pip is told to look."""
 
+from pathlib import Path
+
 import pytest
 
-from tools.install import settings_for_uv, settings_of_pip
+from tools.install import settings_for_uv, settings_of_pip, unloadable
 from tools.obtainable import reason, why_not
 
 
@@ -33,6 +35,14 @@ def test_what_pip_is_told_is_read_from_pip(monkeypatch: pytest.MonkeyPatch) -> N
     assert ":env:.find-links='/somewhere'" in listed
     settings = settings_for_uv(listed)
     assert settings is None or settings["UV_FIND_LINKS"] == "/somewhere"
+
+
+def test_a_module_that_came_without_its_library_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "without_library.py").write_text("raise OSError('cannot load library')\n")
+    (tmp_path / "with_library.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert unloadable(["without_library", "with_library", "not_installed"]) == ["without_library"]
 
 
 def test_a_package_without_a_wheel_for_this_machine_is_told_from_an_install_that_fails(

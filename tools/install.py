@@ -4,11 +4,13 @@ uv takes a fraction of pip's time. It looks for packages where pip is told to lo
 have to leave out one of pip's settings, pip installs.
 """
 
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 from ast import literal_eval
+from collections.abc import Iterable
 from pathlib import Path
 
 ENVIRONMENT = Path(sys.prefix)
@@ -27,6 +29,10 @@ NAMES = {
 """What uv calls a setting of pip."""
 NOT_NEEDED = {"disable-pip-version-check", "no-cache-dir", "cache-dir", "quiet", "verbose", "progress-bar", "retries",
               "root-user-action", "no-input", "no-color", "no-compile", "prefer-binary"}  # fmt: skip
+
+LIBRARY_APART = ("soundfile",)
+"""Modules that have one wheel with their library and one without. Of several indexes that have a version uv takes the first
+one's wheel, pip the one that fits the machine best."""
 
 
 def settings_of_pip() -> str:
@@ -70,16 +76,28 @@ def with_uv(what: str) -> bool:
             shutil.rmtree(cache, ignore_errors=True)
 
 
+def unloadable(names: Iterable[str]) -> list[str]:
+    """Those of these modules that are installed and cannot be imported."""
+    return [name for name in names if _found(name) and not _done([sys.executable, "-c", f"import {name}"], quiet=True)]
+
+
 def main(what: str) -> int:
     """Install by uv, or else by pip."""
     if with_uv(what):
-        return 0
+        broken = unloadable(LIBRARY_APART)
+        return 0 if not broken or _done([*PIP, "install", "--quiet", "--force-reinstall", "--no-deps", *broken]) else 1
     print("uv cannot install it here; pip does, which takes a minute longer", flush=True)
     return 0 if _done([*PIP, "install", "--quiet", "--no-compile", "-c", "constraints.txt", "-e", what]) else 1
 
 
-def _done(command: list[str], environment: dict[str, str] | None = None) -> bool:
-    return subprocess.run(command, env=environment, check=False).returncode == 0
+def _done(command: list[str], environment: dict[str, str] | None = None, *, quiet: bool = False) -> bool:
+    heard = subprocess.DEVNULL if quiet else None
+    return subprocess.run(command, env=environment, stdout=heard, stderr=heard, check=False).returncode == 0
+
+
+def _found(name: str) -> bool:
+    importlib.invalidate_caches()
+    return importlib.util.find_spec(name) is not None
 
 
 if __name__ == "__main__":
