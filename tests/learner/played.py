@@ -1,6 +1,6 @@
 """Episodes played by hand on tiny policies, and the same threads through the stock transformers model, row by row."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,14 @@ def make_learner(policy: Policy, **given: Any) -> Learner:
 
 
 class Player:
-    """Plays random episodes: what the model 'writes' is drawn from the ids it may write."""
+    """Plays random episodes: what the model 'writes' is drawn from the ids it may write.
 
-    def __init__(self, policy: Policy, seed: int = 0) -> None:
+    ``engine``: its log-probs of each response, by the response's text; others are drawn, too.
+    """
+
+    def __init__(self, policy: Policy, seed: int = 0, engine: Mapping[str, list[float]] | None = None) -> None:
         self.policy = policy
+        self.engine = engine or {}
         self.rng = np.random.default_rng(seed)
         self.allowed = np.setdiff1d(np.arange(len(policy.chat.tokenizer)), policy.chat.forbidden_ids)
         self.count = self.episodes = 0
@@ -67,8 +71,9 @@ class Player:
     def write(self, longest: int = 9) -> Segment:
         self.count += 1
         tokens = self.rng.choice(self.allowed, self.rng.integers(1, longest + 1)).tolist()
-        logprobs = (-self.rng.random(len(tokens)) * 6).tolist()
-        return self.policy.chat.written(tokens, logprobs, logprobs, f"response {self.count}")
+        text, drawn = f"response {self.count}", (-self.rng.random(len(tokens)) * 6).tolist()
+        logprobs = self.engine.get(text, drawn)
+        return self.policy.chat.written(tokens, logprobs, logprobs, text)
 
     def sample(self, threads: list[Thread], places: list[tuple[int, int]]) -> CreditedEpisode:
         turns = [

@@ -56,7 +56,15 @@ class Team:
 
     def norm(self, shards: Sequence[Tensor], whole: Sequence[Tensor]) -> Tensor:
         """The norm of all gradients together: of those that are spread over the ranks, and of those that each has whole."""
-        return torch.nn.utils.get_total_norm([*shards, *whole])
+        return sum_of_squares([*shards, *whole]).sqrt().float()
+
+
+def sum_of_squares(tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
+    """Of all elements, in float64: a sum in float32 would depend on how the ranks divide it."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.float64)
+    return torch.stack([norm.to(device) for norm in norms]).square().sum()
 
 
 ALONE = Team()

@@ -40,7 +40,7 @@ from sensorium.recipe.algorithm_sections import (
 from sensorium.recipe.schema import BatchSection
 
 from ...models.clips import clip
-from ..played import Groups, Player, make_learner, open_policy
+from ..played import Groups, Player, distribution, make_learner, open_policy, stock_model, stock_rows
 
 
 def pictures(player: Player) -> Groups:
@@ -145,7 +145,9 @@ def _counted(part: Callable[..., Any], found: list[int]) -> Callable[..., Any]:
 def compute(scenario: Scenario, folder: Path, team: Team = ALONE) -> Outcome:
     """One step of a scenario on the checkpoint of its family."""
     policy = open_policy(folder / scenario.family, scenario.dtype)
-    groups = scenario.play(Player(policy))
+    groups = scenario.play(
+        Player(policy, engine=_stock_logprobs(folder / scenario.family, policy, scenario.play(Player(policy))))
+    )
     learner = _learner(scenario, policy, team)
     if learner.critic is not None:
         groups = _taught(learner, groups)
@@ -166,6 +168,19 @@ def compute(scenario: Scenario, folder: Path, team: Team = ALONE) -> Outcome:
     return Outcome(metrics, gradients, weights, max(kept), max(by_towers))
 
 
+def _stock_logprobs(checkpoint: Path, policy: Policy, groups: Groups) -> dict[str, list[float]]:
+    """What the stock model, at a slightly other temperature, says of the responses: an engine near the learner."""
+    found: dict[str, list[float]] = {}
+
+    def row(sample: CreditedEpisode, turn: int, logits: Tensor, tokens: Tensor) -> None:
+        logprobs = distribution(policy, logits, temperature=1.05).gather(1, tokens[:, None])
+        found[sample.episode.turns[turn].response.text] = logprobs[:, 0].tolist()
+
+    with torch.no_grad():
+        stock_rows(stock_model(checkpoint), policy, groups, row)
+    return found
+
+
 def _learner(scenario: Scenario, policy: Policy, team: Team) -> Learner:
     algorithm = scenario.algorithm
     reference = policy.frozen_copy() if algorithm.kl.coef else None
@@ -183,6 +198,7 @@ def _learner(scenario: Scenario, policy: Policy, team: Team) -> Learner:
         torch.nn.init.normal_(critic.head.weight, std=0.3, generator=torch.Generator().manual_seed(0))
     return make_learner(
         policy,
+        optimizer=OptimizerSection(lr=1e-5),
         algorithm=algorithm,
         batch=scenario.batch,
         freeze=scenario.freeze,

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, empty
 from sensorium.learner.balance import divide
 from sensorium.learner.packing import MicroBatch, Packing, blank
 from sensorium.learner.sharded.token_group import RankTokenGroup
-from sensorium.learner.team import Team
+from sensorium.learner.team import Team, sum_of_squares
 
 
 class RankTeam(Team):
@@ -69,16 +69,11 @@ class RankTeam(Team):
         return spread
 
     def norm(self, shards: Sequence[Tensor], whole: Sequence[Tensor]) -> Tensor:
-        """The norm of all gradients, squares summed in float64: in float32 it would depend on the number of ranks."""
-        squares = self.sum(_squares(shards, self.device)) + _squares(whole, self.device)
+        """The norm of all gradients together; those that each rank has whole count once."""
+        squares = self.sum(sum_of_squares(shards, self.device)) + sum_of_squares(whole, self.device)
         return squares.sqrt().float()
 
     def _reduced(self, numbers: Sequence[float], how: dist.ReduceOp.RedOpType) -> tuple[float, ...]:
         found = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         dist.all_reduce(found, how)
         return tuple(found.tolist())
-
-
-def _squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    found = [tensor.double().square().sum().to(device) for tensor in tensors]
-    return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=device)
