@@ -40,6 +40,19 @@ def test_every_process_is_told_with_its_state(run: Path, capsys: pytest.CaptureF
     assert status(run, capsys)[0] == 0, "of a run that is over nobody is missed"
 
 
+def test_one_that_is_lost_is_told_from_one_that_is_being_replaced(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replaced = ProcessRow("engine 0", None, "is being replaced", 1, 7)
+    write_processes(run, 5, (ProcessRow("driver", os.getpid(), "update"), replaced))
+    code, told = status(run, capsys)
+    assert code == 0
+    assert "starts" in told
+    lost = ProcessRow("engine 0", None, "is lost: cluster.restarts are used up", 1, 7, lost=True)
+    write_processes(run, 5, (ProcessRow("driver", os.getpid(), "update"), lost))
+    code, told = status(run, capsys)
+    assert code == 1
+    assert "gone" in told
+
+
 def test_a_run_of_one_process_and_no_run_at_all(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, told = status(run, capsys)
     assert code == 0

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sensorium.assembly.environment_workers import EnvironmentWorkers
+from sensorium.assembly.run_workers import RunWorkers
 from sensorium.envs.remote.placed import PlacedEnvironment
 from sensorium.media.store import MediaStore
 from sensorium.record.ledger import Ledger
@@ -68,6 +69,7 @@ def test_a_killed_environment_worker_is_replaced_and_its_episodes_are_rolled_aga
     run = train(small(tmp_path / "run", "cluster.environments=2", "rollout.schedule=eager", "steps=2", **NUMBERS))
     rows = read_metrics(run / "metrics.jsonl")
     assert rows[-1]["worker/environment_replaced"] == 1
+    assert any("health/lost_processes" in row for row in rows)
     assert rows[-1]["worker/rolled_again"] >= 1
     assert all(row["episodes/failed"] == 0 for row in rows)
     assert len(fates_of(run, 2)) == 8, "each episode once"
@@ -123,6 +125,21 @@ def answers_though_one_hangs(host: ProcessHost) -> list[str]:
 def test_a_question_to_a_worker_that_hangs_is_answered_by_another() -> None:
     said = answers_though_one_hangs(ThisMachine())
     assert any("parrot 0" in one and "gave no sign of life for 1 s" in one and "It is replaced" in one for one in said)
+
+
+def test_a_worker_that_nobody_replaces_is_told_as_lost() -> None:
+    parrots = PlacedWorkers(ThisMachine(), "tests.cluster.parroting_worker", {}, 1, "parrot", RewardFailure, restarts=0)
+    parrots.start()
+    try:
+        told = RunWorkers(rewards=parrots).processes[0]
+        assert (told.does, told.lost) == ("works", False)
+        os.kill(told.pid or 0, signal.SIGKILL)
+        with pytest.raises(WorkersLost, match="no parrot is left"):
+            parrots.ask("polly")
+        told = RunWorkers(rewards=parrots).processes[0]
+        assert (told.does, told.lost) == ("is lost: cluster.restarts are used up", True)
+    finally:
+        parrots.close()
 
 
 @pytest.mark.usefixtures("forked_python")

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
+from sensorium.assembly.run_workers import process_work
 from sensorium.engines.pool import EnginePool, group_of
 from sensorium.engines.protocol import Capabilities, LiveEpisodes, Request, Response, Sampling
 from sensorium.vocabulary.episode import Segment
@@ -133,6 +134,7 @@ def test_one_that_was_replaced_waits_for_weights_where_the_policy_is_being_train
         while not _started(made):
             pass
         assert asked(pool, "c/0#0", "d/0#0") == [0, 0]
+        assert [process_work(place, "samples") for place in pool.places] == ["samples", "is being replaced"]
         while pool._places[1].engine is not made[2]:
             pass
         pool.push_weights(None, 1)  # type: ignore[arg-type]
@@ -151,6 +153,8 @@ def test_when_no_engine_is_left_the_run_hears_why(made: list[Counting]) -> None:
         made[0].dead = made[1].dead = True
         with pytest.raises(EngineLost, match="was killed"):
             asked(pool, "a/0#0", "b/0#0")
+        told = [process_work(place, "samples") for place in pool.places]
+        assert told == ["is lost: cluster.restarts are used up"] * 2
         with pytest.raises(EngineLost, match=r"none of cluster\.engines is left"):
             asked(pool, "c/0#0")
     finally:

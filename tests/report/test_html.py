@@ -242,6 +242,8 @@ def test_a_run_without_findings_says_so_and_one_that_needs_a_look_is_not_called_
     assert "Nothing was found wrong at the end of 12 steps." in render_report(run)
     write_notice(run.health, Notice(4, "truncated", "began", "responses were cut", False))
     assert 'class="health caution"' in render_report(run)
+    write_notice(run.health, Notice(9, "truncated", "ended", "responses were cut", False))
+    assert "<h2>Healthy again</h2>" in render_report(run)
 
 
 def test_a_run_of_several_processes_has_a_section_on_them_and_one_of_one_process_none(tmp_path: Path) -> None:

@@ -7,12 +7,20 @@ from typing import Any
 
 from sensorium.assembly.environment_workers import EnvironmentWorkers
 from sensorium.assembly.hosts import driver_address, open_host
+from sensorium.engines.pool import PooledEngine
 from sensorium.recipe.schema import Recipe
 from sensorium.record.processes import ProcessRow
 from sensorium.rewards.placed import MODULE, placeable, placed_term
 from sensorium.rewards.scorer import Scorer
 from sensorium.vocabulary.errors import RewardFailure, WorkersLost
-from sensorium.workers.placed_workers import PlacedWorkers
+from sensorium.workers.placed_workers import PlacedWorker, PlacedWorkers
+
+
+def process_work(place: PlacedWorker | PooledEngine, work: str) -> str:
+    """What the process of a place does: its work; or it is being replaced, or nothing is left of it, and why."""
+    if place.ready:
+        return work
+    return f"is lost: {place.lost}" if place.lost else "is being replaced"
 
 
 @dataclass(frozen=True)
@@ -35,8 +43,9 @@ class RunWorkers:
             ProcessRow(
                 f"{kind} worker {worker.number}",
                 None if worker.process is None else worker.process.pid,
-                "works" if worker.ready else "is being replaced, or is lost",
+                process_work(worker, "works"),
                 worker.replaced,
+                lost=bool(worker.lost),
             )
             for kind, placed in self.kinds.items()
             for worker in placed.workers

@@ -13,7 +13,7 @@ from sensorium.assembly.determinism import settle
 from sensorium.assembly.engines import open_engine
 from sensorium.assembly.environment_workers import EnvironmentWorkers
 from sensorium.assembly.models import load_model
-from sensorium.assembly.run_workers import RunWorkers, open_workers
+from sensorium.assembly.run_workers import RunWorkers, open_workers, process_work
 from sensorium.engines.pool import EnginePool, PooledEngine
 from sensorium.engines.protocol import Engine, InFlightEngine, Sampling
 from sensorium.envs.protocol import Environment
@@ -91,10 +91,11 @@ class Session:
         """The processes of engine and workers; none where all is in this one."""
         if isinstance(self.engine, EnginePool):
             return (*(_process_row(place) for place in self.engine.places), *self.workers.processes)
-        pid = getattr(self.engine, "pid", None)
-        restarts = getattr(self.engine, "restarts", 0)
-        engine = () if pid is None else (ProcessRow("engine", pid, "samples", restarts, self.engine.version),)
-        return (*engine, *self.workers.processes)
+        if not hasattr(self.engine, "pid"):
+            return self.workers.processes
+        pid, restarts = self.engine.pid, getattr(self.engine, "restarts", 0)
+        does = "samples" if getattr(self.engine, "ready", True) else "is being replaced"
+        return (ProcessRow("engine", pid, does, restarts, self.engine.version), *self.workers.processes)
 
     @property
     def fallbacks(self) -> int:
@@ -138,9 +139,9 @@ class Session:
 
 
 def _process_row(place: PooledEngine) -> ProcessRow:
-    does = f"{len(place.threads)} threads open" if place.ready else "is being replaced, or is lost"
-    pid = getattr(place.engine, "pid", None)
-    return ProcessRow(f"engine {place.number}", pid, does, place.replaced, place.engine.version)
+    does = process_work(place, f"{len(place.threads)} threads open")
+    pid, version = getattr(place.engine, "pid", None), place.engine.version
+    return ProcessRow(f"engine {place.number}", pid, does, place.replaced, version, lost=bool(place.lost))
 
 
 def open_store(recipe: Recipe, folder: Path | None = None) -> MediaStore:

@@ -75,6 +75,10 @@ def state(row: ProcessRow, found: RunProcesses) -> str:
     """Whether a process lives, as far as that can be seen from here."""
     if found.ended:
         return "ended"
-    if row.pid is None or not found.here:
+    if row.lost:
+        return "gone"
+    if not found.here:
         return "not seen from here"
+    if row.pid is None:
+        return "starts"
     return "alive" if alive(row.pid) else "gone"

@@ -23,12 +23,16 @@ from sensorium.vocabulary.errors import EngineLost
 
 @dataclass(eq=False)
 class PooledEngine:
-    """A place of the pool and the engine in it. ``ready``: it takes requests. ``starting``: what will replace it."""
+    """A place of the pool and the engine in it. ``ready``: it takes requests. ``starting``: what will replace it.
+
+    ``lost``: it is gone for good, and why. Neither ready nor lost: another is started in its place.
+    """
 
     number: int
     engine: Engine
     starting: Engine | None = None
     ready: bool = False
+    lost: str = ""
     replaced: int = 0
     answered: int = 0
     threads: set[str] = field(default_factory=set)
@@ -172,6 +176,7 @@ class EnginePool:
             place.ready = False
             alone = not any(one.ready for one in self._places)
             if not self._restarts_left or (alone and self._joins_at_push):
+                place.lost = "no other has the weights" if self._restarts_left else "cluster.restarts are used up"
                 if alone:
                     raise lost
                 self._noted(f"engine {place.number} is lost, and cluster.restarts are used up: the others go on. {lost}")
@@ -193,6 +198,7 @@ class EnginePool:
         try:
             fresh.start()
         except Exception as error:
+            place.lost = "it could not be replaced"
             if not self._closed:
                 self._noted(f"engine {place.number} could not be replaced: {error}")
             return

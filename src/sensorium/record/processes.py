@@ -19,13 +19,17 @@ NAME = "cluster.json"
 
 @dataclass(frozen=True)
 class ProcessRow:
-    """One process of a run. ``does`` is what it was last seen doing; ``version`` that of its weights, -1 if it has none."""
+    """One process of a run. ``does`` is what it was last seen doing; ``version`` that of its weights, -1 if it has none.
+
+    ``lost``: it is gone, and nothing will replace it.
+    """
 
     part: str
     pid: int | None
     does: str
     restarts: int = 0
     version: int = -1
+    lost: bool = False
 
 
 @dataclass(frozen=True)

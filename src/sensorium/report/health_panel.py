@@ -21,10 +21,13 @@ def health_panel(record: HealthRecord, steps: int, planned: int = 0) -> str:
         return ""
     lasting.sort(key=lambda notice: not notice.grave)
     kind = "well" if not lasting else "grave" if any(notice.grave for notice in lasting) else "caution"
-    title = {"grave": "This run does not learn as it should", "caution": "This run needs a look"}.get(kind, "Healthy")
+    title = {"grave": "This run does not learn as it should", "caution": "This run needs a look"}.get(
+        kind, "Healthy again" if over else "Healthy"
+    )
     part = f" The run was to have {planned:,} steps: it goes on, or was interrupted." if steps < planned else ""
     title += " so far" if kind == "well" and part else ""
     none = f"Nothing was found wrong at the end of {steps:,} steps." if not lasting else f"{steps:,} steps were made."
+    none += " What was found before, and is over, stands below." if over and not lasting else ""
     none = f"<p>{none}{part}</p>" if part or not lasting else ""
     items = "".join(_lasting(notice, record.began(notice.rule)) for notice in lasting)
     past = "".join(_over(notice, record.began(notice.rule)) for notice in over)

@@ -45,7 +45,8 @@ class _Gone(Exception):
 class PlacedWorker:
     """A place and the process in it. ``told`` is what it said when it was ready; ``ready``: it takes questions.
 
-    ``heard`` is set by whatever it sends.
+    ``lost``: it is gone for good, and why. Neither ready nor lost: it starts, or another is started in its place. ``heard``
+    is set by whatever it sends.
     """
 
     number: int
@@ -53,6 +54,7 @@ class PlacedWorker:
     channel: PickledChannel | None = None
     told: Any = None
     ready: bool = False
+    lost: str = ""
     replaced: int = 0
     open: dict[int, "Future[Any]"] = field(default_factory=dict)
     sending: threading.Lock = field(default_factory=threading.Lock)
@@ -219,6 +221,7 @@ class PlacedWorkers:
                 return
             gone.set()
             worker.ready = False
+            self._starting += 1  # who asks now waits until it is known whether it is replaced
         if hung:
             process.end()
         ending = "is closed" if self._closed else hung or process.ending()
@@ -227,9 +230,11 @@ class PlacedWorkers:
             again = not self._closed and self._restarts_left > 0
             if again:
                 self._restarts_left -= 1
-                self._starting += 1
                 self.replaced += 1
                 worker.replaced += 1
+            else:
+                self._starting -= 1
+                worker.lost = "it is closed" if self._closed else "cluster.restarts are used up"
             self._last = f"{how}.{last_words(process.log_text())}" if not self._closed else ""
             self._state.notify_all()
         if not self._closed:
@@ -244,6 +249,7 @@ class PlacedWorkers:
             try:
                 self._start(worker)
             except SensoriumError as error:
+                worker.lost = "it could not be replaced"
                 self._last = f"It could not be replaced: {error}"
                 self.noted(self._last)
             finally:

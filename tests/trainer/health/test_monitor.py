@@ -94,6 +94,18 @@ def test_a_resumed_run_tells_what_the_uninterrupted_one_does(tmp_path: Path) -> 
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+def test_processes_lost_after_a_resume_are_counted_on(tmp_path: Path) -> None:
+    lost = HEALTHY | {"engine/replaced": 1.0}
+    first, _ = monitor(tmp_path)
+    go(first, tmp_path, [HEALTHY, lost])
+    second, ear = monitor(tmp_path)
+    second.restore()
+    go(second, tmp_path, [lost] * 6, first=3)  # the counts of a resumed run begin anew
+    told = ear.heard[-1]
+    assert (told.step, told.rule, told.state) == (8, "lost_processes", "ended")
+    assert "engines replaced 2 since the run began" in told.text
+
+
 def test_a_run_without_updates_is_idle_after_the_steps_of_the_recipe(tmp_path: Path) -> None:
     health, _ = monitor(tmp_path, health={"stop_after": 3})
     go(health, tmp_path, [HEALTHY, IDLE, IDLE])

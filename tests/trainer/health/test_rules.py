@@ -155,6 +155,14 @@ CASES: dict[str, tuple[StepFacts, str]] = {
         facts(HEALTHY, sight=(SightResult("picture", 32, 0.5, 0.5, 30),)),
         "accuracy on 32 held-out tasks is 0.50, and 0.50 with pictures blanked (30 answers are the same)",
     ),
+    "lost_processes": (
+        facts(
+            HEALTHY | {"engine/replaced": 3.0, "engine/sampled_again": 4.0, "engine/ready": 1.0},
+            before=[HEALTHY | {"engine/replaced": 2.0}, HEALTHY | {"engine/replaced": 1.0}],
+            sections={"cluster": {"engines": 2}},
+        ),
+        "(engines replaced 5, responses sampled again 4 since the run began; 1 of 2 engines work)",
+    ),
 }
 
 
@@ -172,6 +180,17 @@ def test_a_rule_fires_on_its_case_in_one_line_with_cause_and_advice(rule: str) -
     assert "\n" not in finding.text
     assert finding.cause
     assert finding.advice
+
+
+def test_processes_are_lost_when_a_count_grows_or_some_do_not_work() -> None:
+    lost = {"worker/reward_replaced": 1.0, "worker/reward_ready": 2.0, "worker/environment_ready": 1.0}
+    sections = {"cluster": {"rewards": 2, "environments": 1}}
+    assert "lost_processes" in found(facts(HEALTHY | lost, before=[HEALTHY], sections=sections))
+    assert "lost_processes" not in found(facts(HEALTHY | lost, before=[HEALTHY | lost], sections=sections))
+    none_left = lost | {"worker/environment_ready": 0.0}
+    finding = found(facts(HEALTHY | none_left, before=[HEALTHY | lost], sections=sections))["lost_processes"]
+    assert "0 of 1 environment workers work" in finding.text
+    assert not finding.grave
 
 
 def test_who_asks_for_the_tag_already_is_not_told_to_ask_for_it() -> None:

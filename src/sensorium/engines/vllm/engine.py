@@ -141,6 +141,11 @@ class VllmEngine:
         """The actor's process id and that of its process group, once it is started."""
         return None if self._actor is None else self._actor.pid
 
+    @property
+    def ready(self) -> bool:
+        """True if it takes requests: not while it starts, or starts again."""
+        return self._sender is not None
+
     def start(self) -> None:
         """Start vLLM without weights, push the policy's, and hold the two against each other."""
         if self._actor is not None:

@@ -11,6 +11,7 @@ from math import isfinite
 
 from sensorium.recipe.schema import Recipe
 from sensorium.record.findings import SightResult
+from sensorium.report.processes import LOSSES
 from sensorium.rewards.protocol import ComparingTerm
 from sensorium.rewards.scorer import Scorer
 from sensorium.vocabulary.episode import Episode, Group, Status
@@ -31,6 +32,7 @@ class History:
     """What the rows so far come to. ``rows`` are the last few of RL; ``first`` is RL's first.
 
     ``held_out`` is the first held-out accuracy on record: after the warm start, or at the first evaluation of RL.
+    ``losses`` counts processes that were replaced and what was done again for them, since the run began.
     """
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
@@ -41,6 +43,8 @@ class History:
         self.best: dict[str, float] = {}
         self.held_out: float | None = None
         self.term_range: dict[str, tuple[float, float]] = {}
+        self.losses: dict[str, float] = {}
+        self._counted: dict[str, float] = {}
         for row in rows:
             self.add(row)
 
@@ -56,8 +60,20 @@ class History:
         self.idle = 0 if trained else self.idle + (not solved)
         if self.held_out is None:
             self.held_out = row.get("eval/accuracy")
+        self.losses = self.losses_with(row)
+        self._counted |= {name: row[name] for name in LOSSES if name in row}
         if rl:
             self._add_rl(row)
+
+    def resumed(self) -> None:
+        """The processes of the rows so far are gone: counts of those that follow begin at 0."""
+        self._counted = {}
+
+    def losses_with(self, row: Row) -> dict[str, float]:
+        """The losses with those of the row that follows. A count that is lower than before has begun anew."""
+        counts = {name: (row[name], self._counted.get(name, 0.0)) for name in LOSSES if name in row}
+        grown = {name: now - (before if now >= before else 0.0) for name, (now, before) in counts.items()}
+        return self.losses | {name: self.losses.get(name, 0.0) + more for name, more in grown.items() if more > 0}
 
     def _add_rl(self, row: Row) -> None:
         self.first = self.first or row

@@ -24,6 +24,8 @@ BY_SIGHT_CHECK = frozenset({"blind"})
 """Findings that only a sight check can make or take back."""
 DAMAGING = frozenset({"sudden_loss", "learning_rate"})
 """Findings after which a checkpoint is not to be trusted over an earlier one."""
+NO_CAUSE = frozenset({"lost_processes"})
+"""Findings that do not explain why nothing was trained: what died was replaced, and its work was done again."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Health:
             found = [name.removeprefix("health/") for name in row if name.startswith("health/")]
             self.courses.advance(row["step"], found, looked="sight/shown" in row)
             done = max(done, int(row["step"]))
+        self.history.resumed()
         self._rows_lost = self.history.steps < done
 
     def remind(self) -> None:
@@ -142,7 +145,7 @@ class Health:
         else:
             saved = f"What the run has is saved in '{self.directory.path}'."
             seen = "Why stands in the lines “health” above, in health.jsonl and on top of the report."
-            short = f"{self._stage()}. {seen} {saved}" if self.courses.open else ""
+            short = f"{self._stage()}. {seen} {saved}" if self.courses.open.keys() - NO_CAUSE else ""
             raise NothingTrained(f"{told} {saved}", short)
 
     def untrained(self) -> str:
@@ -165,7 +168,10 @@ class Health:
 
     def _causes(self) -> str:
         """What is known of the reasons, the grave ones first."""
-        known = sorted((self._texts.get(rule, LOST) for rule in self.courses.open), key=lambda told: not told[1])
+        known = sorted(
+            (self._texts.get(rule, LOST) for rule in self.courses.open if rule not in NO_CAUSE),
+            key=lambda told: not told[1],
+        )
         if not known:
             return "In every step all attempts at a task were paid the same, so there was nothing to tell them apart by."
         return " ".join(text[:1].upper() + text[1:] + "." for text, _ in known)

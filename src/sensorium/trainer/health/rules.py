@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sensorium.record.findings import Finding
-from sensorium.trainer.health import learning_rules, pay_rules
+from sensorium.trainer.health import learning_rules, pay_rules, process_rules
 from sensorium.trainer.health.facts import StepFacts
 
 
@@ -46,6 +46,7 @@ RULES = (
     Rule(learning_rules.stale, hides=("weightless",)),
     Rule(learning_rules.weightless),
     Rule(learning_rules.blind),
+    Rule(process_rules.lost_processes),
 )
 
 
