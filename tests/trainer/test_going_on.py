@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from sensorium.recipe.load import load_recipe
+from sensorium.record.checkpoint_files import checkpoint_of_run, is_complete, refuse_damaged
 from sensorium.record.contents import contents_of
 from sensorium.record.findings import Notice, write_notice
 from sensorium.record.metrics import read_metrics
@@ -227,6 +228,26 @@ def test_a_damaged_marker_is_a_damaged_checkpoint(marker: str, run: Path) -> Non
     notes = Notes()
     train(load_recipe(run), resume=True, watchers=[notes])
     assert any("its COMPLETE is damaged" in text for text in notes.texts)
+
+
+def test_a_file_that_the_run_did_not_write_is_refused_where_it_would_be_read_and_else_told(run: Path) -> None:
+    checkpoint = checkpoint_of_run(run, last=True)
+    (checkpoint / "notes.md").write_text("the best so far")
+    notes = Notes()
+    train(load_recipe(run), resume=True, watchers=[notes])
+    assert any("1 files that the run did not write, the first 'notes.md'" in text for text in notes.texts)
+    for name in ("trainer/shards/shard-1 (copy).safetensors", "added_tokens.json", "model-00001-of-00002.safetensors"):
+        stray = checkpoint / name
+        assert not stray.exists()
+        stray.parent.mkdir(exist_ok=True)
+        stray.write_bytes(b"")
+        with pytest.raises(CheckpointError, match="which its run did not write") as refused:
+            train(load_recipe(run), resume=True)
+        assert name in str(refused.value)
+        with pytest.raises(CheckpointError, match="which its run did not write"):
+            refuse_damaged(checkpoint)
+        stray.unlink()
+    assert is_complete(checkpoint), "nothing was set aside"
 
 
 def test_without_a_good_checkpoint_resume_stops_and_restart_starts_over(finished: Path, run: Path) -> None:

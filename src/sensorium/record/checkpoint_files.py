@@ -15,6 +15,17 @@ from sensorium.record.run_directory import RunDirectory
 from sensorium.vocabulary.errors import CheckpointError, RecordError
 
 MARKER = "COMPLETE"
+READ_FOLDERS = ("trainer/", "adapter/")
+"""Of these folders every file may be read: all shards that lie in trainer/shards are one state."""
+READ_FILES = frozenset(
+    f"{name}.json"
+    for name in (
+        "model.safetensors.index", "generation_config", "processor_config", "preprocessor_config", "chat_template",
+        "video_preprocessor_config", "image_processor_config", "tokenizer", "tokenizer_config", "special_tokens_map",
+        "added_tokens", "vocab", "adapter_config",
+    )
+) | {"chat_template.jinja", "merges.txt"}  # fmt: skip
+"""Files that a model or its processors are read from, if they are there."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +158,7 @@ def refuse_damaged(path: Path) -> None:
             f"checkpoint '{path}' is damaged: {problems[0]}. Take another one of its run (--step or --last), or resume the "
             "run, which falls back to its last good one."
         )
+    refuse_foreign(path)
 
 
 def problems_of(path: Path) -> list[str]:
@@ -158,6 +170,33 @@ def problems_of(path: Path) -> list[str]:
         return differences(path, listed_files(path))
     except CheckpointError as error:
         return [str(error)]
+
+
+def refuse_foreign(path: Path) -> list[str]:
+    """Refuse a complete checkpoint with files of others among those that are read; the names of all other unlisted files.
+
+    A copy ("shard-1 (copy).safetensors") or the shard of another checkpoint would be read as part of the state, in silence.
+    """
+    foreign = unlisted_files(path)
+    read = [name for name in foreign if _is_read(name)]
+    if read:
+        more = f" (and {len(read) - 1} more)" if len(read) > 1 else ""
+        raise CheckpointError(
+            f"the checkpoint '{path}' holds '{read[0]}'{more}, which its run did not write ({MARKER} lists what it wrote), "
+            "and which could change what is read of it. Move it elsewhere, then go on."
+        )
+    return foreign
+
+
+def unlisted_files(path: Path) -> list[str]:
+    """Files below a checkpoint that its marker does not list."""
+    listed = {*listed_files(path), MARKER}
+    there = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+    return [name for name in there if name not in listed]
+
+
+def _is_read(name: str) -> bool:
+    return name.startswith(READ_FOLDERS) or name.endswith(".safetensors") or name in READ_FILES
 
 
 def has_digests(path: Path) -> bool:

@@ -21,7 +21,7 @@ from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.names import build
 from sensorium.recipe.processes import placed_processes
 from sensorium.recipe.schema import Recipe
-from sensorium.record.checkpoint_files import has_digests
+from sensorium.record.checkpoint_files import has_digests, refuse_foreign
 from sensorium.record.durable import cannot_write, full_disk_error, read_rows
 from sensorium.record.ledger import Ledger
 from sensorium.record.lock import NAME as LOCK
@@ -203,6 +203,11 @@ def _last_good(recipe: Recipe, directory: RunDirectory, checkpoints: Checkpoints
         raise RecordError(" ".join(notes) + " " + str(no_checkpoint(directory))) if notes else no_checkpoint(directory)
     last = complete[-1]
     refuse_fewer_steps(recipe, directory, last)
+    if foreign := refuse_foreign(checkpoints.path(last)):
+        notes.append(
+            f"the checkpoint of step {last} holds {len(foreign)} files that the run did not write, the first "
+            f"'{foreign[0]}'; they are not read."
+        )
     if damaged:
         notes.append(f"ATTENTION: the run goes on from the last good checkpoint, of step {last}.")
     written = {row.get("step") for row in read_rows(directory.metrics)}
