@@ -25,7 +25,11 @@ from sensorium.trainer.study import measure
 from studies.seeds import SEEDS, by_name, chosen_seeds, circumstances, cpu_minutes, over_seeds
 
 RESULT = Path(__file__).parent / "results" / "engines.json"
-VLLM = ["rollout.engine={name: vllm, options: {max_context: 512, restarts: 1}}", "rollout.schedule=eager"]
+VLLM = [
+    "rollout.engine={name: vllm, options: {max_context: 512, restarts: 1}}",
+    "rollout.max_context_tokens=512",
+    "rollout.schedule=eager",
+]
 ENGINES = {
     "native": ["rollout.engine.name=native"],
     "vllm": VLLM,

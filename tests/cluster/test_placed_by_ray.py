@@ -28,7 +28,8 @@ pytestmark = [
 NEEDS_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here")
 TWO = ("cluster.engines=2", "cluster.placement=ray", "rollout.schedule=eager")
 VLLM = (
-    "rollout.engine={name: vllm, options: {max_context: 512, max_rows: 16}}", "threads=1", "batch.prompts_per_step=2",
+    "rollout.engine={name: vllm, options: {max_context: 512, max_rows: 16}}", "rollout.max_context_tokens=512", "threads=1",
+    "batch.prompts_per_step=2",
     "batch.group_size=2", "evaluation.every=0", "evaluation.at_start=false", "health.sight_tasks=0", "checkpoint.every=0",
     "steps=4", "schedule={name: asynchronous, max_staleness: 1}", "algorithm.correction.weights=token",
 )  # fmt: skip

@@ -219,6 +219,14 @@ def test_unknown_names_are_refused_with_the_nearest(override: str, said: str) ->
         (["batch.updates_per_epoch=3"], "updates_per_epoch 3 does not divide prompts_per_step 4"),
         (["rollout.window=3", "rollout.max_turns=2"], "window 3 is wider than max_turns 2"),
         (["rollout.max_new_tokens=4096"], "leaves no room for a prompt"),
+        (
+            ["rollout.engine={name: native, options: {max_context: 4095}}"],
+            "hold 4095 tokens, and rollout.max_context_tokens is 4096",
+        ),
+        (
+            ["rollout.engine={name: vllm, options: {max_context: 512}}"],
+            "hold 512 tokens, and rollout.max_context_tokens is 4096",
+        ),
         (["evaluation.every=2", "tasks.evaluate=[]"], "tasks.evaluate names no source"),
         (["evaluation={temperature: 0, samples: 4}"], "at temperature 0 every sample is the same"),
         (["model.freeze=[vision, projector, language]"], "every part of the model is frozen"),

@@ -16,6 +16,7 @@ from ..engines.test_vllm import NEEDS_VLLM, engine_core
 pytestmark = NEEDS_VLLM
 RUN = [
     "shapes", "rollout.engine={name: vllm, options: {max_context: 512, max_rows: 64}}", "rollout.schedule=eager",
+    "rollout.max_context_tokens=512",
     "threads=1", "batch.prompts_per_step=2", "batch.group_size=2", "evaluation.every=0", "evaluation.at_start=false",
     "health.sight_tasks=0", "checkpoint.every=1", "steps=400",
 ]  # fmt: skip

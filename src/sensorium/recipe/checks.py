@@ -25,6 +25,9 @@ Problem = tuple[str, str]
 
 MOST, LARGEST = 10**12, 1e30
 MOST_EPISODES = 10**6
+ENGINES_WITH_CONTEXT = ("native", "process", "vllm")
+LEAST_CONTEXT = 16
+"""Tokens; an engine's own check refuses fewer."""
 DEVICES = ("auto", "cpu", "cuda")
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 
@@ -206,6 +209,11 @@ def _rollout(recipe: Recipe) -> Iterator[Problem]:
     if rollout.max_new_tokens >= rollout.max_context_tokens:
         long = f"max_new_tokens {rollout.max_new_tokens} leaves no room for a prompt"
         yield "rollout.max_new_tokens", f"{long} in max_context_tokens {rollout.max_context_tokens}."
+    held = rollout.engine.options.get("max_context") if rollout.engine.name in ENGINES_WITH_CONTEXT else None
+    if isinstance(held, int | float) and LEAST_CONTEXT <= held < rollout.max_context_tokens:
+        short = f"the engine would hold {held:g} tokens, and rollout.max_context_tokens is {rollout.max_context_tokens}"
+        longer = "a longer thread would be cut, or end the run"
+        yield "rollout.engine.options.max_context", f"{short}: {longer}. Set both alike, or leave max_context out."
     if (evaluation.every or evaluation.at_start) and not recipe.tasks.evaluate:
         yield "evaluation", "evaluation is asked for, but tasks.evaluate names no source of held-out tasks."
     if evaluation.temperature == 0 and evaluation.samples > 1:
