@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -14,8 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from sensorium.engines.native.options import check_options as check_native_options
+from sensorium.engines.native.response_rows import StopStrings
+from sensorium.engines.protocol import Sampling
 from sensorium.engines.vllm import engine as engine_module
 from sensorium.engines.vllm import recipe_checks, versions
+from sensorium.engines.vllm.actor import Actor
 from sensorium.engines.vllm.actor_process import ActorProcess, cause_in
 from sensorium.engines.vllm.arguments import EngineSettings
 from sensorium.engines.vllm.one_kind import OneKindAtATime
@@ -230,6 +233,10 @@ def recipe_of(**sections: Any) -> Recipe:
         ({"model": {"path": "tiny:qwen3_vl_moe"}}, "does not take the experts"),
         ({"model": {"path": "tiny:qwen3_vl", "lora": {"rank": 4, "groups": ["head"]}}}, "names 'head'"),
         ({"model": {"path": "tiny:qwen3_vl", "lora": {"rank": 513}}}, "rank 512 at most"),
+        (
+            {"rollout": {**EAGER, "engine": {"name": "vllm", "options": {"restarts": 1}}}, **ACROSS},
+            "in the middle of changing",
+        ),
         ({"model": {"path": "tiny:qwen3_vl", "lora": {"rank": 4}}, **ACROSS}, "adapter that a response began with"),
     ],
 )
@@ -319,6 +326,12 @@ def test_an_engine_whose_push_failed_is_lost(benches: Callable[[str], Bench], mo
     with pytest.raises(EngineLost, match="push of weights of version 3 into vLLM failed: no room"):
         engine.update_weights(policy, 3)
     assert actor.lost is not None
+    monkeypatch.setattr(engine, "_actor", actor)
+    monkeypatch.setattr(engine, "restart", lambda: setattr(engine, "_actor", "another"))
+    monkeypatch.setattr(engine, "_restarts_left", 1)
+    with pytest.raises(EngineLost, match="of version 4"):  # this one fails as well: so it was pushed to
+        engine.update_weights(policy, 4)
+    assert engine._actor == "another"
 
 
 class SilentHost:
@@ -334,6 +347,12 @@ class SilentHost:
         for one in self.theirs:
             one.close()
 
+    def ending(self) -> str:
+        return "was killed"
+
+    def log_text(self) -> str:
+        return ""
+
 
 def test_who_waits_for_vllm_to_start_is_told_when_it_is_closed() -> None:
     host = SilentHost()
@@ -344,3 +363,73 @@ def test_who_waits_for_vllm_to_start_is_told_when_it_is_closed() -> None:
         actor.close()
         with pytest.raises(EngineLost, match="closed before it answered"):
             start.result(600)
+
+
+def test_who_waits_for_a_response_of_a_vllm_that_hangs_is_told() -> None:
+    """Its core is stopped: nothing is answered, and nothing ends."""
+    version = version_of("0.32.0", on_cpu=True)
+    actor = ActorProcess(SilentHost(), Path("vllm.log"), {})  # type: ignore[arg-type]
+    sender = RequestSender(None, version, actor, 64, look_s=0.02)  # type: ignore[arg-type]
+
+    async def both() -> list[Any]:
+        asked = [sender.sample(EnginePrompt((1,), ()), {}, Sampling(), key) for key in range(2)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    for error in asyncio.run(both()):
+        assert isinstance(error, EngineLost)
+        assert "did not answer 'look' within 0.02 s and was ended" in str(error)
+
+
+class Heard:
+    """Where an actor's answers go."""
+
+    def __init__(self) -> None:
+        self.message: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def send(self, message: Any) -> None:
+        self.message.set_result(message)
+
+
+class DeadCore:
+    """vLLM's front end when its core was killed: it knows, and what it was asked before is never answered."""
+
+    errored, dead_error = True, RuntimeError("EngineDeadError")
+
+    async def reset_encoder_cache(self) -> None:
+        await asyncio.Event().wait()
+
+
+def test_an_answer_that_died_with_vllms_core_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sensorium.engines.vllm.actor.LOOK_S", 0.01)
+
+    async def asked() -> Any:
+        actor = Actor(heard := Heard())  # type: ignore[arg-type]
+        actor._engine = DeadCore()
+        actor.take({"id": 7, "do": "reset"})
+        return await asyncio.wait_for(heard.message, 60)
+
+    answer = asyncio.run(asked())
+    assert answer["id"] == 7
+    assert answer["kind"] == "EngineLost"
+    assert "vLLM ended in the middle of its work" in answer["error"]
+
+
+def test_a_response_that_a_stop_string_ends_says_which_weights_wrote_what(benches: Callable[[str], Bench]) -> None:
+    chat = benches("qwen3").policy.chat
+    a, b = (chat.respond(letter, "").tokens[0] for letter in "ab")
+
+    class Parts:
+        """Sends a token of each version, and never ends."""
+
+        def submit(self, message: Any, part: Any) -> tuple[int, Future[Any]]:
+            for token, version in ((a, 3), (a, 3), (b, 4), (a, 5)):
+                part({"tokens": [token], "logprobs": [-1.0], "version": version})
+            return 0, Future()
+
+        def tell(self, message: Any) -> None:
+            assert message["do"] == "cancel"
+
+    sender = RequestSender(chat, version_of("0.32.0", on_cpu=True), Parts(), 64)  # type: ignore[arg-type]
+    answer = asyncio.run(sender.sample(EnginePrompt((1,), ()), {}, Sampling(), 1, StopStrings(("b",))))
+    assert answer["tokens"] == [a, a, b]
+    assert answer["versions"] == [[3, 0, 2], [4, 2, 3]]

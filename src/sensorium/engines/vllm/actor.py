@@ -6,6 +6,7 @@
     push      pause, load weights, forget what others computed     {pause_s, load_s}
     lora      load an adapter, drop earlier ones that nobody uses  {}
     reset     keep nothing of earlier rollouts                     {}
+    look      tell that vLLM's core still takes questions          {}
     close     end
 
 Invariant: weights are never loaded while a request runs, and nothing computed with earlier ones outlives a push.
@@ -19,6 +20,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -29,6 +31,8 @@ from sensorium.workers.plain_errors import plain_error
 from sensorium.workers.python_process import guard_group
 
 SHUTDOWN_S = 15.0
+LOOK_S = 1.0
+"""How often it is looked whether vLLM's core has died while something is awaited of it."""
 
 
 class Actor:
@@ -41,6 +45,7 @@ class Actor:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._adapters: dict[int, int] = {}  # open requests by the number of their adapter
         self._adapter: Any = None
+        self._version = 0
 
     def take(self, message: Message) -> None:
         """Begin to answer a message; on the event loop."""
@@ -53,7 +58,8 @@ class Actor:
 
     async def _answer(self, number: int, message: Message) -> None:
         try:
-            answer = await getattr(self, f"_{message['do']}")(message)
+            work = getattr(self, f"_{message['do']}")(message)
+            answer = await (work if message["do"] == "generate" else self._unless_dead(work))
         except asyncio.CancelledError:
             return
         except Exception as error:
@@ -61,6 +67,17 @@ class Actor:
         finally:
             self._tasks.pop(number, None)
         self._heard.send({"id": number, **answer})
+
+    async def _unless_dead(self, work: Coroutine[Any, Any, Message]) -> Message:
+        """What work returns. Where vLLM's core dies meanwhile, vLLM fails its requests, and answers nothing else."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait([task], timeout=LOOK_S))[0]:
+                if self._engine is not None and self._engine.errored:
+                    raise self._engine.dead_error
+            return task.result()
+        finally:
+            task.cancel()
 
     def _explain(self, error: Exception) -> Message:
         if self._engine is None:
@@ -103,7 +120,8 @@ class Actor:
             stream = self._engine.generate(prompt, self._params(told), f"r{told['id']}", lora_request=adapter)
             async for output in stream:
                 if told["streamed"] and output.outputs and not output.finished:
-                    self._heard.send({"id": told["id"], "part": _written(output.outputs[0])})
+                    part = {**_written(output.outputs[0]), "version": self._version}
+                    self._heard.send({"id": told["id"], "part": part})
         finally:
             self._adapters[key] -= 1
         if output is None or not output.outputs:
@@ -161,6 +179,7 @@ class Actor:
         else:
             await engine.finish_weight_update()
         await self._forget()
+        self._version = told["version"]
         # After a failure above the engine stays paused, with weights on the meta device: a request would end it. Only
         # another push, or a new engine, heals it.
         await engine.resume_generation()
@@ -183,6 +202,10 @@ class Actor:
 
     async def _reset(self, told: Message) -> Message:
         await self._forget()
+        return {}
+
+    async def _look(self, told: Message) -> Message:
+        await self._engine.is_sleeping()  # any question that goes to the core and changes nothing
         return {}
 
     async def _forget(self) -> None:

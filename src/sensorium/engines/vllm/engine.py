@@ -64,9 +64,10 @@ class PushTimes:
 class VllmEngine:
     """Samples with vLLM. ``arguments.EngineSettings`` has the options that go to vLLM.
 
-    ``start_s`` bounds its start, ``reply_s`` every later answer but those of requests. ``parity_bound`` is the largest mean
-    difference of log-probs that passes for rounding (default: by dtype). ``restarts`` is how often an engine that died is
-    replaced; its open requests are then sampled again. ``host`` starts vLLM, here or on another machine.
+    ``start_s`` bounds its start, ``reply_s`` every later answer; a vLLM that answers no request for so long must give a
+    sign of life. ``parity_bound`` is the largest mean difference of log-probs that passes for rounding (default: by dtype).
+    ``restarts`` is how often an engine that died is replaced; its open requests are then sampled again. ``host`` starts
+    vLLM, here or on another machine.
     """
 
     check_options = staticmethod(check_options)
@@ -173,10 +174,12 @@ class VllmEngine:
                 "tells_versions": self._vllm.tells_weight_versions,
             }
             context = self._actor.ask(told, self._start_s)["context"]
-            self._sender = RequestSender(policy.chat, self._vllm, self._actor, context, self._shared_folder)
+            self._sender = RequestSender(
+                policy.chat, self._vllm, self._actor, context, self._shared_folder, look_s=self._reply_s
+            )
             self._backend = arguments.backend
             self._push_base()
-            self.update_weights(policy, policy.version)
+            self._load(policy, policy.version)
         except BaseException:
             self.close()
             raise
@@ -211,7 +214,19 @@ class VllmEngine:
         """Nothing is kept for a thread: vLLM's prefix cache finds by content."""
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Sample with these weights from now on. Responses that are open go on, with a version for each of their parts."""
+        """Sample with these weights from now on. Responses that are open go on, with a version for each of their parts.
+
+        A vLLM that dies of it is replaced, as far as ``restarts`` go, by one that has them.
+        """
+        actor = self._actor
+        try:
+            self._load(source, version)
+        except EngineLost:
+            if actor is None or not self._replaced(actor):
+                raise
+            self._load(source, version)
+
+    def _load(self, source: WeightSource, version: int) -> None:
         started = time.perf_counter()
         if self._policy.adapters is not None:
             answer = self._push_adapters(version)

@@ -70,6 +70,12 @@ def refuse_across_updates(recipe: Recipe, found: VllmVersion) -> None:
             f"schedule: asynchronous updates weights while responses are open, and vLLM {found.name} does not tell which "
             "weights wrote which tokens (0.32 does). Use schedule: one_step_off, or rollout.engine: process."
         )
+    if recipe.rollout.engine.options.get("restarts"):
+        raise RecipeError(
+            "rollout.engine.options.restarts starts vLLM with the weights of that moment, which schedule: asynchronous may "
+            "be in the middle of changing. Leave it out and set cluster.engines: 2 or more: one that dies is replaced "
+            "(cluster.restarts), and samples after the next push."
+        )
     if recipe.model.lora.rank:
         raise RecipeError(
             "schedule: asynchronous updates weights while responses are open, and with model.lora vLLM goes on with the "

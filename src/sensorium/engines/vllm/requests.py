@@ -1,7 +1,9 @@
 """Requests to the actor: their messages, the media that go with them, and the answers."""
 
 import asyncio
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from sensorium.engines.vllm.versions import VllmVersion
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.prepared_media import TowerInput
 from sensorium.vocabulary.content import Media
-from sensorium.vocabulary.errors import EngineError
+from sensorium.vocabulary.errors import EngineError, EngineLost
 
 SEED_BITS = (1 << 62) - 1
 Asked = tuple[dict[str, Any], EnginePrompt, Mapping[Media, TowerInput]]
@@ -26,14 +28,23 @@ Asked = tuple[dict[str, Any], EnginePrompt, Mapping[Media, TowerInput]]
 class RequestSender:
     """Sends requests to one actor, and remembers which media its vLLM was sent. ``context`` tokens fit into a thread.
 
-    Files for vLLM go to ``folder``, or anywhere on this machine.
+    Files for vLLM go to ``folder``, or anywhere on this machine. A response may take as long as it likes; but when there is
+    none for ``look_s``, vLLM must give a sign of life within as long again, or it is ended.
     """
 
     def __init__(
-        self, chat: ChatProcessor, version: VllmVersion, actor: ActorProcess, context: int, folder: Path | None = None
+        self,
+        chat: ChatProcessor,
+        version: VllmVersion,
+        actor: ActorProcess,
+        context: int,
+        folder: Path | None = None,
+        *,
+        look_s: float = 600.0,
     ) -> None:
         self.actor, self.context = actor, context
         self._chat, self._version, self._folder = chat, version, folder
+        self._look_s, self._looking = look_s, threading.Lock()
         self._held: set[str] = set()
 
     async def sample(
@@ -64,12 +75,14 @@ class RequestSender:
         loop, stopped = asyncio.get_running_loop(), asyncio.Event()
         tokens: list[int] = []
         logprobs: list[float] = []
+        versions: list[int] = []
 
         def part(given: dict[str, Any]) -> None:
             for token, logprob in zip(given["tokens"], given["logprobs"], strict=True):
                 if not stopped.is_set():
                     tokens.append(token)
                     logprobs.append(logprob)
+                    versions.append(given.get("version", 0))
                     if stops is not None and stops.feed(self._chat.token_bytes(token)):
                         stopped.set()
 
@@ -77,21 +90,32 @@ class RequestSender:
         waiting = asyncio.wrap_future(future)
         ending = asyncio.ensure_future(stopped.wait())
         try:
-            await asyncio.wait([waiting, ending], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
-            if not waiting.done():
-                return {"tokens": tokens, "logprobs": logprobs, "finish": "stop", "versions": []}
+            while not await _first_done(waiting, ending, within_s=self._look_s):
+                await self._look()
+            if not waiting.done():  # vLLM tells versions only of what it ended itself
+                told = _spans(versions) if self._version.tells_weight_versions else []
+                return {"tokens": tokens, "logprobs": logprobs, "finish": "stop", "versions": told}
             answer = waiting.result()
             if stops is None or answer.get("unknown"):
                 return answer
             part(answer)
-            return answer | {
-                "tokens": tokens, "logprobs": logprobs, "finish": "stop" if stopped.is_set() else answer["finish"],
-            }  # fmt: skip
+            finish, length = "stop" if stopped.is_set() else answer["finish"], len(tokens)
+            told = [[version, start, min(end, length)] for version, start, end in answer["versions"] if start < length]
+            return answer | {"tokens": tokens, "logprobs": logprobs, "finish": finish, "versions": told}
         finally:
             ending.cancel()
             if not waiting.done():
                 waiting.cancel()
                 actor.tell({"do": "cancel", "request": number})
+
+    async def _look(self) -> None:
+        """Ask for a sign of life, for all requests that wait. Without one the actor is ended, which they all hear."""
+        if self._looking.acquire(blocking=False):
+            try:
+                with suppress(EngineLost):
+                    await asyncio.to_thread(self.actor.ask, {"do": "look"}, self._look_s)
+            finally:
+                self._looking.release()
 
     def message(
         self, prompt: EnginePrompt, sampling: Sampling, key: int, *, streamed: bool = False, score: bool = False
@@ -141,6 +165,18 @@ class RequestSender:
         if all_:
             raise EngineError("vLLM does not keep media long enough to read them.")
         return self.ask_together(asked, limit_s, all_=True)
+
+
+def _spans(versions: Sequence[int]) -> list[list[int]]:
+    """Which version wrote which tokens, given that of each token: 3 3 4 are [[3, 0, 2], [4, 2, 3]]."""
+    starts = [i for i, one in enumerate(versions) if not i or one != versions[i - 1]]
+    return [[versions[start], start, end] for start, end in zip(starts, [*starts[1:], len(versions)], strict=True)]
+
+
+async def _first_done(*waiting: asyncio.Future[Any], within_s: float) -> bool:
+    """True as soon as one is done; False if none is in time."""
+    done, _ = await asyncio.wait(waiting, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+    return bool(done)
 
 
 def _delete(file: Path | None) -> None:
