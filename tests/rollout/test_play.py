@@ -19,7 +19,7 @@ from sensorium.models.tiny import make_tiny
 from sensorium.recipe.schema import RolloutSection
 from sensorium.rollout.play import Attempt, Deadlines, Rollout
 from sensorium.vocabulary import Episode, Message, Status, Task, system, user
-from sensorium.vocabulary.errors import EnvironmentFailure, ModelError, RecipeError
+from sensorium.vocabulary.errors import EnvironmentFailure, EnvironmentLost, ModelError, RecipeError
 from sensorium.vocabulary.task import EnvironmentSpec
 
 from ..models.clips import clip
@@ -80,6 +80,30 @@ def play(
 def test_a_question_ends_after_one_turn(policy: Policy) -> None:
     episode = play(policy, Question)
     assert (episode.status, len(episode.turns), episode.response) == (Status.FINISHED, 1, "one")
+
+
+class Losing(Counting):
+    """An environment whose worker dies in its second step, as often as there is one in ``deaths``."""
+
+    def __init__(self, deaths: list[str]) -> None:
+        super().__init__(2)
+        self.deaths = deaths
+
+    def step(self, response: str) -> StepResult:
+        if self.heard and self.deaths:
+            raise EnvironmentLost(self.deaths.pop())
+        return super().step(response)
+
+
+def test_an_episode_is_rolled_again_when_its_worker_dies_and_fails_when_a_second_one_does(policy: Policy) -> None:
+    deaths = ["killed"]
+    episode = play(policy, lambda task: Losing(deaths), max_turns=5)
+    assert (episode.status, [turn.reward for turn in episode.turns]) == (Status.FINISHED, [1.0, 1.0])
+    deaths = ["killed"] * 9
+    episode = play(policy, lambda task: Losing(deaths), max_turns=5)
+    assert episode.status == Status.FAILED
+    assert "a second environment worker was lost while it played this episode" in episode.failure
+    assert len(deaths) == 7, "each of them costs a worker"
 
 
 def test_a_world_is_played_to_its_end_in_one_thread(policy: Policy) -> None:

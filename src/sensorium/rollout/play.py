@@ -40,6 +40,9 @@ from sensorium.vocabulary.task import Task
 from sensorium.workers.pool import WorkerPool
 from sensorium.workers.side_by_side import first_error
 
+MOST_LOSSES = 2
+"""Environment workers that may be lost while they play one episode."""
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -265,12 +268,22 @@ class _Play:
         )
 
     async def run_to_the_end(self) -> tuple[Status, str]:
-        """Play; if the worker that holds the environment dies, from the beginning with the same random numbers."""
+        """Play; if the worker that holds the environment dies, from the beginning with the same random numbers.
+
+        An episode that kills its workers would use them all up, again at each resume; so it fails with the second.
+        """
+        lost = 0
         while True:
             await self.rollout.available()
             try:
                 return await self.run()
-            except EnvironmentLost:
+            except EnvironmentLost as error:
+                lost += 1
+                if lost == MOST_LOSSES:
+                    raise EnvironmentFailure(
+                        f"a second environment worker was lost while it played this episode, which may be what ends them, "
+                        f"so it is not rolled again ({error})"
+                    ) from error
                 self.rollout.rolled_again += 1
                 self.environment.abandon()
                 self.release()
