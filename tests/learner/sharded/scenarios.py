@@ -104,7 +104,7 @@ def make_checkpoints(folder: Path) -> None:
     """The tiny checkpoints of all scenarios; bfloat16 has a smaller one, which a CPU computes a thousand times slower."""
     for family in sorted({scenario.family for scenario in SCENARIOS.values()}):
         name, sizes = ("qwen2_5_vl", SMALLEST) if family == "smallest" else (family, {})
-        make_tiny(name, folder / family, initializer_range=0.15, vision_initializer_range=0.15, **sizes)
+        make_tiny(name, folder / family, initializer_range=0.06, vision_initializer_range=0.15, **sizes)
 
 
 @dataclass
@@ -198,7 +198,7 @@ def _learner(scenario: Scenario, policy: Policy, team: Team) -> Learner:
         torch.nn.init.normal_(critic.head.weight, std=0.3, generator=torch.Generator().manual_seed(0))
     return make_learner(
         policy,
-        optimizer=OptimizerSection(lr=1e-5),
+        optimizer=OptimizerSection(),
         algorithm=algorithm,
         batch=scenario.batch,
         freeze=scenario.freeze,
