@@ -163,7 +163,11 @@ def test_a_run_of_several_processes_says_which_and_who_of_them_is_idle() -> None
     assert make_plan(recipe()).processes == ""
     rollout = {"schedule": "eager", "engine": {"name": "vllm"}}
     placed = {"learners": 2, "engines": 3, "placement": "ray"}
-    told = make_plan(recipe(rollout=rollout, cluster=placed)).processes
+    plan = make_plan(recipe(rollout=rollout, cluster=placed))
+    told, each = plan.processes, plan.interpreters
+    assert list(each) == ["driver", "2 learner ranks", "3 engines (vllm)"]
+    assert each["2 learner ranks"] == 2 * each["driver"] == 2 * make_plan(recipe()).interpreters["driver"]
+    assert each["3 engines (vllm)"] > 3 * each["driver"], "vLLM has processes of its own"
     assert told.startswith("the driver, 2 learner ranks, 3 engines (vllm), placed by Ray;")
     assert "nothing to do" not in told
     many = make_plan(recipe(batch={"prompts_per_step": 8}, cluster={"learners": 20})).processes

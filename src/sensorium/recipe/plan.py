@@ -8,7 +8,7 @@ from typing import Any
 
 from sensorium.recipe.activations import activation_bytes, gathered_bytes, head_bytes, tower_bytes
 from sensorium.recipe.algorithm_sections import OptimizerSection
-from sensorium.recipe.processes import placed_by, placed_processes
+from sensorium.recipe.processes import interpreter_bytes, placed_by, placed_processes
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape, read_shape
 from sensorium.recipe.traits import estimator_traits
@@ -38,6 +38,7 @@ ASYNCHRONOUS = (
 @dataclass(frozen=True)
 class Plan:
     """The resolved numbers of a run. ``memory`` is in bytes by use, empty where the model is not on this disk.
+    ``interpreters`` comes on top of it, by process, in the machine's memory: Python, torch and other libraries.
 
     ``prompts_at_most`` is how many a step may play, all rounds together; ``selection`` says what is done with them where
     that is more than to train on each.
@@ -65,6 +66,7 @@ class Plan:
     precision: str = ""
     sharing: str = ""
     processes: str = ""
+    interpreters: dict[str, int] = field(default_factory=dict)
 
 
 def make_plan(recipe: Recipe, config: dict[str, Any] | None = None) -> Plan:
@@ -103,6 +105,7 @@ def make_plan(recipe: Recipe, config: dict[str, Any] | None = None) -> Plan:
         sight_check=_sight_check(recipe),
         schedule=_schedule(recipe),
         processes=_processes(recipe),
+        interpreters=interpreter_bytes(recipe.model_dump(include={"cluster", "rollout"})),
         precision=MATCHED if recipe.model.precision == "matched" else "",
         sharing=_sharing(recipe),
     )

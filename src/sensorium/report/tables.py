@@ -46,6 +46,12 @@ def plan_table(plan: Plan) -> RenderableType:
         for use, amount in plan.memory.items():
             bar = "█" * round(24 * amount / total) or "▏"
             rows.add_row("", Text.assemble(f"{use:<{width}}{bytes_text(amount):>10}  ", (bar, "cyan")))
+    if plan.interpreters:
+        parts = ", ".join(f"{part} {bytes_text(amount)}" for part, amount in plan.interpreters.items())
+        all_of_them = bytes_text(sum(plan.interpreters.values()))
+        rows.add_row(
+            "interpreters", f"about {all_of_them} of the machine's memory on top, for Python and its libraries ({parts})"
+        )
     if plan.disk:
         parts = ", ".join(f"{use} {bytes_text(amount)}" for use, amount in plan.disk.items())
         rows.add_row("disk about", f"{bytes_text(sum(plan.disk.values()))} ({parts}) and the media it shows")
