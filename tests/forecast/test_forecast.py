@@ -194,3 +194,20 @@ def test_what_cannot_be_planned_is_refused_with_what_to_do(asked: Asked, says: s
 def test_a_model_that_no_name_is_known_of_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"not on this disk.*--shape"):
         forecast(recipe("model.path=someone/else"), Asked(gpus=1, kind="h200"))
+
+
+def pushed(push: str, engines: int = 2, *overrides: str) -> float:
+    engine = f"rollout.engine={{name: vllm, options: {{gpu_share: 0.9, push: {push}}}}}"
+    asked = Asked(gpus=8, kind="h200", engines=engines, response_tokens=300)
+    changes = ("rollout.schedule=eager", "model.gradient_checkpointing=true", *overrides)
+    return forecast(recipe(engine, *changes), asked).run.push_s
+
+
+def test_a_push_is_counted_as_the_recipe_says() -> None:
+    by_file, by_broadcast = pushed("file"), pushed("broadcast")
+    assert by_broadcast < by_file / 10, "over links between GPUs, not through a file"
+    assert pushed("auto") == by_broadcast
+    assert pushed("broadcast", engines=4) == pytest.approx(2 * by_broadcast), "one GPU sends to each engine"
+    assert pushed("broadcast", 2, "model.lora.rank=8") == pushed("file", 2, "model.lora.rank=8")
+    with pytest.raises(RecipeError, match=r"push is ipc.* use broadcast"):
+        pushed("ipc")

@@ -13,6 +13,7 @@ from sensorium.forecast.step_work import StepWork
 from sensorium.recipe.shape import ModelShape
 
 Recomputation = bool | Literal["selective"]
+Push = Literal["file", "broadcast"]
 BACKWARD_OF_ATTENTION = 3.5  # forward and backward of attention over its forward, recomputing the scores
 
 
@@ -160,9 +161,15 @@ class Costs:
         rate = kind.link if gpus <= kind.gpus_per_machine else min(kind.link, self.machine.network)
         return rate * assumed("link_share")
 
-    def push(self, pushed: float, gpus: int) -> float:
-        """Seconds until engines on so many GPUs have so many bytes of new weights, which the first rank writes."""
+    def push(self, pushed: float, engines: int, gpus: int, way: Push = "file") -> float:
+        """Seconds until engines on so many GPUs have so many bytes of new weights.
+
+        By file the first rank writes them once. By broadcast one GPU sends them to each engine, which has a group of its
+        own, so its link is busy for all of them. Not measured: bytes over published rates.
+        """
         by = self.machine.constants
+        if way == "broadcast":
+            return by.push_fixed_s + engines * pushed / self.link(1 + gpus)
         machines = -(-gpus // self.machine.kind.gpus_per_machine)
         return by.push_fixed_s + pushed / by.push_bytes + (pushed / self.machine.network if machines > 1 else 0.0)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from math import ceil
 
-from sensorium.forecast.costs import Costs, Recomputation, costs_of
+from sensorium.forecast.costs import Costs, Push, Recomputation, costs_of
 from sensorium.forecast.machine import Kind, assumed, kind_named, machine
 from sensorium.forecast.memory import GpuMemory, engine_memory, rank_memory, ways_out, with_checkpointing
 from sensorium.forecast.provenance import notes_of
@@ -181,7 +181,7 @@ def _planned(
         _refuse_large_engine(recipe, shape, kind, deployment, engine)
     size = BYTES[recipe.model.dtype]
     pushed = trained_parameters(recipe, shape) * size if deployment.apart or deployment.learners > 1 else 0
-    deployment = replace(deployment, pushed_bytes=pushed)
+    deployment = replace(deployment, pushed_bytes=pushed, push=_push(recipe, deployment))
     model = costs_of(
         shape,
         number_bytes=size,
@@ -197,6 +197,21 @@ def _planned(
         Costs(model, host, deployment.engine_gpus, slower), Costs(model, host), work, deployment, steps=_steps(work)
     )
     return deployment, recipe, rank, engine, run
+
+
+def _push(recipe: Recipe, deployment: Deployment) -> Push:
+    """How weights get to engines: by file, but to vLLM with GPUs of its own by broadcast, unless the recipe says file.
+
+    Adapters are always a file.
+    """
+    engine = recipe.rollout.engine
+    asked = engine.options.get("push", "auto") if engine.name == "vllm" else "file"
+    if asked == "ipc" and deployment.apart:
+        raise RecipeError(
+            "rollout.engine.options.push is ipc, which shares the memory of one GPU, and here engines have GPUs of their "
+            "own: use broadcast, file or auto."
+        )
+    return "file" if asked == "file" or recipe.model.lora.rank or not deployment.apart else "broadcast"
 
 
 def _steps(work: StepWork) -> int:

@@ -60,12 +60,7 @@ def notes_of(recipe: Recipe, kind: Kind, plan: Deployment, *, given_lengths: boo
             f"{plan.sequence_parallel} ranks wait for each other's keys and values: bytes over these rates; not measured",
         )
     if plan.pushed_bytes:
-        rate = calibration()["gpu"]["push_bytes"]["value"] / 1e9
-        yield (
-            "push",
-            "computed",
-            f"weights through a file at {rate:.3g} GB/s, by rates of an Arm host; not measured on GPUs",
-        )
+        yield "push", "computed", _pushed(plan)
     if plan.engines > 1:
         few = plan.engines * plan.engine_gpus <= kind.gpus_per_machine
         beyond = "" if few else "; on several machines Ray places them (cluster.placement=ray), which nobody has run either"
@@ -82,6 +77,15 @@ def notes_of(recipe: Recipe, kind: Kind, plan: Deployment, *, given_lengths: boo
     if not plan.scoring_s:
         yield "scoring", "assumed", "no time at all; --scoring-s says what a judge or reward service takes"
     yield "not in it", "computed", "evaluations, checkpoints, the start of a run and its first steps, which compile"
+
+
+def _pushed(plan: Deployment) -> str:
+    if plan.push == "broadcast":
+        share = assumed("link_share")
+        each = "" if plan.engines == 1 else f", to each of {plan.engines} engines in turn"
+        return f"weights by broadcast from one GPU{each}: bytes over {share:g} of the published link rates; not measured"
+    rate = calibration()["gpu"]["push_bytes"]["value"] / 1e9
+    return f"weights through a file at {rate:.3g} GB/s, by rates of an Arm host; not measured on GPUs"
 
 
 def _idle(recipe: Recipe, plan: Deployment) -> Iterator[Note]:

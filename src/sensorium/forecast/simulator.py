@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from sensorium.forecast.costs import Costs
+from sensorium.forecast.costs import Costs, Push
 from sensorium.forecast.sampling import Engine, PlayedGroup, play
 from sensorium.forecast.step_work import StepWork
 
@@ -42,6 +42,7 @@ class Deployment:
     max_rows: int = 512
     scoring_s: float = 0.0
     pushed_bytes: float = 0.0
+    push: Push = "file"
 
     @property
     def gpus(self) -> int:
@@ -95,7 +96,8 @@ class _Run:
     def __init__(self, sampling: Costs, learning: Costs, work: StepWork, plan: Deployment, seed: int) -> None:
         self.sampling, self.learning, self.work, self.plan = sampling, learning, work, plan
         self.seed = seed
-        self.push_s = learning.push(plan.pushed_bytes, plan.engines * plan.engine_gpus) if plan.pushed_bytes else 0.0
+        gpus = plan.engines * plan.engine_gpus
+        self.push_s = learning.push(plan.pushed_bytes, plan.engines, gpus, plan.push) if plan.pushed_bytes else 0.0
         self.other_s = learning.other(work.episodes)
 
     def groups(self, step: int) -> list[PlayedGroup]:
