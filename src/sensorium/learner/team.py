@@ -63,7 +63,7 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device | None = None
     """Of all elements, in float64: a sum in float32 would depend on how the ranks divide it."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch._foreach_norm(tensors, 2, dtype=torch.float64)
+    norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
     return torch.stack([norm.to(device) for norm in norms]).square().sum()
 
 
