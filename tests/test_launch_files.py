@@ -37,7 +37,7 @@ class Cluster:
         self.bin.mkdir()
         for name, does in PROGRAMS.items():
             program = self.bin / name
-            said = f'echo "CUDA=${{CUDA_VISIBLE_DEVICES:-}} {name} $*" >> {self.log}\n'
+            said = f'echo "CUDA=${{CUDA_VISIBLE_DEVICES:-}} AUTH=${{RAY_AUTH_MODE:-}} {name} $*" >> {self.log}\n'
             program.write_text(f"#!/usr/bin/env bash\n{said}{does}\n")
             program.chmod(0o755)
 
@@ -158,6 +158,7 @@ def test_two_machines_share_a_cluster(cluster: Cluster) -> None:
     (ours,) = cluster.run("two_machines.sh", "train", "10.0.0.1", "steps=3", **token)
     assert "ray start --head --node-ip-address=10.0.0.1 --port=6379 --num-gpus=7" in head
     assert "ray start --address=10.0.0.1:6379 --num-gpus=8" in worker
+    assert all("AUTH=token " in line for line in (head, worker, ours)), "without the mode Ray sends no token"
     _, recipe = parsed(ours)
     assert (recipe.cluster.learners, recipe.cluster.address, recipe.steps) == (15, "10.0.0.1:6379", 3)
 

@@ -21,7 +21,7 @@ head=${nodes[0]} # this script runs there
 ranks=$((gpus * SLURM_JOB_NUM_NODES - 1))
 # Ray asks for a token. Keys of judges and loggers (OPENAI_API_KEY, WANDB_API_KEY) are in the environment of sbatch.
 RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(openssl rand -hex 32)}
-export RAY_AUTH_TOKEN
+export RAY_AUTH_TOKEN RAY_AUTH_MODE=token # without the mode only the head of a cluster uses the token
 
 # The first GPU is the driver's: Ray does not see it.
 CUDA_VISIBLE_DEVICES=$(seq -s, 1 $((gpus - 1))) ray start --head --port=$port --num-gpus=$((gpus - 1))

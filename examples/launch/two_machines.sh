@@ -10,6 +10,7 @@ set -euo pipefail
 what=${1:?head, worker or train} address=${2:?the address of the first machine}
 shift 2
 : "${RAY_AUTH_TOKEN:?set RAY_AUTH_TOKEN to the same text on both machines}"
+export RAY_AUTH_MODE=token # without it only the head uses the token
 gpus=${GPUS:-8} port=6379
 
 case $what in

@@ -1,5 +1,6 @@
 """What answers and deaths of ranks add up to, each in one paragraph; and clusters that cannot be used."""
 
+import os
 import sys
 from pathlib import Path
 from traceback import StackSummary
@@ -15,7 +16,7 @@ from sensorium.cluster import sharded_learner
 from sensorium.cluster.messages import Answer, failed
 from sensorium.cluster.rank_failures import SharedError, judged, refuse_other_versions
 from sensorium.vocabulary.errors import LearnerLost, ModelError, NonFiniteUpdate, RecipeError
-from sensorium.workers.ray_cluster import connect, refuse_small, short
+from sensorium.workers.ray_cluster import connect, refuse_small, send_token, short
 
 FINE = Answer(1)
 
@@ -77,6 +78,27 @@ def test_without_ray_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(RecipeError, match=r"pip install 'sensorium\[ray\]'"):
         connect("", {"CPU": {"cluster.learners": 2.0}})
+
+
+@pytest.mark.parametrize(
+    ("variables", "mode"),
+    [
+        ({}, None),
+        ({"RAY_AUTH_TOKEN": "t"}, "token"),
+        ({"RAY_AUTH_TOKEN": "t", "RAY_AUTH_MODE": "disabled"}, "disabled"),
+    ],
+)
+def test_a_token_is_sent_to_a_cluster_by_address(
+    variables: dict[str, str], mode: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray 2.60 sends it to "auto" alone, so a driver with the right token was turned away."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in {"HOME": str(tmp_path), **variables}.items():
+        monkeypatch.setenv(name, value)
+    send_token()
+    assert os.environ.get("RAY_AUTH_MODE") == mode
 
 
 def test_what_ray_says_is_told_with_the_cause_at_its_end() -> None:

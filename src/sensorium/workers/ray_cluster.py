@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from sensorium.vocabulary.errors import RecipeError
@@ -20,8 +21,11 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 CAUSE = re.compile(r"[\w.]*(Error|Exception)\b")
 CHECK = (
     "Check that it runs ('ray status'), that its Python and Ray are the driver's, and that the driver has its token "
-    "(RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH)."
+    "(RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH; RAY_AUTH_MODE=token where it is set otherwise)."
 )
+TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+TOKEN_FILE = Path(".ray/auth_token")
+"""Where 'ray start' keeps a token that it made, in the home directory."""
 
 _users = 0
 _ours = False  # whether it was connected to here, and not by who called us
@@ -41,6 +45,8 @@ def connect(address: str, needs: Needs) -> Any:
     # Or a thread that asks an actor too late, when the cluster was left, starts a new one.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     refuse_without_ray()
+    if address:
+        send_token()
     import ray
 
     with _lock:
@@ -58,6 +64,14 @@ def connect(address: str, needs: Needs) -> Any:
             raise
         _users += 1
     return ray
+
+
+def send_token() -> None:
+    """Have Ray send the token that there is, if any. To an address by name it would send none; a cluster without tokens
+    takes it as well. To be called before Ray is imported.
+    """
+    if any(os.environ.get(name) for name in TOKENS) or (Path.home() / TOKEN_FILE).exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def refuse_without_ray() -> None:
