@@ -17,10 +17,11 @@ from sensorium.engines.native.options import check_options as check_native_optio
 from sensorium.engines.native.response_rows import StopStrings
 from sensorium.engines.protocol import Sampling
 from sensorium.engines.vllm import engine as engine_module
-from sensorium.engines.vllm import recipe_checks, versions
+from sensorium.engines.vllm import known_arguments, recipe_checks, versions
 from sensorium.engines.vllm.actor import Actor
 from sensorium.engines.vllm.actor_process import ActorProcess, cause_in
 from sensorium.engines.vllm.arguments import EngineSettings
+from sensorium.engines.vllm.known_arguments import check_arguments
 from sensorium.engines.vllm.one_kind import OneKindAtATime
 from sensorium.engines.vllm.options import check_options
 from sensorium.engines.vllm.parity import Difference, difference, make_probes, policy_logprobs, refuse_apart
@@ -252,6 +253,47 @@ def test_what_is_different_with_vllm_is_told_at_the_dry_run() -> None:
     assert "vLLM 0.32.0 for CPUs" in told
     assert "does not repeat bit for bit" in told
     assert "enable_tower_connector_lora" in told
+
+
+ARGUMENTS = """
+class EngineArgs:
+    seed: int = ModelConfig.seed
+    enforce_eager: bool = False
+    quantization: QuantizationMethods | str | None = None
+    limit_mm_per_prompt: dict[str, int] = field()
+
+class AsyncEngineArgs(EngineArgs):
+    enable_log_requests: bool | None = False
+
+class Other:
+    no_argument: int = 3
+"""
+
+
+def test_arguments_are_held_against_those_that_vllm_declares(tmp_path: Path) -> None:
+    source = tmp_path / "arg_utils.py"
+    source.write_text(ARGUMENTS)
+    fitting = {"seed": None, "enforce_eager": True, "quantization": object(), "limit_mm_per_prompt": {"image": 1}}
+    assert check_arguments({**fitting, "enable_log_requests": False}, source) == ""
+    wrong = {"enforce_eagr": "did you mean 'enforce_eager'", "no_argument": "no argument", "seed": "type of it is: int"}
+    for name, told in wrong.items():
+        with pytest.raises(ValueError, match=told):
+            check_arguments({name: True}, source)
+    source.write_text("")
+    assert "were not checked" in check_arguments({"seed": 1}, source)
+    assert "were not checked" in check_arguments({"seed": 1}, tmp_path / "none.py")
+
+
+@pytest.mark.usefixtures("have_vllm")
+def test_the_dry_run_checks_arguments_of_vllm_or_says_that_it_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = {"name": "vllm", "options": {"engine_args": {"enforce_eagr": True}}}
+    recipe = recipe_of(rollout={"engine": engine, "schedule": "eager"})
+    monkeypatch.setattr(known_arguments, "find_spec", lambda name: None)
+    assert "engine_args were not checked" in " ".join(look_at(recipe))
+    monkeypatch.setattr(known_arguments, "argument_types", lambda source: {"enforce_eager": "bool"})
+    monkeypatch.setattr(known_arguments, "_source", lambda: Path(__file__))
+    with pytest.raises(RecipeError, match=r"engine_args: vLLM has no argument 'enforce_eagr'; .* \(vLLM 0\.32\.0 is inst"):
+        list(look_at(recipe))
 
 
 def test_bfloat16_is_refused_where_the_cpu_would_be_killed_by_it() -> None:

@@ -4,6 +4,7 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
+from sensorium.engines.vllm.known_arguments import check_arguments
 from sensorium.engines.vllm.options import LORA_RANKS, check_options
 from sensorium.engines.vllm.versions import VllmVersion, installed_version, known_newer
 from sensorium.recipe.schema import Recipe
@@ -33,6 +34,10 @@ def look_at(recipe: Recipe) -> Iterator[str]:
         found = installed_version()
     except EngineError as error:
         raise RecipeError(str(error)) from error
+    try:
+        unchecked = check_arguments(engine.options.get("engine_args") or {})
+    except ValueError as error:
+        raise RecipeError(f"rollout.engine.options.engine_args: {error} (vLLM {found.name} is installed).") from error
     if rollout.top_p < 1 or rollout.top_k > 0:
         raise RecipeError(
             "rollout.top_p and rollout.top_k: vLLM gives log-probs of the truncated distribution or of the whole policy, "
@@ -56,6 +61,8 @@ def look_at(recipe: Recipe) -> Iterator[str]:
     if on_cpu and engine.options.get("push") == "ipc":
         raise RecipeError("rollout.engine.options.push is ipc, which shares GPU memory; on a CPU use file, or auto.")
     yield from found.sentences()
+    if unchecked:
+        yield unchecked
     if known_newer(found.name):
         yield f"rollout.engine: vLLM {found.name} is newer than any that this engine was tried with; its parity will tell"
     yield REPEATS_NOT
