@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,17 @@ def test_every_process_is_told_with_its_state(run: Path, capsys: pytest.CaptureF
     assert "gone" in lines["engine 0"]
     write_processes(run, 5, rows, ended=True)
     assert status(run, capsys)[0] == 0, "of a run that is over nobody is missed"
+
+
+def test_one_that_is_stopped_is_not_called_alive(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with subprocess.Popen(["sleep", "600"]) as sleeper:
+        try:
+            sleeper.send_signal(signal.SIGSTOP)
+            os.waitpid(sleeper.pid, os.WUNTRACED)  # until it is
+            write_processes(run, 5, (ProcessRow("engine 0", sleeper.pid, "samples"),))
+            assert "stopped" in status(run, capsys)[1]
+        finally:
+            sleeper.kill()
 
 
 def test_one_that_is_lost_is_told_from_one_that_is_being_replaced(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

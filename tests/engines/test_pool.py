@@ -13,7 +13,7 @@ from sensorium.assembly.run_workers import process_work
 from sensorium.engines.pool import EnginePool, group_of
 from sensorium.engines.protocol import Capabilities, LiveEpisodes, Request, Response, Sampling
 from sensorium.vocabulary.episode import Segment
-from sensorium.vocabulary.errors import EngineLost
+from sensorium.vocabulary.errors import EngineError, EngineLost
 
 
 @dataclass
@@ -145,6 +145,27 @@ def test_one_that_was_replaced_waits_for_weights_where_the_policy_is_being_train
 
 def _started(made: list[Counting]) -> bool:
     return len(made) > 2 and made[2].started
+
+
+def test_an_engine_that_cannot_start_is_tried_again_while_restarts_are_left(made: list[Counting]) -> None:
+    pool, notes, ended = pool_of(made, restarts=2), list[str](), threading.Event()
+
+    def noted(told: str) -> None:
+        notes.append(told)
+        if "tried again" not in told and "could not be replaced" in told:
+            ended.set()
+
+    pool.tell_by(noted)
+    try:
+        with patch.object(Counting, "start", side_effect=EngineError("its log-probs differ")):
+            pool._lose(pool.places[0], made[0], EngineLost("it was killed"))
+            assert ended.wait(30)
+        assert [note.endswith("It is tried again.") for note in notes] == [False, True, False]
+        assert len(made) == 4
+        assert pool.places[0].lost == "it could not be replaced"
+        assert asked(pool, "a/0#0") == [1], "the other one goes on"
+    finally:
+        pool.close()
 
 
 def test_when_no_engine_is_left_the_run_hears_why(made: list[Counting]) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 from sensorium.recipe.processes import placed_processes
 from sensorium.recipe.yaml import read_yaml
 from sensorium.record.lock import said_holder
-from sensorium.record.processes import ProcessRow, RunProcesses, alive, read_processes
+from sensorium.record.processes import ProcessRow, RunProcesses, alive, process_state, read_processes
 from sensorium.vocabulary.errors import RecordError
 
 LATE_S = 60.0
@@ -81,4 +81,6 @@ def state(row: ProcessRow, found: RunProcesses) -> str:
         return "not seen from here"
     if row.pid is None:
         return "starts"
+    if process_state(row.pid) == "T":
+        return "stopped"  # by a signal: it waits for SIGCONT
     return "alive" if alive(row.pid) else "gone"

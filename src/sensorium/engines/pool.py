@@ -192,18 +192,29 @@ class EnginePool:
             self._workers.submit(self._replace, place)
 
     def _replace(self, place: PooledEngine) -> None:
-        """Start another engine in a place."""
+        """Start another engine in a place. One that cannot start is tried again, as long as restarts are left.
+
+        It may have been given weights in the middle of an update, and then differs from the policy that it is held against.
+        """
         place.engine.close()
-        fresh = place.starting = self._make(place.number)
-        try:
-            fresh.start()
-        except Exception as error:
-            place.lost = "it could not be replaced"
-            if not self._closed:
-                self._noted(f"engine {place.number} could not be replaced: {error}")
-            return
-        finally:
-            place.starting = None
+        while True:
+            fresh = place.starting = self._make(place.number)
+            try:
+                fresh.start()
+                break
+            except Exception as error:
+                if self._closed:
+                    return
+                with self._changing:
+                    again = self._restarts_left > 0
+                    self._restarts_left -= again
+                place.lost = "" if again else "it could not be replaced"
+                told = " It is tried again." if again else ""
+                self._noted(f"engine {place.number} could not be replaced: {error}{told}")
+                if not again:
+                    return
+            finally:
+                place.starting = None
         with self._changing:
             if self._closed:
                 fresh.close()
