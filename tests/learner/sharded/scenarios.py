@@ -209,7 +209,7 @@ def _learner(scenario: Scenario, policy: Policy, team: Team) -> Learner:
 
 
 def _taught(learner: Learner, groups: Groups) -> Groups:
-    """The groups with the critic's values, and targets around them."""
+    """The groups with the critic's values, and targets above them: a sum that cancels would show its rounding."""
     found = learner.assess([[sample.episode for sample in group] for group in groups])
     assert found.values_P is not None
     random = torch.Generator().manual_seed(1)
@@ -219,7 +219,7 @@ def _taught(learner: Learner, groups: Groups) -> Groups:
     def one(sample: CreditedEpisode) -> CreditedEpisode:
         values_P = next(values)
         return replace(
-            sample, critic_values=CriticValues(values_P, values_P + torch.randn(len(values_P), generator=random))
+            sample, critic_values=CriticValues(values_P, values_P + torch.rand(len(values_P), generator=random))
         )
 
     return [[one(sample) for sample in group] for group in groups]
