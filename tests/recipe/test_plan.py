@@ -268,6 +268,26 @@ def test_auto_recomputes_as_little_as_the_memory_allows(memory: int, way: object
     assert stated == plain
 
 
+@pytest.mark.parametrize(
+    ("options", "cluster", "way"),
+    [
+        ({}, {}, "selective"),  # 84 GiB are left
+        ({"gpu_share": 0.2}, {}, False),
+        ({}, {"engines": 2}, False),  # on GPUs of their own
+        ({}, {"engines": 2, "share_gpus": True}, "selective"),
+    ],
+)
+def test_auto_leaves_vllm_its_share_of_the_learners_gpu(
+    options: dict[str, Any], cluster: dict[str, Any], way: object, tmp_path: Path
+) -> None:
+    made = of_3b(tmp_path, 16, 640, "auto", 14100)
+    rollout = made.rollout.model_dump() | {"engine": {"name": "vllm", "options": options}, "schedule": "eager"}
+    made = Recipe.model_validate(made.model_dump() | {"rollout": rollout, "cluster": cluster})
+    shape = read_shape(made.model.path, made.model.revision)
+    assert shape is not None
+    assert least_recomputation(made, shape, 140 << 30).way == way
+
+
 def test_many_pictures_are_kept_by_microbatch_where_their_inputs_alone_would_not_fit(tmp_path: Path) -> None:
     """64 prompts of 4,096 vision tokens each, as a step of W2 without sharing: recomputed blocks would keep 88 GiB."""
     made = of_3b(tmp_path, 64, 4480, "auto", 9000)

@@ -23,7 +23,7 @@ from sensorium.models.policy import Policy
 from sensorium.models.reference import Reference
 from sensorium.recipe.activations import TowerRoom
 from sensorium.recipe.plan import GIB
-from sensorium.recipe.recomputation import least_recomputation
+from sensorium.recipe.recomputation import learners_memory, least_recomputation
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import read_shape
 from sensorium.recipe.traits import estimator_traits
@@ -197,7 +197,7 @@ def recomputation(recipe: Recipe, device: torch.device) -> tuple[Recomputation, 
     tower = f", and the vision tower may keep {chosen.room.bytes / GIB:.1f} GiB" if chosen.room else ""
     print(
         f"model.gradient_checkpointing=auto: the backward pass recomputes {named}; forecast "
-        f"{chosen.forecast / GIB:.1f} GiB of {memory / GIB:.1f}{tower}.",
+        f"{chosen.forecast / GIB:.1f} GiB of {learners_memory(recipe, memory) / GIB:.1f}{tower}.",
         file=sys.stderr,
     )
     return chosen.way, chosen.room

@@ -11,7 +11,7 @@ from sensorium.forecast.published_shapes import planned_shape
 from sensorium.forecast.simulator import Deployment, ScheduleName, SimulatedRun, simulate
 from sensorium.forecast.step_work import StepWork, work_of
 from sensorium.recipe.plan import BYTES, GIB, trained_parameters
-from sensorium.recipe.recomputation import WAYS
+from sensorium.recipe.recomputation import WAYS, vllm_share
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape
 from sensorium.recipe.traits import estimator_traits
@@ -261,7 +261,7 @@ def _refuse_large_engine(recipe: Recipe, shape: ModelShape, kind: Kind, plan: De
         )
     if recipe.rollout.engine.name == "vllm":
         raise RecipeError(
-            f"vLLM may take {recipe.rollout.engine.options.get('gpu_share', 0.4)} of the GPU, and the weights alone are "
+            f"vLLM may take {vllm_share(recipe)} of the GPU, and the weights alone are "
             f"{held:.0f} GiB: set rollout.engine.options.gpu_share=0.9 where engines have GPUs of their own."
         )
     raise RecipeError(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sensorium.forecast.machine import Kind
 from sensorium.recipe.activations import activation_bytes, gathered_bytes, head_bytes, tower_bytes
 from sensorium.recipe.plan import BYTES, GIB, cached_tokens, estimate_memory, trained_parameters
-from sensorium.recipe.recomputation import SHARE, WAYS, Way
+from sensorium.recipe.recomputation import SHARE, WAYS, Way, vllm_share
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape
 
@@ -44,8 +44,7 @@ def engine_memory(recipe: Recipe, shape: ModelShape, kind: Kind, engines: int, g
     size = BYTES[recipe.model.dtype]
     weights = shape.total * size // gpus
     if recipe.rollout.engine.name == "vllm":
-        share = float(recipe.rollout.engine.options.get("gpu_share", 0.4))
-        return GpuMemory({"weights": weights, "keys and values": max(0, round(share * kind.memory) - weights)})
+        return GpuMemory({"weights": weights, "keys and values": max(0, round(vllm_share(recipe) * kind.memory) - weights)})
     cached = -(-cached_tokens(recipe) // engines) * 2 * shape.layers * shape.key_values * size
     return GpuMemory({"weights": weights, "keys and values": cached // gpus})
 

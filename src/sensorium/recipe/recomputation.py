@@ -13,6 +13,24 @@ WAYS: tuple[Way, ...] = (False, "selective", True)
 SHARE = 0.9  # of the GPU that a forecast may fill: it is within 15 % of what was measured, and torch keeps some for itself
 
 
+VLLM_SHARE = 0.4
+"""The part of a GPU's memory that vLLM may take where a recipe does not say."""
+
+
+def vllm_share(recipe: Recipe) -> float:
+    """The part of a GPU's memory that vLLM may take, weights included."""
+    return float(recipe.rollout.engine.options.get("gpu_share", VLLM_SHARE))
+
+
+def learners_memory(recipe: Recipe, memory: int) -> int:
+    """What the learner has of a GPU of ``memory`` bytes: all of it, or what vLLM leaves where it is on the same GPU."""
+    cluster = recipe.cluster
+    alone = not cluster.share_gpus and (cluster.engines > 1 or cluster.placement == "ray")
+    if recipe.rollout.engine.name != "vllm" or alone:
+        return memory
+    return round(memory * (1 - vllm_share(recipe)))
+
+
 @dataclass(frozen=True)
 class Choice:
     """What is recomputed of the language model, and the forecast in bytes.
@@ -26,12 +44,12 @@ class Choice:
 
 
 def least_recomputation(recipe: Recipe, shape: ModelShape, memory: int) -> Choice:
-    """The way that recomputes least of those whose forecast fits a GPU of ``memory`` bytes.
+    """The way that recomputes least of those whose forecast fits a GPU of ``memory`` bytes, beside vLLM if it is there.
 
     Where none fits it is whole layers: the run may still go through, since forecasts take every budget as full. What is
     free where no layer is recomputed is the vision tower's.
     """
-    forecast, limit = 0, round(SHARE * memory)
+    forecast, limit = 0, round(SHARE * learners_memory(recipe, memory))
     for way in WAYS:
         model = recipe.model.model_copy(update={"gradient_checkpointing": way})
         uses = estimate_memory(recipe.model_copy(update={"model": model}), shape)

@@ -43,6 +43,7 @@ from sensorium.engines.weight_group import WeightSender
 from sensorium.models.policy import Policy
 from sensorium.models.prepared_media import Extent
 from sensorium.models.segment_layout import Layout
+from sensorium.recipe.recomputation import VLLM_SHARE
 from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.episode import Segment, VersionSpan
 from sensorium.vocabulary.errors import EngineError, EngineLost
@@ -82,7 +83,7 @@ class VllmEngine:
         start_s: float = 600.0,
         reply_s: float = 600.0,
         cache_gib: int = 1,
-        gpu_share: float = 0.4,
+        gpu_share: float = VLLM_SHARE,
         eager: bool | None = None,
         tensor_parallel: int = 1,
         push: str = "auto",
