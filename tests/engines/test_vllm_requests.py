@@ -29,7 +29,7 @@ from sensorium.engines.vllm.prompts import EnginePrompt, check_prompt, lay_out, 
 from sensorium.engines.vllm.recipe_checks import look_at, refuse_dtype
 from sensorium.engines.vllm.requests import RequestSender
 from sensorium.engines.vllm.versions import installed_version, version_of
-from sensorium.engines.vllm.weight_backend import BROADCAST, FILE
+from sensorium.engines.vllm.weight_backend import BROADCAST, FILE, SHARED
 from sensorium.engines.vllm.weights import ChangedWeights, layer_of, published
 from sensorium.recipe.names import wrong_options
 from sensorium.recipe.schema import Recipe
@@ -339,7 +339,7 @@ def test_a_tower_with_adapters_is_shown_one_kind_at_a_time() -> None:
 def test_how_weights_get_there_follows_from_where_learner_and_engine_are() -> None:
     settings = EngineSettings(1, None, 1, 0.4, None, 1, "auto", {})
     assert settings.backend("cpu") == FILE
-    assert settings.backend("cuda") == "ipc"
+    assert settings.backend("cuda") == SHARED
     assert replace(settings, tensor_parallel=2).backend("cuda") == FILE, "one of its GPUs is the learner's too"
     assert replace(settings, own_device=True).backend("cuda") == BROADCAST
     assert replace(settings, push="broadcast").backend("cpu") == BROADCAST

@@ -8,7 +8,7 @@ from typing import Any
 from sensorium.engines.vllm.options import LORA_RANKS
 from sensorium.engines.vllm.recipe_checks import TOWER_GROUPS
 from sensorium.engines.vllm.versions import VllmVersion
-from sensorium.engines.vllm.weight_backend import BROADCAST, FILE
+from sensorium.engines.vllm.weight_backend import BROADCAST, FILE, SHARED
 from sensorium.models.policy import Policy
 
 
@@ -35,14 +35,14 @@ class EngineSettings:
 
     def backend(self, device: str) -> str:
         """How weights get there, by vLLM's name of it, from a policy on a device of this type."""
-        named = {"file": FILE, "broadcast": BROADCAST, "ipc": "ipc"}
+        named = {"file": FILE, "broadcast": BROADCAST, "ipc": SHARED}
         if self.push != "auto":
             return named[self.push]
         if device == "cpu":
             return FILE
         if self.own_device:
             return BROADCAST
-        return "ipc" if self.tensor_parallel == 1 else FILE  # of several GPUs one is the learner's too
+        return SHARED if self.tensor_parallel == 1 else FILE  # of several GPUs one is the learner's too
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,6 @@ def environment(startup: Path, *, on_cpu: bool, cache_gib: int) -> dict[str, str
     }
     if os.environ.get("VLLM_PLUGINS"):
         given["VLLM_PLUGINS"] = f"{os.environ['VLLM_PLUGINS']},{PLUGIN}"
-    if not on_cpu:
-        given["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of GPU memory come pickled, from our own parent alone
     if on_cpu:
         # Without the first, the first request compiles C++ for 12 s, also where the model runs eagerly.
         given |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": str(cache_gib)}

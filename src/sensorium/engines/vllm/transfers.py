@@ -34,23 +34,17 @@ def pushed_by(
             file.unlink(missing_ok=True)
         return
     tensors = {name: tensor.detach().contiguous() for name, tensor in weights.tensors.items()}
-    tensors |= {name: tensors[of] for name, of in weights.aliases.items()}
-    yield shared_memory(tensors)
+    yield {"handles": shared_memory(tensors), "aliases": weights.aliases}
     del tensors  # the workers have copied them
 
 
-def shared_memory(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The update of vLLM's backend ``ipc``: for each tensor the handle by which another process opens its memory."""
+def shared_memory(tensors: dict[str, torch.Tensor]) -> str:
+    """For each tensor on a GPU its name and the handle by which another process opens its memory; pickled, as text."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     torch.cuda.synchronize()
     handles = []
-    for tensor in tensors.values():
+    for name, tensor in tensors.items():
         gpu = str(torch.cuda.get_device_properties(tensor.device).uuid)
-        handles.append({gpu: reduce_tensor(tensor)[1]})
-    return {
-        "names": list(tensors),
-        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
-        "shapes": [list(tensor.shape) for tensor in tensors.values()],
-        "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode(),
-    }
+        handles.append((name, {gpu: reduce_tensor(tensor)[1]}))
+    return base64.b64encode(pickle.dumps(handles)).decode()

@@ -1,14 +1,18 @@
-"""Backends of ours for vLLM's weight transfer: by a file on this machine, and by broadcast (``engines/weight_group``).
+"""Backends of ours for vLLM's weight transfer: by a file, by broadcast (``engines/weight_group``), as memory of one GPU.
 
-vLLM has none for CPUs. ``register`` is an entry point of the group ``vllm.general_plugins``, which vLLM calls in each of
-its processes.
+vLLM has none for CPUs, and its own for memory of a GPU imports Ray in 0.25. ``register`` is an entry point of the group
+``vllm.general_plugins``, which vLLM calls in each of its processes.
 """
 
+import base64
+import pickle
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-FILE, BROADCAST = "sensorium_file", "sensorium_broadcast"
+FILE, BROADCAST, SHARED = "sensorium_file", "sensorium_broadcast", "sensorium_shared_memory"
+DEVICE_OF_HANDLE = 6
+"""Where the arguments of torch's ``rebuild_cuda_tensor`` have the number of the GPU, which is each process's own."""
 
 
 def register() -> None:
@@ -44,6 +48,13 @@ def register() -> None:
         tensors: list[list[Any]]
         aliases: dict[str, str] = field(default_factory=dict)
 
+    @dataclass
+    class SharedUpdate(WeightTransferUpdateInfo):
+        """Handles of tensors in GPU memory, pickled: a list of name, and arguments of ``rebuild_cuda_tensor`` by GPU."""
+
+        handles: str
+        aliases: dict[str, str] = field(default_factory=dict)
+
     class LayerwiseWeights(WeightTransferEngine):
         """Loads checkpoint tensors. One layerwise reload spans a push."""
 
@@ -62,6 +73,11 @@ def register() -> None:
         def update_weights(self, update_info: dict[str, Any]) -> None:
             """Load what comes; the base class would wait for an accelerator, which there may not be."""
             self.receive_weights(self.parse_update_info(update_info))
+
+        @staticmethod
+        def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+            """vLLM 0.25 asks for it of every backend; here the sender is ``transfers.pushed_by``."""
+            raise NotImplementedError("weights are sent by sensorium.engines.vllm.transfers.pushed_by.")
 
         def load(self, tensors: dict[str, Any], aliases: dict[str, str]) -> None:
             """Load tensors, those that are known by another name too under both."""
@@ -113,6 +129,46 @@ def register() -> None:
             if hasattr(self, "receiver"):
                 self.receiver.close()
 
-    for name, backend in ((FILE, FileWeights), (BROADCAST, BroadcastWeights)):
+    class SharedWeights(LayerwiseWeights):
+        """Weights read where the learner has them: on the GPU that both processes are on."""
+
+        init_info_cls = FileInit
+        update_info_cls = SharedUpdate
+
+        def init_transfer_engine(self, init_info: Any) -> None:
+            """Nothing to connect."""
+
+        def receive_weights(self, update_info: Any) -> None:
+            """Open the memory and copy from it."""
+            import torch
+
+            opened = open_handles(update_info.handles, self.device)
+            self.load(opened, update_info.aliases)
+            torch.cuda.synchronize(self.device)
+
+        def shutdown(self) -> None:
+            """Nothing is held."""
+
+    for name, backend in ((FILE, FileWeights), (BROADCAST, BroadcastWeights), (SHARED, SharedWeights)):
         with suppress(ValueError):  # known already: an installed package and a folder on the path both name the entry point
             WeightTransferEngineFactory.register_engine(name, backend)
+
+
+def open_handles(handles: str, device: Any) -> dict[str, Any]:
+    """Tensors of another process, by their handles (``transfers.shared_memory``), on the GPU that they are on."""
+    import torch
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    number = torch.cuda.current_device() if device.index is None else device.index
+    own = str(torch.cuda.get_device_properties(number).uuid)
+    tensors = {}
+    for name, by_gpu in pickle.loads(base64.b64decode(handles)):
+        if own not in by_gpu:
+            raise ValueError(
+                f"the learner's weights are on GPU {', '.join(by_gpu)} and vLLM's on {own}: memory is shared on one GPU "
+                "alone. Use rollout.engine.options.push: broadcast, or file."
+            )
+        arguments = list(by_gpu[own])
+        arguments[DEVICE_OF_HANDLE] = number
+        tensors[name] = rebuild_cuda_tensor(*arguments)
+    return tensors
