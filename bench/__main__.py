@@ -2,7 +2,7 @@
 
 python -m bench step --workload W0|W1|W2|W3|OMNI [--steps 3] [--tokens-per-microbatch 16384] [--sharing on|off|none]
                      [--recompute none|selective|full|auto] [--moments bfloat16] [--precision fast|matched] [--peers]
-python -m bench engines --workload W1|W2|W3 [--steps 3] [--tiny]
+python -m bench engines --workload W1|W2|W3 [--steps 3] [--only native|vllm] [--push auto|ipc|file] [--limit-s 900] [--tiny]
 python -m bench curves
 python -m bench rollout --workload W1|W3 [--prompts 64] [--rounds 2] [--max-rows 512] [--profile]
 python -m bench export [--prompts 1] [--lora 0] [--scratch FOLDER] [--tiny]
@@ -13,7 +13,8 @@ prompt and pictures of its own, as for trainers that pack rows one by one.
 
 ``--peers`` also times TRL's step, and TRL's with vLLM, each at the best of its micro-batches, where they are installed.
 ``engines`` times steps sampled by the native engine and by vLLM in one run: step, tokens a second, push of weights, and
-``prob_error``, over all tokens and by modality (there e to the mean gap). ``--tiny`` runs it with a tiny model on a CPU.
+``prob_error``, for vLLM also over its probes by modality (there e to the mean gap). ``--limit-s`` bounds each engine's
+time, ``--push`` is how vLLM gets its weights, and ``--tiny`` runs it with a tiny model on a CPU.
 ``step --workload W0`` is ``bench/w0.py``: a tiny model on the CPU beside TRL.
 
 The others need a CUDA GPU. Weights are random: speed does not depend on their values.
@@ -28,6 +29,10 @@ import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workload import Workload
 
 sys.path.insert(0, str(Path(__file__).parent))
 RECOMPUTE: dict[str, bool | str] = {"none": False, "selective": "selective", "full": True, "auto": "auto"}
@@ -52,6 +57,9 @@ def main() -> None:
         "--profile", action="store_true", help="list kernels (of a step: of its update) and functions by their time"
     )
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains all weights")
+    parser.add_argument("--only", choices=["native", "vllm"], help="of the engines")
+    parser.add_argument("--push", default="auto", choices=["auto", "ipc", "file"], help="how vLLM gets its weights")
+    parser.add_argument("--limit-s", type=float, default=900.0, help="for each engine, its start included")
     parser.add_argument("--scratch", type=Path, help="where the export writes; default: a temporary folder")
     parser.add_argument("--tiny", action="store_true", help="export and engines: on a tiny model")
     given = parser.parse_args()
@@ -61,9 +69,9 @@ def main() -> None:
         _export(given)
         return
     if given.what == "engines" and given.tiny:
-        from engines import TINY, time_engines
+        from engines import TINY
 
-        print(json.dumps(time_engines(given.workload, TINY, given.steps, tiny=True), indent=1))
+        print(json.dumps(_engines(given, TINY), indent=1))
         return
     if given.workload == "W0":
         if given.what != "step":
@@ -107,14 +115,19 @@ def main() -> None:
         )
         result |= {"peers": peers} if given.peers else {}
     elif given.what == "engines":
-        from engines import time_engines
-
-        result = time_engines(given.workload, work, given.steps, tiny=False)
+        result = _engines(given, work)
     else:
         from rollout import time_rollouts
 
         result = time_rollouts(given.workload, work, given.rounds, given.max_rows, given.profile, given.precision)
     print(json.dumps(result, indent=1))
+
+
+def _engines(given: argparse.Namespace, work: "Workload") -> dict[str, Any]:
+    from engines import ENGINES, time_engines
+
+    engines = (given.only,) if given.only else ENGINES
+    return time_engines(given.workload, work, given.steps, given.tiny, engines, given.push, given.limit_s)
 
 
 def _export(given: argparse.Namespace) -> None:
