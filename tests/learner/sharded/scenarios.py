@@ -218,9 +218,7 @@ def _taught(learner: Learner, groups: Groups) -> Groups:
 
     def one(sample: CreditedEpisode) -> CreditedEpisode:
         values_P = next(values)
-        return replace(
-            sample, critic_values=CriticValues(values_P, values_P + torch.rand(len(values_P), generator=random))
-        )
+        return replace(sample, critic_values=CriticValues(values_P, values_P + torch.rand(len(values_P), generator=random)))
 
     return [[one(sample) for sample in group] for group in groups]
 
