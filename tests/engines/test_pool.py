@@ -182,6 +182,27 @@ def test_when_no_engine_is_left_the_run_hears_why(made: list[Counting]) -> None:
         pool.close()
 
 
+def test_the_last_engine_dies_while_another_is_starting_and_that_one_is_waited_for(made: list[Counting]) -> None:
+    pool = pool_of(made, restarts=1)
+    start, other_died = Counting.start, threading.Event()
+
+    def starts_later(self: Counting) -> None:
+        assert other_died.wait(30)
+        start(self)
+
+    def hears(note: str) -> None:
+        if "restarts are used up" in note:
+            other_died.set()
+
+    pool.tell_by(hears)
+    try:
+        with patch.object(Counting, "start", starts_later):
+            made[0].dead = made[1].dead = True
+            assert asked(pool, "a/0#0", "b/0#0") == [2, 2], "the one that replaces the first"
+    finally:
+        pool.close()
+
+
 def test_closing_does_not_wait_for_an_engine_that_is_starting(made: list[Counting]) -> None:
     pool = pool_of(made)
     notes: list[str] = []

@@ -13,7 +13,7 @@ nothing is kept. The turns that an episode has finished stay, for they are token
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,6 +54,7 @@ class EnginePool:
         self.version = self._places[0].engine.version
         self.replaced = self.sampled_again = 0
         self._groups: dict[str, PooledEngine] = {}
+        self._replacing: list[Future[None]] = []
         self._changing = threading.RLock()
         self._workers = ThreadPoolExecutor(count, "engines")
         self._noted: Callable[[str], None] = lambda said: None
@@ -175,21 +176,29 @@ class EnginePool:
                 return  # another request has said so
             place.ready = False
             alone = not any(one.ready for one in self._places)
-            if not self._restarts_left or (alone and self._joins_at_push):
+            coming = [] if self._joins_at_push else [future for future in self._replacing if not future.done()]
+            again = self._restarts_left > 0 and not (alone and self._joins_at_push)
+            if again:
+                self._restarts_left -= 1
+                self.replaced += 1
+                place.replaced += 1
+            else:
                 place.lost = "no other has the weights" if self._restarts_left else "cluster.restarts are used up"
-                if alone:
+                if alone and not coming:
                     raise lost
-                self._noted(f"engine {place.number} is lost, and cluster.restarts are used up: the others go on. {lost}")
-                engine.close()
-                return
-            self._restarts_left -= 1
-            self.replaced += 1
-            place.replaced += 1
-        self._noted(f"engine {place.number} is lost and is replaced; its open responses are sampled again. {lost}")
+        if again:
+            self._noted(f"engine {place.number} is lost and is replaced; its open responses are sampled again. {lost}")
+            if alone:
+                self._replace(place)
+            else:
+                self._replacing = [*coming, self._workers.submit(self._replace, place)]
+            return
+        self._noted(f"engine {place.number} is lost, and cluster.restarts are used up: the others go on. {lost}")
+        engine.close()
         if alone:
-            self._replace(place)
-        else:
-            self._workers.submit(self._replace, place)
+            wait(coming)  # for who is starting in another place
+            if not any(one.ready for one in self._places):
+                raise lost
 
     def _replace(self, place: PooledEngine) -> None:
         """Start another engine in a place. One that cannot start is tried again, as long as restarts are left.
