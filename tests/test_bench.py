@@ -65,10 +65,11 @@ def test_engines_are_summed_up_by_what_a_step_took_and_how_far_their_log_probs_a
         "engine/parity_mean/picture": 0.0,
         "engine/parity_max/text": 9.0,
     }
-    found = engines["summary"]([row | {"time/update_s": 9.0}, row, row | parity], 8)
+    found = engines["summary"]([row | {"time/update_s": 9.0}, row, row | parity], engines["TINY"])
     assert (found["tokens_per_s"], found["update_s"], found["push_s"]) == (256, 0.25, 0.1)
     assert found["prob_error"] == 1.01
-    assert found["prob_error_by_modality"] == {"picture": 1.0}
+    assert found["prob_error_by_modality"] == {"picture": 1.01}
+    assert found["probe_error_by_modality"] == {"picture": 1.0}
     monkeypatch.setitem(
         engines["time_engines"].__globals__, "_in_child", lambda *given: {"failed": "vLLM is not installed"}
     )

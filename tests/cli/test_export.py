@@ -24,10 +24,14 @@ def checkpoint(run: Path, step: int, *, complete: bool = True) -> Path:
     folder = make_tiny("qwen2", run / "checkpoints" / f"step_{step:06d}", seed=step)
     (folder / "trainer").mkdir()
     (folder / "trainer" / "state.pt").write_bytes(b"state")
-    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     if complete:
-        (folder / "COMPLETE").write_text(json.dumps({"step": step, "files": sizes}))
+        (folder / "COMPLETE").write_text(json.dumps({"step": step, "files": sizes_of(folder)}))
     return folder
+
+
+def sizes_of(folder: Path) -> dict[str, int]:
+    """What a checkpoint's marker lists."""
+    return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
 
 
 def test_the_export_is_the_model_and_nothing_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +64,7 @@ def adapted(run: Path) -> Path:
             parameter.fill_(0.1)
     folder = run / "checkpoints" / "step_000001"
     policy.save(folder)
-    (folder / "COMPLETE").write_text(json.dumps({"step": 1, "files": {}}))
+    (folder / "COMPLETE").write_text(json.dumps({"step": 1, "files": sizes_of(folder)}))
     return folder
 
 

@@ -20,6 +20,7 @@ from sensorium.models.published_layout import match_weights, write_published
 from sensorium.models.tiny import make_tiny
 from sensorium.models.weight_files import read_weight_file, weight_files
 from sensorium.recipe.load import dump_recipe, load_recipe
+from sensorium.record.contents import contents_of
 from sensorium.vocabulary.errors import CheckpointError
 
 from .published_layouts import LAYOUTS, make_published
@@ -37,7 +38,8 @@ def saved(policy: Policy, run: Path, source: Path) -> Path:
     policy.save(folder)
     (folder / "trainer").mkdir()
     (folder / "trainer" / "state.pt").write_bytes(b"state")
-    (folder / "COMPLETE").write_text(json.dumps({"step": 1, "files": {}}))
+    sizes = {name: content.size for name, content in contents_of(folder).items()}
+    (folder / "COMPLETE").write_text(json.dumps({"step": 1, "files": sizes}))
     (run / "source.json").write_text(describe_source(str(source)).to_json())
     return folder
 
