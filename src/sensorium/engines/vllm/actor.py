@@ -143,7 +143,6 @@ class Actor:
 
     def _params(self, told: Message) -> Any:
         from vllm import SamplingParams
-        from vllm.platforms import current_platform
         from vllm.sampling_params import RequestOutputKind
 
         masked = [*self._forbidden, *([] if told["stop_tokens"] else self._stops)]
@@ -153,8 +152,6 @@ class Actor:
             mask = {"allowed_token_ids": sorted({*range(self._vocab_size)} - {*masked})}
         return SamplingParams(
             temperature=told["temperature"],
-            # On a CPU a prompt with a seed ends vLLM 0.32 where it is taken in parts: it winds the seed's generator back.
-            seed=None if current_platform.is_cpu() else told["seed"],
             max_tokens=told["max_tokens"],
             logprobs=0,
             prompt_logprobs=0 if told["score"] else None,

@@ -1,6 +1,7 @@
 """The engine's options as arguments of vLLM."""
 
 import json
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def engine_arguments(settings: EngineSettings, policy: Policy, version: VllmVers
         "model": str(folder),
         "load_format": "dummy",
         "dtype": str(policy.dtype).removeprefix("torch."),
-        "seed": 0,
+        "seed": secrets.randbits(31),  # engines with one seed would write the same responses to one prompt
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": 1,
         "skip_tokenizer_init": False,

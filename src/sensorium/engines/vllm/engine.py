@@ -1,7 +1,8 @@
 """The engine ``vllm``: this side of it. Requests are laid out and checked here, and sampled by vLLM in other processes.
 
 vLLM is given weights at its start and after each update, and is held against the policy each time (``parity``). It batches
-by the clock: what it samples is a function of the weights and of a request's key, but its last bits are not promised.
+by the clock and draws from one stream of random numbers, so what it samples does not repeat. (A seed for each request would
+not make it repeat either, and has it sample row by row.)
 """
 
 import asyncio
@@ -306,7 +307,7 @@ class VllmEngine:
         inputs = {placed.media: self._policy.chat.prepared.get([placed.media])[0] for placed in prompt.media}
         stops = StopStrings(sampling.stop) if sampling.stop else None
         began, sender = self.version, self._running()
-        answer = await sender.sample(prompt, inputs, sampling, request.key, stops)
+        answer = await sender.sample(prompt, inputs, sampling, stops)
         if any(one != one for one in answer["logprobs"]):
             raise EngineError(f"the logits of '{request.name}' are not finite; are the weights?")
         spans = tuple(VersionSpan(int(version), start, end) for version, start, end in answer["versions"])
@@ -361,7 +362,7 @@ class VllmEngine:
         ways = (False,) if self._policy.adapters is not None else (True, False)
         asked = []
         for probe in probes:
-            messages = [sender.message(probe.prompt, sampling, 1, score=score) for score in ways]
+            messages = [sender.message(probe.prompt, sampling, score=score) for score in ways]
             asked += [(message, probe.prompt, probe.inputs) for message in messages]
         each = 1 if self._tower_adapters else len(asked)
         runs = [asked[i : i + each] for i in range(0, len(asked), each)]

@@ -20,7 +20,6 @@ from sensorium.models.prepared_media import TowerInput
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import EngineError, EngineLost
 
-SEED_BITS = (1 << 62) - 1
 Asked = tuple[dict[str, Any], EnginePrompt, Mapping[Media, TowerInput]]
 """A message, and the prompt and tower inputs that go with it."""
 
@@ -52,13 +51,12 @@ class RequestSender:
         prompt: EnginePrompt,
         inputs: Mapping[Media, TowerInput],
         sampling: Sampling,
-        key: int,
         stops: StopStrings | None = None,
     ) -> dict[str, Any]:
         """What vLLM writes after a prompt; media that it no longer holds are sent again."""
         file = None
         try:
-            message = self.message(prompt, sampling, key, streamed=stops is not None)
+            message = self.message(prompt, sampling, streamed=stops is not None)
             file = self._attach(message, prompt, inputs, all_=False)
             answer = await self._follow(message, stops)
             if answer.get("unknown"):
@@ -118,13 +116,12 @@ class RequestSender:
                 self._looking.release()
 
     def message(
-        self, prompt: EnginePrompt, sampling: Sampling, key: int, *, streamed: bool = False, score: bool = False
+        self, prompt: EnginePrompt, sampling: Sampling, *, streamed: bool = False, score: bool = False
     ) -> dict[str, Any]:
         return {
             "do": "generate",
             "ids": prompt.ids,
             "temperature": sampling.temperature,
-            "seed": key & SEED_BITS,
             "max_tokens": min(sampling.max_new_tokens, self.context - len(prompt.ids)),
             "stop_tokens": sampling.stop_tokens,
             "streamed": streamed,
@@ -139,7 +136,7 @@ class RequestSender:
         media = []
         for i, placed in enumerate(prompt.media):
             fields = None
-            if all_ or not self._version.media_by_hash or placed.media.key not in self._held:
+            if all_ or placed.media.key not in self._held:
                 given = tower_fields(placed, inputs[placed.media], self._chat.media_format)
                 tensors |= {f"{i}.{name}": tensor for name, tensor in given.items()}
                 fields = list(given)
