@@ -17,6 +17,7 @@ from sensorium.learner.tree_attention import TokenRun
 from sensorium.learner.tree_levels import (
     BLOCK,
     BOUND,
+    LONG,
     LONGEST,
     LevelAttention,
     Part,
@@ -128,6 +129,17 @@ def test_long_responses_over_long_prompts_are_cut_into_blocks() -> None:
         ([50, 5], [30, 50], False), ([BLOCK], [BLOCK], True),
     ]  # fmt: skip
     assert [part.queries.stop for part in row.above][:-1] == [part.queries.start for part in row.above][1:]
+
+
+def test_long_prompts_have_gradients_of_their_own() -> None:
+    lengths = (30, LONG * BLOCK, LONG * BLOCK + 5, 7, 9)
+    prompts = [TokenRun(length, None) for length in lengths]
+    row = LevelAttention(arrange_levels([*prompts, TokenRun(LONG * BLOCK, prompts[-1])]), CPU)
+    sizes = [(part.query_ends.diff().tolist(), part.block) for part in row.own_apart]
+    long = LONG * BLOCK
+    assert sizes == [([30], False), ([long], True), ([long + 5], True), ([7, 9], False), ([long], True)]
+    assert [part.queries.stop for part in row.own_apart][:-1] == [part.queries.start for part in row.own_apart][1:]
+    assert len(row.own.query_ends) == 1 + len(lengths) + 1, "forward all in one call"
 
 
 def test_cudnn_plans_for_blocks_that_come_again() -> None:

@@ -1,7 +1,7 @@
 """Attention of one segment of queries over one of keys by cuDNN: on Hopper in half of flash attention's time.
 
 cuDNN makes a plan for every pair of sizes, which takes 38 ms forward and 45 backward on an H200: it is for sizes that come
-again. No mask. Axes: Q queries, S keys, H query heads, K key heads, D.
+again. No mask, or a causal one for gradients. Axes: Q queries, S keys, H query heads, K key heads, D.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def block_attention(query_QHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scali
     return out[0].transpose(0, 1).contiguous(), lse.reshape(query_QHD.shape[1], len(query_QHD))
 
 
-def block_gradients(saved: Sequence[Tensor], given_QHD: Tensor, scaling: float) -> list[Tensor]:
+def block_gradients(saved: Sequence[Tensor], given_QHD: Tensor, scaling: float, causal: bool = False) -> list[Tensor]:
     """Gradients of queries [Q, H, D], keys [S, K, D] and values, from these, a result and its log-sum-exp [H, Q].
 
     The log-sum-exp may be of more keys than these: then these are what a part of the result has seen.
@@ -29,7 +29,7 @@ def block_gradients(saved: Sequence[Tensor], given_QHD: Tensor, scaling: float) 
     none = _no_dropout(given_QHD.device)
     found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         _batched(given_QHD), query, key, value, out, lse_HQ[None, ..., None], none, none, None, None, None,
-        query.shape[2], key.shape[2], 0.0, False, scale=scaling,
+        query.shape[2], key.shape[2], 0.0, causal, scale=scaling,
     )  # fmt: skip
     return [gradient[0].transpose(0, 1) for gradient in found]
 

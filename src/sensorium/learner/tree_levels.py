@@ -7,7 +7,8 @@ The parts of a token that sees both are weighted by the exponential of their log
 given the merged result and log-sum-exp, which is all that flash attention needs to know of the other. The gradients of a
 prompt's keys are summed over its responses inside the kernel, in float32. The forward pass of bfloat16 runs in float16
 (``models.attention.finer``). What long responses see of a long prompt is computed by cuDNN (``block_attention``), where
-sizes come again. Axes: T tokens, H query heads, K key heads, D.
+sizes come again, and so are the gradients of what a long prompt sees of itself; not that itself, since flash attention
+leaves the bits that the engine's prefill leaves. Axes: T tokens, H query heads, K key heads, D.
 """
 
 from collections import Counter
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib.util import find_spec
+from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,8 +34,9 @@ BOUND = 0.02
 TRIAL_SEED = 0
 # Blocks have a multiple of so many queries, so many times as many at most, and at least so many keys. A plan of cuDNN's for
 # a pair of sizes takes 38 ms forward and 45 backward, and a block of 2,048 queries over 4,154 keys gains 0.12 and 0.3: one
-# that comes OFTEN (in four micro-batches of 36 layers) has lost as much backward, and will soon have.
-BLOCK, LONGEST, OFTEN = 512, 4, 144
+# that comes OFTEN (in four micro-batches of 36 layers) has lost as much backward, and will soon have. Gradients of a run
+# over itself are a block of their own where it has as many tokens as LONG blocks.
+BLOCK, LONGEST, OFTEN, LONG = 512, 4, 144, 2
 Levels = list[list[TokenRun]]
 
 
@@ -97,8 +100,8 @@ class LevelAttention:
 
     def __init__(self, levels: Levels, device: torch.device, flash: Flash | None = None, block: int = BLOCK) -> None:
         self._levels, self._device, self._flash = levels, device, flash
-        self.own = _segments(levels, slice(0, _end(levels[-1])), device)
-        self.own_of_level = [_segments([level], _span(level), device) for level in levels]
+        self.own = _own([run for level in levels for run in level], device)
+        self.own_apart = [part for level in levels for part in _own_apart(level, device, LONG * block)]
         pairs = [(up, below) for below in range(1, len(levels)) for up in range(below)]
         self.above = [part for pair in pairs for part in _above(levels, *pair, device, block)]
         self._rectangles: tuple[TreeAttention, Tensor, Tensor] | None = None
@@ -152,7 +155,7 @@ class _LevelFlash(torch.autograd.Function):
             found: Sequence[Tensor] = ctx.flash.backward(saved, gradient[rows], part, ctx.scaling)
             return found
 
-        own = [of(part) for part in row.own_of_level]
+        own = [of(part) for part in row.own_apart]
         sums = own[0] if len(own) == 1 else [torch.cat(several) for several in zip(*own, strict=True)]
         for part in row.above:
             for summed, more, rows in zip(sums, of(part), (part.queries, part.keys, part.keys), strict=True):
@@ -168,7 +171,7 @@ class TorchFlash:
 
     def __init__(self, often: int | None = None) -> None:
         self.often = often
-        self._times: Counter[tuple[int, int, bool]] = Counter()
+        self._times: Counter[tuple[int, int, bool, bool]] = Counter()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float) -> tuple[Tensor, Tensor]:
         """The result and its log-sum-exp."""
@@ -184,7 +187,7 @@ class TorchFlash:
     def backward(self, saved: Sequence[Tensor], gradient: Tensor, part: Part, scaling: float) -> Sequence[Tensor]:
         """Gradients of queries, keys and values."""
         if self.leaves_to_cudnn(part, back=True):
-            return block_gradients(saved, gradient, scaling)
+            return block_gradients(saved, gradient, scaling, part.causal)
         unused = _no_dropout(gradient.device)
         found: Sequence[Tensor] = torch.ops.aten._flash_attention_backward(
             gradient, *saved, part.query_ends, part.key_ends, part.longest_query, part.longest_key, 0.0, part.causal,
@@ -196,7 +199,7 @@ class TorchFlash:
         """Whether a part is a block of sizes that have come often enough before; counts it."""
         if not part.block or self.often is None:
             return False
-        sizes = (part.longest_query, part.longest_key, back)
+        sizes = (part.longest_query, part.longest_key, part.causal, back)
         self._times[sizes] += 1
         return self._times[sizes] > self.often
 
@@ -286,11 +289,18 @@ def segment_ends(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device)
 
 
-def _segments(levels: Levels, rows: slice, device: torch.device) -> Part:
-    """Every run of some levels by itself."""
-    lengths = [run.length for level in levels for run in level]
+def _own(runs: Sequence[TokenRun], device: torch.device, block: bool = False) -> Part:
+    """Every one of these runs, which stand side by side, over itself."""
+    lengths, rows = [run.length for run in runs], _span(runs)
     ends = segment_ends(lengths, device)
-    return Part(rows, rows, ends, ends, _at_least_two(lengths), _at_least_two(lengths), True)
+    return Part(rows, rows, ends, ends, _at_least_two(lengths), _at_least_two(lengths), True, block)
+
+
+def _own_apart(level: Sequence[TokenRun], device: torch.device, long: int) -> list[Part]:
+    """The runs of a level over themselves: each ``long`` one by itself, those between two of them together."""
+    grouped = groupby(level, key=lambda run: run.length >= long)
+    together = [[[run] for run in runs] if is_long else [list(runs)] for is_long, runs in grouped]
+    return [_own(runs, device, block=runs[0].length >= long) for several in together for runs in several]
 
 
 def _stretches(levels: Levels, up: int, below: int) -> dict[TokenRun, int]:
