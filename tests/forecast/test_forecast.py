@@ -6,7 +6,7 @@ import pytest
 
 from sensorium.forecast.costs import costs_of
 from sensorium.forecast.forecast import Asked, forecast
-from sensorium.forecast.machine import kind_named, kinds
+from sensorium.forecast.machine import assumed, kind_named, kinds
 from sensorium.forecast.memory import rank_memory, stock_layer_bytes
 from sensorium.forecast.published_shapes import planned_shape, published_configs
 from sensorium.recipe.load import load_recipe
@@ -22,6 +22,9 @@ PUBLISHED = {
 }  # fmt: skip
 """Billions of parameters, as model pages state them (of Omni the thinker)."""
 GIB = 1 << 30
+
+
+H200 = kind_named("h200")
 
 
 def recipe(*overrides: str) -> Recipe:
@@ -71,22 +74,22 @@ def test_a_single_gpu_holds_what_the_dry_run_says() -> None:
     one = recipe("model.gradient_checkpointing=true")
     shape, source = planned_shape(one.model)
     assert source == "the published sizes of Qwen2.5-VL-3B"
-    assert rank_memory(one, shape, 1, samples=True).uses == estimate_memory(one, shape)
+    assert rank_memory(one, shape, H200, 1, samples=True).uses == estimate_memory(one, shape)
 
 
 def test_ranks_share_weights_moments_and_gradients_and_gather_the_root_and_two_layers() -> None:
     one = recipe("algorithm.kl.coef=0.1")
     shape, _ = planned_shape(one.model)
-    two, eight = (rank_memory(one, shape, ranks, samples=False).uses for ranks in (2, 8))
+    two, eight = (rank_memory(one, shape, H200, ranks, samples=False).uses for ranks in (2, 8))
     for use in ("weights", "gradients", "optimizer moments", "remainders of fp32 masters", "reference model"):
         assert two[use] == pytest.approx(4 * eight[use], rel=1e-6), use
     assert eight["optimizer moments"] == pytest.approx(shape.total * 8 / 8, rel=1e-6)
     assert two["gathered root and layers"] == eight["gathered root and layers"]
     root = shape.vocabulary * shape.hidden + shape.parameters["projector"]
     assert eight["gathered root and layers"] > 2 * root
-    frozen = rank_memory(recipe("model.freeze=[vision]"), shape, 8, samples=False).uses
+    frozen = rank_memory(recipe("model.freeze=[vision]"), shape, H200, 8, samples=False).uses
     assert frozen["frozen tower"] == 2 * shape.parameters["vision"], "a frozen tower is whole on every rank"
-    offloaded = rank_memory(recipe("cluster.offload=true", "cluster.learners=8"), shape, 8, samples=False)
+    offloaded = rank_memory(recipe("cluster.offload=true", "cluster.learners=8"), shape, H200, 8, samples=False)
     assert (
         offloaded.host
         == sum(eight[use] for use in ("weights", "gradients", "optimizer moments")) + eight["remainders of fp32 masters"]
@@ -100,7 +103,7 @@ def test_ranks_that_share_tokens_keep_a_share_of_the_activations_and_gather_keys
         for changes in ([], ["cluster.learners=8", "cluster.sequence_parallel=4"])
     )
     shape, _ = planned_shape(one.model)
-    alone, sharing = (rank_memory(found, shape, 8, samples=False).uses for found in (one, four))
+    alone, sharing = (rank_memory(found, shape, H200, 8, samples=False).uses for found in (one, four))
     assert sharing["activations"] == pytest.approx(alone["activations"] / 4, rel=1e-3)
     tokens = max(four.batch.tokens_per_microbatch, four.rollout.max_context_tokens)
     assert sharing["gathered keys and values"] == tokens * 2 * shape.key_values * 12
@@ -127,8 +130,8 @@ def test_what_does_not_fit_is_refused_and_the_ways_out_fit() -> None:
     ranks = int(re.search(r"(\d+) ranks", words)[1])
     keeps = ["model.gradient_checkpointing=true"] if "with model.gradient_checkpointing=true" in words else []
     shape = shape_by_config(published_configs()["Qwen2.5-VL-7B"])
-    assert rank_memory(recipe(*keeps), shape, ranks, samples=False).fits(kind_named("a100"))
-    half = rank_memory(recipe(*keeps), shape, ranks // 2, samples=ranks == 2)
+    assert rank_memory(recipe(*keeps), shape, H200, ranks, samples=False).fits(kind_named("a100"))
+    half = rank_memory(recipe(*keeps), shape, H200, ranks // 2, samples=ranks == 2)
     assert not half.fits(kind_named("a100"))
 
 
@@ -200,7 +203,7 @@ def pushed(push: str, engines: int = 2, *overrides: str) -> float:
     engine = f"rollout.engine={{name: vllm, options: {{gpu_share: 0.9, push: {push}}}}}"
     asked = Asked(gpus=8, kind="h200", engines=engines, response_tokens=300)
     changes = ("rollout.schedule=eager", "model.gradient_checkpointing=true", *overrides)
-    return forecast(recipe(engine, *changes), asked).run.push_s
+    return forecast(recipe(engine, *changes), asked).run.push_s - assumed("vllm_check_s")
 
 
 def test_a_push_is_counted_as_the_recipe_says() -> None:
@@ -211,3 +214,14 @@ def test_a_push_is_counted_as_the_recipe_says() -> None:
     assert pushed("broadcast", 2, "model.lora.rank=8") == pushed("file", 2, "model.lora.rank=8")
     with pytest.raises(RecipeError, match=r"push is ipc.* use broadcast"):
         pushed("ipc")
+
+
+def test_vllm_on_the_learners_gpu_is_pushed_through_its_memory_and_then_checked() -> None:
+    engine = "rollout.engine={name: vllm, options: {gpu_share: 0.2}}"
+    changes = ("rollout.schedule=eager", "model.gradient_checkpointing=true", "batch.prompts_per_step=8")
+    found = forecast(recipe(engine, *changes), Asked(gpus=1, kind="h200", response_tokens=300))
+    assert found.deployment.push == "ipc"
+    assert found.rank.uses["vLLM"] == pytest.approx(0.2 * H200.memory)
+    assert "keys and values" not in found.rank.uses, "they are in its share"
+    assert found.run.push_s == pytest.approx(0.309 + 0.568, rel=0.01), "as measured on W1"
+    assert any(part == "push" and "memory" in sentence for part, _, sentence in found.notes)

@@ -13,7 +13,7 @@ from sensorium.forecast.step_work import StepWork
 from sensorium.recipe.shape import ModelShape
 
 Recomputation = bool | Literal["selective"]
-Push = Literal["file", "broadcast"]
+Push = Literal["file", "broadcast", "ipc"]
 BACKWARD_OF_ATTENTION = 3.5  # forward and backward of attention over its forward, recomputing the scores
 
 
@@ -165,9 +165,12 @@ class Costs:
         """Seconds until engines on so many GPUs have so many bytes of new weights.
 
         By file the first rank writes them once. By broadcast one GPU sends them to each engine, which has a group of its
-        own, so its link is busy for all of them. Not measured: bytes over published rates.
+        own, so its link is busy for all of them. Not measured: bytes over published rates. By ipc vLLM copies them on the
+        learner's GPU.
         """
         by = self.machine.constants
+        if way == "ipc":
+            return pushed / assumed("ipc_bytes")
         if way == "broadcast":
             return by.push_fixed_s + engines * pushed / self.link(1 + gpus)
         machines = -(-gpus // self.machine.kind.gpus_per_machine)

@@ -180,8 +180,10 @@ def _planned(
         engine = engine_memory(recipe, shape, kind, deployment.engines, deployment.engine_gpus)
         _refuse_large_engine(recipe, shape, kind, deployment, engine)
     size = BYTES[recipe.model.dtype]
-    pushed = trained_parameters(recipe, shape) * size if deployment.apart or deployment.learners > 1 else 0
-    deployment = replace(deployment, pushed_bytes=pushed, push=_push(recipe, deployment))
+    vllm = recipe.rollout.engine.name == "vllm"
+    pushed = trained_parameters(recipe, shape) * size if vllm or deployment.apart or deployment.learners > 1 else 0
+    check_s = assumed("vllm_check_s") if vllm else 0.0
+    deployment = replace(deployment, pushed_bytes=pushed, push=_push(recipe, deployment), check_s=check_s)
     model = costs_of(
         shape,
         number_bytes=size,
@@ -192,7 +194,7 @@ def _planned(
     )
     network = None if asked.network is None else asked.network * 1e9
     host = machine(kind, network=network)
-    slower = assumed("vllm_times") if recipe.rollout.engine.name == "vllm" else 1.0
+    slower = assumed("vllm_times") if vllm else 1.0
     run = simulate(
         Costs(model, host, deployment.engine_gpus, slower), Costs(model, host), work, deployment, steps=_steps(work)
     )
@@ -200,9 +202,8 @@ def _planned(
 
 
 def _push(recipe: Recipe, deployment: Deployment) -> Push:
-    """How weights get to engines: by file, but to vLLM with GPUs of its own by broadcast, unless the recipe says file.
-
-    Adapters are always a file.
+    """How weights get to engines: by file, but to vLLM with GPUs of its own by broadcast, and on the GPU of the one learner
+    through its memory, unless the recipe says file. Adapters are always a file.
     """
     engine = recipe.rollout.engine
     asked = engine.options.get("push", "auto") if engine.name == "vllm" else "file"
@@ -211,7 +212,11 @@ def _push(recipe: Recipe, deployment: Deployment) -> Push:
             "rollout.engine.options.push is ipc, which shares the memory of one GPU, and here engines have GPUs of their "
             "own: use broadcast, file or auto."
         )
-    return "file" if asked == "file" or recipe.model.lora.rank or not deployment.apart else "broadcast"
+    if asked == "file" or recipe.model.lora.rank:
+        return "file"
+    if deployment.apart:
+        return "broadcast"
+    return "ipc" if asked in ("auto", "ipc") and deployment.learners == 1 else "file"
 
 
 def _steps(work: StepWork) -> int:
@@ -230,7 +235,7 @@ def _fitting_rank(recipe: Recipe, shape: ModelShape, kind: Kind, plan: Deploymen
     ways = WAYS if recipe.model.gradient_checkpointing == "auto" else (recipe.model.gradient_checkpointing,)
     for way in ways:
         decided = with_checkpointing(recipe, way)
-        memory = rank_memory(decided, shape, plan.learners, samples=not plan.apart)
+        memory = rank_memory(decided, shape, kind, plan.learners, samples=not plan.apart)
         if memory.fits(kind):
             return decided, memory
     largest = ", ".join(

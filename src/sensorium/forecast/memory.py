@@ -49,11 +49,12 @@ def engine_memory(recipe: Recipe, shape: ModelShape, kind: Kind, engines: int, g
     return GpuMemory({"weights": weights, "keys and values": cached // gpus})
 
 
-def rank_memory(recipe: Recipe, shape: ModelShape, ranks: int, *, samples: bool) -> GpuMemory:
+def rank_memory(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, samples: bool) -> GpuMemory:
     """A rank of the learner, of one or of several; ``samples``: the engine is on its GPU too."""
     whole = estimate_memory(recipe, shape)
+    vllm = {"vLLM": round(vllm_share(recipe) * kind.memory)} if samples and recipe.rollout.engine.name == "vllm" else {}
     if ranks == 1:
-        return GpuMemory({use: amount for use, amount in whole.items() if samples or use != "keys and values"})
+        return GpuMemory({use: amount for use, amount in whole.items() if samples or use != "keys and values"} | vllm)
     size = BYTES[recipe.model.dtype]
     frozen = shape.parameters["vision"] + shape.parameters["audio"] if tower_is_whole(recipe) else 0
     layer = layer_parameters(shape)
@@ -74,7 +75,7 @@ def rank_memory(recipe: Recipe, shape: ModelShape, ranks: int, *, samples: bool)
         "vision tower": -(-tower_bytes(recipe, shape) // ranks),
     }
     if samples:
-        uses |= {"the engine's weights": shape.total * size, "keys and values": whole.get("keys and values", 0)}
+        uses |= vllm or {"the engine's weights": shape.total * size, "keys and values": whole.get("keys and values", 0)}
     return GpuMemory({use: amount for use, amount in uses.items() if amount}, host)
 
 
@@ -146,14 +147,14 @@ def ways_out(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, sampl
             update={"cluster": recipe.cluster.model_copy(update={"offload": True})}
         )
     for name, changed in single.items():
-        memory = rank_memory(changed, shape, ranks, samples=samples)
+        memory = rank_memory(changed, shape, kind, ranks, samples=samples)
         if changed != recipe and memory.fits(kind):
             found.append(f"{name} ({memory.total / GIB:.0f} GiB)")
     recomputed = with_checkpointing(recipe, True)
     for name, changed in (("", recipe), (", with model.gradient_checkpointing=true", recomputed)):
-        more = next((n for n in _doubled(ranks) if rank_memory(changed, shape, n, samples=False).fits(kind)), None)
+        more = next((n for n in _doubled(ranks) if rank_memory(changed, shape, kind, n, samples=False).fits(kind)), None)
         if more:
-            each = rank_memory(changed, shape, more, samples=False).total / GIB
+            each = rank_memory(changed, shape, kind, more, samples=False).total / GIB
             found.append(f"{more} ranks beside engines on GPUs of their own{name} ({each:.0f} GiB each)")
             break
     return found

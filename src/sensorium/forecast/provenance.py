@@ -72,7 +72,8 @@ def notes_of(recipe: Recipe, kind: Kind, plan: Deployment, *, given_lengths: boo
         yield (
             "vLLM",
             "scaled",
-            f"{assumed('vllm_times'):g} times the native engine's time, as vLLM 0.25.1 took on W1 (docs/performance.md)",
+            f"{assumed('vllm_times'):g} times the native engine's time, and {assumed('vllm_check_s'):g} s for the check "
+            "after a push, as vLLM 0.25.1 took on W1 (docs/scale_out.md)",
         )
     if not plan.scoring_s:
         yield "scoring", "assumed", "no time at all; --scoring-s says what a judge or reward service takes"
@@ -84,6 +85,8 @@ def _pushed(plan: Deployment) -> str:
         share = assumed("link_share")
         each = "" if plan.engines == 1 else f", to each of {plan.engines} engines in turn"
         return f"weights by broadcast from one GPU{each}: bytes over {share:g} of the published link rates; not measured"
+    if plan.push == "ipc":
+        return f"weights through the GPU's memory at {assumed('ipc_bytes') / 1e9:.3g} GB/s, as on W1"
     rate = calibration()["gpu"]["push_bytes"]["value"] / 1e9
     return f"weights through a file at {rate:.3g} GB/s, by rates of an Arm host; not measured on GPUs"
 

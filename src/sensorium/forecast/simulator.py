@@ -29,7 +29,8 @@ class Deployment:
     """Who does what: ``engines`` of ``engine_gpus`` GPUs each, and ranks of the learner.
 
     ``apart``: engines and ranks have GPUs of their own; else one GPU does both, in turn, with one set of weights.
-    ``sequence_parallel`` ranks share the tokens of each micro-batch.
+    ``sequence_parallel`` ranks share the tokens of each micro-batch. ``check_s`` is what follows a push: vLLM is held
+    against the policy.
     """
 
     engines: int = 1
@@ -43,6 +44,7 @@ class Deployment:
     scoring_s: float = 0.0
     pushed_bytes: float = 0.0
     push: Push = "file"
+    check_s: float = 0.0
 
     @property
     def gpus(self) -> int:
@@ -97,7 +99,8 @@ class _Run:
         self.sampling, self.learning, self.work, self.plan = sampling, learning, work, plan
         self.seed = seed
         gpus = plan.engines * plan.engine_gpus
-        self.push_s = learning.push(plan.pushed_bytes, plan.engines, gpus, plan.push) if plan.pushed_bytes else 0.0
+        sent_s = learning.push(plan.pushed_bytes, plan.engines, gpus, plan.push) if plan.pushed_bytes else 0.0
+        self.push_s = sent_s + plan.check_s
         self.other_s = learning.other(work.episodes)
 
     def groups(self, step: int) -> list[PlayedGroup]:

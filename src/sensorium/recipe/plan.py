@@ -118,10 +118,14 @@ def trained_parameters(recipe: Recipe, shape: ModelShape) -> int:
 
 
 def estimate_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
-    """Bytes by use, each as high as the recipe's budgets allow. Gradients are summed in float32 whatever the dtype."""
+    """Bytes by use, each as high as the recipe's budgets allow. Gradients are summed in float32 whatever the dtype.
+
+    Without what vLLM takes, which is a share of the GPU.
+    """
     size = BYTES[recipe.model.dtype]
     trainable = trained_parameters(recipe, shape)
     adapters = trainable if recipe.model.lora.rank else 0
+    vllm = recipe.rollout.engine.name == "vllm"
     uses = {
         "weights": (shape.total + adapters) * size,
         "gradients": trainable * 4,
@@ -130,7 +134,7 @@ def estimate_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
         "reference model": shape.total * size if recipe.algorithm.kl.coef and not adapters else 0,
         "former adapters": adapters * size if recipe.algorithm.kl.coef and recipe.warm_start.steps else 0,
         "critic": _critic_bytes(recipe, shape),
-        "keys and values": cached_tokens(recipe) * 2 * shape.layers * shape.key_values * size,
+        "keys and values": 0 if vllm else cached_tokens(recipe) * 2 * shape.layers * shape.key_values * size,
         "activations": activation_bytes(recipe, shape),
         "gathered keys and values": gathered_bytes(recipe, shape),
         "logits": head_bytes(recipe, shape),

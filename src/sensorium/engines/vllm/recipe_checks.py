@@ -7,6 +7,7 @@ from pathlib import Path
 from sensorium.engines.vllm.known_arguments import check_arguments
 from sensorium.engines.vllm.options import LORA_RANKS, check_options
 from sensorium.engines.vllm.versions import VllmVersion, installed_version, known_newer
+from sensorium.recipe.recomputation import vllm_share
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import read_shape
 from sensorium.vocabulary.errors import EngineError, RecipeError
@@ -66,6 +67,11 @@ def look_at(recipe: Recipe) -> Iterator[str]:
     if known_newer(found.name):
         yield f"rollout.engine: vLLM {found.name} is newer than any that this engine was tried with; its parity will tell"
     yield REPEATS_NOT
+    if not on_cpu:
+        yield (
+            f"rollout.engine: vLLM takes {vllm_share(recipe):g} of its GPU (rollout.engine.options.gpu_share), which is "
+            "not in the forecast of memory"
+        )
     if TOWER_GROUPS & {*recipe.model.lora.groups} and recipe.model.lora.rank:
         yield "rollout.engine: adapters of the vision tower are switched on in vLLM (enable_tower_connector_lora)"
 
