@@ -2,6 +2,7 @@
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from sensorium.record.processes import read_processes
 from sensorium.report.console import ConsoleWatcher
 from sensorium.trainer.run import train
 from sensorium.vocabulary.content import Message, Text
-from sensorium.vocabulary.errors import RecipeError, RewardFailure, WorkersLost
+from sensorium.vocabulary.errors import RecipeError, RewardFailure, WorkersLost, WorkGivenUp
 from sensorium.vocabulary.task import EnvironmentSpec, Task
 from sensorium.workers.hosts import ProcessHost, ThisMachine
 from sensorium.workers.placed_workers import PlacedWorkers
@@ -89,6 +90,21 @@ def test_a_killed_reward_worker_is_replaced_and_asked_again(tmp_path: Path, monk
 
 
 @pytest.mark.usefixtures("forked_python")
+def test_an_episode_that_kills_two_reward_workers_has_no_score_and_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"rewards": {"terms": [{"name": "tests.cluster.slow_term:Deadly"}]}, "steps": 4}
+    run = train(small(tmp_path / "run", "cluster.rewards=1", "cluster.restarts=2", **changes), watchers=[ConsoleWatcher()])
+    rows = read_metrics(run / "metrics.jsonl")
+    assert (rows[-1]["worker/reward_replaced"], rows[-1]["worker/given_up"]) == (2, 1)
+    assert sum(row["missing/slow parity"] for row in rows) == 1
+    dropped = [fate for fate in fates_of(run, 4) if fate != "trained"]
+    assert len(dropped) == 2, "its group"
+    assert any("2 reward workers were lost" in fate for fate in dropped)
+    assert "2 reward workers were lost" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.usefixtures("forked_python")
 def test_workers_that_hang_are_ended_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +141,24 @@ def answers_though_one_hangs(host: ProcessHost) -> list[str]:
 def test_a_question_to_a_worker_that_hangs_is_answered_by_another() -> None:
     said = answers_though_one_hangs(ThisMachine())
     assert any("parrot 0" in one and "gave no sign of life for 1 s" in one and "It is replaced" in one for one in said)
+
+
+@pytest.mark.usefixtures("forked_python")
+def test_a_question_that_ends_two_workers_is_given_up_and_those_beside_it_are_answered() -> None:
+    parrots = PlacedWorkers(ThisMachine(), "tests.cluster.parroting_worker", {}, 1, "parrot", RewardFailure, restarts=2)
+    parrots.start()
+    words = [*map(str, range(6)), "poison", *map(str, range(6, 12))]
+    try:
+        with ThreadPoolExecutor(len(words)) as threads:
+            answers = {word: threads.submit(parrots.ask, word, word) for word in words}
+        with pytest.raises(WorkGivenUp, match=r"2 parrots were lost while they did this.*exit code 9"):
+            answers.pop("poison").result()
+        assert {word: answer.result() for word, answer in answers.items()} == {word: word for word in answers}
+        with pytest.raises(WorkGivenUp):
+            parrots.ask("poison", "poison")
+        assert (parrots.replaced, parrots.given_up) == (2, 1)
+    finally:
+        parrots.close()
 
 
 def test_a_worker_that_nobody_replaces_is_told_as_lost() -> None:

@@ -52,7 +52,7 @@ class RunWorkers:
         )
 
     def metrics(self, rolled_again: int) -> dict[str, float]:
-        """How many take work, how many were replaced, and what was done again because of that."""
+        """How many take work, how many were replaced, and what was done again or given up because of that."""
         row: dict[str, float] = {}
         for kind, placed in self.kinds.items():
             row[f"worker/{kind}_ready"] = float(sum(worker.ready for worker in placed.workers))
@@ -61,6 +61,7 @@ class RunWorkers:
             row["worker/rolled_again"] = float(rolled_again)
         if self.rewards is not None:
             row["worker/asked_again"] = float(self.rewards.asked_again)
+            row["worker/given_up"] = float(self.rewards.given_up)
         return row
 
     def tell_by(self, noted: Callable[[str], None]) -> None:

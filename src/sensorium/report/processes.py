@@ -23,6 +23,7 @@ LOSSES = {
     "worker/rolled_again": "episodes rolled again",
     "worker/reward_replaced": "reward workers replaced",
     "worker/asked_again": "scores asked again",
+    "worker/given_up": "scores given up",
 }
 """Counts since the run began, or was resumed."""
 AGE = "staleness/share_"

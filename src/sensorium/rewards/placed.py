@@ -1,8 +1,10 @@
 """Terms that are asked in workers of the run. The scorer asks them as any other, with its deadlines, retries and cache.
 
-A worker that dies is replaced, and what it was asked is asked again of another: the scorer hears nothing of it. What stays
-with the driver: terms that are plain computation (``instant``), and those that are given a context, since the media and the
-judges of the run are the driver's.
+A worker that dies is replaced, and what it was asked is asked again of another: the scorer hears nothing of it. A judgement
+over which a second one dies is given up, and the score is missing.
+
+What stays with the driver: terms that are plain computation (``instant``), and those that are given a context, since the
+media and the judges of the run are the driver's.
 """
 
 from collections.abc import Sequence
@@ -11,6 +13,7 @@ from typing import Any
 from sensorium.recipe.function_signatures import takes_context
 from sensorium.recipe.names import resolve
 from sensorium.recipe.schema import RewardsSection
+from sensorium.rewards.judgements import judgement_keys
 from sensorium.rewards.protocol import ComparingTerm, Term
 from sensorium.rewards.scorer import judges_groups
 from sensorium.vocabulary.episode import Episode
@@ -34,7 +37,11 @@ class PlacedTerm:
 
     def score(self, task: Task, episode: Episode) -> Any:
         """What the term says in some worker."""
-        return self._workers.ask((self._number, task, (episode,)))
+        return self._asked(task, (episode,))
+
+    def _asked(self, task: Task, episodes: tuple[Episode, ...]) -> Any:
+        keys = judgement_keys(self.name, task, episodes, deterministic=getattr(self, "deterministic", True))
+        return self._workers.ask((self._number, task, episodes), keys.content)
 
     def close(self) -> None:
         """Close the driver's own, which was never asked."""
@@ -58,7 +65,7 @@ class PlacedGroupTerm(PlacedTerm):
 
     def score_group(self, task: Task, episodes: Sequence[Episode]) -> Any:
         """What the term says of them in some worker."""
-        return self._workers.ask((self._number, task, tuple(episodes)))
+        return self._asked(task, tuple(episodes))
 
 
 def placeable(section: RewardsSection, terms: Sequence[Term]) -> dict[int, tuple[str, dict[str, Any], str]]:

@@ -18,7 +18,15 @@ from sensorium.rewards.intake import group_scores_of, scores_of
 from sensorium.rewards.judgements import JudgementCache, JudgementKeys, JudgementMemory, Scores, judgement_keys
 from sensorium.rewards.protocol import ComparingTerm, GroupTerm, RewardTerm, Term
 from sensorium.vocabulary.episode import Episode, Group, Status
-from sensorium.vocabulary.errors import JudgeOffline, JudgeRefusal, RecordError, RewardFailure, TaskError, WorkersLost
+from sensorium.vocabulary.errors import (
+    JudgeOffline,
+    JudgeRefusal,
+    RecordError,
+    RewardFailure,
+    TaskError,
+    WorkersLost,
+    WorkGivenUp,
+)
 from sensorium.vocabulary.plain import attempt, printable, words
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
@@ -215,13 +223,16 @@ class Scorer:
             running.set_result(found)
 
     async def _persistently(self, term: Term, task: Task, episodes: Sequence[Episode]) -> list[Scores]:
-        """Ask until it answers or the retries are spent; a task at fault, or a judge that refuses, is not asked again."""
+        """Ask until it answers or the retries are spent. Not again: a task at fault, a refusal, work given up."""
         for tries in range(1, self.retries + 2):
             found = await self._asked(term, task, episodes)
             if isinstance(found, list):
                 return found
             reason = _reason(found) + (f" (tried {tries} times)" if tries > 1 else "")
-            if isinstance(found, TaskError | JudgeRefusal):
+            if isinstance(found, WorkGivenUp):
+                ids = ", ".join(episode.id for episode in episodes)
+                self.noted(f"reward term '{term.name}' gives no score to {ids}: {reason}.")
+            if isinstance(found, TaskError | JudgeRefusal | WorkGivenUp):
                 break
             if tries <= self.retries:
                 self._note_retry(term.name, reason)
@@ -284,5 +295,5 @@ def _instant(term: Term) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    told = isinstance(error, RewardFailure | TaskError) and str(error)
+    told = isinstance(error, RewardFailure | TaskError | WorkGivenUp) and str(error)
     return printable(str(error)) if told else words(error)

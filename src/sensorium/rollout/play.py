@@ -37,11 +37,9 @@ from sensorium.vocabulary.errors import (
 )
 from sensorium.vocabulary.plain import printable
 from sensorium.vocabulary.task import Task
+from sensorium.workers.placed_workers import MOST_LOSSES
 from sensorium.workers.pool import WorkerPool
 from sensorium.workers.side_by_side import first_error
-
-MOST_LOSSES = 2
-"""Environment workers that may be lost while they play one episode."""
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,10 @@ class WorkersLost(SensoriumError):
     """No process is left that plays environments, or that scores. Ends the run; --resume goes on."""
 
 
+class WorkGivenUp(SensoriumError):
+    """Workers were lost each time they did this piece of work: it may be what ends them. Costs that work, not the run."""
+
+
 class RewardFailure(SensoriumError):
     """A reward term raised, or overran its deadline. Gives a missing score, never a zero."""
 

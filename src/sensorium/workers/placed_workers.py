@@ -10,6 +10,14 @@ For example, with two workers and one restart:
 A worker that is stopped, or whose machine is, dies without an end: it is asked for a sign of life now and then, and ended
 when it has given none, nor any answer, for ``hang_s``.
 
+A question may be what ends workers, and would use them all up. So it is given up (WorkGivenUp) when MOST_LOSSES were lost
+while they had it. Other questions that a lost worker had are suspects as well: they are asked again one at a time, as long
+as a turn comes within TURN_S, so that the next loss has one cause:
+
+    questions 1 2 3 to worker 0, which dies of 2       all three are suspects
+    1 → worker 1; then 2 → worker 1, which dies        2 is given up; 3, which waited, is no more suspect than before
+    3 → worker 0
+
 Invariant: a question is answered once, however often it was asked. ``asked_again`` counts how often.
 """
 
@@ -18,14 +26,15 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sensorium.vocabulary.errors import SensoriumError, WorkersLost
+from sensorium.vocabulary.errors import SensoriumError, WorkersLost, WorkGivenUp
 from sensorium.workers.channel import PickledChannel
 from sensorium.workers.hosts import HostedProcess, ProcessHost
 from sensorium.workers.placed_main import SIGN_OF_LIFE
@@ -35,6 +44,10 @@ from sensorium.workers.python_process import CLOSE_S, last_words
 LOOKS = 12
 """How often within ``hang_s`` a worker is asked for a sign of life."""
 LONGEST_LOOK_S = 5.0
+MOST_LOSSES = 2
+"""Workers that may be lost while they answer one question, or play one episode."""
+TURN_S = 5.0
+"""How long a suspect waits for its turn; then it is asked beside the others."""
 
 
 class _Gone(Exception):
@@ -92,6 +105,8 @@ class PlacedWorkers:
         self._state = threading.Condition()
         self._starting = 0
         self._closed = False
+        self._losses: Counter[Hashable] = Counter()
+        self._turn = threading.Lock()
         self._last = ""
         self._threads = ThreadPoolExecutor(count, "placed")
         self._folder = Path(tempfile.mkdtemp(prefix="sensorium-workers-"))
@@ -104,24 +119,38 @@ class PlacedWorkers:
             self.close()
             raise errors[0]
 
-    def ask(self, question: Any) -> Any:
-        """The answer of some worker; an error that it gave is raised. WorkersLost where no worker is left."""
+    def ask(self, question: Any, known_by: Hashable = None) -> Any:
+        """The answer of some worker; an error that it gave is raised. WorkersLost where no worker is left.
+
+        Questions that are ``known_by`` the same are one question in the count of workers that were lost with it.
+        """
+        known_by = object() if known_by is None else known_by
         while True:
+            self._refuse_deadly(known_by)
             worker = self.wait()
-            answer: Future[Any] = Future()
-            number = next(self._numbers)
-            worker.open[number] = answer
-            try:
-                channel = worker.channel
-                if not worker.ready or channel is None:
-                    raise _Gone
-                with worker.sending:
-                    channel.send((number, question))
-                return answer.result()
-            except (_Gone, OSError):
-                self.asked_again += 1
-            finally:
-                worker.open.pop(number, None)
+            with self._turn_of(known_by):
+                answer: Future[Any] = Future()
+                number = next(self._numbers)
+                worker.open[number] = answer
+                try:
+                    channel = worker.channel
+                    if not worker.ready or channel is None:
+                        continue
+                    with worker.sending:
+                        channel.send((number, question))
+                    return answer.result()
+                except (_Gone, OSError):
+                    with self._state:
+                        self.asked_again += 1
+                        self._losses[known_by] += 1
+                finally:
+                    worker.open.pop(number, None)
+
+    @property
+    def given_up(self) -> int:
+        """Questions over which so many workers were lost that nobody asks them again."""
+        with self._state:
+            return sum(lost >= MOST_LOSSES for lost in self._losses.values())
 
     def wait(self) -> PlacedWorker:
         """The worker with the fewest questions, as soon as there is one. WorkersLost if none is left."""
@@ -145,6 +174,23 @@ class PlacedWorkers:
             self._end(worker)
         self._threads.shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _refuse_deadly(self, known_by: Hashable) -> None:
+        if self._losses[known_by] >= MOST_LOSSES:
+            raise WorkGivenUp(
+                f"{MOST_LOSSES} {self._what}s were lost while they did this, which may be what ends them, so no other is "
+                f"asked ({self._last})"
+            )
+
+    @contextmanager
+    def _turn_of(self, known_by: Hashable) -> Iterator[None]:
+        """Let a suspect wait until no other is asked."""
+        alone = bool(self._losses[known_by]) and self._turn.acquire(timeout=TURN_S)
+        try:
+            yield
+        finally:
+            if alone:
+                self._turn.release()
 
     def _start(self, worker: PlacedWorker) -> None:
         process, (frames,) = self._host.start(self._module, 1, self._folder / f"{worker.number}.{worker.replaced}.txt")
