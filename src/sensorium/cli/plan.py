@@ -151,7 +151,7 @@ def plan_page(found: Forecast, price: float | None, keys: str = "") -> Table:
 def _division(found: Forecast) -> str:
     plan = found.deployment
     if not plan.apart:
-        return "samples and learns in turn, with one set of weights"
+        return f"samples and learns in turn, with {'two sets' if plan.pushed_bytes else 'one set'} of weights"
     each = f" of {plan.engine_gpus} GPUs" if plan.engine_gpus > 1 else ""
     shared = f", {plan.sequence_parallel} share each micro-batch's tokens" if plan.sequence_parallel > 1 else ""
     return f"{plan.engines} engine{'s' if plan.engines > 1 else ''}{each}, {plan.learners} learner ranks{shared}"
