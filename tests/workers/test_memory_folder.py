@@ -1,6 +1,7 @@
 """Shared memory is used where it has room, and what killed processes left there is removed."""
 
 import os
+import resource
 from collections import namedtuple
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from sensorium.engines.tensor_files import write_tensors
+from sensorium.vocabulary.errors import RecordError
 from sensorium.workers import memory_folder as module
 from sensorium.workers.memory_folder import memory_folder
 
@@ -45,3 +47,16 @@ def test_without_room_or_shared_memory_the_disk_is_used(
     file.unlink()
     monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path / "none")
     assert memory_folder(1) is None
+
+
+def test_tensors_that_find_no_room_end_the_run_and_leave_no_file(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        with pytest.raises(RecordError, match=r"the media \(0.4 MiB\) cannot be handed .*too large.*Make room there"):
+            write_tensors({"patches": torch.ones(100_000)}, "media", tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(RecordError, match="No such file or directory"):
+        write_tensors({"patches": torch.ones(1)}, "media", tmp_path / "gone")
