@@ -24,7 +24,7 @@ def test_the_page_names_memory_parts_speed_and_what_was_measured(capsys: pytest.
     ):
         assert words in page, words
     assert "no cost is shown" in page
-    keys = "cluster.learners=5 cluster.engines=3 rollout.engine.name=process rollout.schedule=eager cluster.placement=ray"
+    keys = "cluster.learners=5 cluster.engines=3 rollout.engine.name=process cluster.placement=ray"
     assert f"placed by {keys}" in " ".join(page.split()), "the run that this is a plan of"
     assert main([*ASKED, *keys.split()]) == 0, "which is a recipe"
     assert "placed by" not in capsys.readouterr().out

@@ -25,7 +25,7 @@ def test_a_sampling_option_that_the_engine_does_not_follow_is_refused_by_name(op
 
 def test_lockstep_needs_an_engine_that_repeats() -> None:
     clocked = Capabilities(frozenset(["text"]), deterministic=False)
-    refuse_unable(clocked, RolloutSection(schedule="eager"))
+    refuse_unable(clocked, RolloutSection(schedule="eager"), lockstep=False)
     with pytest.raises(RecipeError, match=r"lockstep.*engine 'native' is not deterministic.*schedule: eager"):
         refuse_unable(clocked, RolloutSection())
 

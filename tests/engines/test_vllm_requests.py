@@ -226,7 +226,7 @@ def recipe_of(**sections: Any) -> Recipe:
 @pytest.mark.parametrize(
     ("sections", "told"),
     [
-        ({"rollout": {"engine": "vllm"}}, "schedule: eager"),
+        ({"rollout": {"engine": "vllm", "schedule": "lockstep"}}, "schedule: eager"),
         ({"rollout": {**EAGER, "top_p": 0.9}}, "top_p and rollout.top_k"),
         ({"rollout": {**EAGER, "engine": {"name": "vllm", "options": {"push": "ipc"}}}}, "on a CPU use file"),
         ({"rollout": {**EAGER, "engine": {"name": "vllm", "options": {"restarts": -1}}}}, "restarts is -1"),

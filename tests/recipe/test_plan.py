@@ -152,6 +152,16 @@ def test_a_schedule_that_gives_up_repetition_says_so() -> None:
     assert "rollout.schedule=lockstep" in plan.determinism
 
 
+def test_lockstep_is_left_by_itself_where_a_run_cannot_repeat() -> None:
+    assert recipe().lockstep
+    assert recipe(rollout={"engine": "process"}).lockstep
+    assert not recipe(rollout={"engine": "vllm"}).lockstep
+    assert not recipe(rollout={"engine": "process"}, cluster={"engines": 2}).lockstep
+    correction = {"correction": {"weights": "token"}}
+    assert not recipe(rollout={"engine": "process"}, schedule="asynchronous", algorithm=correction).lockstep
+    assert not recipe(rollout={"schedule": "eager"}).lockstep
+
+
 def test_where_lockstep_is_refused_it_is_not_named_as_the_way_to_repeat() -> None:
     eager = {"schedule": "eager", "engine": {"name": "vllm"}}
     assert "rollout.engine: native with rollout.schedule=lockstep" in make_plan(recipe(rollout=eager)).determinism

@@ -20,7 +20,7 @@ from sensorium.workers.hosts import ProcessHost, ThisMachine
 def open_engine(recipe: Recipe, policy: Policy, folder: Path | None = None) -> tuple[Engine, ProcessHost]:
     """The recipe's engine, started, and where its processes are. ``folder`` is the run directory: all machines see it."""
     section, cluster = recipe.rollout.engine, recipe.cluster
-    lockstep, streams = recipe.rollout.schedule == "lockstep", recipe.schedule.name == "asynchronous"
+    lockstep, streams = recipe.lockstep, recipe.schedule.name == "asynchronous"
     on_gpus = policy.device.type == "cuda"
     gpus = engine_gpus(recipe) if on_gpus else 0.0
     placed = section.name in OWN_WEIGHTS
@@ -42,7 +42,7 @@ def open_engine(recipe: Recipe, policy: Policy, folder: Path | None = None) -> t
             if cluster.engines > 1
             else make_engine(0)
         )
-        refuse_unable(engine.capabilities, recipe.rollout, recipe.model.precision)
+        refuse_unable(engine.capabilities, recipe.rollout, recipe.model.precision, lockstep=lockstep)
         engine.start()
     except BaseException:
         host.close()

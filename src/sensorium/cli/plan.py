@@ -105,7 +105,8 @@ def placing(recipe: Recipe, plan: Deployment) -> str:
     if plan.engines > 1:
         engine = recipe.rollout.engine.name
         wanted["rollout.engine.name"] = ("process" if engine == "native" else engine, engine)
-        wanted["rollout.schedule"] = ("eager", recipe.rollout.schedule)
+        if recipe.rollout.schedule == "lockstep":
+            wanted["rollout.schedule"] = ("eager", "lockstep")
     wanted["cluster.placement"] = ("ray", recipe.cluster.placement)
     return " ".join(f"{key}={value}" for key, (value, has) in wanted.items() if value != has)
 

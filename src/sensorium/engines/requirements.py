@@ -5,7 +5,9 @@ from sensorium.recipe.schema import RolloutSection
 from sensorium.vocabulary.errors import RecipeError
 
 
-def refuse_unable(capabilities: Capabilities, section: RolloutSection, precision: str = "fast") -> None:
+def refuse_unable(
+    capabilities: Capabilities, section: RolloutSection, precision: str = "fast", *, lockstep: bool = True
+) -> None:
     """Raise for the first thing that a recipe's rollout section or ``model.precision`` asks for and its engine lacks."""
     engine = section.engine.name
     if precision == "matched" and not capabilities.matched:
@@ -27,7 +29,7 @@ def refuse_unable(capabilities: Capabilities, section: RolloutSection, precision
                 f"rollout.{option} is {getattr(section, option)!r}, and engine '{engine}' does not follow it (of the "
                 f"sampling options it follows: {able}). Leave it at its default, or use another rollout.engine."
             )
-    if section.schedule == "lockstep" and not capabilities.deterministic:
+    if lockstep and not capabilities.deterministic:
         raise RecipeError(
             f"rollout.schedule is lockstep, which promises that a run repeats, and engine '{engine}' is not deterministic. "
             "Set rollout.schedule: eager, or use another rollout.engine."

@@ -38,7 +38,8 @@ DESCRIPTIONS = {
     "RolloutSection.engine": "what samples, or its name alone",
     "EngineSection.name": "native, process (weights of its own in a child process), vllm, or your own, module:Name",
     "EngineSection.options": "of that engine, such as max_rows (responses written at once) of native",
-    "RolloutSection.schedule": "lockstep repeats bit for bit; eager does not wait for slow environments, and gives that up",
+    "RolloutSection.schedule": "lockstep repeats bit for bit; eager does not wait for slow environments, and gives it up; "
+    "auto: lockstep, but eager with vLLM, several engines or `schedule: asynchronous`, which cannot repeat",
     "RolloutSection.temperature": "of the policy: the same in sampling and in training",
     "RolloutSection.top_p": "sample from the most likely tokens of this total probability only; 1: from all",
     "RolloutSection.top_k": "sample from so many most likely tokens only; 0: from all",

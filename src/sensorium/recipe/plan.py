@@ -275,7 +275,7 @@ def _determinism(recipe: Recipe) -> tuple[bool, str]:
         return False, f"no: vLLM batches by the clock; rollout.engine: native with {REPEATS}"
     if recipe.cluster.engines > 1:
         return False, f"no: several engines follow the clock; cluster.engines=1 with {REPEATS}"
-    if recipe.rollout.schedule == "eager":
+    if not recipe.lockstep:
         chosen = "" if recipe.selection.oversample == 1 else " and trains on the groups that it sees complete first"
         return False, f"no: the eager schedule batches by the clock{chosen}; {REPEATS}"
     if recipe.model.device.startswith("cuda"):

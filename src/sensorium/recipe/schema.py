@@ -89,7 +89,7 @@ class RolloutSection(Section):
     """How episodes are played: sampling, budgets, windows, deadlines."""
 
     engine: EngineSection = EngineSection()
-    schedule: Literal["lockstep", "eager"] = "lockstep"
+    schedule: Literal["auto", "lockstep", "eager"] = "auto"
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
@@ -284,6 +284,14 @@ class Recipe(Section):
     logging: LoggingSection = LoggingSection()
     health: HealthSection = HealthSection()
     cluster: ClusterSection = ClusterSection()
+
+    @property
+    def lockstep(self) -> bool:
+        """True if episodes wait for each other before each token, so that a run repeats: by default wherever it could."""
+        rollout = self.rollout
+        if rollout.schedule != "auto":
+            return rollout.schedule == "lockstep"
+        return rollout.engine.name != "vllm" and self.cluster.engines == 1 and self.schedule.name != "asynchronous"
 
     @property
     def total_steps(self) -> int:

@@ -19,7 +19,8 @@ from sensorium.vocabulary.errors import CheckpointError, RecipeError
 
 MAY_CHANGE = (
     "run_dir", "steps", "threads", "model.device", "media", "judges", "evaluation.every", "checkpoint.every",
-    "checkpoint.keep", "logging", "health", "cluster", "rollout.engine", "tasks.on_bad_row", "tasks.on_long_prompt",
+    "checkpoint.keep", "logging", "health", "cluster", "rollout.engine", "rollout.schedule", "tasks.on_bad_row",
+    "tasks.on_long_prompt",
 )  # fmt: skip
 """Keys, or sections, that may differ when a run is gone on with."""
 
@@ -139,6 +140,15 @@ def _engine_notes(recipe: Recipe, then: Recipe) -> Iterator[str]:
             f"ATTENTION: steps so far were sampled by rollout.engine {_engine(before)}, the next ones by {_engine(now)}. "
             "What is batched together, and so the last bits of log-probs, may differ from the run that was never changed."
         )
+    elif recipe.lockstep != then.lockstep:
+        yield (
+            f"ATTENTION: rollout.schedule was {_schedule(then)} and is now {_schedule(recipe)}: the next steps do not "
+            "repeat those of the run that was never changed."
+        )
+
+
+def _schedule(recipe: Recipe) -> str:
+    return "lockstep" if recipe.lockstep else "eager"
 
 
 def _cluster_notes(recipe: Recipe, then: Recipe) -> Iterator[str]:
