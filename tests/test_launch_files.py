@@ -125,6 +125,16 @@ def test_slurm_starts_ray_on_all_nodes_and_leaves_the_driver_a_gpu(cluster: Clus
     assert any(line.endswith("ray stop") for line in lines)
 
 
+@pytest.mark.parametrize("script", ["slurm.sh", "two_machines.sh"])
+def test_engines_that_ray_places_take_gpus_from_the_ranks(cluster: Cluster, script: str) -> None:
+    given = () if script == "slurm.sh" else ("train", "10.0.0.1")
+    more = SLURM | {"SLURM_JOB_ID": "7"} if script == "slurm.sh" else {"RAY_AUTH_TOKEN": "secret"}
+    lines = cluster.run(script, *given, "rollout.engine.name=vllm", ENGINES="4", **more)
+    (ours,) = [line for line in lines if " sensorium " in line]
+    _, recipe = parsed(ours)
+    assert (recipe.cluster.learners, recipe.cluster.engines, recipe.cluster.placement) == (11, 4, "ray")
+
+
 def test_slurm_ends_the_run_and_queues_the_job_again_when_its_time_is_nearly_up(cluster: Cluster) -> None:
     cluster.log.write_text("")
     known = {"PATH": f"{cluster.bin}:{os.environ['PATH']}", "RECIPE": "shapes", "RUN_DIR": str(cluster.run_dir)}

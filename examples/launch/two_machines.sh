@@ -5,6 +5,7 @@
 #   bash examples/launch/two_machines.sh head 10.0.0.1                   # on the first, with its own address
 #   bash examples/launch/two_machines.sh worker 10.0.0.1                 # on the second, with that of the first
 #   RECIPE=caprl_image RUN_DIR=/shared/runs/captions bash examples/launch/two_machines.sh train 10.0.0.1   # on the first
+# With ENGINES=4 before the last command four engines of one GPU sample (rollout.engine vllm or process), and eleven ranks learn.
 # After a crash the last command goes on from the last checkpoint. `ray stop` on both ends the cluster.
 set -euo pipefail
 what=${1:?head, worker or train} address=${2:?the address of the first machine}
@@ -19,7 +20,9 @@ case $what in
       --num-gpus=$((gpus - 1)) ;;
   worker) ray start --address="$address:$port" --num-gpus="$gpus" ;;
   train)
-    CUDA_VISIBLE_DEVICES=0 bash "$(dirname "$0")/train.sh" \
-      cluster.learners=$((2 * gpus - 1)) cluster.placement=ray cluster.address="$address:$port" "$@" ;;
+    engines=${ENGINES:-0}
+    placed=(cluster.learners=$((2 * gpus - 1 - engines)) cluster.placement=ray)
+    [ "$engines" -eq 0 ] || placed+=(cluster.engines="$engines")
+    CUDA_VISIBLE_DEVICES=0 bash "$(dirname "$0")/train.sh" "${placed[@]}" cluster.address="$address:$port" "$@" ;;
   *) echo "$what: say head, worker or train" >&2 && exit 2 ;;
 esac

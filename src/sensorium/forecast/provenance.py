@@ -37,11 +37,12 @@ def notes_of(recipe: Recipe, kind: Kind, plan: Deployment, *, given_lengths: boo
         yield (
             "lengths",
             "assumed",
-            "every response fills its budget, every prompt its context; --response-tokens tells better",
+            "every response fills its budget, every prompt its context; --response-tokens and --prompt-tokens tell better",
         )
     if plan.learners == 1:
         yield "memory", "measured", "the dry run's forecast: within 3 % of W1 and W2 without recomputation, 9 % with"
     else:
+        yield "the driver", "computed", "it holds the model too, on a GPU beside these where Ray places the ranks"
         yield "memory of ranks", "computed", "by how FSDP2 spreads the model; not measured on GPUs"
         yield (
             "update on ranks",
@@ -77,7 +78,11 @@ def notes_of(recipe: Recipe, kind: Kind, plan: Deployment, *, given_lengths: boo
         )
     if not plan.scoring_s:
         yield "scoring", "assumed", "no time at all; --scoring-s says what a judge or reward service takes"
-    yield "not in it", "computed", "evaluations, checkpoints, the start of a run and its first steps, which compile"
+    yield (
+        "not in it",
+        "computed",
+        "warm start, evaluations, checkpoints, the start of a run and its first steps, which compile",
+    )
 
 
 def _pushed(plan: Deployment) -> str:

@@ -67,7 +67,13 @@ def look_at(recipe: Recipe) -> Iterator[str]:
     if known_newer(found.name):
         yield f"rollout.engine: vLLM {found.name} is newer than any that this engine was tried with; its parity will tell"
     yield REPEATS_NOT
-    if not on_cpu:
+    if on_cpu:
+        cache = engine.options.get("cache_gib", 1)
+        yield (
+            f"rollout.engine: vLLM has weights of its own and takes {cache} GiB for keys and values "
+            "(rollout.engine.options.cache_gib), which is not in the forecast of memory"
+        )
+    else:
         yield (
             f"rollout.engine: vLLM takes {vllm_share(recipe):g} of its GPU (rollout.engine.options.gpu_share), which is "
             "not in the forecast of memory"
