@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -74,6 +75,11 @@ def sighted(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def engine(sighted: Bench) -> Iterator[VllmEngine]:
     with running(sighted) as engine:
         yield engine
+
+
+def sockets() -> set[Path]:
+    """Sockets that lie among the temporary files, by vLLM's names for them."""
+    return set(Path(tempfile.gettempdir()).glob("????????-????-????-????-????????????"))
 
 
 def questions(bench: Bench) -> dict[str, list[Message]]:
@@ -350,6 +356,7 @@ def test_a_start_that_takes_too_long_is_told_and_leaves_nothing(benches: Callabl
 
 def test_weights_by_broadcast_arrive_whole(sighted: Bench) -> None:
     """The way to engines with GPUs of their own, over gloo here: a push of all weights, and one after a death."""
+    before = sockets()
     with running(sighted, push="broadcast", restarts=1) as engine:
         for version in (engine.version + 1, engine.version + 2):
             with changed(sighted, "", version):
@@ -358,3 +365,4 @@ def test_weights_by_broadcast_arrive_whole(sighted: Bench) -> None:
                 apart = {name: distance(sighted, segments) for name, segments in found.items()}
                 assert max(apart.values()) < CLOSE_TO_POLICY, apart
             engine.restart(sighted.policy, version)
+    assert sockets() <= before

@@ -18,6 +18,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Coroutine
@@ -33,6 +34,13 @@ from sensorium.workers.python_process import guard_group
 SHUTDOWN_S = 15.0
 LOOK_S = 1.0
 """How often it is looked whether vLLM's core has died while something is awaited of it."""
+LONGEST_SOCKET_FOLDER = 70
+"""The path of a socket has at most 107 bytes, and vLLM's names have 36."""
+
+
+def is_socket_folder(folder: str) -> bool:
+    """True for a folder among this machine's temporary files (not on a shared disk) whose path leaves room for a name."""
+    return os.path.dirname(folder) == tempfile.gettempdir() and len(folder) <= LONGEST_SOCKET_FOLDER
 
 
 class Actor:
@@ -93,6 +101,8 @@ class Actor:
 
     async def _start(self, told: Message) -> Message:
         self.temporary = told["temporary"]
+        if is_socket_folder(self.temporary):  # vLLM leaves its sockets behind; there they are removed with the rest
+            os.environ.setdefault("VLLM_RPC_BASE_PATH", self.temporary)
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
