@@ -77,9 +77,10 @@ def engine(sighted: Bench) -> Iterator[VllmEngine]:
         yield engine
 
 
-def sockets() -> set[Path]:
-    """Sockets that lie among the temporary files, by vLLM's names for them."""
-    return set(Path(tempfile.gettempdir()).glob("????????-????-????-????-????????????"))
+def left_behind() -> set[Path]:
+    """Sockets among the temporary files, and segments of shared memory, by vLLM's names for them."""
+    sockets = Path(tempfile.gettempdir()).glob("????????-????-????-????-????????????")
+    return {*sockets, *Path("/dev/shm").glob("psm_*")}
 
 
 def questions(bench: Bench) -> dict[str, list[Message]]:
@@ -356,7 +357,7 @@ def test_a_start_that_takes_too_long_is_told_and_leaves_nothing(benches: Callabl
 
 def test_weights_by_broadcast_arrive_whole(sighted: Bench) -> None:
     """The way to engines with GPUs of their own, over gloo here: a push of all weights, and one after a death."""
-    before = sockets()
+    before = left_behind()
     with running(sighted, push="broadcast", restarts=1) as engine:
         for version in (engine.version + 1, engine.version + 2):
             with changed(sighted, "", version):
@@ -365,4 +366,4 @@ def test_weights_by_broadcast_arrive_whole(sighted: Bench) -> None:
                 apart = {name: distance(sighted, segments) for name, segments in found.items()}
                 assert max(apart.values()) < CLOSE_TO_POLICY, apart
             engine.restart(sighted.policy, version)
-    assert sockets() <= before
+    assert left_behind() <= before

@@ -5,8 +5,10 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 
-from sensorium.workers.python_process import any_alive
+from sensorium.workers.python_process import any_alive, mapped_segments
 
 LEADER = """
 import subprocess, sys, time
@@ -37,3 +39,14 @@ def test_a_group_ends_with_its_leader_however_that_is_killed() -> None:
         leader.kill()
         if any_alive(leader.pid):
             os.killpg(leader.pid, signal.SIGKILL)
+
+
+def test_shared_memory_that_a_group_has_mapped_is_found_until_it_is_removed() -> None:
+    memory = SharedMemory(create=True, size=100)
+    segment = Path("/dev/shm") / memory.name.lstrip("/")
+    try:
+        assert segment in mapped_segments(os.getpgrp())
+    finally:
+        memory.unlink()
+    assert segment not in mapped_segments(os.getpgrp()), "it is mapped still, and has no name"
+    memory.close()

@@ -1,17 +1,20 @@
 """A Python process that works for this one: started with sockets to talk over, ended for certain, its end explained."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 LAST_LINES = 6
 CLOSE_S = 30.0
+SEGMENT = re.compile(r"/dev/shm/psm_\w+(?=\n)")
+"""Shared memory by the names that ``multiprocessing.shared_memory`` gives; not one that is removed already."""
 
 
 class PythonProcess:
@@ -109,10 +112,23 @@ def _end_group(group: int, wait_s: float = 30.0) -> None:
 
 
 def any_alive(group: int) -> bool:
-    """True while a process of the group is alive. Zombies are not: whoever adopted them may never collect them."""
+    """True while a process of the group is alive."""
+    return any(True for _ in _living(group))
+
+
+def mapped_segments(group: int) -> set[Path]:
+    """The segments of shared memory, as Python names them, that processes of the group have mapped."""
+    found = set()
+    for process in _living(group):
+        with suppress(OSError):
+            found |= set(SEGMENT.findall((process / "maps").read_text()))
+    return {Path(name) for name in found}
+
+
+def _living(group: int) -> Iterator[Path]:
+    """The folders in /proc of a group's processes. Zombies are left out: whoever adopted them may never collect them."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, IndexError, ValueError):
             state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
             if int(its_group) == group and state not in "ZX":
-                return True
-    return False
+                yield stat.parent

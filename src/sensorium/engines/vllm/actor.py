@@ -23,13 +23,14 @@ import threading
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from sensorium.engines.vllm.engine_inputs import engine_input
 from sensorium.vocabulary.errors import EngineError, EngineLost
 from sensorium.workers.channel import Channel, Message
 from sensorium.workers.plain_errors import plain_error
-from sensorium.workers.python_process import guard_group
+from sensorium.workers.python_process import guard_group, mapped_segments
 
 SHUTDOWN_S = 15.0
 LOOK_S = 1.0
@@ -49,6 +50,7 @@ class Actor:
     def __init__(self, heard: Channel) -> None:
         self._heard = heard
         self.temporary = ""
+        self.segments: set[Path] = set()  # of shared memory: vLLM leaves some behind
         self._engine: Any = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._adapters: dict[int, int] = {}  # open requests by the number of their adapter
@@ -112,6 +114,7 @@ class Actor:
         self._vocab_size = told["vocab_size"]
         self._tells_versions = told["tells_versions"]
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
+        self.segments = mapped_segments(os.getpgrp())
         await self._init_transfer(told["transfer"])
         return {"context": self._engine.model_config.max_model_len}
 
@@ -268,6 +271,8 @@ def main() -> None:
     closing.join(SHUTDOWN_S)
     if actor.temporary:  # a parent that was killed can no longer remove it
         shutil.rmtree(actor.temporary, ignore_errors=True)
+    for segment in actor.segments:
+        segment.unlink(missing_ok=True)
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)  # whatever vLLM left behind, and this process
     os._exit(0)
