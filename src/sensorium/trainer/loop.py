@@ -295,7 +295,9 @@ class Trainer:
             if self.evaluator.due(self.step):
                 self._announce("evaluate")
                 self._refuse_ruined()
-                row |= summary_metrics((await self.evaluator.evaluate(self.step)).summary)
+                summary = (await self.evaluator.evaluate(self.step)).summary
+                self.health.evaluated(self.step, summary)
+                row |= summary_metrics(summary)
                 self._forget_played()
             if self.evaluator.sight_due(self.step):
                 self._announce("sight check")

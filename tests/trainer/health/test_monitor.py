@@ -94,6 +94,23 @@ def test_a_resumed_run_tells_what_the_uninterrupted_one_does(tmp_path: Path) -> 
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+def test_a_resumed_run_knows_the_evaluation_before_training(tmp_path: Path) -> None:
+    good, bad = ({"name": "eval", "accuracy": share, "interval": [share - 0.1, share + 0.1]} for share in (0.6, 0.3))
+    RunDirectory(tmp_path).create().write_summary(0, good)
+    health, ear = monitor(tmp_path)
+    health.restore()
+    health.evaluated(1, bad)
+    go(health, tmp_path, [HEALTHY] * 8)
+    assert [(notice.step, notice.rule) for notice in ear.heard] == [(1, "held_out_fall")], "it stands until the next one"
+    health.evaluated(9, good)
+    go(health, tmp_path, [HEALTHY] * 5, first=9)
+    assert (ear.heard[-1].step, ear.heard[-1].state) == (13, "ended")
+    (tmp_path / "eval/step_000000_eval.json").write_text("{")
+    resumed, ear = monitor(tmp_path)
+    resumed.restore()
+    assert "does not compare with the evaluations so far" in ear.noted_texts[0]
+
+
 def test_processes_lost_after_a_resume_are_counted_on(tmp_path: Path) -> None:
     lost = HEALTHY | {"engine/replaced": 1.0}
     first, _ = monitor(tmp_path)

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from sensorium.evaluation.intervals import wilson
 from sensorium.recipe.schema import Recipe
 from sensorium.record.findings import Finding, SightResult
-from sensorium.trainer.health.facts import Evidence, History, StepFacts, has_trained
+from sensorium.trainer.health.facts import Evidence, HeldOutResult, History, StepFacts, has_trained
 from sensorium.trainer.health.pay_rules import constant_term
 from sensorium.trainer.health.rules import RULES, examine
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user
@@ -69,6 +70,11 @@ def facts(row: dict[str, float], *groups: Group, before: Any = (), step: int = 9
     evidence = Evidence(groups or (MIXED,), more.pop("fates", {}), more.pop("unanswered", {}))
     sections = more.pop("sections", {})
     return StepFacts(recipe(**sections), step, row, History(before), evidence, **more)
+
+
+def evaluations(*right: int, of: int = 64) -> tuple[HeldOutResult, ...]:
+    """Evaluations before the first step and after every third, by how many of the tasks were answered right."""
+    return tuple(HeldOutResult(3 * i, count / of, *wilson(count, of)) for i, count in enumerate(right))
 
 
 def found(given: StepFacts) -> dict[str, Finding]:
@@ -135,6 +141,10 @@ CASES: dict[str, tuple[StepFacts, str]] = {
     "sudden_loss": (
         facts(HEALTHY | {"accuracy": 0.01}, *(MIXED,) * 64, before=[HEALTHY | {"accuracy": 0.8}] * 5),
         "accuracy fell from 0.80 to 0.01",
+    ),
+    "held_out_fall": (
+        facts(HEALTHY, held_out=evaluations(39, 38, 30, 19), sections={"schedule": "asynchronous"}),
+        "held-out accuracy fell from 60.9 % [48.7 to 71.9] before training to 29.7 % [19.9 to 41.8] at step 9",
     ),
     "held_out": (
         facts(
@@ -222,6 +232,37 @@ def test_a_guard_that_has_nothing_to_prevent_is_not_called_constant(value: float
     guard = {"name": "token_length", "options": {"name": "exact"}}
     given = facts(row, alike, before=[row] * 6, sections={"rewards": {"terms": [guard]}})
     assert (constant_term(given) is not None) == told
+
+
+def test_a_fall_of_held_out_accuracy_names_the_key_to_lower_and_the_checkpoint_that_is_kept() -> None:
+    below_first = found(CASES["held_out_fall"][0])["held_out_fall"]
+    assert below_first.grave
+    assert "stale (schedule: asynchronous). Lower optimizer.lr or schedule.max_staleness" in below_first.text
+    assert "nothing trained so far was better than the model before training" in below_first.text
+    below_best = found(facts(HEALTHY, held_out=evaluations(20, 50, 24)))["held_out_fall"]
+    assert not below_best.grave
+    assert "from 78.1 % [66.6 to 86.5] at step 3 to 37.5 %" in below_best.text
+    assert "stale" not in below_best.text
+    assert "the checkpoint of step 3 is kept as the best (checkpoint.best)" in below_best.text
+    warm = facts(HEALTHY, held_out=evaluations(50, 20), sections={"warm_start": {"steps": 3}})
+    assert "Lower warm_start.optimizer.lr and" in found(warm)["held_out_fall"].text
+
+
+def test_held_out_accuracy_that_varies_by_chance_has_not_fallen() -> None:
+    overlapping, recovered = evaluations(39, 30), evaluations(39, 19, 36)
+    best_and_worst_of_many = evaluations(*[38] * 20, 47, *[38] * 20, 29)
+    assert best_and_worst_of_many[-1].high < best_and_worst_of_many[20].low, "by their intervals alone it would be a fall"
+    for seen in ((), evaluations(39), overlapping, recovered, best_and_worst_of_many):
+        assert not found(facts(HEALTHY, held_out=seen))
+
+
+@pytest.mark.parametrize(("trained", "told"), [(0.26, False), (0.7, False), (0.75, True)])
+def test_tasks_are_learned_by_heart_only_if_training_is_above_the_held_out_interval(trained: float, told: bool) -> None:
+    before = [HEALTHY | {"accuracy": 0.09, "eval/accuracy": 39 / 64}, *[HEALTHY | {"accuracy": trained}] * 5]
+    given = facts(
+        HEALTHY | {"accuracy": trained, "eval/accuracy": 39 / 64}, before=before, held_out=evaluations(39, 39, 39)
+    )
+    assert ("held_out" in found(given)) == told
 
 
 def test_entropy_may_fall_where_the_answers_are_right() -> None:

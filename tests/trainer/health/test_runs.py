@@ -248,3 +248,25 @@ def test_the_sight_check_compares_with_blanked_pictures_and_leaves_the_run_as_it
         load_file(tmp_path / name / "checkpoints/step_000002/model.safetensors") for name in ("with", "without")
     )
     assert all((seeing[name] == plain[name]).all() for name in plain)
+
+
+class RightAtFirst:
+    """Calls the first eight responses right, which are those of the evaluation before training, and no other."""
+
+    name = "right_at_first"
+    instant = True
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
+        self.asked += 1
+        return (Score(self.name, float(episode.index), correct=self.asked <= 8),)
+
+
+def test_held_out_accuracy_that_fell_since_before_training_is_told_in_health_and_report(tmp_path: Path) -> None:
+    changes = SIGHTED | {"rewards": {"terms": [{"name": f"{HERE}:RightAtFirst"}]}, "health": {"sight_tasks": 0}}
+    changes |= {"evaluation": {"at_start": True, "every": 2, "limit": 8}}
+    train(parse_recipe(json.dumps(RECIPE | changes | {"run_dir": str(tmp_path / "run")}), "test", []))
+    assert "fell from 100.0 % [67.6 to 100.0] before training to 0.0 %" in found(tmp_path)["held_out_fall"]
+    assert "held-out accuracy fell from 100.0 %" in (tmp_path / "run/report.html").read_text()

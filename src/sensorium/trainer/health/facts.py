@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
+from typing import Any
 
 from sensorium.recipe.schema import Recipe
 from sensorium.record.findings import SightResult
@@ -101,8 +102,29 @@ class Evidence:
 
 
 @dataclass(frozen=True)
+class HeldOutResult:
+    """Accuracy of the model on the held-out tasks as it was after a step (0: before the first), with its 95 % interval."""
+
+    step: int
+    accuracy: float
+    low: float
+    high: float
+
+    @property
+    def text(self) -> str:
+        """Accuracy and interval in percent: ``60.9 % [48.7 to 71.9]``."""
+        return f"{100 * self.accuracy:.1f} % [{100 * self.low:.1f} to {100 * self.high:.1f}]"
+
+
+def held_out_result(step: int, summary: Mapping[str, Any]) -> HeldOutResult | None:
+    """What an evaluation's summary says of accuracy; None where no term tells right from wrong."""
+    accuracy, interval = summary.get("accuracy"), summary.get("interval")
+    return None if accuracy is None or not interval else HeldOutResult(step, accuracy, *interval)
+
+
+@dataclass(frozen=True)
 class StepFacts:
-    """Everything a rule may look at. ``sight`` is what the last sight check found."""
+    """Everything a rule may look at. ``sight`` is what the last sight check found, ``held_out`` every evaluation so far."""
 
     recipe: Recipe
     step: int
@@ -110,6 +132,7 @@ class StepFacts:
     history: History = field(default_factory=History)
     evidence: Evidence = field(default_factory=Evidence)
     sight: tuple[SightResult, ...] = ()
+    held_out: tuple[HeldOutResult, ...] = ()
 
     @property
     def supervised(self) -> bool:

@@ -1,9 +1,11 @@
 """Rules about what updates do to the model: rates and gradients, entropy, a sudden loss, the engine, and sight."""
 
-from math import sqrt
+from math import hypot, sqrt
+from statistics import NormalDist
 
+from sensorium.evaluation.intervals import Z95
 from sensorium.record.findings import Finding
-from sensorium.trainer.health.facts import StepFacts
+from sensorium.trainer.health.facts import HeldOutResult, StepFacts
 
 LARGEST_RATE = 0.05
 LARGEST_GRADIENT = 1e3
@@ -14,6 +16,8 @@ FRESH_SHARE = 0.25
 COLLAPSED = 0.05
 NO_GAIN, LEARNED = 0.02, 0.15
 """Held-out accuracy that gained no more than the first, while training accuracy gained more than the second."""
+BY_CHANCE = 0.01
+"""How often a fall may be told of accuracy that only varies, divided by the number of comparisons."""
 SURE = 4.0
 ROUNDING = 1e-5
 """The largest difference of a log-prob that float32 on a CPU explains, in units of the logits' scale (at least 1)."""
@@ -67,14 +71,61 @@ def sudden_loss(facts: StepFacts) -> Finding | None:
     return None
 
 
+def held_out_fall(facts: StepFacts) -> Finding | None:
+    """Held-out accuracy is clearly below the run's first or best evaluation: their intervals do not overlap.
+
+    It stands until the next evaluation. The more evaluations there are, the further apart the best and the worst of them
+    lie by chance, so the gap must be one that so many comparisons do not explain. Below the first one it is grave.
+    """
+    if len(facts.held_out) < 2:
+        return None
+    *earlier, now = facts.held_out
+    first, best, count = earlier[0], max(earlier, key=lambda result: result.accuracy), len(earlier)
+    below_first = _clearly_below(now, first, comparisons=count)
+    if not below_first and not _clearly_below(now, best, comparisons=count * (count + 1) // 2):
+        return None
+    was = first if below_first else best
+    start = "before training" if was.step == 0 else f"at step {was.step}"
+    what = f"held-out accuracy fell from {was.text} {start} to {now.text} at step {now.step}"
+    causes = ["the learning rate is too high", "the reward pays something else than the evaluation asks for"]
+    rl = now.step > facts.recipe.warm_start.steps
+    lower = "optimizer.lr" if rl else "warm_start.optimizer.lr"
+    if rl and facts.recipe.schedule.name != "synchronous":
+        causes.append(f"the episodes are stale (schedule: {facts.recipe.schedule.name})")
+        lower += " or schedule.max_staleness"
+    advice = f"Lower {lower} and read the episodes in the report; {_best_checkpoint(facts, best)}"
+    return Finding("held_out_fall", what, ", or ".join(causes), advice, grave=below_first)
+
+
+def _clearly_below(now: HeldOutResult, was: HeldOutResult, comparisons: int) -> bool:
+    """True if two intervals do not overlap, and the gap is larger than chance makes the largest of so many."""
+    error = hypot(was.accuracy - was.low, now.high - now.accuracy) / Z95
+    errors = NormalDist().inv_cdf(1 - BY_CHANCE / comparisons)
+    return now.high < was.low and was.accuracy - now.accuracy > errors * error
+
+
+def _best_checkpoint(facts: StepFacts, best: HeldOutResult) -> str:
+    """Where the model of the best evaluation is."""
+    if best.step == 0:
+        return "nothing trained so far was better than the model before training"
+    if facts.recipe.checkpoint.best == "eval/accuracy":
+        return f"the checkpoint of step {best.step} is kept as the best (checkpoint.best)"
+    return f"the best was step {best.step}, and checkpoint.best: eval/accuracy would keep its checkpoint"
+
+
 def held_out(facts: StepFacts) -> Finding | None:
-    """Accuracy rose on training tasks and not on those held out."""
+    """Accuracy rose on training tasks, to above that on held-out ones, which did not rise.
+
+    Training accuracy is sampled, held-out accuracy often greedy: only if training is above the held-out interval is there
+    anything that was learned by heart.
+    """
     first, now = facts.history.held_out, facts.row.get("eval/accuracy")
     before, recent = facts.history.first.get("accuracy"), facts.recent("accuracy")
     if first is None or now is None or before is None or not recent or now - first > NO_GAIN:
         return None
     trained = sum(recent) / len(recent)
-    if trained - before <= LEARNED:
+    limit = facts.held_out[-1].high if facts.held_out else now
+    if trained - before <= LEARNED or trained <= limit:
         return None
     rose = f"training accuracy rose from {before:.2f} to {trained:.2f}"
     what = f"held-out accuracy went from {first:.2f} to {now:.2f} while {rose}"

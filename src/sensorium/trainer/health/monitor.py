@@ -1,21 +1,22 @@
 """Health over a run: findings are told when they begin, at growing intervals while they last, and when they are over.
 
-Invariant: what is told at a step is a function of the rows so far (metrics.jsonl) and of the step's facts. So a resumed run
-tells what the uninterrupted one would have told.
+Invariant: what is told at a step is a function of the rows so far (metrics.jsonl), of the sight checks and evaluations on
+record and of the step's facts. So a resumed run tells what the uninterrupted one would have told.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sensorium.recipe.schema import Recipe
 from sensorium.record.findings import Finding, Notice, SightResult, State, read_health, write_notice, write_sight
 from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.watcher import Watcher
-from sensorium.trainer.health.facts import Evidence, History, Row, StepFacts
+from sensorium.trainer.health.facts import Evidence, HeldOutResult, History, Row, StepFacts, held_out_result
 from sensorium.trainer.health.pay_rules import IN_A_ROW
 from sensorium.trainer.health.rules import examine
-from sensorium.vocabulary.errors import NothingTrained
+from sensorium.vocabulary.errors import NothingTrained, RecordError
 
 FIRST_REMINDER = 10
 CLEAR_STEPS = 5
@@ -78,6 +79,7 @@ class Health:
         self.recipe, self.directory, self.watcher = recipe, directory, watcher
         self.history, self.courses = History(), Courses()
         self.sight: tuple[SightResult, ...] = ()
+        self.held_out: tuple[HeldOutResult, ...] = ()
         self._rows_lost = False
         self._texts: dict[str, tuple[str, bool]] = {}  # by rule: what was last told, and whether it is grave
 
@@ -92,6 +94,7 @@ class Health:
         for notice in record.notices:
             self._texts[notice.rule] = (notice.text, notice.grave)
         self.sight = record.sight[-1][1] if record.sight else ()
+        self._restore_held_out()
         self.courses.advance(0, [notice.rule for notice in record.notices if notice.step == 0])
         for row in read_metrics(self.directory.metrics):
             self.history.add(row)
@@ -108,6 +111,23 @@ class Health:
             state: State = "began" if rule in BY_SIGHT_CHECK else "goes on"
             self.watcher.diagnosed(Notice(course.began, rule, state, text, grave))
 
+    def _restore_held_out(self) -> None:
+        """Read back the evaluations; the run goes on without them if one is damaged."""
+        self.held_out = ()
+        try:
+            for summary in self.directory.summaries():
+                if summary["name"] == "eval":
+                    self.evaluated(summary["step"], summary)
+        except RecordError as error:
+            self.held_out = ()
+            self.watcher.noted(f"health does not compare with the evaluations so far, since one cannot be read: {error}")
+
+    def evaluated(self, step: int, summary: Mapping[str, Any]) -> None:
+        """Take in the summary of an evaluation on the held-out tasks."""
+        result = held_out_result(step, summary)
+        if result is not None:
+            self.held_out += (result,)
+
     def look(self, step: int, results: Sequence[SightResult]) -> dict[str, float]:
         """Take in a sight check; returns its metrics."""
         self.sight = tuple(results)
@@ -120,7 +140,7 @@ class Health:
 
     def examine(self, step: int, row: Row, evidence: Evidence) -> dict[str, float]:
         """Judge a step; returns the metrics of what was found, ``health/<rule>`` 1 each."""
-        found = examine(StepFacts(self.recipe, step, row, self.history, evidence, self.sight))
+        found = examine(StepFacts(self.recipe, step, row, self.history, evidence, self.sight, self.held_out))
         self._tell(step, found, looked="sight/shown" in row)
         self.history.add(row)
         return {f"health/{finding.rule}": 1.0 for finding in found}

@@ -39,6 +39,7 @@ RULES = (
     Rule(pay_rules.truncated),
     Rule(pay_rules.bad_rows),
     Rule(learning_rules.gradient),
+    Rule(learning_rules.held_out_fall),
     Rule(learning_rules.held_out),
     Rule(learning_rules.entropy_collapse),
     Rule(learning_rules.large_ratio),
