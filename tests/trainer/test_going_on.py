@@ -85,6 +85,7 @@ def test_an_extended_run_is_the_one_that_was_longer_from_the_start(run: Path, tm
     train(small(tmp_path / "long" / "run", steps=4))
     assert_equal(run, tmp_path / "long" / "run", 4)
     assert load_recipe(run).steps == 4
+    assert load_recipe(run / "recipe_until_step_000003.yaml").steps == 3, "what it was until then is kept"
     assert "the run now ends at 4 steps of RL instead of 3." in notes.texts
     assert not any("schedule" in text for text in notes.texts)
 
@@ -121,6 +122,8 @@ def test_another_engine_may_go_on_and_is_told(run: Path, tmp_path: Path) -> None
     )
     train(small(tmp_path / "long" / "run", steps=4))
     assert_equal(run, tmp_path / "long" / "run", 4)
+    train(load_recipe(run, ["rollout.schedule=eager", "steps=5"]), resume=True, watchers=[notes])
+    assert any("rollout.schedule was lockstep and is now eager" in text for text in notes.texts)
 
 
 def test_a_picture_that_was_replaced_by_another_is_told_when_the_run_goes_on(tmp_path: Path) -> None:

@@ -65,6 +65,10 @@ class RunDirectory:
             for path in folder.glob("step_*"):
                 path.unlink()
 
+    def recipe_until(self, step: int) -> Path:
+        """The recipe that a run had until a step, where it went on with another."""
+        return self.path / f"recipe_until_{step_name(step)}.yaml"
+
     def episodes_of(self, step: int) -> Path:
         """The episodes of a training step."""
         return self.episodes / f"{step_name(step)}.jsonl"

@@ -42,6 +42,14 @@ def write_recipe(recipe: Recipe, directory: RunDirectory) -> None:
     write_whole(directory.recipe, dump_recipe(recipe.model_copy(update={"run_dir": None})))
 
 
+def change_recipe(recipe: Recipe, directory: RunDirectory, step: int) -> None:
+    """Write the recipe of a run that goes on after ``step``; another one that it had until then is kept beside it."""
+    before = directory.recipe.read_bytes()
+    write_recipe(recipe, directory)
+    if directory.recipe.read_bytes() != before:
+        write_whole(directory.recipe_until(step), before.decode())
+
+
 def begin_again(recipe: Recipe, directory: RunDirectory) -> None:
     """Forget what a run without a usable checkpoint has written, and take its directory as a fresh run.
 

@@ -32,7 +32,7 @@ from sensorium.report.watcher import Watcher, Watchers
 from sensorium.tasks.mixture import a_few, each_once
 from sensorium.tasks.planner import make_planner
 from sensorium.trainer.checkpoint import Checkpoints
-from sensorium.trainer.claim import begin, begin_again, go_on, no_checkpoint, refuse_fewer_steps, write_recipe
+from sensorium.trainer.claim import begin, begin_again, change_recipe, go_on, no_checkpoint, refuse_fewer_steps
 from sensorium.trainer.health.at_start import long_demonstrations, refuse_without_demonstrations, start_notes
 from sensorium.trainer.loop import Trainer
 from sensorium.trainer.seen_tasks import changed_tasks, refuse_other_frames, remember_tasks
@@ -56,7 +56,7 @@ def train(recipe: Recipe, *, resume: bool = False, restart: bool = False, watche
                 (begin_again if restart else begin)(recipe, directory)
             trainer = open_trainer(recipe, directory, resume=resume, watchers=watchers, notes=notes)
         if resume:
-            write_recipe(recipe, directory)
+            change_recipe(recipe, directory, trainer.step)
         elif restart:
             trainer.ledger.rewind(0)
         with _reported(directory, trainer):
