@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from sensorium.cli.main import main
-from sensorium.record.processes import ProcessRow, read_processes, write_processes
-from sensorium.trainer.heartbeat import Heartbeat
+from sensorium.record.processes import ProcessRow, RunEnd, read_processes, write_processes
+from sensorium.trainer.heartbeat import Heartbeat, run_end
+from sensorium.vocabulary.errors import LearnerLost
 
 GONE = 2**22 + 1  # above any process id
 
@@ -38,8 +39,31 @@ def test_every_process_is_told_with_its_state(run: Path, capsys: pytest.CaptureF
     lines = {part: line for line in told.splitlines() for part in ("driver", "engine 0") if part in line}
     assert "alive" in lines["driver"]
     assert "gone" in lines["engine 0"]
-    write_processes(run, 5, rows, ended=True)
+    write_processes(run, 5, rows, end=RunEnd("finished"))
     assert status(run, capsys)[0] == 0, "of a run that is over nobody is missed"
+
+
+@pytest.mark.parametrize(
+    ("error", "step", "code", "told"),
+    [
+        (None, 52, 0, ["step 52 of 52", "finished"]),
+        (None, 38, 1, ["step 38 of 52", "stopped before its end", "--resume"]),
+        (KeyboardInterrupt(), 38, 1, ["step 38 of 52", "stopped before its end", "--resume"]),
+        (LearnerLost("rank 1 was killed [SIGKILL]"), 35, 1, ["failed: rank 1 was killed [SIGKILL]\n", "--resume"]),
+        (ValueError("two\nlines"), 35, 1, ["step 35 of 52", "failed: ValueError: two lines\n", "--resume"]),
+    ],
+)
+def test_how_a_run_ended_is_told_with_the_way_out(
+    error: BaseException | None, step: int, code: int, told: list[str], run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "checkpoints" / "step_30").mkdir(parents=True)
+    heartbeat = Heartbeat(run, lambda: (ProcessRow("driver", os.getpid(), "update"),), 52)
+    heartbeat.at(step)
+    heartbeat.close(run_end(error, finished=step == 52))
+    found, text = status(run, capsys)
+    assert found == code
+    assert [part for part in told if part not in text] == []
+    assert ("--resume" in text) == bool(code)
 
 
 def test_one_that_is_stopped_is_not_called_alive(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,13 +111,18 @@ def test_a_run_whose_processes_are_not_up_yet_is_told_to_start(run: Path, capsys
     assert f"starts: process {os.getpid()}" in told
     assert "2 learner ranks, 2 engines (vllm)" in told
     held_by(run, GONE)
-    assert "ended before its processes were up" in status(run, capsys)[1]
+    code, told = status(run, capsys)
+    assert code == 1
+    assert "ended before its processes were up" in told
 
 
 def test_what_the_run_said_before_it_was_resumed_is_not_told_as_now(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "recipe.yaml").write_text("name: x\ncluster: {learners: 2}\n")
     write_processes(run, 5, (ProcessRow("driver", GONE, "update"), ProcessRow("learner rank 0", GONE, "trains")))
-    assert status(run, capsys)[0] == 1, "killed, and nobody went on with it"
+    code, told = status(run, capsys)
+    assert code == 1
+    assert f"The driver, process {GONE}, is gone" in told, "killed, and nobody went on with it"
+    assert "the same command starts over" in told
     held_by(run, os.getpid())
     code, told = status(run, capsys)
     assert code == 0
@@ -102,7 +131,7 @@ def test_what_the_run_said_before_it_was_resumed_is_not_told_as_now(run: Path, c
 
 def test_a_run_that_goes_on_as_one_process_forgets_those_it_had(run: Path) -> None:
     write_processes(run, 5, (ProcessRow("driver", GONE, "update"), ProcessRow("learner rank 0", GONE, "trains")))
-    Heartbeat(run, lambda: ()).close()
+    Heartbeat(run, lambda: (), 9).close(RunEnd("finished"))
     assert read_processes(run) is None
 
 

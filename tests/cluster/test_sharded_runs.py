@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from sensorium.cluster.processes import ProcessRanks
 from sensorium.recipe.schema import Recipe
+from sensorium.record.processes import read_processes
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import LearnerLost
 
@@ -92,5 +93,9 @@ def test_a_dead_rank_ends_the_run_and_ranks_go_on_from_the_last_checkpoint(
     with pytest.raises(LearnerLost, match=r"rank 1 .* was killed by SIGKILL.* step 2: go on from it with --resume"):
         train(resumed, resume=True)
     assert not any(Path(f"/proc/{pid}").exists() for pid in killed)
+    told = read_processes(run)
+    assert told is not None
+    assert told.end is not None
+    assert (told.end.how, "was killed by SIGKILL" in told.end.cause) == ("failed", True)
     train(resumed, resume=True)
     assert_alike(alone, run)

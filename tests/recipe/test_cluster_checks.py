@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.recipe.cluster_checks import cluster_problems
+from sensorium.recipe.cluster_checks import cluster_notes, cluster_problems
 from sensorium.recipe.schema import ClusterSection
 
 from .test_computing_checks import recipe
@@ -54,3 +54,21 @@ def test_nccl_without_gpus_is_refused() -> None:
     cluster = {"learners": 2, "backend": "nccl"}
     assert [place for place, _ in cluster_problems(recipe("qwen3_vl", "cpu", cluster=cluster))] == ["cluster.backend"]
     assert not list(cluster_problems(recipe("qwen3_vl", "cuda", cluster=cluster)))
+
+
+@pytest.mark.parametrize(
+    ("device", "cluster", "more", "told"),
+    [
+        ("cpu", {"learners": 8}, {}, "9 processes (8 learner ranks, 1 engine (process)) share 2 CPUs"),
+        ("auto", {"learners": 8, "placement": "ray"}, {}, "9 processes (8 learner ranks, 1 engine (process)) share 2 CPUs"),
+        ("cpu", {"learners": 2}, {"schedule": {"name": "asynchronous"}}, "3 processes"),
+        ("cpu", {"learners": 2, "rewards": 4}, {}, ""),
+        ("cpu", {"learners": 8, "placement": "ray", "address": "10.0.0.1:6379"}, {}, ""),
+        ("cuda", {"learners": 8}, {}, ""),
+    ],
+)
+def test_more_processes_than_cpus_are_told(device: str, cluster: dict[str, Any], more: dict[str, Any], told: str) -> None:
+    found = recipe("qwen3_vl", device, cluster=cluster, rollout={"engine": {"name": "process"}}, **more)
+    notes = list(cluster_notes(found, gpus=False, cpus=2))
+    assert len(notes) == bool(told)
+    assert all(told in note for note in notes)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from sensorium.engines.native.engine import NativeEngine
 from sensorium.recipe.schema import Recipe
-from sensorium.record.processes import read_processes
+from sensorium.record.processes import RunEnd, read_processes
 from sensorium.report.watcher import Watcher
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import EngineLost
@@ -52,7 +52,7 @@ def test_a_resumed_run_of_three_steps_equals_the_native_engines(tmp_path: Path) 
     assert watcher.notes[0] == "starting 1 engine (process); that may take minutes"
     told = read_processes(process)
     assert told is not None
-    assert (told.step, told.ended) == (2, True)
+    assert (told.step, told.steps, told.end) == (2, 2, RunEnd("finished"))
     train(small(tmp_path / "process", PROCESS), resume=True)
     assert len(episodes_of(native)) == 3
     assert episodes_of(process) == episodes_of(native)

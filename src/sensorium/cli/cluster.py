@@ -8,10 +8,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from sensorium.cli.show import say
+from sensorium.cli.train import after_interrupt
 from sensorium.recipe.processes import placed_processes
 from sensorium.recipe.yaml import read_yaml
 from sensorium.record.lock import said_holder
 from sensorium.record.processes import ProcessRow, RunProcesses, alive, process_state, read_processes
+from sensorium.record.run_directory import RunDirectory
 from sensorium.vocabulary.errors import RecordError
 
 LATE_S = 60.0
@@ -24,20 +27,38 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Print the status of a run's processes; 1 if any that should live is gone."""
+    """Print the status of a run's processes; 1 if any that should live is gone, or the run ended before its last step."""
     directory = arguments.directory
     if not (directory / "recipe.yaml").exists():
         raise RecordError(f"'{directory}' holds no run: give the directory that 'sensorium train' wrote.")
     found, console = read_processes(directory), Console()
     if found is None or _other_driver(directory, found):
-        console.print(_without_processes(directory), soft_wrap=True)
-        return 0
+        text, code = _without_processes(directory)
+        say(text, console)
+        return code
     table = Table("part", "pid", "state", "does", "weights", "restarts", title=headline(found))
     for row in found.rows:
         version = "" if row.version < 0 else str(row.version)
         table.add_row(row.part, str(row.pid or ""), state(row, found), row.does, version, str(row.restarts))
     console.print(table)
-    return int(not found.ended and any(state(row, found) == "gone" for row in found.rows))
+    if problem := _early_end(found):
+        say(problem, console)
+        say(after_interrupt(RunDirectory(directory)), console)
+    return int(bool(problem) or (not found.ended and any(state(row, found) == "gone" for row in found.rows)))
+
+
+def _early_end(found: RunProcesses) -> str:
+    """What ended a run before it was finished; empty if it goes on or is finished."""
+    if found.end is not None:
+        texts = {
+            "finished": "",
+            "stopped": "The run was stopped before its end.",
+            "failed": f"The run failed: {found.end.cause}",
+        }
+        return texts[found.end.how]
+    gone = [row.pid for row in found.rows if row.part == "driver" and state(row, found) == "gone"]
+    how = "did not say how the run ended: it was killed, or stopped while it started"
+    return f"The driver, process {gone[0]}, is gone and {how}." if gone else ""
 
 
 def _other_driver(directory: Path, found: RunProcesses) -> bool:
@@ -48,27 +69,32 @@ def _other_driver(directory: Path, found: RunProcesses) -> bool:
     return holder[0] not in (row.pid for row in found.rows if row.part == "driver")
 
 
-def _without_processes(directory: Path) -> str:
-    """What is to say of a run that has not written of its processes."""
+def _without_processes(directory: Path) -> tuple[str, int]:
+    """What is to say of a run that has not written of its processes, and the exit code."""
     recipe, _ = read_yaml((directory / "recipe.yaml").read_text(), str(directory / "recipe.yaml"))
     parts = placed_processes(recipe) if isinstance(recipe, dict) else ()
     if not parts:
         return (
             f"'{directory}' is a run of one process: learner and engine are the driver's own, and there is nothing beside "
             "it. cluster.learners, cluster.engines or rollout.engine: process give it others."
-        )
+        ), 0
     holder, listed = said_holder(directory), ", ".join(parts)
     if holder is None or (holder[1] == socket.gethostname() and not alive(holder[0])):
-        return f"'{directory}' ended before its processes were up ({listed})."
-    return f"'{directory}' starts: process {holder[0]} on {holder[1]} waits for its processes to be up ({listed})."
+        return (
+            f"'{directory}' ended before its processes were up ({listed}).\n{after_interrupt(RunDirectory(directory))}",
+            1,
+        )
+    return f"'{directory}' starts: process {holder[0]} on {holder[1]} waits for its processes to be up ({listed}).", 0
 
 
 def headline(found: RunProcesses) -> str:
     """Where the run is and when it last said so."""
     age = time.time() - found.written
     late = " (late: it hangs, or was killed)" if age > LATE_S and not found.ended else ""
-    what = "ended" if found.ended else f"last heartbeat {age:.0f} s ago{late}"
-    return f"step {found.step} on {found.host}, {what}"
+    what = f"last heartbeat {age:.0f} s ago{late}"
+    if found.ended:
+        what = "ended" if found.end is None else {"stopped": "stopped before its end"}.get(found.end.how, found.end.how)
+    return f"step {found.step}{f' of {found.steps}' if found.steps else ''} on {found.host}, {what}"
 
 
 def state(row: ProcessRow, found: RunProcesses) -> str:

@@ -9,6 +9,7 @@ from inspect import signature
 
 from sensorium.judges.client import JudgeClient
 from sensorium.media.store import MediaStore
+from sensorium.recipe.cluster_checks import cluster_notes, gpus_seen
 from sensorium.recipe.computing_checks import computing_notes
 from sensorium.recipe.names import build, resolve, table, wrong_options
 from sensorium.recipe.schema import Recipe
@@ -58,6 +59,8 @@ def look_at(recipe: Recipe, *, train: bool = True) -> Iterator[str]:
         yield unknown
     if train and recipe.cluster.placement == "ray":
         refuse_without_ray()
+    if train:
+        yield from cluster_notes(recipe, gpus=gpus_seen())
     if train and recipe.cluster.environments and recipe.cluster.hang_s >= recipe.rollout.environment_deadline_s:
         yield (
             f"cluster.hang_s is {recipe.cluster.hang_s:g}, and rollout.environment_deadline_s "

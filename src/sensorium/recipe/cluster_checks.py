@@ -1,8 +1,11 @@
 """What a recipe's cluster section can get wrong beside its types."""
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from sensorium.recipe.objects import SCHEME
+from sensorium.recipe.processes import computing_processes
 from sensorium.recipe.schema import Recipe
 
 OWN_WEIGHTS = ("process", "vllm")
@@ -49,6 +52,31 @@ def cluster_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from _unplaced_environments(recipe)
     if section.rewards:
         yield from _unplaced_rewards(recipe)
+
+
+def cluster_notes(recipe: Recipe, *, gpus: bool, cpus: int | None = None) -> Iterator[str]:
+    """What runs, but not as fast as its numbers promise. ``gpus``: this machine has some; ``cpus``: so many, if given."""
+    device, cpus = recipe.model.device, cpus or _usable_cpus()
+    if recipe.cluster.address or not (device == "cpu" or (device == "auto" and not gpus)):
+        return  # other machines have CPUs of their own, and beside a GPU a process needs few
+    parts = computing_processes(recipe.model_dump(include={"cluster", "rollout"}))
+    # Of a synchronous run, engines wait while learners compute, and the other way round.
+    at_once = max(parts.values(), default=0) if recipe.schedule.name == "synchronous" else sum(parts.values())
+    if at_once > cpus:
+        yield (
+            f"cluster: {sum(parts.values())} processes ({', '.join(parts)}) share {cpus} CPU{'s' if cpus > 1 else ''} of "
+            "this machine and take turns, so they are no faster than fewer would be; ask for fewer, or name a Ray cluster "
+            "of more machines (cluster.placement=ray cluster.address=…)."
+        )
+
+
+def gpus_seen() -> bool:
+    """True if this machine has GPUs, as far as that is known without torch."""
+    return any(any(Path("/dev").glob(pattern)) for pattern in ("nvidia[0-9]*", "kfd", "dxg"))
+
+
+def _usable_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _undivided_tokens(recipe: Recipe) -> Iterator[tuple[str, str]]:

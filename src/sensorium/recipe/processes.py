@@ -31,6 +31,12 @@ def placed_processes(recipe: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(told for _, _, told in _placed(recipe.get("cluster") or {}, engine))
 
 
+def computing_processes(recipe: Mapping[str, Any]) -> dict[str, int]:
+    """Those of them that compute with a model, by what they are called: learner ranks and engines, not workers."""
+    engine = section_name((recipe.get("rollout") or {}).get("engine"), "native")
+    return {told: count for kind, count, told in _placed(recipe.get("cluster") or {}, engine) if kind != "worker"}
+
+
 def placed_by(recipe: Mapping[str, Any]) -> str:
     """Who places them, where it is not the driver itself: an addition to the list."""
     return ", placed by Ray" if (recipe.get("cluster") or {}).get("placement") == "ray" else ""

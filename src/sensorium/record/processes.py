@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -33,14 +33,27 @@ class ProcessRow:
 
 
 @dataclass(frozen=True)
+class RunEnd:
+    """How a run ended: after its last step, stopped before it (as by Ctrl-C), or failed, of which ``cause`` tells why."""
+
+    how: Literal["finished", "stopped", "failed"]
+    cause: str = ""
+
+
+@dataclass(frozen=True)
 class RunProcesses:
-    """All processes of a run. ``written`` is in seconds since 1970; ``ended``: the run closed them."""
+    """All processes of a run, which is at ``step`` of ``steps``. ``written`` is in seconds since 1970.
+
+    ``ended``: the run closed them; ``end`` says how it ended, which older versions did not write.
+    """
 
     written: float
     host: str
     step: int
     rows: tuple[ProcessRow, ...]
     ended: bool = False
+    steps: int = 0
+    end: RunEnd | None = None
 
     @property
     def here(self) -> bool:
@@ -48,9 +61,11 @@ class RunProcesses:
         return self.host == socket.gethostname()
 
 
-def write_processes(folder: Path, step: int, rows: tuple[ProcessRow, ...], *, ended: bool = False) -> None:
-    """Write what the processes of a run do now."""
-    told = RunProcesses(time.time(), socket.gethostname(), step, rows, ended)
+def write_processes(
+    folder: Path, step: int, rows: tuple[ProcessRow, ...], *, steps: int = 0, end: RunEnd | None = None
+) -> None:
+    """Write what the processes of a run do now, or how the run ended."""
+    told = RunProcesses(time.time(), socket.gethostname(), step, rows, end is not None, steps, end)
     write_whole(folder / NAME, json.dumps(asdict(told), indent=1) + "\n")
 
 

@@ -1,14 +1,27 @@
 """The heartbeat of a run with processes beside the driver: what each does, written every few seconds for others to read."""
 
+import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from sensorium.record.processes import ProcessRow, forget_processes, write_processes
+from sensorium.record.processes import ProcessRow, RunEnd, forget_processes, write_processes
 from sensorium.vocabulary.errors import SensoriumError
 
 EVERY_S = 5.0
+LONGEST_CAUSE = 1000
+
+
+def run_end(error: BaseException | None, *, finished: bool) -> RunEnd:
+    """How a run ended, by what ended it, if anything did. ``finished``: it has taken its last step."""
+    if isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
+        return RunEnd("stopped")
+    if error is None:
+        return RunEnd("finished" if finished else "stopped")
+    words = " ".join(str(error).split())
+    cause = words if isinstance(error, SensoriumError) and words else f"{type(error).__name__}: {words}"
+    return RunEnd("failed", cause[:LONGEST_CAUSE])
 
 
 class Heartbeat:
@@ -17,12 +30,15 @@ class Heartbeat:
     Without parts it writes nothing, and takes away what the run said before it was resumed without them.
     """
 
-    def __init__(self, folder: Path, parts: Callable[[], tuple[ProcessRow, ...]], every_s: float = EVERY_S) -> None:
-        self._folder, self._parts, self._every_s = folder, parts, every_s
+    def __init__(
+        self, folder: Path, parts: Callable[[], tuple[ProcessRow, ...]], steps: int, every_s: float = EVERY_S
+    ) -> None:
+        self._folder, self._parts, self._steps, self._every_s = folder, parts, steps, every_s
         self._step = 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-        if parts():
+        self._rows = parts()
+        if self._rows:
             self._thread.start()
         else:
             forget_processes(folder)
@@ -31,19 +47,20 @@ class Heartbeat:
         """The run is at this step."""
         self._step = step
 
-    def close(self) -> None:
-        """Write once more that the run is over."""
-        rows = self._parts() if self._thread.is_alive() else ()
+    def close(self, end: RunEnd) -> None:
+        """Write once more that the run is over, and how it ended."""
         self._closed.set()
-        if rows:
+        if self._rows:
             self._thread.join()
-            self._write(rows, ended=True)
+            self._write(end)
 
     def _beat(self) -> None:
         while not self._closed.is_set():
-            self._write(self._parts())
+            self._write()
             self._closed.wait(self._every_s)
 
-    def _write(self, rows: tuple[ProcessRow, ...], *, ended: bool = False) -> None:
+    def _write(self, end: RunEnd | None = None) -> None:
+        with suppress(SensoriumError, OSError, RuntimeError):  # they change meanwhile: then as they were
+            self._rows = self._parts() or self._rows  # a learner that lost a rank has let go of all of them
         with suppress(SensoriumError, OSError, RuntimeError):  # what is wrong with the disk, the run itself will say
-            write_processes(self._folder, self._step, rows, ended=ended)
+            write_processes(self._folder, self._step, self._rows, steps=self._steps, end=end)

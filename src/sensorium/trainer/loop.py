@@ -39,7 +39,7 @@ from sensorium.trainer.credit import credit
 from sensorium.trainer.health.facts import Evidence, unanswered
 from sensorium.trainer.health.finite import refuse_ruined
 from sensorium.trainer.health.monitor import Health
-from sensorium.trainer.heartbeat import Heartbeat
+from sensorium.trainer.heartbeat import Heartbeat, run_end
 from sensorium.trainer.kept_batch import keep_batch
 from sensorium.trainer.run_evaluation import RunEvaluator
 from sensorium.trainer.schedule import Schedule, make_schedule
@@ -83,7 +83,7 @@ class Trainer:
         self.saved_at = self.sound_at = -1
         self.last_saving_s = 0.0
         self._forget_played()  # the engine hears what learns and what is frozen
-        self.heartbeat = Heartbeat(directory.path, self._processes)
+        self.heartbeat = Heartbeat(directory.path, self._processes, self.total_steps)
         self._froze = False
 
     @property
@@ -331,6 +331,7 @@ class Trainer:
         """Go on from a checkpoint's state; rows past it are dropped and rolled out again."""
         warn_if_changed(state["surroundings"])
         self.step = self.saved_at = state["step"]
+        self.heartbeat.at(self.step)
         self.schedule.load_state_dict(state if "tasks" in state else {"tasks": drawn_by_position(state["position"])})
         self.best = None if state["best"] is None else Best(**state["best"])
         self.sound_at = state["sound_at"]
@@ -342,9 +343,13 @@ class Trainer:
         self.checkpoints.clear_after(self.step, self.best)
         self.ledger.rewind(self.step + 1)
 
-    def close(self) -> None:
-        """Let the watchers go, give the threads of terms and environments back, and close the ledger."""
-        self.heartbeat.close()
+    def close(self, error: BaseException | None = None) -> None:
+        """Let the watchers go, give the threads of terms and environments back, and close the ledger.
+
+        ``error`` is what ended the run, if anything did.
+        """
+        end = run_end(error, finished=self.step >= self.total_steps)
+        self.heartbeat.close(end)
         self.watcher.finished()
         self.loader.close()
         self.schedule.close()

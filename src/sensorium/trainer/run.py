@@ -4,7 +4,10 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from sensorium.assembly.determinism import settle
 from sensorium.assembly.local_learner import LearnerMaker, local_learner
@@ -18,6 +21,7 @@ from sensorium.assembly.session import (
     refuse_unanswered,
 )
 from sensorium.recipe.algorithm_checks import cautions
+from sensorium.recipe.cluster_checks import cluster_notes
 from sensorium.recipe.names import build
 from sensorium.recipe.processes import placed_processes
 from sensorium.recipe.schema import Recipe
@@ -88,6 +92,8 @@ def open_trainer(
         recipe.model_dump(include={"cluster", "rollout"})
     ):  # nothing else is told until they are up
         Watchers(watchers).noted(f"starting {', '.join(parts)}; that may take minutes")
+        for note in cluster_notes(recipe, gpus=torch.cuda.is_available()):
+            Watchers(watchers).noted(note)
     session = open_session(recipe, load_trained(recipe, store, saved), ledger, directory.path)
     stream = make_stream(recipe, session.store)
     planner = make_planner(recipe.tasks.planner, stream, session.store)
@@ -248,12 +254,12 @@ def _reported(directory: RunDirectory, trainer: Trainer) -> Iterator[None]:
     """However the run ends, close it and write its report; what fails then does not hide why the run ended."""
     try:
         yield
-    except BaseException:
-        for last_thing in (trainer.close, lambda: _report_in_place(directory)):
+    except BaseException as error:
+        for last_thing in (partial(trainer.close, error), partial(_report_in_place, directory)):
             try:
                 last_thing()
-            except Exception as error:
-                print(f"and at the end of the failed run: {error}", file=sys.stderr)
+            except Exception as another:
+                print(f"and at the end of the failed run: {another}", file=sys.stderr)
         raise
     trainer.close()
     write_report(directory)
