@@ -139,7 +139,12 @@ class PlacedWorkers:
                     with worker.sending:
                         channel.send((number, question))
                     return answer.result()
-                except (_Gone, OSError):
+                except OSError:  # it was gone before it had the question, which is no suspect
+                    with self._state:
+                        self.asked_again += 1
+                        while not self._closed and worker.ready and worker.channel is channel:  # not yet told as lost
+                            self._state.wait()
+                except _Gone:
                     with self._state:
                         self.asked_again += 1
                         self._losses[known_by] += 1
