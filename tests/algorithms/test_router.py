@@ -23,7 +23,7 @@ def test_it_is_the_library_s_loss_on_one_row(tokens: int, top_k: int, seed: int)
     loss, want = balance_loss(whole, whole.detach()), load_balancing_loss_func(tuple(theirs), EXPERTS, top_k)
     torch.testing.assert_close(loss, want, rtol=1e-5, atol=0)
     for ours, other in zip(torch.autograd.grad(loss, mine), torch.autograd.grad(want, theirs), strict=True):
-        torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-6)
 
 
 @given(tokens=st.integers(2, 40), seed=st.integers(0, 99))
@@ -51,7 +51,7 @@ def test_micro_batches_add_up_to_the_whole_update(sizes: list[int], seed: int) -
     shares = [balance_loss(load, known) for load in loads]
     torch.testing.assert_close(torch.stack(shares).sum(), loss, rtol=1e-5, atol=0)
     for ours, other in zip(torch.autograd.grad(torch.stack(shares).sum(), layers), want, strict=True):
-        torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-8)
+        torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-7)
     assert load_metrics(known) == pytest.approx(load_metrics(whole), rel=1e-5)
 
 
