@@ -126,6 +126,16 @@ def test_ray_is_missed_before_it_is_needed(
     assert "the package ray is not installed: pip install 'sensorium[ray]'" in err
 
 
+def test_a_cluster_that_does_not_answer_from_here_is_told(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sensorium.cli.dry_run.refuse_without_ray", lambda: None)
+    given = ("cluster.learners=2", "cluster.placement=ray", "rollout.schedule=eager", "cluster.address=127.0.0.1:1")
+    code, out, err = said(capsys, str(recipe), *given)
+    assert code == 0, err
+    assert "cluster.address '127.0.0.1:1' does not answer from here: " in " ".join(out.split())
+
+
 def test_a_function_may_be_a_reward_and_needs_no_answers(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     terms = "rewards.terms=[{name: 'tests.cli.test_dry_run:brief'}]"
     code, out, err = said(capsys, str(recipe), terms, "tasks.train.0.options.path=unanswered.jsonl")

@@ -59,6 +59,28 @@ def test_what_ray_raises_is_told_by_its_first_line() -> None:
         ray_cluster._open(Other(), "auto", 2)
 
 
+class Crowded:
+    """Ray on a cluster where one of two actors waits for room until somebody looks again."""
+
+    def wait(self, references: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        return references[:1], references[1:]
+
+    def get(self, references: list[str], timeout: float) -> list[str]:
+        assert 0 < timeout <= 600
+        return [f"answer of {one}" for one in references]
+
+    def available_resources(self) -> dict[str, float]:
+        return {"CPU": 0.5}
+
+
+def test_a_wait_for_room_is_told_while_it_lasts() -> None:
+    with pytest.warns(
+        UserWarning, match=r"the ranks in 20 s \(1 of 2 are missing\).*600 s.*needs 1 CPU; free now: 0.5 CPUs, 0 GPUs"
+    ):
+        told = ray_cluster.first_answers(Crowded(), ["a", "b"], 600.0, "the ranks", "1 CPU")
+    assert told == ["answer of a", "answer of b"]
+
+
 def test_a_worker_with_other_versions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     own = versions.versions()
     refuse_other_versions(own, "an engine", EngineLost)

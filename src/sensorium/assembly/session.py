@@ -94,7 +94,7 @@ class Session:
         if not hasattr(self.engine, "pid"):
             return self.workers.processes
         pid, restarts = self.engine.pid, getattr(self.engine, "restarts", 0)
-        does = "samples" if getattr(self.engine, "ready", True) else "is being replaced"
+        does = "ready" if getattr(self.engine, "ready", True) else "is being replaced"
         return (ProcessRow("engine", pid, does, restarts, self.engine.version), *self.workers.processes)
 
     @property

@@ -14,7 +14,7 @@ from sensorium.cluster.messages import Answer, Call, RankSettings
 from sensorium.cluster.rank_failures import SharedError, judged, refuse_other_versions
 from sensorium.recipe.cluster_checks import ray_needs
 from sensorium.vocabulary.errors import LearnerLost, SensoriumError
-from sensorium.workers.ray_cluster import connect, disconnect, short
+from sensorium.workers.ray_cluster import connect, disconnect, first_answers, free, short
 
 GRACE_S = 10.0
 LOCALHOST = "127.0.0.1"
@@ -61,7 +61,8 @@ class RayRanks:
         self._actors: list[Any] = []
         try:
             self._actors = self._place(len(settings), on_gpus)
-            meeting = self._first(self._actors[0].meeting.remote(LOCALHOST if self._local else ""), start_s)
+            self.pids = self._first([actor.pid.remote() for actor in self._actors], start_s, on_gpus)
+            meeting = self._first([self._actors[0].meeting.remote(LOCALHOST if self._local else "")], start_s, on_gpus)[0]
             opened = [replace(one, meeting=meeting) for one in settings]
             try:
                 refuse_other_versions(self._ask_each([Call("open", (one,)) for one in opened], start_s))
@@ -72,7 +73,6 @@ class RayRanks:
                         "Start the run again: it chooses another one."
                     ) from error
                 raise
-            self.pids = [self._first(actor.pid.remote(), start_s) for actor in self._actors]
         except BaseException:
             self._end()
             raise
@@ -96,14 +96,15 @@ class RayRanks:
         actor = self._ray.remote(RankActor)
         return [actor.options(**options).remote() for _ in range(count)]
 
-    def _first(self, reference: Any, limit_s: float) -> Any:
-        """What an actor answers to a question of its own; an actor that is not placed in time is a cluster without room."""
+    def _first(self, references: Sequence[Any], limit_s: float, on_gpus: bool) -> list[Any]:
+        """What actors answer to questions of their own; actors that are not placed in time are a cluster without room."""
         try:
-            return self._ray.get(reference, timeout=limit_s)
+            each = "1 CPU and 1 GPU" if on_gpus else "1 CPU"
+            return first_answers(self._ray, references, limit_s, "the learner's ranks", each)
         except self._ray.exceptions.GetTimeoutError as error:
             raise LearnerLost(
                 f"Ray did not place the learner's ranks within {limit_s:g} s (cluster.start_s): others use the cluster, or "
-                "it is too small. 'ray status' says what is free."
+                f"it is too small. Free now: {free(self._ray)}; 'ray status' has more."
             ) from error
         except self._ray.exceptions.RayActorError as error:
             raise LearnerLost(f"a rank of the learner ended before it was ready: {short(error)}") from error

@@ -60,8 +60,8 @@ class ShardedLearner:
     def processes(self) -> tuple[ProcessRow, ...]:
         """The ranks; an actor of Ray may be on another machine."""
         pids = getattr(self._ranks, "pids", [])
-        actor = "an actor of Ray" if self._recipe.cluster.placement == "ray" else "trains"
-        return tuple(ProcessRow(f"learner rank {i}", pid, actor, 0, self._version) for i, pid in enumerate(pids))
+        does = "ready, an actor of Ray" if self._recipe.cluster.placement == "ray" else "ready"
+        return tuple(ProcessRow(f"learner rank {i}", pid, does, 0, self._version) for i, pid in enumerate(pids))
 
     def begin_rl(self) -> None:
         """Begin RL; the reference of a resumed run is written from the driver's policy."""

@@ -95,6 +95,8 @@ def open_trainer(
         for note in cluster_notes(recipe, gpus=torch.cuda.is_available()):
             Watchers(watchers).noted(note)
     session = open_session(recipe, load_trained(recipe, store, saved), ledger, directory.path)
+    if recipe.cluster.shared and session.processes:
+        Watchers(watchers).noted(f"{len(session.processes)} of them are up; the learner's ranks come last")
     stream = make_stream(recipe, session.store)
     planner = make_planner(recipe.tasks.planner, stream, session.store)
     sources = make_sources(recipe.tasks.evaluate, session.store, "tasks.evaluate")

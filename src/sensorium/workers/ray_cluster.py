@@ -3,12 +3,15 @@
 Every wait is bounded: Ray itself asks an address that does not answer for minutes.
 """
 
+import logging
 import os
 import re
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+import time
+import warnings
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ from sensorium.vocabulary.errors import RecipeError
 
 PROBE_S = 10.0
 CONNECT_S = 60.0
+QUIET_S = 20.0
+"""How long it is not told that actors wait to be placed."""
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 CAUSE = re.compile(r"[\w.]*(Error|Exception)\b")
 CHECK = (
@@ -83,6 +88,20 @@ def refuse_without_ray() -> None:
         )
 
 
+def unanswered(address: str) -> str:
+    """Why nobody can be reached at an address, if so; "auto" is for Ray to look for, which it does at once."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not host:
+        return ""
+    try:
+        if not 0 < int(port) < 65536:  # the system would take it modulo 65536
+            return f"there is no port {port}"
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
+    except (OSError, ValueError) as error:  # UnicodeError, of a name that is none, is a ValueError
+        return str(error)
+    return ""
+
+
 def disconnect() -> None:
     """Leave the cluster; with its last user, one that was started here ends. One that was connected before us stays."""
     global _users, _ours
@@ -107,6 +126,29 @@ def refuse_small(resources: Mapping[str, float], needs: Needs) -> None:
             )
 
 
+def first_answers(ray: Any, references: Sequence[Any], limit_s: float, what: str, each: str) -> list[Any]:
+    """What actors answer first, which they do when Ray has placed and started them; raises what Ray raises.
+
+    A long wait is told while it lasts: ``what`` are the actors, ``each`` is what one of them needs.
+    """
+    until = time.monotonic() + limit_s
+    _, waiting = ray.wait(list(references), num_returns=len(references), timeout=min(QUIET_S, limit_s))
+    if waiting and limit_s > QUIET_S:
+        missing = f" ({len(waiting)} of {len(references)} are missing)" if len(references) > 1 else ""
+        warnings.warn(
+            f"Ray has not started {what} in {QUIET_S:g} s{missing}; the wait goes on until {limit_s:g} s are over "
+            f"(cluster.start_s). Each needs {each}; free now: {free(ray)}. 'ray status' says who uses the cluster.",
+            stacklevel=2,
+        )
+    return list(ray.get(list(references), timeout=max(0.0, until - time.monotonic())))
+
+
+def free(ray: Any) -> str:
+    """What nobody uses of a cluster, in words."""
+    now = ray.available_resources()
+    return ", ".join(f"{now.get(resource, 0):g} {resource}s" for resource in ("CPU", "GPU"))
+
+
 def short(error: BaseException) -> str:
     """The first line of an error of Ray; where that hides another error, its last line, which has the cause."""
     text = COLOURS.sub("", str(error))
@@ -123,11 +165,13 @@ def _open(ray: Any, address: str, cpus: int) -> None:
         _call(lambda: ray.init(**given), "a Ray cluster on this machine")
         return
     where = f"the Ray cluster at cluster.address '{address}'"
-    _probe(address, where)
+    if problem := unanswered(address):
+        raise RecipeError(f"{where} does not answer: {problem}. {CHECK}")
     failed: list[BaseException] = []
     done = threading.Event()
 
     def init() -> None:
+        logging.getLogger("ray._private.worker").addFilter(_not_of_threads)
         try:
             ray.init(address=address, **given)
         except BaseException as error:
@@ -148,14 +192,6 @@ def _call(init: Any, where: str) -> None:
         raise RecipeError(f"{where} cannot be used: {short(error)} {CHECK}") from error
 
 
-def _probe(address: str, where: str) -> None:
-    """Refuse an address at which nobody listens."""
-    host, _, port = address.rpartition("://")[2].rpartition(":")
-    if not host:  # "auto": Ray looks for it itself, at once
-        return
-    try:
-        if not 0 < int(port) < 65536:  # the system would take it modulo 65536
-            raise ValueError(f"there is no port {port}")
-        socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
-    except (OSError, ValueError) as error:  # UnicodeError, of a name that is none, is a ValueError
-        raise RecipeError(f"{where} does not answer: {error}. {CHECK}") from error
+def _not_of_threads(record: logging.LogRecord) -> bool:
+    """False for Ray's remark that it cannot handle SIGTERM outside of the main thread: it is not to."""
+    return not record.getMessage().startswith("SIGTERM handler is not set")

@@ -16,7 +16,7 @@ from sensorium.vocabulary.errors import SensoriumError
 from sensorium.workers.channel import Frames
 from sensorium.workers.hosts import HostedProcess
 from sensorium.workers.python_process import CLOSE_S
-from sensorium.workers.ray_cluster import connect, disconnect, short
+from sensorium.workers.ray_cluster import connect, disconnect, first_answers, free, short
 from sensorium.workers.versions import refuse_other_versions, versions
 
 CALLS_AT_ONCE = 8
@@ -109,6 +109,7 @@ class RayHost:
     ) -> None:
         self.folder, self.own_device, self.shared = folder, gpus > 0, False
         self._what, self._lost, self._start_s = what, lost, start_s
+        self._each = f"{cpus:g} CPU" + (f" and {gpus:g} GPU" if gpus else "")
         self._ray = connect(address, needs)
         self.address: str = self._ray.util.get_node_ip_address()
         options: dict[str, Any] = {"num_cpus": cpus, "num_gpus": gpus, "max_restarts": 0, "max_concurrency": CALLS_AT_ONCE}
@@ -128,7 +129,8 @@ class RayHost:
         """Have an actor placed, refuse one with other versions, and let it start the process."""
         ray, actor = self._ray, self._actor.remote()
         try:
-            refuse_other_versions(ray.get(actor.versions.remote(), timeout=self._start_s), self._what, self._lost)
+            told = first_answers(ray, [actor.versions.remote()], self._start_s, self._what, self._each)[0]
+            refuse_other_versions(told, self._what, self._lost)
             pid = ray.get(actor.start.remote(module, channels, dict(environment or {}), own_group), timeout=ANSWER_S)
         except BaseException as error:
             with suppress(Exception):
@@ -136,7 +138,7 @@ class RayHost:
             if isinstance(error, ray.exceptions.GetTimeoutError):
                 raise self._lost(
                     f"Ray did not place {self._what} within {self._start_s:g} s (cluster.start_s): others use the cluster, "
-                    f"or it is too small. Free now: {_free(ray)}; 'ray status' has more."
+                    f"or it is too small. Free now: {free(ray)}; 'ray status' has more."
                 ) from error
             if isinstance(error, ray.exceptions.RayError):
                 raise self._lost(f"{self._what} could not be started by Ray: {short(error)}") from error
@@ -236,8 +238,3 @@ class RayFrames:
         except self._ray.exceptions.RayError as error:
             self._pending = None
             raise EOFError(short(error)) from error
-
-
-def _free(ray: Any) -> str:
-    free = ray.available_resources()
-    return ", ".join(f"{free.get(resource, 0):g} {resource}s" for resource in ("CPU", "GPU"))
