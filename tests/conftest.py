@@ -13,6 +13,9 @@ from pathlib import Path
 # Before torch is imported, and for the processes that tests start: two workers with a thread each fill two cores, and
 # models this small gain nothing from threads. A test that means two says so (``threads: 2``).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # where a test asks for two threads, they do not spin while others compute
 # Before triton is imported, which torch does where it is installed: kernels run in its interpreter where there is no GPU.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -26,6 +29,7 @@ from .cpu_budget import (  # noqa: F401
     pytest_runtest_logreport,
     pytest_runtest_logstart,
     pytest_runtest_makereport,
+    pytest_runtest_protocol,
     pytest_sessionfinish,
     pytest_terminal_summary,
     pytest_testnodedown,

@@ -26,15 +26,15 @@ from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import NothingTrained
 
 FILES = Path(__file__).parent / "baselines"
+STEPS = 3
 SMALL = [
-    "steps=3",
     "threads=1",
     "evaluation.every=0",
     "evaluation.at_start=false",
     "checkpoint.every=0",
     "health.sight_tasks=0",
 ]
-SUPERVISED = ["warm_start.steps=3", "steps=0", "batch.prompts_per_step=6"]
+SUPERVISED = ["batch.prompts_per_step=6"]
 LEARNING = ["batch.prompts_per_step=6", "batch.group_size=4"]
 OMNI = ["model.path=tiny:qwen2_5_omni", "model.dtype=float32", "model.device=cpu", "batch.prompts_per_step=4"]
 OMNI += ["batch.group_size=2", "batch.updates_per_epoch=2", "rollout.max_new_tokens=8", "rollout.max_context_tokens=4096"]
@@ -85,9 +85,10 @@ def played(line: str) -> dict[str, Any]:
     }
 
 
-def compute(recipe: str, folder: Path) -> dict[str, Any]:
-    """Run a recipe's three steps; digests of all it computed, and its metrics."""
+def compute(recipe: str, folder: Path, steps: int = STEPS) -> dict[str, Any]:
+    """Run a recipe's first steps; digests of all it computed, and its metrics."""
     settings = [f"run_dir={folder / 'run'}", *SMALL, *RECIPES[recipe]]
+    settings += [f"warm_start.steps={steps}", "steps=0"] if recipe.endswith(("_warm", "_guess")) else [f"steps={steps}"]
     if recipe == "audio_visual":
         make_intent(folder / "intent")
         make_daily_omni(folder / "daily_omni", count=4)
@@ -114,10 +115,12 @@ def compute(recipe: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_three_steps_of_a_recipe_compute_what_they_did(recipe: str, tmp_path: Path) -> None:
+    """On another kind of machine than the recorded one sums differ in their last bits, and soon in more: one step there."""
     recorded = json.loads((FILES / f"{recipe}.json").read_text())
-    found = compute(recipe, tmp_path)
+    same = recorded["machine"] == machine()
+    found = compute(recipe, tmp_path, STEPS if same else 1)
     first, now = recorded["metrics"][0], found["metrics"][0]
-    if found["machine"] == recorded["machine"]:
+    if same:
         for was, row in zip(recorded["metrics"], found["metrics"], strict=True):
             assert {key: row.get(key) for key in was} == was  # a new metric is no change of an old one
         assert found["episodes"] == recorded["episodes"]
