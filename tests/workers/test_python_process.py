@@ -11,23 +11,27 @@ from pathlib import Path
 from sensorium.workers.python_process import any_alive, mapped_segments
 
 LEADER = """
-import subprocess, sys, time
+import subprocess, sys, tempfile, time
 from sensorium.workers.python_process import guard_group
 guard_group()
-subprocess.Popen(["sleep", "600"])
-print("started", flush=True)
+with tempfile.NamedTemporaryFile(prefix="psm_", dir="/dev/shm", delete=False) as segment:
+    segment.write(b"shared")
+holding = "import mmap, sys, time; file = open(sys.argv[1], 'r+b'); held = mmap.mmap(file.fileno(), 0); "
+holding += "print(sys.argv[1], flush=True); time.sleep(600)"
+subprocess.Popen([sys.executable, "-S", "-c", holding, segment.name])
 time.sleep(600)
 """
 
 
-def test_a_group_ends_with_its_leader_however_that_is_killed() -> None:
+def test_a_group_and_its_shared_memory_end_with_its_leader_however_that_is_killed() -> None:
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     leader = subprocess.Popen(
         [sys.executable, "-c", LEADER], stdout=subprocess.PIPE, env=os.environ | path, start_new_session=True
     )
     try:
         assert leader.stdout is not None
-        assert leader.stdout.readline() == b"started\n"
+        segment = Path(leader.stdout.readline().decode().strip())
+        assert segment.exists()
         assert any_alive(leader.pid)
         os.kill(leader.pid, signal.SIGKILL)
         leader.wait()
@@ -35,6 +39,7 @@ def test_a_group_ends_with_its_leader_however_that_is_killed() -> None:
         while any_alive(leader.pid):
             assert time.monotonic() < until
             time.sleep(0.01)
+        assert not segment.exists()
     finally:
         leader.kill()
         if any_alive(leader.pid):

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -84,7 +84,8 @@ class PythonProcess:
 def guard_group() -> None:
     """Let the group of this process, its leader, end with it however it is killed: by a small process that watches it.
 
-    To be called before there are threads. Ray, for one, kills what its actors have started, but not what that has started.
+    The group's shared memory, which has a name and would outlive it, is removed. To be called before there are threads.
+    Ray, for one, kills what its actors have started, but not what that has started.
     """
     watched, _held = os.pipe()
     if os.fork():
@@ -93,6 +94,7 @@ def guard_group() -> None:
     os.closerange(0, watched)
     os.closerange(watched + 1, min(os.sysconf("SC_OPEN_MAX"), 65536))
     os.read(watched, 1)
+    remove_segments(mapped_segments(os.getpgrp()))  # before the kill, which ends this process too
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
@@ -106,6 +108,7 @@ def _end_group(group: int, wait_s: float = 30.0) -> None:
     """Kill what is left of a process group, and wait: a dying worker holds its memory and its GPU for seconds."""
     until = time.monotonic() + wait_s
     with suppress(ProcessLookupError):
+        remove_segments(mapped_segments(group))
         os.killpg(group, signal.SIGKILL)
         while time.monotonic() < until and any_alive(group):
             time.sleep(0.05)
@@ -123,6 +126,13 @@ def mapped_segments(group: int) -> set[Path]:
         with suppress(OSError):
             found |= set(SEGMENT.findall((process / "maps").read_text()))
     return {Path(name) for name in found}
+
+
+def remove_segments(segments: Iterable[Path]) -> None:
+    """Take their names away, and with the last process that has them mapped the memory."""
+    for segment in segments:
+        with suppress(OSError):
+            segment.unlink(missing_ok=True)
 
 
 def _living(group: int) -> Iterator[Path]:

@@ -30,7 +30,7 @@ from sensorium.engines.vllm.engine_inputs import engine_input
 from sensorium.vocabulary.errors import EngineError, EngineLost
 from sensorium.workers.channel import Channel, Message
 from sensorium.workers.plain_errors import plain_error
-from sensorium.workers.python_process import guard_group, mapped_segments
+from sensorium.workers.python_process import guard_group, mapped_segments, remove_segments
 
 SHUTDOWN_S = 15.0
 LOOK_S = 1.0
@@ -277,8 +277,7 @@ def main() -> None:
     closing.join(SHUTDOWN_S)
     if actor.temporary:  # a parent that was killed can no longer remove it
         shutil.rmtree(actor.temporary, ignore_errors=True)
-    for segment in actor.segments:
-        segment.unlink(missing_ok=True)
+    remove_segments(actor.segments)
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)  # whatever vLLM left behind, and this process
     os._exit(0)
