@@ -33,9 +33,14 @@ def test_learners_that_cannot_share_tokens_are_refused(cluster: dict[str, Any], 
     [
         ({"address": "10.0.0.1:6379"}, "cluster.address"),
         ({"address": "local", "placement": "ray"}, "cluster.address"),
+        *(
+            ({"address": one, "placement": "ray"}, "cluster.address")
+            for one in ("head", ":6379", "head:port", "ray://", "a:0")
+        ),
         ({"offload": True}, "cluster.offload"),
         ({"backend": "gloo"}, "cluster.backend"),
         ({"address": "10.0.0.1:6379", "placement": "ray", "offload": True}, ""),
+        *(({"address": one, "placement": "ray"}, "") for one in ("auto", "ray://head-1.x:10001", "[::1]:6379")),
         ({"learners": 2, "offload": True, "backend": "gloo"}, ""),
     ],
 )

@@ -3,6 +3,7 @@
 import socket
 import sys
 import threading
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -59,6 +60,20 @@ def test_what_ray_raises_is_told_by_its_first_line() -> None:
         ray_cluster._open(Other(), "auto", 2)
 
 
+def test_that_no_cluster_is_found_is_known_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    services = ModuleType("ray._private.services")
+
+    def nothing(address: str) -> str:
+        raise ConnectionError("Could not find any running Ray instance.\nPlease …")
+
+    services.canonicalize_bootstrap_address = nothing  # type: ignore[attr-defined]
+    for module in (ModuleType("ray"), ModuleType("ray._private"), services):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert ray_cluster.unfound() == "Could not find any running Ray instance"
+    services.canonicalize_bootstrap_address = lambda address: "127.0.0.1:1"  # type: ignore[attr-defined]
+    assert "refused" in ray_cluster.unfound()
+
+
 class Crowded:
     """Ray on a cluster where one of two actors waits for room until somebody looks again."""
 
@@ -75,7 +90,7 @@ class Crowded:
 
 def test_a_wait_for_room_is_told_while_it_lasts() -> None:
     with pytest.warns(
-        UserWarning, match=r"the ranks in 20 s \(1 of 2 are missing\).*600 s.*needs 1 CPU; free now: 0.5 CPUs, 0 GPUs"
+        UserWarning, match=r"the ranks in 20 s \(1 of 2 are missing\).*600 s.*needs 1 CPU; free now,.*: 0.5 CPUs, 0 GPUs"
     ):
         told = ray_cluster.first_answers(Crowded(), ["a", "b"], 600.0, "the ranks", "1 CPU")
     assert told == ["answer of a", "answer of b"]

@@ -28,7 +28,7 @@ from sensorium.trainer.health.at_start import refuse_without_demonstrations, sta
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError, TaskError, UnknownJudge
 from sensorium.vocabulary.task import Task
-from sensorium.workers.ray_cluster import refuse_without_ray, unanswered
+from sensorium.workers.ray_cluster import refuse_without_ray, unanswered, unfound
 
 ROWS = 8
 ENGINE_CHECKS = {"vllm": "sensorium.engines.vllm.recipe_checks"}
@@ -59,7 +59,7 @@ def look_at(recipe: Recipe, *, train: bool = True) -> Iterator[str]:
         yield unknown
     if train and recipe.cluster.placement == "ray":
         refuse_without_ray()
-        if problem := unanswered(recipe.cluster.address):
+        if problem := unfound() if recipe.cluster.address == "auto" else unanswered(recipe.cluster.address):
             yield (
                 f"cluster.address '{recipe.cluster.address}' does not answer from here: {problem}. A run from here would "
                 "be refused; one from another machine may not be."

@@ -1,6 +1,7 @@
 """What a recipe's cluster section can get wrong beside its types."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from sensorium.recipe.objects import SCHEME
 from sensorium.recipe.processes import computing_processes
 from sensorium.recipe.schema import Recipe
 
+ADDRESS = re.compile(r"(\w+://)?([^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
 OWN_WEIGHTS = ("process", "vllm")
 QUESTIONS = ("shapes", "intent", "daily_omni", "caprl", "captioned_shapes", "caption_reading", "sight_and_sound")
 """Sources whose tasks have no environment of their own."""
@@ -38,6 +40,12 @@ def cluster_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
     elif section.address == "local":
         yield "cluster.address", "a cluster is started on this machine where no address is given: leave it out."
+    elif section.address and not is_address(section.address):
+        yield (
+            "cluster.address",
+            f"'{section.address}' is no address of a Ray cluster: give HOST:PORT, where 'ray start --head' listens (6379 "
+            "if no other was given), or 'auto' on one of its machines.",
+        )
     if not section.shared and (section.offload or section.backend != "auto"):
         key = "offload" if section.offload else "backend"
         default = "false" if section.offload else "auto"
@@ -52,6 +60,12 @@ def cluster_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from _unplaced_environments(recipe)
     if section.rewards:
         yield from _unplaced_rewards(recipe)
+
+
+def is_address(text: str) -> bool:
+    """True for 'auto' and for HOST:PORT, also of Ray's client (``ray://``) and of IPv6 (``[::1]:6379``)."""
+    found = ADDRESS.fullmatch(text)
+    return text == "auto" or (found is not None and 0 < int(found["port"]) < 65536)
 
 
 def cluster_notes(recipe: Recipe, *, gpus: bool, cpus: int | None = None) -> Iterator[str]:

@@ -102,6 +102,18 @@ def unanswered(address: str) -> str:
     return ""
 
 
+def unfound() -> str:
+    """Why Ray, asked for the cluster that runs on this machine ("auto"), would find none, if so."""
+    try:
+        from ray._private.services import canonicalize_bootstrap_address
+    except ImportError:  # another version of Ray: what it finds is seen by a run
+        return ""
+    try:
+        return unanswered(canonicalize_bootstrap_address("auto"))
+    except (ConnectionError, ValueError) as error:
+        return short(error).rstrip(".")
+
+
 def disconnect() -> None:
     """Leave the cluster; with its last user, one that was started here ends. One that was connected before us stays."""
     global _users, _ours
@@ -137,7 +149,8 @@ def first_answers(ray: Any, references: Sequence[Any], limit_s: float, what: str
         missing = f" ({len(waiting)} of {len(references)} are missing)" if len(references) > 1 else ""
         warnings.warn(
             f"Ray has not started {what} in {QUIET_S:g} s{missing}; the wait goes on until {limit_s:g} s are over "
-            f"(cluster.start_s). Each needs {each}; free now: {free(ray)}. 'ray status' says who uses the cluster.",
+            f"(cluster.start_s). Each needs {each}; free now, without what is set aside for those that are just starting: "
+            f"{free(ray)}. 'ray status' says who uses the cluster.",
             stacklevel=2,
         )
     return list(ray.get(list(references), timeout=max(0.0, until - time.monotonic())))
