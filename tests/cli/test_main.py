@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import sensorium as package
-from sensorium.cli.main import COMMANDS, MODULES, main
+from sensorium.cli.main import COMMANDS, MODULES, main, warning_text
 from sensorium.cli.train import after_interrupt
 from sensorium.record.run_directory import RunDirectory
 
@@ -32,6 +32,12 @@ def recipe(tmp_path: Path) -> str:
     path = tmp_path / "trial.yaml"
     path.write_text(RECIPE)
     return str(path)
+
+
+def test_a_warning_of_ours_is_a_paragraph_and_others_have_their_place() -> None:
+    ours = warning_text("no room", UserWarning, str(Path(SOURCES) / "sensorium" / "workers" / "ray_cluster.py"), 3)
+    assert ours == "warning: no room\n"
+    assert warning_text("old", DeprecationWarning, "/lib/x.py", 3) == "warning: /lib/x.py:3: DeprecationWarning: old\n"
 
 
 def sensorium(*arguments: str, check: str = "") -> subprocess.CompletedProcess[str]:

@@ -3,9 +3,11 @@
 import errno
 import os
 import sys
+import warnings
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
@@ -32,6 +34,7 @@ COMMANDS = {
     "replay": "run a batch again that was kept because its update was not finite",
 }
 MODULES = {"eval": "evaluate"}
+PACKAGE = str(Path(__file__).parents[1])
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -69,9 +72,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> None:
     """The program: run the command of the arguments and end the process with its exit code."""
+    warnings.formatwarning = warning_text
     code = main()
     end_without_hung_threads(code)
     sys.exit(code)
+
+
+def warning_text(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning of ours in one paragraph, which is for users; others' with the place in the code."""
+    where = "" if filename.startswith(PACKAGE) else f"{filename}:{lineno}: {category.__name__}: "
+    return f"warning: {where}{message}\n"
 
 
 def _tell(error: SensoriumError) -> int:

@@ -22,12 +22,11 @@ IN_USE = re.compile(r"in use|EADDRINUSE", re.IGNORECASE)
 
 
 class RankActor:
-    """A rank inside an actor."""
+    """A rank inside an actor. It loads torch, which takes long, only when it is opened: before that it says that it is
+    placed, so that the driver can tell a cluster without room from a slow machine.
+    """
 
-    def __init__(self) -> None:
-        from sensorium.cluster.rank import Rank
-
-        self._rank = Rank()
+    _rank: Any = None
 
     def meeting(self, host: str) -> str:
         """Where the ranks may meet: a free port of the machine that this actor is on."""
@@ -45,7 +44,12 @@ class RankActor:
 
     def answer(self, call: Call) -> Answer:
         """Do what is asked."""
-        return self._rank.answer(call)
+        if self._rank is None:
+            from sensorium.cluster.rank import Rank
+
+            self._rank = Rank()
+        answer: Answer = self._rank.answer(call)
+        return answer
 
 
 class RayRanks:
