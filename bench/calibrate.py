@@ -150,9 +150,9 @@ SOURCES = {
 ASSUMED = {
     "network": {"value": 5e10, "from": "400 Gbit/s for each GPU, as in NVIDIA's reference machines; --network changes it"},
     "link_share": {"value": 0.7, "from": "share of a published link rate that collectives reach: a rule of thumb"},
-    "vllm_times": {"value": 2.84, "from": "h200.json, tree K: rollout_s of W1 with vLLM 0.25.1 and with the native engine"},
-    "ipc_bytes": {"value": 2.43e10, "from": "h200.json, tree K: push_s of W1, 7.51 GB"},
-    "vllm_check_s": {"value": 0.568, "from": "h200.json, tree K: parity_s of W1"},
+    "vllm_times": {"value": 1.94, "from": "h200.json, tree M: rollout_s of W1 with vLLM 0.25.1 and with the native engine"},
+    "ipc_bytes": {"value": 2.81e10, "from": "h200.json, tree M: push_s of W1, 7.51 GB"},
+    "vllm_check_s": {"value": 0.457, "from": "h200.json, tree M: parity_s of W1"},
     "collective_s": {"value": 1e-5, "from": "latency of one all-reduce of a tensor-parallel decode step: a rule of thumb"},
 }
 
