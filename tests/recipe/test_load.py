@@ -141,6 +141,7 @@ def test_any_recipe_comes_back_from_its_dump(values: dict) -> None:
         (GOOD.replace("name: trial", "name: a/b"), "'name' is 'a/b'; use letters"),
         (GOOD.replace("  group_size: 4\n", "  group_size: 4\n" * 2), "line 15: 'batch.group_size' was given before"),
         (GOOD + "batch: 3\n", "line 22: 'batch' was given before, on line 12"),
+        (GOOD + "critic: {<<: {a: 1}}\n", "line 22: '<<' merges mappings in YAML 1.1"),
         (GOOD.replace("steps: 4", "steps: [4"), "trial.yaml, line 3: not valid YAML"),
         ("- a\n- b\n", "trial.yaml: a recipe is a mapping of keys to values, and this is a list."),
     ],

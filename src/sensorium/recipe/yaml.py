@@ -90,7 +90,7 @@ _Dumper.add_representer(list, _Dumper.represent_list)
 
 
 def _trace(node: pyyaml.Node, path: Path, lines: Lines, where: str) -> None:
-    """Remember the line of every key and item; a key given twice is an error."""
+    """Remember the line of every key and item; a key given twice is an error, and so is a merge key."""
     if isinstance(node, pyyaml.SequenceNode):
         for index, item in enumerate(node.value):
             lines[(*path, index)] = item.start_mark.line + 1
@@ -98,6 +98,11 @@ def _trace(node: pyyaml.Node, path: Path, lines: Lines, where: str) -> None:
     if isinstance(node, pyyaml.MappingNode):
         for key, value in node.value:
             place = (*path, str(key.value))
+            if key.value == "<<":
+                raise RecipeError(
+                    f"{where}, line {key.start_mark.line + 1}: '<<' merges mappings in YAML 1.1, and recipes are YAML 1.2, "
+                    "which has no such key. Write the keys out, or give what differs as overrides on the command line."
+                )
             if place in lines:
                 raise RecipeError(
                     f"{where}, line {key.start_mark.line + 1}: '{dotted(place)}' was given before, on line {lines[place]}; "
