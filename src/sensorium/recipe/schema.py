@@ -205,7 +205,7 @@ class ClusterSection(Section):
     are placed by Ray, on as many machines as its cluster has; all must see the run directory under the same path.
     """
 
-    learners: int = Field(default=1, ge=1, le=4096, description="ranks of the learner; 1: this process, or one actor of Ray")
+    learners: int = Field(default=1, ge=1, le=4096, description="ranks of the learner; 1: this process, or an actor of Ray")
     sequence_parallel: int = Field(default=1, ge=1, le=64, description="learners that share each micro-batch's tokens")
     placement: Literal["processes", "ray"] = Field(default="processes", description="of this machine, or Ray actors")
     address: str = Field(default="", description="of a running Ray cluster; empty: one is started for the run")
