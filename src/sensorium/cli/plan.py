@@ -133,7 +133,7 @@ def plan_page(found: Forecast, price: float | None, keys: str = "") -> Table:
         _add_memory(rows, "memory, engine", found.engine, found.kind.memory)
     rows.add_row("step", Text(f"{run.step_s:.2f} s", style="bold"))
     parts = {"rollout": run.rollout_s, "scoring": run.scoring_s, "update": run.update_s, "gather, reduce": run.gather_s}
-    parts |= {"weight push": run.push_s, "other": run.other_s}
+    parts |= {"weight push": run.push_s, "credit, record": run.other_s}
     for name, seconds in parts.items():
         if seconds >= 0.005:
             bar = "█" * min(24, round(24 * seconds / run.step_s)) or "▏"
