@@ -57,7 +57,7 @@ def _early_end(found: RunProcesses) -> str:
         }
         return texts[found.end.how]
     gone = [row.pid for row in found.rows if row.part == "driver" and state(row, found) == "gone"]
-    how = "did not say how the run ended: it was killed, or stopped while it started"
+    how = "did not say how the run ended: it was killed, stopped while it started, or could not write (a full disk)"
     return f"The driver, process {gone[0]}, is gone and {how}." if gone else ""
 
 
