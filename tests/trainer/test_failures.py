@@ -18,6 +18,7 @@ from sensorium.recipe.load import parse_recipe
 from sensorium.record.episode_json import read_episodes
 from sensorium.record.ledger import Ledger
 from sensorium.record.metrics import read_metrics
+from sensorium.record.processes import alive
 from sensorium.record.run_directory import RunDirectory
 from sensorium.trainer.kept_batch import replay
 from sensorium.trainer.run import open_trainer, train
@@ -302,3 +303,21 @@ def test_tasks_without_the_answer_that_a_term_needs_are_refused_or_said_at_the_s
     recipe = parse_recipe(json.dumps(RECIPE | {"tasks": tasks}), "test", [])
     open_trainer(recipe, RunDirectory(tmp_path / "run").create(), watchers=[Listening()]).close()
     assert any("tasks.train: 1 of 2 tasks looked at have no answer" in text for text in Listening.said)
+
+
+def test_a_run_that_cannot_start_ends_the_processes_that_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids: list[int | None] = []
+
+    def refused(recipe: Any, session: Any, *others: Any) -> None:
+        pids.extend(row.pid for row in session.processes)
+        raise RecipeError("no room for ranks")
+
+    monkeypatch.setattr("sensorium.trainer.run.local_learner", refused)
+    terms = {"terms": [{"name": "tests.cluster.slow_term:SlowParity"}]}
+    with pytest.raises(RecipeError, match="no room for ranks"):
+        run(tmp_path / "run", cluster={"rewards": 1}, rewards=terms)
+    assert all(pids)
+    assert len(pids) == 1
+    assert not alive(pids[0])

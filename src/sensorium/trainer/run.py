@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -59,11 +59,11 @@ def train(recipe: Recipe, *, resume: bool = False, restart: bool = False, watche
             else:
                 (begin_again if restart else begin)(recipe, directory)
             trainer = open_trainer(recipe, directory, resume=resume, watchers=watchers, notes=notes)
-        if resume:
-            change_recipe(recipe, directory, trainer.step)
-        elif restart:
-            trainer.ledger.rewind(0)
         with _reported(directory, trainer):
+            if resume:
+                change_recipe(recipe, directory, trainer.step)
+            elif restart:
+                trainer.ledger.rewind(0)
             run_async(trainer.run())
     return recipe.directory
 
@@ -94,51 +94,66 @@ def open_trainer(
         Watchers(watchers).noted(f"starting {', '.join(parts)}; that may take minutes")
         for note in cluster_notes(recipe, gpus=torch.cuda.is_available()):
             Watchers(watchers).noted(note)
-    session = open_session(recipe, load_trained(recipe, store, saved), ledger, directory.path)
-    if recipe.cluster.shared and session.processes:
-        Watchers(watchers).noted(f"{len(session.processes)} of them are up; the learner's ranks come last")
-    stream = make_stream(recipe, session.store)
-    planner = make_planner(recipe.tasks.planner, stream, session.store)
-    sources = make_sources(recipe.tasks.evaluate, session.store, "tasks.evaluate")
-    held_out, skipped = each_once(sources, limit=recipe.evaluation.limit, on_bad_row=recipe.tasks.on_bad_row)
-    few = a_few(stream.sources)
-    refuse_without_demonstrations(recipe, few)
-    refuse_strange_tasks(session, [*held_out, *few])
-    unanswered = refuse_unanswered(session, few if recipe.steps else (), held_out)  # a warm start alone pays nothing
-    sampling = session.policy.chat.media_format.frame_rule.sampling
-    if resume:
-        refuse_other_frames(directory, recorded_sampling(directory), sampling, [*few, *held_out])
-    if not resume or not directory.source.exists():
-        write_source(recipe, directory, sampling)
-    if resume:
-        found += changed_tasks(directory, [*few, *held_out])
-    else:
-        remember_tasks(directory, [*few, *held_out])
-    given = {"run_dir": directory.path, "logging": recipe.logging}
-    loggers = [build("logger", name, {}, "logging.loggers", **given) for name in recipe.logging.loggers]
-    watcher = Watchers([*loggers, *watchers])
-    for note in (*notes, *found):
-        if note.startswith("ATTENTION") and not any(one.shown for one in watcher.watchers):  # somebody must see it
-            print(note, file=sys.stderr)
-        watcher.noted(note)
-    if skipped:
-        watcher.noted(f"{len(skipped)} held-out rows were skipped; the first because: {skipped[0].reason}")
-    if not resume or notes:  # a run that goes on as it was has been told them
-        long = long_demonstrations(recipe, few, lambda text: len(session.rollout.chat.respond(text, "").tokens))
-        for note in (*cautions(recipe), *start_notes(recipe, few), *long, *unanswered):
+    with _closed_if_it_fails() as closings:
+        session = open_session(recipe, load_trained(recipe, store, saved), ledger, directory.path)
+        closings.append(lambda _: session.close())
+        if recipe.cluster.shared and session.processes:
+            Watchers(watchers).noted(f"{len(session.processes)} of them are up; the learner's ranks come last")
+        stream = make_stream(recipe, session.store)
+        planner = make_planner(recipe.tasks.planner, stream, session.store)
+        sources = make_sources(recipe.tasks.evaluate, session.store, "tasks.evaluate")
+        held_out, skipped = each_once(sources, limit=recipe.evaluation.limit, on_bad_row=recipe.tasks.on_bad_row)
+        few = a_few(stream.sources)
+        refuse_without_demonstrations(recipe, few)
+        refuse_strange_tasks(session, [*held_out, *few])
+        unanswered = refuse_unanswered(session, few if recipe.steps else (), held_out)  # a warm start alone pays nothing
+        sampling = session.policy.chat.media_format.frame_rule.sampling
+        if resume:
+            refuse_other_frames(directory, recorded_sampling(directory), sampling, [*few, *held_out])
+        if not resume or not directory.source.exists():
+            write_source(recipe, directory, sampling)
+        if resume:
+            found += changed_tasks(directory, [*few, *held_out])
+        else:
+            remember_tasks(directory, [*few, *held_out])
+        given = {"run_dir": directory.path, "logging": recipe.logging}
+        loggers = [build("logger", name, {}, "logging.loggers", **given) for name in recipe.logging.loggers]
+        watcher = Watchers([*loggers, *watchers])
+        for note in (*notes, *found):
+            if note.startswith("ATTENTION") and not any(one.shown for one in watcher.watchers):  # somebody must see it
+                print(note, file=sys.stderr)
             watcher.noted(note)
-    learner = (make_learner or _learner_maker(recipe))(recipe, session, directory, saved)
-    trainer = Trainer(recipe, session, learner, planner, held_out, directory, ledger, watcher)
-    if last is not None:
-        try:
-            trainer.restore(checkpoints.load(last))
-        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise CheckpointError(
-                f"the trainer's state in '{checkpoints.path(last)}' is whole, but not one that this version can go on from "
-                f"({type(error).__name__}: {error}). Go on with the version that wrote it, or start a new run from the "
-                "weights beside it (model.path)."
-            ) from error
+        if skipped:
+            watcher.noted(f"{len(skipped)} held-out rows were skipped; the first because: {skipped[0].reason}")
+        if not resume or notes:  # a run that goes on as it was has been told them
+            long = long_demonstrations(recipe, few, lambda text: len(session.rollout.chat.respond(text, "").tokens))
+            for note in (*cautions(recipe), *start_notes(recipe, few), *long, *unanswered):
+                watcher.noted(note)
+        learner = (make_learner or _learner_maker(recipe))(recipe, session, directory, saved)
+        closings.append(lambda _: learner.close())
+        trainer = Trainer(recipe, session, learner, planner, held_out, directory, ledger, watcher)
+        closings[:] = [trainer.close]
+        if last is not None:
+            try:
+                trainer.restore(checkpoints.load(last))
+            except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+                raise CheckpointError(
+                    f"the trainer's state in '{checkpoints.path(last)}' is whole, but not one that this version can go on "
+                    f"from ({type(error).__name__}: {error}). Go on with the version that wrote it, or start a new run "
+                    "from the weights beside it (model.path)."
+                ) from error
     return trainer
+
+
+@contextmanager
+def _closed_if_it_fails() -> Iterator[list[Callable[[BaseException], None]]]:
+    """A run that cannot start ends the processes that it has started: the list closes them, the last first."""
+    closings: list[Callable[[BaseException], None]] = []
+    try:
+        yield closings
+    except BaseException as error:
+        _end(*(partial(close, error) for close in reversed(closings)))
+        raise
 
 
 def _first_missing(path: Path) -> Path | None:
@@ -257,14 +272,19 @@ def _reported(directory: RunDirectory, trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        for last_thing in (partial(trainer.close, error), partial(_report_in_place, directory)):
-            try:
-                last_thing()
-            except Exception as another:
-                print(f"and at the end of the failed run: {another}", file=sys.stderr)
+        _end(partial(trainer.close, error), partial(_report_in_place, directory))
         raise
     trainer.close()
     write_report(directory)
+
+
+def _end(*last_things: Callable[[], object]) -> None:
+    """Do what a run that failed has still to do; what fails then is said, and does not hide why the run ended."""
+    for last_thing in last_things:
+        try:
+            last_thing()
+        except Exception as another:
+            print(f"and at the end of the failed run: {another}", file=sys.stderr)
 
 
 def _report_in_place(directory: RunDirectory) -> None:
