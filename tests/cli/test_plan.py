@@ -28,6 +28,9 @@ def test_the_page_names_memory_parts_speed_and_what_was_measured(capsys: pytest.
     assert f"placed by {keys}" in " ".join(page.split()), "the run that this is a plan of"
     assert main([*ASKED, *keys.split()]) == 0, "which is a recipe"
     assert "placed by" not in capsys.readouterr().out
+    assert main([*ASKED[:-2], "cluster.learners=7", "cluster.placement=ray"]) == 0
+    told = "the recipe asks for 7 learner ranks and 1 engines; this is the fastest division"
+    assert told in " ".join(capsys.readouterr().out.split())
     assert main([*ASKED, "--price", "2"]) == 0
     page = capsys.readouterr().out
     assert "at 2 a GPU hour" in page

@@ -179,7 +179,7 @@ def test_a_worker_that_nobody_replaces_is_told_as_lost() -> None:
 @pytest.mark.usefixtures("forked_python")
 def test_when_no_worker_is_left_the_run_ends_in_a_paragraph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killing(monkeypatch, PlacedWorkers, "ask", 3)
-    with pytest.raises(WorkersLost, match=r"no reward worker is left.*killed by SIGKILL.*Resume"):
+    with pytest.raises(WorkersLost, match=r"no reward worker is left.*killed by SIGKILL.*--resume"):
         train(small(tmp_path / "run", "cluster.rewards=1", "cluster.restarts=0", **SLOW))
 
 

@@ -72,7 +72,7 @@ class Session:
 
     def tell_by(self, noted: Callable[[str], None]) -> None:
         """Say by this what is slow or does not work as it should: terms, decoded clips, the engine's decode step."""
-        self.scorer.noted = noted
+        self.scorer.noted = self.rollout.noted = noted
         self.workers.tell_by(noted)
         if self.decoder.cache is not None:
             self.decoder.cache.noted = noted

@@ -81,6 +81,8 @@ def run(arguments: Namespace) -> int:
     console.print(plan_page(found, asked.price, placing(recipe, found.deployment)))
     for what, how, words in found.notes:
         console.print(Text.assemble((f"{how:>9}", STYLES[how]), f"  {what}: {words}"), soft_wrap=True)
+    if arguments.engines is None and (words := other_division(recipe, found.deployment)):
+        say(words, console)
     if found.cost is None:
         say("no cost is shown: --price says what a GPU costs in an hour", console)
     return 0
@@ -94,6 +96,18 @@ def as_json(found: Forecast) -> dict[str, object]:
         row["engine"]["total"] = found.engine.total
     row["notes"] = [{"what": what, "how": how, "words": words} for what, how, words in found.notes]
     return row
+
+
+def other_division(recipe: Recipe, plan: Deployment) -> str:
+    """What to say where the recipe divides its processes otherwise than the fastest plan; empty if it does not."""
+    section = recipe.cluster
+    asked, planned = (section.learners, section.engines), (plan.learners, plan.engines)
+    if asked == (1, 1) or not plan.apart or asked == planned:
+        return ""
+    return (
+        f"the recipe asks for {section.learners} learner ranks and {section.engines} engines; this is the fastest "
+        f"division of the GPUs instead. --engines {section.engines} forecasts the recipe's number of engines"
+    )
 
 
 def placing(recipe: Recipe, plan: Deployment) -> str:

@@ -7,6 +7,7 @@ batched together depends on the recipe alone, and so does what an early stop can
 """
 
 import asyncio
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -77,6 +78,8 @@ class Rollout:
         self.ready = Preparation(chat)
         self.pool = WorkerPool("environment", size=section.environment_calls)
         self.rolled_again = 0
+        self.deadly: set[str] = set()  # tasks that workers were lost over
+        self.noted: Callable[[str], None] = lambda text: warnings.warn(text, stacklevel=2)
 
     def stream(
         self,
@@ -268,9 +271,10 @@ class _Play:
     async def run_to_the_end(self) -> tuple[Status, str]:
         """Play; if the worker that holds the environment dies, from the beginning with the same random numbers.
 
-        An episode that kills its workers would use them all up, again at each resume; so it fails with the second.
+        An episode that kills its workers would use them all up, again at each resume; so it fails with the second, and
+        later ones of the same task with the first.
         """
-        lost = 0
+        lost = int(self.task.id in self.rollout.deadly)
         while True:
             await self.rollout.available()
             try:
@@ -278,9 +282,14 @@ class _Play:
             except EnvironmentLost as error:
                 lost += 1
                 if lost == MOST_LOSSES:
+                    self.rollout.deadly.add(self.task.id)
+                    self.rollout.noted(
+                        f"task {self.task.id}: {MOST_LOSSES} environment workers were lost while they played it, which may "
+                        f"be what ends them, so the episode {self.id} fails and is not rolled again"
+                    )
                     raise EnvironmentFailure(
-                        f"a second environment worker was lost while it played this episode, which may be what ends them, "
-                        f"so it is not rolled again ({error})"
+                        f"a second environment worker was lost while it played this episode's task, which may be what ends "
+                        f"them, so it is not rolled again ({error})"
                     ) from error
                 self.rollout.rolled_again += 1
                 self.environment.abandon()

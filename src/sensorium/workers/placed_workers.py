@@ -163,8 +163,9 @@ class PlacedWorkers:
             while not (ready := [worker for worker in self.workers if worker.ready]):
                 if self._closed or not self._starting:
                     raise WorkersLost(
-                        f"no {self._what} is left that takes work, and cluster.restarts are used up. {self._last} Resume "
-                        "the run from its last checkpoint."
+                        f"no {self._what} is left that takes work, and cluster.restarts are used up. {self._last} Mend "
+                        "what ends them, or raise cluster.restarts; then go on with --resume, or with --restart if there "
+                        "is no checkpoint."
                     )
                 self._state.wait()
             return min(ready, key=lambda worker: (len(worker.open), worker.number))
@@ -289,9 +290,9 @@ class PlacedWorkers:
             self._last = f"{how}.{last_words(process.log_text())}" if not self._closed else ""
             self._state.notify_all()
         if not self._closed:
-            self.noted(
-                f"{self._last} " + ("It is replaced." if again else "cluster.restarts are used up: the others go on.")
-            )
+            left = any(other.ready for other in self.workers) or self._starting
+            used_up = f"cluster.restarts are used up{': the others go on' if left else ', and no other is left'}."
+            self.noted(f"{self._last} {'It is replaced.' if again else used_up}")
             self._changed(worker, False)
         for answer in list(worker.open.values()):
             if not answer.done():

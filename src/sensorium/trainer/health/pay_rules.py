@@ -163,6 +163,7 @@ def no_variance(facts: StepFacts) -> Finding | None:
 
 def constant_term(facts: StepFacts) -> Finding | None:
     """A term gave one value to every episode since RL began: it tells nothing apart."""
+    found: dict[str, float] = {}
     for name, (low, high) in facts.history.term_range.items():
         term = name.removeprefix("reward/")
         if low != high or facts.history.rl_steps < RECENT or _idle_guards(facts).get(term) == low:
@@ -170,11 +171,14 @@ def constant_term(facts: StepFacts) -> Finding | None:
         values = {s.value for _, e in facts.played for s in e.scores if s.name == term}
         weighted = any(s.weight for _, e in facts.played for s in e.scores if s.name == term)
         if values == {low} and weighted and facts.row.get(name) == low:
-            what = f"the term '{term}' has given {low:g} to every episode of {facts.history.rl_steps + 1} steps"
-            cause = "nothing that the model writes changes it"
-            advice = "Check the term on a few responses by hand; a constant adds nothing to what is learned"
-            return Finding("constant_term", what, cause, advice)
-    return None
+            found[term] = low
+    if not found:
+        return None
+    told = ", ".join(f"the term '{term}' has given {value:g}" for term, value in found.items())
+    what = f"{told} to every episode of {facts.history.rl_steps + 1} steps"
+    cause = f"nothing that the model writes changes {'it' if len(found) == 1 else 'them'}"
+    advice = "Check the term on a few responses by hand; a constant adds nothing to what is learned"
+    return Finding("constant_term", what, cause, advice)
 
 
 def _idle_guards(facts: StepFacts) -> dict[str, float]:
