@@ -3,7 +3,7 @@
 import asyncio
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +21,40 @@ from sensorium.models.policy import Precision
 from sensorium.vocabulary import user
 
 
+@dataclass(frozen=True)
+class Rounds:
+    """Rollouts of one workload, one after the other."""
+
+    seconds: list[float]
+    tokens: int
+    steps: int
+
+    @property
+    def median_s(self) -> float:
+        """Of all but the first, which compiles and captures."""
+        return float(np.median(self.seconds[1:]))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """By the median."""
+        return self.tokens / self.median_s
+
+
 def time_rollouts(
     name: str, work: Workload, rounds: int, max_rows: int, profile: bool, precision: Precision = "fast"
 ) -> dict[str, Any]:
-    """Rollouts with new pictures each, the first left out; where asked, the kernels of one by their time."""
+    """Rollouts with new pictures each, the first left out; where asked, the kernels of one by their time.
+
+    Of responses of uneven length also the rate over that of as many responses of equal length, by the same engine.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         store = MediaStore()
         model = write_model(Path(scratch) / "model")
         policy = load_policy(str(model), store=store, device="cuda", dtype="bfloat16", precision=precision)
     policy.model.requires_grad_(False)
     engine = NativeEngine(policy, max_rows=max_rows)
-    seconds, steps, tokens = [], [], 0
-    for index in range(rounds + 1):
-        requests = _requests(policy, store, work, index)
-        before = engine.counters.decode_steps
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        tokens = asyncio.run(_written(engine, requests))
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-        steps.append(engine.counters.decode_steps - before)
-        policy.version += 1
-        engine.update_weights(policy, policy.version)
-    took = float(np.median(seconds[1:]))
+    timed = _timed(engine, policy, store, work, range(rounds + 1))
+    equal = _timed(engine, policy, store, replace(work, tail=1.0), range(100, 101 + rounds)) if work.tail > 1 else None
     short = _requests(policy, store, replace(work, new_tokens=1, tail=1.0), rounds + 3)
     started = time.perf_counter()
     asyncio.run(_written(engine, short))
@@ -55,24 +66,45 @@ def time_rollouts(
         "torch": torch.__version__,
         "sequences": work.episodes,
         "max_rows": max_rows,
-        "tokens": tokens,
-        "seconds": round(took, 3),
-        "first_s": round(seconds[0], 2),
-        "rounds_s": [round(each, 3) for each in seconds[1:]],
+        "tokens": timed.tokens,
+        "seconds": round(timed.median_s, 3),
+        "first_s": round(timed.seconds[0], 2),
+        "rounds_s": [round(each, 3) for each in timed.seconds[1:]],
         "precision": precision,
-        "tokens_per_s": round(tokens / took),
+        "tokens_per_s": round(timed.tokens_per_s),
         "first_token_s": round(first_token, 3),
-        "ms_a_step": round(1e3 * (took - first_token) / steps[-1], 2),
-        "steps": steps[-1],
+        "ms_a_step": round(1e3 * (timed.median_s - first_token) / timed.steps, 2),
+        "steps": timed.steps,
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
         "engine": vars(engine.counters) | {"notes": list(engine.notes)},
     }
+    if equal is not None:
+        result["equal_lengths_tokens_per_s"] = round(equal.tokens_per_s)
+        result["equal_lengths_rounds_s"] = [round(each, 3) for each in equal.seconds[1:]]
+        result["over_equal_lengths"] = round(timed.tokens_per_s / equal.tokens_per_s, 3)
     if profile:
         others = _requests(policy, store, work, rounds + 2)
         result["host"] = host_of(lambda: asyncio.run(_written(engine, others)))
         more = _requests(policy, store, work, rounds + 1)
         result["kernels"] = kernels_of(lambda: asyncio.run(_written(engine, more)))
     return result
+
+
+def _timed(engine: NativeEngine, policy: Any, store: MediaStore, work: Workload, indices: range) -> Rounds:
+    """One rollout for each index, every one with new weights (the same, as far as the engine knows others)."""
+    seconds, tokens, steps = [], 0, 0
+    for index in indices:
+        requests = _requests(policy, store, work, index)
+        before = engine.counters.decode_steps
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        tokens = asyncio.run(_written(engine, requests))
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+        steps = engine.counters.decode_steps - before
+        policy.version += 1
+        engine.update_weights(policy, policy.version)
+    return Rounds(seconds, tokens, steps)
 
 
 def _requests(policy: Any, store: MediaStore, work: Workload, index: int) -> list[Request]:

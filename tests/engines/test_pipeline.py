@@ -4,7 +4,7 @@ import asyncio
 import warnings
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,9 +16,11 @@ from sensorium.engines.native.decode_step import FusedStep
 from sensorium.engines.native.engine import NativeEngine
 from sensorium.engines.native.graphs import BUCKETS, bucket_of, buckets_to_capture
 from sensorium.engines.native.pages import PAGE, PagePool
+from sensorium.engines.native.prefill import PrefillRows, SharedContext
 from sensorium.engines.protocol import Request, Response, Sampling
 from sensorium.models.fast_paths import fallbacks
 from sensorium.models.layer_parts import UnknownLayer
+from sensorium.models.policy import Policy
 from sensorium.trainer.clock import Clock
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.episode import Segment
@@ -150,6 +152,44 @@ def test_rows_wait_for_room_and_a_withdrawn_request_leaves(bench: Bench) -> None
         return await left
 
     same([asyncio.run(withdraw())], expected[:1])
+
+
+def test_groups_join_whole_and_the_prompts_of_those_who_wait_are_computed_with_the_first(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six groups of three in twelve rows: one prefill pass, and no group is split, so each has its prompt's pages once."""
+    requests = crowd(bench, [Sampling(stop_tokens=False)] * 6)
+    expected = generate(NativeEngine(bench.policy), *requests)
+    passes, groups = [], set()
+    compute, lay_out = pipeline.prefill, graphs.DecodeRunner.lay_out
+
+    def counted(policy: Policy, rows: PrefillRows, entries: Sequence[SharedContext], *rest: Any) -> torch.Tensor:
+        passes.append([entry.suffix is not None for entry in entries])
+        return compute(policy, rows, entries, *rest)
+
+    def watched(self: graphs.DecodeRunner, rows: Sequence[RowLayout], latest_N: torch.Tensor) -> None:
+        groups.update(row.group for row in rows)
+        assert len(rows) <= 12
+        lay_out(self, rows, latest_N)
+
+    monkeypatch.setattr(pipeline, "prefill", counted)
+    monkeypatch.setattr(graphs.DecodeRunner, "lay_out", watched)
+    monkeypatch.setattr(SharedContext, "__hash__", object.__hash__)
+    engine = paged(bench, max_rows=12)
+    same(generate(engine, *requests), expected)
+    assert engine.counters.prefills == 6 == len(groups)
+    assert passes[0] == [True] * 6
+    assert not any(any(later) for later in passes[1:])
+    assert len(passes) > 1
+
+
+def test_a_group_too_large_for_the_room_joins_in_parts(text: Bench) -> None:
+    """Seven members in three rows: waiting for all of them would be for ever."""
+    context = [text.policy.chat.render([user("what?")])]
+    requests = [ask(f"{i}", context, Sampling(max_new_tokens=3 + i), order=(i,), key=i) for i in range(7)]
+    engine = paged(text, max_rows=3)
+    same(generate(engine, *requests), generate(NativeEngine(text.policy), *requests))
+    assert engine.counters.prefills == 1
 
 
 def test_new_weights_are_seen_also_when_parameters_move(bench: Bench) -> None:

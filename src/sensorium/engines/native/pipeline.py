@@ -10,13 +10,14 @@ their budget are known to without looking. The lag is a number of steps, not of 
 stays a function of the requests.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sensorium.engines.native.admission import AHEAD_TOKENS, joining, prompts_ahead
 from sensorium.engines.native.decode_state import RowLayout
 from sensorium.engines.native.graphs import DecodeRunner, bucket_of
 from sensorium.engines.native.matched_decoding import MatchedPrefill
@@ -159,13 +160,14 @@ class PagedWriter(Writer):
         """Launch a step, admit waiting jobs in order while there is room, read what an earlier step drew."""
         self._check_version()
         self._settle()
-        room = max(0, self._max_rows - len(self._rows))
+        room = self._max_rows - len(self._rows)
         busy = self._launch()
-        if waiting and room:
-            busy |= self._join(waiting[:room])
+        count = joining(waiting, room, self._max_rows, idle=not self._rows)
+        if count:
+            busy |= self._join(waiting[:count], waiting[count:])
         while len(self._under_way) > (LAG if busy else 0):
             self._read(self._under_way.pop(0))
-        return min(len(waiting), room)
+        return count
 
     def forget(self, version: int) -> None:
         """Drop everything made with other weights; no response may be open."""
@@ -199,28 +201,57 @@ class PagedWriter(Writer):
 
     # Joining.
 
-    def _join(self, jobs: Sequence[Job]) -> bool:
-        """Prefill new rows, members of a group side by side, and draw the first token of each. Whether there are any."""
-        entries, features = self._with_features(self._entries(jobs))
+    def _join(self, jobs: Sequence[Job], waiting: Sequence[Job]) -> bool:
+        """Prefill new rows, members of a group side by side, and draw the first token of each. Whether there are any.
+
+        Where that takes a pass, the prompts of those who still wait are part of it; they are set aside.
+        """
+        new = self._entries(jobs)
+        keys = {entry.key for entry in new}
+        ahead = self._ahead(waiting, keys) if any(entry.suffix is not None for entry in new) else []
+        entries, features = self._with_features([*new, *ahead])
         if not entries:
             return False
         groups = [self._group(entry) for entry in entries]
-        self._pool.reserve(*_pages_of(groups, self._rows))
+        self._pool.reserve(*_pages_of(groups, self._rows, waiting, self._max_rows))
         for group in groups:
             group[0].pages = self._pool.allocate(group[0].pages_needed())
         laid = _PrefillRows(self._pool, [group[0].pages for group in groups], self._policy.matched)
         hidden_NH = prefill(self._policy, laid, entries, 0, features, self.counters)
         self._store_paged_prompts(entries, groups, hidden_NH)
-        for group in groups:
+        owners, rows = [], []
+        for i, group in enumerate(groups):
+            if entries[i].key not in keys:
+                self._pool.release(group[0].pages)
+                continue
             self._follow(group)
-        rows = [row for group in groups for row in group]
-        owners = torch.tensor([i for i, group in enumerate(groups) for _ in group])
-        logits_BV = self._policy.logits(hidden_NH)[owners.to(hidden_NH.device)]
-        self._first_draw(rows, logits_BV)
+            owners += [i] * len(group)
+            rows += group
+        if not rows:
+            return False
+        logits_NV = self._policy.logits(hidden_NH)
+        self._first_draw(rows, logits_NV[torch.tensor(owners).to(hidden_NH.device)])
         self._rows += rows
         self._jobs |= {row.job.request.thread: row.job for row in rows}
         self._stale = True
         return True
+
+    def _ahead(self, waiting: Sequence[Job], known: Collection[object]) -> list[SharedContext]:
+        """Prompts of waiting jobs that are neither known nor stored, as many as may be computed before their time."""
+        room = AHEAD_TOKENS
+        if self._prefix_cache.bound is not None:
+            a_token = self._pool.block[:, :, :1].nbytes // PAGE
+            room = min(room, (self._prefix_cache.bound - self._prefix_cache.held) // a_token)
+        found: list[SharedContext] = []
+        for key, job in prompts_ahead(waiting).items():
+            if key in known or key in self._prefix_cache:
+                continue
+            for entry in self._entries([job]):
+                room -= entry.prefix[-1].length
+                if room < 0:
+                    return found
+                found.append(entry)
+        return found
 
     def _group(self, entry: SharedContext) -> list[PagedRow]:
         given = entry.prefix, self._max_context, self._stop_ids, self._policy.chat.token_bytes, entry
@@ -311,14 +342,20 @@ class PagedWriter(Writer):
                 self._finish(row, finish)
 
 
-def _pages_of(groups: Sequence[Sequence[PagedRow]], others: Sequence[PagedRow]) -> tuple[int, int]:
-    """Pages that new groups take now, and what they and other rows take at most until all their responses end.
+def _pages_of(
+    groups: Sequence[Sequence[PagedRow]], others: Sequence[PagedRow], waiting: Sequence[Job], max_rows: int
+) -> tuple[int, int]:
+    """Pages that new groups take now, and what all take at most until no response is left, those that wait included.
 
-    Full pages of a prompt, which a group shares, count once.
+    Full pages of a prompt, which a group shares, count once. Of jobs that wait only the budget is known: their contexts
+    count as the longest of the groups.
     """
     rows = [row for group in groups for row in group]
     shared = sum((len(group) - 1) * group[0].shared_pages for group in groups)
-    later = sum(row.pages_at_most() - len(row.pages) for row in (*rows, *others))
+    longest = max(row.length for row in rows)
+    at_most = [row.pages_at_most() for row in (*rows, *others)]
+    at_most += [-(-(longest + job.request.sampling.max_new_tokens) // PAGE) for job in waiting]
+    later = sum(sorted(at_most, reverse=True)[:max_rows]) - sum(len(row.pages) for row in (*rows, *others))
     return sum(row.pages_needed() for row in rows) - shared, later - shared
 
 
