@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sensorium.models.attention import causal_attention, masked_attention
+from sensorium.models.transfers import sent_to
 
 PAGE = 64
 SPARE = 1 / 8  # of the pages made ahead: rollouts differ a little in what they need
@@ -105,7 +106,7 @@ class PagePool:
         self.block[:, :, self._index(pages[:count])] = laid
 
     def _index(self, pages: Sequence[int]) -> Tensor:
-        return torch.tensor(pages, dtype=torch.int64, device=self.block.device)
+        return sent_to(self.block.device, torch.tensor(pages, dtype=torch.int64))
 
 
 class PagedPrefill:
@@ -121,10 +122,11 @@ class PagedPrefill:
         place_BT = torch.tensor(held)[:, None] + torch.arange(width)
         padding_BT = torch.arange(width) >= torch.tensor(new)[:, None]
         self._block = pool.block
-        self._page_N = table_BP.gather(1, place_BT // PAGE).masked_fill_(padding_BT, 0).flatten().to(device)
-        self._offset_N = (place_BT % PAGE).flatten().to(device)
-        self._table_BP = table_BP.to(device) if any(held) else None
-        self._mask_B1TS = (torch.arange(seen) <= place_BT[:, :, None])[:, None].to(device) if any(held) else None
+        page_N = table_BP.gather(1, place_BT // PAGE).masked_fill_(padding_BT, 0).flatten()
+        self._page_N, self._offset_N = sent_to(device, page_N), sent_to(device, (place_BT % PAGE).flatten())
+        self._table_BP = sent_to(device, table_BP) if any(held) else None
+        mask_B1TS = (torch.arange(seen) <= place_BT[:, :, None])[:, None] if any(held) else None
+        self._mask_B1TS = None if mask_B1TS is None else sent_to(device, mask_B1TS)
 
     def __call__(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
         keys_NKPD, values_NKPD = self.store(layer, key_BKTD, value_BKTD)

@@ -31,6 +31,7 @@ from sensorium.engines.native.writer import RESERVE_AHEAD, Writer
 from sensorium.engines.scheduler import Job
 from sensorium.models.matched_ops import MatchedOps
 from sensorium.models.policy import Policy
+from sensorium.models.transfers import sent_to
 from sensorium.vocabulary.errors import EngineError
 
 LAG = 2
@@ -230,7 +231,7 @@ class PagedWriter(Writer):
         if not rows:
             return False
         logits_NV = self._policy.logits(hidden_NH)
-        self._first_draw(rows, logits_NV[torch.tensor(owners).to(hidden_NH.device)])
+        self._first_draw(rows, logits_NV[sent_to(logits_NV.device, torch.tensor(owners))])
         self._rows += rows
         self._jobs |= {row.job.request.thread: row.job for row in rows}
         self._stale = True
@@ -285,8 +286,8 @@ class PagedWriter(Writer):
     def _first_draw(self, rows: Sequence[PagedRow], logits_BV: Tensor) -> None:
         device = logits_BV.device
         sampling = SamplingRows.of([row.sampling for row in rows], self._forbidden_F, self._stop_S, self._policy.vocab_size)
-        keys_B = torch.tensor([signed64(row.job.request.key) for row in rows], device=device)
-        counts_B = torch.tensor([row.before for row in rows], device=device)
+        keys_B = sent_to(device, torch.tensor([signed64(row.job.request.key) for row in rows]))
+        counts_B = sent_to(device, torch.tensor([row.before for row in rows]))
         drawn = sample(logits_BV, sampling, uniforms(keys_B, counts_B))
         for i, row in enumerate(rows):
             row.source = self._latest_N.shape[0] + i

@@ -13,6 +13,7 @@ from sensorium.engines.scheduler import Job
 from sensorium.models.attention import Attention
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import Features
+from sensorium.models.transfers import sent_to
 from sensorium.vocabulary.content import Media
 
 CHUNK_TOKENS = 8192  # padded tokens of one forward
@@ -131,9 +132,9 @@ def _forward(
 ) -> Tensor:
     device = cache.device
     ids_BT = pad_sequence([suffix.ids_T for suffix in chunk], batch_first=True, padding_value=policy.chat.stop_ids[0])
-    positions_BT3 = pad_sequence([suffix.positions_3T.T for suffix in chunk], batch_first=True)
+    positions_3BT = pad_sequence([suffix.positions_3T.T for suffix in chunk], batch_first=True).permute(2, 0, 1)
     attention = cache.attention(first, [suffix.held for suffix in chunk], [suffix.ids_T.shape[0] for suffix in chunk])
     placements = [place for row, suffix in enumerate(chunk) for place in suffix.placements(row, features)]
-    hidden_BTH = policy.language(ids_BT.to(device), positions_BT3.permute(2, 0, 1).to(device), attention, placements)
-    last_B = torch.tensor([suffix.ids_T.shape[0] - 1 for suffix in chunk], device=device)
+    hidden_BTH = policy.language(sent_to(device, ids_BT), sent_to(device, positions_3BT), attention, placements)
+    last_B = sent_to(device, torch.tensor([suffix.ids_T.shape[0] - 1 for suffix in chunk]))
     return hidden_BTH[torch.arange(len(chunk), device=device), last_B]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sensorium.engines.protocol import Sampling
 from sensorium.models.token_probs import integer_weights, log_probs
+from sensorium.models.transfers import sent_to
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class SamplingRows:
         device = forbidden_F.device
 
         def column(values: list[float] | list[int] | list[bool], dtype: torch.dtype, used: bool) -> Tensor | None:
-            return torch.tensor(values, dtype=dtype, device=device)[:, None] if used else None
+            return sent_to(device, torch.tensor(values, dtype=dtype))[:, None] if used else None
 
         temperatures = [row.temperature or 1.0 for row in rows]
         greedy = [row.temperature == 0 for row in rows]
