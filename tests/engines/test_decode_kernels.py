@@ -248,3 +248,16 @@ def test_entries_go_to_their_pages(kernels: TorchOps, dtype: torch.dtype) -> Non
     expected[page, :, offset] = new
     write_entries(new, pages, page, offset)
     assert torch.equal(pages, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pages_are_copied_within_a_pool_and_into_it(kernels: TorchOps, dtype: torch.dtype) -> None:
+    from sensorium.engines.native.attention_kernels import copy_pages
+
+    pool, other = (normal(3, 2, pages, 2, PAGE, 40, dtype=dtype, seed=pages) for pages in (9, 3))
+    expected = pool.clone()
+    expected[:, :, [7, 2, 4]] = pool[:, :, [1, 1, 5]]
+    expected[:, :, [6, 8]] = other[:, :, [0, 2]]
+    for source, taken, filled in ((pool, [1, 1, 5], [7, 2, 4]), (other, [0, 2], [6, 8])):
+        copy_pages(source, torch.tensor(taken, device=DEVICE), pool, torch.tensor(filled, device=DEVICE))
+    assert torch.equal(pool, expected)

@@ -2,11 +2,15 @@
 
 # mypy: disable-error-code="no-untyped-def"
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sensorium.engines.native.launch_ahead import after_previous
+
+_COPIED = 4096  # entries that a program of ``copy_pages`` copies
 
 
 def write_entries(new_NKD: Tensor, pages_NKPD: Tensor, page_N: Tensor, offset_N: Tensor) -> None:
@@ -30,6 +34,26 @@ def _write_entries(
     value = tl.load(new + (token * KV + k) * SIZE + d, mask=inside, other=0.0)
     place = (tl.load(page_of + token) * KV + k) * PAGE + tl.load(offset_of + token)
     tl.store(pages + place * SIZE + d, value, mask=inside)
+
+
+def copy_pages(source: Tensor, from_N: Tensor, target: Tensor, to_N: Tensor) -> None:
+    """Copy pages between blocks [layers, 2, pages, K, PAGE, D], contiguous; no page is both read and written."""
+    layers, two, pages, *entry = source.shape
+    size = math.prod(entry)
+    grid = (len(from_N), layers * two, triton.cdiv(size, _COPIED))
+    _copy_pages[grid](source, from_N, pages, target, to_N, target.shape[2], SIZE=size, STEP=_COPIED, num_warps=4)
+
+
+@triton.jit
+def _copy_pages(
+    source, from_pages, source_pages, target, to_pages, target_pages, SIZE: tl.constexpr, STEP: tl.constexpr
+):  # fmt: skip
+    i = tl.program_id(0)
+    layer = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(2) * STEP + tl.arange(0, STEP)
+    inside = place < SIZE
+    taken = tl.load(source + (layer * source_pages + tl.load(from_pages + i)) * SIZE + place, mask=inside)
+    tl.store(target + (layer * target_pages + tl.load(to_pages + i)) * SIZE + place, taken, mask=inside)
 
 
 @triton.jit

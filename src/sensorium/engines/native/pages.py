@@ -89,7 +89,7 @@ class PagePool:
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy pages."""
         if targets:
-            self.block[:, :, self._index(targets)] = self.block[:, :, self._index(sources)]
+            self._fill(targets, self.block, sources)
 
     def take(self, pages: Sequence[int], length: int) -> Tensor:
         """The first ``length`` entries of a row's pages, as a tensor of their own: [layers, 2, K, length, D]."""
@@ -103,7 +103,16 @@ class PagePool:
         padded = kept.new_zeros(layers, two, kv_heads, count * PAGE, head_dim)
         padded[:, :, :, :length] = kept[:, :, :, :length]
         laid = padded.view(layers, two, kv_heads, count, PAGE, head_dim).transpose(2, 3)
-        self.block[:, :, self._index(pages[:count])] = laid
+        self._fill(pages[:count], laid, range(count))
+
+    def _fill(self, targets: Sequence[int], block: Tensor, sources: Sequence[int]) -> None:
+        """Copy pages of a block into pages of the pool. On CUDA by a kernel, as in ``write_tokens``."""
+        if self.block.is_cuda and find_spec("triton") is not None:
+            from sensorium.engines.native.attention_kernels import copy_pages
+
+            copy_pages(block.contiguous(), self._index(sources), self.block, self._index(targets))
+        else:
+            self.block[:, :, self._index(targets)] = block[:, :, self._index(sources)]
 
     def _index(self, pages: Sequence[int]) -> Tensor:
         return sent_to(self.block.device, torch.tensor(pages, dtype=torch.int64))

@@ -220,16 +220,15 @@ class PagedWriter(Writer):
         laid = _PrefillRows(self._pool, [group[0].pages for group in groups], self._policy.matched)
         hidden_NH = prefill(self._policy, laid, entries, 0, features, self.counters)
         self._store_paged_prompts(entries, groups, hidden_NH)
-        owners, rows = [], []
-        for i, group in enumerate(groups):
-            if entries[i].key not in keys:
+        for entry, group in zip(entries, groups, strict=True):
+            if entry.key not in keys:
                 self._pool.release(group[0].pages)
-                continue
-            self._follow(group)
-            owners += [i] * len(group)
-            rows += group
-        if not rows:
+        joined = [i for i, entry in enumerate(entries) if entry.key in keys]
+        if not joined:
             return False
+        self._follow([groups[i] for i in joined])
+        owners = [i for i in joined for _ in groups[i]]
+        rows = [row for i in joined for row in groups[i]]
         logits_NV = self._policy.logits(hidden_NH)
         self._first_draw(rows, logits_NV[sent_to(logits_NV.device, torch.tensor(owners))])
         self._rows += rows
@@ -258,19 +257,19 @@ class PagedWriter(Writer):
         given = entry.prefix, self._max_context, self._stop_ids, self._policy.chat.token_bytes, entry
         return [PagedRow(job, *given, []) for job in entry.jobs]
 
-    def _follow(self, group: Sequence[PagedRow]) -> None:
+    def _follow(self, groups: Sequence[Sequence[PagedRow]]) -> None:
         """Members after the first share the full pages of the prompt and copy the one it ends in."""
-        leader = group[0]
-        shared = leader.pages[: leader.shared_pages]
         sources: list[int] = []
         targets: list[int] = []
-        for row in group[1:]:
-            self._pool.share(shared)
-            own = self._pool.allocate(row.pages_needed() - len(shared))
-            row.pages = [*shared, *own]
-            if row.length % PAGE:
-                sources.append(leader.pages[len(shared)])
-                targets.append(own[0])
+        for leader, *others in groups:
+            shared = leader.pages[: leader.shared_pages]
+            for row in others:
+                self._pool.share(shared)
+                own = self._pool.allocate(row.pages_needed() - len(shared))
+                row.pages = [*shared, *own]
+                if row.length % PAGE:
+                    sources.append(leader.pages[len(shared)])
+                    targets.append(own[0])
         self._pool.copy(sources, targets)
 
     def _store_paged_prompts(
