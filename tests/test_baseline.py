@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from sensorium.engines.native.c_library import compiler_name
 from sensorium.recipe.load import load_recipe
 from sensorium.tasks.lookalikes import make_daily_omni, make_intent
 from sensorium.trainer.run import train
@@ -54,10 +55,10 @@ MEASURED_ANEW = ("time/", "wait/", "throughput/", "memory/", "media/", "health/"
 
 
 def machine() -> str:
-    """What must be equal for two machines to round alike: libraries choose their sums by the processor's model, too."""
+    """What must be equal for two machines to round alike: sums are chosen by the processor's model and the C compiler."""
     told = re.findall(r"^(?:vendor_id|cpu family|model|CPU implementer|CPU part)\s*: (.*)$", _processor(), re.MULTILINE)
     kind = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} torch {torch.__version__}"
-    return " ".join([kind, *told])
+    return " ".join([kind, *told, compiler_name()])
 
 
 def _processor() -> str:

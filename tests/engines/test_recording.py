@@ -53,7 +53,7 @@ def few_rows(policy: Policy, rows: int = 3, reach: int = 6) -> SimpleNamespace:
 
 
 def recorded_steps(policy: Policy, batch: Any) -> Steps:
-    steps = Steps(policy, record=True)
+    steps = Steps(policy, record=True, compile=False)
     for _ in range(RECORD_AFTER + 1):
         steps.feed(batch)
     return steps
@@ -123,7 +123,7 @@ def test_fresh_adapters_are_followed_through_updates(fresh: Callable[..., Policy
     """An evaluation records while every B is zero; then training moves each of them."""
     policy = fresh("qwen2", lora=LORA)
     assert policy.adapters is not None
-    engine = NativeEngine(policy)
+    engine = NativeEngine(policy, compile=False)
     prompt = policy.chat.render([user("what colour is it?")])
     sampling = Sampling(max_new_tokens=RECORD_AFTER + 8, stop_tokens=False)
     requests = [ask(f"{i}", [prompt], sampling, order=(i,), key=i) for i in range(3)]
@@ -182,7 +182,7 @@ def test_what_cannot_be_recorded_is_said_where_the_engine_is_told_to(
 ) -> None:
     policy = fresh("qwen3_vl_moe")
     policy.model.set_experts_implementation("eager")
-    steps, told = Steps(policy, record=True), list[str]()
+    steps, told = Steps(policy, record=True, compile=False), list[str]()
     steps.noted = told.append
     batch = few_rows(policy)
     with torch.no_grad():

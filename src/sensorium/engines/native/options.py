@@ -13,18 +13,22 @@ class WriterOptions(TypedDict, total=False):
     (default: what the model allows). ``keep_bytes`` bounds the keys and values, and likewise the features, kept between
     turns (default: 1 GiB, or a sixteenth of the GPU); what does not fit is computed again. ``record`` lets decoding run
     from recordings where they pay (see ``steps``); the bits are the same. On a GPU it lets steps run fused and from CUDA
-    graphs (see ``graphs``). ``kv`` says how keys and values are held: a block of rows (on the CPU), or pages with steps
-    launched ahead (on a GPU).
+    graphs (see ``graphs``). ``compile`` lets small models on the CPU decode by steps compiled from C (see
+    ``compiled_step``), if ``record`` is true as well; the last bits differ. ``kv`` says how keys and values are held: a
+    block of rows (on the CPU), or pages with steps launched ahead (on a GPU).
     """
 
     max_rows: int
     max_context: int | None
     keep_bytes: int | None
     record: bool
+    compile: bool
     kv: Literal["auto", "rows", "pages"]
 
 
-DEFAULTS: WriterOptions = {"max_rows": 512, "max_context": None, "keep_bytes": None, "record": True, "kv": "auto"}
+DEFAULTS: WriterOptions = {
+    "max_rows": 512, "max_context": None, "keep_bytes": None, "record": True, "compile": True, "kv": "auto",
+}  # fmt: skip
 LIMITS = {"max_rows": (1, 1e6), "max_context": (16, 1e9), "keep_bytes": (0, 1e15), **SECONDS}
 KV = ("auto", "rows", "pages")
 

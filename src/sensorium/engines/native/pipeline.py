@@ -132,9 +132,18 @@ class PagedWriter(Writer):
     """The writer with paged keys and values and steps launched ahead; for CUDA, and on CPU to test the same logic."""
 
     def __init__(
-        self, policy: Policy, *, max_rows: int, max_context: int | None, keep_bytes: int | None, record: bool
+        self,
+        policy: Policy,
+        *,
+        max_rows: int,
+        max_context: int | None,
+        keep_bytes: int | None,
+        record: bool,
+        compile: bool,
     ) -> None:
-        super().__init__(policy, max_rows=max_rows, max_context=max_context, keep_bytes=keep_bytes, record=False)
+        super().__init__(
+            policy, max_rows=max_rows, max_context=max_context, keep_bytes=keep_bytes, record=False, compile=False
+        )
         block = self._cache.block
         self._pool = PagePool(block.shape[0], block.shape[3], block.shape[5], block.dtype, block.device)
         self._runner = DecodeRunner(

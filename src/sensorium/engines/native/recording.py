@@ -40,9 +40,13 @@ class ModuleState:
     def __len__(self) -> int:
         return len(self._places)
 
+    def held(self) -> list[Tensor]:
+        """What the places hold now."""
+        return [store[name] for store, name in self._places]
+
     def tensors(self) -> list[Tensor]:
         """What the places hold now: the same memory, without gradient."""
-        held = [store[name] for store, name in self._places]
+        held = self.held()
         pointers = [tensor.data_ptr() for tensor in held]
         if pointers != self._pointers:
             self._pointers, self._tensors = pointers, [tensor.detach() for tensor in held]

@@ -1,11 +1,15 @@
 """A decode step as two functions of tensors: feed every row a token, then sample the next and advance the rows.
 
-Nothing in them reads a tensor's value, so they can be recorded and run without Python between the operations. On the CPU,
-where a small model spends most of a step in Python, they run from recordings (see ``recording``): the same operations on
-the weights of the moment, bit for bit.
+A small model on the CPU spends most of a step between the operations, not in them. Three ways to run these functions there:
+
+    compiled    in C (see ``compiled_step``), from the first step on: small float32 models of known layers
+    recorded    the same operations on the weights of the moment, bit for bit (see ``recording``), after some steps
+    plain       the functions as they stand here, on which the other two are tried before they are used
+
+Which of them a run takes depends on its model and options, and on whether the machine has a C compiler: not on timings. The
+compiled way gives other last bits than the other two, so a run that goes on after a break must take the one it took before.
 """
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,11 +17,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from sensorium.engines.native.c_library import NoLibrary
+from sensorium.engines.native.compiled_step import CompiledStep
 from sensorium.engines.native.kv_cache import CachedAttention
 from sensorium.engines.native.lean_feed import RotaryTable, lean_feed
 from sensorium.engines.native.recording import CannotRecord, Inputs, Recording, record
 from sensorium.engines.native.response_rows import Batch
 from sensorium.engines.native.sampler import SamplingRows, sample
+from sensorium.engines.native.step_trials import draws_differ, feed_trial, feeds_differ
+from sensorium.models.fast_paths import note_fallback
 from sensorium.models.layer_parts import UnknownLayer
 from sensorium.models.policy import Policy
 
@@ -57,23 +65,28 @@ def draw(
 
 
 class Steps:
-    """Runs ``feed`` and ``draw``, from recordings where they pay: on the CPU, after some steps.
+    """Runs ``feed`` and ``draw``: on the CPU from recordings if ``record``, and compiled where ``compile`` is true as well.
 
     ``refusal`` says why ``feed`` could not be recorded, once that was tried.
     """
 
-    def __init__(self, policy: Policy, record: bool) -> None:
+    def __init__(self, policy: Policy, record: bool, compile: bool = True) -> None:
         self.refusal: str | None = None
         self.noted: Callable[[str], None] = _warn
         self._policy = policy
         self._record = record and policy.device.type == "cpu"
+        self._compile = self._record and compile
+        self._compiled: CompiledStep | None = None
         self._fed = 0
         self._feed: Recording | None = None
         self._table: RotaryTable | None = None
         self._draws: dict[tuple[bool, ...], tuple[int, Recording | None]] = {}
 
     def feed(self, batch: Batch) -> Tensor:
-        """The logits after every row's last token."""
+        """The logits after every row's last token, until the next call."""
+        if self._compiles(batch.block):
+            assert self._compiled is not None
+            return self._compiled.feed(*batch.fed())
         self._fed += 1
         if self._record and self._fed == RECORD_AFTER:
             self._record_feed(batch.block)
@@ -88,6 +101,11 @@ class Steps:
 
     def draw(self, batch: Batch, logits_BV: Tensor) -> Tensor:
         """Sample the next tokens, with their log-probs [3, B], and advance the batch."""
+        if self._compiles(batch.block):
+            assert self._compiled is not None
+            packed_3B = self._compiled.draw(batch.sampling, logits_BV, batch.take_uniforms(), *batch.drawn())
+            batch.reach += 1
+            return packed_3B
         given = batch.sampling.tensors()
         variant = tuple(tensor is None for tensor in given)
         calls, recorded = self._draws.get(variant, (0, None))
@@ -107,7 +125,9 @@ class Steps:
         return packed_3B
 
     def refresh(self) -> None:
-        """The weights changed. In place or replaced is fine; modules that came or went need a new recording."""
+        """The weights changed. In place or replaced is fine; modules that came or went are compiled or recorded anew."""
+        if self._compiled is not None and not self._compiled.refresh():
+            self._compiled = None
         if self._feed is not None and not self._feed.state.is_of(self._modules):
             self._feed, self._fed = None, 0
 
@@ -116,13 +136,42 @@ class Steps:
         """The parts that a decode step computes with."""
         return self._policy.adapter.language_model, self._policy.adapter.head
 
+    def _compiles(self, block: Tensor) -> bool:
+        """Whether steps run compiled: settled at the first one."""
+        if self._compile and self._compiled is None:
+            self._compiled = self._tried(block)
+            self._compile = self._compiled is not None
+        return self._compile
+
+    def _tried(self, block: Tensor) -> CompiledStep | None:
+        """The compiled step, if there is one for this model and it gives what ``feed`` and ``draw`` give."""
+        try:
+            compiled = CompiledStep(self._policy)
+            reason = feeds_differ(partial(feed, self._policy), compiled.feed, block, self._policy.vocab_size)
+            reason = reason or draws_differ(draw, compiled.draw, block, self._policy.vocab_size)
+            if not reason:
+                return compiled
+        except UnknownLayer:
+            return None  # as architecture.md says, only small models of known parts are compiled
+        except NoLibrary as error:
+            reason = f"{error}. Install gcc or clang, or name a C compiler in the environment variable CC"
+        except Exception as error:  # layers that look known and are not are a reason to be slower, not to stop
+            reason = str(error)
+        note = (
+            f"sampling on the CPU runs without its compiled decode step, so this small model is sampled several times more "
+            f"slowly: {reason}. To leave it out without this note, set rollout.engine.options.compile: false."
+        )
+        note_fallback(note)
+        self.noted(note)
+        return None
+
     def _record_feed(self, block: Tensor) -> None:
         """A recording of ``feed``, in fewer operations where the layers are known, if it gives the same as ``feed``."""
 
         def plain(*tensors: Tensor) -> Tensor:
             return feed(self._policy, *tensors[:FED])
 
-        trials = [_trial(block, rows, reach) for rows, reach in ((2, 3), (3, 5), (1, 2), (32, 9))]
+        trials = [feed_trial(block, rows, reach) for rows, reach in ((2, 3), (3, 5), (1, 2), (32, 9))]
         wrong = ""
         try:
             table = RotaryTable(self._policy)
@@ -155,13 +204,3 @@ class Steps:
 
 def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=3)
-
-
-def _trial(block: Tensor, rows: int, reach: int) -> Inputs:
-    """Inputs of ``feed`` for so many rows, with a small cache of their own."""
-    layers, two, _, kv_heads, _, size = block.shape
-    shape = (layers, two, rows, kv_heads, reach, size)
-    small = torch.linspace(-1, 1, math.prod(shape), dtype=block.dtype).view(shape)
-    tokens_B, positions_B = torch.arange(rows) + 7 * (rows % 32), torch.arange(rows) + reach
-    write_N = torch.arange(rows * kv_heads) * reach + reach - 1
-    return tokens_B, positions_B, small, write_N, block.new_zeros(rows, 1, 1, reach)

@@ -79,7 +79,14 @@ class Writer:
     """The synchronous half of the native engine: rows, their cache, and the prefix cache between turns."""
 
     def __init__(
-        self, policy: Policy, *, max_rows: int, max_context: int | None, keep_bytes: int | None, record: bool
+        self,
+        policy: Policy,
+        *,
+        max_rows: int,
+        max_context: int | None,
+        keep_bytes: int | None,
+        record: bool,
+        compile: bool,
     ) -> None:
         config = policy.model.config.get_text_config()
         keep_bytes = spare_bytes(policy.device) if keep_bytes is None else keep_bytes
@@ -91,7 +98,7 @@ class Writer:
         self._cache = KVCache(config.num_hidden_layers, config.num_key_value_heads, head_dim, policy.dtype, policy.device)
         self._features = FeatureCache(policy, keep_bytes)
         self._prefix_cache = PrefixCache(keep_bytes)
-        self._steps = Steps(policy, record)
+        self._steps = Steps(policy, record, compile)
         self._on_cpu = policy.device.type == "cpu"
         self.version = policy.version
         self._stop_ids = frozenset(policy.chat.stop_ids)

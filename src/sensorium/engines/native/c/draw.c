@@ -1,0 +1,122 @@
+/* The next token of every row, as sampler.py defines it; then the rows' tensors are moved on to the next step. */
+
+#include "vectors.h"
+
+#define LOG_2 0.6931471805599453
+
+/* Sampling parameters that no row needs are NULL. packed [3, rows]: tokens, log-probs, sampled log-probs. */
+struct draws {
+    int64_t rows, vocab, unit_bits, forbidden_count, stop_count, kv_heads;
+    const float *logits;
+    const double *uniforms;
+    const int64_t *forbidden, *stop;
+    const float *temperature;
+    const uint8_t *greedy, *stop_masked;
+    const int64_t *top_k;
+    const double *top_p;
+    int64_t *tokens, *positions, *write, *see;
+    float *bias;
+    double *packed;
+    int64_t *memory;
+};
+
+struct weighed {
+    int64_t weight, token;
+};
+
+/* Integers of `memory` for every thread: for each token its place when sorted, its weight and its logit. */
+int64_t draw_memory(int64_t vocab) { return PADDED(vocab, LANES) * 4; }
+
+/* Heavier first; of equal ones the smaller token. */
+static int heavier(const void *one, const void *other) {
+    const struct weighed *a = one, *b = other;
+    if (a->weight != b->weight) return a->weight < b->weight ? 1 : -1;
+    return a->token < b->token ? -1 : 1;
+}
+
+/* The policy's logits: over the temperature, masked ids at -inf, and -inf up to whole vectors. */
+static void scale(const struct draws *d, int64_t row, float *scaled) {
+    const float *logits = d->logits + row * d->vocab, temperature = d->temperature ? d->temperature[row] : 1.0f;
+    for (int64_t j = 0; j < d->vocab; j++) scaled[j] = logits[j] / temperature;
+    for (int64_t j = d->vocab; j < PADDED(d->vocab, LANES); j++) scaled[j] = -INFINITY;
+    for (int64_t j = 0; j < d->forbidden_count; j++) scaled[d->forbidden[j]] = -INFINITY;
+    if (d->stop_masked && d->stop_masked[row])
+        for (int64_t j = 0; j < d->stop_count; j++) scaled[d->stop[j]] = -INFINITY;
+}
+
+/* Weights with top-k, then top-p within it. */
+static void truncate_weights(int64_t *weights, int64_t vocab, int64_t top_k, double top_p, struct weighed *sorted) {
+    int64_t count = 0, total = 0, before = 0;
+    for (int64_t j = 0; j < vocab; j++)
+        if (weights[j] > 0) sorted[count++] = (struct weighed){weights[j], j};
+    qsort(sorted, count, sizeof *sorted, heavier);
+    memset(weights, 0, vocab * sizeof *weights);
+    if (count > top_k) count = top_k;
+    for (int64_t i = 0; i < count; i++) total += sorted[i].weight;
+    int64_t mass = total;
+    if (top_p < 1) {
+        mass = (int64_t)ceil((double)total * top_p);
+        if (mass < 1) mass = 1;
+    }
+    for (int64_t i = 0; i < count && before < mass; before += sorted[i++].weight) weights[sorted[i].token] = sorted[i].weight;
+}
+
+/* One row's token; its log-prob as policy, and as sampled. Logits that are not finite give log-probs that are not. */
+static int64_t draw_row(const struct draws *d, int64_t row, float *scaled, int64_t *weights, struct weighed *sorted,
+                        double *logprob, double *sampled) {
+    int64_t all = 0, total = 0, token = 0;
+    float top = -INFINITY;
+    int finite = 1;
+    scale(d, row, scaled);
+    for (int64_t j = 0; j < d->vocab; j++) {
+        finite &= scaled[j] == scaled[j];
+        top = scaled[j] > top ? scaled[j] : top;
+    }
+    if (!finite || isinf(top)) {
+        *logprob = *sampled = NAN;
+        return 0;
+    }
+    const float unit = ldexpf(1.0f, (int)d->unit_bits);
+    for (int64_t j = 0; j < d->vocab; j += LANES) {
+        const vec shifted = *(vec *)(scaled + j) - top, weighed = exp_of(shifted) * unit;
+        *(vec *)(scaled + j) = shifted;
+        for (int i = 0; i < LANES; i++) weights[j + i] = (int64_t)weighed[i];
+    }
+    for (int64_t j = 0; j < d->vocab; j++) all += weights[j];
+    total = all;
+    if (d->top_k && (d->top_k[row] < d->vocab || d->top_p[row] < 1)) {
+        truncate_weights(weights, d->vocab, d->top_k[row], d->top_p[row], sorted);
+        for (total = 0, token = 0; token < d->vocab; token++) total += weights[token];
+    }
+    const int greedy = d->greedy && d->greedy[row];
+    if (greedy) {
+        for (token = 0; scaled[token] < 0;) token++;
+    } else {
+        int64_t target = (int64_t)(d->uniforms[row] * (double)total), sum = 0;
+        if (target > total - 1) target = total - 1;
+        for (token = 0; token < d->vocab - 1 && (sum += weights[token]) <= target;) token++;
+    }
+    const double of_unit = (double)scaled[token] + (double)d->unit_bits * LOG_2;
+    *logprob = of_unit - log((double)all);
+    *sampled = greedy ? 0.0 : of_unit - log((double)total);
+    return token;
+}
+
+static void draw_rows(const void *given, int64_t worker, int64_t first, int64_t last) {
+    const struct draws *d = given;
+    const int64_t room = PADDED(d->vocab, LANES);
+    struct weighed *sorted = (struct weighed *)(d->memory + worker * draw_memory(d->vocab));
+    int64_t *weights = (int64_t *)(sorted + room);
+    float *scaled = (float *)(weights + room);
+    for (int64_t row = first; row < last; row++) {
+        double *packed = d->packed + row;
+        const int64_t token = draw_row(d, row, scaled, weights, sorted, packed + d->rows, packed + 2 * d->rows);
+        packed[0] = (double)token;
+        d->tokens[row] = token;
+        d->positions[row] += 1;
+        for (int64_t h = 0; h < d->kv_heads; h++) d->write[row * d->kv_heads + h] += 1;
+        d->bias[d->see[row] += 1] = 0.0f;
+    }
+}
+
+void draw(const struct draws *d, int64_t threads) { over_threads(draw_rows, d, d->rows, 1, threads); }

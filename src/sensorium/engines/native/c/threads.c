@@ -1,0 +1,101 @@
+/* Rows spread over threads that wait for work. Each takes the next few rows until none are left, so one that wakes up late,
+   or is held up, leaves its rows to the others.
+
+   The caller works too, and returns when no thread is inside its work: a thread joins under the lock while the work is open,
+   and the caller closes it under the lock before it waits for those who joined. One caller at a time has the threads; another
+   one meanwhile works alone, and so does the child of a fork until it needs threads of its own. */
+
+#include <stdatomic.h>
+
+#include "vectors.h"
+
+#define MOST_THREADS 64
+#define PARTS_OF_A_THREAD 4
+#define LOOKS 4000 /* at the others' progress, before the caller sleeps */
+
+static pthread_mutex_t caller = PTHREAD_MUTEX_INITIALIZER, lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t opened = PTHREAD_COND_INITIALIZER, left = PTHREAD_COND_INITIALIZER;
+static int64_t started;
+
+static struct {
+    row_work work;
+    const void *given;
+    int64_t rows, part, threads;
+    atomic_int_fast64_t next;
+    atomic_int inside;
+    int open;
+    uint64_t count;
+} job;
+
+static void take_rows(int64_t worker) {
+    for (int64_t first; (first = atomic_fetch_add(&job.next, job.part)) < job.rows;)
+        job.work(job.given, worker, first, first + job.part < job.rows ? first + job.part : job.rows);
+}
+
+static void *wait_for_work(void *given) {
+    const int64_t worker = (int64_t)(intptr_t)given;
+    uint64_t known = 0;
+    pthread_mutex_lock(&lock);
+    for (;;) {
+        while (!job.open || job.count == known || worker >= job.threads) pthread_cond_wait(&opened, &lock);
+        known = job.count;
+        atomic_fetch_add(&job.inside, 1);
+        pthread_mutex_unlock(&lock);
+        take_rows(worker);
+        pthread_mutex_lock(&lock);
+        if (atomic_fetch_sub(&job.inside, 1) == 1) pthread_cond_signal(&left);
+    }
+    return NULL;
+}
+
+/* A child of a fork has none of the threads, and locks as they happened to be. */
+static void begin_anew(void) {
+    const pthread_mutex_t unlocked = PTHREAD_MUTEX_INITIALIZER;
+    const pthread_cond_t unused = PTHREAD_COND_INITIALIZER;
+    caller = lock = unlocked;
+    opened = left = unused;
+    started = 0;
+    job.open = 0;
+    atomic_store(&job.inside, 0);
+}
+
+static void start_threads(int64_t threads) {
+    static int watched;
+    if (!watched) watched = !pthread_atfork(NULL, NULL, begin_anew);
+    while (watched && started < threads - 1) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, wait_for_work, (void *)(intptr_t)(started + 1))) return;
+        pthread_detach(thread);
+        started++;
+    }
+}
+
+static void share_work(row_work work, const void *given, int64_t rows, int64_t step, int64_t threads) {
+    start_threads(threads);
+    pthread_mutex_lock(&lock);
+    job.work = work, job.given = given, job.rows = rows, job.threads = threads;
+    job.part = PADDED((rows + threads * PARTS_OF_A_THREAD - 1) / (threads * PARTS_OF_A_THREAD), step);
+    atomic_store(&job.next, 0);
+    job.open = 1;
+    job.count++;
+    pthread_cond_broadcast(&opened);
+    pthread_mutex_unlock(&lock);
+    take_rows(0);
+    pthread_mutex_lock(&lock);
+    job.open = 0;
+    pthread_mutex_unlock(&lock);
+    for (int i = 0; i < LOOKS && atomic_load(&job.inside); i++) continue;
+    pthread_mutex_lock(&lock);
+    while (atomic_load(&job.inside)) pthread_cond_wait(&left, &lock);
+    pthread_mutex_unlock(&lock);
+}
+
+void over_threads(row_work work, const void *given, int64_t rows, int64_t step, int64_t threads) {
+    if (threads > MOST_THREADS) threads = MOST_THREADS;
+    if (threads <= 1 || rows <= step || pthread_mutex_trylock(&caller)) {
+        work(given, 0, 0, rows);
+        return;
+    }
+    share_work(work, given, rows, step, threads);
+    pthread_mutex_unlock(&caller);
+}

@@ -1,0 +1,119 @@
+"""A decode step in C, for small models on the CPU: two calls a step, where torch makes some 250 of a few microseconds each.
+
+``feed`` and ``draw`` take and give what the functions of these names in ``steps`` do. Their numbers differ in the last
+bits, for sums are in another order. What a row gets depends on that row alone, not on its neighbours or on threads.
+"""
+
+from ctypes import POINTER, Structure, byref, c_int64, c_void_p, pointer
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sensorium.engines.native.c_library import load_library
+from sensorium.engines.native.packed_weights import CModel, PackedWeights
+from sensorium.engines.native.sampler import SamplingRows
+from sensorium.models.policy import Policy
+from sensorium.models.token_probs import unit_bits
+
+SOURCES = Path(__file__).parent / "c"
+WORK_OF_A_THREAD = 1 << 20
+"""Multiplications that are worth a thread."""
+WORK_OF_A_DRAW = 16
+"""Drawing a token, in multiplications for each entry of the vocabulary."""
+
+
+class CTokens(Structure):
+    """``struct tokens`` of feed.c."""
+
+    _fields_: ClassVar = [
+        ("model", POINTER(CModel)),
+        *((name, c_int64) for name in ("rows", "block_rows", "capacity")),
+        *((name, c_void_p) for name in ("tokens", "positions", "write", "block", "table", "logits", "memory")),
+    ]
+
+
+class CDraws(Structure):
+    """``struct draws`` of draw.c."""
+
+    _fields_: ClassVar = [
+        *((name, c_int64) for name in ("rows", "vocab", "unit_bits", "forbidden_count", "stop_count", "kv_heads")),
+        *((name, c_void_p) for name in ("logits", "uniforms", "forbidden", "stop", "temperature", "greedy")),
+        *((name, c_void_p) for name in ("stop_masked", "top_k", "top_p")),
+        *((name, c_void_p) for name in ("tokens", "positions", "write", "see", "bias", "packed", "memory")),
+    ]
+
+
+class CompiledStep:
+    """The compiled functions for one policy. Raises ``UnknownLayer`` or ``NoLibrary`` where there are none for it."""
+
+    def __init__(self, policy: Policy) -> None:
+        PackedWeights.check(policy)
+        self._library = load_library(SOURCES)
+        for function in (self._library.tile_columns, self._library.feed_memory, self._library.draw_memory):
+            function.restype = c_int64
+        self._packed = PackedWeights(policy, self._library.tile_columns())
+        self._vocab = policy.vocab_size
+        # Kept from step to step: where memory comes from the system anew, it costs as much as the step.
+        self._logits_BV = torch.empty(0, self._vocab)
+        self._memory = torch.empty(0)
+        self._drawing = torch.empty(0, dtype=torch.int64)
+
+    def refresh(self) -> bool:
+        """The weights changed. False if modules came or went, so that this step is no longer theirs."""
+        self._packed.forget()
+        return self._packed.is_of_the_same_modules()
+
+    def feed(self, tokens_B: Tensor, positions_B: Tensor, block: Tensor, write_N: Tensor, bias_B11S: Tensor) -> Tensor:
+        """Feed one token per row, its keys and values to the cache; the logits of the next, until the next call.
+
+        A row sees the entries up to the one it writes; ``bias_B11S`` says the same and is not read.
+        """
+        rows, capacity = len(tokens_B), block.shape[4]
+        model = self._packed.current()
+        table_PE = self._packed.table(positions_B)
+        if len(self._logits_BV) < rows:
+            self._logits_BV = torch.empty(rows, self._vocab)
+        needed = self._library.feed_memory(byref(model), c_int64(rows), c_int64(capacity))
+        if len(self._memory) < needed:
+            self._memory = torch.empty(needed)
+        given = CTokens(
+            pointer(model), rows, block.shape[2], capacity,
+            *(tensor.data_ptr() for tensor in (tokens_B, positions_B, write_N, block, table_PE)),
+            self._logits_BV.data_ptr(), self._memory.data_ptr(),
+        )  # fmt: skip
+        self._library.feed(byref(given), c_int64(_threads(rows * self._packed.weights)))
+        return self._logits_BV[:rows]
+
+    def draw(
+        self,
+        sampling: SamplingRows,
+        logits_BV: Tensor,
+        uniforms_B: Tensor,
+        tokens_B: Tensor,
+        positions_B: Tensor,
+        write_N: Tensor,
+        see_B: Tensor,
+        bias_B11S: Tensor,
+    ) -> Tensor:
+        """Sample the next tokens and advance the rows in place. Returns tokens, log-probs, sampled log-probs as [3, B]."""
+        rows, vocab = logits_BV.shape
+        threads = _threads(rows * vocab * WORK_OF_A_DRAW)
+        logits_BV, packed_3B = logits_BV.contiguous(), torch.empty(3, rows, dtype=torch.float64)
+        needed = threads * self._library.draw_memory(c_int64(vocab))
+        if len(self._drawing) < needed:
+            self._drawing = torch.empty(needed, dtype=torch.int64)
+        moved = (tokens_B, positions_B, write_N, see_B, bias_B11S)
+        given = CDraws(
+            rows, vocab, unit_bits(vocab), len(sampling.forbidden_F), len(sampling.stop_S), len(write_N) // rows,
+            logits_BV.data_ptr(), uniforms_B.data_ptr(),
+            *(None if tensor is None else tensor.data_ptr() for tensor in sampling.tensors()),
+            *(tensor.data_ptr() for tensor in (*moved, packed_3B, self._drawing)),
+        )  # fmt: skip
+        self._library.draw(byref(given), c_int64(threads))
+        return packed_3B
+
+
+def _threads(work: int) -> int:
+    return max(1, min(torch.get_num_threads(), work // WORK_OF_A_THREAD))
