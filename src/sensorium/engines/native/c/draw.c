@@ -3,6 +3,7 @@
 #include "vectors.h"
 
 #define LOG_2 0.6931471805599453
+#define SKIPPED 32 /* tokens that are passed over at once where the uniform lands beyond them */
 
 /* Sampling parameters that no row needs are NULL. packed [3, rows]: tokens, log-probs, sampled log-probs. */
 struct draws {
@@ -27,6 +28,8 @@ struct weighed {
 /* Integers of `memory` for every thread: for each token its place when sorted, its weight and its logit. */
 int64_t draw_memory(int64_t vocab) { return PADDED(vocab, LANES) * 4; }
 
+typedef int64_t weights_vec __attribute__((vector_size(8 * LANES), aligned(8), may_alias));
+
 /* Heavier first; of equal ones the smaller token. */
 static int heavier(const void *one, const void *other) {
     const struct weighed *a = one, *b = other;
@@ -37,7 +40,9 @@ static int heavier(const void *one, const void *other) {
 /* The policy's logits: over the temperature, masked ids at -inf, and -inf up to whole vectors. */
 static void scale(const struct draws *d, int64_t row, float *scaled) {
     const float *logits = d->logits + row * d->vocab, temperature = d->temperature ? d->temperature[row] : 1.0f;
-    for (int64_t j = 0; j < d->vocab; j++) scaled[j] = logits[j] / temperature;
+    if (temperature == 1.0f) memcpy(scaled, logits, d->vocab * sizeof *scaled);
+    else
+        for (int64_t j = 0; j < d->vocab; j++) scaled[j] = logits[j] / temperature;
     for (int64_t j = d->vocab; j < PADDED(d->vocab, LANES); j++) scaled[j] = -INFINITY;
     for (int64_t j = 0; j < d->forbidden_count; j++) scaled[d->forbidden[j]] = -INFINITY;
     if (d->stop_masked && d->stop_masked[row])
@@ -64,25 +69,33 @@ static void truncate_weights(int64_t *weights, int64_t vocab, int64_t top_k, dou
 /* One row's token; its log-prob as policy, and as sampled. Logits that are not finite give log-probs that are not. */
 static int64_t draw_row(const struct draws *d, int64_t row, float *scaled, int64_t *weights, struct weighed *sorted,
                         double *logprob, double *sampled) {
-    int64_t all = 0, total = 0, token = 0;
-    float top = -INFINITY;
-    int finite = 1;
+    int64_t all = 0, total, token;
     scale(d, row, scaled);
-    for (int64_t j = 0; j < d->vocab; j++) {
-        finite &= scaled[j] == scaled[j];
-        top = scaled[j] > top ? scaled[j] : top;
+    vec tops = all_of(-INFINITY);
+    ivec ordered = ~(ivec){0}; /* where no NaN was met */
+    for (int64_t j = 0; j < d->vocab; j += LANES) {
+        const vec x = *(vec *)(scaled + j);
+        tops = larger(x, tops);
+        ordered &= x == x;
+    }
+    float top = tops[0];
+    int finite = 1;
+    for (int i = 0; i < LANES; i++) {
+        top = tops[i] > top ? tops[i] : top;
+        finite &= ordered[i] != 0;
     }
     if (!finite || isinf(top)) {
         *logprob = *sampled = NAN;
         return 0;
     }
     const float unit = ldexpf(1.0f, (int)d->unit_bits);
+    weights_vec sums = {0};
     for (int64_t j = 0; j < d->vocab; j += LANES) {
-        const vec shifted = *(vec *)(scaled + j) - top, weighed = exp_of(shifted) * unit;
+        const vec shifted = *(vec *)(scaled + j) - top;
         *(vec *)(scaled + j) = shifted;
-        for (int i = 0; i < LANES; i++) weights[j + i] = (int64_t)weighed[i];
+        sums += *(weights_vec *)(weights + j) = __builtin_convertvector(exp_of(shifted) * unit, weights_vec);
     }
-    for (int64_t j = 0; j < d->vocab; j++) all += weights[j];
+    for (int i = 0; i < LANES; i++) all += sums[i];
     total = all;
     if (d->top_k && (d->top_k[row] < d->vocab || d->top_p[row] < 1)) {
         truncate_weights(weights, d->vocab, d->top_k[row], d->top_p[row], sorted);
@@ -94,7 +107,13 @@ static int64_t draw_row(const struct draws *d, int64_t row, float *scaled, int64
     } else {
         int64_t target = (int64_t)(d->uniforms[row] * (double)total), sum = 0;
         if (target > total - 1) target = total - 1;
-        for (token = 0; token < d->vocab - 1 && (sum += weights[token]) <= target;) token++;
+        for (token = 0; token + SKIPPED < d->vocab; token += SKIPPED) {
+            int64_t next = sum;
+            for (int i = 0; i < SKIPPED; i++) next += weights[token + i];
+            if (next > target) break;
+            sum = next;
+        }
+        for (; token < d->vocab - 1 && (sum += weights[token]) <= target;) token++;
     }
     const double of_unit = (double)scaled[token] + (double)d->unit_bits * LOG_2;
     *logprob = of_unit - log((double)all);

@@ -134,7 +134,7 @@ static float soften(float *scores, int64_t seen) {
 
 /* Attention of one query over `seen` entries, in vectors of a width that divides the head's size. Four entries at a time;
    in place of those that the last four lack, the last one is taken again, and dropped. */
-#define ATTEND(NAME, VEC, WIDTH, FOLDED)                                                                                \
+#define ATTEND(NAME, VEC, WIDTH, TOTALS)                                                                                \
     static void NAME(const float *query, const float *keys, const float *values, int64_t seen, int64_t size,            \
                      float scaling, float *scores, float *out) {                                                        \
         for (int64_t s = 0; s < seen; s += 4) {                                                                         \
@@ -144,7 +144,7 @@ static float soften(float *scores, int64_t seen) {
             for (int64_t d = 0; d < 4 * size; d += LINE) __builtin_prefetch(values + s * size + d);                     \
             for (int64_t d = 0; d < size; d += WIDTH)                                                                   \
                 for (int i = 0; i < 4; i++) sums[i] += *(const VEC *)(query + d) * *(const VEC *)(key[i] + d);          \
-            *(vec4 *)(scores + s) = totals(FOLDED(sums[0]), FOLDED(sums[1]), FOLDED(sums[2]), FOLDED(sums[3])) * scaling; \
+            *(vec4 *)(scores + s) = TOTALS(sums[0], sums[1], sums[2], sums[3]) * scaling;                            \
         }                                                                                                               \
         const float share = 1.0f / soften(scores, seen);                                                                \
         for (int64_t d = 0; d < size; d += WIDTH) {                                                                     \
@@ -157,8 +157,8 @@ static float soften(float *scores, int64_t seen) {
         }                                                                                                               \
     }
 
-ATTEND(attend_wide, vec, LANES, folded)
-ATTEND(attend_narrow, vec4, 4, )
+ATTEND(attend_wide, vec, LANES, totals)
+ATTEND(attend_narrow, vec4, 4, totals_of_fours)
 
 /* Keys and values of one row to the cache, then its heads' attention to `out`. */
 static void attend_row(const struct tokens *t, const struct layer *layer, int64_t index, int64_t row, float *heads,

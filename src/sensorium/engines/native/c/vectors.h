@@ -31,13 +31,24 @@ INLINE vec chosen(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) 
 
 INLINE vec larger(vec one, vec other) { return chosen(one > other, one, other); }
 
-#if defined(__clang__) || __GNUC__ >= 12
-#define SHUFFLED(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+/* Fours of two vectors, side by side: of each four of a and b the numbers i, j, k, l, where b's count from 4. */
+#define AT(p, four, lanes) ((p) < 4 ? 4 * (four) + (p) : (lanes) + 4 * (four) + (p) - 4)
+#define OF_FOUR(four, lanes, i, j, k, l) AT(i, four, lanes), AT(j, four, lanes), AT(k, four, lanes), AT(l, four, lanes)
+#if LANES == 16
+#define OF_ALL(i, j, k, l) \
+    OF_FOUR(0, 16, i, j, k, l), OF_FOUR(1, 16, i, j, k, l), OF_FOUR(2, 16, i, j, k, l), OF_FOUR(3, 16, i, j, k, l)
+#elif LANES == 8
+#define OF_ALL(i, j, k, l) OF_FOUR(0, 8, i, j, k, l), OF_FOUR(1, 8, i, j, k, l)
 #else
-#define SHUFFLED(a, b, i, j, k, l) __builtin_shuffle(a, b, (int32_t __attribute__((vector_size(16)))){i, j, k, l})
+#define OF_ALL(i, j, k, l) OF_FOUR(0, 4, i, j, k, l)
+#endif
+#if defined(__clang__) || __GNUC__ >= 12
+#define MIXED(a, b, ...) __builtin_shufflevector(a, b, OF_ALL(__VA_ARGS__))
+#else
+#define MIXED(a, b, ...) __builtin_shuffle(a, b, (ivec){OF_ALL(__VA_ARGS__)})
 #endif
 
-/* The sum of a vector's quarters, or of however many vec4 it has. */
+/* The sum of the fours of a vector. */
 INLINE vec4 folded(vec x) {
     vec4 part[LANES / 4];
     memcpy(part, &x, sizeof part);
@@ -51,10 +62,15 @@ INLINE vec4 folded(vec x) {
 }
 
 /* The sum of each of four vectors. */
-INLINE vec4 totals(vec4 a, vec4 b, vec4 c, vec4 d) {
-    const vec4 ab = SHUFFLED(a, b, 0, 4, 1, 5) + SHUFFLED(a, b, 2, 6, 3, 7);
-    const vec4 cd = SHUFFLED(c, d, 0, 4, 1, 5) + SHUFFLED(c, d, 2, 6, 3, 7);
-    return SHUFFLED(ab, cd, 0, 1, 4, 5) + SHUFFLED(ab, cd, 2, 3, 6, 7);
+INLINE vec4 totals(vec a, vec b, vec c, vec d) {
+    const vec ab = MIXED(a, b, 0, 4, 1, 5) + MIXED(a, b, 2, 6, 3, 7);
+    const vec cd = MIXED(c, d, 0, 4, 1, 5) + MIXED(c, d, 2, 6, 3, 7);
+    return folded(MIXED(ab, cd, 0, 1, 4, 5) + MIXED(ab, cd, 2, 3, 6, 7));
+}
+
+INLINE vec4 totals_of_fours(vec4 a, vec4 b, vec4 c, vec4 d) {
+    return (vec4){(a[0] + a[1]) + (a[2] + a[3]), (b[0] + b[1]) + (b[2] + b[3]), (c[0] + c[1]) + (c[2] + c[3]),
+                  (d[0] + d[1]) + (d[2] + d[3])};
 }
 
 INLINE float total(vec x) {
