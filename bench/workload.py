@@ -83,19 +83,29 @@ OMNI = Workload(prompts=8, group=8, pixels=448, new_tokens=256, clip=True)
 
 
 class NoisePictures:
-    """Tasks with one noise picture each: as good as any for timing."""
+    """Tasks with one noise picture each: as good as any for timing.
 
-    def __init__(self, *, store: MediaStore, pixels: int, pictures: int = 1, size: int = 1024) -> None:
+    With ``made_before`` the files exist before the first task is drawn, as a data set's do; a step then reads them.
+    """
+
+    def __init__(
+        self, *, store: MediaStore, pixels: int, pictures: int = 1, size: int = 1024, made_before: bool = False
+    ) -> None:
         self.store, self.pixels, self.pictures, self.size = store, pixels, pictures, size
+        self._made = [self._files(index) for index in range(size)] if made_before else None
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> Task:
+        files = self._files(index) if self._made is None else self._made[index]
+        shown = [self.store.put(file, "picture") for file in files]
+        return Task(f"noise/{index}", (user(*shown, QUESTION),))
+
+    def _files(self, index: int) -> list[bytes]:
         shape = (self.pictures, self.pixels, self.pixels, 3)
         pictures = np.random.default_rng(index).integers(0, 255, shape, dtype=np.uint8)
-        shown = [self.store.put(encode_png(pixels), "picture") for pixels in pictures]
-        return Task(f"noise/{index}", (user(*shown, QUESTION),))
+        return [encode_png(pixels) for pixels in pictures]
 
 
 class NoiseClips(NoisePictures):
@@ -125,7 +135,9 @@ class LengthModulo:
 
 def recipe_for(work: Workload, path: Path, run_dir: Path, **changes: Any) -> Recipe:
     """Our side of a workload: no early stop, one update a step, nothing logged but metrics."""
-    shown = {"pixels": work.pixels, "pictures": work.pictures}
+    shown: dict[str, Any] = {"pixels": work.pixels, "pictures": work.pictures}
+    if work == W0:
+        shown["made_before"] = True  # as the peer's are
     source = "workload:NoiseClips" if work.clip else "workload:NoisePictures"
     longest = math.ceil(work.new_tokens * work.tail)
     return Recipe.model_validate(
