@@ -53,8 +53,9 @@ def killing(monkeypatch: pytest.MonkeyPatch, kind: type, method: str, at: int, b
         if len(called) == at:
             address = self._session.server.connection.url if kind is PlacedEnvironment else ""
             workers = placed[0].workers
-            told = [(w.process, w.told.replace("http", "ws")) for w in workers]  # one that is being replaced has told nothing
-            process = next(one for one, url in told if not address or (url and address.startswith(url)))
+            # One that is being replaced has told nothing yet.
+            playing = (w for w in workers if not address or (w.told and address.startswith(w.told.replace("http", "ws"))))
+            process = next(playing).process
             assert process is not None
             os.kill(process.pid, by)
         return original(self, *given)
