@@ -17,7 +17,9 @@ from sensorium.engines.native.engine import NativeEngine
 from sensorium.engines.native.graphs import BUCKETS, bucket_of, buckets_to_capture
 from sensorium.engines.native.pages import PAGE, PagePool
 from sensorium.engines.native.prefill import PrefillRows, SharedContext
+from sensorium.engines.native.prefix_cache import PrefixEntry
 from sensorium.engines.protocol import Request, Response, Sampling
+from sensorium.engines.scheduler import Job
 from sensorium.models.fast_paths import fallbacks
 from sensorium.models.layer_parts import UnknownLayer
 from sensorium.models.policy import Policy
@@ -325,3 +327,15 @@ def test_a_table_on_a_gpu_has_room_for_the_whole_context_from_the_start(monkeypa
     cuda = torch.device("cuda")
     assert [graphs.first_pages(tokens, cuda) for tokens in (100, 2000, 128_000)] == [4, 32, 64]
     assert graphs.first_pages(128_000, torch.device("cpu")) == 4
+
+
+def test_room_for_those_who_wait_is_within_the_context_that_a_thread_may_have(text: Bench) -> None:
+    """A budget far beyond it would have the pool made as large as a part of the memory allows."""
+    context = [text.policy.chat.render([user("what?")])]
+    endless = ask("0", context, Sampling(max_new_tokens=10**6))
+    loop = asyncio.new_event_loop()
+    waiting = [Job(endless, loop.create_future())] * 5
+    loop.close()
+    prefix = (PrefixEntry("", 1, 100, 100),)
+    row = pipeline.PagedRow(waiting[0], prefix, 2 * PAGE, frozenset(), text.policy.chat.token_bytes, None, [])
+    assert pipeline._pages_of([[row]], [], waiting, 4, 2 * PAGE) == (2, 8)

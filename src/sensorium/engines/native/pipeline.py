@@ -223,7 +223,7 @@ class PagedWriter(Writer):
         if not entries:
             return False
         groups = [self._group(entry) for entry in entries]
-        self._pool.reserve(*_pages_of(groups, self._rows, waiting, self._max_rows))
+        self._pool.reserve(*_pages_of(groups, self._rows, waiting, self._max_rows, self._max_context))
         for group in groups:
             group[0].pages = self._pool.allocate(group[0].pages_needed())
         laid = _PrefillRows(self._pool, [group[0].pages for group in groups], self._policy.matched)
@@ -352,18 +352,18 @@ class PagedWriter(Writer):
 
 
 def _pages_of(
-    groups: Sequence[Sequence[PagedRow]], others: Sequence[PagedRow], waiting: Sequence[Job], max_rows: int
+    groups: Sequence[Sequence[PagedRow]], others: Sequence[PagedRow], waiting: Sequence[Job], max_rows: int, limit: int
 ) -> tuple[int, int]:
     """Pages that new groups take now, and what all take at most until no response is left, those that wait included.
 
     Full pages of a prompt, which a group shares, count once. Of jobs that wait only the budget is known: their contexts
-    count as the longest of the groups.
+    count as the longest of the groups. No thread is longer than ``limit``.
     """
     rows = [row for group in groups for row in group]
     shared = sum((len(group) - 1) * group[0].shared_pages for group in groups)
     longest = max(row.length for row in rows)
     at_most = [row.pages_at_most() for row in (*rows, *others)]
-    at_most += [-(-(longest + job.request.sampling.max_new_tokens) // PAGE) for job in waiting]
+    at_most += [-(-min(limit, longest + job.request.sampling.max_new_tokens) // PAGE) for job in waiting]
     later = sum(sorted(at_most, reverse=True)[:max_rows]) - sum(len(row.pages) for row in (*rows, *others))
     return sum(row.pages_needed() for row in rows) - shared, later - shared
 
