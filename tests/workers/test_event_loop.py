@@ -2,11 +2,16 @@
 
 import asyncio
 import gc
+import signal
+import threading
+import time
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sensorium.cli.stopping import stopping_in_order
 from sensorium.workers.event_loop import run_async
 
 
@@ -35,3 +40,25 @@ def test_a_run_after_one_whose_end_was_interrupted_too() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_async(left[0])
     assert run_async(whole()) == 7
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_another_thread_took_ends_a_run_that_waits_for_nothing_else(number: int) -> None:
+    """Python runs its handler in the main thread alone, which sleeps in the loop."""
+
+    async def hang() -> None:
+        def signal_yourself() -> None:
+            while not asleep():
+                time.sleep(0.001)
+            signal.pthread_kill(threading.get_ident(), number)
+
+        threading.Thread(target=signal_yourself, daemon=True).start()
+        await asyncio.Event().wait()
+
+    def asleep() -> bool:
+        state = Path(f"/proc/self/task/{threading.main_thread().native_id}/stat").read_text().rpartition(")")[2].split()[0]
+        return state == "S"
+
+    with stopping_in_order(), pytest.raises(KeyboardInterrupt):
+        run_async(hang())
+    assert signal.set_wakeup_fd(-1) == -1

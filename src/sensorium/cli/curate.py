@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sensorium.vocabulary.errors import JudgeFailure, RecipeError, TaskError
+from sensorium.workers.event_loop import run_async
 
 USAGE = "sensorium curate ROWS OUT --reader URL --model NAME [--draws N] [--seen-above 0.75] [--blind-below 0.25] …"
 FIRST_QUESTIONS = 3
@@ -73,9 +74,9 @@ def run(arguments: Namespace) -> int:
     cache = Path(arguments.cache) if arguments.cache else out.with_name(out.name + ".answers.sqlite")
     section = judges_section(arguments.reader, arguments.model, arguments.key_env, cache, arguments.calls)
     with closing(JudgeClient(section.model_copy(update={"retries": 1}), store)) as client:
-        asyncio.run(_refuse_silent_readers(client, curation, source, arguments.reader))
+        run_async(_refuse_silent_readers(client, curation, source, arguments.reader))
     with closing(JudgeClient(section, store)) as client:
-        found = asyncio.run(_tried(client, curation, source, arguments.calls))
+        found = run_async(_tried(client, curation, source, arguments.calls))
     report = out.with_name(out.name + ".curation.json")
     report.write_text(json.dumps(found, indent=1) + "\n")
     rates = told_rates(found, curation)

@@ -1,12 +1,15 @@
-"""``asyncio.run`` that another thread may interrupt.
+"""``asyncio.run`` that another thread may interrupt, and that no signal escapes.
 
 Python delivers Ctrl-C to the main thread only. A notebook's main thread has an event loop of its own, so a run works in a
 second thread: the main thread waits, and hands an interrupt on with ``interrupt(thread.ident)``.
 """
 
 import asyncio
+import signal
+import socket
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -19,8 +22,10 @@ _interrupted: set[int] = set()
 def run_async(main: Coroutine[Any, Any, Result]) -> Result:
     """Run a coroutine to its end in an event loop of its own; KeyboardInterrupt if this thread was interrupted."""
     thread = threading.get_ident()
+    runner = asyncio.Runner()
     try:
-        return asyncio.run(_registered(main, thread))
+        with _woken_by_signals(runner.get_loop()), runner:
+            return runner.run(_registered(main, thread))
     except asyncio.CancelledError:
         with _lock:
             asked = thread in _interrupted
@@ -56,6 +61,35 @@ def forget(thread: int) -> None:
     """A thread is over: an interrupt that came too late is no other thread's."""
     with _lock:
         _interrupted.discard(thread)
+
+
+@contextmanager
+def _woken_by_signals(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """While this lasts, every signal wakes the loop of the main thread up.
+
+    Python runs a signal's handler between two of the main thread's own instructions. A signal that another thread took, or
+    that came just before the loop began to wait, would else be heard at the loop's next event: if all it waits for hangs,
+    never.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    hears, tells = socket.socketpair()
+    with hears, tells:
+        hears.setblocking(False)
+        tells.setblocking(False)
+
+        def awake() -> None:
+            with suppress(BlockingIOError):
+                hears.recv(4096)
+
+        loop.add_reader(hears, awake)
+        before = signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            loop.remove_reader(hears)
 
 
 async def _registered(main: Coroutine[Any, Any, Result], thread: int) -> Result:
