@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.engines.native.c_library import compiler_name
+from sensorium.compiled.library import compiler_name
 from sensorium.recipe.load import load_recipe
 from sensorium.tasks.lookalikes import make_daily_omni, make_intent
 from sensorium.trainer.run import train

@@ -8,12 +8,13 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "sensorium"
 DATA = {"vocabulary", "caches", "recipe", "media"}
 BELOW_TRAINER = {
-    *DATA, "workers", "tasks", "envs", "rewards", "algorithms", "models", "engines", "rollout", "learner", "assembly",
+    *DATA, "compiled", "workers", "tasks", "envs", "rewards", "algorithms", "models", "engines", "rollout", "learner", "assembly",
     "evaluation", "record", "report", "judges", "cluster",
 }  # fmt: skip
 MAY_IMPORT = {
     "vocabulary": set(),
     "caches": set(),
+    "compiled": set(),
     "workers": {"vocabulary"},
     "recipe": {"vocabulary"},
     "forecast": {"vocabulary", "recipe"},
@@ -23,10 +24,10 @@ MAY_IMPORT = {
     "judges": {*DATA, "record"},
     "rewards": {*DATA, "workers", "judges"},
     "algorithms": set(),
-    "models": DATA,
-    "engines": {*DATA, "workers", "models"},
+    "models": {*DATA, "compiled"},
+    "engines": {*DATA, "workers", "models", "compiled"},
     "rollout": {*DATA, "workers", "engines", "envs", "models"},
-    "learner": {*DATA, "models", "algorithms"},
+    "learner": {*DATA, "models", "algorithms", "compiled"},
     "assembly": {
         *DATA,
         "workers",

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from sensorium.engines.native import c_library, compiled_step
-from sensorium.engines.native.c_library import NoLibrary, load_library
+from sensorium.compiled import library
+from sensorium.compiled.library import NoLibrary, load_library
+from sensorium.engines.native import compiled_step
 from sensorium.engines.native.compiled_step import CompiledStep
 from sensorium.engines.native.engine import NativeEngine
 from sensorium.engines.native.sampler import SamplingRows
@@ -205,13 +206,13 @@ def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def ask_library() -> int:
-        c_library._load.cache_clear()
+        library._load.cache_clear()
         try:
             return int(load_library(sources).answer())
         except NoLibrary as error:
             pytest.skip(str(error))
         finally:
-            c_library._load.cache_clear()
+            library._load.cache_clear()
 
     return ask_library
 
@@ -220,11 +221,11 @@ def test_a_library_is_compiled_once_and_again_when_it_is_broken(
     answer: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compilations = []
-    original = c_library._compile
-    monkeypatch.setattr(c_library, "_compile", lambda *what: (compilations.append(what), original(*what)))
+    original = library._compile
+    monkeypatch.setattr(library, "_compile", lambda *what: (compilations.append(what), original(*what)))
     assert answer() == answer() == 42
     assert len(compilations) == 1
-    (kept,) = (c_library.cache_folder()).iterdir()
+    (kept,) = (library.cache_folder()).iterdir()
     whole = kept.read_bytes()
     for broken in (whole[:1000], b"", whole[:-1] + b"x"):
         kept.unlink()

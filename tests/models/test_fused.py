@@ -1,6 +1,5 @@
-"""Fused decoder layers give the values and gradients of the stock ones. Without a GPU: in Triton's interpreter."""
+"""Fused decoder layers give the values and gradients of the stock ones. On a CPU: in C, and in Triton's interpreter."""
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sensorium.media.store import MediaStore
-from sensorium.models import fused
+from sensorium.models import fused, layer_ops
 from sensorium.models.attention import MaskedAttention
 from sensorium.models.fused import check, fused_layers
 from sensorium.models.layer_parts import UnknownLayer, parts_of
@@ -21,19 +20,25 @@ from sensorium.recipe.schema import LoraSection
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+WAYS = ["Triton"] if DEVICE == "cuda" else ["C", pytest.param("Triton", marks=needs_triton)]
 gpu_too = pytest.mark.gpu if DEVICE == "cuda" else lambda test: test
 FAMILIES = ["qwen2", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni"]
 
 
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What computes between the products; on a CPU Triton's kernels run in its interpreter."""
+    monkeypatch.setattr(layer_ops, "interpreted", DEVICE == "cpu" and request.param == "Triton")
+    return str(request.param)
+
+
 def policy_of(family: str, folder: Path, dtype: str = "float32", **options: Any) -> Policy:
-    if DEVICE == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are first imported
     make_tiny(family, folder, seed=1, initializer_range=0.15)
     return load_policy(str(folder), store=MediaStore(), device=DEVICE, dtype=dtype, **options)
 
 
 @gpu_too
-@needs_triton
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3_vl_moe"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if DEVICE == "cuda" else ["float32"])
 def test_a_fused_layer_is_the_stock_layer(family: str, dtype: str, tmp_path: Path) -> None:
@@ -44,7 +49,7 @@ def test_a_fused_layer_is_the_stock_layer(family: str, dtype: str, tmp_path: Pat
 
 
 @gpu_too
-@needs_triton
+@pytest.mark.usefixtures("way")
 def test_adapters_learn_through_fused_layers(tmp_path: Path) -> None:
     policy = policy_of("qwen2_5_vl", tmp_path, lora=LoraSection(rank=4, alpha=8, groups=("language",)), seed=1)
     assert policy.adapters is not None
@@ -57,7 +62,7 @@ def test_adapters_learn_through_fused_layers(tmp_path: Path) -> None:
 
 
 @gpu_too
-@needs_triton
+@pytest.mark.usefixtures("way")
 def test_layers_that_disagree_are_left_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = policy_of("qwen2", tmp_path)
     model = policy.adapter.language_model
@@ -77,9 +82,9 @@ def test_a_layer_of_other_parts_is_refused(tmp_path: Path) -> None:
         parts_of(layer)
 
 
-@pytest.mark.gpu
+@gpu_too
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_of_the_whole_model_on_the_gpu(family: str, tmp_path: Path) -> None:
+def test_gradients_of_the_whole_model(family: str, tmp_path: Path) -> None:
     policy = policy_of(family, tmp_path)
     policy.model.requires_grad_(True)
     ids = torch.arange(60, device=DEVICE)[None] % 200

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
+from sensorium.models import layer_ops
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 gpu_too = pytest.mark.gpu if DEVICE == "cuda" else lambda test: test
@@ -36,10 +38,13 @@ def test_a_gate_beside_its_up(rows: int, size: int) -> None:
 @gpu_too
 @needs_triton
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 8), (3, 3, 24)])
-def test_queries_keys_and_values_split_and_rotated(heads: int, kv_heads: int, size: int) -> None:
-    from sensorium.models.layer_kernels import Rotate
-    from sensorium.models.qkv_kernels import joined_gradients, split_rotated
+def test_queries_keys_and_values_split_and_rotated(
+    heads: int, kv_heads: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sensorium.models.layer_functions import Rotate
+    from sensorium.models.layer_kernels import joined_gradients, split_rotated
 
+    monkeypatch.setattr(layer_ops, "interpreted", DEVICE == "cpu")
     generator = torch.Generator().manual_seed(0)
     joined = torch.randn(5, (heads + 2 * kv_heads) * size, generator=generator).to(DEVICE).requires_grad_()
     cos, sin = torch.randn(2, 5, size, generator=generator).to(DEVICE)

@@ -6,13 +6,13 @@ forbidden too. The head runs only where a token was predicted, in chunks, so tha
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sensorium.learner.packing import MicroBatch, Packing, media_of
+from sensorium.learner.token_logprobs import FORBIDDEN, CompiledLogprobs, TokenLogprobs, compiled_logprobs_are_right
 from sensorium.learner.token_shares import SlotShare
 from sensorium.learner.tower_passes import TowerPasses
 from sensorium.models.fast_paths import fall_back
@@ -26,8 +26,6 @@ from sensorium.vocabulary.content import Media
 CHUNK_ELEMENTS = 1 << 26
 # How far log-probs of the head's kernels may be from plain ones, in nats, on this many rows.
 HEAD_BOUND, TRIAL_ROWS = 0.02, 64
-# Stands for minus infinity, but makes 0 when multiplied by a probability of 0.
-FORBIDDEN = -1e30
 
 
 class GraphCut:
@@ -222,10 +220,15 @@ class LogprobScorer:
 
     def _chunk(self, hidden_MH: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
         logits_MV = self.policy.logits(hidden_MH)
+        given = (logits_MV, targets_M, self._bias_V, self.temperature)
+        if self._exact and logits_MV.numel() and compiled_logprobs_are_right():
+            logprobs_M, entropies_M, sizes_M = CompiledLogprobs.apply(*given)
+            self.scale = max(self.scale, float(sizes_M.max()))
+            return logprobs_M, entropies_M
         if self._exact and logits_MV.numel():
             least, largest = torch.stack(logits_MV.detach().aminmax()).tolist()
             self.scale = max(self.scale, -least / self.temperature, largest / self.temperature)
-        logprobs_M, entropies_M = TokenLogprobs.apply(logits_MV, targets_M, self._bias_V, self.temperature)
+        logprobs_M, entropies_M = TokenLogprobs.apply(*given)
         return logprobs_M, entropies_M
 
     def _recomputed(self, hidden_MH: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,39 +239,3 @@ class LogprobScorer:
 
 def _chunks(hidden_MH: Tensor, targets_M: Tensor, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(hidden_MH.split(rows), targets_M.split(rows), strict=True)
-
-
-class TokenLogprobs(torch.autograd.Function):
-    """(logits, targets) → log-probs of the targets and entropies, keeping nothing but the probabilities."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits_MV: Tensor, targets_M: Tensor, bias_V: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        scaled_MV = torch.add(bias_V, logits_MV, alpha=1 / temperature)
-        scaled_MV -= scaled_MV.amax(1, keepdim=True)
-        chosen_M = scaled_MV.gather(1, targets_M[:, None])[:, 0]
-        probs_MV = scaled_MV.exp()
-        sums_M = probs_MV.sum(1)
-        logs_M = sums_M.log()
-        probs_MV /= sums_M[:, None]
-        entropies_M = logs_M - scaled_MV.mul_(probs_MV).sum(1)
-        ctx.temperature = temperature
-        ctx.save_for_backward(probs_MV, targets_M, entropies_M)
-        ctx.set_materialize_grads(False)
-        return chosen_M - logs_M, entropies_M
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-        probs_MV, targets_M, entropies_M = ctx.saved_tensors
-        logprobs_M, entropy_M = gradients
-        result_MV = None
-        if logprobs_M is not None:
-            result_MV = probs_MV * (-logprobs_M / ctx.temperature)[:, None]
-            result_MV.scatter_add_(1, targets_M[:, None], (logprobs_M / ctx.temperature)[:, None])
-        if entropy_M is not None:
-            # dH/dz = -p·(log p + H)
-            slope_MV = torch.xlogy(probs_MV, probs_MV).addcmul_(probs_MV, entropies_M[:, None])
-            slope_MV.mul_((-entropy_M / ctx.temperature)[:, None])
-            result_MV = slope_MV if result_MV is None else result_MV.add_(slope_MV)
-        return result_MV, None, None, None

@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from sensorium.models.attention import Attention, MaskedAttention
 from sensorium.models.fast_paths import fall_back
+from sensorium.models.fused_products import GatedBlock, NormedProducts, RotatedProducts, is_plain
+from sensorium.models.layer_functions import AddNorm, Gate, Norm, Rotate
 from sensorium.models.layer_parts import GatedMLP, LayerParts, NormWeights, UnknownLayer, norm_of, parts_of
 from sensorium.models.wide_products import wide_linear
 
@@ -58,9 +60,7 @@ class FusedLayer:
     """One decoder layer over a float32 residual stream."""
 
     def __init__(self, parts: LayerParts) -> None:
-        from sensorium.models import fused_products, layer_kernels
-
-        self._parts, self._kernels, self._products = parts, layer_kernels, fused_products
+        self._parts = parts
         self.lean = False  # computes products of the MLP again in the backward pass instead of keeping them
 
     def __call__(
@@ -81,47 +81,45 @@ class FusedLayer:
 
     def norm(self, x: Tensor, norm: NormWeights) -> Tensor:
         """RMSNorm in the kind of its weight."""
-        normed: Tensor = self._kernels.Norm.apply(x, norm.weight, norm.eps)
+        normed: Tensor = Norm.apply(x, norm.weight, norm.eps)
         return normed
 
     def _projected(self, hidden_BTW: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         """Rotated queries and keys and values [B, T, heads, D] of the normed stream, and the stream."""
-        parts, products, before = self._parts, self._products, self._parts.before
+        parts, before = self._parts, self._parts.before
         layers = (parts.query, parts.key, parts.value)
-        plain = all(products.is_plain(layer) for layer in layers)
+        plain = all(is_plain(layer) for layer in layers)
         if plain and parts.norms is None and len({layer.bias is None for layer in layers}) == 1:
             weights = [*(layer.weight for layer in layers), *(layer.bias for layer in layers)]
-            together: tuple[Tensor, ...] = products.RotatedProducts.apply(
-                hidden_BTW, before.weight, before.eps, *angles, *weights
-            )
+            together: tuple[Tensor, ...] = RotatedProducts.apply(hidden_BTW, before.weight, before.eps, *angles, *weights)
             return together
         if plain:
             weights = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
-            *several, hidden_BTW = products.NormedProducts.apply(hidden_BTW, before.weight, before.eps, *weights)
+            *several, hidden_BTW = NormedProducts.apply(hidden_BTW, before.weight, before.eps, *weights)
         else:
             normed_BTW = self.norm(hidden_BTW, before)
             several = [layer(normed_BTW) for layer in layers]
         query, key, value = (x.unflatten(-1, (-1, parts.head_dim)) for x in several)
         if parts.norms is not None:
             query, key = self.norm(query, parts.norms[0]), self.norm(key, parts.norms[1])
-        query, key = (self._kernels.Rotate.apply(x, *angles) for x in (query, key))
+        query, key = (Rotate.apply(x, *angles) for x in (query, key))
         return query, key, value, hidden_BTW
 
     def _second_half(self, seen_BTW: Tensor, hidden_BTW: Tensor) -> Tensor:
         """The stream after what attention saw is projected and added to it, and the MLP or the experts."""
-        out, inner, between, products = self._parts.out, self._parts.inner, self._parts.between, self._products
-        if isinstance(inner, GatedMLP) and all(map(products.is_plain, (inner.gate, inner.up, inner.down))):
+        out, inner, between = self._parts.out, self._parts.inner, self._parts.between
+        if isinstance(inner, GatedMLP) and all(map(is_plain, (inner.gate, inner.up, inner.down))):
             layers = (inner.gate, inner.up, inner.down)
             if all(layer.bias is None for layer in layers):
-                plain = products.is_plain(out) and out.bias is None
+                plain = is_plain(out) and out.bias is None
                 given = (seen_BTW, out.weight) if plain else (wide_linear(out, seen_BTW), None)
                 weights = [layer.weight for layer in layers]
-                block: Tensor = products.GatedBlock.apply(
+                block: Tensor = GatedBlock.apply(
                     *given, hidden_BTW, between.weight, between.eps, *weights, not self.lean, self._parts.fine
                 )
                 return block
         projected_BTW = wide_linear(out, seen_BTW)
-        normed_BTW, sum_BTW = self._kernels.AddNorm.apply(projected_BTW, hidden_BTW, between.weight, between.eps)
+        normed_BTW, sum_BTW = AddNorm.apply(projected_BTW, hidden_BTW, between.weight, between.eps)
         if self.lean and torch.is_grad_enabled():
             return sum_BTW + checkpoint(self._inner, normed_BTW, use_reentrant=False, preserve_rng_state=False)
         return sum_BTW + self._inner(normed_BTW)
@@ -130,7 +128,7 @@ class FusedLayer:
         """An MLP with adapters, or experts."""
         inner = self._parts.inner
         if isinstance(inner, GatedMLP):
-            return wide_linear(inner.down, self._kernels.Gate.apply(inner.gate(normed_BTW), inner.up(normed_BTW)))
+            return wide_linear(inner.down, Gate.apply(inner.gate(normed_BTW), inner.up(normed_BTW)))
         return inner(normed_BTW)
 
 
@@ -138,7 +136,7 @@ def fused_layers(model: Any, rotary: Callable[[Tensor, Tensor], tuple[Tensor, Te
     """The layers of a language model fused, or the stock ones where that cannot be done."""
     layers = model.layers
     try:
-        if find_spec("triton") is None:
+        if model.embed_tokens.weight.is_cuda and find_spec("triton") is None:
             raise UnknownLayer("Triton is not installed")
         fused = [FusedLayer(parts_of(layer)) for layer in layers]
         kinds = {(type(layer.mlp), fused[i].fine): i for i, layer in reversed(list(enumerate(layers)))}

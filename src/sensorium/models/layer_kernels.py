@@ -1,4 +1,4 @@
-"""Norm, rotation and gate of a decoder layer as Triton kernels with gradients: one launch each, nothing kept twice.
+"""Norm, rotation and gate of a decoder layer as Triton kernels, and their gradients: one launch each (``LayerOps``).
 
 The stock modules keep float32 copies of what they normalise and launch five to fifteen kernels for each of these. The
 values have the stock modules' roundings; gradients are computed in float32 from them. What is normalised may be wider than
@@ -8,93 +8,18 @@ Axes: N rows, W width, D head size.
 
 # mypy: disable-error-code="no-untyped-def"
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sensorium.models.layer_ops import NormGradients
 from sensorium.models.layer_parts import FINE_SCALE
+from sensorium.models.qkv_kernels import joined_gradients as joined_gradients
+from sensorium.models.qkv_kernels import split_rotated as split_rotated
 
 SUM_ROWS, SUM_COLUMNS, SUM_PROGRAMS = 32, 128, 1056
 NORM_PROGRAMS = 528  # programs of a norm's backward: each sums the weight's gradient over its rows
-
-
-class NormGradients(NamedTuple):
-    """Gradients of a norm's input, the same in a narrower kind, and of its weight; the norm's result where asked for.
-
-    Where it was not, ``result`` is unspecified.
-    """
-
-    input: Tensor
-    narrow: Tensor | None
-    weight: Tensor
-    result: Tensor
-
-
-class Norm(torch.autograd.Function):
-    """(x, weight, eps) → RMSNorm over the last axis."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
-        x = x.contiguous()
-        out, scale_N = normed(x, weight_W, eps)
-        ctx.save_for_backward(x, weight_W, scale_N)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight_W, scale_N = ctx.saved_tensors
-        found = norm_gradients(x, weight_W, scale_N, gradients[0], None)
-        return found.input, found.weight, None
-
-
-class AddNorm(torch.autograd.Function):
-    """(x, residual, weight, eps) → RMSNorm of their sum, and the sum in the residual's kind."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor, weight_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        out, summed, scale_N = add_normed(x.contiguous(), residual.contiguous(), weight_W, eps)
-        ctx.save_for_backward(summed, weight_W, scale_N)
-        ctx.kind = x.dtype
-        return out, summed
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        summed, weight_W, scale_N = ctx.saved_tensors
-        kind = None if ctx.kind == summed.dtype else ctx.kind
-        found = norm_gradients(summed, weight_W, scale_N, gradients[0], gradients[1], narrow=kind)
-        return found.input if found.narrow is None else found.narrow, found.input, found.weight, None
-
-
-class Rotate(torch.autograd.Function):
-    """(x [B, T, H, D], cos [B, T, D], sin) → x rotated."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-        ctx.save_for_backward(cos_BTD, sin_BTD)
-        return _rotated(x_BTHD, cos_BTD, sin_BTD, back=False)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        cos_BTD, sin_BTD = ctx.saved_tensors
-        return _rotated(gradients[0], cos_BTD, sin_BTD, back=True), None, None
-
-
-class Gate(torch.autograd.Function):
-    """(gate, up) → silu(gate) · up."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
-        ctx.save_for_backward(gate, up)
-        return gated(gate, up)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        return gate_gradients(gate, up, gradients[0].contiguous())[:2]
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -187,7 +112,8 @@ def column_sums(x_NW: Tensor) -> Tensor:
     return sums_CW.sum(0).to(x_NW.dtype)
 
 
-def _rotated(x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, back: bool) -> Tensor:
+def rotated(x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, back: bool) -> Tensor:
+    """Heads rotated by their token's angles, or a gradient of that ``back``."""
     x_BTHD = x_BTHD.contiguous()
     batch, length, heads, size = x_BTHD.shape
     out_BTHD = torch.empty_like(x_BTHD)

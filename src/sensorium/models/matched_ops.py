@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from sensorium.models.fast_paths import fall_back
+from sensorium.models.layer_functions import Gate, Norm, Rotate
 from sensorium.models.layer_parts import NormWeights, UnknownLayer
 
 BLOCK = 64
@@ -139,9 +140,9 @@ class TritonMatched:
     """On CUDA. Tiles for many rows are used where they give the bits that tiles for few give."""
 
     def __init__(self) -> None:
-        from sensorium.models import layer_kernels, matched_kernels
+        from sensorium.models import matched_kernels
 
-        self._layer, self._kernels = layer_kernels, matched_kernels
+        self._kernels = matched_kernels
         self._few: dict[torch.dtype, bool | None] = {}
 
     def product(self, x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None, kind: torch.dtype) -> Tensor:
@@ -158,17 +159,17 @@ class TritonMatched:
 
     def norm(self, x: Tensor, norm: NormWeights) -> Tensor:
         """RMSNorm in the kind of its weight."""
-        normed: Tensor = self._layer.Norm.apply(x, norm.weight, norm.eps)
+        normed: Tensor = Norm.apply(x, norm.weight, norm.eps)
         return normed
 
     def rotate(self, x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
         """Rotary positions."""
-        rotated: Tensor = self._layer.Rotate.apply(x_BTHD, cos_BTD, sin_BTD)
+        rotated: Tensor = Rotate.apply(x_BTHD, cos_BTD, sin_BTD)
         return rotated
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
         """SwiGLU."""
-        gated: Tensor = self._layer.Gate.apply(gate, up)
+        gated: Tensor = Gate.apply(gate, up)
         return gated
 
     def attend(self, query_THD: Tensor, store: KeyStore, tiles: QueryTiles, scaling: float) -> Tensor:

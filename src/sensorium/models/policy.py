@@ -173,14 +173,14 @@ class Policy:
         return stack.norm(hidden_BTH)
 
     def _stack(self) -> LayerStack:
-        """The decoder layers: fused on CUDA, where they give what the stock ones give; matched where that is asked."""
+        """The decoder layers: fused where they give what the stock ones give; matched where that is asked."""
         model = self.adapter.language_model
         if self.sharding is not None:
             if self.matched is not None:
                 raise ModelError("model.precision 'matched' is not built for a sharded learner; use model.precision: fast.")
             return LayerStack(model.layers, model.norm)
         if self._fused is None:
-            if self.device.type != "cuda":
+            if self.device.type != "cuda" and self.dtype != torch.float32:
                 return LayerStack(model.layers, model.norm)
             self._fused = fused_layers(model, self.adapter.rotary)
         return self._fused
@@ -193,6 +193,7 @@ class Policy:
 
     def watch_routers(self) -> AbstractContextManager[list[Tensor]]:
         """Collects the router logits [B·T, experts] of the ``language`` pass inside, one tensor per layer with experts."""
+        self._stack()  # what is tried before its first use is tried now, and not collected
         return watched(routers_of(self.adapter.language_model))
 
     def logits(self, hidden_NH: Tensor) -> Tensor:

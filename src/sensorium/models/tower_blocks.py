@@ -15,6 +15,7 @@ from torch.nn.functional import linear, pad
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sensorium.models.fast_paths import fall_back
+from sensorium.models.layer_functions import Gate, Norm
 
 # How far values and gradients of a block may be from the stock one's, relative to the largest.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -48,8 +49,6 @@ class AlignedMLP(nn.Module):
     def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
         if not self.fused:
             return self.act_fn(gate) * up
-        from sensorium.models.layer_kernels import Gate
-
         gated: Tensor = Gate.apply(gate, up)
         return gated
 
@@ -74,8 +73,6 @@ class TowerNorm(nn.Module):
         if not self.fused:
             stock: Tensor = self.stock(self, hidden)
             return stock
-        from sensorium.models.layer_kernels import Norm
-
         normed: Tensor = Norm.apply(hidden, self.weight, self.variance_epsilon)
         return normed
 

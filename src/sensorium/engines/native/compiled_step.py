@@ -5,19 +5,18 @@ bits, for sums are in another order. What a row gets depends on that row alone, 
 """
 
 from ctypes import POINTER, Structure, byref, c_int64, c_void_p, pointer
-from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from sensorium.engines.native.c_library import load_library
+from sensorium.compiled.calls import threads_for
+from sensorium.compiled.library import load_library
 from sensorium.engines.native.packed_weights import CModel, PackedWeights
 from sensorium.engines.native.sampler import SamplingRows
 from sensorium.models.policy import Policy
 from sensorium.models.token_probs import unit_bits
 
-SOURCES = Path(__file__).parent / "c"
 WORK_OF_A_THREAD = 1 << 20
 """Multiplications that are worth a thread."""
 WORK_OF_A_DRAW = 16
@@ -50,7 +49,7 @@ class CompiledStep:
 
     def __init__(self, policy: Policy) -> None:
         PackedWeights.check(policy)
-        self._library = load_library(SOURCES)
+        self._library = load_library()
         for function in (self._library.tile_columns, self._library.feed_memory, self._library.draw_memory):
             function.restype = c_int64
         self._packed = PackedWeights(policy, self._library.tile_columns())
@@ -83,7 +82,7 @@ class CompiledStep:
             *(tensor.data_ptr() for tensor in (tokens_B, positions_B, write_N, block, table_PE)),
             self._logits_BV.data_ptr(), self._memory.data_ptr(),
         )  # fmt: skip
-        self._library.feed(byref(given), c_int64(_threads(rows * self._packed.weights)))
+        self._library.feed(byref(given), c_int64(threads_for(rows * self._packed.weights, WORK_OF_A_THREAD)))
         return self._logits_BV[:rows]
 
     def draw(
@@ -99,7 +98,7 @@ class CompiledStep:
     ) -> Tensor:
         """Sample the next tokens and advance the rows in place. Returns tokens, log-probs, sampled log-probs as [3, B]."""
         rows, vocab = logits_BV.shape
-        threads = _threads(rows * vocab * WORK_OF_A_DRAW)
+        threads = threads_for(rows * vocab * WORK_OF_A_DRAW, WORK_OF_A_THREAD)
         logits_BV, packed_3B = logits_BV.contiguous(), torch.empty(3, rows, dtype=torch.float64)
         needed = threads * self._library.draw_memory(c_int64(vocab))
         if len(self._drawing) < needed:
@@ -113,7 +112,3 @@ class CompiledStep:
         )  # fmt: skip
         self._library.draw(byref(given), c_int64(threads))
         return packed_3B
-
-
-def _threads(work: int) -> int:
-    return max(1, min(torch.get_num_threads(), work // WORK_OF_A_THREAD))

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from sensorium.engines.native.c_library import NoLibrary
+from sensorium.compiled.library import NoLibrary
 from sensorium.engines.native.compiled_step import CompiledStep
 from sensorium.engines.native.kv_cache import CachedAttention
 from sensorium.engines.native.lean_feed import RotaryTable, lean_feed

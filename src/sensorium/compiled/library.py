@@ -18,6 +18,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+SOURCES = Path(__file__).parent / "c"
 FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-Wno-psabi", "-pthread", "-shared", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")
 PATIENCE_S = 120.0
@@ -29,7 +30,7 @@ class NoLibrary(Exception):
     """Why there is no compiled library; what it computes has another way."""
 
 
-def load_library(folder: Path) -> ctypes.CDLL:
+def load_library(folder: Path = SOURCES) -> ctypes.CDLL:
     """The C files of a folder as a library. Raises NoLibrary."""
     return _load(folder, *_compiler())
 

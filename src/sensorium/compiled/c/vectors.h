@@ -1,4 +1,4 @@
-/* What feed.c and draw.c share: vectors of the processor's width, exp, and rows spread over threads. */
+/* What all files share: vectors of the processor's width, exp, and rows spread over threads. */
 
 #ifndef SENSORIUM_VECTORS_H
 #define SENSORIUM_VECTORS_H
@@ -15,6 +15,13 @@
 #define LANES 8
 #else
 #define LANES 4
+#endif
+
+/* Rows of a product that are computed together, two vectors of each. */
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define TILE 8
+#else
+#define TILE 4 /* 16 registers hold no more sums */
 #endif
 
 /* Aligned as floats are, so that any place in memory may be read as a vector. */
@@ -76,6 +83,25 @@ INLINE vec4 totals_of_fours(vec4 a, vec4 b, vec4 c, vec4 d) {
 INLINE float total(vec x) {
     const vec4 four = folded(x);
     return (four[0] + four[1]) + (four[2] + four[3]);
+}
+
+/* The largest number of a vector. One that is not a number is passed over, or comes out, as it happens. */
+INLINE float largest(vec x) {
+    float part[LANES];
+    for (int half = LANES / 2; half >= 4; half /= 2) {
+        memcpy(part, &x, sizeof part);
+        for (int i = 0; i < half; i++) part[i] = part[i] > part[half + i] ? part[i] : part[half + i];
+        memcpy(&x, part, sizeof part);
+    }
+    const float one = x[0] > x[1] ? x[0] : x[1], other = x[2] > x[3] ? x[2] : x[3];
+    return one > other ? one : other;
+}
+
+/* 0, 1, 2, … */
+INLINE ivec places(void) {
+    ivec found;
+    for (int i = 0; i < LANES; i++) found[i] = i;
+    return found;
 }
 
 /* exp within two units of the last place. exp(0) is 1, below -87 it is 0, NaN stays NaN. */

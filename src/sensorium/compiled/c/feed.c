@@ -1,6 +1,6 @@
 /* One token per row through a decoder: its keys and values to the cache, the logits of the next.
 
-   Every product is computed in tiles of ROWS × COLUMNS, one input after the other. Missing rows of the last tile are
+   Every product is computed in tiles of TILE × COLUMNS, one input after the other. Missing rows of the last tile are
    computed like the others and dropped. So the bits of a row depend neither on its neighbours nor on threads. */
 
 #include "vectors.h"
@@ -8,11 +8,6 @@
 #define VECTORS 2
 #define COLUMNS (VECTORS * LANES)
 #define LINE 16 /* floats of a cache line */
-#if defined(__AVX512F__) || defined(__aarch64__)
-#define ROWS 8
-#else
-#define ROWS 4 /* 16 registers hold no more sums */
-#endif
 
 struct norm {
     const float *weight; /* NULL: no such norm */
@@ -72,7 +67,7 @@ static struct room room_of(const struct model *m, int64_t capacity) {
 
 /* Floats of `memory` for so many rows. */
 int64_t feed_memory(const struct model *m, int64_t rows, int64_t capacity) {
-    return PADDED(rows, ROWS) * room_of(m, capacity).all;
+    return PADDED(rows, TILE) * room_of(m, capacity).all;
 }
 
 /* y = x · weight + bias, of `rows` rows; x has room for whole tiles of rows. With `add` it is added to y. */
@@ -81,13 +76,13 @@ static void multiply(const struct product *p, const float *x, int64_t x_step, fl
     for (int64_t c = 0; c < p->outer; c += COLUMNS) {
         const float *weight = p->weight + c * p->inner;
         const int64_t width = p->outer - c < COLUMNS ? p->outer - c : COLUMNS;
-        for (int64_t r = 0; r < rows; r += ROWS) {
-            vec sum[ROWS][VECTORS] = {{{0}}};
+        for (int64_t r = 0; r < rows; r += TILE) {
+            vec sum[TILE][VECTORS] = {{{0}}};
             for (int64_t k = 0; k < p->inner; k++)
-                for (int i = 0; i < ROWS; i++)
+                for (int i = 0; i < TILE; i++)
                     for (int v = 0; v < VECTORS; v++)
                         sum[i][v] += x[(r + i) * x_step + k] * *(const vec *)(weight + k * COLUMNS + v * LANES);
-            for (int i = 0; i < ROWS && r + i < rows; i++) {
+            for (int i = 0; i < TILE && r + i < rows; i++) {
                 float *to = y + (r + i) * y_step + c;
                 const float *given = (const float *)sum[i];
                 for (int64_t j = 0; j < width; j++) {
@@ -126,8 +121,7 @@ static float soften(float *scores, int64_t seen) {
     vec tops = all_of(-INFINITY), sums = {0};
     for (int64_t s = seen; s < PADDED(seen, LANES); s++) scores[s] = -INFINITY;
     for (int64_t s = 0; s < seen; s += LANES) tops = larger(*(vec *)(scores + s), tops);
-    float top = tops[0];
-    for (int i = 1; i < LANES; i++) top = tops[i] > top ? tops[i] : top;
+    const float top = largest(tops);
     for (int64_t s = 0; s < seen; s += LANES) sums += *(vec *)(scores + s) = exp_of(*(vec *)(scores + s) - top);
     return total(sums);
 }
@@ -198,7 +192,7 @@ static void feed_rows(const void *given, int64_t worker, int64_t first, int64_t 
     const struct tokens *t = given;
     const struct model *m = t->model;
     const struct room room = room_of(m, t->capacity);
-    const int64_t rows = last - first, computed = PADDED(rows, ROWS), width = m->width;
+    const int64_t rows = last - first, computed = PADDED(rows, TILE), width = m->width;
     float *x = t->memory + first * room.all, *wide = x + computed * width, *narrow = wide + computed * room.wide;
     float *scores = narrow + computed * room.narrow;
     for (int64_t r = 0; r < rows; r++)
@@ -220,4 +214,4 @@ static void feed_rows(const void *given, int64_t worker, int64_t first, int64_t 
     multiply(&m->head, narrow, room.narrow, t->logits + first * m->head.outer, m->head.outer, rows, 0);
 }
 
-void feed(const struct tokens *t, int64_t threads) { over_threads(feed_rows, t, t->rows, ROWS, threads); }
+void feed(const struct tokens *t, int64_t threads) { over_threads(feed_rows, t, t->rows, TILE, threads); }
