@@ -8,8 +8,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "sensorium"
 DATA = {"vocabulary", "caches", "recipe", "media"}
 BELOW_TRAINER = {
-    *DATA, "compiled", "workers", "tasks", "envs", "rewards", "algorithms", "models", "engines", "rollout", "learner", "assembly",
-    "evaluation", "record", "report", "judges", "cluster",
+    *DATA, "compiled", "workers", "tasks", "envs", "rewards", "algorithms", "models", "engines", "rollout", "learner",
+    "assembly", "evaluation", "record", "report", "judges", "cluster",
 }  # fmt: skip
 MAY_IMPORT = {
     "vocabulary": set(),

@@ -182,7 +182,9 @@ def test_responses_are_those_of_the_plain_engine_and_no_step_enters_the_model(
 def test_without_a_compiler_steps_are_recorded_and_it_is_said_and_counted(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    load_library()  # the layers of prompts have theirs
     monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setattr(compiled_step, "load_library", load_library.__wrapped__)
     context = [bench.policy.chat.render([user("what?")])]
     request = ask("0", context, Sampling(max_new_tokens=40, stop_tokens=False), order=(0,), key=0)
     engine, told, before = NativeEngine(bench.policy), list[str](), fallbacks()
@@ -206,13 +208,13 @@ def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def ask_library() -> int:
-        library._load.cache_clear()
+        load_library.cache_clear()
         try:
             return int(load_library(sources).answer())
         except NoLibrary as error:
             pytest.skip(str(error))
         finally:
-            library._load.cache_clear()
+            load_library.cache_clear()
 
     return ask_library
 

@@ -31,9 +31,9 @@ def calls(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     original = bench.policy.language
 
-    def language(ids_BT, *rest):  # type: ignore[no-untyped-def]
+    def language(ids_BT, *rest, **more):  # type: ignore[no-untyped-def]
         seen.append(len(ids_BT))
-        return original(ids_BT, *rest)
+        return original(ids_BT, *rest, **more)
 
     monkeypatch.setattr(bench.policy, "language", language)
     return seen

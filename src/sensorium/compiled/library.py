@@ -30,27 +30,10 @@ class NoLibrary(Exception):
     """Why there is no compiled library; what it computes has another way."""
 
 
+@cache
 def load_library(folder: Path = SOURCES) -> ctypes.CDLL:
     """The C files of a folder as a library. Raises NoLibrary."""
-    return _load(folder, *_compiler())
-
-
-def cache_folder() -> Path:
-    """Where this user's compiled libraries are kept."""
-    given = os.environ.get("XDG_CACHE_HOME")
-    return (Path(given) if given else Path("~/.cache").expanduser()) / "sensorium"
-
-
-def compiler_name() -> str:
-    """The first line of what the C compiler says of itself, or that there is none."""
-    try:
-        return _compiler()[1].partition("\n")[0]
-    except NoLibrary:
-        return "no C compiler"
-
-
-@cache
-def _load(folder: Path, compiler: tuple[str, ...], version: str) -> ctypes.CDLL:
+    compiler, version = _compiler()
     name = _name(folder, compiler, version)
     kept = cache_folder() / name
     if _is_whole(kept):
@@ -65,6 +48,20 @@ def _load(folder: Path, compiler: tuple[str, ...], version: str) -> ctypes.CDLL:
             raise NoLibrary(f"what {shlex.join(compiler)} compiled cannot be loaded ({error})") from error
         _keep(made, kept)
     return library
+
+
+def cache_folder() -> Path:
+    """Where this user's compiled libraries are kept."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    return (Path(given) if given else Path("~/.cache").expanduser()) / "sensorium"
+
+
+def compiler_name() -> str:
+    """The first line of what the C compiler says of itself, or that there is none."""
+    try:
+        return _compiler()[1].partition("\n")[0]
+    except NoLibrary:
+        return "no C compiler"
 
 
 def _compiler() -> tuple[tuple[str, ...], str]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from sensorium.compiled.calls import addresses, call, pointers, sizes, threads_for
 from sensorium.compiled.library import NoLibrary, load_library
 from sensorium.learner.tree_attention import TokenRun, TreeAttention, arrange, nearest_above
-from sensorium.models.fast_paths import fall_back
+from sensorium.models.fast_paths import fall_back, without_compiled_parts
 
 WORK_OF_A_THREAD = 1 << 20
 """Multiplications that are worth a thread."""
@@ -163,7 +163,7 @@ def _is_right(heads: int, kv_heads: int, size: int) -> bool:
                 out = attend(0, q, k, v, size**-0.5)
                 results.append([out.detach(), *torch.autograd.grad(out, three, pull.transpose(1, 2))])
     except NoLibrary as error:
-        fall_back(f"attention of the learner runs without its compiled way, which is slower: {error}")
+        without_compiled_parts(str(error))
         return False
     gap = max(float((one - other).abs().max() / one.abs().max()) for one, other in zip(*results, strict=True))
     if gap <= BOUND:

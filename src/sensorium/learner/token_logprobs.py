@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sensorium.compiled.calls import addresses, call, pointers, sizes, threads_for
 from sensorium.compiled.library import NoLibrary
-from sensorium.models.fast_paths import fall_back
+from sensorium.models.fast_paths import fall_back, without_compiled_parts
 
 # Stands for minus infinity, but makes 0 when multiplied by a probability of 0.
 FORBIDDEN = -1e30
@@ -125,7 +125,7 @@ def compiled_logprobs_are_right() -> bool:
                 out = way.apply(entered, targets, bias, 0.7)[:2]
                 results.append([*(found.detach() for found in out), *torch.autograd.grad(out, entered, pulls)])
     except NoLibrary as error:
-        fall_back(f"log-probs are computed without their compiled way, which is slower: {error}")
+        without_compiled_parts(str(error))
         return False
     gap = max(float((one - other).abs().max() / one.abs().max()) for one, other in zip(*results, strict=True))
     if not gap <= BOUND:

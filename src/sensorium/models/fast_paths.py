@@ -1,6 +1,7 @@
 """Fast ways to compute are held against a reference on first use; where one fails, the slower way is said and counted."""
 
 import warnings
+from functools import cache
 
 _taken: list[str] = []
 
@@ -9,6 +10,15 @@ def fall_back(reason: str) -> None:
     """Say that something is computed the slower way from now on, and why; counted for ``throughput/fallbacks``."""
     note_fallback(reason)
     warnings.warn(reason, stacklevel=3)
+
+
+@cache
+def without_compiled_parts(reason: str) -> None:
+    """Say, once, that nothing can be compiled for the CPU, and why."""
+    fall_back(
+        "the model computes without its compiled parts, so updates on the CPU are up to a third slower; the numbers differ "
+        f"in their last bits only. {reason[:1].upper()}{reason[1:]}. To have them, install a C compiler (cc, gcc or clang)."
+    )
 
 
 def note_fallback(reason: str) -> None:

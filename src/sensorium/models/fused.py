@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from sensorium.compiled.library import NoLibrary
 from sensorium.models.attention import Attention, MaskedAttention
-from sensorium.models.fast_paths import fall_back
+from sensorium.models.fast_paths import fall_back, without_compiled_parts
 from sensorium.models.fused_products import GatedBlock, NormedProducts, RotatedProducts, is_plain
 from sensorium.models.layer_functions import AddNorm, Gate, Norm, Rotate
 from sensorium.models.layer_parts import GatedMLP, LayerParts, NormWeights, UnknownLayer, norm_of, parts_of
@@ -143,6 +144,9 @@ def fused_layers(model: Any, rotary: Callable[[Tensor, Tensor], tuple[Tensor, Te
         last = norm_of(model.norm)
         for i in kinds.values():
             check(layers[i], fused[i], rotary)
+    except NoLibrary as error:
+        without_compiled_parts(str(error))
+        return LayerStack(layers, model.norm)
     except Exception as error:  # a kernel that this GPU or Triton cannot build is a reason to be slow, not to stop
         fall_back(f"the language model runs through its stock layers, which is slower: {str(error).splitlines()[0]}")
         return LayerStack(layers, model.norm)

@@ -40,7 +40,8 @@ def feed(
 ) -> Tensor:
     """Feed one token per row, its keys and values to the cache; the logits of the next."""
     attention = CachedAttention(block, write_N, bias_B11S)
-    hidden_B1H = policy.language(tokens_B[:, None], positions_B[None, :, None].expand(3, -1, 1), attention)
+    positions_3B1 = positions_B[None, :, None].expand(3, -1, 1)
+    hidden_B1H = policy.language(tokens_B[:, None], positions_3B1, attention, stock=policy.matched is None)
     return policy.logits(hidden_B1H[:, -1])
 
 
