@@ -69,9 +69,9 @@ async def play(
 def spied(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Spy:
     spy, original = Spy(), bench.policy.language
 
-    def language(ids_BT, *rest):  # type: ignore[no-untyped-def]
+    def language(ids_BT, *rest, **more):  # type: ignore[no-untyped-def]
         spy.shapes.append(tuple(ids_BT.shape))
-        return original(ids_BT, *rest)
+        return original(ids_BT, *rest, **more)
 
     monkeypatch.setattr(bench.policy, "language", language)
     return spy
