@@ -33,6 +33,15 @@ def test_values_and_gradients(vocab: int, temperature: float, forbidden: int) ->
     torch.testing.assert_close(found[0].double(), plain, rtol=1e-5, atol=3e-6)
 
 
+def test_a_large_vocabulary_loses_no_digits() -> None:
+    logits = 3 * torch.randn(4, 151_936, generator=torch.Generator().manual_seed(0))
+    targets = torch.arange(4) * 37_000
+    logprobs, entropies, _ = CompiledLogprobs.apply(logits, targets, torch.zeros(logits.shape[1]), 1.0)
+    expected = logits.double().log_softmax(1)
+    assert (logprobs - expected.gather(1, targets[:, None])[:, 0]).abs().max() <= 4e-6
+    assert (entropies + (expected * expected.exp()).sum(1)).abs().max() <= 4e-6
+
+
 def test_no_bit_depends_on_threads_or_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(61, 131, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(token_logprobs, "NUMBERS_OF_A_THREAD", 1)

@@ -56,14 +56,18 @@ INLINE void tile(const int vectors, const int across, int64_t inner, const float
                  const float *b, int64_t b_step, float *c, int64_t c_step, int add) {
     vec sum[TILE][2];
     for (int r = 0; r < TILE; r++)
-        for (int v = 0; v < vectors; v++) sum[r][v] = add ? *(vec *)(c + r * c_step + v * LANES) : (vec){0};
+        for (int v = 0; v < vectors; v++) sum[r][v] = (vec){0};
     for (int64_t k = 0; k < inner; k++)
         for (int v = 0; v < vectors; v++) {
             const vec x = *(const vec *)(b + k * b_step + v * LANES);
             for (int r = 0; r < TILE; r++) sum[r][v] += (across ? a[k * a_step + r] : a[r * a_step + k]) * x;
         }
     for (int r = 0; r < TILE; r++)
-        for (int v = 0; v < vectors; v++) *(vec *)(c + r * c_step + v * LANES) = sum[r][v];
+        for (int v = 0; v < vectors; v++) {
+            vec *to = (vec *)(c + r * c_step + v * LANES);
+            if (add) sum[r][v] += *to; /* as a whole: added one by one, they would be rounded to what is there */
+            *to = sum[r][v];
+        }
 }
 
 INLINE void tiles(const int across, int64_t columns, int64_t inner, const float *a, int64_t a_step,

@@ -2,6 +2,8 @@
 
 #include "vectors.h"
 
+#define SUMMED 1024 /* exponentials that are summed up in float32: a whole vocabulary would lose two digits */
+
 /* logits and probs [rows, vocab]; scaled logits are bias + logits · scale. */
 struct token_probs {
     int64_t rows, vocab;
@@ -38,7 +40,8 @@ static void token_rows(const void *given, int64_t worker, int64_t first, int64_t
     for (int64_t r = first; r < last; r++) {
         const float *logits = t->logits + r * vocab;
         float *probs = t->probs + r * vocab;
-        vec tops = all_of(-INFINITY), sizes = {0}, sums = {0}, products = {0};
+        vec tops = all_of(-INFINITY), sizes = {0};
+        double sum = 0.0, product = 0.0;
         for (int64_t j = 0; j < vocab; j += LANES) {
             const vec scaled = some(logits + j, vocab - j, 0.0f) * scale;
             const vec biased = scaled + some(t->bias + j, vocab - j, -INFINITY);
@@ -48,18 +51,24 @@ static void token_rows(const void *given, int64_t worker, int64_t first, int64_t
             else memcpy(probs + j, &biased, (vocab - j) * sizeof(float));
         }
         const float top = largest(tops), at_target = probs[t->targets[r]] - top;
-        for (int64_t j = 0; j < vocab; j += LANES) {
-            const vec shifted = some(probs + j, vocab - j, -INFINITY) - top, weight = exp_of(shifted);
-            sums += weight;
-            products += chosen(weight > 0.0f, shifted * weight, weight);
-            if (j < whole) *(vec *)(probs + j) = weight;
-            else memcpy(probs + j, &weight, (vocab - j) * sizeof(float));
+        for (int64_t part = 0; part < vocab; part += SUMMED) {
+            const int64_t end = vocab - part < SUMMED ? vocab : part + SUMMED;
+            vec sums = {0}, products = {0};
+            for (int64_t j = part; j < end; j += LANES) {
+                const vec shifted = some(probs + j, vocab - j, -INFINITY) - top, weight = exp_of(shifted);
+                sums += weight;
+                products += chosen(weight > 0.0f, shifted * weight, weight);
+                if (j < whole) *(vec *)(probs + j) = weight;
+                else memcpy(probs + j, &weight, (vocab - j) * sizeof(float));
+            }
+            sum += (double)total(sums);
+            product += (double)total(products);
         }
-        const float sum = total(sums), share = 1.0f / sum, log_sum = logf(sum);
+        const float share = (float)(1.0 / sum), log_sum = (float)log(sum);
         for (int64_t j = 0; j < whole; j += LANES) *(vec *)(probs + j) *= share;
         for (int64_t j = whole; j < vocab; j++) probs[j] *= share;
         t->logprobs[r] = at_target - log_sum;
-        t->entropies[r] = log_sum - total(products) * share;
+        t->entropies[r] = (float)(log(sum) - product / sum);
         t->largest[r] = largest(sizes);
     }
 }
