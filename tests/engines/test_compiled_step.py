@@ -184,7 +184,7 @@ def test_without_a_compiler_steps_are_recorded_and_it_is_said_and_counted(
 ) -> None:
     load_library()  # the layers of prompts have theirs
     monkeypatch.setenv("CC", "no-such-compiler")
-    monkeypatch.setattr(compiled_step, "load_library", load_library.__wrapped__)
+    monkeypatch.setattr(compiled_step, "load_library", lambda: library._loaded(library.SOURCES))
     context = [bench.policy.chat.render([user("what?")])]
     request = ask("0", context, Sampling(max_new_tokens=40, stop_tokens=False), order=(0,), key=0)
     engine, told, before = NativeEngine(bench.policy), list[str](), fallbacks()
@@ -197,55 +197,3 @@ def test_without_a_compiler_steps_are_recorded_and_it_is_said_and_counted(
     assert "no-such-compiler" in told[0]
     assert "CC" in told[0]
     assert fallbacks() == before + 1
-
-
-@pytest.fixture
-def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Compiles a small source, or takes it from the cache in ``tmp_path``; what it answers."""
-    sources = tmp_path / "native" / "c"
-    sources.mkdir(parents=True)
-    (sources / "answer.c").write_text("int answer(void) { return 42; }")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-    def ask_library() -> int:
-        load_library.cache_clear()
-        try:
-            return int(load_library(sources).answer())
-        except NoLibrary as error:
-            pytest.skip(str(error))
-        finally:
-            load_library.cache_clear()
-
-    return ask_library
-
-
-def test_a_library_is_compiled_once_and_again_when_it_is_broken(
-    answer: Callable[[], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compilations = []
-    original = library._compile
-    monkeypatch.setattr(library, "_compile", lambda *what: (compilations.append(what), original(*what)))
-    assert answer() == answer() == 42
-    assert len(compilations) == 1
-    (kept,) = (library.cache_folder()).iterdir()
-    whole = kept.read_bytes()
-    for broken in (whole[:1000], b"", whole[:-1] + b"x"):
-        kept.unlink()
-        kept.write_bytes(broken)
-        assert answer() == 42
-        assert kept.read_bytes()[:-32] != broken[:-32] or kept.read_bytes() == whole
-    assert len(compilations) == 4
-
-
-def test_a_cache_that_cannot_be_written_costs_a_compilation(
-    answer: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert answer() == 42
-
-
-def test_a_source_that_does_not_compile_is_refused_with_what_the_compiler_says(tmp_path: Path) -> None:
-    (tmp_path / "wrong.c").write_text("int wrong(void) { return nothing; }")
-    with pytest.raises(NoLibrary, match=r"nothing|no C compiler"):
-        load_library(tmp_path)

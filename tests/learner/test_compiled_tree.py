@@ -1,7 +1,11 @@
 """Attention over trees in C is the attention over trees in torch, whatever the trees and threads."""
 
+import platform
+import random
+import shutil
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sensorium.compiled import calls, library
 from sensorium.compiled.library import NoLibrary
-from sensorium.learner import compiled_tree
+from sensorium.learner import compiled_tree, token_logprobs
 from sensorium.learner.compiled_tree import CompiledTree
 from sensorium.learner.tree_attention import TokenRun, TreeAttention, arrange
 from sensorium.models.fast_paths import fallbacks, without_compiled_parts
@@ -77,6 +82,28 @@ def test_no_bit_depends_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(before)
     for other in found[1:]:
         assert all(torch.equal(one, another) for one, another in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("processor", ["-mno-avx512f", "-mno-avx -mno-avx512f -D__aarch64__"], ids=["AVX2", "as ARM"])
+def test_vectors_of_other_widths(processor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With four numbers a vector and eight rows a tile, as on ARM, a context is rounded up to whole tiles."""
+    if platform.machine() != "x86_64" or shutil.which("gcc") is None:
+        pytest.skip("the flags are those of gcc for x86")
+    monkeypatch.setenv("CC", f"gcc {processor}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    other = library._loaded(library.SOURCES)
+    for module in (compiled_tree, calls):
+        monkeypatch.setattr(module, "load_library", lambda: other)
+    generator = random.Random(1)
+    for heads, kv_heads, size in [(2, 1, 32), (4, 4, 20), (6, 2, 8), (1, 1, 16)] * 3:
+        roots = [TokenRun(generator.randrange(40), None) for _ in range(3)]
+        batches = arrange([*roots, *(TokenRun(1 + generator.randrange(90), root) for root in roots * 4)])
+        tokens = sum(run.length for run in chain(*batches))
+        expected = results(TreeAttention(batches, CPU), tokens, heads, kv_heads, size)
+        found = results(CompiledTree(batches, CPU), tokens, heads, kv_heads, size)
+        for one, another in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, another, rtol=1e-4, atol=2e-5)
+    assert token_logprobs.compiled_logprobs_are_right.__wrapped__()
 
 
 def test_in_other_kinds_of_numbers_it_is_torchs() -> None:

@@ -64,6 +64,12 @@ def test_what_is_not_a_number_stays_so_in_its_row_alone() -> None:
     assert logprobs.isnan().tolist() == entropies.isnan().tolist() == [False, True, False]
 
 
+@pytest.mark.parametrize("target", [-1, 7])
+def test_a_target_beyond_the_vocabulary_is_refused(target: int) -> None:
+    with pytest.raises(IndexError, match="none of the 7 ids"):
+        CompiledLogprobs.apply(torch.zeros(1, 7), torch.tensor([target]), torch.zeros(7), 1.0)
+
+
 def test_where_it_cannot_be_had_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(*given: object) -> None:
         raise NoLibrary("no C compiler was found (cc)")

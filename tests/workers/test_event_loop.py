@@ -3,9 +3,11 @@
 import asyncio
 import gc
 import signal
+import socket
 import threading
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +64,31 @@ def test_a_signal_that_another_thread_took_ends_a_run_that_waits_for_nothing_els
     with stopping_in_order(), pytest.raises(KeyboardInterrupt):
         run_async(hang())
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_hosts_own_wakeup_is_told_too_and_may_be_closed_meanwhile() -> None:
+    hears, tells = socket.socketpair()
+    hears.setblocking(False)
+    tells.setblocking(False)
+    signal.set_wakeup_fd(tells.fileno())
+
+    async def signalled() -> bytes:
+        signal.raise_signal(signal.SIGUSR1)
+        while True:
+            await asyncio.sleep(0)
+            with suppress(BlockingIOError):
+                return hears.recv(1)
+
+    async def closes() -> int:
+        tells.close()
+        return 7
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        assert run_async(signalled()) == bytes([signal.SIGUSR1])
+        assert signal.set_wakeup_fd(tells.fileno()) == tells.fileno()
+        assert run_async(closes()) == 7
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        assert signal.set_wakeup_fd(-1) == -1
+        hears.close()

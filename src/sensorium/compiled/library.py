@@ -12,6 +12,7 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 from contextlib import suppress
@@ -21,7 +22,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "c"
 FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-Wno-psabi", "-pthread", "-shared", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")
-PATIENCE_S = 120.0
+PATIENCE_S, VERSION_PATIENCE_S = 120.0, 20.0
 DIGEST_BYTES = hashlib.sha256().digest_size
 EXPLAINED = 300  # characters of what a compiler says
 
@@ -30,30 +31,56 @@ class NoLibrary(Exception):
     """Why there is no compiled library; what it computes has another way."""
 
 
-@cache
+class CompilerRefused(NoLibrary):
+    """The compiler ended with an error."""
+
+
 def load_library(folder: Path = SOURCES) -> ctypes.CDLL:
-    """The C files of a folder as a library. Raises NoLibrary."""
+    """The C files of a folder as a library. Raises NoLibrary, and after that at once: nothing is tried twice."""
+    found = _tried(folder)
+    if isinstance(found, str):
+        raise NoLibrary(found)
+    return found
+
+
+@cache
+def _tried(folder: Path) -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    try:
+        return _loaded(folder)
+    except NoLibrary as error:
+        return str(error)
+    except OSError as error:  # no folder to compile in, or it is full
+        return f"the C sources were not compiled ({error})"
+
+
+def _loaded(folder: Path) -> ctypes.CDLL:
     compiler, version = _compiler()
     name = _name(folder, compiler, version)
     kept = cache_folder() / name
-    if _is_whole(kept):
+    if _is_ours(kept) and _is_whole(kept):
         with suppress(OSError):  # of a system that loads no files from there
             return ctypes.CDLL(str(kept))
     with tempfile.TemporaryDirectory() as scratch:
         made = Path(scratch) / name
         _compile(folder, compiler, made)
-        try:
-            library = ctypes.CDLL(str(made))
-        except OSError as error:
-            raise NoLibrary(f"what {shlex.join(compiler)} compiled cannot be loaded ({error})") from error
         _keep(made, kept)
-    return library
+        try:
+            return ctypes.CDLL(str(made))
+        except OSError as error:
+            if _is_ours(kept) and _is_whole(kept):
+                with suppress(OSError):  # temporary files may not be executed, those of the home folder may
+                    return ctypes.CDLL(str(kept))
+            raise NoLibrary(f"what {shlex.join(compiler)} compiled cannot be loaded ({error})") from error
 
 
 def cache_folder() -> Path:
     """Where this user's compiled libraries are kept."""
-    given = os.environ.get("XDG_CACHE_HOME")
-    return (Path(given) if given else Path("~/.cache").expanduser()) / "sensorium"
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        return (Path(given) if os.path.isabs(given) else Path("~/.cache").expanduser()) / "sensorium"
+    except RuntimeError:  # a user without a home folder, as in some containers
+        return Path(os.devnull) / "sensorium"  # where nothing is kept
 
 
 def compiler_name() -> str:
@@ -67,7 +94,11 @@ def compiler_name() -> str:
 def _compiler() -> tuple[tuple[str, ...], str]:
     """The command of a C compiler, and what it says of itself."""
     given = os.environ.get("CC")
-    for command in [shlex.split(given)] if given else [[name] for name in COMPILERS]:
+    try:
+        commands = [shlex.split(given)] if given else [[name] for name in COMPILERS]
+    except ValueError as error:
+        raise NoLibrary(f"the environment variable CC is no command: {error} ({given})") from error
+    for command in commands:
         if command and shutil.which(command[0]):
             return tuple(command), _version_of(tuple(command))
     raise NoLibrary(f"no C compiler was found ({given or ', '.join(COMPILERS)})")
@@ -75,7 +106,7 @@ def _compiler() -> tuple[tuple[str, ...], str]:
 
 @cache
 def _version_of(compiler: tuple[str, ...]) -> str:
-    return _run([*compiler, "--version"])
+    return _run([*compiler, "--version"], VERSION_PATIENCE_S)
 
 
 def _name(folder: Path, compiler: tuple[str, ...], version: str) -> str:
@@ -105,20 +136,42 @@ def _compile(folder: Path, compiler: tuple[str, ...], made: Path) -> None:
     sources = [str(file) for file in sorted(folder.glob("*.c"))]
     common = [*FLAGS, "-o", str(made), *sources, "-lm"]
     try:
-        _run([*compiler, _native(), *common])
-    except NoLibrary:
-        _run([*compiler, *common])  # the compiler may not know the processor; whatever else is wrong is said now
+        _run([*compiler, _native(), *common], PATIENCE_S)
+    except CompilerRefused:
+        _run(
+            [*compiler, *common], PATIENCE_S
+        )  # the compiler may not know the processor; whatever else is wrong is said now
 
 
-def _run(command: list[str]) -> str:
+def _run(command: list[str], patience_s: float) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+        )
+    except OSError as error:
         raise NoLibrary(f"the C compiler {command[0]} did not run ({error})") from error
-    if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip())[:EXPLAINED]
-        raise NoLibrary(f"the C compiler {command[0]} ended with {done.returncode}: {said}")
-    return done.stdout
+    with process:
+        try:
+            said, complained = process.communicate(timeout=patience_s)
+        except BaseException as error:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with all that it started
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise NoLibrary(f"the C compiler {command[0]} did not end within {patience_s:g} s") from None
+            raise
+    if process.returncode:
+        told = (complained.strip() or said.strip() or "it said nothing")[:EXPLAINED]
+        raise CompilerRefused(f"the C compiler {command[0]} ended with {process.returncode}: {told}")
+    return said
+
+
+def _is_ours(file: Path) -> bool:
+    """Whether nobody but this user or root could have written it: what it holds is run."""
+    try:
+        told = [path.stat() for path in (file, file.parent)]
+    except OSError:
+        return False
+    return all(each.st_uid in (0, os.geteuid()) and not each.st_mode & 0o002 for each in told)
 
 
 def _is_whole(file: Path) -> bool:

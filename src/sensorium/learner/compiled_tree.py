@@ -150,7 +150,7 @@ def _is_right(heads: int, kv_heads: int, size: int) -> bool:
     roots = [TokenRun(7, None), TokenRun(0, None)]
     middle = TokenRun(3, roots[0])
     batches = arrange([*roots, middle, *(TokenRun(length, above) for length, above in (
-        (5, middle), (70, middle), (9, roots[0]), (1, roots[0]), (12, roots[1]), (4, roots[1])))])  # fmt: skip
+        (5, middle), (67, middle), (9, roots[0]), (1, roots[0]), (12, roots[1]), (4, roots[1])))])  # fmt: skip
     tokens = sum(run.length for batch in batches for run in batch)
     query, key, value, pull = (
         torch.randn(1, count, tokens, size, generator=generator) for count in (heads, kv_heads, kv_heads, heads)

@@ -84,6 +84,9 @@ class CompiledLogprobs(torch.autograd.Function):
         ctx: Any, logits_MV: Tensor, targets_M: Tensor, bias_V: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         logits_MV, targets_M = logits_MV.contiguous(), targets_M.contiguous()
+        least, most = torch.stack(targets_M.aminmax()).tolist() if len(targets_M) else (0, 0)
+        if least < 0 or most >= logits_MV.shape[1]:
+            raise IndexError(f"a target of {least} … {most} is none of the {logits_MV.shape[1]} ids of the vocabulary")
         probs_MV, found_3M = torch.empty_like(logits_MV), logits_MV.new_empty(3, len(logits_MV))
         tensors = (logits_MV, bias_V, targets_M, probs_MV, *found_3M)
         _run("token_probs", _CTokenProbs, logits_MV, temperature, *tensors)

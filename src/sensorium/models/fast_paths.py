@@ -17,7 +17,8 @@ def without_compiled_parts(reason: str) -> None:
     """Say, once, that nothing can be compiled for the CPU, and why."""
     fall_back(
         "the model computes without its compiled parts, so updates on the CPU are up to a third slower; the numbers differ "
-        f"in their last bits only. {reason[:1].upper()}{reason[1:]}. To have them, install a C compiler (cc, gcc or clang)."
+        f"in their last bits, and a run begun with them goes on with others. {reason[:1].upper()}{reason[1:]}. To have "
+        "them, install a C compiler (cc, gcc or clang), or name one by the environment variable CC."
     )
 
 

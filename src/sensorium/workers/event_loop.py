@@ -5,6 +5,7 @@ second thread: the main thread waits, and hands an interrupt on with ``interrupt
 """
 
 import asyncio
+import os
 import signal
 import socket
 import threading
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
+NOBODY = -1  # as a file descriptor: none
 _lock = threading.RLock()  # a signal's handler may interrupt its own thread while that holds it
 _running: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = {}
 _interrupted: set[int] = set()
@@ -81,14 +83,20 @@ def _woken_by_signals(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
 
         def awake() -> None:
             with suppress(BlockingIOError):
-                hears.recv(4096)
+                signals = hears.recv(4096)
+                if before != NOBODY:
+                    with suppress(OSError):  # who waits there is told as well, unless it left
+                        os.write(before, signals)
 
         loop.add_reader(hears, awake)
         before = signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
         try:
             yield
         finally:
-            signal.set_wakeup_fd(before)
+            try:
+                signal.set_wakeup_fd(before)
+            except (OSError, ValueError):  # its owner closed it meanwhile
+                signal.set_wakeup_fd(NOBODY)
             loop.remove_reader(hears)
 
 

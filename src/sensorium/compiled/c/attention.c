@@ -6,6 +6,7 @@
 #include "vectors.h"
 
 #define BLOCK 64 /* queries whose scores are held at a time: whole tiles */
+#define STEP (TILE > LANES ? TILE : LANES) /* places of the context are whole vectors, and whole tiles of rows */
 
 /* Runs of tree i are first_run[i] … first_run[i + 1] - 1, ancestors before those below them; `above` is a run, or -1.
    query, out and gradients of them [tokens, heads, size], key and value [tokens, kv_heads, size], logs [tokens, heads]. */
@@ -29,7 +30,7 @@ struct held {
 };
 
 static int64_t room_of(int64_t size, int64_t longest) {
-    const int64_t wide = PADDED(size, LANES), context = PADDED(longest, LANES);
+    const int64_t wide = PADDED(size, LANES), context = PADDED(longest, STEP);
     return 4 * context * wide + 2 * size * context + BLOCK * (3 * wide + 2 * context);
 }
 
@@ -37,7 +38,7 @@ static int64_t room_of(int64_t size, int64_t longest) {
 int64_t tree_memory(int64_t size, int64_t longest) { return room_of(size, longest); }
 
 static struct held hold(const struct trees *t, int64_t worker) {
-    struct held h = {.wide = PADDED(t->size, LANES), .context = PADDED(t->longest, LANES)};
+    struct held h = {.wide = PADDED(t->size, LANES), .context = PADDED(t->longest, STEP)};
     float *at = t->memory + worker * room_of(t->size, t->longest);
     float **rows[] = {&h.key, &h.value, &h.key_gradient, &h.value_gradient};
     for (int i = 0; i < 4; i++, at += h.context * h.wide) *rows[i] = at;
@@ -205,7 +206,7 @@ static void soften_slopes(const struct trees *t, struct held *h, int64_t rows, i
 /* Scores of a block of a run's queries; returns how many places of the context the block sees, as whole vectors. */
 static int64_t score(const struct trees *t, struct held *h, int64_t run, int64_t head, int64_t first, int64_t rows) {
     const int64_t share = t->heads / t->kv_heads, seen = t->prefix[run] + (first + rows - 1) / share + 1;
-    const int64_t columns = PADDED(seen, LANES), all = rows * h->wide;
+    const int64_t columns = PADDED(seen, STEP), all = rows * h->wide;
     take_queries(t, t->query, h->query, h->wide, run, head, first, rows);
     for (int64_t j = 0; j < all; j += LANES) *(vec *)(h->query + j) *= (float)t->scaling;
     multiply(rows, columns, t->size, h->query, h->wide, h->key_across, h->context, h->scores, h->context);
@@ -267,7 +268,7 @@ static void walk(const struct trees *t, struct held *h, int64_t tree, int64_t he
             attend_run(t, h, run, head);
             continue;
         }
-        forget(h, prefix, PADDED(prefix + t->length[run], LANES));
+        forget(h, prefix, PADDED(prefix + t->length[run], STEP));
         pull_run(t, h, run, head);
         give_back(t, h, run, head, prefix);
     }

@@ -83,6 +83,9 @@ static void prepare(void) {
     *(void **)&openmp = watched ? dlsym(RTLD_DEFAULT, "GOMP_parallel") : NULL;
 }
 
+/* When the library is loaded, so that a child of a fork knows that it is one. */
+__attribute__((constructor)) static void prepare_at_load(void) { pthread_once(&prepared, prepare); }
+
 static void start_threads(int64_t threads) {
     while (watched && started < threads - 1) {
         pthread_t thread;

@@ -14,6 +14,7 @@ from sensorium.compiled.calls import threads_for
 from sensorium.compiled.library import load_library
 from sensorium.engines.native.packed_weights import CModel, PackedWeights
 from sensorium.engines.native.sampler import SamplingRows
+from sensorium.models.layer_parts import UnknownLayer
 from sensorium.models.policy import Policy
 from sensorium.models.token_probs import unit_bits
 
@@ -54,6 +55,8 @@ class CompiledStep:
             function.restype = c_int64
         self._packed = PackedWeights(policy, self._library.tile_columns())
         self._vocab = policy.vocab_size
+        if max((*policy.chat.forbidden_ids, *policy.chat.stop_ids), default=0) >= self._vocab:
+            raise UnknownLayer(f"ids that may not be sampled lie beyond the {self._vocab} that the head has")
         # Kept from step to step: where memory comes from the system anew, it costs as much as the step.
         self._logits_BV = torch.empty(0, self._vocab)
         self._memory = torch.empty(0)
