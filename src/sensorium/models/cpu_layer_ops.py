@@ -102,8 +102,8 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gated_finely(gate: Tensor, up: Tensor) -> Tensor:
-    """Not of float32 weights (``LayerParts.fine``)."""
-    raise NotImplementedError
+    """Never asked for: only bfloat16 layers on CUDA are fine (``LayerParts.fine``)."""
+    raise NotImplementedError("float16 activations are for bfloat16 layers on CUDA; these layers are float32.")
 
 
 def gate_gradients(gate: Tensor, up: Tensor, gradient: Tensor, again: bool = False) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,13 +4,13 @@
 bits, for sums are in another order. What a row gets depends on that row alone, not on its neighbours or on threads.
 """
 
-from ctypes import POINTER, Structure, byref, c_int64, c_void_p, pointer
+from ctypes import POINTER, Structure, byref, c_int64, pointer
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from sensorium.compiled.calls import threads_for
+from sensorium.compiled.calls import addresses, call, pointers, sizes, threads_for
 from sensorium.compiled.library import load_library
 from sensorium.engines.native.packed_weights import CModel, PackedWeights
 from sensorium.engines.native.sampler import SamplingRows
@@ -29,8 +29,8 @@ class CTokens(Structure):
 
     _fields_: ClassVar = [
         ("model", POINTER(CModel)),
-        *((name, c_int64) for name in ("rows", "block_rows", "capacity")),
-        *((name, c_void_p) for name in ("tokens", "positions", "write", "block", "table", "logits", "memory")),
+        *sizes("rows block_rows capacity"),
+        *pointers("tokens positions write block table logits memory"),
     ]
 
 
@@ -38,10 +38,10 @@ class CDraws(Structure):
     """``struct draws`` of draw.c."""
 
     _fields_: ClassVar = [
-        *((name, c_int64) for name in ("rows", "vocab", "unit_bits", "forbidden_count", "stop_count", "kv_heads")),
-        *((name, c_void_p) for name in ("logits", "uniforms", "forbidden", "stop", "temperature", "greedy")),
-        *((name, c_void_p) for name in ("stop_masked", "top_k", "top_p")),
-        *((name, c_void_p) for name in ("tokens", "positions", "write", "see", "bias", "packed", "memory")),
+        *sizes("rows vocab unit_bits forbidden_count stop_count kv_heads"),
+        *pointers("logits uniforms forbidden stop temperature greedy"),
+        *pointers("stop_masked top_k top_p"),
+        *pointers("tokens positions write see bias packed memory"),
     ]
 
 
@@ -82,10 +82,9 @@ class CompiledStep:
             self._memory = torch.empty(needed)
         given = CTokens(
             pointer(model), rows, block.shape[2], capacity,
-            *(tensor.data_ptr() for tensor in (tokens_B, positions_B, write_N, block, table_PE)),
-            self._logits_BV.data_ptr(), self._memory.data_ptr(),
+            *addresses(tokens_B, positions_B, write_N, block, table_PE, self._logits_BV, self._memory),
         )  # fmt: skip
-        self._library.feed(byref(given), c_int64(threads_for(rows * self._packed.weights, WORK_OF_A_THREAD)))
+        call("feed", given, threads_for(rows * self._packed.weights, WORK_OF_A_THREAD))
         return self._logits_BV[:rows]
 
     def draw(
@@ -109,9 +108,7 @@ class CompiledStep:
         moved = (tokens_B, positions_B, write_N, see_B, bias_B11S)
         given = CDraws(
             rows, vocab, unit_bits(vocab), len(sampling.forbidden_F), len(sampling.stop_S), len(write_N) // rows,
-            logits_BV.data_ptr(), uniforms_B.data_ptr(),
-            *(None if tensor is None else tensor.data_ptr() for tensor in sampling.tensors()),
-            *(tensor.data_ptr() for tensor in (*moved, packed_3B, self._drawing)),
+            *addresses(logits_BV, uniforms_B, *sampling.tensors(), *moved, packed_3B, self._drawing),
         )  # fmt: skip
-        self._library.draw(byref(given), c_int64(threads))
+        call("draw", given, threads)
         return packed_3B
