@@ -1,10 +1,10 @@
 """Decoder layers with fused norms, rotation and gate: the linear layers of the stock modules, ``layer_ops`` between them.
 
 Used on CUDA, and in float32 on a CPU, in place of a stock layer's own forward, with its parameters and signature. The
-residual stream is float32 between them, so that 72 sums are not rounded to eight bits one after the other: most of the difference between
-two ways to compute the same log-prob in bfloat16 came from there. Each kind of layer is held against its stock forward,
-values and gradients, before it is used; where they disagree, or the layer is not known, the stock layers are used, with a
-warning that says why.
+residual stream is float32 between them, so that 72 sums are not rounded to eight bits one after the other: most of the
+difference between two ways to compute the same log-prob in bfloat16 came from there. Each kind of layer is held against its
+stock forward, values and gradients, before it is used; where they disagree, or the layer is not known, the stock layers are
+used, with a warning that says why.
 """
 
 from collections.abc import Callable, Sequence
