@@ -160,6 +160,84 @@ def test_logits_that_are_not_finite_give_log_probs_that_are_not(wrong: float, lo
     assert int(tokens[1]) == 10
 
 
+def moving(policy: Policy, rows: int, steps: int) -> tuple[Tensor, ...]:
+    """A cache with room for some steps of rows in the middle of their responses, and the tensors that draw moves on."""
+    batch = few_rows(policy, rows, 6 + steps)
+    tokens_B, positions_B, block, write_N, _ = batch.fed()
+    heads = len(write_N) // rows
+    reach = block.shape[4]
+    bias_B11S = torch.full((rows, 1, 1, reach), -torch.inf)
+    bias_B11S[..., :6] = 0.0
+    write_N = torch.arange(rows * heads) * reach + 5
+    return block, tokens_B, positions_B, write_N, torch.arange(rows) * reach + 5, bias_B11S
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@torch.no_grad()
+def test_many_steps_in_one_call_are_the_steps_one_by_one(
+    threads: int, loaded: Callable[[str], Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, rows, steps = loaded("qwen3_vl"), 37, 7
+    step = compiled(policy)
+    kinds = [KINDS[i % len(KINDS)] for i in range(rows)]
+    none = torch.tensor([], dtype=torch.int64)
+    sampling = SamplingRows.of(kinds, none, none, policy.vocab_size)
+    uniforms_TB = torch.rand(steps, rows, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    block, *moved = moving(policy, rows, steps)
+    expected = []
+    for uniforms_B in uniforms_TB:
+        tokens_B, positions_B, write_N, _, bias_B11S = moved
+        logits_BV = step.feed(tokens_B, positions_B, block, write_N, bias_B11S)
+        expected.append(step.draw(sampling, logits_BV, uniforms_B, *moved))
+    monkeypatch.setattr(compiled_step, "WORK_OF_A_THREAD", 1)
+    torch.set_num_threads(threads)
+    try:
+        other, *others = moving(policy, rows, steps)
+        found = step.write(sampling, other, uniforms_TB, torch.ones(rows, dtype=torch.uint8), *others)
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(found, torch.stack(expected))
+    assert torch.equal(other, block)
+    assert all(torch.equal(a, b) for a, b in zip(moved, others, strict=True))
+
+
+@torch.no_grad()
+def test_no_more_is_drawn_once_all_rows_beside_each_other_have_ended(loaded: Callable[[str], Policy]) -> None:
+    policy, rows, steps = loaded("qwen2"), 3, 6
+    step, none = compiled(policy), torch.tensor([], dtype=torch.int64)
+    uniforms_TB = torch.rand(steps, rows, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def drawn(stop_S: Tensor, stops: list[int]) -> Tensor:
+        sampling = SamplingRows.of([Sampling()] * rows, none, stop_S, policy.vocab_size)
+        block, *moved = moving(policy, rows, steps)
+        return step.write(sampling, block, uniforms_TB, torch.tensor(stops, dtype=torch.uint8), *moved)
+
+    all_T3B = drawn(none, [1, 1, 1])
+    ends = all_T3B[[2, 0, 1], 0, torch.arange(rows)].long()  # what rows draw in their third, first and second step
+    assert len(set(ends.tolist())) == rows
+    assert torch.equal(drawn(ends, [1, 0, 1]), all_T3B), "the second row does not end"
+    found_T3B = drawn(ends, [1, 1, 1])
+    assert torch.equal(found_T3B[:3], all_T3B[:3])
+    assert not found_T3B[3:].any()
+
+
+@pytest.mark.parametrize("stops", [(), ("e", "th")], ids=["stop tokens", "stop strings"])
+def test_what_is_drawn_past_an_end_is_dropped_and_counted(bench: Bench, stops: tuple[str, ...]) -> None:
+    compiled(bench.policy)
+    context = [bench.policy.chat.render([user("what?")])]
+    requests = [
+        ask(f"{i}", context, Sampling(max_new_tokens=20 + 7 * i, stop=stops, stop_tokens=bool(i % 4)), order=(i,), key=i)
+        for i in range(24)
+    ]
+    expected = generate(NativeEngine(bench.policy, compile=False), *requests)
+    engine = NativeEngine(bench.policy)
+    found = generate(engine, *requests)
+    assert [(r.segment.tokens, r.finish) for r in found] == [(r.segment.tokens, r.finish) for r in expected]
+    assert "stop" in {r.finish for r in found}
+    assert engine.counters.decoded_tokens == sum(len(r.segment.tokens) for r in found)
+    assert engine.counters.dropped_tokens > 0
+
+
 def test_responses_are_those_of_the_plain_engine_and_no_step_enters_the_model(
     vision: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

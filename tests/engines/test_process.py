@@ -133,13 +133,14 @@ def test_requests_fail_alone_and_cancelled_ones_leave(omni: Bench, engine: Proce
 
 
 def test_a_loop_that_ends_in_the_middle_leaves_an_engine_that_works(omni: Bench, engine: ProcessEngine) -> None:
-    request = ask("a", [omni.policy.chat.render([user("what?")])], SAMPLING)
+    many = Sampling(max_new_tokens=200, stop_tokens=False)
+    request = ask("a", [omni.policy.chat.render([user("what?")])], many)
     steps = engine.counters.decode_steps
 
     async def interrupted() -> None:
         task = asyncio.create_task(engine.generate(request))
         while engine.counters.decode_steps <= steps:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
         assert not task.done()
 
     asyncio.run(interrupted())

@@ -1,6 +1,8 @@
 """Tokens and their bytes: text is read off the sampled tokens, never the tokens off the text."""
 
+import codecs
 import json
+import threading
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -22,10 +24,8 @@ class TokenTable:
             raise ModelError(
                 f"tokenizer {type(tokenizer).__name__} is not byte-level BPE: its tokens have no bytes of their own."
             )
-        self._tokenizer = tokenizer
-        self._bytes: dict[int, bytes] = {}
+        self._bytes = _Bytes(tokenizer)
         added = tokenizer.added_tokens_decoder
-        self._added = {i: token.content for i, token in added.items()}
         self.special: dict[str, int] = {token.content: i for i, token in added.items() if token.special}
         owned = set(tokenizer.get_vocab().values())
         ordinary = owned - {*self.special.values()}
@@ -42,42 +42,63 @@ class TokenTable:
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes a token adds to the text; nothing for special tokens but those that are written."""
-        known = self._bytes.get(token)
-        if known is None:
-            added = self._added.get(token)
-            text = self._tokenizer.convert_ids_to_tokens(token) if added is None else ""
-            known = added.encode() if added is not None else bytes(BYTE_OF[character] for character in text)
-            self._bytes[token] = known
-        return known
+        return self._bytes[token]
 
     def read(self, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]]:
         """The text of tokens, and the end of each token in its UTF-8 bytes; broken UTF-8 becomes U+FFFD."""
-        pieces = list(map(self.bytes_of, tokens))
+        pieces = [self._bytes[token] for token in tokens]
         raw, ends = b"".join(pieces), tuple(accumulate(map(len, pieces)))
         try:
             return raw.decode(), ends
         except UnicodeDecodeError:
-            text, moved = _decode_broken(raw)
-            return text, tuple([moved[end] for end in ends])
+            return _decode_broken(raw, ends)
 
 
-def _decode_broken(raw: bytes) -> tuple[str, list[int]]:
-    """Text of broken UTF-8, and for each offset in ``raw`` the offset in the text's bytes."""
-    text, moved, start = "", [0], 0
-    while start < len(raw):
-        try:
-            good, bad = len(raw) - start, 0
-            raw[start:].decode()
-        except UnicodeDecodeError as error:
-            good, bad = error.start, error.end - error.start
-        here = moved[-1]
-        text += raw[start : start + good].decode() + ("\ufffd" if bad else "")
-        moved += range(here + 1, here + good + 1)
-        if bad:
-            # The replacement appears when its last broken byte does.
-            moved += [here + good] * (bad - 1) + [here + good + len("\ufffd".encode())]
-        start += good + bad
-    return text, moved
+class _Bytes(dict[int, bytes]):
+    """The bytes of ordinary tokens, found when they are first asked for."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
+
+    def __missing__(self, token: int) -> bytes:
+        added = self._added.get(token)
+        text = self._tokenizer.convert_ids_to_tokens(token) if added is None else ""
+        known = added.encode() if added is not None else bytes(BYTE_OF[character] for character in text)
+        self[token] = known
+        return known
+
+
+class _Broken(threading.local):
+    """Where the text that this thread decodes is broken."""
+
+    spans: list[tuple[int, int]]
+
+
+def _replaced(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    _broken.spans.append((error.start, error.end))
+    return "\ufffd", error.end
+
+
+_broken = _Broken()
+codecs.register_error("sensorium.replaced", _replaced)
+
+
+def _decode_broken(raw: bytes, ends: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    """Text of broken UTF-8, and for each of these offsets in ``raw`` the offset in the text's bytes."""
+    _broken.spans = []
+    text = raw.decode(errors="sensorium.replaced")
+    spans, moved, shift = iter([*_broken.spans, (len(raw), len(raw) + 1)]), [], 0
+    first, last = next(spans)
+    for end in ends:
+        while end >= last:
+            shift += len("\ufffd".encode()) - (last - first)
+            first, last = next(spans)
+        # The replacement appears when its last broken byte does.
+        moved.append(min(end, first) + shift)
+    return text, tuple(moved)
 
 
 def _is_byte_level(tokenizer: Any) -> bool:

@@ -1,25 +1,9 @@
 /* The next token of every row, as sampler.py defines it; then the rows' tensors are moved on to the next step. */
 
-#include "vectors.h"
+#include "decode.h"
 
 #define LOG_2 0.6931471805599453
 #define SKIPPED 32 /* tokens that are passed over at once where the uniform lands beyond them */
-
-/* Sampling parameters that no row needs are NULL. packed [3, rows]: tokens, log-probs, sampled log-probs. */
-struct draws {
-    int64_t rows, vocab, unit_bits, forbidden_count, stop_count, kv_heads;
-    const float *logits;
-    const double *uniforms;
-    const int64_t *forbidden, *stop;
-    const float *temperature;
-    const uint8_t *greedy, *stop_masked;
-    const int64_t *top_k;
-    const double *top_p;
-    int64_t *tokens, *positions, *write, *see;
-    float *bias;
-    double *packed;
-    int64_t *memory;
-};
 
 struct weighed {
     int64_t weight, token;
@@ -121,7 +105,7 @@ static int64_t draw_row(const struct draws *d, int64_t row, float *scaled, int64
     return token;
 }
 
-static void draw_rows(const void *given, int64_t worker, int64_t first, int64_t last) {
+void draw_rows(const void *given, int64_t worker, int64_t first, int64_t last) {
     const struct draws *d = given;
     const int64_t room = PADDED(d->vocab, LANES);
     struct weighed *sorted = (struct weighed *)(d->memory + worker * draw_memory(d->vocab));

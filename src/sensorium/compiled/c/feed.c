@@ -3,46 +3,11 @@
    Every product is computed in tiles of TILE × COLUMNS, one input after the other. Missing rows of the last tile are
    computed like the others and dropped. So the bits of a row depend neither on its neighbours nor on threads. */
 
-#include "vectors.h"
+#include "decode.h"
 
 #define VECTORS 2
 #define COLUMNS (VECTORS * LANES)
 #define LINE 16 /* floats of a cache line */
-
-struct norm {
-    const float *weight; /* NULL: no such norm */
-    double eps;
-};
-
-/* Weights [outer / COLUMNS, inner, COLUMNS], the last tile padded with zeros; bias [outer], or NULL. */
-struct product {
-    const float *weight, *bias;
-    int64_t inner, outer;
-};
-
-struct layer {
-    struct norm before, query, key, between;
-    struct product query_key_value, out, gate_up, down;
-    double scaling;
-};
-
-struct model {
-    int64_t layers, width, heads, kv_heads, size;
-    const struct layer *layer;
-    const float *embedding;
-    struct norm last;
-    struct product head;
-};
-
-/* block [layers, 2, block_rows, kv_heads, capacity, size]; write [rows, kv_heads], places in it; table [known, 2 size]. */
-struct tokens {
-    const struct model *model;
-    int64_t rows, block_rows, capacity;
-    const int64_t *tokens, *positions, *write;
-    float *block;
-    const float *table;
-    float *logits, *memory;
-};
 
 /* Floats that a row needs while it is computed. */
 struct room {
@@ -187,7 +152,7 @@ static void gate(const float *gate_up, float *out, int64_t inner) {
     }
 }
 
-static void feed_rows(const void *given, int64_t worker, int64_t first, int64_t last) {
+void feed_rows(const void *given, int64_t worker, int64_t first, int64_t last) {
     (void)worker; /* rows have memory of their own */
     const struct tokens *t = given;
     const struct model *m = t->model;

@@ -95,9 +95,8 @@ class PackedWeights:
             self._made_of = made_of
         return self._model
 
-    def table(self, positions_B: Tensor) -> Tensor:
-        """Cosines and sines that have these positions."""
-        last = int(positions_B.max())
+    def table(self, last: int) -> Tensor:
+        """Cosines and sines of the positions up to this one."""
         if last >= len(self._table_PE):
             self._table_PE = self._rotary.upto(last)
         return self._table_PE

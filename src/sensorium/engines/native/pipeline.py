@@ -343,7 +343,7 @@ class PagedWriter(Writer):
             if row.job.future.done():
                 self.counters.dropped_tokens += 1
                 continue
-            finish = row.take(int(token), logprob, sampled, self._policy)
+            finish = row.take((int(token),), (logprob,), (sampled,), self._policy)
             self.counters.decoded_tokens += 1
             if logprob != logprob:
                 row.job.fail(EngineError(f"the logits of '{row.job.request.name}' are not finite; are the weights?"))

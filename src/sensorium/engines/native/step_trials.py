@@ -57,3 +57,24 @@ def draws_differ(plain: Callable[..., Tensor], other: Callable[..., Tensor], blo
     if not torch.equal(found[0], expected[0]) or not torch.allclose(found, expected, rtol=0, atol=DRAW_BOUND):
         return f"on a trial it draws the tokens {found[0].tolist()}, and the sampler {expected[0].tolist()}"
     return "" if all(torch.equal(a, b) for a, b in zip(one, two, strict=True)) else "it does not move rows on as it should"
+
+
+def writes_differ(
+    feed: Callable[..., Tensor], draw: Callable[..., Tensor], write: Callable[..., Tensor], block: Tensor, vocab_size: int
+) -> str:
+    """What is wrong with steps that are made at once, if anything is: they are those one by one, bit for bit."""
+    (rows, reach), steps = SIZES[0], 2
+    none = torch.empty(0, dtype=torch.int64)
+    sampling = SamplingRows.of([Sampling()] * rows, none, none, vocab_size)
+    uniforms_TB = (torch.arange(steps * rows, dtype=torch.float64).view(steps, rows) + 0.5) / (steps * rows)
+    tokens_B, positions_B, cache, write_N, bias_B11S = feed_trial(block, rows, reach)
+    state = (cache, tokens_B % vocab_size, positions_B, write_N - steps, torch.arange(rows) * reach + reach - 1 - steps,
+             bias_B11S)  # fmt: skip
+    (one, *ones), (two, *twos) = ([tensor.clone() for tensor in state] for _ in range(2))
+    single = []
+    for uniforms_B in uniforms_TB:
+        tokens_B, positions_B, write_N, _, bias_B11S = ones
+        single.append(draw(sampling, feed(tokens_B, positions_B, one, write_N, bias_B11S), uniforms_B, *ones))
+    found_T3B = write(sampling, two, uniforms_TB, torch.ones(rows, dtype=torch.uint8), *twos)
+    same = all(torch.equal(a, b) for a, b in zip((torch.stack(single), one, *ones), (found_T3B, two, *twos), strict=True))
+    return "" if same else "steps that are made at once differ from those one by one"

@@ -2,7 +2,7 @@
 
 A small model on the CPU spends most of a step between the operations, not in them. Three ways to run these functions there:
 
-    compiled    in C (see ``compiled_step``), from the first step on: small float32 models of known layers
+    compiled    in C (see ``compiled_step``), from the first step on, several a call: small float32 models of known layers
     recorded    the same operations on the weights of the moment, bit for bit (see ``recording``), after some steps
     plain       the functions as they stand here, on which the other two are tried before they are used
 
@@ -24,7 +24,7 @@ from sensorium.engines.native.lean_feed import RotaryTable, lean_feed
 from sensorium.engines.native.recording import CannotRecord, Inputs, Recording, record
 from sensorium.engines.native.response_rows import Batch
 from sensorium.engines.native.sampler import SamplingRows, sample
-from sensorium.engines.native.step_trials import draws_differ, feed_trial, feeds_differ
+from sensorium.engines.native.step_trials import draws_differ, feed_trial, feeds_differ, writes_differ
 from sensorium.models.fast_paths import note_fallback
 from sensorium.models.layer_parts import UnknownLayer
 from sensorium.models.policy import Policy
@@ -83,6 +83,19 @@ class Steps:
         self._table: RotaryTable | None = None
         self._draws: dict[tuple[bool, ...], tuple[int, Recording | None]] = {}
 
+    def write(self, batch: Batch, most: int) -> Tensor:
+        """Feed and draw, up to ``most`` times where one call does that; what was drawn, as [T, 3, B].
+
+        Rows that come to a stop id go on, and what they then draw means nothing.
+        """
+        if not self._compiles(batch.block):
+            return self.draw(batch, self.feed(batch))[None]
+        assert self._compiled is not None
+        uniforms_TB = batch.take_uniforms(min(most, self._compiled.steps_of_a_call(len(batch.tokens_B))))
+        packed_T3B = self._compiled.write(batch.sampling, batch.block, uniforms_TB, batch.stops_B, *batch.drawn())
+        batch.reach += len(packed_T3B)
+        return packed_T3B
+
     def feed(self, batch: Batch) -> Tensor:
         """The logits after every row's last token, until the next call."""
         if self._compiles(batch.block):
@@ -104,14 +117,14 @@ class Steps:
         """Sample the next tokens, with their log-probs [3, B], and advance the batch."""
         if self._compiles(batch.block):
             assert self._compiled is not None
-            packed_3B = self._compiled.draw(batch.sampling, logits_BV, batch.take_uniforms(), *batch.drawn())
+            packed_3B = self._compiled.draw(batch.sampling, logits_BV, batch.take_uniforms()[0], *batch.drawn())
             batch.reach += 1
             return packed_3B
         given = batch.sampling.tensors()
         variant = tuple(tensor is None for tensor in given)
         calls, recorded = self._draws.get(variant, (0, None))
         present = tuple(tensor for tensor in given if tensor is not None)
-        inputs = (logits_BV, batch.take_uniforms(), *batch.drawn())
+        inputs = (logits_BV, batch.take_uniforms()[0], *batch.drawn())
 
         def plain(*tensors: Tensor) -> Tensor:
             rest = iter(tensors[len(inputs) :])
@@ -150,6 +163,8 @@ class Steps:
             compiled = CompiledStep(self._policy)
             reason = feeds_differ(partial(feed, self._policy), compiled.feed, block, self._policy.vocab_size)
             reason = reason or draws_differ(draw, compiled.draw, block, self._policy.vocab_size)
+            one_by_one = (compiled.feed, compiled.draw)
+            reason = reason or writes_differ(*one_by_one, compiled.write, block, self._policy.vocab_size)
             if not reason:
                 return compiled
         except UnknownLayer:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import isnan
 
 import torch
 from torch import Tensor
@@ -119,22 +120,25 @@ class Writer:
 
     @torch.no_grad()
     def tick(self, waiting: Sequence[Job]) -> int:
-        """Admit waiting jobs in order while there is room, and advance every row by a token. How many were taken."""
+        """Admit waiting jobs in order while there is room, and advance every row. How many were taken."""
         self._check_version()
         self._settle()
         room = max(0, self._max_rows - len(self._rows))
+        joining = waiting[:room]
         with plain_products if self._on_cpu else nullcontext():
+            if not joining:
+                self._write()
+                return 0
             logits = [self._decode()] if self._rows else []
-        if waiting and room:
-            joined, first_NV = self._admit(waiting[:room])
-            if joined:
-                self._rows += joined
-                self._jobs |= {row.job.request.thread: row.job for row in joined}
-                self._batch = None
-                logits.append(first_NV)
+        joined, first_NV = self._admit(joining)
+        if joined:
+            self._rows += joined
+            self._jobs |= {row.job.request.thread: row.job for row in joined}
+            self._batch = None
+            logits.append(first_NV)
         if self._rows:
             self._draw(torch.cat(logits) if len(logits) > 1 else logits[0])
-        return min(len(waiting), room)
+        return len(joining)
 
     def written_so_far(self, thread: str) -> tuple[Sequence[int], Sequence[float]]:
         """The tokens of a response that is being written, and their log-probs; none before it has begun."""
@@ -278,21 +282,36 @@ class Writer:
 
     # Feeding and drawing.
 
+    def _write(self) -> None:
+        """Advance every row by a token, or by several where nobody joins and one call does that."""
+        if self._rows:
+            batch = self._laid_out()
+            most = min(row.steps_ahead for row in self._rows)
+            drawn_T3B = self._steps.write(batch, min(most, self._cache.capacity - batch.reach))
+            self.counters.decode_steps += len(drawn_T3B)
+            self._take(drawn_T3B)
+
     def _decode(self) -> Tensor:
         """Feed every row its last token; the logits of the next."""
         self.counters.decode_steps += 1
         return self._steps.feed(self._laid_out())
 
     def _draw(self, logits_BV: Tensor) -> None:
-        """Draw the next token of every row, bring them to the host at once, and end the responses that end."""
-        packed_3B = self._steps.draw(self._laid_out(), logits_BV)
-        for row, token, logprob, sampled in zip(self._rows, *packed_3B.tolist(), strict=True):
-            finish = row.take(int(token), logprob, sampled, self._policy)
-            if logprob != logprob:
+        """Draw the next token of every row."""
+        self._take(self._steps.draw(self._laid_out(), logits_BV)[None])
+
+    def _take(self, drawn_T3B: Tensor) -> None:
+        """Append what was drawn to the rows, and end the responses that end. What was drawn past an end is dropped."""
+        for row, (tokens, logprobs, sampled) in zip(self._rows, drawn_T3B.permute(2, 1, 0).tolist(), strict=True):
+            before = len(row.tokens)
+            finish = row.take([int(token) for token in tokens], logprobs, sampled, self._policy)
+            taken = len(row.tokens) - before
+            self.counters.decoded_tokens += taken
+            self.counters.dropped_tokens += len(tokens) - taken
+            if isnan(sum(row.logprobs[before:])):
                 row.job.fail(EngineError(f"the logits of '{row.job.request.name}' are not finite; are the weights?"))
             elif finish:
                 self._finish(row, finish)
-        self.counters.decoded_tokens += len(self._rows)
 
     def _finish(self, row: Row, finish: FinishReason) -> None:
         if not row.job.future.done():

@@ -6,7 +6,7 @@ One message in, one answer out, until the other end hangs up:
     weights  read tensors from a file; nothing of earlier weights is kept      {}
              (in_flight: but what open responses have written, which go on)
     reset    keep nothing of earlier rollouts                                  {}
-    tick     cancel, release, take new requests, advance all by a token        {done: [responses], counters, notes}
+    tick     cancel, release, take new requests, advance all                   {done: [responses], counters, notes}
     close    end                                                               {}
 """
 
