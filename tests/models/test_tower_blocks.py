@@ -1,4 +1,4 @@
-"""Blocks of the vision towers give with kernels what they give without. Without a GPU: in Triton's interpreter."""
+"""Blocks of the vision towers give with kernels what they give without: in C on a CPU, and Triton's in its interpreter."""
 
 from copy import deepcopy
 from importlib.util import find_spec
@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from sensorium.compiled.library import NoLibrary, load_library
 from sensorium.media.store import MediaStore
-from sensorium.models import tower_blocks
+from sensorium.models import layer_ops, tower_blocks
+from sensorium.models.fast_paths import fallbacks, without_compiled_parts
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
@@ -46,7 +48,7 @@ def use_plain_attention(monkeypatch: pytest.MonkeyPatch) -> None:
         again = rotated.detach().requires_grad_()
         return torch.autograd.grad(attended(again, settings)[0], again, given)[0]
 
-    monkeypatch.setattr(tower_blocks, "segment_attention", plain_attention)
+    monkeypatch.setattr(tower_blocks, "by_flash", plain_attention)
     monkeypatch.setattr(tower_products, "flash_attended", attended)
     monkeypatch.setattr(tower_products, "flash_gradients", gradients)
 
@@ -55,6 +57,7 @@ def use_plain_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 def blocks_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     if DEVICE == "cpu" and find_spec("triton") is not None:
         use_plain_attention(monkeypatch)
+        monkeypatch.setattr(layer_ops, "interpreted", True)
 
     def make(family: str) -> Policy:
         make_tiny(family, tmp_path, seed=1, initializer_range=0.15)
@@ -77,6 +80,40 @@ def test_a_fused_block_is_the_stock_block(family: str, blocks_of: Any) -> None:
         for whole in (False, True)[: 1 + one_function]:
             assert trial(block, whole) <= (1e-5 if DEVICE == "cpu" else BOUNDS[torch.bfloat16])
     assert not tower.blocks[0].attn.fused  # a trial leaves it as it was
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_a_cpu_blocks_compute_in_c_what_the_stock_ones_do(family: str, tmp_path: Path) -> None:
+    load_library()
+    make_tiny(family, tmp_path, seed=1, initializer_range=0.15)
+    policy = load_policy(str(tmp_path), store=MediaStore(), device="cpu", dtype="float32")
+    policy.model.requires_grad_(True)
+    tower = policy.adapter.towers["picture"].module
+    assert all(trial(block, False) <= 1e-5 for block in tower.blocks)
+    choose(tower)
+    assert all(block.attn.fused for block in tower.blocks)
+    parts = [part for block in tower.blocks for part in (block.norm1, block.norm2, block.mlp)]
+    fused = [part.fused for part in parts if hasattr(part, "fused")]
+    assert all(fused)
+    assert len(fused) == (0 if family == "qwen3_vl" else len(parts)), "its norms and MLPs are of other kinds"
+
+
+def test_without_a_compiler_a_tower_on_a_cpu_is_the_stock_one_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(_: Any) -> Any:
+        raise NoLibrary("there is no C compiler")
+
+    make_tiny("qwen2_5_vl", tmp_path, seed=1)
+    policy = load_policy(str(tmp_path), store=MediaStore(), device="cpu", dtype="float32")
+    tower, before = policy.adapter.towers["picture"].module, fallbacks()
+    monkeypatch.setattr("sensorium.models.layer_functions.ops_of", missing)
+    without_compiled_parts.cache_clear()
+    with pytest.warns(UserWarning, match="without its compiled parts.*There is no C compiler.*CC"):
+        choose(tower)
+    choose(tower)
+    assert fallbacks() == before + 1
+    assert not any(block.attn.fused or block.norm1.fused for block in tower.blocks)
 
 
 @gpu_too

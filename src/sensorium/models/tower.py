@@ -9,19 +9,19 @@ one batch, tables are remembered by the batch's grids, and the convolution is th
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import linear
 from transformers import AttentionInterface
 
 from sensorium.caches.lru import LRU
 from sensorium.models.prepared_media import Grid, TowerInput
 from sensorium.models.segment_layout import Features
 from sensorium.models.tower_blocks import choose, taken_over
+from sensorium.models.tower_segments import attend_in_segments
 from sensorium.models.transfers import sent_to
 
 # The towers hand over the whole batch with the ends of its segments to any implementation with "flash" in its name.
@@ -67,7 +67,7 @@ class VisionTower:
     def __call__(self, prepared: Sequence[TowerInput]) -> list[Features]:
         """Embeddings, and deepstack levels where the tower has them; both come whole and are split per item."""
         weight = self.module.patch_embed.proj.weight
-        if weight.is_cuda and not self._chosen:
+        if not self._chosen:
             choose(self.module)
             self._chosen = True
         patches_PC = self._patches([item.patches_PC for item in prepared], weight.device, weight.dtype)
@@ -143,44 +143,4 @@ class Tables:
         return self._tables(tuple(grids), device)
 
 
-def _attend_in_segments(
-    module: nn.Module,
-    query_1HND: Tensor,
-    key_1HND: Tensor,
-    value_1HND: Tensor,
-    attention_mask: Tensor | None = None,
-    scaling: float | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    **rest: Any,
-) -> tuple[Tensor, None]:
-    assert cu_seq_lens_q is not None
-    ends = cu_seq_lens_q.tolist()
-    lengths = tuple(end - start for start, end in pairwise(ends))
-    heads = [tensor[0].transpose(0, 1) for tensor in (query_1HND, key_1HND, value_1HND)]
-    order, back, runs = _runs(lengths, query_1HND.device)
-    if order is not None:
-        heads = [tensor[order] for tensor in heads]
-    outs, start = [], 0
-    for length, count in runs:
-        query, key, value = (
-            tensor[start : start + length * count].unflatten(0, (count, length)).transpose(1, 2) for tensor in heads
-        )
-        outs.append(scaled_dot_product_attention(query, key, value, scale=scaling).transpose(1, 2).flatten(0, 1))
-        start += length * count
-    out_NHD = outs[0] if len(outs) == 1 else torch.cat(outs)
-    return (out_NHD if back is None else out_NHD[back])[None], None
-
-
-@lru_cache(maxsize=256)
-@torch.inference_mode(False)  # cached tensors must also serve training
-def _runs(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor | None, Tensor | None, list[tuple[int, int]]]:
-    """Tokens sorted by the length of their segment, and back (None: as they stand); (length, how many) of each run."""
-    runs = [(length, lengths.count(length)) for length in sorted(set(lengths))]
-    if len(runs) == 1:
-        return None, None, runs
-    of_token = torch.tensor(lengths).repeat_interleave(torch.tensor(lengths))
-    order = torch.argsort(of_token, stable=True)
-    return order.to(device), torch.argsort(order).to(device), runs
-
-
-AttentionInterface.register(SEGMENTS, _attend_in_segments)
+AttentionInterface.register(SEGMENTS, attend_in_segments)
