@@ -24,6 +24,7 @@ from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
 from sensorium.vocabulary.content import user
+from sensorium.vocabulary.errors import EngineError
 
 from .conftest import Bench, ask, generate
 from .test_recording import few_rows
@@ -158,6 +159,18 @@ def test_logits_that_are_not_finite_give_log_probs_that_are_not(wrong: float, lo
     assert logprobs.isnan().tolist() == sampled.isnan().tolist() == [True, False]
     assert 0 <= int(tokens[0]) < 20
     assert int(tokens[1]) == 10
+
+
+def test_weights_that_are_not_finite_are_no_reason_to_leave_the_compiled_step(loaded: Callable[[str], Policy]) -> None:
+    policy, told = loaded("qwen2"), list[str]()
+    compiled(policy)
+    with torch.no_grad():
+        policy.adapter.language_model.embed_tokens.weight[30:60] = torch.nan  # tokens of the trials, too
+    engine, before = NativeEngine(policy), fallbacks()
+    engine.tell_by(told.append)
+    with pytest.raises(EngineError, match="not finite"):
+        generate(engine, ask("0", [policy.chat.render([user("what?")])], Sampling(max_new_tokens=40, stop_tokens=False)))
+    assert (told, fallbacks()) == ([], before)
 
 
 def moving(policy: Policy, rows: int, steps: int) -> tuple[Tensor, ...]:

@@ -85,3 +85,14 @@ def test_without_a_compiler_the_stock_layers_are_used_and_it_is_said(
         library._tried.cache_clear()
     assert fallbacks() == before + 1
     assert torch.equal(found, policy.language(ids, positions, MaskedAttention(), stock=True))
+
+
+def test_what_is_not_float32_is_never_read_as_if_it_were(tmp_path: Path) -> None:
+    policy = load_policy(str(make_tiny("qwen2", tmp_path / "model")), store=MediaStore(), device="cpu", dtype="float32")
+    given = torch.arange(7)[None], torch.arange(7)[None, None].expand(3, 1, -1), MaskedAttention()
+    before = policy.language(*given)
+    policy.model.double()
+    torch.testing.assert_close(policy.language(*given).float(), before, rtol=0, atol=1e-4)
+    for kind in (torch.float64, torch.bfloat16):
+        with pytest.raises(TypeError, match=f"float32, and were given {kind}"):
+            Norm.apply(torch.ones(3, 8, dtype=kind), torch.ones(8, dtype=kind), 1e-6)

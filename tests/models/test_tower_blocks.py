@@ -21,6 +21,8 @@ from sensorium.models.tiny import make_tiny
 from sensorium.models.tower import RecentPatches
 from sensorium.models.tower_blocks import BOUNDS, AlignedMLP, TowerAttention, TowerBlock, choose, trial
 
+from .clips import noise
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 gpu_too = pytest.mark.gpu if DEVICE == "cuda" else lambda test: test
@@ -114,6 +116,20 @@ def test_without_a_compiler_a_tower_on_a_cpu_is_the_stock_one_and_says_so_once(
     choose(tower)
     assert fallbacks() == before + 1
     assert not any(block.attn.fused or block.norm1.fused for block in tower.blocks)
+
+
+def test_on_a_cpu_weights_of_another_kind_go_through_the_stock_blocks(tmp_path: Path) -> None:
+    load_library()
+    make_tiny("qwen2_5_vl", tmp_path, seed=1, initializer_range=0.15)
+    policy = load_policy(str(tmp_path), store=MediaStore(), device="cpu", dtype="float32")
+    tower, shown = policy.adapter.towers["picture"], policy.chat.prepared.get([noise(policy.chat.store, 1)])
+    expected = tower(shown)[0].embeds_NH.detach()
+    for kind in (torch.float64, torch.float32):
+        tower.module.to(kind)
+        found = tower(shown)[0].embeds_NH.detach()
+        assert found.dtype == kind
+        assert {block.attn.fused for block in tower.module.blocks} == {kind == torch.float32}
+        assert torch.allclose(found.float(), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
 @gpu_too

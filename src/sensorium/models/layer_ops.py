@@ -79,6 +79,8 @@ def ops_of(x: Tensor) -> LayerOps:
         from sensorium.models import layer_kernels
 
         return layer_kernels
+    if x.dtype != torch.float32:  # C would read past its end
+        raise TypeError(f"the compiled layers of a CPU compute in float32, and were given {x.dtype}; leave out autocast.")
     from sensorium.models import cpu_layer_ops
 
     return cpu_layer_ops

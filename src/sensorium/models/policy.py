@@ -179,9 +179,9 @@ class Policy:
             if self.matched is not None:
                 raise ModelError("model.precision 'matched' is not built for a sharded learner; use model.precision: fast.")
             return LayerStack(model.layers, model.norm)
+        if self.device.type != "cuda" and self.dtype != torch.float32:
+            return LayerStack(model.layers, model.norm)
         if self._fused is None:
-            if self.device.type != "cuda" and self.dtype != torch.float32:
-                return LayerStack(model.layers, model.norm)
             self._fused = fused_layers(model, self.adapter.rotary)
         return self._fused
 

@@ -62,14 +62,16 @@ class VisionTower:
         self.module = visual
         self._tables = Tables(tables)
         self._patches = RecentPatches()
-        self._chosen = False
+        self._chosen: tuple[str, torch.dtype] | None = (
+            None  # where its weights were when kernels were chosen, and their kind
+        )
 
     def __call__(self, prepared: Sequence[TowerInput]) -> list[Features]:
         """Embeddings, and deepstack levels where the tower has them; both come whole and are split per item."""
         weight = self.module.patch_embed.proj.weight
-        if not self._chosen:
+        if self._chosen != (weight.device.type, weight.dtype):
             choose(self.module)
-            self._chosen = True
+            self._chosen = weight.device.type, weight.dtype
         patches_PC = self._patches([item.patches_PC for item in prepared], weight.device, weight.dtype)
         grids = [item.extent.grid for item in prepared]
         grids_M3 = sent_to(weight.device, torch.tensor(grids))

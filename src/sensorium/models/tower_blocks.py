@@ -222,6 +222,8 @@ def choose(tower: Any) -> None:
     weight = block.norm1.weight
     if not isinstance(block.attn, TowerAttention):
         return
+    for each in tower.blocks:
+        _set(each, False, False)  # what was chosen for weights of another kind, or elsewhere
     if not weight.is_cuda:
         _choose_on_cpu(tower)
         return

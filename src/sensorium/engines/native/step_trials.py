@@ -76,5 +76,6 @@ def writes_differ(
         tokens_B, positions_B, write_N, _, bias_B11S = ones
         single.append(draw(sampling, feed(tokens_B, positions_B, one, write_N, bias_B11S), uniforms_B, *ones))
     found_T3B = write(sampling, two, uniforms_TB, torch.ones(rows, dtype=torch.uint8), *twos)
-    same = all(torch.equal(a, b) for a, b in zip((torch.stack(single), one, *ones), (found_T3B, two, *twos), strict=True))
+    pairs = zip((torch.stack(single), one, *ones), (found_T3B, two, *twos), strict=True)
+    same = all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
     return "" if same else "steps that are made at once differ from those one by one"
