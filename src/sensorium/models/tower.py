@@ -62,9 +62,7 @@ class VisionTower:
         self.module = visual
         self._tables = Tables(tables)
         self._patches = RecentPatches()
-        self._chosen: tuple[str, torch.dtype] | None = (
-            None  # where its weights were when kernels were chosen, and their kind
-        )
+        self._chosen: tuple[str, torch.dtype] | None = None  # device and kind of the weights that blocks were chosen for
 
     def __call__(self, prepared: Sequence[TowerInput]) -> list[Features]:
         """Embeddings, and deepstack levels where the tower has them; both come whole and are split per item."""
