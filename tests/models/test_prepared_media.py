@@ -121,21 +121,6 @@ def test_one_that_the_processor_refuses_is_found_and_fails_alone() -> None:
     assert (media.preprocessed, media.hits) == (2, 2)
 
 
-@pytest.mark.parametrize(("capacity", "ahead"), [(10_000, 20), (2_400, 15), (900, 0), (400, 0), (0, 0)])
-def test_media_of_a_later_step_are_prepared_where_those_of_this_one_stay(capacity: int, ahead: int) -> None:
-    store, preprocess = MediaStore(), Counting()
-    now = [store.put(bytes([65 + i]), "picture") for i in range(4)]
-    later = [store.put(b"later %d" % i, "picture") for i in range(20)]
-    media = made_media(store, preprocess, capacity=capacity)
-    media.prepare(now)
-    media.prepare_ahead([store.put(b"bad", "picture"), store.put(b"heard", "audio"), *later])
-    assert media.preprocessed - len(now) == ahead
-    if capacity:
-        assert media.missing(now) == []
-        assert media.prepare(later) == {}
-        assert media.preprocessed == len(now) + len(later), "each once"
-
-
 def test_preparing_ahead_holds_no_more_than_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sensorium.models.prepared_media.BATCH_BYTES", 0)  # each by itself
     store, preprocess = MediaStore(), Counting()

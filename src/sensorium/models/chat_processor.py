@@ -129,9 +129,10 @@ class ChatProcessor:
         """
         return self.prepared.unknown(self._parts(media))
 
-    def prepare_ahead(self, media: Iterable[Media]) -> None:
-        """Preprocess media that a later step shows, as far as there is room. What is wrong with one is said by then."""
-        self.prepared.prepare_ahead(self._parts(media))
+    def request(self, media: Iterable[Media]) -> None:
+        """Begin to decode media that will be prepared later, and return at once."""
+        for item in self.prepared.missing(self._parts(media)):
+            self.decoder.request(item)
 
     def prepare(self, media: Iterable[Media]) -> dict[Media, MediaError]:
         """Preprocess media together, ahead of their layouts: many times cheaper than one by one. In any thread.

@@ -21,8 +21,6 @@ Grid = tuple[int, int, int]
 EXTENTS_KEPT = 1 << 16
 # Decoded media preprocessed at once: enough to share the processor's cost, and little beside what they become.
 BATCH_BYTES = 1 << 26
-# Media that are prepared ahead of their time at once: others who have none prepared wait for no more than these.
-AHEAD_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,6 @@ class PreparedMedia:
         self._making = threading.Lock()
         self._lock = threading.Lock()
         self.preprocessed = self.hits = 0
-        self._in_use: list[int] = []  # bytes of each of the media that were prepared last, for this step
 
     @property
     def held(self) -> int:
@@ -108,28 +105,12 @@ class PreparedMedia:
         return [item for item in dict.fromkeys(media) if item not in self._known]
 
     def prepare(self, media: Iterable[Media]) -> dict[Media, MediaError]:
-        """Prepare media before they are shown, as many at a time as are cheap to hold; returns the errors of bad ones."""
-        asked = list(dict.fromkeys(media))
-        missing = self.missing(asked)
+        """Prepare media ahead of their use, as many at a time as are cheap to hold; returns the errors of bad ones."""
+        missing = self.missing(media)
         self.refuse_strange(missing)
         with self._making:
             made = self._make(item for item in missing if item not in self._known)
-            errors = {item: one for item, one in made if isinstance(one, MediaError)}
-        self._in_use = [kept.patches_PC.nbytes for item in asked if (kept := self._known.peek(item)) is not None]
-        return errors
-
-    def prepare_ahead(self, media: Iterable[Media]) -> None:
-        """Prepare media of a later step, as many as there is room for beside those of this one. Bad ones are left out."""
-        missing = [item for item in self.missing(media) if item.kind in self._preprocessors]
-        room, held = (self._known.bound or 0) - sum(self._in_use), 0
-        latest = AHEAD_AT_ONCE * max(self._in_use, default=0)
-        for start in range(0, len(missing), AHEAD_AT_ONCE):
-            if held + latest >= room:  # the next ones may be as large as the latest ones
-                return
-            with self._making:
-                some = [item for item in missing[start : start + AHEAD_AT_ONCE] if item not in self._known]
-                latest = sum(0 if isinstance(one, MediaError) else one.patches_PC.nbytes for _, one in self._make(some))
-            held += latest
+            return {item: one for item, one in made if isinstance(one, MediaError)}
 
     def get(self, media: Iterable[Media]) -> list[TowerInput]:
         """Tower inputs of media, in order; those not cached are preprocessed together.

@@ -198,7 +198,7 @@ class Trainer:
         return row, Evidence(tuple(groups))
 
     def _look_ahead(self, played: int) -> None:
-        """Begin to read the tasks of the step after the last one that was played, and to prepare their media."""
+        """Begin to read the tasks of the step after the last one that was played, and to decode their media."""
         section = self.recipe.warm_start
         if played < self.total_steps:
             wanted = self.recipe.selection.played(self.recipe.batch.prompts_per_step)

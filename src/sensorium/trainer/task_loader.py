@@ -1,7 +1,7 @@
 """Loading tasks from the planner; bad rows and over-long prompts are refused, or skipped and counted, as the recipe says.
 
 Rows are read, and their media decoded and preprocessed, in threads: the event loop stays free. While a step is trained on,
-the tasks of the next are drawn and their media prepared ahead, unless the planner waits for this step's outcomes.
+the tasks of the next are drawn and their media decoded ahead, unless the planner waits for this step's outcomes.
 
 Invariant: the state in a checkpoint is that after the last draw that was delivered, whatever was drawn ahead since.
 """
@@ -70,7 +70,7 @@ class TaskLoader:
         return PlannedTasks(tuple(tasks), tuple(skipped))
 
     def look_ahead(self, count: int) -> None:
-        """Begin to read what will be drawn next, and to prepare its media. What is wrong with it is said when drawn.
+        """Begin to read what will be drawn next, and to decode its media. What is wrong with it is said when drawn.
 
         Nothing is read where the planner waits for outcomes: which tasks come next is not decided yet.
         """
@@ -78,7 +78,7 @@ class TaskLoader:
             return
         before = deepcopy(self._planner_state())
         reading = self._reader.submit(self._plan, count)
-        self._reader.submit(self._prepare_ahead, reading)
+        reading.add_done_callback(self._request)
         self._ahead = _DrawAhead(count, before, reading)
 
     async def observe(self, groups: Sequence[Group], trained: Collection[str]) -> None:
@@ -184,11 +184,11 @@ class TaskLoader:
             )
         return state
 
-    def _prepare_ahead(self, reading: "Future[PlannedTasks]") -> None:
-        """Prepare the media of what was read, unless reading went wrong."""
-        if reading.exception() is None:
-            messages = (message for task in reading.result().tasks for message in task.messages)
-            self.rollout.chat.prepare_ahead(media_of(messages))
+    def _request(self, reading: "Future[PlannedTasks]") -> None:
+        """Start to decode the media of what was read, unless reading was cut off or went wrong."""
+        if reading.cancelled() or reading.exception() is not None:
+            return
+        self.rollout.chat.request(media_of(message for task in reading.result().tasks for message in task.messages))
 
 
 def outcome_of(group: Group, trained: bool) -> GroupOutcome:
