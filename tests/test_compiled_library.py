@@ -62,7 +62,7 @@ def script(tmp_path: Path) -> Callable[[str], str]:
     ("command", "said"),
     [
         ("gcc 'x", "the environment variable CC is no command"),
-        ("/no/such/compiler", "no C compiler was found"),
+        ("/no/such/compiler", "CC names a C compiler that is not there"),
         ("sh -c false", "sh ended with 1: it said nothing"),
     ],
 )

@@ -10,6 +10,7 @@ import numpy
 import torch
 import transformers
 
+from sensorium.compiled.library import compiler_name
 from sensorium.recipe.schema import Recipe
 
 
@@ -41,8 +42,9 @@ def _settle_products(dtype: str) -> None:
 
 
 def surroundings() -> dict[str, str]:
-    """What else than recipe and seed the numbers depend on."""
-    return {
+    """What else than recipe and seed the numbers depend on; on a CPU the C compiler, too."""
+    compiler = {} if torch.cuda.is_available() else {"C compiler": compiler_name()}
+    return compiler | {
         "python": sys.version.split()[0],
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,

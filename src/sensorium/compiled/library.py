@@ -101,7 +101,11 @@ def _compiler() -> tuple[tuple[str, ...], str]:
     for command in commands:
         if command and shutil.which(command[0]):
             return tuple(command), _version_of(tuple(command))
-    raise NoLibrary(f"no C compiler was found ({given or ', '.join(COMPILERS)})")
+    if given:
+        raise NoLibrary(
+            f"the environment variable CC names a C compiler that is not there ({given}); unset it to use another"
+        )
+    raise NoLibrary(f"no C compiler was found ({', '.join(COMPILERS)})")
 
 
 @cache

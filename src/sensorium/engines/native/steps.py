@@ -174,8 +174,8 @@ class Steps:
         except Exception as error:  # layers that look known and are not are a reason to be slower, not to stop
             reason = str(error)
         note = (
-            f"sampling on the CPU runs without its compiled decode step, so this small model is sampled several times more "
-            f"slowly: {reason}. To leave it out without this note, set rollout.engine.options.compile: false."
+            f"sampling on the CPU runs without its compiled decode step, so this small model is sampled more slowly, up to "
+            f"three times: {reason}. To leave it out without this note, set rollout.engine.options.compile: false."
         )
         note_fallback(note)
         self.noted(note)

@@ -138,7 +138,7 @@ def never_paid(facts: StepFacts) -> Finding | None:
     )
     if cut > len(totals) / 2:
         cause = f"{cut} of {len(totals)} responses were cut at rollout.max_new_tokens {facts.recipe.rollout.max_new_tokens}"
-        advice = "Raise it, or teach the model to be brief"
+        advice = _let_end(facts) or "Raise it, or teach the model to be brief"
     what = f"the reward of every episode was 0 for {_lasting(means, 0.0)} steps"
     return Finding("never_paid", what, cause, advice, grave=True)
 
@@ -199,7 +199,14 @@ def truncated(facts: StepFacts) -> Finding | None:
     limit = facts.recipe.rollout.max_new_tokens
     what = f"{cut} of {len(played)} episodes end in a response that was cut off"
     cause = f"it reached rollout.max_new_tokens {limit} before the model ended it"
-    return Finding("truncated", what, cause, "Raise it, or teach the model to end (a warm start, the term overlong)")
+    advice = _let_end(facts) or "Raise it, or teach the model to end (a warm start, the term overlong)"
+    return Finding("truncated", what, cause, advice)
+
+
+def _let_end(facts: StepFacts) -> str:
+    """The way out where the recipe keeps the model from ending its responses."""
+    ignored = facts.recipe.rollout.ignore_stop_tokens
+    return "Set rollout.ignore_stop_tokens: false, so that the model may end its responses" if ignored else ""
 
 
 def bad_rows(facts: StepFacts) -> Finding | None:
