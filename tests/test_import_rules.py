@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "assembly": {
         *DATA,
         "workers",
+        "compiled",
         "tasks",
         "envs",
         "rewards",
