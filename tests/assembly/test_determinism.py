@@ -1,8 +1,9 @@
 """A run begins with the same arithmetic, whatever its process computed before."""
 
+import pytest
 import torch
 
-from sensorium.assembly.determinism import settle
+from sensorium.assembly.determinism import settle, surroundings, warn_if_changed
 from sensorium.recipe.load import load_recipe
 
 
@@ -29,3 +30,12 @@ def test_a_run_in_bfloat16_computes_the_same_from_its_first_product_on() -> None
     product(torch.bfloat16)
     assert torch.backends.mkldnn.enabled == decided
     assert torch.equal(product(), before)
+
+
+def test_a_run_that_goes_on_with_another_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    recorded = surroundings()
+    assert warn_if_changed(recorded) == []
+    monkeypatch.setenv("CC", "/no/such/compiler")
+    with pytest.warns(UserWarning, match="resumed elsewhere.*C compiler: .* then, no C compiler now"):
+        assert len(warn_if_changed(recorded)) == 1

@@ -65,6 +65,22 @@ def test_every_command_has_its_own_file_and_help(name: str, capsys: pytest.Captu
     assert (folder / f"{MODULES.get(name, name)}.py").is_file()
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_threads_that_wait_leave_the_cores_to_others_unless_told_otherwise(
+    given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "no_such_recipe"]) == 2
+    assert os.environ.get("GOMP_SPINCOUNT") == expected
+    assert "no_such_recipe" in capsys.readouterr().err
+
+
 def test_a_dry_run_prints_recipe_and_plan_and_loads_no_torch(recipe: str, tmp_path: Path) -> None:
     done = sensorium(
         "train", recipe, "--dry-run", "batch.group_size=8", "logging.loggers=[tensorboard]",

@@ -115,6 +115,13 @@ def test_prompts_and_demonstrations_are_held_against_their_budgets(tmp_path: Pat
     assert found["tasks.train.0 prompt lengths"].level == "error"
 
 
+def test_only_what_is_trained_on_needs_demonstrations(tmp_path: Path) -> None:
+    sides = {side: rows(tmp_path / f"{side}.jsonl", {"prompt": side, "answer": "A"}) for side in ("train", "evaluate")}
+    found = findings(tasks=sides, warm_start={"steps": 1}, rewards={"terms": [{"name": "exact"}]})
+    levels = {side: found[f"tasks.{side}.0 demonstrated play"].level for side in sides}
+    assert levels == {"train": "error", "evaluate": "ok"}
+
+
 def test_environments_that_fail_or_do_not_repeat_are_found() -> None:
     options = {"environment": f"{__name__}:Moody", "size": 8}
     found = findings(8, tasks={"train": [{"source": "environments", "options": options}]})

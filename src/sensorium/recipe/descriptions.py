@@ -116,7 +116,7 @@ DESCRIPTIONS = {
     "WarmStartSection.steps": "supervised steps before RL; 0: none",
     "WarmStartSection.prompts_per_step": "demonstrations a step",
     "WarmStartSection.optimizer": "the warm start's own optimizer",
-    "EvaluationSection.every": "steps between evaluations; 0: none while it trains",
+    "EvaluationSection.every": "steps between evaluations (of a warm start, only its end); 0: none while it trains",
     "EvaluationSection.at_start": "evaluate before the first step, too",
     "EvaluationSection.temperature": "of evaluation; 0: greedy",
     "EvaluationSection.samples": "attempts at each held-out task",

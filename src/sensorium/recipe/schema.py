@@ -266,7 +266,7 @@ class Recipe(Section):
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)
     steps: int = Field(ge=0)
     run_dir: Path | None = Field(default=None, description="default: runs/NAME")
-    threads: int = Field(default=0, ge=0, le=1024, description="CPU threads; 0: as the machine has")
+    threads: int = Field(default=0, ge=0, le=1024, description="CPU threads; 0: as the machine or OMP_NUM_THREADS has")
     model: ModelSection
     tasks: TasksSection
     media: MediaSection = MediaSection()

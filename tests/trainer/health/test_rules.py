@@ -315,3 +315,10 @@ def test_history_is_the_same_from_rows_as_they_are_written() -> None:
 def test_a_sight_check_of_rewards_does_not_call_them_accuracy() -> None:
     checked = facts(HEALTHY, sight=(SightResult("picture", 32, 0.5, 0.5, 30, "mean reward"),))
     assert "mean reward on 32 held-out tasks is 0.50, and 0.50 with pictures blanked" in found(checked)["blind"].text
+
+
+def test_responses_that_may_not_end_are_not_to_be_taught_to() -> None:
+    cut = group(*(cut_off(episode(i, float(i % 2))) for i in range(8)))
+    endless = {"rollout": {"max_new_tokens": 3, "ignore_stop_tokens": True}}
+    for sections, advised in (({}, "teach the model to end"), (endless, "rollout.ignore_stop_tokens: false")):
+        assert advised in found(facts(HEALTHY, cut, sections=sections))["truncated"].advice
