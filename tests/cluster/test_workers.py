@@ -3,6 +3,7 @@
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def fates_of(run: Path, steps: int) -> list[str]:
 
 def killing(monkeypatch: pytest.MonkeyPatch, kind: type, method: str, at: int, by: signal.Signals = signal.SIGKILL) -> None:
     """Kill or stop a worker when ``method`` is called for the n-th time: the environment's player, or the first."""
-    called, original, placed = [], getattr(kind, method), list[PlacedWorkers]()
+    calls, original, placed = count(1), getattr(kind, method), list[PlacedWorkers]()  # of several threads at once
     start = PlacedWorkers.start
 
     def started(self: PlacedWorkers) -> None:
@@ -49,8 +50,7 @@ def killing(monkeypatch: pytest.MonkeyPatch, kind: type, method: str, at: int, b
         start(self)
 
     def counted(self: Any, *given: Any) -> Any:
-        called.append(given)
-        if len(called) == at:
+        if next(calls) == at:
             address = self._session.server.connection.url if kind is PlacedEnvironment else ""
             workers = placed[0].workers
             # One that is being replaced has told nothing yet.
