@@ -63,7 +63,7 @@ def test_without_a_terminal_a_log_gets_few_plain_lines(clock: Clock) -> None:
     assert len(lines) <= 15
     assert lines[0] == "demo: 100 steps to go"
     assert lines[1] == "step 0: sampled accuracy 50.0 % [45.0 to 55.0]"
-    assert lines[2] == "step 1/100  reward 0.010  accuracy 0.400  50.0 episodes/s  1:39 left"
+    assert lines[2] == "step 1/100  reward 0.010  accuracy 0.400  50.0 episodes/s  at most 1:39 left"
     assert lines[-2].startswith("step 100/100  reward 1.000")
     assert lines[-1].startswith("step 100: sampled accuracy 90.0 %")
 
@@ -74,6 +74,17 @@ def test_on_a_terminal_the_last_state_shows_everything(clock: Clock) -> None:
     for part in ("reward 0.400", "accuracy 0.400", "exact 0.50", "50.0 % → 90.0 %", "[85.0–93.0]", "50 episodes/s"):
         assert part in last
     assert "⣀" in last or "⠤" in last or "⠒" in last
+
+
+def test_a_slow_first_step_is_not_what_the_others_are_expected_to_take(clock: Clock) -> None:
+    watcher = ConsoleWatcher(Console(file=io.StringIO(), width=100))
+    watcher.started(RunStart("demo", 11))
+    said = []
+    for step, seconds in ((1, 60), (2, 1), (3, 1)):
+        clock.now += seconds
+        watcher.stepped(step, {"reward/mean": 0.1})
+        said.append(watcher._state.line().split("  ")[-1])
+    assert said == ["at most 10:00 left", "0:09 left", "0:08 left"]
 
 
 def test_troubles_are_counted_over_the_run(clock: Clock) -> None:

@@ -23,7 +23,7 @@ from sensorium.report.console import ConsoleWatcher
 from sensorium.report.watcher import RunStart, Watcher
 from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.run import train
-from sensorium.vocabulary.errors import CheckpointError, RecordError
+from sensorium.vocabulary.errors import CheckpointError, RecipeError, RecordError
 from tests.trainer.run_contents import assert_equal, everything, flip
 from tests.trainer.small import small
 
@@ -256,11 +256,15 @@ def test_a_file_that_the_run_did_not_write_is_refused_where_it_would_be_read_and
 def test_without_a_good_checkpoint_resume_stops_and_restart_starts_over(finished: Path, run: Path) -> None:
     with pytest.raises(CheckpointError, match="complete checkpoint of step 3, which starting over would throw away"):
         train(load_recipe(run), restart=True)
+    with pytest.raises(RecipeError, match=r"exists. Go on with it \(--resume"):
+        train(load_recipe(run))
     for step in (2, 3):
         flip(run / "checkpoints" / f"step_{step:06d}" / "trainer" / "state.pt")
     rows = (run / "metrics.jsonl").read_bytes()
     with pytest.raises(RecordError, match=r"step 3 is damaged .* step 2 is damaged .* no complete checkpoint.* --restart"):
         train(load_recipe(run), resume=True)
+    with pytest.raises(RecipeError, match=r"exists. It has no checkpoint to go on from: start over in it \(--restart\)"):
+        train(load_recipe(run))
     assert (run / "metrics.jsonl").read_bytes() == rows, "nothing is forgotten before it is asked for"
     train(load_recipe(run), restart=True)
     assert_equal(finished / "run", run, 3)

@@ -156,6 +156,7 @@ class _State:
         self.findings: dict[str, Notice] = {}
         self._began = self._stepped_at = time.monotonic()
         self._ended: float | None = None
+        self._first: float | None = None  # how long the first step took: it also compiles and warms up
         self._durations: deque[float] = deque(maxlen=20)
 
     def start(self, run: RunStart) -> None:
@@ -164,7 +165,10 @@ class _State:
 
     def take(self, step: int, metrics: Metrics) -> None:
         now = time.monotonic()
-        self._durations.append(now - self._stepped_at)
+        if self._first is None:
+            self._first = now - self._stepped_at
+        else:
+            self._durations.append(now - self._stepped_at)
         self._stepped_at = now
         self.step, self.metrics = step, metrics
         if step >= self.run.steps:
@@ -180,10 +184,12 @@ class _State:
         return (self._ended or time.monotonic()) - self._began
 
     @property
-    def left(self) -> float | None:
-        if not self._durations:
-            return None
-        return statistics.median(self._durations) * (self.run.steps - self.step)
+    def left(self) -> str:
+        """How long the other steps will take, as words; nothing before the first step and after the last."""
+        if self._first is None or self.step >= self.run.steps:
+            return ""
+        typical = statistics.median(self._durations or [self._first])
+        return f"{'' if self._durations else 'at most '}{duration(typical * (self.run.steps - self.step))} left"
 
     def line(self) -> str:
         """The state as one plain line, ASCII only."""
@@ -193,8 +199,8 @@ class _State:
                 parts.append(f"{name} {self.metrics[metric]:.3f}")
         if "throughput/episodes_per_s" in self.metrics:
             parts.append(f"{self.metrics['throughput/episodes_per_s']:.1f} episodes/s")
-        if self.left is not None and self.step < self.run.steps:
-            parts.append(f"{duration(self.left)} left")
+        if self.left:
+            parts.append(self.left)
         return "  ".join(parts)
 
     def __rich__(self) -> RenderableType:
@@ -221,8 +227,8 @@ class _State:
             place.append(f"  {self.phase}", style="cyan")
             place.append(f" {self.done}/{self.of}" if self.of else "", style="dim")
         clock = f"{duration(self.elapsed)} elapsed"
-        if self.left and self.step < self.run.steps:
-            clock += f", {duration(self.left)} left"
+        if self.left:
+            clock += f", {self.left}"
         head.add_row(place, Text(clock, style="dim"))
         return head
 

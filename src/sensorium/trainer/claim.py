@@ -28,9 +28,15 @@ MAY_CHANGE = (
 def begin(recipe: Recipe, directory: RunDirectory) -> None:
     """Take a fresh run directory; one that holds a run is refused, unless that run never finished a step."""
     if directory.exists() and not directory.is_barren():
+        saved = Checkpoints(directory.checkpoints, recipe.checkpoint.keep).complete()
+        way_on = (
+            "Go on with it (--resume, in Python sn.resume)"
+            if saved
+            else "It has no checkpoint to go on from: start over in it (--restart)"
+        )
         raise RecipeError(
-            f"run directory '{directory.path}' exists. Go on with it (--resume, in Python sn.resume), choose another "
-            "(name=… or run_dir=…), or remove it (in Python overwrite=True does)."
+            f"run directory '{directory.path}' exists. {way_on}, choose another (name=… or run_dir=…), or remove it (in "
+            "Python overwrite=True does)."
         )
     directory.clear()
     directory.create()
