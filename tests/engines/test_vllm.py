@@ -29,7 +29,8 @@ from sensorium.workers.python_process import any_alive
 
 from .conftest import Bench, ask, make_bench
 
-CLOSE_TO_POLICY = 2e-5
+# Of two float32 forwards through large random weights: 2e-5 on Arm cores, on x86 ones up to 2.7e-5. Other weights: 0.01.
+CLOSE_TO_POLICY = 5e-5
 SAMPLING = Sampling(max_new_tokens=12)
 
 
@@ -333,11 +334,12 @@ def test_adapters_of_language_model_and_tower_are_swapped(tmp_path: Path) -> Non
     section = LoraSection(rank=4, groups=("language", "vision"), modules=modules)
     policy = load_policy(str(tmp_path), store=MediaStore(), device="cpu", dtype="float32", lora=section)
     bench = Bench(policy, None)
+    generator = torch.Generator().manual_seed(0)
     with running(bench) as engine:
         for version in (1, 2, 3):
             with torch.no_grad():
                 for parameter in policy.adapters.parameters.values():  # type: ignore[union-attr]
-                    parameter.add_(torch.randn(parameter.shape) * 0.1)
+                    parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
             policy.version = version
             engine.update_weights(policy, version)
             assert max(one.largest for one in engine.parity.values()) < CLOSE_TO_POLICY, engine.parity
