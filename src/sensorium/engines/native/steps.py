@@ -25,7 +25,7 @@ from sensorium.engines.native.recording import CannotRecord, Inputs, Recording, 
 from sensorium.engines.native.response_rows import Batch
 from sensorium.engines.native.sampler import SamplingRows, sample
 from sensorium.engines.native.step_trials import draws_differ, feed_trial, feeds_differ, writes_differ
-from sensorium.models.fast_paths import note_fallback
+from sensorium.models.fast_paths import note_fallback, without_compiled_parts
 from sensorium.models.layer_parts import UnknownLayer
 from sensorium.models.policy import Policy
 
@@ -170,7 +170,8 @@ class Steps:
         except UnknownLayer:
             return None  # as architecture.md says, only small models of known parts are compiled
         except NoLibrary as error:
-            reason = f"{error}. Install gcc or clang, or name a C compiler in the environment variable CC"
+            without_compiled_parts(str(error))
+            return None
         except Exception as error:  # layers that look known and are not are a reason to be slower, not to stop
             reason = str(error)
         note = (
