@@ -3,11 +3,13 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sensorium.cli.dry_run import look_at
 from sensorium.cli.main import main
+from sensorium.recipe import plan
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.metric_names import wrong_metric
 from sensorium.record.run_directory import RunDirectory
@@ -68,6 +70,19 @@ def test_rows_parameters_evaluations_and_disk_are_told(recipe: Path, capsys: pyt
     assert "disk about" in out
     assert "checkpoints" in out
     assert not (recipe.parent / "runs").exists()
+
+
+def test_a_disk_that_may_not_suffice_is_told(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, out, _ = said(capsys, str(recipe))
+    assert "are there for it" in out
+    assert "ATTENTION" not in out
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda place: SimpleNamespace(free=5 << 20))
+    _, out, _ = said(capsys, str(recipe))
+    assert "5.0 MiB are there for it" in out
+    assert "ATTENTION: the run may take" in out
+    assert "Make room, put it elsewhere (run_dir=…), or keep less" in out
 
 
 def test_it_loads_no_torch(recipe: Path) -> None:

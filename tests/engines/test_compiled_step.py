@@ -282,8 +282,8 @@ def test_without_a_compiler_steps_are_recorded_and_it_is_said_and_counted(
     engine, before = NativeEngine(bench.policy), fallbacks()
     recorded = NativeEngine(bench.policy, compile=False)
     with pytest.warns(UserWarning, match="sampled more slowly.*no-such-compiler.*CC") as told:
-        for _ in range(2):
-            found, expected = generate(engine, request), generate(recorded, request)
-            assert [r.segment for r in found] == [r.segment for r in expected]
-    assert len(told) == 1, "layers and decode steps lack the same compiler"
+        found = [*generate(engine, request), *generate(engine, request)]
+    assert len(told) == 1, "it is said once"
+    expected = [*generate(recorded, request), *generate(recorded, request)]
+    assert [r.segment for r in found] == [r.segment for r in expected]
     assert fallbacks() == before + 1

@@ -1,6 +1,7 @@
 """A disk without room stops a run with one paragraph, wherever it is met; with room again it goes on."""
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -108,3 +109,15 @@ def _model(folder: Path) -> Path:
 
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
     return make_tiny("qwen2", folder / "model")
+
+
+def test_a_disk_that_may_not_suffice_is_told_before_anything_is_spent(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (disk / "else").write_bytes(bytes(10 << 20))
+    train(small(disk / "run", steps=1))
+    told = capsys.readouterr().err
+    assert re.search(rf"ATTENTION: the run may take 1[67].\d MiB of disk, and '{disk}/run' has 1[34].\d MiB\.", told), told
+    (disk / "else").unlink()
+    train(small(disk / "run", steps=2), resume=True)
+    assert "ATTENTION" not in capsys.readouterr().err, "what the run has taken already is its own"

@@ -6,10 +6,10 @@ from rich.syntax import Syntax
 from sensorium.cli.dry_run import check_model, look_at
 from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.load import dump_recipe
-from sensorium.recipe.plan import make_plan
+from sensorium.recipe.plan import Plan, make_plan
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import IncompleteConfig
-from sensorium.report.tables import plan_table
+from sensorium.report.tables import disk_note, plan_table
 
 
 def show_dry_run(recipe: Recipe, console: Console, *, train: bool = True, model: str = "") -> None:
@@ -24,8 +24,10 @@ def show_dry_run(recipe: Recipe, console: Console, *, train: bool = True, model:
         console.print(Syntax(text, "yaml", theme="ansi_dark", background_color="default"))
     else:
         say(text, console)
-    show_plan(_with_model(recipe, model), console)
-    for caution in [*cautions(recipe), *found]:
+    plan = _plan(_with_model(recipe, model))
+    _show(plan, console)
+    short = disk_note(recipe, plan) if train else ""
+    for caution in [*cautions(recipe), *found, *([short] if short else [])]:
         console.print(caution, style="yellow", markup=False, highlight=False)
     for line in lines:
         say(line, console)
@@ -40,13 +42,20 @@ def _with_model(recipe: Recipe, path: str) -> Recipe:
 
 def show_plan(recipe: Recipe, console: Console) -> None:
     """The resolved numbers of a run."""
+    _show(_plan(recipe), console)
+
+
+def _plan(recipe: Recipe) -> Plan:
     try:
-        plan = make_plan(recipe)
+        return make_plan(recipe)
     except IncompleteConfig:
         from sensorium.models.load_chat import read_config
 
         model = recipe.model
-        plan = make_plan(recipe, read_config(model.path, model.family, model.revision, weights=False).config.to_dict())
+        return make_plan(recipe, read_config(model.path, model.family, model.revision, weights=False).config.to_dict())
+
+
+def _show(plan: Plan, console: Console) -> None:
     console.print(plan_table(plan))
     console.print()
 

@@ -17,8 +17,8 @@ def without_compiled_parts(reason: str) -> None:
     """Say, once, that nothing can be compiled for the CPU, and why."""
     fall_back(
         "the model computes without its compiled parts, so on the CPU updates are slower, by a third or more, and small "
-        "models are sampled more slowly, up to three times. A run that was begun with compiled parts goes on from here with "
-        "other last bits than it would have had. "
+        "models are sampled more slowly, up to three times. A run that was begun with compiled parts goes on from here "
+        "with other last bits than it would have had. "
         f"{reason[:1].upper()}{reason[1:]}. To have compiled parts, install a C compiler (cc, gcc or clang), or name one "
         "by the environment variable CC."
     )

@@ -3,7 +3,9 @@
 Memory is an upper estimate: caches and activations are taken as full as the recipe's budgets allow.
 """
 
+import shutil
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from sensorium.recipe.activations import activation_bytes, gathered_bytes, head_bytes, tower_bytes
@@ -41,7 +43,7 @@ class Plan:
     ``interpreters`` comes on top of it, by process, in the machine's memory: Python, torch and other libraries.
 
     ``prompts_at_most`` is how many a step may play, all rounds together; ``selection`` says what is done with them where
-    that is more than to train on each.
+    that is more than to train on each. ``disk`` is in bytes by use, ``free_disk`` what the run may take where it lies.
     """
 
     warm_start_updates: int
@@ -61,6 +63,7 @@ class Plan:
     deterministic: bool
     determinism: str
     disk: dict[str, int] = field(default_factory=dict)
+    free_disk: int | None = None
     sight_check: str = ""
     schedule: str = ""
     precision: str = ""
@@ -100,6 +103,7 @@ def make_plan(recipe: Recipe, config: dict[str, Any] | None = None) -> Plan:
         trainable=trained_parameters(recipe, shape) if shape else 0,
         memory=estimate_memory(recipe, shape) if shape else {},
         disk=estimate_disk(recipe, shape, episodes, written),
+        free_disk=free_disk(recipe.directory),
         deterministic=deterministic,
         determinism=why,
         sight_check=_sight_check(recipe),
@@ -160,6 +164,16 @@ def estimate_disk(recipe: Recipe, shape: ModelShape | None, episodes: int, writt
         "metrics, ledger": recipe.total_steps * (METRICS_BYTES + LEDGER_BYTES) + min(recipe.steps, whole) * episodes * 200,
     }
     return {use: amount for use, amount in uses.items() if amount}
+
+
+def free_disk(directory: Path) -> int | None:
+    """Bytes that a run may take where it lies: those that are free there, and those that it has taken already."""
+    place = next((folder for folder in (directory, *directory.absolute().parents) if folder.is_dir()), None)
+    try:
+        taken = sum(path.lstat().st_size for path in directory.rglob("*")) if directory.is_dir() else 0
+        return None if place is None else shutil.disk_usage(place).free + taken
+    except OSError:  # a file went while it was looked at, or the place does not tell
+        return None
 
 
 def _checkpoint_bytes(recipe: Recipe, shape: ModelShape) -> int:

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sensorium.recipe.plan import Plan
+from sensorium.recipe.schema import Recipe
 from sensorium.report.watcher import Summary
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -54,8 +55,21 @@ def plan_table(plan: Plan) -> RenderableType:
         )
     if plan.disk:
         parts = ", ".join(f"{use} {bytes_text(amount)}" for use, amount in plan.disk.items())
-        rows.add_row("disk about", f"{bytes_text(sum(plan.disk.values()))} ({parts}) and the media it shows")
+        free = "" if plan.free_disk is None else f"; {bytes_text(plan.free_disk)} are there for it"
+        rows.add_row("disk about", f"{bytes_text(sum(plan.disk.values()))} ({parts}) and the media it shows{free}")
     return rows
+
+
+def disk_note(recipe: Recipe, plan: Plan) -> str:
+    """What is said where a run may take more than there is; empty where it may not."""
+    needed, free = sum(plan.disk.values()), plan.free_disk
+    if free is None or needed <= free:
+        return ""
+    return (
+        f"ATTENTION: the run may take {bytes_text(needed)} of disk, and '{recipe.directory}' has {bytes_text(free)}. "
+        "When the disk is full the run ends with its last checkpoint, and --resume goes on from there. Make room, put it "
+        "elsewhere (run_dir=…), or keep less: checkpoint.keep, logging.episodes_gib."
+    )
 
 
 def _parameters(plan: Plan) -> str:

@@ -23,6 +23,7 @@ from sensorium.assembly.session import (
 from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.cluster_checks import cluster_notes
 from sensorium.recipe.names import build
+from sensorium.recipe.plan import make_plan
 from sensorium.recipe.processes import placed_processes
 from sensorium.recipe.schema import Recipe
 from sensorium.record.checkpoint_files import has_digests, refuse_foreign
@@ -32,6 +33,7 @@ from sensorium.record.lock import NAME as LOCK
 from sensorium.record.lock import lock_run, refuse_moved
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.html import write_report
+from sensorium.report.tables import disk_note
 from sensorium.report.watcher import Watcher, Watchers
 from sensorium.tasks.mixture import a_few, each_once
 from sensorium.tasks.planner import make_planner
@@ -116,6 +118,8 @@ def open_trainer(
             found += changed_tasks(directory, [*few, *held_out])
         else:
             remember_tasks(directory, [*few, *held_out])
+        if short := disk_note(recipe, make_plan(recipe, session.policy.model.config.to_dict())):
+            found.append(short)
         given = {"run_dir": directory.path, "logging": recipe.logging}
         loggers = [build("logger", name, {}, "logging.loggers", **given) for name in recipe.logging.loggers]
         watcher = Watchers([*loggers, *watchers])
