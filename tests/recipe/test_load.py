@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from sensorium.recipe import Recipe, dump_recipe, load_recipe, parse_recipe
 from sensorium.recipe.load import shipped_recipes
+from sensorium.recipe.names import resolve
 from sensorium.recipe.yaml import read_yaml
 from sensorium.vocabulary.errors import RecipeError
 
@@ -352,3 +353,17 @@ def test_a_misspelt_recipe_or_run_is_refused_with_the_nearest_beside_it(tmp_path
     (tmp_path / "digits" / "recipe.yaml").write_text("name: x\n")
     with pytest.raises(RecipeError, match=r"; runs in '.*'.* Known: digits"):
         load_recipe(tmp_path / "nope")
+
+
+def test_modules_of_the_users_own_are_found_beside_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "beside_the_recipe.py").write_text("class Brief:\n    name = 'brief'\n    instant = True\n")
+    (tmp_path / "mine" / "own.yaml").write_text(
+        "name: own\nsteps: 1\nmodel: {path: 'tiny:qwen2'}\ntasks: {train: [{source: shapes}]}\n"
+        "rewards: {terms: [{name: 'beside_the_recipe:Brief'}]}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    recipe = load_recipe("mine/own.yaml")
+    assert resolve("reward", recipe.rewards.terms[0].name).name == "brief"
+    assert "looked for beside the recipe" in refused("rewards.terms.0.name=not_beside_it:Brief")

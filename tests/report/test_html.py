@@ -1,5 +1,6 @@
 """report.html stands alone, shows what happened as it happened, and stays small."""
 
+import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -353,3 +354,15 @@ def test_a_ranking_says_which_candidate_an_attempt_was() -> None:
     assert candidate_number(framed, 'hm</think>{"description": "a dog"}') == 1
     assert candidate_number(framed, "a horse") == 0
     assert candidate_number("Is it true?", "a dog") == 0
+
+
+def test_a_run_with_a_critic_is_explained_by_it_and_shows_what_it_explains(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=10)
+    assert "compared with each other" in render_report(run)
+    run.recipe.write_text(run.recipe.read_text() + "algorithm: {advantage: {name: bi_level_gae}}\n")
+    rows = [json.loads(row) for row in run.metrics.read_text().splitlines()]
+    run.metrics.write_text("".join(json.dumps(row | {"value/explained_variance": 0.3}) + "\n" for row in rows))
+    page = render_report(run)
+    assert "compared with what the critic expected" in page
+    assert "compared with each other" not in page
+    assert "variance that the critic explains" in page

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from sensorium.engines.protocol import Sampling
 from sensorium.engines.scripted import ScriptedEngine
@@ -227,6 +228,7 @@ def test_an_environment_without_a_message_type_is_told_what_is_wrong(policy: Pol
         "the observation has no message": StepResult(Observation(())),
         "must hold messages": StepResult(Observation(("look",))),  # type: ignore[arg-type]
         "the role": StepResult(Observation((Message("robot", ()),))),  # type: ignore[arg-type]
+        "A picture becomes one by": StepResult(Observation((Message("user", (Image.new("RGB", (2, 2)),)),))),  # type: ignore[arg-type]
         "surrogate": StepResult(Observation((user("\ud800"),))),
         "4,000,001 characters of text": StepResult(Observation((user("x" * 4_000_001),))),
     }

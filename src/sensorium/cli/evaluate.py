@@ -15,7 +15,7 @@ from sensorium.evaluation.places import default_folder, evaluated_model
 from sensorium.recipe.load import load_recipe
 from sensorium.record.durable import write_whole
 from sensorium.report.evaluations import print_grid, summary_grid
-from sensorium.vocabulary.errors import RecipeError
+from sensorium.vocabulary.errors import RecipeError, RecordError
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -58,7 +58,10 @@ def run(arguments: Namespace) -> int:
     folder = arguments.out or default_folder(recipe, model)
     say(f"evaluating {model} into {folder}", console)
     with _Bar(console) as bar:
-        summary = evaluate_into(folder, recipe, model, chunk=arguments.chunk, fresh=arguments.fresh, progress=bar.tell)
+        try:
+            summary = evaluate_into(folder, recipe, model, chunk=arguments.chunk, fresh=arguments.fresh, progress=bar.tell)
+        except RecordError as error:  # a run would be gone on with
+            raise RecordError(str(error).replace("go on with --resume", "ask again: what was done stays")) from error
     print_grid(summary_grid(summary), console)
     if arguments.save:
         write_whole(arguments.save, json.dumps({"checkpoint": model, **summary}, indent=1) + "\n")

@@ -5,6 +5,7 @@ nearest right name and what to do.
 """
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import UnionType
@@ -44,7 +45,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def read_recipe(path: str | Path) -> tuple[dict[str, Any], dict[Place, str]]:
     """The data of a recipe as they are written, unchecked, and the line of each part. A run is where its directory is."""
-    data, origins = _read(_text(find_recipe(path)), str(path))
+    source = find_recipe(path)
+    data, origins = _read(_text(source), str(path))
+    if Path(path).is_file() and (beside := str(source.absolute().parent)) not in sys.path:
+        sys.path.append(beside)  # where its author's own rewards and environments are: my_rewards:Brevity
     if run := run_of(path):
         data["run_dir"] = str(run)
     return data, origins

@@ -189,6 +189,8 @@ def _why_not_loaded(module: str, error: BaseException) -> str:
     missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
     if missing and module.split(".")[0] != missing.split(".")[0]:
         return f"{error}. Install the package that provides '{missing}'."
+    if missing:
+        return f"{error}. Modules of your own are looked for beside the recipe, in the working directory and on PYTHONPATH."
     if isinstance(error, SystemExit):
         return f"'{module}' ends the program when it is imported (sys.exit, {error.code!r}); put that under a main guard."
     return f"{error}." if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}."

@@ -132,7 +132,7 @@ def _notes(summary: Summary) -> list[str]:
     length = summary["length_mean"] or 0.0
     cut = f"{summary['truncated']:,} of {episodes:,} cut short ({share(summary.get('truncated_share'))})"
     notes = [
-        f"{drawn}{warm}; {length:.1f} tokens a response; {cut}; {summary['failed']:,} failed; "
+        f"{drawn}{warm}; {length:.1f} tokens an episode; {cut}; {summary['failed']:,} failed; "
         f"{summary['missing']:,} without a whole reward."
     ]
     if summary.get("skipped"):

@@ -13,6 +13,7 @@ from sensorium import __version__
 from sensorium.media.decoder import Decoder, open_decoder
 from sensorium.media.store import MediaStore
 from sensorium.recipe.schema import MediaSection
+from sensorium.recipe.traits import estimator_traits
 from sensorium.recipe.yaml import read_yaml
 from sensorium.record.durable import write_whole
 from sensorium.record.findings import read_health
@@ -65,7 +66,7 @@ def render_report(directory: RunDirectory, *, media_bytes: int = MEDIA_BYTES, co
         _section("Learning", "curves", learning_charts(rows, summaries, axis)),
         _section("Stage by stage" if warm else "Before and after", "table", stage_table(summaries, warm)),
         _section("The same questions, before and after", "compared", _compared(directory, album, comparisons, warm)),
-        _section("Groups from training", "groups", _groups(directory, album, groups)),
+        _section("Groups from training", "groups", _groups(directory, album, groups, _estimator(recipe))),
         _section("Processes", "table processes", processes_section(recipe, rows, axis)),
         _section("In detail", "details", detail_charts(rows, axis)),
         _section("Recipe", "recipe", f"<pre>{escape(recipe_text)}</pre>" if recipe_text else ""),
@@ -106,7 +107,7 @@ def _head(name: str, recipe: Mapping[str, Any], health: str, tiles: str) -> str:
     if recipe:
         batch = recipe.get("batch", {})
         facts.append(str(recipe["model"]["path"]))
-        facts.append(str(recipe.get("algorithm", {}).get("advantage", {}).get("name", "grpo")).upper())
+        facts.append(_estimator(recipe).upper())
         facts.append(f"{batch.get('prompts_per_step', '?')} prompts × {batch.get('group_size', '?')} attempts a step")
         facts.append(f"seed {recipe.get('seed', 0)}")
     line = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
@@ -168,11 +169,17 @@ def _tally(found: Comparisons, warm: int) -> str:
     return f'<p class="note">{words}</p>{tally}'
 
 
-def _groups(directory: RunDirectory, album: Album, each: int) -> str:
+def _estimator(recipe: Mapping[str, Any]) -> str:
+    return str(recipe.get("algorithm", {}).get("advantage", {}).get("name", "grpo"))
+
+
+def _groups(directory: RunDirectory, album: Album, each: int, estimator: str) -> str:
     found = training_groups(directory, each)
     if not found:
         return ""
     note = "Attempts at one question are compared with each other: what is paid above the group’s mean becomes more likely."
+    if estimator_traits(estimator).critic:
+        note = "Each attempt is compared with what the critic expected of it: what turns out better becomes more likely."
     if any(credit.advantages for logged in found for credit in logged.credits.values()):
         note += " The advantage says how much: above 0 (green) tokens were made likelier, below 0 (red) less likely."
     cards = "".join(group_card(logged, album) for logged in found)

@@ -12,6 +12,8 @@ DETAILS = {
     "policy/grad_norm": "gradient norm",
     "policy/kl_ref": "KL to the start",
     "policy/clip_fraction": "clipped share",
+    "value/loss": "loss of the critic",
+    "value/explained_variance": "variance that the critic explains",
     "mismatch/kl": "KL of engine and learner",
     "groups/zero_variance": "groups without signal",
     "episodes/length_mean": "tokens an episode",

@@ -67,8 +67,8 @@ def disk_note(recipe: Recipe, plan: Plan) -> str:
         return ""
     return (
         f"ATTENTION: the run may take {bytes_text(needed)} of disk, and '{recipe.directory}' has {bytes_text(free)}. "
-        "When the disk is full the run ends with its last checkpoint, and --resume goes on from there. Make room, put it "
-        "elsewhere (run_dir=…), or keep less: checkpoint.keep, logging.episodes_gib."
+        "When the disk is full the run ends, and goes on from its last checkpoint if it has written one by then. Make "
+        "room, put it elsewhere (run_dir=…), or keep less: checkpoint.keep, logging.episodes_gib."
     )
 
 

@@ -113,6 +113,16 @@ def _messages(messages: Any, what: str) -> tuple[Message, ...]:
     return messages if isinstance(messages, tuple) else tuple(messages)
 
 
+def _as_medium(block: Any) -> str:
+    """How a picture becomes a block, where it looks like one."""
+    if type(block).__module__.split(".")[0] not in ("PIL", "numpy", "torch") and not isinstance(block, bytes):
+        return ""
+    return (
+        ". A picture becomes one by the store that the environment was made with: store.put_picture(bytes, where from), of "
+        "the bytes of a PNG or JPEG file"
+    )
+
+
 def _check_message(message: Any, what: str) -> None:
     if not isinstance(message, Message):
         raise ValueError(f"{what} must hold messages, not {shown(message)}")
@@ -125,7 +135,7 @@ def _check_message(message: Any, what: str) -> None:
         if isinstance(block, Text):
             text_of(block.text)
         elif not isinstance(block, Media):
-            raise ValueError(f"a block is Text or Media, not {shown(block)}")
+            raise ValueError(f"a block is Text or Media, not {shown(block)}{_as_medium(block)}")
         elif not isinstance(block.kind, str) or block.kind not in KINDS:
             raise ValueError(f"a medium is one of {', '.join(KINDS)}, not {shown(block.kind)}")
         else:

@@ -96,7 +96,8 @@ class EnvironmentTasks:
                 raise TaskError(
                     f"environments: the content_key of '{self.environment}' is {content!r:.60} for each of the first "
                     f"{ALIKE} seeds. It must return what a seed leads to, such as the map as text: by it train and test "
-                    "are kept apart. If only the course of it depends on the seed, set split_by: seed."
+                    "are kept apart. If all seeds begin alike, and at most the course of it depends on them, set "
+                    "split_by: seed."
                 )
             if side(content) == self.split and not (distinct and content in seen):
                 seen.add(content)

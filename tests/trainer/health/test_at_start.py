@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from sensorium.recipe.load import check_recipe
-from sensorium.trainer.health.at_start import long_demonstrations, start_notes
+from sensorium.trainer.health.at_start import long_demonstrations, refuse_without_demonstrations, start_notes
 from sensorium.vocabulary import EnvironmentSpec, Task
+from sensorium.vocabulary.errors import TaskError
 from tests.trainer.health.test_runs import RECIPE
 
 
@@ -47,3 +48,14 @@ def test_demonstrations_that_do_not_fit_a_response_are_told() -> None:
     assert "1 of 2 demonstrations looked at take up to 11 tokens" in told
     assert "rollout.max_new_tokens is 8" in told
     assert not list(long_demonstrations(warm, tasks[:1], len))
+
+
+def test_a_warm_start_in_environments_that_cannot_demonstrate_is_refused() -> None:
+    recipe = check_recipe(RECIPE | {"optimizer": {"lr": 1e-4}, "warm_start": {"steps": 5}}, "test", {})
+    foreign = Task("cart", environment=EnvironmentSpec("gymnasium", {"id": "CartPole-v1"}))
+    with pytest.raises(TaskError, match=r"none of 1 tasks .*the first is cart.*a method demonstrate .*Gymnasium"):
+        refuse_without_demonstrations(recipe, [foreign])
+    own = Task("lake", environment=EnvironmentSpec("frozen_lake"))
+    refuse_without_demonstrations(recipe, [foreign, own])
+    (note,) = start_notes(recipe, [foreign, own])
+    assert "1 of 2 tasks looked at have no demonstration" in note

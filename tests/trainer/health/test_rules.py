@@ -295,7 +295,8 @@ def test_a_step_trains_if_it_has_a_gradient_of_its_own() -> None:
     assert has_trained(HEALTHY)
     assert not has_trained({"policy/skipped": 1})
     assert not has_trained(HEALTHY | {"policy/grad_norm": 0.0})
-    assert has_trained({"policy/grad_norm": 0.0, "value/loss": 0.3})
+    assert has_trained({"policy/grad_norm": 0.0, "value/loss": 0.3, "value/grad_norm": 0.1})
+    assert not has_trained({"policy/grad_norm": 0.0, "value/loss": 0.0, "value/grad_norm": 0.0}), "nothing was ever paid"
 
 
 def test_history_counts_idle_steps_but_not_where_everything_is_right() -> None:

@@ -33,6 +33,7 @@ class GymnasiumEnvironment:
     """
 
     instant = False
+    demonstrates = False
     recipe_only = ("id", "make", "modules", "wrappers")
 
     def __init__(

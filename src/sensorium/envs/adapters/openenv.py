@@ -35,6 +35,7 @@ class OpenEnvironment:
     """
 
     instant = False
+    demonstrates = False
     recipe_only = ("url", "headers")
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
+from sensorium.recipe.names import resolve
 from sensorium.recipe.schema import Recipe
 from sensorium.trainer.health.learning_rules import LARGEST_RATE
 from sensorium.vocabulary.errors import TaskError
@@ -17,7 +18,8 @@ def refuse_without_demonstrations(recipe: Recipe, tasks: Sequence[Task]) -> None
         raise TaskError(
             f"warm_start.steps is {steps}, but none of {len(tasks)} tasks looked at has a demonstration to learn from (the "
             f"first is {tasks[0].id}). Give the rows a 'demonstration' (the response to learn, such as "
-            "'<answer>7</answer>'; with columns: columns.demonstration), or set warm_start.steps: 0."
+            "'<answer>7</answer>'; with columns: columns.demonstration), their environment a method demonstrate (the "
+            "adapters of Gymnasium and OpenEnv have none), or set warm_start.steps: 0."
         )
 
 
@@ -69,4 +71,6 @@ def long_demonstrations(recipe: Recipe, tasks: Sequence[Task], tokens: Callable[
 
 
 def _has_demonstration(task: Task) -> bool:
-    return bool(task.demonstration) or task.environment is not None
+    if task.environment is None:
+        return bool(task.demonstration)
+    return bool(getattr(resolve("environment", task.environment.name), "demonstrates", True))

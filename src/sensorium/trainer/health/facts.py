@@ -26,7 +26,7 @@ UNPLAYED = (Status.FAILED, Status.ABORTED)
 
 def has_trained(row: Row) -> bool:
     """True if a step moved the weights by a gradient of its own: not if it was skipped or every advantage was zero."""
-    return not row.get("policy/skipped") and (row.get("policy/grad_norm", 0.0) > 0 or "value/loss" in row)
+    return not row.get("policy/skipped") and (row.get("policy/grad_norm", 0.0) > 0 or row.get("value/grad_norm", 0.0) > 0)
 
 
 class History:
