@@ -88,6 +88,19 @@ def test_resume_needs_a_passed_function_again_and_says_so(tmp_path: Path) -> Non
     assert len(sn.resume(run, show=False, rewards=[pays, PARITY]).metrics) == 2
 
 
+def test_a_function_of_the_script_that_began_a_run_may_be_imported_from_it_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(brevity, "__module__", "__main__")
+    run = sn.train(small_recipe(tmp_path / "run", steps=1, rewards=[brevity, PARITY]), show=False)
+    assert run.recipe.rewards.terms[0].name == "python:brevity"
+    monkeypatch.undo()
+    del _passed["reward"]["python:brevity"]  # as in a new process
+    resumed = sn.resume(run, show=False, rewards=[brevity, PARITY], steps=2)
+    assert resumed.recipe.rewards.terms[0].name == "python:brevity"
+    assert len(resumed.metrics) == 2
+
+
 def test_what_is_no_reward_is_refused(tmp_path: Path) -> None:
     with pytest.raises(sn.SensoriumError, match="parameters"):
         sn.train(small_recipe(tmp_path / "run"), rewards=[lambda: 1.0])

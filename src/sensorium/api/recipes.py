@@ -4,14 +4,14 @@ Objects stand where a recipe has names: functions and classes under ``rewards``,
 as ``environment``. They are written into the recipe as ``module:Name`` where they can be imported, else as ``python:NAME``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sensorium.api.run import Run
 from sensorium.recipe.load import check_recipe, read_recipe
-from sensorium.recipe.objects import importable_name, own_name, pass_object
+from sensorium.recipe.objects import SCHEME, importable_name, own_name, pass_object
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.yaml import Path as Place
 from sensorium.tasks.passed import PassedRows, digest_of
@@ -22,11 +22,12 @@ from sensorium.vocabulary.task import Task
 def recipe_of(recipe: Any, changes: Mapping[str, Any]) -> Recipe:
     """The checked recipe with ``changes``: sections are merged key by key, ``a.b`` reaches inside, the rest is replaced."""
     data, name, origins = _data(recipe)
+    passed = set(_passed_names(data)) if isinstance(recipe, Run) else set()
     for key, value in changes.items():
         _change(data, key.split("."), value, key)
     if "name" in changes and "run_dir" not in changes and isinstance(recipe, Run):
         data["run_dir"] = None  # another name is another run
-    names = _Names()
+    names = _Names(passed)
     for key, replaced in (("rewards", names.rewards), ("tasks", names.tasks)):
         if data.get(key) is not None:
             data[key] = replaced(data[key])
@@ -52,6 +53,15 @@ def _data(recipe: Any) -> tuple[dict[str, Any], str, dict[Place, str]]:
     raise RecipeError(
         f"a recipe is a path, the name of a shipped one, a dict, a Recipe or a Run; not {type(recipe).__name__}."
     )
+
+
+def _passed_names(value: Any) -> Iterator[str]:
+    """The names in a recipe that stand for objects which were passed."""
+    if isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _passed_names(item)
+    elif isinstance(value, str) and value.startswith(SCHEME):
+        yield value
 
 
 def _copied(value: Any) -> Any:
@@ -85,9 +95,13 @@ def _change(data: dict[str, Any], path: list[str], value: Any, key: str) -> None
 
 
 class _Names:
-    """Names for the objects of one recipe, in the order they stand in: the same objects get the same names again."""
+    """Names for the objects of one recipe, in the order they stand in: the same objects get the same names again.
 
-    def __init__(self) -> None:
+    ``passed`` are names that its run had for objects: one of such a name is that object, also if it can be imported now.
+    """
+
+    def __init__(self, passed: Collection[str] = ()) -> None:
+        self.passed = passed
         self.taken: list[str] = []
 
     def rewards(self, given: Any) -> Any:
@@ -115,7 +129,7 @@ class _Names:
         """The section ``tasks.planner``: a name or a class stands for its name."""
         section = dict(given) if isinstance(given, Mapping) else {"name": given}
         if isinstance(kind := section.get("name"), type):
-            section["name"] = importable_name(kind) or self._pass("planner", own_name(kind), kind)
+            section["name"] = self._importable(kind) or self._pass("planner", own_name(kind), kind)
         return section
 
     def _term(self, given: Any) -> Any:
@@ -129,7 +143,7 @@ class _Names:
         from sensorium.recipe.function_signatures import reward_style
         from sensorium.rewards.functions import as_term
 
-        importable = importable_name(thing)
+        importable = self._importable(thing)
         if importable and (isinstance(thing, type) or reward_style(thing)):
             return importable
         if not isinstance(thing, type):
@@ -158,7 +172,7 @@ class _Names:
         if isinstance(options.get("environments"), Mapping):
             options["environments"] = {name: self._environment(kind) for name, kind in options["environments"].items()}
         if isinstance(thing, type):
-            section["source"] = importable_name(thing) or self._pass("source", own_name(thing), thing)
+            section["source"] = self._importable(thing) or self._pass("source", own_name(thing), thing)
         elif isinstance(thing, list | tuple) or hasattr(thing, "column_names"):
             section["source"] = self._pass("source", side, partial(PassedRows, thing))
             options["digest"] = digest_of(thing)
@@ -169,7 +183,11 @@ class _Names:
     def _environment(self, given: Any) -> Any:
         if not isinstance(given, type):
             return given
-        return importable_name(given) or self._pass("environment", own_name(given), given)
+        return self._importable(given) or self._pass("environment", own_name(given), given)
+
+    def _importable(self, thing: Any) -> str:
+        """``module:Name``, unless the run knows it as one that was passed: in the script that began it, it was."""
+        return "" if f"{SCHEME}{own_name(thing)}" in self.passed else importable_name(thing)
 
     def _pass(self, kind: str, wanted: str, thing: Any) -> str:
         name = pass_object(kind, wanted, thing, self.taken)
