@@ -234,3 +234,21 @@ def test_a_judge_without_an_endpoint_is_named(recipe: Path, capsys: pytest.Captu
     known = "judges.endpoints={grader: [{base_url: 'http://127.0.0.1:9/v1'}]}"
     assert main(["train", str(recipe), "--dry-run", judge, known]) == 0
     assert "would be refused" not in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_directory_that_is_taken_is_told(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(recipe.parent)
+    _, out, _ = said(capsys, str(recipe))
+    assert "would be refused" not in out
+    begin(load_recipe(recipe), run := RunDirectory(load_recipe(recipe).directory))
+    run.metrics.write_text('{"step": 1}\n')
+    code, out, _ = said(capsys, str(recipe))
+    assert code == 0
+    assert (
+        "A run by this recipe would be refused: run directory 'runs/trial' exists. It has no checkpoint to go on from"
+        in out
+    )
+    _, out, _ = said(capsys, str(recipe), "--restart")
+    assert "would be refused" not in out

@@ -9,6 +9,7 @@ from rich.console import Console
 from sensorium.cli.show import say, show_dry_run, show_plan
 from sensorium.recipe.load import load_recipe, shipped_recipes
 from sensorium.recipe.schema import Recipe
+from sensorium.record.checkpoint_files import why_taken
 from sensorium.record.run_directory import RunDirectory
 from sensorium.vocabulary.errors import (
     CheckpointError,
@@ -48,6 +49,8 @@ def run(arguments: Namespace) -> int:
     recipe = load_recipe(arguments.recipe, overrides)
     if arguments.dry_run:
         notes = _resumable(recipe) if arguments.resume else []
+        if not arguments.resume and not arguments.restart and (problem := why_taken(RunDirectory(recipe.directory))):
+            notes.append(f"A run by this recipe would be refused: {problem}")
         show_dry_run(recipe, console)
         for note in notes:
             say(note, console)

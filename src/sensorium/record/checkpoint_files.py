@@ -116,6 +116,21 @@ class CheckpointFolder:
         return self.folder / (f"{name}_{taken}" if taken else name)
 
 
+def why_taken(directory: RunDirectory) -> str:
+    """Why a run cannot begin in a directory, and the ways on; empty if it can."""
+    if not directory.exists() or directory.is_barren():
+        return ""
+    way_on = (
+        "Go on with it (--resume, in Python sn.resume)"
+        if CheckpointFolder(directory.checkpoints).complete()
+        else "It has no checkpoint to go on from: start over in it (--restart)"
+    )
+    return (
+        f"run directory '{directory.path}' exists. {way_on}, choose another (name=… or run_dir=…), or remove it (in Python "
+        "overwrite=True does)."
+    )
+
+
 def checkpoint_of_run(source: Path, *, step: int | None = None, last: bool = False) -> Path:
     """The checkpoint that is meant: a folder that is one, or of a run a given step's, the best, or the last."""
     if is_complete(source):

@@ -12,6 +12,7 @@ from sensorium.recipe.algorithm_sections import OptimizerSection
 from sensorium.recipe.load import dump_recipe, load_recipe
 from sensorium.recipe.schema import EngineSection, Recipe
 from sensorium.recipe.traits import estimator_traits
+from sensorium.record.checkpoint_files import why_taken
 from sensorium.record.durable import read_rows, write_whole
 from sensorium.record.run_directory import RunDirectory
 from sensorium.trainer.checkpoint import Checkpoints
@@ -27,17 +28,8 @@ MAY_CHANGE = (
 
 def begin(recipe: Recipe, directory: RunDirectory) -> None:
     """Take a fresh run directory; one that holds a run is refused, unless that run never finished a step."""
-    if directory.exists() and not directory.is_barren():
-        saved = Checkpoints(directory.checkpoints, recipe.checkpoint.keep).complete()
-        way_on = (
-            "Go on with it (--resume, in Python sn.resume)"
-            if saved
-            else "It has no checkpoint to go on from: start over in it (--restart)"
-        )
-        raise RecipeError(
-            f"run directory '{directory.path}' exists. {way_on}, choose another (name=… or run_dir=…), or remove it (in "
-            "Python overwrite=True does)."
-        )
+    if problem := why_taken(directory):
+        raise RecipeError(problem)
     directory.clear()
     directory.create()
     write_recipe(recipe, directory)
