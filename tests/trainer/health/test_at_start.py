@@ -1,5 +1,6 @@
 """What is said before anything is spent."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,6 +56,7 @@ def test_a_warm_start_in_environments_that_cannot_demonstrate_is_refused() -> No
     foreign = Task("cart", environment=EnvironmentSpec("gymnasium", {"id": "CartPole-v1"}))
     with pytest.raises(TaskError, match=r"none of 1 tasks .*the first is cart.*a method demonstrate .*Gymnasium"):
         refuse_without_demonstrations(recipe, [foreign])
+    refuse_without_demonstrations(recipe, [replace(foreign, demonstration=("left",))])  # its row has one
     own = Task("lake", environment=EnvironmentSpec("frozen_lake"))
     refuse_without_demonstrations(recipe, [foreign, own])
     (note,) = start_notes(recipe, [foreign, own])

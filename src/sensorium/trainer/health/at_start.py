@@ -25,8 +25,8 @@ def refuse_without_demonstrations(recipe: Recipe, tasks: Sequence[Task]) -> None
 
 def start_notes(recipe: Recipe, tasks: Sequence[Task]) -> Iterator[str]:
     """What is likely a mistake, but may be meant."""
-    lacking = [task for task in tasks if not _has_demonstration(task)]
-    if recipe.warm_start.steps and lacking:
+    lacking = [task for task in tasks if not _has_demonstration(task)] if recipe.warm_start.steps else []
+    if lacking:
         yield (
             f"{len(lacking)} of {len(tasks)} tasks looked at have no demonstration; the warm start leaves such tasks out. "
             f"The first is {lacking[0].id}."
@@ -71,6 +71,6 @@ def long_demonstrations(recipe: Recipe, tasks: Sequence[Task], tokens: Callable[
 
 
 def _has_demonstration(task: Task) -> bool:
-    if task.environment is None:
+    if task.demonstration or task.environment is None:
         return bool(task.demonstration)
     return bool(getattr(resolve("environment", task.environment.name), "demonstrates", True))
