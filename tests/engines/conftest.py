@@ -71,11 +71,11 @@ class Bench:
         return found, scale
 
 
-def make_bench(family: str, folder: Path, device: str = "cpu", dtype: str = "float32") -> Bench:
-    """A tiny checkpoint of a family, loaded both ways."""
+def make_bench(family: str, folder: Path, device: str = "cpu", dtype: str = "float32", **overrides: Any) -> Bench:
+    """A tiny checkpoint of a family, loaded both ways; ``overrides`` are ``make_tiny``'s."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    make_tiny(family, folder, seed=1, initializer_range=0.15)
+    make_tiny(family, folder, seed=1, initializer_range=0.15, **overrides)
     loader = AutoModelForImageTextToText if KINDS[family].vision else AutoModelForCausalLM
     policy = load_policy(str(folder), store=MediaStore(), device=device, dtype=dtype)
     return Bench(policy, loader.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval())

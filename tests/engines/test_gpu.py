@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sensorium.engines.native import half_layers
 from sensorium.engines.native.engine import NativeEngine
 from sensorium.engines.native.randomness import uniforms
 from sensorium.engines.protocol import Request, Sampling
@@ -41,6 +42,42 @@ def test_logprobs_on_the_gpu(family: str, dtype: str, tmp_path: Path) -> None:
         expected, scale = bench.logprobs(thread, SAMPLING)
         for segment, logprobs in zip(thread[1::2], expected, strict=True):
             assert (torch.tensor(segment.logprobs) - logprobs).abs().max() <= BOUNDS[dtype] * scale
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_steps_of_few_rows_read_weights_in_12_bits(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the test above, through ``half_layers``, and again with other weights."""
+    monkeypatch.setattr(half_layers, "LEAST_WEIGHTS", 0)
+    bench = make_bench(family, tmp_path, device="cuda", dtype="bfloat16", num_hidden_layers=6)
+    policy, engine = bench.policy, NativeEngine(bench.policy)
+    context = [policy.chat.render([user(bench.picture(1), "what colour? ")])]
+
+    def asked() -> list[list[int]]:
+        requests = [ask(f"{i}", context, SAMPLING, order=(i,), key=i) for i in range(6)]
+        found = [response.segment for response in generate(engine, *requests)]
+        for segment in found:
+            (expected,), scale = bench.logprobs([*context, segment], SAMPLING)
+            assert (torch.tensor(segment.logprobs) - expected).abs().max() <= BOUNDS["bfloat16"] * scale
+        return [list(segment.tokens) for segment in found]
+
+    first = asked()
+    halves = engine._writer._runner._ops._half_layers  # type: ignore[union-attr, attr-defined]
+    assert {index for index, _ in halves._tried} == {4}
+    policy.version += 1
+    engine.update_weights(policy, policy.version)
+    assert asked() == first
+    with torch.no_grad():
+        for name, parameter in bench.stock.named_parameters():
+            if "layers.4.mlp" in name:
+                parameter.mul_(1.5)
+        for name, parameter in policy.model.named_parameters():
+            if "layers.4.mlp" in name:
+                parameter.mul_(1.5)
+    policy.version += 1
+    engine.update_weights(policy, policy.version)
+    assert asked() != first
+    assert not engine.notes
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """The dry run's numbers are those of the recipe and of the checkpoint on disk."""
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from sensorium.recipe.plan import estimate_memory, make_plan
 from sensorium.recipe.recomputation import least_recomputation
 from sensorium.recipe.schema import LoraSection, Recipe
-from sensorium.recipe.shape import count_parameters, read_shape
+from sensorium.recipe.shape import ModelShape, count_parameters, read_shape
 from sensorium.recipe.tiny_sizes import KINDS
 
 
@@ -143,6 +144,31 @@ def test_memory_follows_what_is_trained_and_how(tmp_path: Path) -> None:
     assert lean["activations"] < plain["activations"]
     fewer = estimate_memory(recipe(path, rollout={"concurrency": 8}), shape)
     assert fewer["keys and values"] < plain["keys and values"]
+
+
+def test_a_second_copy_of_large_layers_is_counted_where_the_engine_makes_one(tmp_path: Path) -> None:
+    path = str(checkpoint(tmp_path, "qwen3_vl"))
+    small = read_shape(path)
+    assert small is not None
+    layer = 2048 * (2 * 2048 + 2 * 256 + 3 * 11008)
+    large = replace(
+        small, layers=36, hidden=2048, queries=2048, key_values=256, mlp=11008, vocabulary=151936,
+        parameters={**small.parameters, "language": 36 * layer + 151936 * 2048},
+    )  # fmt: skip
+    experts = replace(large, parameters={**large.parameters, "language": 40 * 36 * layer})
+    half = {"path": path, "dtype": "bfloat16"}
+
+    def packed(shape: ModelShape, **sections: Any) -> int | None:
+        return estimate_memory(recipe(path, **{"model": half, **sections}), shape).get("weights in 12 bits")
+
+    assert packed(large) == 31 * layer * 3 // 2
+    assert packed(small) is None
+    assert packed(experts) is None
+    assert packed(large, model={"path": path}) is None  # float32
+    assert packed(large, model={**half, "precision": "matched"}) is None
+    assert packed(large, model={**half, "lora": {"rank": 4}}) is None
+    assert packed(large, model={**half, "device": "cpu"}) is None
+    assert packed(large, rollout={"engine": {"name": "native", "options": {"compile": False}}}) is None
 
 
 def test_a_schedule_that_gives_up_repetition_says_so() -> None:

@@ -1,8 +1,6 @@
 """C sources of this package, compiled when they are first needed, for the processor at hand, and kept in the user's cache.
 
-A kept library is named by a hash of all that it was made from: sources, flags, compiler, processor. Behind it in the file
-stand the SHA-256 of its bytes, so that one that was cut off or changed is not loaded but compiled again. Processes that
-compile at the same time write to files of their own; the last one to be renamed stays, and they are alike.
+A kept library is named by a hash of all that it was made from: sources, flags, compiler, processor (see ``kept_files``).
 """
 
 import ctypes
@@ -19,11 +17,12 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from sensorium.compiled.kept_files import cache_folder, keep, read_kept
+
 SOURCES = Path(__file__).parent / "c"
 FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-Wno-psabi", "-pthread", "-shared", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")
 PATIENCE_S, VERSION_PATIENCE_S = 120.0, 20.0
-DIGEST_BYTES = hashlib.sha256().digest_size
 EXPLAINED = 300  # characters of what a compiler says
 
 
@@ -58,29 +57,20 @@ def _loaded(folder: Path) -> ctypes.CDLL:
     compiler, version = _compiler()
     name = _name(folder, compiler, version)
     kept = cache_folder() / name
-    if _is_ours(kept) and _is_whole(kept):
+    if read_kept(kept) is not None:
         with suppress(OSError):  # of a system that loads no files from there
             return ctypes.CDLL(str(kept))
     with tempfile.TemporaryDirectory() as scratch:
         made = Path(scratch) / name
         _compile(folder, compiler, made)
-        _keep(made, kept)
+        keep(made.read_bytes(), kept)
         try:
             return ctypes.CDLL(str(made))
         except OSError as error:
-            if _is_ours(kept) and _is_whole(kept):
+            if read_kept(kept) is not None:
                 with suppress(OSError):  # temporary files may not be executed, those of the home folder may
                     return ctypes.CDLL(str(kept))
             raise NoLibrary(f"what {shlex.join(compiler)} compiled cannot be loaded ({error})") from error
-
-
-def cache_folder() -> Path:
-    """Where this user's compiled libraries are kept."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        return (Path(given) if os.path.isabs(given) else Path("~/.cache").expanduser()) / "sensorium"
-    except RuntimeError:  # a user without a home folder, as in some containers
-        return Path(os.devnull) / "sensorium"  # where nothing is kept
 
 
 def compiler_name() -> str:
@@ -167,31 +157,3 @@ def _run(command: list[str], patience_s: float) -> str:
         told = (complained.strip() or said.strip() or "it said nothing")[:EXPLAINED]
         raise CompilerRefused(f"the C compiler {command[0]} ended with {process.returncode}: {told}")
     return said
-
-
-def _is_ours(file: Path) -> bool:
-    """Whether nobody but this user or root could have written it: what it holds is run."""
-    try:
-        told = [path.stat() for path in (file, file.parent)]
-    except OSError:
-        return False
-    return all(each.st_uid in (0, os.geteuid()) and not each.st_mode & 0o002 for each in told)
-
-
-def _is_whole(file: Path) -> bool:
-    try:
-        content = file.read_bytes()
-    except OSError:
-        return False
-    return hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]
-
-
-def _keep(made: Path, kept: Path) -> None:
-    """A copy for later processes, where the cache folder can be written; they compile it themselves otherwise."""
-    content = made.read_bytes()
-    with suppress(OSError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=kept.parent) as own:
-            whole = Path(own) / kept.name
-            whole.write_bytes(content + hashlib.sha256(content).digest())
-            os.replace(whole, kept)

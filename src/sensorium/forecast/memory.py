@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from sensorium.forecast.machine import Kind
 from sensorium.recipe.activations import activation_bytes, gathered_bytes, head_bytes, tower_bytes
-from sensorium.recipe.plan import BYTES, GIB, cached_tokens, estimate_memory, trained_parameters
+from sensorium.recipe.plan import BYTES, GIB, PACKED, cached_tokens, estimate_memory, packed_bytes, trained_parameters
 from sensorium.recipe.recomputation import SHARE, WAYS, Way, vllm_share
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape
 
 GATHERED_LAYERS = 2  # the one at work and the next, which is fetched meanwhile
+ENGINES = ("keys and values", PACKED)
 OFFLOADED = ("weights", "gradients", "optimizer moments", "remainders of fp32 masters")
 
 
@@ -46,7 +47,8 @@ def engine_memory(recipe: Recipe, shape: ModelShape, kind: Kind, engines: int, g
     if recipe.rollout.engine.name == "vllm":
         return GpuMemory({"weights": weights, "keys and values": max(0, round(vllm_share(recipe) * kind.memory) - weights)})
     cached = -(-cached_tokens(recipe) // engines) * 2 * shape.layers * shape.key_values * size
-    return GpuMemory({"weights": weights, "keys and values": cached // gpus})
+    packed = packed_bytes(recipe, shape) if gpus == 1 else 0
+    return GpuMemory({"weights": weights, "keys and values": cached // gpus} | ({PACKED: packed} if packed else {}))
 
 
 def rank_memory(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, samples: bool) -> GpuMemory:
@@ -54,7 +56,7 @@ def rank_memory(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, sa
     whole = estimate_memory(recipe, shape)
     vllm = {"vLLM": round(vllm_share(recipe) * kind.memory)} if samples and recipe.rollout.engine.name == "vllm" else {}
     if ranks == 1:
-        return GpuMemory({use: amount for use, amount in whole.items() if samples or use != "keys and values"} | vllm)
+        return GpuMemory({use: amount for use, amount in whole.items() if samples or use not in ENGINES} | vllm)
     size = BYTES[recipe.model.dtype]
     frozen = shape.parameters["vision"] + shape.parameters["audio"] if tower_is_whole(recipe) else 0
     layer = layer_parameters(shape)
@@ -75,7 +77,7 @@ def rank_memory(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, sa
         "vision tower": -(-tower_bytes(recipe, shape) // ranks),
     }
     if samples:
-        uses |= vllm or {"the engine's weights": shape.total * size, "keys and values": whole.get("keys and values", 0)}
+        uses |= vllm or {"the engine's weights": shape.total * size, **{use: whole.get(use, 0) for use in ENGINES}}
     return GpuMemory({use: amount for use, amount in uses.items() if amount}, host)
 
 

@@ -18,6 +18,7 @@ from sensorium.recipe.traits import estimator_traits
 BYTES = {"float32": 4, "bfloat16": 2}
 MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8-bit": 1 + 4 / 256}  # the last: a code, and a float32 for 256 of them
 GIB = 1 << 30
+PACKED, LEAST_PACKED, UNPACKED_LAYERS = "weights in 12 bits", 1 << 24, 5  # as engines/native/half_layers.py packs them
 EPISODE_BYTES, TOKEN_BYTES = 2500, 60
 METRICS_BYTES, LEDGER_BYTES = 2500, 60
 """Estimates, not measurements: bytes of an episode's log without its tokens, of a token in it, of a row in each file."""
@@ -139,6 +140,7 @@ def estimate_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
         "former adapters": adapters * size if recipe.algorithm.kl.coef and recipe.warm_start.steps else 0,
         "critic": _critic_bytes(recipe, shape),
         "keys and values": 0 if vllm else cached_tokens(recipe) * 2 * shape.layers * shape.key_values * size,
+        PACKED: packed_bytes(recipe, shape),
         "activations": activation_bytes(recipe, shape),
         "gathered keys and values": gathered_bytes(recipe, shape),
         "logits": head_bytes(recipe, shape),
@@ -210,6 +212,23 @@ def cached_tokens(recipe: Recipe) -> int:
         return in_flight * rollout.max_context_tokens
     groups = -(-in_flight // batch.group_size)
     return groups * (rollout.max_context_tokens - rollout.max_new_tokens) + in_flight * rollout.max_new_tokens
+
+
+def packed_bytes(recipe: Recipe, shape: ModelShape) -> int:
+    """The second copy of decoder weights that the native engine reads on a GPU when few responses are left, at most.
+
+    It has none of the first four layers' and the last one's, of small layers, or of layers with adapters or experts.
+    """
+    engine, model = recipe.rollout.engine, recipe.model
+    inside = (
+        engine.name in ("native", "process") and engine.options.get("compile", True) and engine.options.get("record", True)
+    )
+    plain = model.dtype == "bfloat16" and model.precision == "fast" and not model.lora.rank and model.device != "cpu"
+    weights = shape.hidden * (2 * shape.queries + 2 * shape.key_values + 3 * shape.mlp)
+    experts = shape.parameters["language"] > 1.5 * shape.layers * weights + 2 * shape.vocabulary * shape.hidden
+    if not inside or not plain or experts or weights < LEAST_PACKED:
+        return 0
+    return max(0, shape.layers - UNPACKED_LAYERS) * weights * 3 // 2
 
 
 def _evaluations(recipe: Recipe) -> int:

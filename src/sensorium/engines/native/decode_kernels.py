@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from sensorium.engines.native.attention_kernels import attend_own, attend_shared, merge
 from sensorium.engines.native.decode_ops import TorchOps
 from sensorium.engines.native.decode_state import TILE_ROWS, DecodeRows
+from sensorium.engines.native.half_layers import HalfLayers
 from sensorium.engines.native.launch_ahead import after_previous, launch_ahead
 from sensorium.engines.native.product_kernels import LARGEST_GATED, fits, gated_products, product_parts
 from sensorium.engines.native.sampler_kernels import chunk_mass, draw_tokens, largest_logits
@@ -39,8 +40,11 @@ class TritonOps(TorchOps):
 
     name = "triton"
 
-    def __init__(self) -> None:
+    def __init__(self, noted: Callable[[str], None] | None = None) -> None:
+        """With ``noted``, layers of few rows may be computed by ``HalfLayers``, which say by it where they cannot be."""
         super().__init__()
+        self._noted = noted
+        self._half_layers: HalfLayers | None = None
         self._blocked: dict[tuple[int, int], Tensor] = {}
         self._halves: dict[int, tuple[Tensor, Tensor]] = {}
         self._streams: list[torch.cuda.Stream] = []
@@ -112,6 +116,47 @@ class TritonOps(TorchOps):
         """Weights changed in place: what was computed of them is computed again."""
         for weight, half in self._halves.values():
             half.copy_(weight)
+        if self._half_layers is not None:
+            self._half_layers.renew()
+
+    def ready(self, rows: int) -> None:
+        """Called before a step of so many rows: what it reads of changed weights is computed now."""
+        if self._half_layers is not None:
+            self._half_layers.ready(rows)
+
+    def know(self, layers: Sequence[LayerParts]) -> None:
+        """The layers of the step, in order: for ``pass_on``."""
+        if self._noted is not None:
+            self._half_layers = HalfLayers(layers, self._noted)
+
+    def pass_on(
+        self,
+        layer: LayerParts,
+        following: LayerParts,
+        seen_BN: Tensor,
+        sum_BW: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        rows: DecodeRows,
+        next_block: Tensor,
+    ) -> tuple[Tensor, Tensor] | None:
+        """From what a layer's attention gave to the next layer's queries in one launch and a second, for few rows."""
+        projections = [part for part in (following.query, following.key, following.value) if isinstance(part, nn.Linear)]
+        biases = [part.bias for part in projections if part.bias is not None]
+        if self._half_layers is None or len(biases) not in (0, 3):
+            return None
+
+        def plain(seen_BN: Tensor, sum_BW: Tensor) -> Tensor:
+            inner = layer.inner
+            assert isinstance(inner, GatedMLP)
+            normed_BW, sum_BW = self.add_product(layer.out, seen_BN, sum_BW, layer.between)
+            normed_BW, _ = self.add_product(inner.down, self.gated(inner, normed_BW), sum_BW, following.before)
+            return torch.cat([normed_BW.float() @ part.weight.float().T for part in projections], 1)
+
+        passed = self._half_layers.run(layer.index, seen_BN, sum_BW, plain)
+        if passed is None:
+            return None
+        parts_PBN, summed_BW = passed
+        return self._placed_parts(following, parts_PBN, biases, seen_BN.dtype, rotary, rows, next_block), summed_BW
 
     def gated(self, inner: GatedMLP, x_BW: Tensor) -> Tensor:
         """The inner values of a gated MLP."""
@@ -132,12 +177,23 @@ class TritonOps(TorchOps):
         if len(layers) < 3 or len(biases) not in (0, 3) or not fits(layers, x_BW):
             return super().project(layer, x_BW, rotary, rows, layer_block)
         parts_PBN = product_parts(x_BW, [part.weight for part in layers])
-        size = layer_block.shape[-1]
-        heads = layers[0].out_features // size
-        return self._placed(
-            (parts_PBN,) * 3, biases, parts_PBN.shape[0], x_BW.new_empty(x_BW.shape[0], heads, size), rotary, layer.norms,
-            rows, layer_block,
-        )  # fmt: skip
+        return self._placed_parts(layer, parts_PBN, biases, x_BW.dtype, rotary, rows, layer_block)
+
+    def _placed_parts(
+        self,
+        layer: LayerParts,
+        parts_PBN: Tensor,
+        biases: Sequence[Tensor],
+        kind: torch.dtype,
+        rotary: tuple[Tensor, Tensor],
+        rows: DecodeRows,
+        layer_block: Tensor,
+    ) -> Tensor:
+        """``place`` of queries, keys and values side by side, in parts."""
+        parts, batch, width = parts_PBN.shape
+        kv_heads, _, size = layer_block.shape[2:]
+        query_BHD = parts_PBN.new_empty(batch, width // size - 2 * kv_heads, size, dtype=kind)
+        return self._placed((parts_PBN,) * 3, biases, parts, query_BHD, rotary, layer.norms, rows, layer_block)
 
     def place(
         self,

@@ -4,7 +4,7 @@ Each takes the roundings of the stock modules, so that a fused step gives what t
 K key heads, D head size, W hidden size, F inner size, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -78,6 +78,28 @@ class TorchOps:
         if x_BW.dtype == torch.float16 and isinstance(gate, nn.Linear) and isinstance(up, nn.Linear):
             return self.gate_finely(*(wide_product(x_BW, self.half(layer.weight)) for layer in (gate, up)))
         return self.gate(*self.together(partial(inner.gate, x_BW), partial(inner.up, x_BW)))
+
+    def ready(self, rows: int) -> None:
+        """Called before a step of so many rows."""
+
+    def know(self, layers: Sequence[LayerParts]) -> None:
+        """Called once with the layers of the step, in order."""
+
+    def pass_on(
+        self,
+        layer: LayerParts,
+        following: LayerParts,
+        seen_BN: Tensor,
+        sum_BW: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        rows: DecodeRows,
+        next_block: Tensor,
+    ) -> tuple[Tensor, Tensor] | None:
+        """From what a layer's attention gave to the next layer's ``project`` at once, with the residual stream between.
+
+        None where this is done by ``add_product``, ``gated`` and ``project`` one after the other.
+        """
+        return None
 
     def project(
         self, layer: LayerParts, x_BW: Tensor, rotary: tuple[Tensor, Tensor], rows: DecodeRows, layer_block: Tensor

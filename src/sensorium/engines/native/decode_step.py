@@ -58,6 +58,7 @@ class FusedStep:
         model = policy.adapter.language_model
         self._layers = [parts_of(layer) for layer in model.layers]
         self._last = norm_of(model.norm)
+        ops.know(self._layers)
 
     def logits(self, rows: DecodeRows, pool: PagePool) -> Tensor:
         """The logits after every row's last token, whose keys and values are written."""
@@ -65,16 +66,22 @@ class FusedStep:
         embedded_BW = policy.adapter.language_model.embed_tokens(rows.tokens_B)
         rotary = policy.adapter.rotary(embedded_BW[:, None], rows.positions_B[None, :, None].expand(3, -1, 1))
         cos_BD, sin_BD = (part.reshape(embedded_BW.shape[0], -1) for part in rotary)
+        angles = (cos_BD, sin_BD)
         sum_BW = embedded_BW.float()
         normed_BW = ops.norm(sum_BW, self._layers[0].before)
-        after = [*(layer.before for layer in self._layers[1:]), self._last]
-        for i, (layer, next_norm) in enumerate(zip(self._layers, after, strict=True)):
-            block = pool.block[i]
-            query_BHD = ops.project(layer, normed_BW, (cos_BD, sin_BD), rows, block)
-            seen_BN = ops.attend(query_BHD, rows, block, layer.scaling)
+        query_BHD = ops.project(self._layers[0], normed_BW, angles, rows, pool.block[0])
+        for i, (layer, following) in enumerate(zip(self._layers, [*self._layers[1:], None], strict=True)):
+            seen_BN = ops.attend(query_BHD, rows, pool.block[i], layer.scaling)
+            if following is not None:
+                passed = ops.pass_on(layer, following, seen_BN, sum_BW, angles, rows, pool.block[i + 1])
+                if passed is not None:
+                    query_BHD, sum_BW = passed
+                    continue
             fine = torch.float16 if layer.fine else None
             normed_BW, sum_BW = ops.add_product(layer.out, seen_BN, sum_BW, layer.between, fine)
-            normed_BW, sum_BW = self._inner(layer, normed_BW, sum_BW, next_norm)
+            normed_BW, sum_BW = self._inner(layer, normed_BW, sum_BW, self._last if following is None else following.before)
+            if following is not None:
+                query_BHD = ops.project(following, normed_BW, angles, rows, pool.block[i + 1])
         return policy.head_logits(normed_BW)
 
     def _inner(self, layer: LayerParts, x_BW: Tensor, sum_BW: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:

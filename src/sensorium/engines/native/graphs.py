@@ -57,7 +57,10 @@ def buckets_to_capture(bucket: int, captured: Collection[int]) -> list[int]:
 
 
 class DecodeRunner:
-    """Runs decode steps. ``fast=False`` is the reference: stock layers, plain torch, no graph."""
+    """Runs decode steps. ``fast=False`` is the reference: stock layers, plain torch, no graph.
+
+    ``compile`` lets steps of few rows read packed weights (see ``half_layers``).
+    """
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ class DecodeRunner:
         max_rows: int,
         fast: bool,
         max_context: int = LEAST_PAGES * PAGE,
+        compile: bool = False,
     ) -> None:
         self.notes: list[str] = []
         self.noted: Callable[[str], None] | None = None
@@ -75,7 +79,7 @@ class DecodeRunner:
         self._policy, self._pool = policy, pool
         self._forbidden_F, self._stop_S = forbidden_F, stop_S
         self._max_rows = max_rows
-        self._fast = fast
+        self._fast, self._compile = fast, compile
         self._verified = False
         self._address = 0
         self._state = self._make_state(first_pages(max_context, policy.device))
@@ -102,6 +106,7 @@ class DecodeRunner:
 
     def step(self) -> Tensor:
         """One step of the batch: tokens, log-probs and sampled log-probs as [3, rows], until the next step."""
+        self._ops.ready(self._bucket)
         graph = self._graph() if self._capture else None
         if graph is None:
             self._run(self._bucket)
@@ -128,7 +133,7 @@ class DecodeRunner:
         self._parameters = _addresses(self._policy)
         self._capture = self._fast and self._policy.device.type == "cuda"
         matched = self._policy.matched is not None
-        self._ops = _ops(self._policy) if self._fast and not matched else TorchOps()
+        self._ops = self._fast_ops() if self._fast and not matched else TorchOps()
         self._step: FusedStep | StockStep | MatchedStep = StockStep(self._policy, self._ops)
         self._verified = not self._fast
         if matched:
@@ -138,6 +143,13 @@ class DecodeRunner:
                 self._step = FusedStep(self._policy, self._ops)
             except UnknownLayer as error:
                 self._note(f"decoding runs through the stock layers: {error}, which the fused step does not know.")
+
+    def _fast_ops(self) -> TorchOps:
+        if self._policy.device.type == "cuda" and find_spec("triton") is not None:
+            from sensorium.engines.native.decode_kernels import TritonOps
+
+            return TritonOps(self._note if self._compile else None)
+        return TorchOps()
 
     def _make_state(self, pages: int) -> DecodeState:
         return DecodeState(bucket_of(self._max_rows), pages, self._policy.vocab_size, self._policy.device)
@@ -223,14 +235,6 @@ class DecodeRunner:
         else:
             note_fallback(text)
             self.noted(text)
-
-
-def _ops(policy: Policy) -> TorchOps:
-    if policy.device.type == "cuda" and find_spec("triton") is not None:
-        from sensorium.engines.native.decode_kernels import TritonOps
-
-        return TritonOps()
-    return TorchOps()
 
 
 def _addresses(policy: Policy) -> list[int]:

@@ -147,8 +147,9 @@ class PagedWriter(Writer):
         block = self._cache.block
         self._pool = PagePool(block.shape[0], block.shape[3], block.shape[5], block.dtype, block.device)
         self._runner = DecodeRunner(
-            policy, self._pool, self._forbidden_F, self._stop_S, max_rows, fast=record, max_context=self._max_context
-        )
+            policy, self._pool, self._forbidden_F, self._stop_S, max_rows,
+            fast=record, max_context=self._max_context, compile=compile,
+        )  # fmt: skip
         self._rows: list[PagedRow] = []  # type: ignore[assignment]
         self._laid: list[PagedRow] = []  # the batch as the device has it
         self._latest_N = self._runner.latest_B
