@@ -81,7 +81,7 @@ def notes() -> list[str]:
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, notes: list[str]) -> Callable[[list[LayerParts]], HalfLayers]:
     """Half layers also of small sizes."""
-    monkeypatch.setattr(half_layers, "LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(half_layers, "LEAST_PACKED", 0)
     return lambda layers: HalfLayers(layers, notes.append)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.recipe.plan import estimate_memory, make_plan
+from sensorium.recipe.plan import estimate_memory, make_plan, without_large_copies
 from sensorium.recipe.recomputation import least_recomputation
 from sensorium.recipe.schema import LoraSection, Recipe
 from sensorium.recipe.shape import ModelShape, count_parameters, read_shape
@@ -168,6 +168,8 @@ def test_a_second_copy_of_large_layers_is_counted_where_the_engine_makes_one(tmp
     assert packed(large, model={**half, "precision": "matched"}) is None
     assert packed(large, model={**half, "lora": {"rank": 4}}) is None
     assert packed(large, model={**half, "device": "cpu"}) is None
+    assert "weights in 12 bits" in without_large_copies({"weights in 12 bits": 5 << 30}, 80 << 30)
+    assert not without_large_copies({"weights in 12 bits": 6 << 30}, 80 << 30)
     assert packed(large, rollout={"engine": {"name": "native", "options": {"compile": False}}}) is None
 
 
@@ -290,7 +292,7 @@ def of_3b(folder: Path, prompts: int, context: int, how: object, tokens: int) ->
     )
 
 
-@pytest.mark.parametrize(("memory", "way"), [(140, False), (80, "selective"), (64, True), (24, True)])
+@pytest.mark.parametrize(("memory", "way"), [(140, False), (80, "selective"), (68, True), (24, True)])
 def test_auto_recomputes_as_little_as_the_memory_allows(memory: int, way: object, tmp_path: Path) -> None:
     made = of_3b(tmp_path, 16, 640, "auto", 14100)
     shape = read_shape(made.model.path, made.model.revision)

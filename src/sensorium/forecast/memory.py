@@ -8,7 +8,16 @@ from dataclasses import dataclass
 
 from sensorium.forecast.machine import Kind
 from sensorium.recipe.activations import activation_bytes, gathered_bytes, head_bytes, tower_bytes
-from sensorium.recipe.plan import BYTES, GIB, PACKED, cached_tokens, estimate_memory, packed_bytes, trained_parameters
+from sensorium.recipe.plan import (
+    BYTES,
+    GIB,
+    PACKED,
+    cached_tokens,
+    estimate_memory,
+    packed_bytes,
+    trained_parameters,
+    without_large_copies,
+)
 from sensorium.recipe.recomputation import SHARE, WAYS, Way, vllm_share
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape
@@ -48,12 +57,13 @@ def engine_memory(recipe: Recipe, shape: ModelShape, kind: Kind, engines: int, g
         return GpuMemory({"weights": weights, "keys and values": max(0, round(vllm_share(recipe) * kind.memory) - weights)})
     cached = -(-cached_tokens(recipe) // engines) * 2 * shape.layers * shape.key_values * size
     packed = packed_bytes(recipe, shape) if gpus == 1 else 0
-    return GpuMemory({"weights": weights, "keys and values": cached // gpus} | ({PACKED: packed} if packed else {}))
+    uses = {"weights": weights, "keys and values": cached // gpus} | ({PACKED: packed} if packed else {})
+    return GpuMemory(without_large_copies(uses, kind.memory))
 
 
 def rank_memory(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, samples: bool) -> GpuMemory:
     """A rank of the learner, of one or of several; ``samples``: the engine is on its GPU too."""
-    whole = estimate_memory(recipe, shape)
+    whole = without_large_copies(estimate_memory(recipe, shape), kind.memory)
     vllm = {"vLLM": round(vllm_share(recipe) * kind.memory)} if samples and recipe.rollout.engine.name == "vllm" else {}
     if ranks == 1:
         return GpuMemory({use: amount for use, amount in whole.items() if samples or use not in ENGINES} | vllm)

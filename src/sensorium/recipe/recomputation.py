@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sensorium.recipe.activations import TowerRoom, kept_tower_bytes, may_keep_tower, tower_room
-from sensorium.recipe.plan import estimate_memory
+from sensorium.recipe.plan import estimate_memory, without_large_copies
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape
 
@@ -52,7 +52,7 @@ def least_recomputation(recipe: Recipe, shape: ModelShape, memory: int) -> Choic
     forecast, limit = 0, round(SHARE * learners_memory(recipe, memory))
     for way in WAYS:
         model = recipe.model.model_copy(update={"gradient_checkpointing": way})
-        uses = estimate_memory(recipe.model_copy(update={"model": model}), shape)
+        uses = without_large_copies(estimate_memory(recipe.model_copy(update={"model": model}), shape), memory)
         forecast = sum(uses.values())
         free = limit - forecast + uses.get("vision tower", 0)
         keeps = way is False and may_keep_tower(recipe, shape)

@@ -22,12 +22,11 @@ from torch import Tensor, nn
 from sensorium.compiled.calls import addresses, pointers
 from sensorium.compiled.device_code import DeviceCode, NoDeviceCode, Start, launch, shared_bytes
 from sensorium.models.layer_parts import GatedMLP, LayerParts
+from sensorium.recipe.plan import LEAST_PACKED, PACKED_SHARE
 
 MOST_ROWS = 32
 """µs of half a layer of Qwen2.5-VL-3B's shape on an H200, one by one and in one launch: 54.5 and 40.7 at 1 row, 59.1 and
 43.5 at 16, 51.6 and 45.3 at 24, 52.1 and 48.0 at 32, 56.2 and 55.3 at 48, 57.3 and 67.5 at 64."""
-LEAST_WEIGHTS = 1 << 24  # of a layer: smaller ones are not read long enough
-MOST_MEMORY = 0.1  # of the GPU's, for packed weights
 THREADS, PACKING_THREADS, TILE_BYTES, BLOCK, MOST_PARTS, COUNTERS = 384, 256, 1536, 64, 12, 80  # as half_layer.cu has them
 BOUND = 0.02  # of the largest value: how far a trial may be from products one by one
 
@@ -87,7 +86,7 @@ class Sizes:
         """Whether the kernel can be compiled for them."""
         even = all(size % BLOCK == 0 for size in (self.seen, self.width, self.inner)) and self.projected % 16 == 0
         groups = max(self.width, self.projected) / BLOCK
-        return even and MOST_ROWS <= self.multiprocessors >= groups and self.weights >= LEAST_WEIGHTS
+        return even and MOST_ROWS <= self.multiprocessors >= groups and self.weights >= LEAST_PACKED
 
 
 @dataclass(frozen=True)
@@ -182,9 +181,9 @@ class HalfLayers:
         if not self._packed:
             needed = len(self._pairs) * sizes.weights * 3 // 2
             total = torch.cuda.get_device_properties(device).total_memory
-            if needed > MOST_MEMORY * total:
+            if needed > PACKED_SHARE * total:
                 raise NoDeviceCode(
-                    f"they would take {needed / 2**30:.1f} GiB, more than a tenth of the GPU's {total / 2**30:.0f} GiB"
+                    f"they would take {needed / 2**30:.1f} GiB, more than a sixteenth of the GPU's {total / 2**30:.0f} GiB"
                 )
         tiles = -(-rows // 8)
         if tiles not in self._codes:
