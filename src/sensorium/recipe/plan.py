@@ -18,7 +18,7 @@ from sensorium.recipe.traits import estimator_traits
 BYTES = {"float32": 4, "bfloat16": 2}
 MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8-bit": 1 + 4 / 256}  # the last: a code, and a float32 for 256 of them
 GIB = 1 << 30
-# The native engine's second copy of weights: of layers from a size on, at most a share of a GPU's memory, not of all layers.
+# The native engine's second copy of weights: of layers from a size on, at most a share of a GPU's memory, of all but five.
 PACKED, LEAST_PACKED, PACKED_SHARE, UNPACKED_LAYERS = "weights in 12 bits", 1 << 24, 1 / 16, 5
 EPISODE_BYTES, TOKEN_BYTES = 2500, 60
 METRICS_BYTES, LEDGER_BYTES = 2500, 60
@@ -232,7 +232,7 @@ def packed_bytes(recipe: Recipe, shape: ModelShape) -> int:
     return max(0, shape.layers - UNPACKED_LAYERS) * weights * 3 // 2
 
 
-def without_large_copies(uses: dict[str, int], memory: int) -> dict[str, int]:
+def without_large_copies(uses: dict[str, int], memory: float) -> dict[str, int]:
     """The uses on a GPU of so much memory: a second copy of weights that is too large for it is not made."""
     return {use: amount for use, amount in uses.items() if use != PACKED or amount <= PACKED_SHARE * memory}
 
