@@ -201,3 +201,14 @@ def test_what_always_begins_alike_or_tells_no_content_is_split_by_seed() -> None
     assert content_of(sides[0][0]) != content_of(sides[1][0])
     with pytest.raises(RecipeError, match="did you mean 'seed'"):
         EnvironmentTasks(f"{__name__}:Constant", MediaStore(), split_by="seeds")  # type: ignore[arg-type]
+
+
+def test_a_long_search_for_starts_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    EnvironmentTasks("frozen_lake", MediaStore(), {"size": 4}, size=5)
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(environment_tasks, "TOLD_S", 0.0)
+    EnvironmentTasks("frozen_lake", MediaStore(), {"size": 4}, size=5)
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith("looking for 5 different starts of 'frozen_lake' for split 'train': 0 among the first 0 seeds")

@@ -160,7 +160,7 @@ class Screen:
         self.say(f"the episode {episode.status.value}{': ' + episode.failure if episode.failure else ''}", "bold")
         for score in episode.scores:
             value = "missing: " + score.reason if score.value is None else _signed(score.value)
-            at = f" (turn {score.turn})" if score.turn is not None else ""
+            at = f" (turn {score.turn + 1})" if score.turn is not None else ""
             self.say(f"  {score.name}{at}: {value} × {score.weight:g}")
         correct = {True: ", correct", False: ", not correct", None: ""}[episode.correct]
         self.say(f"  reward {episode.reward if episode.reward is None else round(episode.reward, 6)}{correct}\n", "bold")

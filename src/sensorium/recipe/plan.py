@@ -254,7 +254,8 @@ def _sight_check(recipe: Recipe) -> str:
         return "none: health.sight_tasks is 0" if not recipe.health.sight_tasks else "none: nothing is evaluated"
     limit, asked = recipe.evaluation.limit, recipe.health.sight_tasks
     tasks = min(asked, limit) if limit else asked
-    return f"{tasks} held-out tasks at start and end, and once more for each of picture, video and sound that they have"
+    played = f"{tasks} held-out tasks, or all if there are fewer, at start and end"
+    return f"{played}, and once more for each of picture, video and sound that they have"
 
 
 def _selection(recipe: Recipe, prompts: int, plays: int) -> str:

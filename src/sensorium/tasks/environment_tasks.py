@@ -5,6 +5,7 @@ sources can put the same start on both sides.
 """
 
 import hashlib
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -24,6 +25,9 @@ DEADLINE_S = 60.0
 AT_A_TIME, ASKED_S = 50, 1.0
 """Seeds whose content is asked for at a time, and after how long those left are asked for in a further one: going to a
 thread for each would take longer than most of them do."""
+
+TOLD_S = 10.0
+"""After how long a search for starts says how far it is, and says it again."""
 
 ALIKE = 100
 """Seeds after which a content that never changed is taken for constant."""
@@ -90,8 +94,16 @@ class EnvironmentTasks:
         contents: set[str] = set()
         candidates = 1000 + 100 * size
         found = self._contents(kind, (_hash(f"{seed}/{nth}") % 2**31 for nth in range(candidates)))
+        told = time.monotonic()
         for nth, (candidate, content) in enumerate(found):
             contents.add(content)
+            if time.monotonic() - told >= TOLD_S:
+                told = time.monotonic()
+                print(
+                    f"looking for {size} {'different ' if distinct else ''}starts of '{self.environment}' for split "
+                    f"'{self.split}': {len(chosen)} among the first {nth:,} seeds, of at most {candidates:,} …",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
             if nth + 1 == ALIKE and len(contents) == 1 and (distinct or not chosen):
                 raise TaskError(
                     f"environments: the content_key of '{self.environment}' is {content!r:.60} for each of the first "
