@@ -149,6 +149,49 @@ def unpacked(packed: Packed) -> Tensor:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1e30])
+def test_weights_that_twelve_bits_cannot_hold_give_no_numbers(
+    make: Callable[[list[LayerParts]], HalfLayers], bad: float
+) -> None:
+    layers = make_layers(*SHAPES[0])
+    halves = make(layers)
+    seen, residual = inputs(3, layers[0])
+    assert halves.run(4, seen, residual, lambda x, r: exactly(*layers, x, r)[0].float()) is not None
+    out: Any = layers[0].out
+    out.weight.data[37, 5] = bad
+    halves.renew()
+    halves.ready(3)
+    found = halves.run(4, seen, residual, lambda x, r: x)
+    assert found is not None
+    assert bool(found[1].isnan()[:, 32:48].all())  # the sixteen outputs
+
+
+@pytest.mark.gpu
+def test_graphs_keep_what_they_read_when_a_later_trial_fails(
+    make: Callable[[list[LayerParts]], HalfLayers], notes: list[str]
+) -> None:
+    layers = make_layers(*SHAPES[0])
+    halves = make(layers)
+    seen, residual = inputs(3, layers[0])
+    first = halves.run(4, seen, residual, lambda x, r: exactly(*layers, x, r)[0].float())
+    assert first is not None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = halves.run(4, seen, residual, lambda x, r: x)
+    more = inputs(9, layers[0])
+    assert halves.run(4, *more, lambda x, r: 2 * exactly(*layers, x, r)[0].float()) is None
+    assert len(notes) == 1
+    inner: Any = layers[0].inner
+    inner.up.weight.data.mul_(2.0)
+    halves.renew()
+    halves.ready(3)
+    graph.replay()
+    assert captured is not None
+    assert error(captured[1], exactly(*layers, seen, residual)[1]) < 0.006
+    assert not torch.equal(captured[1], first[1])
+
+
+@pytest.mark.gpu
 def test_changed_weights_are_packed_again(make: Callable[[list[LayerParts]], HalfLayers]) -> None:
     layers = make_layers(*SHAPES[0])
     halves = make(layers)

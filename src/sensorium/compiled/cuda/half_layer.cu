@@ -457,7 +457,9 @@ extern "C" __global__ void pack_kernel(const __grid_constant__ packing given) {
     atomicMax(&largest, most);
     __syncthreads();
     const int lowest = min(max(largest - 15, 0), 127);
-    if (threadIdx.x == 0) given.scales[blockIdx.x] = (u32)(lowest + 127) << 7 | (u32)(lowest + 127) << 23;
+    // Weights that are infinite, no numbers, or from 2^16 on cannot be told in 12 bits; their 16 outputs are no numbers then.
+    const u32 scale = largest > lowest + 15 ? 0x7fc0 : (u32)(lowest + 127) << 7;
+    if (threadIdx.x == 0) given.scales[blockIdx.x] = scale | scale << 16;
     const int lane = threadIdx.x % 32, blocks = given.inner / 64;
     for (int block = threadIdx.x / 32; block < blocks; block += blockDim.x / 32) {
         char *tile = given.tiles + ((long long)blockIdx.x * blocks + block) * TILE + lane * 16;

@@ -115,6 +115,7 @@ class HalfLayers:
         self._scratch: dict[int, tuple[Tensor, ...]] = {}
         self._tried: set[tuple[int, int]] = set()
         self._stale = False
+        self._captured = False
         self._usable = self._sizes is not None and self._sizes.fit
 
     def renew(self) -> None:
@@ -142,11 +143,10 @@ class HalfLayers:
         rows = seen_BN.shape[0]
         if not self._usable or rows > MOST_ROWS or index not in self._pairs or seen_BN.dtype != torch.bfloat16:
             return None
-        if (index, rows) not in self._tried:
-            if torch.cuda.is_current_stream_capturing():
-                return None
-            if not self._works(index, rows, plain):
-                return None
+        capturing = torch.cuda.is_current_stream_capturing()
+        if (index, rows) not in self._tried and (capturing or not self._works(index, rows, plain)):
+            return None
+        self._captured |= capturing
         return self._launched(index, seen_BN.contiguous(), sum_BW)
 
     def _works(self, index: int, rows: int, plain: Callable[[Tensor, Tensor], Tensor]) -> bool:
@@ -165,7 +165,8 @@ class HalfLayers:
             wrong = str(failure).strip().split("\n")[0]
         if wrong:
             self._usable = False
-            self._packed.clear()
+            if not self._captured:  # graphs that read them stay
+                self._packed.clear()
             self._noted(
                 f"steps of at most {MOST_ROWS} rows do not read their weights in 12 bits, so they take longer, by a sixth "
                 f"or more: {wrong}."
