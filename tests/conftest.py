@@ -53,6 +53,13 @@ def _tiny_models(common: Path) -> None:
     tiny_models.SHELF[0].mkdir(exist_ok=True)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_given_up() -> None:
+    """Fast ways to compute that an earlier test of this process gave up are not told of the next one's run."""
+    if (fast_paths := sys.modules.get("sensorium.models.fast_paths")) is not None:
+        fast_paths._taken.clear()
+
+
 @pytest.fixture(scope="session")
 def fork_server(common: Path) -> Iterator[ForkServer]:
     """One for all workers, which the first test that wants it starts."""

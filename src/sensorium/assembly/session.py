@@ -22,7 +22,7 @@ from sensorium.media.decoder import Decoder
 from sensorium.media.limits import MediaLimits
 from sensorium.media.store import MediaStore
 from sensorium.models.counts import MediaCounts
-from sensorium.models.fast_paths import fallbacks
+from sensorium.models.fast_paths import fallbacks, given_up
 from sensorium.models.policy import Policy
 from sensorium.recipe.names import build, resolve
 from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection
@@ -101,6 +101,11 @@ class Session:
     def fallbacks(self) -> int:
         """How many fast ways to compute were given up in this process, because they disagree with the reference."""
         return fallbacks()
+
+    @property
+    def given_up(self) -> tuple[str, ...]:
+        """Why, for each of them."""
+        return given_up()
 
     @property
     def patches(self) -> int:

@@ -32,3 +32,8 @@ def note_fallback(reason: str) -> None:
 def fallbacks() -> int:
     """How many fast ways this process has given up so far."""
     return len(_taken)
+
+
+def given_up() -> tuple[str, ...]:
+    """Why, for each of them."""
+    return tuple(_taken)

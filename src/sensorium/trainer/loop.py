@@ -161,7 +161,7 @@ class Trainer:
         measured = episode_metrics(groups, selection, mask_truncated=recipe.rollout.mask_truncated)
         row = measured | learned | collected.metrics | clock.metrics(collected.played)
         row |= self.schedule.take_waits(row["time/step_s"])
-        return row, Evidence(groups, collected.fates, unanswered(self.session.scorer, groups))
+        return row, Evidence(groups, collected.fates, unanswered(self.session.scorer, groups), self.session.given_up)
 
     def _credit(self, collected: CollectedStep) -> list[list[CreditedEpisode]]:
         """The advantages of what a step trains on."""
@@ -195,7 +195,7 @@ class Trainer:
         self.ledger.advance(step, "trained")
         failed = len(groups) - len(played)
         row = learned | {"episodes/failed": failed} | skip_metrics(drawn.skipped, long) | clock.metrics(groups)
-        return row, Evidence(tuple(groups))
+        return row, Evidence(tuple(groups), given_up=self.session.given_up)
 
     def _look_ahead(self, played: int) -> None:
         """Begin to read the tasks of the step after the last one that was played, and to decode their media."""

@@ -67,7 +67,7 @@ ZEROS = group(*(episode(i, 0.0) for i in range(8)))
 
 
 def facts(row: dict[str, float], *groups: Group, before: Any = (), step: int = 9, **more: Any) -> StepFacts:
-    evidence = Evidence(groups or (MIXED,), more.pop("fates", {}), more.pop("unanswered", {}))
+    evidence = Evidence(groups or (MIXED,), more.pop("fates", {}), more.pop("unanswered", {}), more.pop("given_up", ()))
     sections = more.pop("sections", {})
     return StepFacts(recipe(**sections), step, row, History(before), evidence, **more)
 
@@ -172,6 +172,10 @@ CASES: dict[str, tuple[StepFacts, str]] = {
             sections={"cluster": {"engines": 2}},
         ),
         "(engines replaced 5, responses sampled again 4 since the run began; 1 of 2 engines work)",
+    ),
+    "slower_computing": (
+        facts(HEALTHY, given_up=("no C compiler was found.", "a kernel\nfailed")),
+        "given up, so the run is slower than it could be: no C compiler was found; a kernel failed. What is computed",
     ),
 }
 

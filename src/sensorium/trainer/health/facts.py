@@ -93,12 +93,14 @@ class History:
 class Evidence:
     """The episodes of a step, and why those that were left out were (by episode id).
 
-    ``unanswered``: by term that compares answers, in how many of how many episodes it found none.
+    ``unanswered``: by term that compares answers, in how many of how many episodes it found none. ``given_up``: why fast
+    ways to compute were given up in this process so far.
     """
 
     groups: tuple[Group, ...] = ()
     fates: Mapping[str, str] = field(default_factory=dict)
     unanswered: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    given_up: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

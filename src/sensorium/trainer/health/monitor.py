@@ -25,7 +25,7 @@ BY_SIGHT_CHECK = frozenset({"blind"})
 """Findings that only a sight check can make or take back."""
 DAMAGING = frozenset({"sudden_loss", "learning_rate"})
 """Findings after which a checkpoint is not to be trusted over an earlier one."""
-NO_CAUSE = frozenset({"lost_processes"})
+NO_CAUSE = frozenset({"lost_processes", "slower_computing"})
 """Findings that do not explain why nothing was trained: what died was replaced, and its work was done again."""
 
 

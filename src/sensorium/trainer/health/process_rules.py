@@ -1,4 +1,4 @@
-"""Rules about the processes of a run: those that were lost, also where they were replaced and the run goes on."""
+"""Rules about the processes of a run: those that were lost, also where the run goes on, and how this one computes."""
 
 from sensorium.record.findings import Finding
 from sensorium.report.processes import LOSSES
@@ -30,3 +30,14 @@ def lost_processes(facts: StepFacts) -> Finding | None:
         "their machine: cluster.restarts of a kind are replaced in a run, after that the others go on alone"
     )
     return Finding("lost_processes", what, cause, advice)
+
+
+def slower_computing(facts: StepFacts) -> Finding | None:
+    """A fast way to compute was given up in this process, since it disagrees with the reference or cannot run here."""
+    reasons = [" ".join(reason.split()).rstrip(".") for reason in facts.evidence.given_up]
+    if not reasons:
+        return None
+    counted = "a fast way to compute was" if len(reasons) == 1 else f"{len(reasons)} fast ways to compute were"
+    what = f"{counted} given up, so the run is slower than it could be"
+    advice = "What is computed is right, the slower way. If the reason is this machine, mend it; otherwise report it"
+    return Finding("slower_computing", what, "; ".join(reasons), advice)

@@ -48,6 +48,7 @@ RULES = (
     Rule(learning_rules.weightless),
     Rule(learning_rules.blind),
     Rule(process_rules.lost_processes),
+    Rule(process_rules.slower_computing),
 )
 
 
