@@ -226,6 +226,7 @@ def test_findings_are_printed_when_they_begin_last_and_end() -> None:
     stream = io.StringIO()
     watcher = ConsoleWatcher(Console(file=stream, width=60))
     for step, state in ((3, "began"), (13, "goes on"), (30, "ended")):
+        watcher.diagnosed(Notice(step, "slower_computing", state, "said as a warning before"))
         watcher.diagnosed(Notice(step, "no_answer", state, "'exact' found no [answer]: there is no tag. Ask for it", True))
     assert stream.getvalue().splitlines() == [
         "step 3: health: 'exact' found no [answer]: there is no tag. Ask for it",

@@ -34,6 +34,8 @@ TROUBLES = {
     "tasks/skipped_long": "long prompts skipped",
     "policy/skipped": "updates skipped",
 }
+SAID_BEFORE = frozenset({"slower_computing"})
+"""Findings whose reasons were printed when they came up; the report has them."""
 
 
 class ConsoleWatcher(Watcher):
@@ -104,6 +106,8 @@ class ConsoleWatcher(Watcher):
 
     def diagnosed(self, notice: Notice) -> None:
         """Print a finding above the display, and keep it there while it lasts."""
+        if notice.rule in SAID_BEFORE:
+            return
         if notice.state == "ended":
             self._state.findings.pop(notice.rule, None)
             self.console.print(
