@@ -54,6 +54,7 @@ def test_demonstrated_and_random_play_are_measured_and_repeat() -> None:
     assert found["tasks.train.0 demonstrated play"].found.endswith("3 of 3 correct")
     assert found["tasks.train.0 random play"].level == "ok"
     assert found["tasks.train.0 repeats"].level == "ok"
+    assert "tasks.train.0 success" not in found
     assert "demonstrated 10 to 10" in found["tasks.train.0 reward environment/success"].found
     assert found["tasks.evaluate splits"].level == "warning"
 
@@ -126,6 +127,9 @@ def test_environments_that_fail_or_do_not_repeat_are_found() -> None:
     options = {"environment": f"{__name__}:Moody", "size": 8}
     found = findings(8, tasks={"train": [{"source": "environments", "options": options}]})
     assert found["tasks.train.0 repeats"].level == "warning"
+    assert found["tasks.train.0 repeats"].found.startswith("the same responses lead to other observations or pay")
+    assert found["tasks.train.0 success"].level == "warning"
+    assert "episodes that ended says whether it succeeded" in found["tasks.train.0 success"].found
     assert found["tasks.train.0 demonstrated play"].level == "ok"
     assert found["tasks.train.0 random play"].level == "error"
     assert "it is Monday" in found["tasks.train.0 random play"].found

@@ -188,11 +188,25 @@ def _check_play(session: ModelFreeSession, where: str, tasks: list[Task]) -> Ite
     differing = [a.task_id for a, b in zip(first, again, strict=True) if _course(a) != _course(b)]
     if tasks[0].environment is not None and any(episode.turns for episode in first):
         told = "the same responses lead to the same observations and pay"
+        if differing:
+            told = "the same responses lead to other observations or pay when played again, so runs do not repeat"
         yield Finding(where, "repeats", *_counted(told, differing, "warning"))
+    yield from _success(where, tasks, (*shown, *first))
     yield from _rewards(where, shown, first)
     yield from _lengths(session, where, shown, first)
     for name, told, good in try_tools(tasks, EnvironmentMaker(session.store)):
         yield Finding(where, f"tool {name}", told, "ok" if good else "warning")
+
+
+def _success(where: str, tasks: Sequence[Task], episodes: Sequence[Episode]) -> Iterator[Finding]:
+    """Whether the episodes of an environment that came to their end were right or wrong, by any term."""
+    ended = [episode for episode in episodes if episode.status is Status.FINISHED]
+    if tasks[0].environment is not None and ended and all(episode.correct is None for episode in ended):
+        told = (
+            f"none of {len(ended)} episodes that ended says whether it succeeded, so there will be no accuracy: have the "
+            "environment give success with its last step, or add a term that compares answers"
+        )
+        yield Finding(where, "success", told, "warning")
 
 
 def _actions(where: str, names: Sequence[str]) -> Finding:
