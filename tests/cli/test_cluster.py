@@ -103,6 +103,20 @@ def held_by(run: Path, pid: int) -> None:
     (run / "run.lock").write_text(json.dumps({"pid": pid, "host": socket.gethostname()}))
 
 
+def test_a_run_of_one_process_goes_on_or_was_killed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held_by(run, os.getpid())
+    code, told = status(run, capsys)
+    assert code == 0
+    assert f"It goes on: process {os.getpid()}" in told
+    with subprocess.Popen(["sleep", "0"]) as ended:
+        pass
+    held_by(run, ended.pid)
+    code, told = status(run, capsys)
+    assert code == 1
+    assert "is gone and did not say how the run ended: it was killed" in told
+    assert "the same command" in told
+
+
 def test_a_run_whose_processes_are_not_up_yet_is_told_to_start(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "recipe.yaml").write_text("name: x\ncluster: {learners: 2, engines: 2}\nrollout: {engine: vllm}\n")
     held_by(run, os.getpid())

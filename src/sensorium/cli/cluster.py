@@ -73,12 +73,18 @@ def _without_processes(directory: Path) -> tuple[str, int]:
     """What is to say of a run that has not written of its processes, and the exit code."""
     recipe, _ = read_yaml((directory / "recipe.yaml").read_text(), str(directory / "recipe.yaml"))
     parts = placed_processes(recipe) if isinstance(recipe, dict) else ()
+    holder, listed = said_holder(directory), ", ".join(parts)
     if not parts:
-        return (
+        text = (
             f"'{directory}' is a run of one process: learner and engine are the driver's own, and there is nothing beside "
             "it. cluster.learners, cluster.engines or rollout.engine: process give it others."
-        ), 0
-    holder, listed = said_holder(directory), ", ".join(parts)
+        )
+        if holder is None:  # it let go of the run directory when it ended
+            return text, 0
+        if holder[1] != socket.gethostname() or alive(holder[0]):
+            return f"{text}\nIt goes on: process {holder[0]} on {holder[1]}.", 0
+        gone = f"Its process, {holder[0]}, is gone and did not say how the run ended: it was killed."
+        return f"{text}\n{gone}\n{after_interrupt(RunDirectory(directory))}", 1
     if holder is None or (holder[1] == socket.gethostname() and not alive(holder[0])):
         return (
             f"'{directory}' ended before its processes were up ({listed}).\n{after_interrupt(RunDirectory(directory))}",
