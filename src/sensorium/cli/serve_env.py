@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from sensorium.vocabulary.errors import RecipeError
+from sensorium.workers.own_folder import temporary_folder
 
 USAGE = "sensorium serve env [NAME | NAME=module:Class | NAME=FILE.yaml …] [--rows NAME=FILE] …"
 
@@ -55,7 +56,7 @@ def run(arguments: Namespace) -> int:
     within("serve", "--deadline-s", arguments.deadline_s, 0.001, 86_400)
     within("serve", "--memory-mib", arguments.memory_mib, 256, 2**20)
     listening, key = listen(arguments.host, arguments.port)
-    folder = TemporaryDirectory(prefix="sensorium-media-")
+    folder = TemporaryDirectory(prefix="media-", dir=temporary_folder())
     store = MediaStore(Path(folder.name))
 
     def isolated(name: str, options: dict[str, Any]) -> Any:

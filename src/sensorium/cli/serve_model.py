@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from sensorium.vocabulary.errors import RecipeError
+from sensorium.workers.own_folder import temporary_folder
 
 USAGE = "sensorium serve model CHECKPOINT [--name N] [--host H] [--port P] [--capacity N] [--media-root FOLDER …] …"
 
@@ -65,7 +66,7 @@ def run(arguments: Namespace) -> int:
     place = Path(arguments.checkpoint)
     of_run = place.is_dir() and not (place / "config.json").exists()
     path = str(checkpoint_of_run(place)) if of_run else arguments.checkpoint
-    with TemporaryDirectory(prefix="sensorium-media-") as folder:
+    with TemporaryDirectory(prefix="media-", dir=temporary_folder()) as folder:
         limits = MediaLimits(file_mib=arguments.max_body_mib, clip_s=1200, clip_mib=1024)
         store = MediaStore(Path(folder), limits=limits)
         policy = load_policy(

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from sensorium.vocabulary.errors import RecipeError
+from sensorium.workers.own_folder import temporary_folder
 
 USAGE = "sensorium serve reward [CHECKPOINT] [--workers N] [--reader URL …] [--mode qa|vl_judge] [--host H] [--port P] …"
 Value = TypeVar("Value", int, float, str)
@@ -125,7 +126,7 @@ def run(arguments: Namespace) -> int:
         arguments.capacity,
         tuple(Path(root).expanduser().resolve() for root in arguments.media_root),
     )
-    with TemporaryDirectory(prefix="sensorium-media-") as folder:
+    with TemporaryDirectory(prefix="media-", dir=temporary_folder()) as folder:
         store = MediaStore(Path(folder) / "media")
         cache = Path(arguments.cache).expanduser() if arguments.cache else Path(folder) / "judgements.sqlite"
         client = JudgeClient(judges_section(urls, served, key_env, cache, arguments.calls), store)

@@ -27,7 +27,7 @@ from sensorium.record.processes import ProcessRow
 from sensorium.record.run_directory import RunDirectory
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import LearnerLost, RecipeError
-from sensorium.workers.memory_folder import memory_folder
+from sensorium.workers.own_folder import memory_folder
 
 
 class Ranks(Protocol):

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sensorium.vocabulary.errors import RecordError
-from sensorium.workers.memory_folder import memory_folder
+from sensorium.workers.own_folder import memory_folder
 
 
 def write_tensors(tensors: Mapping[str, Tensor], what: str = "weights", folder: Path | None = None) -> Path:

@@ -1,4 +1,4 @@
-"""Shared memory is used where it has room, and what killed processes left there is removed."""
+"""Shared memory is used where it has room, and what killed processes left there or among temporary files is removed."""
 
 import os
 import resource
@@ -10,8 +10,8 @@ import torch
 
 from sensorium.engines.tensor_files import write_tensors
 from sensorium.vocabulary.errors import RecordError
-from sensorium.workers import memory_folder as module
-from sensorium.workers.memory_folder import memory_folder
+from sensorium.workers import own_folder as module
+from sensorium.workers.own_folder import memory_folder, temporary_folder
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -34,6 +34,19 @@ def test_what_a_killed_process_left_is_removed_and_what_lives_is_not(shared_memo
     assert set(shared_memory.iterdir()) == {own, living}
     os.close(lock)
     assert memory_folder(10) == own != left
+
+
+def test_a_killed_service_leaves_no_media_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path))
+    if not (child := os.fork()):
+        (temporary_folder() / "media").write_bytes(bytes(10))
+        os._exit(0)  # as a kill ends it
+    assert os.waitpid(child, 0)[1] == 0
+    (left,) = tmp_path.glob("sensorium-own-*")
+    assert (left / "media").exists()
+    own = temporary_folder()
+    assert list(tmp_path.glob("sensorium-own-*")) == [own] != [left]
+    assert temporary_folder() == own
 
 
 def test_without_room_or_shared_memory_the_disk_is_used(

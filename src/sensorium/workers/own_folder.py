@@ -1,7 +1,7 @@
-"""A folder of this process in the machine's shared memory, for files that other processes of the machine read.
+"""A folder of this process: among temporary files, or in the machine's shared memory, for other processes of the machine.
 
-Each such folder is locked by its process as long as that lives, however it ends. So what a killed run left there, whole
-models at times, is known for that and removed by the next one: nobody else would, and it takes the machine's memory.
+Each such folder is locked by its process as long as that lives, however it ends. So what a killed process left there, whole
+models or a service's media, is known for that and removed by the next one: nobody else would, and it takes room.
 """
 
 import atexit
@@ -13,26 +13,36 @@ from contextlib import suppress
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-PREFIX, LOCK = "sensorium-memory-", "lock"
+PREFIX, LOCK = "sensorium-own-", "lock"
 
 _made: dict[tuple[int, Path], tuple[Path, int]] = {}
-"""By process and shared memory: the folder, and the lock that stays open. A fork makes its own."""
+"""By process and place: the folder, and the lock that stays open. A fork makes its own."""
+
+
+def temporary_folder() -> Path:
+    """The folder of this process among temporary files; it goes when the process ends, or after it if that is killed."""
+    return _own(Path(tempfile.gettempdir()))
 
 
 def memory_folder(size: int) -> Path | None:
     """The folder of this process in shared memory; None where there is none, or no room for twice ``size`` bytes."""
     if not (SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK)):
         return None
-    key = os.getpid(), SHARED_MEMORY
     try:
-        if key not in _made:
-            _remove_left_behind(SHARED_MEMORY)
-            _made[key] = _make(SHARED_MEMORY)
-            atexit.register(_remove_own, key)
+        folder = _own(SHARED_MEMORY)
         roomy = shutil.disk_usage(SHARED_MEMORY).free > 2 * size
     except OSError:  # not even a folder has room
         return None
-    return _made[key][0] if roomy else None
+    return folder if roomy else None
+
+
+def _own(place: Path) -> Path:
+    key = os.getpid(), place
+    if key not in _made:
+        _remove_left_behind(place)
+        _made[key] = _make(place)
+        atexit.register(_remove_own, key)
+    return _made[key][0]
 
 
 def _make(place: Path) -> tuple[Path, int]:
