@@ -61,8 +61,13 @@ def test_a_signal_that_another_thread_took_ends_a_run_that_waits_for_nothing_els
         state = Path(f"/proc/self/task/{threading.main_thread().native_id}/stat").read_text().rpartition(")")[2].split()[0]
         return state == "S"
 
-    with stopping_in_order(), pytest.raises(KeyboardInterrupt):
-        run_async(hang())
+    # Where tests run in a shell's background, SIGINT is ignored, and what is ignored ends nothing.
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        with stopping_in_order(), pytest.raises(KeyboardInterrupt):
+            run_async(hang())
+    finally:
+        signal.signal(number, before)
     assert signal.set_wakeup_fd(-1) == -1
 
 
