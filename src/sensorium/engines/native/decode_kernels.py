@@ -17,11 +17,12 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from sensorium.engines.native.attention_kernels import attend_own, attend_shared, merge
-from sensorium.engines.native.decode_ops import TorchOps
+from sensorium.engines.native.decode_ops import TorchOps, Unplaced
 from sensorium.engines.native.decode_state import TILE_ROWS, DecodeRows
 from sensorium.engines.native.half_layers import HalfLayers
 from sensorium.engines.native.launch_ahead import after_previous, launch_ahead
 from sensorium.engines.native.product_kernels import LARGEST_GATED, fits, gated_products, product_parts
+from sensorium.engines.native.row_attention import LOG2_E, RowAttention
 from sensorium.engines.native.sampler_kernels import chunk_mass, draw_tokens, largest_logits
 from sensorium.models.layer_kernels import add_normed, gated, gated_finely, normed
 from sensorium.models.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights
@@ -32,7 +33,6 @@ CHUNK = 4096  # entries of the vocabulary that one program of the sampler reads
 # fastest at 24 rows, of 1 to 6 3 at 64.
 SHARED_PROGRAMS, OWN_PROGRAMS = 264, 400
 FEW_ROWS = 128  # up to so many take shared pages one by one; more take two at a time, 4 µs a layer faster at 256 rows
-LOG2_E = math.log2(math.e)
 
 
 class TritonOps(TorchOps):
@@ -41,10 +41,11 @@ class TritonOps(TorchOps):
     name = "triton"
 
     def __init__(self, noted: Callable[[str], None] | None = None) -> None:
-        """With ``noted``, layers of few rows may be computed by ``HalfLayers``, which say by it where they cannot be."""
+        """With ``noted``, few rows may be computed by ``RowAttention`` and ``HalfLayers``; it hears where they cannot."""
         super().__init__()
         self._noted = noted
         self._half_layers: HalfLayers | None = None
+        self._row_attention = RowAttention(noted, self._attended_one_by_one) if noted is not None else None
         self._blocked: dict[tuple[int, int], Tensor] = {}
         self._halves: dict[int, tuple[Tensor, Tensor]] = {}
         self._streams: list[torch.cuda.Stream] = []
@@ -138,7 +139,7 @@ class TritonOps(TorchOps):
         rotary: tuple[Tensor, Tensor],
         rows: DecodeRows,
         next_block: Tensor,
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> tuple[Tensor | Unplaced, Tensor] | None:
         """From what a layer's attention gave to the next layer's queries in one launch and a second, for few rows."""
         projections = [part for part in (following.query, following.key, following.value) if isinstance(part, nn.Linear)]
         biases = [part.bias for part in projections if part.bias is not None]
@@ -156,7 +157,7 @@ class TritonOps(TorchOps):
         if passed is None:
             return None
         parts_PBN, summed_BW = passed
-        return self._placed_parts(following, parts_PBN, biases, seen_BN.dtype, rotary, rows, next_block), summed_BW
+        return self._projected(Unplaced(following, parts_PBN, biases, rotary), rows, next_block), summed_BW
 
     def gated(self, inner: GatedMLP, x_BW: Tensor) -> Tensor:
         """The inner values of a gated MLP."""
@@ -170,30 +171,32 @@ class TritonOps(TorchOps):
 
     def project(
         self, layer: LayerParts, x_BW: Tensor, rotary: tuple[Tensor, Tensor], rows: DecodeRows, layer_block: Tensor
-    ) -> Tensor:
+    ) -> Tensor | Unplaced:
         """Queries, keys and values of a layer, normed and rotated; keys and values go to the rows' pages."""
         layers = [part for part in (layer.query, layer.key, layer.value) if isinstance(part, nn.Linear)]
         biases = [part.bias for part in layers if part.bias is not None]
         if len(layers) < 3 or len(biases) not in (0, 3) or not fits(layers, x_BW):
             return super().project(layer, x_BW, rotary, rows, layer_block)
         parts_PBN = product_parts(x_BW, [part.weight for part in layers])
-        return self._placed_parts(layer, parts_PBN, biases, x_BW.dtype, rotary, rows, layer_block)
+        return self._projected(Unplaced(layer, parts_PBN, biases, rotary), rows, layer_block)
 
-    def _placed_parts(
-        self,
-        layer: LayerParts,
-        parts_PBN: Tensor,
-        biases: Sequence[Tensor],
-        kind: torch.dtype,
-        rotary: tuple[Tensor, Tensor],
-        rows: DecodeRows,
-        layer_block: Tensor,
-    ) -> Tensor:
+    def _projected(self, given: Unplaced, rows: DecodeRows, layer_block: Tensor) -> Tensor | Unplaced:
+        """As it is where attention places it, for few rows; otherwise the queries, and what ``place`` does is done."""
+        if self._row_attention is not None and self._row_attention.takes(given, layer_block):
+            return given
+        return self._placed_parts(given, rows, layer_block)
+
+    def _placed_parts(self, given: Unplaced, rows: DecodeRows, layer_block: Tensor) -> Tensor:
         """``place`` of queries, keys and values side by side, in parts."""
-        parts, batch, width = parts_PBN.shape
+        parts, batch, width = given.parts_PBN.shape
         kv_heads, _, size = layer_block.shape[2:]
-        query_BHD = parts_PBN.new_empty(batch, width // size - 2 * kv_heads, size, dtype=kind)
-        return self._placed((parts_PBN,) * 3, biases, parts, query_BHD, rotary, layer.norms, rows, layer_block)
+        query_BHD = layer_block.new_empty(batch, width // size - 2 * kv_heads, size)
+        three, norms = (given.parts_PBN,) * 3, given.layer.norms
+        return self._placed(three, given.biases, parts, query_BHD, given.rotary, norms, rows, layer_block)
+
+    def _attended_one_by_one(self, given: Unplaced, rows: DecodeRows, layer_block: Tensor) -> Tensor:
+        """What ``RowAttention`` does in one launch."""
+        return self.attend(self._placed_parts(given, rows, layer_block), rows, layer_block, given.layer.scaling)
 
     def place(
         self,
@@ -233,8 +236,12 @@ class TritonOps(TorchOps):
         )  # fmt: skip
         return query_BHD
 
-    def attend(self, query_BHD: Tensor, rows: DecodeRows, layer_block: Tensor, scaling: float) -> Tensor:
+    def attend(self, query: Tensor | Unplaced, rows: DecodeRows, layer_block: Tensor, scaling: float) -> Tensor:
         """Attention over each row's pages, as [B, H · D]: shared pages, own pages, merged."""
+        if isinstance(query, Unplaced):
+            assert self._row_attention is not None
+            return self._row_attention.attend(query, rows, layer_block)
+        query_BHD = query
         batch, heads, size = query_BHD.shape
         kv_heads, page = layer_block.shape[2:4]
         share = heads // kv_heads

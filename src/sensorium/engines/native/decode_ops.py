@@ -5,6 +5,7 @@ K key heads, D head size, W hidden size, F inner size, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,6 +20,16 @@ from sensorium.models.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormW
 from sensorium.models.wide_products import wide_linear, wide_product
 
 LARGEST_HALF = 65504.0  # the largest float16 number
+
+
+@dataclass(frozen=True)
+class Unplaced:
+    """Queries, keys and values of a layer side by side, in parts [P, B, N] that are to be summed, normed and rotated."""
+
+    layer: LayerParts
+    parts_PBN: Tensor
+    biases: Sequence[Tensor]
+    rotary: tuple[Tensor, Tensor]
 
 
 class TorchOps:
@@ -94,7 +105,7 @@ class TorchOps:
         rotary: tuple[Tensor, Tensor],
         rows: DecodeRows,
         next_block: Tensor,
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> tuple[Tensor | Unplaced, Tensor] | None:
         """From what a layer's attention gave to the next layer's ``project`` at once, with the residual stream between.
 
         None where this is done by ``add_product``, ``gated`` and ``project`` one after the other.
@@ -103,8 +114,11 @@ class TorchOps:
 
     def project(
         self, layer: LayerParts, x_BW: Tensor, rotary: tuple[Tensor, Tensor], rows: DecodeRows, layer_block: Tensor
-    ) -> Tensor:
-        """Queries, keys and values of a layer, normed and rotated; keys and values go to the rows' pages."""
+    ) -> Tensor | Unplaced:
+        """Queries, keys and values of a layer, normed and rotated; keys and values go to the rows' pages.
+
+        Or what is left to ``attend`` to do.
+        """
         # key and value are small: they take no longer than the query does if they run beside it
         query_BN, key_BN, value_BN = self.together(*(partial(part, x_BW) for part in (layer.query, layer.key, layer.value)))
         return self.place(query_BN, key_BN, value_BN, rotary, layer.norms, rows, layer_block)
@@ -140,10 +154,11 @@ class TorchOps:
         layer_block[0][page_B, :, place_B % PAGE] = key_BKD
         layer_block[1][page_B, :, place_B % PAGE] = value_BKD
 
-    def attend(self, query_BHD: Tensor, rows: DecodeRows, layer_block: Tensor, scaling: float) -> Tensor:
-        """Attention over each row's pages, as [B, H · D]."""
+    def attend(self, query: Tensor | Unplaced, rows: DecodeRows, layer_block: Tensor, scaling: float) -> Tensor:
+        """Attention over each row's pages, of what ``project`` gave, as [B, H · D]."""
+        assert isinstance(query, Tensor)
         keys_NKPD, values_NKPD = layer_block.unbind(0)
-        return attend(query_BHD, keys_NKPD, values_NKPD, rows.table_BP, rows.lengths_B, scaling).flatten(1)
+        return attend(query, keys_NKPD, values_NKPD, rows.table_BP, rows.lengths_B, scaling).flatten(1)
 
     def draw(self, logits_BV: Tensor, rows: DecodeRows, forbidden_F: Tensor, stop_S: Tensor, truncated: bool) -> None:
         """Sample the next token of every row and advance the rows."""

@@ -69,19 +69,19 @@ class FusedStep:
         angles = (cos_BD, sin_BD)
         sum_BW = embedded_BW.float()
         normed_BW = ops.norm(sum_BW, self._layers[0].before)
-        query_BHD = ops.project(self._layers[0], normed_BW, angles, rows, pool.block[0])
+        query = ops.project(self._layers[0], normed_BW, angles, rows, pool.block[0])
         for i, (layer, following) in enumerate(zip(self._layers, [*self._layers[1:], None], strict=True)):
-            seen_BN = ops.attend(query_BHD, rows, pool.block[i], layer.scaling)
+            seen_BN = ops.attend(query, rows, pool.block[i], layer.scaling)
             if following is not None:
                 passed = ops.pass_on(layer, following, seen_BN, sum_BW, angles, rows, pool.block[i + 1])
                 if passed is not None:
-                    query_BHD, sum_BW = passed
+                    query, sum_BW = passed
                     continue
             fine = torch.float16 if layer.fine else None
             normed_BW, sum_BW = ops.add_product(layer.out, seen_BN, sum_BW, layer.between, fine)
             normed_BW, sum_BW = self._inner(layer, normed_BW, sum_BW, self._last if following is None else following.before)
             if following is not None:
-                query_BHD = ops.project(following, normed_BW, angles, rows, pool.block[i + 1])
+                query = ops.project(following, normed_BW, angles, rows, pool.block[i + 1])
         return policy.head_logits(normed_BW)
 
     def _inner(self, layer: LayerParts, x_BW: Tensor, sum_BW: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:

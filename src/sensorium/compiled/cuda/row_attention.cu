@@ -1,0 +1,520 @@
+// Decode attention of few rows in one launch: queries, keys and values are taken from the parts of their product, normed and
+// rotated; the new entry goes to its page; each row attends to the pages it shares with others and to its own.
+//
+// A cluster of SPLITS CTAs has one row and key head, and its warps share the row's own entries among them, 16 at a time. A lane
+// copies pages to shared memory ahead of their use, those of earlier steps before the kernel before this one has ended.
+// Another kind of cluster has a tile of up to eight rows and a key head: its CTAs share the pages that these rows have in
+// common, and every warp takes two of the rows. Clusters merge what their warps found over distributed shared memory; a row's
+// cluster then waits for its tile's, which come first in the grid. Sums are in a fixed order: equal inputs give equal bits.
+//
+// Scores are keys · queries (mma m16n8k16: 16 entries × up to 8 heads that share a key head), in float32; weights to 11 bits
+// and values in float16, as in attention_kernels.py, whose results these are but for the order of sums.
+//
+// Given by the compiler's command line: HEADS, KV, SIZE of a head, PAGE, SPLITS, BIAS and NORM (0 or 1). ``row_attention.py``
+// fills the structure and checks the sizes.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+
+#define INLINE __device__ __forceinline__
+
+constexpr int WARPS = 4, THREADS = 32 * WARPS;
+constexpr int SHARE = HEADS / KV, WIDE = (HEADS + 2 * KV) * SIZE;
+constexpr int TILE_ROWS = 8, ROWS_OF_A_WARP = TILE_ROWS / WARPS;     // of a tile of rows
+constexpr int STEPS = SIZE / 16, OF_A_LANE = SIZE / 32;
+constexpr int ENTRIES = 16, ENTRY_BYTES = 2 * SIZE, TILE = 2 * ENTRIES * ENTRY_BYTES;     // keys, then values
+constexpr int DEPTH = 3;                                             // tiles of a warp's ring
+constexpr int QUERY_BYTES = ENTRY_BYTES + 16;                        // from a query to the next: in different banks
+constexpr int FOUND = SIZE + 4;                                      // floats from a query's sum to the next one's
+constexpr int RING_BYTES = WARPS * DEPTH * TILE, QUERIES_BYTES = WARPS * 8 * QUERY_BYTES;
+constexpr float NOTHING = -1e30f;                                    // a score that no entry has
+static_assert(SHARE <= 8 && SIZE % 64 == 0 && PAGE == ENTRIES * WARPS, "sizes that the kernel does not know");
+static_assert(ROWS_OF_A_WARP * 8 * FOUND * 4 <= DEPTH * TILE, "no room for sums");
+
+struct attention {
+    const float *parts;                       // [count, rows, WIDE] queries, keys and values side by side
+    const u16 *query_bias, *key_bias, *value_bias;
+    const u16 *cos, *sin;                     // [rows, SIZE]
+    const u16 *query_gain, *key_gain;         // [SIZE]
+    u16 *keys, *values;                       // [pages, KV, PAGE, SIZE]
+    const int *table;                         // [rows, width]
+    const long long *lengths, *shared;        // [rows]
+    const long long *tile_first, *tile_rows;  // [rows] tiles that share something come first
+    float *common;                            // [rows, HEADS, SIZE] what a tile found in shared pages
+    float *common_weights;                    // [rows, HEADS] and the logarithm of its weight
+    u32 *done;                                // [rows / 2, KV, SPLITS, 2] zero: whether a tile's CTA is done, and who took it
+    u16 *out;                                 // [rows, HEADS, SIZE]
+    float eps, factor;
+    int count, rows, width;
+};
+
+struct Sums {
+    float values[STEPS][4];                   // of 16 of a head's size × 8 heads, as mma has them
+    float weight[2], largest[2];              // of the lane's two heads; the weight of its own entries only
+};
+
+INLINE u16 rounded(float x) {
+    u16 r;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(x));
+    return r;
+}
+
+INLINE float widened(u16 x) { return __uint_as_float((u32)x << 16); }
+INLINE float through(float x) { return widened(rounded(x)); }
+
+INLINE u32 halves(float first, float second) {
+    u32 r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first));
+    return r;
+}
+
+INLINE u32 to_halves(u32 pair) { return halves(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)); }
+
+INLINE float power(float x) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+INLINE u32 address(const void *shared_memory) { return (u32)__cvta_generic_to_shared(shared_memory); }
+
+// ---- clusters ----
+
+INLINE u32 rank() {
+    u32 r;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return r;
+}
+
+INLINE float of_another(const float *place, u32 cta) {
+    u32 there;
+    float r;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address(place)), "r"(cta));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(r) : "r"(there) : "memory");
+    return r;
+}
+
+INLINE void meet() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// ---- queries, and the new entry ----
+
+struct Angles {
+    float cos[OF_A_LANE], sin[OF_A_LANE];
+    INLINE Angles(const attention &given, long long row) {
+#pragma unroll
+        for (int i = 0; i < OF_A_LANE; ++i) {
+            const long long at = row * SIZE + threadIdx.x % 32 + 32 * i;
+            cos[i] = widened(given.cos[at]), sin[i] = widened(given.sin[at]);
+        }
+    }
+};
+
+// Up to four heads of the product, each as a lane has it (every 32nd): their parts summed, normed and rotated.
+struct Heads {
+    float x[4][OF_A_LANE];
+    int begin[4];
+    const u16 *bias[4];
+
+    INLINE void is_query(int v, const attention &given, int k, int head) {
+        begin[v] = (k * SHARE + (head < SHARE ? head : 0)) * SIZE;   // where there is none any will do
+        bias[v] = given.query_bias + begin[v];
+    }
+
+    INLINE void load(const attention &given, long long row, int count) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int v = 0; v < 4; ++v)
+#pragma unroll
+            for (int i = 0; i < OF_A_LANE; ++i) x[v][i] = 0.0f;
+        for (int from = 0; from < given.count; from += 4) {
+            float found[4][4][OF_A_LANE];
+#pragma unroll
+            for (int p = 0; p < 4; ++p)
+#pragma unroll
+                for (int v = 0; v < 4; ++v)
+#pragma unroll
+                    for (int i = 0; i < OF_A_LANE; ++i) {
+                        const float *part = given.parts + ((long long)(from + p) * given.rows + row) * WIDE + lane;
+                        found[p][v][i] = from + p < given.count && v < count ? __ldcg(part + begin[v] + 32 * i) : 0.0f;
+                    }
+#pragma unroll
+            for (int p = 0; p < 4; ++p)
+#pragma unroll
+                for (int v = 0; v < 4; ++v)
+#pragma unroll
+                    for (int i = 0; i < OF_A_LANE; ++i) x[v][i] += found[p][v][i];
+        }
+#pragma unroll
+        for (int v = 0; v < 4; ++v)
+#pragma unroll
+            for (int i = 0; i < OF_A_LANE; ++i) {
+                if (BIAS && v < count) x[v][i] += widened(bias[v][lane + 32 * i]);
+                x[v][i] = through(x[v][i]);
+            }
+    }
+
+    INLINE void turn(int v, const u16 *gain, float eps, const Angles &angles) {
+        const int lane = threadIdx.x % 32;
+        if (NORM) {
+            float squares = 0.0f;
+#pragma unroll
+            for (int i = 0; i < OF_A_LANE; ++i) squares += x[v][i] * x[v][i];
+#pragma unroll
+            for (int offset = 16; offset; offset /= 2) squares += __shfl_xor_sync(~0u, squares, offset);
+            const float scale = 1.0f / sqrtf(squares / SIZE + eps);
+#pragma unroll
+            for (int i = 0; i < OF_A_LANE; ++i) x[v][i] = through(widened(gain[lane + 32 * i]) * through(x[v][i] * scale));
+        }
+        float turned[OF_A_LANE];
+#pragma unroll
+        for (int i = 0; i < OF_A_LANE; ++i)
+            turned[i] = i < OF_A_LANE / 2 ? -x[v][i + OF_A_LANE / 2] : x[v][i - OF_A_LANE / 2];
+#pragma unroll
+        for (int i = 0; i < OF_A_LANE; ++i)
+            x[v][i] = through(through(x[v][i] * angles.cos[i]) + through(turned[i] * angles.sin[i]));
+    }
+
+    INLINE void store(int v, u16 *to) const {
+#pragma unroll
+        for (int i = 0; i < OF_A_LANE; ++i) to[threadIdx.x % 32 + 32 * i] = rounded(x[v][i]);
+    }
+};
+
+// The new key and value, the third and fourth of ``heads``, to their page and to the tile in shared memory that has their
+// place; nothing stands behind them there.
+INLINE void put_entry(const attention &given, const Heads &heads, long long row, int k, int entry, char *tile) {
+    const int place = entry % ENTRIES;
+    const long long page = given.table[row * given.width + entry / PAGE];
+    const long long at = ((page * KV + k) * PAGE + entry % PAGE) * SIZE;
+    heads.store(2, given.keys + at);
+    heads.store(3, given.values + at);
+#pragma unroll
+    for (int v = 0; v < 2; ++v)
+#pragma unroll
+        for (int i = 0; i < OF_A_LANE; ++i) {
+            const int d = threadIdx.x % 32 + 32 * i;
+            u16 *there = (u16 *)(tile + v * ENTRIES * ENTRY_BYTES);
+            there[place * SIZE + ((d / 8) ^ (place & 7)) * 8 + d % 8] = rounded(heads.x[2 + v][i]);
+            if (v)
+                for (int later = place + 1; later < ENTRIES; ++later) there[later * SIZE + d] = 0;
+        }
+    __syncwarp();
+}
+
+// ---- entries ----
+
+INLINE void copy_tile(const attention &given, const int *pages, int k, int entry, char *to) {
+    const int lane = threadIdx.x % 32;
+    const long long from = (((long long)pages[entry / PAGE] * KV + k) * PAGE + entry % PAGE) * SIZE;
+#pragma unroll
+    for (int kind = 0; kind < 2; ++kind)
+#pragma unroll
+        for (int i = 0; i < ENTRIES * SIZE / 256; ++i) {
+            const int vector = i * 32 + lane, row = vector / (SIZE / 8), column = vector % (SIZE / 8);
+            const u32 there = address(to + kind * ENTRIES * ENTRY_BYTES + row * ENTRY_BYTES + ((column ^ (row & 7)) * 16));
+            const u16 *source = (kind ? given.values : given.keys) + from + vector * 8;
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(there), "l"(source) : "memory");
+        }
+}
+
+INLINE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+INLINE void wait_for_oldest() { asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory"); }
+
+typedef u32 Queries[STEPS][2];                // of 8 heads, as mma has them
+
+INLINE void read_queries(Queries &queries, const char *from) {
+    const char *mine = from + threadIdx.x % 32 / 4 * QUERY_BYTES + threadIdx.x % 4 * 4;
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) queries[i][0] = *(const u32 *)(mine + i * 32), queries[i][1] = *(const u32 *)(mine + i * 32 + 16);
+}
+
+INLINE void begin_sums(Sums &sums) {
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) sums.values[i][0] = sums.values[i][1] = sums.values[i][2] = sums.values[i][3] = 0.0f;
+    sums.weight[0] = sums.weight[1] = 0.0f;
+    sums.largest[0] = sums.largest[1] = NOTHING;
+}
+
+// A tile of entries for COUNT times 8 heads; the first ``seen`` of the tile count.
+template <int COUNT>
+INLINE void attend(Sums (&sums)[COUNT], const Queries (&queries)[COUNT], const char *tile, int seen, float factor) {
+    const int lane = threadIdx.x % 32;
+    float scores[COUNT][4];
+#pragma unroll
+    for (int c = 0; c < COUNT; ++c) scores[c][0] = scores[c][1] = scores[c][2] = scores[c][3] = 0.0f;
+    const u32 keys = address(tile) + lane % 16 * ENTRY_BYTES;
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+        u32 a[4];
+        const u32 at = keys + (((2 * i + lane / 16) ^ (lane & 7)) * 16);
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
+#pragma unroll
+        for (int c = 0; c < COUNT; ++c)
+            asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                : "+f"(scores[c][0]), "+f"(scores[c][1]), "+f"(scores[c][2]), "+f"(scores[c][3])
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(queries[c][i][0]), "r"(queries[c][i][1]));
+    }
+    u32 weights[COUNT][2];
+    const bool first = lane / 4 < seen, second = lane / 4 + 8 < seen;
+#pragma unroll
+    for (int c = 0; c < COUNT; ++c) {
+        float kept[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            float &a = scores[c][j], &b = scores[c][2 + j];
+            a = first ? a * factor : NOTHING, b = second ? b * factor : NOTHING;
+            float most = fmaxf(a, b);
+#pragma unroll
+            for (int offset = 4; offset < 32; offset *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
+            most = fmaxf(most, sums[c].largest[j]);
+            kept[j] = power(sums[c].largest[j] - most);
+            a = first ? power(a - most) : 0.0f, b = second ? power(b - most) : 0.0f;
+            sums[c].weight[j] = sums[c].weight[j] * kept[j] + a + b;
+            sums[c].largest[j] = most;
+        }
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            sums[c].values[i][0] *= kept[0], sums[c].values[i][1] *= kept[1];
+            sums[c].values[i][2] *= kept[0], sums[c].values[i][3] *= kept[1];
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;"
+                : "=r"(weights[c][half]) : "r"(halves(scores[c][2 * half], scores[c][2 * half + 1])));
+    }
+    const int entry = lane / 16 * 8 + lane % 8;
+    const u32 values = address(tile) + ENTRIES * ENTRY_BYTES + entry * ENTRY_BYTES;
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+        u32 a[4];
+        const u32 at = values + (((2 * i + lane / 8 % 2) ^ (entry & 7)) * 16);
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
+#pragma unroll
+        for (int j = 0; j < 4; ++j) a[j] = to_halves(a[j]);
+#pragma unroll
+        for (int c = 0; c < COUNT; ++c) {
+            float(&sum)[4] = sums[c].values[i];
+            asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(weights[c][0]), "r"(weights[c][1]));
+        }
+    }
+}
+
+// ---- merging ----
+
+struct Found {                                // what a warp leaves for the cluster, besides its sums
+    float weight[ROWS_OF_A_WARP][8], largest[ROWS_OF_A_WARP][8];
+};
+
+INLINE float *sums_of(char *ring, int warp, int slot) { return (float *)(ring + warp * DEPTH * TILE) + slot * 8 * FOUND; }
+
+INLINE void leave(Sums &sums, Found *found, char *ring, int slot) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = lane % 4 * 2;
+    float *to = sums_of(ring, warp, slot);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        float weight = sums.weight[j];
+#pragma unroll
+        for (int offset = 4; offset < 32; offset *= 2) weight += __shfl_xor_sync(~0u, weight, offset);
+        if (lane < 4) found[warp].weight[slot][head + j] = weight, found[warp].largest[slot][head + j] = sums.largest[j];
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            to[(head + j) * FOUND + i * 16 + lane / 4] = sums.values[i][j];
+            to[(head + j) * FOUND + i * 16 + lane / 4 + 8] = sums.values[i][2 + j];
+        }
+    }
+}
+
+// One head at place d: what PARTS warps of all CTAs found, and the logarithm of its weight. Warps first to first + PARTS.
+template <int PARTS>
+INLINE float merged(const Found *found, char *ring, int first, int slot, int head, int d, float &weight) {
+    const int lane = threadIdx.x % 32, parts = PARTS * SPLITS;
+    float mine = 0.0f, largest = NOTHING;
+    if (lane < parts) {
+        const Found *there = found + first + lane % PARTS;
+        mine = of_another(&there->weight[slot][head], lane / PARTS);
+        largest = of_another(&there->largest[slot][head], lane / PARTS);
+    }
+    float most = largest, value = 0.0f;
+#pragma unroll
+    for (int offset = 16; offset; offset /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
+    const float factor = mine > 0.0f ? power(largest - most) : 0.0f;
+    mine *= factor;
+#pragma unroll
+    for (int offset = 16; offset; offset /= 2) mine += __shfl_xor_sync(~0u, mine, offset);
+#pragma unroll
+    for (int p = 0; p < PARTS * SPLITS; ++p)
+        value += __shfl_sync(~0u, factor, p) * of_another(sums_of(ring, first + p % PARTS, slot) + head * FOUND + d, p / PARTS);
+    weight = most + __log2f(mine);
+    return value / mine;
+}
+
+// ---- the two kinds of clusters ----
+
+INLINE void of_a_tile(const attention &given, char *ring, char *queries_memory, Found *found, int tile, int k) {
+    const int warp = threadIdx.x / 32, first = (int)given.tile_first[tile], count = (int)given.tile_rows[tile];
+    const int common = count < 2 ? 0 : (int)given.shared[first];
+    if (!common) return;                                             // all CTAs of the cluster alike
+    const int *pages = given.table + (long long)first * given.width;
+    const int rounds = common / ENTRIES / WARPS, each = (rounds + SPLITS - 1) / SPLITS;     // PAGE is ENTRIES · WARPS
+    const int low = rank() * each, high = min(low + each, rounds);
+    char *slots = ring + warp * DEPTH * TILE;
+    for (int i = 0; i < DEPTH; ++i) {
+        if (low + i < high) copy_tile(given, pages, k, ((low + i) * WARPS + warp) * ENTRIES, slots + i * TILE);
+        commit();
+    }
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    Queries queries[ROWS_OF_A_WARP];
+    Sums sums[ROWS_OF_A_WARP];
+    char *mine = queries_memory + warp * 8 * QUERY_BYTES;
+#pragma unroll
+    for (int slot = 0; slot < ROWS_OF_A_WARP; ++slot) {
+        const int row = first + min(warp * ROWS_OF_A_WARP + slot, count - 1);
+        __syncwarp();
+        const Angles angles(given, row);
+        for (int first_head = 0; first_head < 8; first_head += 4) {
+            Heads heads;
+#pragma unroll
+            for (int v = 0; v < 4; ++v) heads.is_query(v, given, k, first_head + v);
+            heads.load(given, row, 4);
+#pragma unroll
+            for (int v = 0; v < 4; ++v) {
+                heads.turn(v, given.query_gain, given.eps, angles);
+                heads.store(v, (u16 *)(mine + (first_head + v) * QUERY_BYTES));
+            }
+        }
+        __syncwarp();
+        read_queries(queries[slot], mine);
+        begin_sums(sums[slot]);
+    }
+    int at = 0;
+    for (int round = low; round < high; ++round) {
+        wait_for_oldest();
+        __syncthreads();
+#pragma unroll
+        for (int other = 0; other < WARPS; ++other)
+            attend(sums, queries, ring + (other * DEPTH + at) * TILE, ENTRIES, given.factor);
+        __syncthreads();
+        if (round + DEPTH < high) copy_tile(given, pages, k, ((round + DEPTH) * WARPS + warp) * ENTRIES, slots + at * TILE);
+        commit();
+        at = at + 1 == DEPTH ? 0 : at + 1;
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
+#pragma unroll
+    for (int slot = 0; slot < ROWS_OF_A_WARP; ++slot) leave(sums[slot], found, ring, slot);
+    meet();
+    constexpr int HEADS_OF_A_CTA = (8 + SPLITS - 1) / SPLITS;
+    for (int i = threadIdx.x / 32; i < count * HEADS_OF_A_CTA * OF_A_LANE; i += WARPS) {     // 32 places of a row's head
+        const int row = i / (HEADS_OF_A_CTA * OF_A_LANE), head = rank() * HEADS_OF_A_CTA + i / OF_A_LANE % HEADS_OF_A_CTA;
+        const int d = i % OF_A_LANE * 32 + threadIdx.x % 32;
+        if (head >= SHARE) continue;
+        float weight;
+        const float value = merged<1>(found, ring, row / ROWS_OF_A_WARP, row % ROWS_OF_A_WARP, head, d, weight);
+        const long long to = (long long)(first + row) * HEADS + k * SHARE + head;
+        __stcg(given.common + to * SIZE + d, value);
+        if (!d) __stcg(given.common_weights + to, weight);
+    }
+    __syncthreads();
+    if (!threadIdx.x) {
+        u32 *done = given.done + ((tile * KV + k) * SPLITS + rank()) * 2;
+        asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(done), "r"(1) : "memory");
+    }
+    meet();                                                          // nobody leaves before all have read its memory
+}
+
+INLINE void of_a_row(const attention &given, char *ring, char *queries_memory, Found *found, int row, int k) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int seen = (int)min(given.lengths[row] + 1, (long long)given.width * PAGE), common = (int)given.shared[row];
+    const int *pages = given.table + (long long)row * given.width;
+    const int tiles = (seen - common + ENTRIES - 1) / ENTRIES, each = (tiles + WARPS * SPLITS - 1) / (WARPS * SPLITS);
+    const int low = (rank() * WARPS + warp) * each, high = min(low + each, tiles);
+    char *slots = ring + warp * DEPTH * TILE;
+    for (int i = 0; i < DEPTH; ++i) {
+        if (low + i < high) copy_tile(given, pages, k, common + (low + i) * ENTRIES, slots + i * TILE);
+        commit();
+    }
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    const bool last = low < high && high == tiles;                   // this warp has the place of the new entry
+    const Angles angles(given, row);
+    Heads heads;
+    heads.is_query(0, given, k, warp), heads.is_query(1, given, k, warp + WARPS);
+    heads.begin[2] = (HEADS + k) * SIZE, heads.begin[3] = (HEADS + KV + k) * SIZE;
+    heads.bias[2] = given.key_bias + k * SIZE, heads.bias[3] = given.value_bias + k * SIZE;
+    heads.load(given, row, last ? 4 : 2);
+#pragma unroll
+    for (int v = 0; v < 2; ++v) {
+        heads.turn(v, given.query_gain, given.eps, angles);
+        heads.store(v, (u16 *)(queries_memory + (warp + v * WARPS) * QUERY_BYTES));
+    }
+    if (last) heads.turn(2, given.key_gain, given.eps, angles);
+    __syncthreads();
+    Queries queries[1];
+    Sums sums[1];
+    read_queries(queries[0], queries_memory);
+    begin_sums(sums[0]);
+    int at = 0;
+    for (int tile = low; tile < high; ++tile) {
+        wait_for_oldest();
+        __syncwarp();
+        if (tile + 1 == tiles) put_entry(given, heads, row, k, seen - 1, slots + at * TILE);
+        attend(sums, queries, slots + at * TILE, seen - common - tile * ENTRIES, given.factor);
+        __syncwarp();
+        if (tile + DEPTH < high) copy_tile(given, pages, k, common + (tile + DEPTH) * ENTRIES, slots + at * TILE);
+        commit();
+        at = at + 1 == DEPTH ? 0 : at + 1;
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncwarp();
+    leave(sums[0], found, ring, 0);
+    u32 *done = nullptr;
+    int rows_of_tile = 0;
+    if (common && warp == 0) {                                       // wait for the tile that has this row
+        for (int from = 0; from < given.rows / 2 && !done; from += 32) {
+            const int i = from + lane;
+            const bool has = i < given.rows / 2 && given.tile_first[i] <= row && row < given.tile_first[i] + given.tile_rows[i];
+            const u32 found_by = __ballot_sync(~0u, has);
+            if (!found_by) continue;
+            const int tile = from + __ffs(found_by) - 1;
+            rows_of_tile = (int)given.tile_rows[tile];
+            done = given.done + ((tile * KV + k) * SPLITS + rank()) * 2;
+        }
+        u32 is = 0;
+        for (u32 tries = 0; !is; ++tries) {
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(is) : "l"(done) : "memory");
+            if (tries >> 27) __trap();                               // after minutes an error, not a hang
+        }
+    }
+    meet();
+    constexpr int HEADS_OF_A_CTA = (8 + SPLITS - 1) / SPLITS;
+    for (int i = warp; i < HEADS_OF_A_CTA * OF_A_LANE; i += WARPS) {
+        const int head = rank() * HEADS_OF_A_CTA + i / OF_A_LANE, d = i % OF_A_LANE * 32 + lane;
+        if (head >= SHARE) continue;
+        const long long to = (long long)row * HEADS + k * SHARE + head;
+        float weight, value = merged<WARPS>(found, ring, 0, 0, head, d, weight);
+        if (common) {
+            const float other = __ldcg(given.common_weights + to), most = fmaxf(weight, other);
+            const float own = power(weight - most), theirs = power(other - most);
+            value = (value * own + __ldcg(given.common + to * SIZE + d) * theirs) / (own + theirs);
+        }
+        given.out[to * SIZE + d] = rounded(value);
+    }
+    meet();
+    if (common && !threadIdx.x && atomicAdd(done + 1, 1u) + 1 == rows_of_tile) done[0] = done[1] = 0;     // for the next launch
+}
+
+extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, 2)
+    row_attention_kernel(const __grid_constant__ attention given) {
+    extern __shared__ __align__(128) char memory[];
+    char *ring = memory, *queries = memory + RING_BYTES;
+    Found *found = (Found *)(queries + QUERIES_BYTES);
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    const int cluster = blockIdx.x / SPLITS, of_tiles = given.rows / 2 * KV;
+    if (cluster < of_tiles) of_a_tile(given, ring, queries, found, cluster / KV, cluster % KV);
+    else of_a_row(given, ring, queries, found, (cluster - of_tiles) / KV, (cluster - of_tiles) % KV);
+}
