@@ -19,6 +19,7 @@ from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Precision
 from sensorium.vocabulary import user
+from sensorium.workers.lasting import set_aside
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ def time_rollouts(
         policy = load_policy(str(model), store=store, device="cuda", dtype="bfloat16", precision=precision)
     policy.model.requires_grad_(False)
     engine = NativeEngine(policy, max_rows=max_rows)
+    set_aside()  # as a run does
     timed = _timed(engine, policy, store, work, range(rounds + 1))
     equal = _timed(engine, policy, store, replace(work, tail=1.0), range(100, 101 + rounds)) if work.tail > 1 else None
     short = _requests(policy, store, replace(work, new_tokens=1, tail=1.0), rounds + 3)

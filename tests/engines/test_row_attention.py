@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from sensorium.engines.native import row_attention
-from sensorium.engines.native.decode_kernels import TritonOps
 from sensorium.engines.native.decode_ops import TorchOps, Unplaced
 from sensorium.engines.native.decode_state import DecodeRows, DecodeState, RowLayout
 from sensorium.engines.native.pages import PAGE
@@ -109,10 +108,9 @@ def test_one_launch_places_and_attends(batch: list[tuple[list[int], int]], shape
     assert float((found.double() - expected).abs().max() / expected.abs().max()) < 0.008
     assert float((block.float() - placed.float()).abs().max()) <= (0.06 if shape[4] else 0.04)  # the last bit of a bfloat16
     assert int((block != before).any(-1).sum()) == 2 * len(rows.lengths_B) * shape[1]  # nothing but the new entries
-    for _ in range(3):  # what tiles leave for rows is taken anew each time
-        again = block.clone()
-        assert torch.equal(attention.attend(given, rows, again), found)
-        assert torch.equal(again, block)
+    again = block.clone()
+    assert torch.equal(attention.attend(given, rows, again), found)
+    assert torch.equal(again, block)
 
 
 def test_entries_that_nobody_wrote_do_not_count() -> None:
@@ -124,7 +122,9 @@ def test_entries_that_nobody_wrote_do_not_count() -> None:
     assert float((found.double() - expected).abs().max() / expected.abs().max()) < 0.008
 
 
-def test_a_trial_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_decides() -> None:
+    from sensorium.engines.native.decode_kernels import TritonOps
+
     notes: list[str] = []
     given, rows, block = inputs(BATCHES[3], SHAPES[0])
     ops = TritonOps(notes.append)
@@ -132,6 +132,10 @@ def test_a_trial_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention is not None
     assert attention.takes(given, block)
     assert not notes
+    assert ops.reads_apart(6, row_attention.READ_AGAIN)
+    assert not ops.reads_apart(6, row_attention.READ_AGAIN + 1)
+    assert not ops.reads_apart(row_attention.MOST_ROWS + 1, 0)
+    assert not TritonOps().reads_apart(6, 0)
     found = ops.attend(given, rows, block.clone(), SCALING)
     one_by_one = ops._attended_one_by_one(given, rows, block.clone())
     assert float((found.float() - one_by_one.float()).abs().max() / one_by_one.abs().max()) < 0.01
@@ -139,8 +143,7 @@ def test_a_trial_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not wrong.takes(given, block)
     assert "takes several launches" in notes[0]
     assert "a trial of 6 rows was" in notes[0]
-    monkeypatch.setattr(row_attention, "MOST_ROWS", 5)
-    assert not attention.takes(given, block)
+    assert not wrong.pays(6, 0)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 5])

@@ -117,7 +117,8 @@ def _compile(compiler: ctypes.CDLL, text: bytes, name: str, options: list[str]) 
     try:
         if compiler.nvrtcCompileProgram(program, len(options), given):
             said = _told(compiler.nvrtcGetProgramLogSize, compiler.nvrtcGetProgramLog, program)
-            raise NoDeviceCode(f"NVRTC did not compile {name}: {said.decode(errors='replace').strip()[:EXPLAINED]}")
+            text_said = said.rstrip(b"\0").decode(errors="replace").strip()
+            raise NoDeviceCode(f"NVRTC did not compile {name}: {text_said[:EXPLAINED]}")
         return _told(compiler.nvrtcGetCUBINSize, compiler.nvrtcGetCUBIN, program)
     finally:
         compiler.nvrtcDestroyProgram(byref(program))

@@ -25,6 +25,7 @@ from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import PromptTooLong, TaskError
 from sensorium.vocabulary.task import Task
 from sensorium.workers.event_loop import run_async
+from sensorium.workers.lasting import lasting_objects
 
 TRAINING_ONLY = {"temperature", "top_p", "top_k", "mask_truncated"}
 Progress = Callable[[int, int], None]
@@ -58,7 +59,7 @@ def evaluate_into(
         if fresh:
             folder.clear()
         warn_if_changed(folder.take(claim)["surroundings"])
-        with folder.journal() as journal:
+        with folder.journal() as journal, lasting_objects():
             run_async(_play(folder, journal, session, recipe, tasks, chunk, progress or _silent))
             summary = summarize_samples(folder.read_so_far(), _name(recipe), table_columns(sources))
             summary |= {"skipped": len(skipped), "model": model, "temperature": section.temperature, "seed": recipe.seed}

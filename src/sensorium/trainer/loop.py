@@ -49,6 +49,7 @@ from sensorium.trainer.task_loader import TaskLoader, drawn_by_position, skip_me
 from sensorium.vocabulary.episode import Group, Status
 from sensorium.vocabulary.errors import NonFiniteUpdate
 from sensorium.vocabulary.task import Task
+from sensorium.workers.lasting import set_aside
 
 
 class Trainer:
@@ -98,10 +99,7 @@ class Trainer:
 
     async def run(self) -> None:
         """Go on to the last step."""
-        if not gc.get_freeze_count():  # who froze what is loaded, as a fork server does, has no need of it again
-            gc.collect()
-            gc.freeze()  # it lives as long as the run; walking it again and again cost a tenth of a small step
-            self._froze = True
+        self._froze |= set_aside()  # walking it again and again cost a tenth of a small step
         batch = self.recipe.batch
         self.watcher.started(
             RunStart(

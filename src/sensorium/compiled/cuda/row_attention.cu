@@ -1,11 +1,10 @@
-// Decode attention of few rows in one launch: queries, keys and values are taken from the parts of their product, normed and
-// rotated; the new entry goes to its page; each row attends to the pages it shares with others and to its own.
+// Decode attention in one launch: queries, keys and values are taken from the parts of their product, normed and rotated; the
+// new entry goes to its page; each row attends to its pages.
 //
-// A cluster of SPLITS CTAs has one row and key head, and its warps share the row's own entries among them, 16 at a time. A lane
-// copies pages to shared memory ahead of their use, those of earlier steps before the kernel before this one has ended.
-// Another kind of cluster has a tile of up to eight rows and a key head: its CTAs share the pages that these rows have in
-// common, and every warp takes two of the rows. Clusters merge what their warps found over distributed shared memory; a row's
-// cluster then waits for its tile's, which come first in the grid. Sums are in a fixed order: equal inputs give equal bits.
+// A cluster of SPLITS CTAs has one row and key head, and its warps share the row's entries among them, 16 at a time. They copy
+// them to shared memory ahead of their use, the first before the kernel before this one has ended. Pages that rows share are
+// read by each of them, mostly from the L2 cache. What the warps found is merged over distributed shared memory. Sums are in a
+// fixed order: equal inputs give equal bits.
 //
 // Scores are keys · queries (mma m16n8k16: 16 entries × up to 8 heads that share a key head), in float32; weights to 11 bits
 // and values in float16, as in attention_kernels.py, whose results these are but for the order of sums.
@@ -20,16 +19,15 @@ typedef unsigned short u16;
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
 constexpr int SHARE = HEADS / KV, WIDE = (HEADS + 2 * KV) * SIZE;
-constexpr int TILE_ROWS = 8, ROWS_OF_A_WARP = TILE_ROWS / WARPS;     // of a tile of rows
 constexpr int STEPS = SIZE / 16, OF_A_LANE = SIZE / 32;
 constexpr int ENTRIES = 16, ENTRY_BYTES = 2 * SIZE, TILE = 2 * ENTRIES * ENTRY_BYTES;     // keys, then values
 constexpr int DEPTH = 3;                                             // tiles of a warp's ring
 constexpr int QUERY_BYTES = ENTRY_BYTES + 16;                        // from a query to the next: in different banks
 constexpr int FOUND = SIZE + 4;                                      // floats from a query's sum to the next one's
-constexpr int RING_BYTES = WARPS * DEPTH * TILE, QUERIES_BYTES = WARPS * 8 * QUERY_BYTES;
+constexpr int ALL_WARPS = WARPS * SPLITS, HEADS_OF_A_CTA = (8 + SPLITS - 1) / SPLITS;    // of a cluster, and that it merges
 constexpr float NOTHING = -1e30f;                                    // a score that no entry has
-static_assert(SHARE <= 8 && SIZE % 64 == 0 && PAGE == ENTRIES * WARPS, "sizes that the kernel does not know");
-static_assert(ROWS_OF_A_WARP * 8 * FOUND * 4 <= DEPTH * TILE, "no room for sums");
+static_assert(SHARE <= 8 && SIZE % 64 == 0 && PAGE % ENTRIES == 0 && ALL_WARPS <= 32, "sizes that the kernel does not know");
+static_assert(8 * FOUND * 4 <= DEPTH * TILE, "no room for sums");
 
 struct attention {
     const float *parts;                       // [count, rows, WIDE] queries, keys and values side by side
@@ -38,11 +36,7 @@ struct attention {
     const u16 *query_gain, *key_gain;         // [SIZE]
     u16 *keys, *values;                       // [pages, KV, PAGE, SIZE]
     const int *table;                         // [rows, width]
-    const long long *lengths, *shared;        // [rows]
-    const long long *tile_first, *tile_rows;  // [rows] tiles that share something come first
-    float *common;                            // [rows, HEADS, SIZE] what a tile found in shared pages
-    float *common_weights;                    // [rows, HEADS] and the logarithm of its weight
-    u32 *done;                                // [rows / 2, KV, SPLITS, 2] zero: whether a tile's CTA is done, and who took it
+    const long long *lengths;                 // [rows] entries before the new one
     u16 *out;                                 // [rows, HEADS, SIZE]
     float eps, factor;
     int count, rows, width;
@@ -86,11 +80,16 @@ INLINE u32 rank() {
     return r;
 }
 
-INLINE float of_another(const float *place, u32 cta) {
-    u32 there;
+// Where another CTA's shared memory begins. Asked for after a meeting, so that nothing is read before it.
+INLINE u32 memory_of(const char *memory, u32 cta) {
+    u32 r;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address(memory)), "r"(cta) : "memory");
+    return r;
+}
+
+INLINE float read(u32 there) {
     float r;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address(place)), "r"(cta));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(r) : "r"(there) : "memory");
+    asm("ld.shared::cluster.f32 %0, [%1];" : "=f"(r) : "r"(there));
     return r;
 }
 
@@ -237,13 +236,10 @@ INLINE void begin_sums(Sums &sums) {
     sums.largest[0] = sums.largest[1] = NOTHING;
 }
 
-// A tile of entries for COUNT times 8 heads; the first ``seen`` of the tile count.
-template <int COUNT>
-INLINE void attend(Sums (&sums)[COUNT], const Queries (&queries)[COUNT], const char *tile, int seen, float factor) {
+// A tile of entries, the first ``seen`` of which count.
+INLINE void attend(Sums &sums, const Queries &queries, const char *tile, int seen, float factor) {
     const int lane = threadIdx.x % 32;
-    float scores[COUNT][4];
-#pragma unroll
-    for (int c = 0; c < COUNT; ++c) scores[c][0] = scores[c][1] = scores[c][2] = scores[c][3] = 0.0f;
+    float scores[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     const u32 keys = address(tile) + lane % 16 * ENTRY_BYTES;
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
@@ -251,195 +247,119 @@ INLINE void attend(Sums (&sums)[COUNT], const Queries (&queries)[COUNT], const c
         const u32 at = keys + (((2 * i + lane / 16) ^ (lane & 7)) * 16);
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                      : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
-#pragma unroll
-        for (int c = 0; c < COUNT; ++c)
-            asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                : "+f"(scores[c][0]), "+f"(scores[c][1]), "+f"(scores[c][2]), "+f"(scores[c][3])
-                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(queries[c][i][0]), "r"(queries[c][i][1]));
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(scores[0]), "+f"(scores[1]), "+f"(scores[2]), "+f"(scores[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(queries[i][0]), "r"(queries[i][1]));
     }
-    u32 weights[COUNT][2];
     const bool first = lane / 4 < seen, second = lane / 4 + 8 < seen;
+    float kept[2];
 #pragma unroll
-    for (int c = 0; c < COUNT; ++c) {
-        float kept[2];
+    for (int j = 0; j < 2; ++j) {
+        float &a = scores[j], &b = scores[2 + j];
+        a = first ? a * factor : NOTHING, b = second ? b * factor : NOTHING;
+        float most = fmaxf(a, b);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            float &a = scores[c][j], &b = scores[c][2 + j];
-            a = first ? a * factor : NOTHING, b = second ? b * factor : NOTHING;
-            float most = fmaxf(a, b);
-#pragma unroll
-            for (int offset = 4; offset < 32; offset *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
-            most = fmaxf(most, sums[c].largest[j]);
-            kept[j] = power(sums[c].largest[j] - most);
-            a = first ? power(a - most) : 0.0f, b = second ? power(b - most) : 0.0f;
-            sums[c].weight[j] = sums[c].weight[j] * kept[j] + a + b;
-            sums[c].largest[j] = most;
-        }
-#pragma unroll
-        for (int i = 0; i < STEPS; ++i) {
-            sums[c].values[i][0] *= kept[0], sums[c].values[i][1] *= kept[1];
-            sums[c].values[i][2] *= kept[0], sums[c].values[i][3] *= kept[1];
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;"
-                : "=r"(weights[c][half]) : "r"(halves(scores[c][2 * half], scores[c][2 * half + 1])));
+        for (int offset = 4; offset < 32; offset *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
+        most = fmaxf(most, sums.largest[j]);
+        kept[j] = power(sums.largest[j] - most);
+        a = first ? power(a - most) : 0.0f, b = second ? power(b - most) : 0.0f;
+        sums.weight[j] = sums.weight[j] * kept[j] + a + b;
+        sums.largest[j] = most;
     }
+    u32 weights[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+        asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;"
+            : "=r"(weights[half]) : "r"(halves(scores[2 * half], scores[2 * half + 1])));
     const int entry = lane / 16 * 8 + lane % 8;
     const u32 values = address(tile) + ENTRIES * ENTRY_BYTES + entry * ENTRY_BYTES;
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
         u32 a[4];
+        float(&sum)[4] = sums.values[i];
         const u32 at = values + (((2 * i + lane / 8 % 2) ^ (entry & 7)) * 16);
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                      : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
 #pragma unroll
-        for (int j = 0; j < 4; ++j) a[j] = to_halves(a[j]);
-#pragma unroll
-        for (int c = 0; c < COUNT; ++c) {
-            float(&sum)[4] = sums[c].values[i];
-            asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(weights[c][0]), "r"(weights[c][1]));
-        }
+        for (int j = 0; j < 4; ++j) a[j] = to_halves(a[j]), sum[j] *= kept[j % 2];
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(weights[0]), "r"(weights[1]));
     }
 }
 
 // ---- merging ----
 
 struct Found {                                // what a warp leaves for the cluster, besides its sums
-    float weight[ROWS_OF_A_WARP][8], largest[ROWS_OF_A_WARP][8];
+    float weight[8], largest[8];
 };
 
-INLINE float *sums_of(char *ring, int warp, int slot) { return (float *)(ring + warp * DEPTH * TILE) + slot * 8 * FOUND; }
+struct Memory {                               // of a CTA
+    char ring[WARPS][DEPTH * TILE];           // and in the end, sums
+    Found found[WARPS];
+    char queries[8 * QUERY_BYTES];
+};
 
-INLINE void leave(Sums &sums, Found *found, char *ring, int slot) {
+INLINE int sums_at(int warp, int head) { return warp * DEPTH * TILE + head * FOUND * 4; }
+
+INLINE void leave(Sums &sums, Memory &memory) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = lane % 4 * 2;
-    float *to = sums_of(ring, warp, slot);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
+        float *to = (float *)(memory.ring[0] + sums_at(warp, head + j)) + lane / 4;
         float weight = sums.weight[j];
 #pragma unroll
         for (int offset = 4; offset < 32; offset *= 2) weight += __shfl_xor_sync(~0u, weight, offset);
-        if (lane < 4) found[warp].weight[slot][head + j] = weight, found[warp].largest[slot][head + j] = sums.largest[j];
+        if (lane < 4) memory.found[warp].weight[head + j] = weight, memory.found[warp].largest[head + j] = sums.largest[j];
 #pragma unroll
-        for (int i = 0; i < STEPS; ++i) {
-            to[(head + j) * FOUND + i * 16 + lane / 4] = sums.values[i][j];
-            to[(head + j) * FOUND + i * 16 + lane / 4 + 8] = sums.values[i][2 + j];
-        }
+        for (int i = 0; i < STEPS; ++i) to[i * 16] = sums.values[i][j], to[i * 16 + 8] = sums.values[i][2 + j];
     }
 }
 
-// One head at place d: what PARTS warps of all CTAs found, and the logarithm of its weight. Warps first to first + PARTS.
-template <int PARTS>
-INLINE float merged(const Found *found, char *ring, int first, int slot, int head, int d, float &weight) {
-    const int lane = threadIdx.x % 32, parts = PARTS * SPLITS;
-    float mine = 0.0f, largest = NOTHING;
-    if (lane < parts) {
-        const Found *there = found + first + lane % PARTS;
-        mine = of_another(&there->weight[slot][head], lane / PARTS);
-        largest = of_another(&there->largest[slot][head], lane / PARTS);
+// What all warps of a cluster found, lane i first reading of the i-th warp.
+struct Merger {
+    u32 memories[SPLITS], mine;
+    INLINE Merger(const Memory &memory) {
+#pragma unroll
+        for (int i = 0; i < SPLITS; ++i) memories[i] = memory_of(memory.ring[0], i);
+        mine = memory_of((const char *)memory.found, threadIdx.x % 32 / WARPS % SPLITS) + threadIdx.x % WARPS * sizeof(Found);
     }
-    float most = largest, value = 0.0f;
-#pragma unroll
-    for (int offset = 16; offset; offset /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
-    const float factor = mine > 0.0f ? power(largest - most) : 0.0f;
-    mine *= factor;
-#pragma unroll
-    for (int offset = 16; offset; offset /= 2) mine += __shfl_xor_sync(~0u, mine, offset);
-#pragma unroll
-    for (int p = 0; p < PARTS * SPLITS; ++p)
-        value += __shfl_sync(~0u, factor, p) * of_another(sums_of(ring, first + p % PARTS, slot) + head * FOUND + d, p / PARTS);
-    weight = most + __log2f(mine);
-    return value / mine;
-}
 
-// ---- the two kinds of clusters ----
+    INLINE float merged(int head, int d) const {
+        float weight = read(mine + head * 4), largest = read(mine + 32 + head * 4), values[ALL_WARPS];
+#pragma unroll
+        for (int i = 0; i < ALL_WARPS; ++i) values[i] = read(memories[i / WARPS] + sums_at(i % WARPS, head) + d * 4);
+        if (threadIdx.x % 32 >= ALL_WARPS) weight = 0.0f, largest = NOTHING;
+        float most = largest, value = 0.0f;
+#pragma unroll
+        for (int offset = 16; offset; offset /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
+        const float factor = weight == 0.0f ? 0.0f : power(largest - most);
+        weight *= factor;
+#pragma unroll
+        for (int offset = 16; offset; offset /= 2) weight += __shfl_xor_sync(~0u, weight, offset);
+#pragma unroll
+        for (int i = 0; i < ALL_WARPS; ++i) value += __shfl_sync(~0u, factor, i) * values[i];
+        return value / weight;
+    }
+};
 
-INLINE void of_a_tile(const attention &given, char *ring, char *queries_memory, Found *found, int tile, int k) {
-    const int warp = threadIdx.x / 32, first = (int)given.tile_first[tile], count = (int)given.tile_rows[tile];
-    const int common = count < 2 ? 0 : (int)given.shared[first];
-    if (!common) return;                                             // all CTAs of the cluster alike
-    const int *pages = given.table + (long long)first * given.width;
-    const int rounds = common / ENTRIES / WARPS, each = (rounds + SPLITS - 1) / SPLITS;     // PAGE is ENTRIES · WARPS
-    const int low = rank() * each, high = min(low + each, rounds);
-    char *slots = ring + warp * DEPTH * TILE;
-    for (int i = 0; i < DEPTH; ++i) {
-        if (low + i < high) copy_tile(given, pages, k, ((low + i) * WARPS + warp) * ENTRIES, slots + i * TILE);
-        commit();
-    }
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    Queries queries[ROWS_OF_A_WARP];
-    Sums sums[ROWS_OF_A_WARP];
-    char *mine = queries_memory + warp * 8 * QUERY_BYTES;
-#pragma unroll
-    for (int slot = 0; slot < ROWS_OF_A_WARP; ++slot) {
-        const int row = first + min(warp * ROWS_OF_A_WARP + slot, count - 1);
-        __syncwarp();
-        const Angles angles(given, row);
-        for (int first_head = 0; first_head < 8; first_head += 4) {
-            Heads heads;
-#pragma unroll
-            for (int v = 0; v < 4; ++v) heads.is_query(v, given, k, first_head + v);
-            heads.load(given, row, 4);
-#pragma unroll
-            for (int v = 0; v < 4; ++v) {
-                heads.turn(v, given.query_gain, given.eps, angles);
-                heads.store(v, (u16 *)(mine + (first_head + v) * QUERY_BYTES));
-            }
-        }
-        __syncwarp();
-        read_queries(queries[slot], mine);
-        begin_sums(sums[slot]);
-    }
-    int at = 0;
-    for (int round = low; round < high; ++round) {
-        wait_for_oldest();
-        __syncthreads();
-#pragma unroll
-        for (int other = 0; other < WARPS; ++other)
-            attend(sums, queries, ring + (other * DEPTH + at) * TILE, ENTRIES, given.factor);
-        __syncthreads();
-        if (round + DEPTH < high) copy_tile(given, pages, k, ((round + DEPTH) * WARPS + warp) * ENTRIES, slots + at * TILE);
-        commit();
-        at = at + 1 == DEPTH ? 0 : at + 1;
-    }
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    __syncthreads();
-#pragma unroll
-    for (int slot = 0; slot < ROWS_OF_A_WARP; ++slot) leave(sums[slot], found, ring, slot);
-    meet();
-    constexpr int HEADS_OF_A_CTA = (8 + SPLITS - 1) / SPLITS;
-    for (int i = threadIdx.x / 32; i < count * HEADS_OF_A_CTA * OF_A_LANE; i += WARPS) {     // 32 places of a row's head
-        const int row = i / (HEADS_OF_A_CTA * OF_A_LANE), head = rank() * HEADS_OF_A_CTA + i / OF_A_LANE % HEADS_OF_A_CTA;
-        const int d = i % OF_A_LANE * 32 + threadIdx.x % 32;
-        if (head >= SHARE) continue;
-        float weight;
-        const float value = merged<1>(found, ring, row / ROWS_OF_A_WARP, row % ROWS_OF_A_WARP, head, d, weight);
-        const long long to = (long long)(first + row) * HEADS + k * SHARE + head;
-        __stcg(given.common + to * SIZE + d, value);
-        if (!d) __stcg(given.common_weights + to, weight);
-    }
-    __syncthreads();
-    if (!threadIdx.x) {
-        u32 *done = given.done + ((tile * KV + k) * SPLITS + rank()) * 2;
-        asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(done), "r"(1) : "memory");
-    }
-    meet();                                                          // nobody leaves before all have read its memory
-}
-
-INLINE void of_a_row(const attention &given, char *ring, char *queries_memory, Found *found, int row, int k) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int seen = (int)min(given.lengths[row] + 1, (long long)given.width * PAGE), common = (int)given.shared[row];
+extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, 2)
+    row_attention_kernel(const __grid_constant__ attention given) {
+    extern __shared__ __align__(128) char bytes[];
+    Memory &memory = *(Memory *)bytes;
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    const int row = blockIdx.x / SPLITS / KV, k = blockIdx.x / SPLITS % KV, warp = threadIdx.x / 32;
+    const int seen = (int)min(given.lengths[row] + 1, (long long)given.width * PAGE), tiles = (seen + ENTRIES - 1) / ENTRIES;
     const int *pages = given.table + (long long)row * given.width;
-    const int tiles = (seen - common + ENTRIES - 1) / ENTRIES, each = (tiles + WARPS * SPLITS - 1) / (WARPS * SPLITS);
+    const int each = (tiles + WARPS * SPLITS - 1) / (WARPS * SPLITS);
     const int low = (rank() * WARPS + warp) * each, high = min(low + each, tiles);
-    char *slots = ring + warp * DEPTH * TILE;
-    for (int i = 0; i < DEPTH; ++i) {
-        if (low + i < high) copy_tile(given, pages, k, common + (low + i) * ENTRIES, slots + i * TILE);
+    char *slots = memory.ring[warp];
+    for (int i = 0; i < DEPTH; ++i) {                                // entries of earlier steps: nobody writes them now
+        if (low + i < high) copy_tile(given, pages, k, (low + i) * ENTRIES, slots + i * TILE);
         commit();
     }
     asm volatile("griddepcontrol.wait;" ::: "memory");
+
     const bool last = low < high && high == tiles;                   // this warp has the place of the new entry
     const Angles angles(given, row);
     Heads heads;
@@ -450,71 +370,34 @@ INLINE void of_a_row(const attention &given, char *ring, char *queries_memory, F
 #pragma unroll
     for (int v = 0; v < 2; ++v) {
         heads.turn(v, given.query_gain, given.eps, angles);
-        heads.store(v, (u16 *)(queries_memory + (warp + v * WARPS) * QUERY_BYTES));
+        heads.store(v, (u16 *)(memory.queries + (warp + v * WARPS) * QUERY_BYTES));
     }
     if (last) heads.turn(2, given.key_gain, given.eps, angles);
     __syncthreads();
-    Queries queries[1];
-    Sums sums[1];
-    read_queries(queries[0], queries_memory);
-    begin_sums(sums[0]);
+
+    Queries queries;
+    Sums sums;
+    read_queries(queries, memory.queries);
+    begin_sums(sums);
     int at = 0;
     for (int tile = low; tile < high; ++tile) {
         wait_for_oldest();
         __syncwarp();
         if (tile + 1 == tiles) put_entry(given, heads, row, k, seen - 1, slots + at * TILE);
-        attend(sums, queries, slots + at * TILE, seen - common - tile * ENTRIES, given.factor);
+        attend(sums, queries, slots + at * TILE, seen - tile * ENTRIES, given.factor);
         __syncwarp();
-        if (tile + DEPTH < high) copy_tile(given, pages, k, common + (tile + DEPTH) * ENTRIES, slots + at * TILE);
+        if (tile + DEPTH < high) copy_tile(given, pages, k, (tile + DEPTH) * ENTRIES, slots + at * TILE);
         commit();
         at = at + 1 == DEPTH ? 0 : at + 1;
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncwarp();
-    leave(sums[0], found, ring, 0);
-    u32 *done = nullptr;
-    int rows_of_tile = 0;
-    if (common && warp == 0) {                                       // wait for the tile that has this row
-        for (int from = 0; from < given.rows / 2 && !done; from += 32) {
-            const int i = from + lane;
-            const bool has = i < given.rows / 2 && given.tile_first[i] <= row && row < given.tile_first[i] + given.tile_rows[i];
-            const u32 found_by = __ballot_sync(~0u, has);
-            if (!found_by) continue;
-            const int tile = from + __ffs(found_by) - 1;
-            rows_of_tile = (int)given.tile_rows[tile];
-            done = given.done + ((tile * KV + k) * SPLITS + rank()) * 2;
-        }
-        u32 is = 0;
-        for (u32 tries = 0; !is; ++tries) {
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(is) : "l"(done) : "memory");
-            if (tries >> 27) __trap();                               // after minutes an error, not a hang
-        }
-    }
+    leave(sums, memory);
     meet();
-    constexpr int HEADS_OF_A_CTA = (8 + SPLITS - 1) / SPLITS;
-    for (int i = warp; i < HEADS_OF_A_CTA * OF_A_LANE; i += WARPS) {
-        const int head = rank() * HEADS_OF_A_CTA + i / OF_A_LANE, d = i % OF_A_LANE * 32 + lane;
-        if (head >= SHARE) continue;
-        const long long to = (long long)row * HEADS + k * SHARE + head;
-        float weight, value = merged<WARPS>(found, ring, 0, 0, head, d, weight);
-        if (common) {
-            const float other = __ldcg(given.common_weights + to), most = fmaxf(weight, other);
-            const float own = power(weight - most), theirs = power(other - most);
-            value = (value * own + __ldcg(given.common + to * SIZE + d) * theirs) / (own + theirs);
-        }
-        given.out[to * SIZE + d] = rounded(value);
+    const Merger merger(memory);
+    for (int i = warp; i < HEADS_OF_A_CTA * OF_A_LANE; i += WARPS) { // 32 places of a head
+        const int head = rank() * HEADS_OF_A_CTA + i / OF_A_LANE, d = i % OF_A_LANE * 32 + threadIdx.x % 32;
+        if (head < SHARE) given.out[((long long)row * HEADS + k * SHARE + head) * SIZE + d] = rounded(merger.merged(head, d));
     }
-    meet();
-    if (common && !threadIdx.x && atomicAdd(done + 1, 1u) + 1 == rows_of_tile) done[0] = done[1] = 0;     // for the next launch
-}
-
-extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, 2)
-    row_attention_kernel(const __grid_constant__ attention given) {
-    extern __shared__ __align__(128) char memory[];
-    char *ring = memory, *queries = memory + RING_BYTES;
-    Found *found = (Found *)(queries + QUERIES_BYTES);
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    const int cluster = blockIdx.x / SPLITS, of_tiles = given.rows / 2 * KV;
-    if (cluster < of_tiles) of_a_tile(given, ring, queries, found, cluster / KV, cluster % KV);
-    else of_a_row(given, ring, queries, found, (cluster - of_tiles) / KV, (cluster - of_tiles) % KV);
+    meet();                                                          // nobody leaves before all have read its memory
 }

@@ -125,6 +125,10 @@ class TritonOps(TorchOps):
         if self._half_layers is not None:
             self._half_layers.ready(rows)
 
+    def reads_apart(self, rows: int, again: int) -> bool:
+        """Whether rows read the pages they share each for itself: ``again`` bytes of a layer more than together."""
+        return self._row_attention is not None and self._row_attention.pays(rows, again)
+
     def know(self, layers: Sequence[LayerParts]) -> None:
         """The layers of the step, in order: for ``pass_on``."""
         if self._noted is not None:
@@ -182,7 +186,7 @@ class TritonOps(TorchOps):
 
     def _projected(self, given: Unplaced, rows: DecodeRows, layer_block: Tensor) -> Tensor | Unplaced:
         """As it is where attention places it, for few rows; otherwise the queries, and what ``place`` does is done."""
-        if self._row_attention is not None and self._row_attention.takes(given, layer_block):
+        if self.apart and self._row_attention is not None and self._row_attention.takes(given, layer_block):
             return given
         return self._placed_parts(given, rows, layer_block)
 

@@ -40,6 +40,8 @@ class TorchOps:
     def __init__(self) -> None:
         self.branching = False
         """Whether ``together`` may use streams beside the current one: while a step is being captured."""
+        self.apart = False
+        """Whether rows of the step read the pages they share each for itself: what ``reads_apart`` said of its batch."""
 
     def together(self, first: Callable[[], Tensor], *others: Callable[[], Tensor]) -> list[Tensor]:
         """Results of work that does not depend on each other, in order."""
@@ -92,6 +94,10 @@ class TorchOps:
 
     def ready(self, rows: int) -> None:
         """Called before a step of so many rows."""
+
+    def reads_apart(self, rows: int, again: int) -> bool:
+        """Whether rows that would read ``again`` bytes of a layer more do so to be faster."""
+        return False
 
     def know(self, layers: Sequence[LayerParts]) -> None:
         """Called once with the layers of the step, in order."""

@@ -134,6 +134,11 @@ class DecodeRows:
         self.counts_B.add_(1)
 
 
+def read_again(rows: Sequence[RowLayout]) -> int:
+    """Entries that are read more than once if every row reads all of its own: those that tiles share, but for the first."""
+    return sum((count - 1) * shared for _, count, shared in _tiles(rows))
+
+
 def _tiles(rows: Sequence[RowLayout]) -> list[tuple[int, int, int]]:
     """Neighbours of one group in tiles of ``TILE_ROWS``: (first row, how many, entries in common)."""
     tiles: list[tuple[int, int, int]] = []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sensorium.engines.native.decode_ops import TorchOps
-from sensorium.engines.native.decode_state import DecodeState, RowLayout
+from sensorium.engines.native.decode_state import DecodeState, RowLayout, read_again
 from sensorium.engines.native.decode_step import FusedStep, StockStep
 from sensorium.engines.native.matched_decoding import MatchedStep
 from sensorium.engines.native.pages import PAGE, PagePool
@@ -100,6 +100,7 @@ class DecodeRunner:
             self._drop_graphs()
         self._bucket = bucket_of(len(rows))
         self._truncated = any(row.sampling.top_p < 1 or row.sampling.top_k > 0 for row in rows)
+        self._again = read_again(rows) * self._pool.block[0, :, :1, :, :1].nbytes
         self._state.lay_out(rows, self._bucket, latest_N)
         if not self._verified:
             self._verify(len(rows), pages)
@@ -124,7 +125,7 @@ class DecodeRunner:
 
     def _drop_graphs(self) -> None:
         """Drop graphs captured for addresses that no longer exist, with their memory pool; new graphs get a new pool."""
-        self._graphs: dict[tuple[int, bool], Any] = {}
+        self._graphs: dict[tuple[int, bool, bool], Any] = {}
         self._address = self._pool.block.data_ptr()
         self._memory: Any = torch.cuda.graph_pool_handle() if self._policy.device.type == "cuda" else None
 
@@ -161,6 +162,7 @@ class DecodeRunner:
         bound = BOUNDS[self._policy.dtype] * (1 if self._policy.matched is None else MATCHED_FACTOR)
         used = replace(rows, table_BP=rows.table_BP[:, :pages])  # plain torch reads the whole table
         expected_BV = StockStep(self._policy, TorchOps()).logits(used, self._pool)[:count].float()
+        _, _, self._ops.apart = self._key(self._bucket)
         try:
             found_BV = self._step.logits(rows, self._pool)[:count].float()
             error = float((found_BV - expected_BV).abs().max() / expected_BV.abs().max())
@@ -181,23 +183,28 @@ class DecodeRunner:
 
     def _run(self, bucket: int) -> None:
         rows = self._state.view(bucket)
+        _, _, self._ops.apart = self._key(bucket)
         logits_BV = self._step.logits(rows, self._pool)
         self._ops.draw(logits_BV, rows, self._forbidden_F, self._stop_S, self._truncated)
 
     def _graph(self) -> Any:
         """The graph of the batch's bucket, captured on first use; None where that fails."""
-        key = (self._bucket, self._truncated)
+        key = self._key(self._bucket)
         if key not in self._graphs:
-            captured = {bucket for bucket, truncated in self._graphs if truncated == self._truncated}
+            captured = {known[0] for known in self._graphs if known == self._key(known[0])}
             try:
                 for bucket in buckets_to_capture(self._bucket, captured):
-                    self._graphs[bucket, self._truncated] = self._captured(bucket)
+                    self._graphs[self._key(bucket)] = self._captured(bucket)
                     self.captured += 1
             except RuntimeError as error:
                 self._capture = False
                 self._note(f"the decode step cannot be captured in a CUDA graph, so it runs slower: {_first_line(error)}")
                 return None
-        return self._graphs[key]
+        return self._graphs.get(key)  # none where a trial on the way failed: its next step is of another kind
+
+    def _key(self, bucket: int) -> tuple[int, bool, bool]:
+        """What graphs differ in: the bucket, whether anything is truncated, whether rows read apart what they share."""
+        return bucket, self._truncated, self._ops.reads_apart(bucket, self._again)
 
     def _captured(self, bucket: int) -> Any:
         """Capture the step of a bucket as a CUDA graph. The warm-up runs it on padding rows; then the state is restored."""

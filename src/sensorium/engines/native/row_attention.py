@@ -1,7 +1,8 @@
-"""Attention of few decode rows as one launch: placing, shared pages, own pages and merging.
+"""Attention of a decode step as one launch: placing, attending and merging (``compiled/cuda/row_attention.cu``).
 
-With few rows none of these has much to do, and handing over from one kernel to the next takes as long as they do. The
-kernel is ``compiled/cuda/row_attention.cu``.
+None of these has much to do, and handing over from one kernel to the next takes as long as they do. Every row reads all of
+its pages, those that it shares with others too. They come from the GPU's cache, so only groups with long prompts are
+faster where a kernel reads what they share once (``attention_kernels``).
 """
 
 from collections.abc import Callable
@@ -15,13 +16,19 @@ from torch import Tensor
 from sensorium.compiled.calls import addresses, pointers
 from sensorium.compiled.device_code import DeviceCode, NoDeviceCode, Start, launch
 from sensorium.engines.native.decode_ops import Unplaced
-from sensorium.engines.native.decode_state import TILE_ROWS, DecodeRows
+from sensorium.engines.native.decode_state import DecodeRows
 from sensorium.engines.native.pages import PAGE
 
-MOST_ROWS = 32
+MOST_ROWS = 128
+READ_AGAIN = 128_000_000
+"""Bytes of a layer that rows may read again, each for itself. µs of a layer's attention on an H200, with Qwen2.5-VL-3B's
+heads, kernels one by one and in one launch: rows of W1, which share a short prompt, 9.7 and 6.7 at 8 rows, 12.0 and 7.8 at
+32, 22.4 and 13.3 at 128; of W3's tail 7.7 and 5.3 at 1, 13.4 and 10.4 at 16, 23.3 and 16.8 at 64, 32.3 and 21.0 at 128.
+Groups that share 4,160 entries: 22.5 and 12.9 at 8 (29 MB read again), 26.1 and 18.6 at 24 (87 MB), 27.1 and 28.7 at 32 (116 MB),
+43.6 and 61.5 at 128 (466 MB)."""
 LOG2_E = 1.4426950408889634
 WARPS, DEPTH, ENTRIES, MOST_SPLITS, MOST_SHARE = 4, 3, 16, 8, 8  # as row_attention.cu has them
-TRIAL_PAGES = 5  # that a row has in a trial
+TRIAL_PAGES = 5  # of a row
 BOUND = 0.02  # of the largest value: how far a trial may be from kernels one by one
 
 
@@ -29,8 +36,7 @@ class CAttention(Structure):
     """``struct attention`` of row_attention.cu."""
 
     _fields_: ClassVar = [
-        *pointers("parts query_bias key_bias value_bias cos sin query_gain key_gain keys values table lengths shared"),
-        *pointers("tile_first tile_rows common common_weights done out"),
+        *pointers("parts query_bias key_bias value_bias cos sin query_gain key_gain keys values table lengths out"),
         ("eps", c_float), ("factor", c_float), ("count", c_int), ("rows", c_int), ("width", c_int),
     ]  # fmt: skip
 
@@ -40,19 +46,22 @@ Plain = Callable[[Unplaced, DecodeRows, Tensor], Tensor]
 
 
 class RowAttention:
-    """The launch for batches of few rows, tried against kernels one by one with each number of rows."""
+    """The launch, tried against kernels one by one with each number of rows."""
 
     def __init__(self, noted: Callable[[str], None], plain: Plain) -> None:
         self._noted, self._plain = noted, plain
         self._kernels: dict[tuple[int, ...], tuple[DeviceCode, c_void_p]] = {}
-        self._scratch: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._tried: set[int] = set()
         self._usable = True
+
+    def pays(self, rows: int, again: int) -> bool:
+        """Whether so many rows, which then read so many bytes of a layer again, are faster so."""
+        return self._usable and rows <= MOST_ROWS and again <= READ_AGAIN
 
     def takes(self, given: Unplaced, layer_block: Tensor) -> bool:
         """Whether these rows are attended to in one launch; with a number of rows that is new, after a trial."""
         rows = given.parts_PBN.shape[1]
-        if not self._usable or rows > MOST_ROWS or not _known(given, layer_block):
+        if not self._usable or not _known(given, layer_block):
             return False
         if rows not in self._tried and not torch.cuda.is_current_stream_capturing():
             self._try(given, layer_block)
@@ -69,31 +78,14 @@ class RowAttention:
         told = CAttention(
             *addresses(
                 given.parts_PBN, *(given.biases or (out_BN,) * 3), *given.rotary, norms[0].weight, norms[1].weight,
-                layer_block[0], layer_block[1], rows.table_BP, rows.lengths_B, rows.shared_B, rows.tile_first_B,
-                rows.tile_rows_B, *self._scratch_of(batch, heads, kv_heads, size), out_BN,
+                layer_block[0], layer_block[1], rows.table_BP, rows.lengths_B, out_BN,
             ),
             norms[0].eps, layer.scaling * LOG2_E, parts, batch, rows.table_BP.shape[1],
         )  # fmt: skip
-        kernel = self._kernel(
-            HEADS=heads,
-            KV=kv_heads,
-            SIZE=size,
-            PAGE=PAGE,
-            SPLITS=splits,
-            BIAS=bool(given.biases),
-            NORM=layer.norms is not None,
-        )
-        launch(kernel, (batch // 2 + batch) * kv_heads * splits, 32 * WARPS, told, _shared_bytes(size), Start.AHEAD)
+        flags = {"BIAS": bool(given.biases), "NORM": layer.norms is not None}
+        kernel = self._kernel(HEADS=heads, KV=kv_heads, SIZE=size, PAGE=PAGE, SPLITS=splits, **flags)
+        launch(kernel, batch * kv_heads * splits, 32 * WARPS, told, _shared_bytes(size), Start.AHEAD)
         return out_BN
-
-    def _scratch_of(self, batch: int, heads: int, kv_heads: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        if batch not in self._scratch:
-            self._scratch[batch] = (
-                torch.empty(batch, heads, size, device="cuda"),
-                torch.empty(batch, heads, device="cuda"),
-                torch.zeros(max(1, batch // 2), kv_heads, MOST_SPLITS, 2, dtype=torch.int32, device="cuda"),
-            )
-        return self._scratch[batch]
 
     def _kernel(self, **numbers: int) -> c_void_p:
         key = tuple(numbers.values())
@@ -103,7 +95,7 @@ class RowAttention:
         return self._kernels[key][1]
 
     def _try(self, given: Unplaced, layer_block: Tensor) -> None:
-        """Hold it against kernels one by one: rows of different lengths, the first of which share a page."""
+        """Hold it against kernels one by one."""
         batch = given.parts_PBN.shape[1]
         rows, block = _trial(batch, layer_block)
         wavy = torch.sin(torch.arange(given.parts_PBN.numel(), device=block.device) * 1.3).view_as(given.parts_PBN)
@@ -119,20 +111,23 @@ class RowAttention:
             wrong = str(failure).strip().split("\n")[0]
         if wrong:
             self._usable = False
-            self._noted(f"attention of at most {MOST_ROWS} rows takes several launches, so steps take longer: {wrong}.")
+            self._noted(
+                f"attention in steps of at most {MOST_ROWS} rows takes several launches instead of one, so steps take "
+                f"longer, by a tenth or less: {wrong}."
+            )
         else:
             self._tried.add(batch)
 
 
 def _splits(batch: int, kv_heads: int) -> int:
-    """CTAs for a row and key head: together not more than run at the same time."""
-    room = 2 * torch.cuda.get_device_properties().multi_processor_count
-    return next((splits for splits in (MOST_SPLITS, 4, 2) if batch * kv_heads * splits <= room), 1)
+    """CTAs for a row and key head: together not more than run at the same time. Large clusters leave gaps."""
+    each = torch.cuda.get_device_properties().multi_processor_count / (batch * kv_heads)
+    return 8 if each >= 8 else 4 if each >= 2.6 else 2 if each >= 1 else 1
 
 
 def _shared_bytes(size: int) -> int:
-    tile, found = 2 * ENTRIES * 2 * size, 2 * TILE_ROWS // WARPS * 8 * 4
-    return WARPS * (DEPTH * tile + 8 * (2 * size + 16) + found)
+    tile, found = 2 * ENTRIES * 2 * size, 2 * 8 * 4
+    return WARPS * (DEPTH * tile + found) + 8 * (2 * size + 16)
 
 
 def _known(given: Unplaced, layer_block: Tensor) -> bool:
@@ -148,23 +143,17 @@ def _known(given: Unplaced, layer_block: Tensor) -> bool:
 
 
 def _trial(batch: int, layer_block: Tensor) -> tuple[DecodeRows, Tensor]:
-    """Rows with pages of their own; those of the first tile have one in common."""
-    device, sharing = layer_block.device, min(batch, TILE_ROWS)
+    """Rows of different lengths, each with pages of its own."""
+    device = layer_block.device
     shape = (2, 1 + batch * TRIAL_PAGES, *layer_block.shape[2:])
     block = torch.cos(torch.arange(torch.Size(shape).numel(), device=device) * 0.7).view(shape).to(layer_block.dtype)
     table_BP = 1 + torch.arange(batch * TRIAL_PAGES, dtype=torch.int32, device=device).view(batch, TRIAL_PAGES)
-    numbers_B = torch.arange(batch, device=device)
-    lengths_B = PAGE + numbers_B * 37 % (PAGE * (TRIAL_PAGES - 1))
-    shared_B, tile_first_B, tile_rows_B = (torch.zeros_like(numbers_B) for _ in range(3))
-    if sharing > 1:
-        table_BP[:sharing, 0] = 1
-        shared_B[:sharing] = PAGE
-        tile_rows_B[0] = sharing
-    rest = torch.zeros_like(numbers_B)
-    floats = torch.ones_like(numbers_B, dtype=torch.float64)
+    zeros_B, numbers_B = torch.zeros(batch, dtype=torch.int64, device=device), torch.arange(batch, device=device)
+    floats_B = torch.ones(batch, dtype=torch.float64, device=device)
     rows = DecodeRows(
-        tokens_B=rest, positions_B=rest, lengths_B=lengths_B, counts_B=rest, keys_B=rest, greedy_B=rest, stop_masked_B=rest,
-        top_k_B=rest, shared_B=shared_B, tile_first_B=tile_first_B, tile_rows_B=tile_rows_B, table_BP=table_BP,
-        temperature_B=floats, top_p_B=floats, packed_3B=floats[None].expand(3, -1),
+        tokens_B=zeros_B, positions_B=zeros_B, lengths_B=numbers_B * 37 % (PAGE * TRIAL_PAGES), counts_B=zeros_B,
+        keys_B=zeros_B, greedy_B=zeros_B, stop_masked_B=zeros_B, top_k_B=zeros_B, shared_B=zeros_B, tile_first_B=zeros_B,
+        tile_rows_B=zeros_B, table_BP=table_BP, temperature_B=floats_B, top_p_B=floats_B,
+        packed_3B=floats_B[None].expand(3, -1),
     )  # fmt: skip
     return rows, block

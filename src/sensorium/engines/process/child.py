@@ -25,6 +25,7 @@ from typing import Any
 from sensorium.engines.process.messages import plain_response, request_of
 from sensorium.vocabulary.errors import EngineError
 from sensorium.workers.channel import Channel, Message
+from sensorium.workers.lasting import set_aside
 from sensorium.workers.plain_errors import plain_error
 
 
@@ -135,6 +136,7 @@ def serve(channel: Channel) -> None:
             if told["do"] == "start":
                 temporary = told["temporary"]
                 child = Child(told)
+                set_aside()
             elif told["do"] != "close":
                 assert child is not None
                 answer = {"weights": child.weights, "reset": child.reset, "tick": child.tick}[told["do"]](told)
