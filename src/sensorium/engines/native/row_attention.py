@@ -24,8 +24,8 @@ READ_AGAIN = 128_000_000
 """Bytes of a layer that rows may read again, each for itself. µs of a layer's attention on an H200, with Qwen2.5-VL-3B's
 heads, kernels one by one and in one launch: rows of W1, which share a short prompt, 9.7 and 6.7 at 8 rows, 12.0 and 7.8 at
 32, 22.4 and 13.3 at 128; of W3's tail 7.7 and 5.3 at 1, 13.4 and 10.4 at 16, 23.3 and 16.8 at 64, 32.3 and 21.0 at 128.
-Groups that share 4,160 entries: 22.5 and 12.9 at 8 (29 MB read again), 26.1 and 18.6 at 24 (87 MB), 27.1 and 28.7 at 32 (116 MB),
-43.6 and 61.5 at 128 (466 MB)."""
+Groups that share 4,160 entries: 22.5 and 12.9 at 8 (29 MB read again), 26.1 and 18.6 at 24 (87 MB), 27.1 and 28.7 at 32
+(116 MB), 43.6 and 61.5 at 128 (466 MB)."""
 LOG2_E = 1.4426950408889634
 WARPS, DEPTH, ENTRIES, MOST_SPLITS, MOST_SHARE = 4, 3, 16, 8, 8  # as row_attention.cu has them
 TRIAL_PAGES = 5  # of a row
