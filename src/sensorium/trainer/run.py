@@ -27,7 +27,7 @@ from sensorium.recipe.plan import make_plan
 from sensorium.recipe.processes import placed_processes
 from sensorium.recipe.schema import Recipe
 from sensorium.record.checkpoint_files import has_digests, refuse_foreign
-from sensorium.record.durable import cannot_write, full_disk_error, read_rows
+from sensorium.record.durable import cannot_write, full_disk_error, read_rows, refuse_full
 from sensorium.record.ledger import Ledger
 from sensorium.record.lock import NAME as LOCK
 from sensorium.record.lock import lock_run, refuse_moved
@@ -60,6 +60,7 @@ def train(recipe: Recipe, *, resume: bool = False, restart: bool = False, watche
                 notes += go_on(recipe, directory)
             else:
                 (begin_again if restart else begin)(recipe, directory)
+            refuse_full(directory.path)  # a run that goes on writes only when its engines are up
             trainer = open_trainer(recipe, directory, resume=resume, watchers=watchers, notes=notes)
         with _reported(directory, trainer):
             if resume:
