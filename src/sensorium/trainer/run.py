@@ -44,6 +44,7 @@ from sensorium.trainer.loop import Trainer
 from sensorium.trainer.seen_tasks import changed_tasks, refuse_other_frames, remember_tasks
 from sensorium.vocabulary.errors import CheckpointError, RecordError, SensoriumError
 from sensorium.workers.event_loop import run_async
+from sensorium.workers.ray_cluster import found_cluster
 
 
 def train(recipe: Recipe, *, resume: bool = False, restart: bool = False, watchers: Iterable[Watcher] = ()) -> Path:
@@ -95,6 +96,8 @@ def open_trainer(
         recipe.model_dump(include={"cluster", "rollout"})
     ):  # nothing else is told until they are up
         Watchers(watchers).noted(f"starting {', '.join(parts)}; that may take minutes")
+        if recipe.cluster.address == "auto" and (joined := found_cluster()):
+            Watchers(watchers).noted(joined)
         for note in cluster_notes(recipe, gpus=torch.cuda.is_available()):
             Watchers(watchers).noted(note)
     with _closed_if_it_fails() as closings:
