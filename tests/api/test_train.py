@@ -112,6 +112,15 @@ def test_a_run_in_use_is_not_overwritten(tmp_path: Path) -> None:
     assert len(sn.Run(tmp_path / "run").metrics) == 1
 
 
+def test_an_evaluation_says_how_it_goes_unless_told_not_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, out = small_recipe(tmp_path / "none"), tmp_path / "out"
+    sn.evaluate(recipe, limit=4, out=out, show=False)
+    assert not capsys.readouterr().out
+    sn.evaluate(recipe, limit=4, out=out)
+    told = capsys.readouterr().out.splitlines()
+    assert told == [f"evaluating package:shapes into {out}", "4 of 4 tasks were done before"]
+
+
 def test_an_evaluation_of_a_run_and_of_a_recipe(tmp_path: Path) -> None:
     run = sn.train(small_recipe(tmp_path / "run", steps=1), show=False)
 

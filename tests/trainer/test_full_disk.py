@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import RecordError
 from tests.trainer.small import small
-from tests.trainer.test_going_on import assert_equal
+from tests.trainer.test_going_on import Notes, assert_equal
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,6 +74,20 @@ def test_a_disk_that_fills_up_stops_the_run_and_with_room_it_goes_on(phase: str,
     filler.file.unlink()
     train(load_recipe(disk / "run"), resume=True)
     assert_equal(whole, disk / "run", 3)
+
+
+def test_going_on_is_refused_before_engines_start_where_the_disk_is_full(disk: Path) -> None:
+    """With some KiB left, the lock and the ledger can still be written, and the recipe cannot."""
+    train(small(disk / "run", steps=1))
+    before = {path: path.read_bytes() for path in (disk / "run").rglob("*") if path.is_file()}
+    (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - (36 << 10)))
+    notes = Notes()
+    with pytest.raises(RecordError, match=r"cannot write '.*/run.*': No space left on device\. The disk is full"):
+        train(small(disk / "run", "rollout.engine=process", steps=2), resume=True, watchers=[notes])
+    assert not notes.texts, "an engine was started"
+    assert {path: path.read_bytes() for path in (disk / "run").rglob("*") if path.is_file()} == before
+    (disk / "filler").unlink()
+    train(small(disk / "run", steps=2), resume=True)
 
 
 LIMITED = """

@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from sensorium.cli.main import main
 from sensorium.recipe.load import load_recipe
 from sensorium.record.checkpoint_files import checkpoint_of_run, is_complete, refuse_damaged
 from sensorium.record.contents import contents_of
@@ -420,3 +421,35 @@ def test_a_state_of_another_form_is_refused_by_its_checkpoint(file: str, state: 
     (folder / "COMPLETE").write_text(json.dumps(marker))
     with pytest.raises(CheckpointError, match=r"not one that this version can go on from"):
         train(load_recipe(run, ["steps=4"]), resume=True)
+
+
+def test_modules_beside_the_recipe_are_found_again_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, elsewhere, run = tmp_path / "mine", tmp_path / "elsewhere", tmp_path / "run"
+    for folder in (mine, elsewhere):
+        folder.mkdir()
+    (mine / "beside_the_run.py").write_text("from tests.trainer.small import ByParity as Own\n")
+    own = small(run, steps=1).model_dump(mode="json") | {"rewards": {"terms": [{"name": "beside_the_run:Own"}]}}
+    (mine / "own.yaml").write_text(json.dumps(own))
+
+    def command(*arguments: str) -> int:
+        """A command as a process of its own would run it: what an earlier one found and imported is forgotten."""
+        monkeypatch.setattr(sys, "path", [path for path in sys.path if not path.startswith(str(tmp_path))])
+        monkeypatch.delitem(sys.modules, "beside_the_run", raising=False)
+        return main(["train", *arguments])
+
+    monkeypatch.chdir(elsewhere)
+    assert command(str(mine / "own.yaml")) == 0
+    assert command(str(run), "--resume", "steps=2") == 0
+    assert json.loads((run / "modules.json").read_text()) == {"beside_the_run": str(mine)}
+    mine.rename(tmp_path / "moved")
+    capsys.readouterr()
+    assert command(str(run), "--resume", "steps=3") == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "No module named 'beside_the_run'" in told
+    assert f"'{elsewhere}'" in told, "the working directory was searched"
+    assert f"'{mine}'" in told, "and where the run found it first"
+    monkeypatch.chdir(tmp_path / "moved")
+    assert command(str(run), "--resume", "steps=3") == 0
+    assert json.loads((run / "modules.json").read_text()) == {"beside_the_run": str(tmp_path / "moved")}

@@ -1,6 +1,8 @@
 """A Ray cluster that cannot be used is told in one paragraph within a bounded time; none of this needs Ray."""
 
+import os
 import socket
+import subprocess
 import sys
 import threading
 from types import ModuleType
@@ -72,6 +74,29 @@ def test_that_no_cluster_is_found_is_known_before_a_run(monkeypatch: pytest.Monk
     assert ray_cluster.unfound() == "Could not find any running Ray instance"
     services.canonicalize_bootstrap_address = lambda address: "127.0.0.1:1"  # type: ignore[attr-defined]
     assert "refused" in ray_cluster.unfound()
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["by a program that lives", "by ray start"])
+def test_the_cluster_that_is_found_is_named_with_who_started_it(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for a process of Ray: it has its arguments, and this process as parent."""
+    services = ModuleType("ray._private.services")
+    services.canonicalize_bootstrap_address = lambda address: "10.1.2.3:6379"  # type: ignore[attr-defined]
+    for module in (ModuleType("ray"), ModuleType("ray._private"), services):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name in ("RAY_ENABLE_AUTO_CONNECT", "RAY_AUTH_MODE"):
+        monkeypatch.setenv(name, "")  # and so put back
+    session = f"session_2026-01-02_03-04-05_678_{os.getpid() if own else 999_999_999}"
+    arguments = ["--gcs-address=10.1.2.3:6379", f"--session-name={session}"]
+    command = [sys.executable, "-c", "input('ready\\n')", *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as raylet:
+        assert raylet.stdout is not None
+        assert raylet.stdout.readline() == b"ready\n"
+        told = ray_cluster.found_cluster()
+        raylet.communicate(b"\n")
+    assert told.startswith("cluster.address 'auto' is the Ray cluster at 10.1.2.3:6379, which ")
+    assert (f"process {os.getpid()} started for itself (" in told) == own
+    assert (f"'ray start', or by a process that is not seen from here (session {session})" in told) != own
 
 
 class Crowded:

@@ -4,12 +4,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from sensorium.api.outside import outside_loop
 from sensorium.api.recipes import recipe_of
 from sensorium.api.run import Run
 from sensorium.api.table import Table
 from sensorium.evaluation.places import default_folder, evaluated_model
 from sensorium.record.durable import read_rows
+from sensorium.report.evaluation_bar import EvaluationBar
 from sensorium.report.evaluations import markdown, summary_grid
 from sensorium.vocabulary.errors import RecipeError
 
@@ -52,14 +55,15 @@ def evaluate(
     limit: int = 0,
     out: str | Path | None = None,
     fresh: bool = False,
+    show: bool = True,
     **changes: Any,
 ) -> Evaluation:
     """Evaluate on a recipe's or run's held-out tasks: ``model``, else the run's best checkpoint, else the recipe's model.
 
     Greedy unless told otherwise (then at ``evaluation.temperature``). An evaluation that was interrupted goes on when it is
-    asked for again; ``fresh`` forgets it.
+    asked for again; ``fresh`` forgets it. ``show``: tell on the console how far it is.
     """
-    from sensorium.evaluation.held_out import evaluate_into
+    from sensorium.evaluation.held_out import Progress, evaluate_into
 
     run = recipe if isinstance(recipe, Run) else Run(recipe) if _is_run(recipe) else None
     section: dict[str, Any] = {"samples": samples, "limit": limit} | ({"temperature": 0.0} if greedy else {})
@@ -69,7 +73,18 @@ def evaluate(
     wanted = model.directory if isinstance(model, Run) else model
     path = evaluated_model(None if wanted is None else str(wanted), checked, None if run is None else run.directory)
     folder = Path(out) if out is not None else default_folder(checked, path)
-    return Evaluation(outside_loop(lambda: evaluate_into(folder, checked, path, fresh=fresh)), folder)
+
+    def play(progress: Progress | None) -> dict[str, Any]:
+        return outside_loop(lambda: evaluate_into(folder, checked, path, fresh=fresh, progress=progress))
+
+    if not show:
+        return Evaluation(play(None), folder)
+    from sensorium.cli.show import say
+
+    console = Console()
+    say(f"evaluating {path} into {folder}", console)
+    with EvaluationBar(console) as bar:
+        return Evaluation(play(bar.tell), folder)
 
 
 def _is_run(recipe: Any) -> bool:

@@ -28,7 +28,7 @@ from sensorium.trainer.health.at_start import refuse_without_demonstrations, sta
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError, TaskError, UnknownJudge
 from sensorium.vocabulary.task import Task
-from sensorium.workers.ray_cluster import refuse_without_ray, unanswered, unfound
+from sensorium.workers.ray_cluster import found_cluster, refuse_without_ray, unanswered, unfound
 
 ROWS = 8
 ENGINE_CHECKS = {"vllm": "sensorium.engines.vllm.recipe_checks"}
@@ -64,6 +64,8 @@ def look_at(recipe: Recipe, *, train: bool = True) -> Iterator[str]:
                 f"cluster.address '{recipe.cluster.address}' does not answer from here: {problem}. A run from here would "
                 "be refused; one from another machine may not be."
             )
+        elif recipe.cluster.address == "auto" and (found := found_cluster()):
+            yield found
     if train:
         yield from cluster_notes(recipe, gpus=gpus_seen())
     if train and recipe.cluster.environments and recipe.cluster.hang_s >= recipe.rollout.environment_deadline_s:

@@ -8,12 +8,12 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sensorium.cli.show import say, show_dry_run
 from sensorium.evaluation.places import default_folder, evaluated_model
 from sensorium.recipe.load import load_recipe
 from sensorium.record.durable import write_whole
+from sensorium.report.evaluation_bar import EvaluationBar
 from sensorium.report.evaluations import print_grid, summary_grid
 from sensorium.vocabulary.errors import RecipeError, RecordError
 
@@ -57,7 +57,7 @@ def run(arguments: Namespace) -> int:
 
     folder = arguments.out or default_folder(recipe, model)
     say(f"evaluating {model} into {folder}", console)
-    with _Bar(console) as bar:
+    with EvaluationBar(console) as bar:
         try:
             summary = evaluate_into(folder, recipe, model, chunk=arguments.chunk, fresh=arguments.fresh, progress=bar.tell)
         except RecordError as error:  # a run would be gone on with
@@ -79,28 +79,3 @@ def _settings(arguments: Namespace) -> list[str]:
     if arguments.greedy:
         given |= {"temperature": 0.0, "samples": arguments.samples or 1}
     return [f"evaluation.{key}={value}" for key, value in given.items() if value is not None]
-
-
-class _Bar:
-    """How far an evaluation is: a bar on a terminal; elsewhere a line where it goes on from an earlier one."""
-
-    def __init__(self, console: Console) -> None:
-        parts = (TextColumn("tasks"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self.console = console
-        self.progress = Progress(*parts, console=console, transient=True, disable=not console.is_terminal)
-        self.bar = self.progress.add_task("tasks", total=None)
-        self.heard = False
-
-    def __enter__(self) -> "_Bar":
-        self.progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.progress.stop()
-
-    def tell(self, done: int, of: int) -> None:
-        """So many tasks are done."""
-        if not self.heard and done:
-            say(f"{done:,} of {of:,} tasks were done before", self.console)
-        self.heard = True
-        self.progress.update(self.bar, completed=done, total=of)

@@ -2,11 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from sensorium.record.episode_json import messages_to_json
+from sensorium.vocabulary.content import Message, assistant
 from sensorium.vocabulary.episode import Episode, Status
 from sensorium.vocabulary.score import by_name
 from sensorium.vocabulary.task import Task
@@ -62,7 +63,7 @@ def sample_of(task: Task, position: int, episode: Episode, extracted: str | None
 
 
 def row_of(sample: Sample, task: Task, episode: Episode, seed: int) -> Row:
-    """The line of a sample: what was counted, then what was shown and written."""
+    """The line of a sample: what was counted, then what was asked and written; of an environment, all turns in order."""
     reasons = {score.name: score.reason for score in episode.scores if score.missing}
     environment = task.environment
     return {
@@ -84,6 +85,7 @@ def row_of(sample: Sample, task: Task, episode: Episode, seed: int) -> Row:
         **({"failure": episode.failure} if episode.failure else {}),
         **({"environment": {"name": environment.name, "seed": environment.seed}} if environment is not None else {}),
         "messages": messages_to_json(_shown(task, episode)),
+        **({"conversation": messages_to_json([*_conversation(episode)])} if environment is not None else {}),
         "response": episode.response,
     }
 
@@ -112,6 +114,14 @@ def sample_from(row: Row) -> Sample:
 def _shown(task: Task, episode: Episode) -> tuple[Any, ...]:
     """The prompt; of a task that is played in an environment, what that showed first."""
     return task.messages or (episode.turns[0].observation if episode.turns else ())
+
+
+def _conversation(episode: Episode) -> Iterator[Message]:
+    """All that was shown and written in an environment, in order: its head, then each observation and its response."""
+    yield from episode.head
+    for turn in episode.turns:
+        yield from turn.observation
+        yield assistant(turn.response.text)
 
 
 def _question(messages: Sequence[Row]) -> str:

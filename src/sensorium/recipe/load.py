@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from sensorium.recipe.checks import problems
+from sensorium.recipe.own_modules import look_where_found
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.yaml import Path as Place
 from sensorium.recipe.yaml import dotted, read_yaml, write_yaml
@@ -51,6 +52,7 @@ def read_recipe(path: str | Path) -> tuple[dict[str, Any], dict[Place, str]]:
         sys.path.append(beside)  # where its author's own rewards and environments are: my_rewards:Brevity
     if run := run_of(path):
         data["run_dir"] = str(run)
+        look_where_found(run)
     return data, origins
 
 

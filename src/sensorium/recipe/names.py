@@ -8,6 +8,7 @@ from typing import Any, Unpack, get_args, get_origin, get_type_hints
 
 from sensorium.recipe.function_signatures import reward_style, takes_context, wrong_function_options
 from sensorium.recipe.objects import SCHEME, passed_object
+from sensorium.recipe.own_modules import searched_folders
 from sensorium.recipe.traits import ESTIMATORS, LOSSES, EstimatorTraits, LossTraits, estimator_places, loss_places
 from sensorium.vocabulary.errors import RecipeError, nearest
 
@@ -190,10 +191,18 @@ def _why_not_loaded(module: str, error: BaseException) -> str:
     if missing and module.split(".")[0] != missing.split(".")[0]:
         return f"{error}. Install the package that provides '{missing}'."
     if missing:
-        return f"{error}. Modules of your own are looked for beside the recipe, in the working directory and on PYTHONPATH."
+        return (
+            f"{error}. Modules of your own are looked for beside the recipe, in the working directory, on PYTHONPATH, and, "
+            f"where a run goes on, where it found them: here in {_quoted(searched_folders())}. Put the module's folder on "
+            "PYTHONPATH."
+        )
     if isinstance(error, SystemExit):
         return f"'{module}' ends the program when it is imported (sys.exit, {error.code!r}); put that under a main guard."
     return f"{error}." if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}."
+
+
+def _quoted(folders: Sequence[str]) -> str:
+    return ", ".join(f"'{folder}'" for folder in folders) or "no folder"
 
 
 def build(kind: str, name: str, options: Mapping[str, Any], where: str = "", **given: Any) -> Any:

@@ -21,7 +21,7 @@ from pydantic_core import PydanticSerializationError, to_json
 from sensorium.vocabulary.errors import RecordError
 
 TIGHT = 64 * 1024
-"""Bytes free on a disk below which a failed write is blamed on it."""
+"""Bytes free on a disk below which no run starts, and a failed write is blamed on it."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PLACE = " (of a run: run_dir)"
@@ -183,6 +183,17 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise cannot_write(error.filename or path, error) from error
+
+
+def refuse_full(folder: Path) -> None:
+    """Refuse a folder whose disk has less than ``TIGHT`` bytes left, as the first write of a run would much later."""
+    probe = folder / ".room.draft"
+    with writing(folder):
+        try:
+            probe.write_bytes(os.urandom(TIGHT))  # zeros take no room on some file systems
+            flush(probe)
+        finally:
+            _remove(probe)
 
 
 def cannot_write(path: object, error: OSError) -> RecordError:

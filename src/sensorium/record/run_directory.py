@@ -18,6 +18,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.recipe = self.path / "recipe.yaml"
+        self.modules = self.path / "modules.json"
         self.source = self.path / "source.json"
         self.tasks = self.path / "tasks.json"
         self.metrics = self.path / "metrics.jsonl"

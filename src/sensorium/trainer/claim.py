@@ -5,11 +5,13 @@ been computed: how long the run goes on, how often it is measured and saved, wha
 which engine; another engine is told, since its log-probs may differ in their last bits.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sensorium.recipe.algorithm_sections import OptimizerSection
 from sensorium.recipe.load import dump_recipe, load_recipe
+from sensorium.recipe.own_modules import own_modules
 from sensorium.recipe.schema import EngineSection, Recipe
 from sensorium.recipe.traits import estimator_traits
 from sensorium.record.checkpoint_files import why_taken
@@ -36,8 +38,15 @@ def begin(recipe: Recipe, directory: RunDirectory) -> None:
 
 
 def write_recipe(recipe: Recipe, directory: RunDirectory) -> None:
-    """Write the recipe into its run; where the run lies is not written down, so that it may be moved."""
+    """Write the recipe into its run; where the run lies is not written down, so that it may be moved.
+
+    Where the user's own modules lie stands in a file of its own: it may change, and is no part of what the run computes.
+    """
     write_whole(directory.recipe, dump_recipe(recipe.model_copy(update={"run_dir": None})))
+    if modules := own_modules(recipe.model_dump(mode="json")):
+        write_whole(directory.modules, json.dumps(modules, indent=1) + "\n")
+    else:
+        directory.modules.unlink(missing_ok=True)
 
 
 def change_recipe(recipe: Recipe, directory: RunDirectory, step: int) -> None:

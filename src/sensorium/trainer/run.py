@@ -27,7 +27,7 @@ from sensorium.recipe.plan import make_plan
 from sensorium.recipe.processes import placed_processes
 from sensorium.recipe.schema import Recipe
 from sensorium.record.checkpoint_files import has_digests, refuse_foreign
-from sensorium.record.durable import cannot_write, full_disk_error, read_rows
+from sensorium.record.durable import cannot_write, full_disk_error, read_rows, refuse_full
 from sensorium.record.ledger import Ledger
 from sensorium.record.lock import NAME as LOCK
 from sensorium.record.lock import lock_run, refuse_moved
@@ -44,6 +44,7 @@ from sensorium.trainer.loop import Trainer
 from sensorium.trainer.seen_tasks import changed_tasks, refuse_other_frames, remember_tasks
 from sensorium.vocabulary.errors import CheckpointError, RecordError, SensoriumError
 from sensorium.workers.event_loop import run_async
+from sensorium.workers.ray_cluster import found_cluster
 
 
 def train(recipe: Recipe, *, resume: bool = False, restart: bool = False, watchers: Iterable[Watcher] = ()) -> Path:
@@ -60,6 +61,7 @@ def train(recipe: Recipe, *, resume: bool = False, restart: bool = False, watche
                 notes += go_on(recipe, directory)
             else:
                 (begin_again if restart else begin)(recipe, directory)
+            refuse_full(directory.path)  # a run that goes on writes only when its engines are up
             trainer = open_trainer(recipe, directory, resume=resume, watchers=watchers, notes=notes)
         with _reported(directory, trainer):
             if resume:
@@ -94,6 +96,8 @@ def open_trainer(
         recipe.model_dump(include={"cluster", "rollout"})
     ):  # nothing else is told until they are up
         Watchers(watchers).noted(f"starting {', '.join(parts)}; that may take minutes")
+        if recipe.cluster.address == "auto" and (joined := found_cluster()):
+            Watchers(watchers).noted(joined)
         for note in cluster_notes(recipe, gpus=torch.cuda.is_available()):
             Watchers(watchers).noted(note)
     with _closed_if_it_fails() as closings:

@@ -28,6 +28,7 @@ CHECK = (
     "Check that it runs ('ray status'), that its Python and Ray are the driver's, and that the driver has its token "
     "(RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH; RAY_AUTH_MODE=token where it is set otherwise)."
 )
+SESSION = re.compile(r"session_[\d_-]+_(\d+)")
 TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 TOKEN_FILE = Path(".ray/auth_token")
 """Where 'ray start' keeps a token that it made, in the home directory."""
@@ -47,11 +48,8 @@ def connect(address: str, needs: Needs) -> Any:
     A cluster that is too small is refused. Each call is answered by one of ``disconnect``.
     """
     global _users, _ours
-    # Or a thread that asks an actor too late, when the cluster was left, starts a new one.
-    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     refuse_without_ray()
-    if address:
-        send_token()
+    _before_import(address)
     import ray
 
     with _lock:
@@ -69,6 +67,13 @@ def connect(address: str, needs: Needs) -> Any:
             raise
         _users += 1
     return ray
+
+
+def _before_import(address: str) -> None:
+    # Or a thread that asks an actor too late, when the cluster was left, starts a new one.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
+    if address:
+        send_token()
 
 
 def send_token() -> None:
@@ -112,6 +117,53 @@ def unfound() -> str:
         return unanswered(canonicalize_bootstrap_address("auto"))
     except (ConnectionError, ValueError) as error:
         return short(error).rstrip(".")
+
+
+def found_cluster() -> str:
+    """Which cluster "auto" means on this machine and who started it, in a sentence; empty if none is found."""
+    _before_import("auto")
+    try:
+        from ray._private.services import canonicalize_bootstrap_address
+
+        address = canonicalize_bootstrap_address("auto")
+    except (ImportError, ConnectionError, ValueError):  # a run is refused with the reason
+        return ""
+    return f"cluster.address 'auto' is the Ray cluster at {address}, {starter(address)}" if address else ""
+
+
+def starter(address: str) -> str:
+    """Who started the cluster at an address, as far as the processes of this machine tell.
+
+    Ray's own processes name the address and a session, which ends in the id of the process that began it. They are its
+    children where a program started the cluster for itself; 'ray start' has ended.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return "which RAY_ADDRESS names."
+    sessions = set()
+    for place in Path("/proc").glob("[0-9]*"):
+        command = _words(place)
+        found = SESSION.search(command)
+        if found and f"--gcs-address={address}" in command.split():
+            sessions.add(found[0])
+            if _parent(place) == found[1]:
+                started = _words(Path("/proc") / found[1])[:200]
+                return f"which process {found[1]} started for itself ({started}) and which ends with it."
+    began = f" (session {min(sessions)})" if sessions else ""
+    return f"which was started by 'ray start', or by a process that is not seen from here{began}."
+
+
+def _words(process: Path) -> str:
+    try:
+        return (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:  # it has ended
+        return ""
+
+
+def _parent(process: Path) -> str:
+    try:
+        return (process / "stat").read_text().rpartition(")")[2].split()[1]
+    except (OSError, IndexError):
+        return ""
 
 
 def disconnect() -> None:
