@@ -17,6 +17,7 @@ from sensorium.engines.native.pages import PAGE, attend
 from sensorium.engines.native.randomness import uniforms
 from sensorium.engines.native.sampler import sample
 from sensorium.models.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights
+from sensorium.models.policy import Policy
 from sensorium.models.wide_products import wide_linear, wide_product
 
 LARGEST_HALF = 65504.0  # the largest float16 number
@@ -46,6 +47,14 @@ class TorchOps:
     def together(self, first: Callable[[], Tensor], *others: Callable[[], Tensor]) -> list[Tensor]:
         """Results of work that does not depend on each other, in order."""
         return [work() for work in (first, *others)]
+
+    def begin(self, policy: Policy, rows: DecodeRows, norm: NormWeights) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """Of every row's last token: the residual stream, its norm, and the cosines and sines of its position."""
+        embedded_BW = policy.adapter.language_model.embed_tokens(rows.tokens_B)
+        rotary = policy.adapter.rotary(embedded_BW[:, None], rows.positions_B[None, :, None].expand(3, -1, 1))
+        cos_BD, sin_BD = (part.reshape(embedded_BW.shape[0], -1) for part in rotary)
+        sum_BW = embedded_BW.float()
+        return sum_BW, self.norm(sum_BW, norm), (cos_BD, sin_BD)
 
     def norm(self, x_BW: Tensor, norm: NormWeights) -> Tensor:
         """RMSNorm over the last axis in the weight's kind: float32 inside, rounded to x's kind before the weight."""

@@ -63,12 +63,7 @@ class FusedStep:
     def logits(self, rows: DecodeRows, pool: PagePool) -> Tensor:
         """The logits after every row's last token, whose keys and values are written."""
         policy, ops = self._policy, self._ops
-        embedded_BW = policy.adapter.language_model.embed_tokens(rows.tokens_B)
-        rotary = policy.adapter.rotary(embedded_BW[:, None], rows.positions_B[None, :, None].expand(3, -1, 1))
-        cos_BD, sin_BD = (part.reshape(embedded_BW.shape[0], -1) for part in rotary)
-        angles = (cos_BD, sin_BD)
-        sum_BW = embedded_BW.float()
-        normed_BW = ops.norm(sum_BW, self._layers[0].before)
+        sum_BW, normed_BW, angles = ops.begin(policy, rows, self._layers[0].before)
         query = ops.project(self._layers[0], normed_BW, angles, rows, pool.block[0])
         for i, (layer, following) in enumerate(zip(self._layers, [*self._layers[1:], None], strict=True)):
             seen_BN = ops.attend(query, rows, pool.block[i], layer.scaling)

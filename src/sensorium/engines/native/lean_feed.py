@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from sensorium.models.layer_parts import GatedMLP, LayerParts, NormWeights, UnknownLayer, norm_of, parts_of
+from sensorium.models.layer_parts import FIXED_ANGLES, GatedMLP, LayerParts, NormWeights, UnknownLayer, norm_of, parts_of
 from sensorium.models.policy import Policy
 
-FIXED_ANGLES = ("default", "linear", "yarn", "llama3")
-"""Kinds of rotary angles that depend on a token's position alone, not on how long the longest row is."""
 TABLE_STEP = 512
 
 
