@@ -25,10 +25,6 @@ constexpr int DEPTH = 3;                                             // tiles of
 constexpr int QUERY_BYTES = ENTRY_BYTES + 16;                        // from a query to the next: in different banks
 constexpr int FOUND = SIZE + 4;                                      // floats from a query's sum to the next one's
 constexpr int ALL_WARPS = WARPS * SPLITS, HEADS_OF_A_CTA = (8 + SPLITS - 1) / SPLITS;    // of a cluster, and that it merges
-constexpr int ASKED = 4096;                                          // bytes of weights at a time
-#ifndef HEAD_ASKED
-#define HEAD_ASKED 12288
-#endif
 constexpr float NOTHING = -1e30f;                                    // a score that no entry has
 static_assert(SHARE <= 8 && SIZE % 64 == 0 && PAGE % ENTRIES == 0 && ALL_WARPS <= 32, "sizes that the kernel does not know");
 static_assert(8 * FOUND * 4 <= DEPTH * TILE, "no room for sums");
@@ -42,10 +38,8 @@ struct attention {
     const int *table;                         // [rows, width]
     const long long *lengths;                 // [rows] entries before the new one
     u16 *out;                                 // [rows, HEADS, SIZE]
-    const char *whole, *heads;                // weights that the next kernel reads first: these, and the head of each of those
     float eps, factor;
     int count, rows, width;
-    int whole_bytes, head_count, head_stride;
 };
 
 struct Sums {
@@ -349,19 +343,6 @@ struct Merger {
     }
 };
 
-// Weights for the cache, while the memory has little else to do.
-INLINE void ask_for(const char *from, int bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
-INLINE void ask_for_weights(const attention &given) {
-    const int mine = blockIdx.x * THREADS + threadIdx.x, all = gridDim.x * THREADS;
-    for (int at = mine * ASKED; at < given.whole_bytes; at += all * ASKED)
-        ask_for(given.whole + at, min(ASKED, given.whole_bytes - at));
-    const int head = min(HEAD_ASKED, given.head_stride);
-    for (int i = mine; i < given.head_count; i += all) ask_for(given.heads + (long long)i * given.head_stride, head);
-}
-
 extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, 2)
     row_attention_kernel(const __grid_constant__ attention given) {
     extern __shared__ __align__(128) char bytes[];
@@ -377,7 +358,6 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
         if (low + i < high) copy_tile(given, pages, k, (low + i) * ENTRIES, slots + i * TILE);
         commit();
     }
-    ask_for_weights(given);
     asm volatile("griddepcontrol.wait;" ::: "memory");
 
     const bool last = low < high && high == tiles;                   // this warp has the place of the new entry

@@ -265,9 +265,7 @@ class TritonOps(TorchOps):
         """Attention over each row's pages, as [B, H · D]: shared pages, own pages, merged."""
         if isinstance(query, Unplaced):
             assert self._row_attention is not None
-            index, halves = query.layer.index, self._half_layers
-            soon = None if halves is None else halves.soon_read(index, query.parts_PBN.shape[1])
-            return self._row_attention.attend(query, rows, layer_block, soon)
+            return self._row_attention.attend(query, rows, layer_block)
         query_BHD = query
         batch, heads, size = query_BHD.shape
         kv_heads, page = layer_block.shape[2:4]

@@ -132,13 +132,6 @@ class HalfLayers:
             self._pack(index)
         self._stale = False
 
-    def soon_read(self, index: int, rows: int) -> tuple[Tensor, Tensor] | None:
-        """Packed weights that a layer's launch reads first, all of one and the head of each row of the other, if any."""
-        if not self._usable or (index, rows) not in self._tried:
-            return None
-        out, gated, _, _ = self._packed[index]
-        return out.tiles, gated.tiles
-
     def run(
         self, index: int, seen_BN: Tensor, sum_BW: Tensor, plain: Callable[[Tensor, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor] | None:

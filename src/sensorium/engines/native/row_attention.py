@@ -37,9 +37,7 @@ class CAttention(Structure):
 
     _fields_: ClassVar = [
         *pointers("parts query_bias key_bias value_bias cos sin query_gain key_gain keys values table lengths out"),
-        *pointers("whole heads"),
         ("eps", c_float), ("factor", c_float), ("count", c_int), ("rows", c_int), ("width", c_int),
-        ("whole_bytes", c_int), ("head_count", c_int), ("head_stride", c_int),
     ]  # fmt: skip
 
 
@@ -69,13 +67,8 @@ class RowAttention:
             self._try(given, layer_block)
         return rows in self._tried
 
-    def attend(
-        self, given: Unplaced, rows: DecodeRows, layer_block: Tensor, soon: tuple[Tensor, Tensor] | None = None
-    ) -> Tensor:
-        """Put the new keys and values to the rows' pages; attention over each row's pages, as [B, H · D].
-
-        ``soon``: what the next launch reads first, for the GPU's cache: all of one tensor, the head of another's rows.
-        """
+    def attend(self, given: Unplaced, rows: DecodeRows, layer_block: Tensor) -> Tensor:
+        """Put the new keys and values to the rows' pages; attention over each row's pages, as [B, H · D]."""
         parts, batch, _ = given.parts_PBN.shape
         layer, (_, _, kv_heads, _, size) = given.layer, layer_block.shape
         out_BN = layer_block.new_empty(batch, given.parts_PBN.shape[2] - 2 * kv_heads * size)
@@ -85,10 +78,9 @@ class RowAttention:
         told = CAttention(
             *addresses(
                 given.parts_PBN, *(given.biases or (out_BN,) * 3), *given.rotary, norms[0].weight, norms[1].weight,
-                layer_block[0], layer_block[1], rows.table_BP, rows.lengths_B, out_BN, *(soon or (None, None)),
+                layer_block[0], layer_block[1], rows.table_BP, rows.lengths_B, out_BN,
             ),
             norms[0].eps, layer.scaling * LOG2_E, parts, batch, rows.table_BP.shape[1],
-            *((soon[0].nbytes, len(soon[1]), soon[1][0].nbytes) if soon is not None else (0, 0, 0)),
         )  # fmt: skip
         flags = {"BIAS": bool(given.biases), "NORM": layer.norms is not None}
         kernel = self._kernel(HEADS=heads, KV=kv_heads, SIZE=size, PAGE=PAGE, SPLITS=splits, **flags)
