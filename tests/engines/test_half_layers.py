@@ -1,6 +1,7 @@
 """Half a decode layer in one launch over weights in 12 bits gives what products one by one give."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.nn.functional import silu
 from sensorium.compiled.device_code import NoDeviceCode
 from sensorium.engines.native import half_layers
 from sensorium.engines.native.half_layers import HalfLayers, Packed, Sizes
-from sensorium.models.layer_parts import GatedMLP, LayerParts, NormWeights
+from sensorium.models.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights
 
 SHAPES = [(256, 320, 704, 192, 64), (2048, 2048, 11008, 2048, 256), (512, 384, 1088, 512, 48)]
 
@@ -28,20 +29,30 @@ def gain(width: int, seed: int) -> NormWeights:
     return NormWeights((1 + 0.1 * noise).to("cuda", torch.bfloat16), 1e-6)
 
 
-def make_layers(seen: int, width: int, inner: int, queries: int, keys: int) -> list[LayerParts]:
-    """Layers 4 and 5 of a model, whose first four compute from finer activations."""
+def make_layers(seen: int, width: int, inner: int, queries: int, keys: int, first: int = 4) -> list[LayerParts]:
+    """Two layers of a model, the second its last; layers 0 to 3 compute from finer activations."""
     return [
         LayerParts(
             i, gain(width, i), linear(queries, width, 10 * i, True), linear(keys, width, 10 * i + 1, True),
             linear(keys, width, 10 * i + 2, True), linear(width, seen, 10 * i + 3), None, 16, 1.0, gain(width, 7 + i),
             GatedMLP(*(linear(inner, width, 10 * i + j) for j in (4, 5)), linear(width, inner, 10 * i + 6)),
         )
-        for i in (4, 5)
+        for i in (first, first + 1)
     ]  # fmt: skip
 
 
-def exactly(layer: LayerParts, following: LayerParts, seen: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """The next projections, without their bias, and the residual stream, in float64 with the roundings of activations."""
+def last_norm(layers: list[LayerParts]) -> NormWeights:
+    """The norm before the head."""
+    return gain(len(layers[0].between.weight), 99)
+
+
+def exactly(
+    layer: LayerParts, following: LayerParts | NormWeights, seen: Tensor, residual: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The next projections, without their bias, and the residual stream, in float64 with the roundings of activations.
+
+    Where a norm follows instead of a layer, what it gives instead of projections.
+    """
 
     def weight(part: Any) -> Tensor:
         return part.weight.double()
@@ -52,11 +63,23 @@ def exactly(layer: LayerParts, following: LayerParts, seen: Tensor, residual: Te
     def normed(x: Tensor, norm: NormWeights) -> Tensor:
         return rounded(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.double())
 
+    def half(x: Tensor) -> Tensor:
+        return x.half().double()
+
     inner: Any = layer.inner
     total = residual.double() + seen.double() @ weight(layer.out).T
-    x = normed(total, layer.between)
-    opened, value = rounded(x @ weight(inner.gate).T), rounded(x @ weight(inner.up).T)
-    total = total + rounded(silu(opened) * value) @ weight(inner.down).T
+    if layer.fine:
+        x = half(
+            total * torch.rsqrt(total.square().mean(-1, keepdim=True) + layer.between.eps) * layer.between.weight.double()
+        )
+        opened, value = x @ weight(inner.gate).T, x @ weight(inner.up).T
+        total = total + half(silu(opened) * value / FINE_SCALE) @ weight(inner.down).T * FINE_SCALE
+    else:
+        x = normed(total, layer.between)
+        opened, value = rounded(x @ weight(inner.gate).T), rounded(x @ weight(inner.up).T)
+        total = total + rounded(silu(opened) * value) @ weight(inner.down).T
+    if isinstance(following, NormWeights):
+        return normed(total, following), total
     x = normed(total, following.before)
     projections = (following.query, following.key, following.value)
     return torch.cat([x @ weight(part).T for part in projections], 1), total
@@ -82,11 +105,11 @@ def notes() -> list[str]:
 def make(monkeypatch: pytest.MonkeyPatch, notes: list[str]) -> Callable[[list[LayerParts]], HalfLayers]:
     """Half layers also of small sizes."""
     monkeypatch.setattr(half_layers, "LEAST_PACKED", 0)
-    return lambda layers: HalfLayers(layers, notes.append)
+    return lambda layers: HalfLayers(layers, last_norm(layers), notes.append)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 3, 8, 13, 24, 32])
+@pytest.mark.parametrize("rows", [1, 3, 8, 13, 24, 32, 40])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_launch_gives_what_the_products_give(
     make: Callable[[list[LayerParts]], HalfLayers], notes: list[str], shape: tuple[int, ...], rows: int
@@ -104,6 +127,48 @@ def test_one_launch_gives_what_the_products_give(
     assert again is not None
     assert torch.equal(again[0], parts)
     assert torch.equal(again[1], total)
+    assert not notes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 13, 32])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_first_layers_compute_finely(
+    make: Callable[[list[LayerParts]], HalfLayers], notes: list[str], shape: tuple[int, ...], rows: int
+) -> None:
+    layers = make_layers(*shape, first=1)
+    inner: Any = layers[0].inner
+    inner.gate.weight.data[:16] *= 2.0**-9  # tiny ones are float16 numbers no more, but keep their bits here
+    halves = make(layers)
+    seen, residual = inputs(rows, layers[0])
+    expected = exactly(*layers, seen, residual)
+    found = halves.run(1, seen, residual, lambda x, r: exactly(*layers, x, r)[0].float())
+    assert found is not None, notes
+    assert error(found[0].sum(0), expected[0]) < 0.006
+    fine, coarse = (
+        error(found[1], expected[1]),
+        error(exactly(replace(layers[0], index=4), *layers[1:], seen, residual)[1], expected[1]),
+    )
+    assert fine < 0.1 * coarse  # a float16 rounding is an eighth of a bfloat16's
+    assert not notes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 13, 40])
+@pytest.mark.parametrize("first", [1, 4])
+def test_the_last_layer_ends_with_what_the_head_takes(
+    make: Callable[[list[LayerParts]], HalfLayers], notes: list[str], first: int, rows: int
+) -> None:
+    layers = make_layers(*SHAPES[0], first=first)
+    halves, norm = make(layers), last_norm(layers)
+    seen, residual = inputs(rows, layers[1])
+    expected = exactly(layers[1], norm, seen, residual)
+    for _ in range(2):  # others of the same number of rows come between
+        assert halves.run(first, seen, residual, lambda x, r: exactly(*layers, x, r)[0].float()) is not None
+        found = halves.run(first + 1, seen, residual, lambda x, r: exactly(layers[1], norm, x, r)[0].float())
+        assert found is not None, notes
+        assert found[0].dtype == torch.bfloat16
+        assert error(found[0], expected[0]) < 0.006
     assert not notes
 
 
@@ -229,10 +294,10 @@ def test_many_rows_and_layers_that_it_does_not_know_are_left_to_products(
 ) -> None:
     layers = make_layers(*SHAPES[0])
     halves = make(layers)
-    seen, residual = inputs(33, layers[0])
+    seen, residual = inputs(41, layers[0])
     assert halves.run(4, seen, residual, lambda x, r: x) is None
     seen, residual = inputs(3, layers[0])
-    assert halves.run(5, seen, residual, lambda x, r: x) is None  # the last one
+    assert halves.run(6, seen, residual, lambda x, r: x) is None  # there is none
     assert halves.run(4, seen.float(), residual, lambda x, r: x) is None
     biased: Any = layers[0].out
     biased.bias = nn.Parameter(torch.zeros(biased.out_features, device="cuda", dtype=torch.bfloat16))
@@ -274,7 +339,7 @@ def test_sizes_that_the_kernel_takes() -> None:
     assert fits.fit
     assert fits.parts == 3
     assert fits.weights == 77_070_336
-    assert not Sizes(2048, 2048, 11008, 2560, 30, 232448).fit  # fewer multiprocessors than rows
+    assert not Sizes(2048, 2048, 11008, 2560, 39, 232448).fit  # fewer multiprocessors than rows
     assert not Sizes(2000, 2048, 11008, 2560, 132, 232448).fit
     assert not Sizes(256, 256, 512, 512, 132, 232448).fit  # small layers are not read long enough
 
@@ -287,7 +352,7 @@ def test_layers_on_the_cpu_are_left_to_products() -> None:
         )
         for i in (4, 5)
     ]  # fmt: skip
-    halves = HalfLayers(layers, pytest.fail)
+    halves = HalfLayers(layers, NormWeights(torch.ones(64), 1e-6), pytest.fail)
     halves.renew()
     halves.ready(1)
     assert halves.run(4, torch.zeros(1, 64), torch.zeros(1, 64), lambda x, r: x) is None

@@ -5,8 +5,10 @@ The compiler is NVRTC, which comes with torch; the driver loads and launches wha
 
 import ctypes
 import hashlib
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, Structure, addressof, byref, c_char, c_int, c_size_t, c_uint, c_void_p, create_string_buffer
 from enum import Flag, auto
 from functools import cache
@@ -77,6 +79,13 @@ def launch(
     stream = torch.cuda.current_stream().cuda_stream
     told = _Launch(blocks, 1, 1, threads, 1, 1, shared_bytes, stream, attributes, len(kinds))
     _call("cuLaunchKernelEx", byref(told), kernel, (c_void_p * 1)(addressof(given)), None)
+
+
+def compile_ahead(source: str, numbers: Sequence[Mapping[str, int]]) -> None:
+    """Compile a source for each of these numbers that the cache has not, side by side: ``DeviceCode`` then finds them."""
+    architecture = _architecture()
+    with ThreadPoolExecutor(max_workers=min(len(numbers), os.cpu_count() or 1)) as threads:
+        list(threads.map(lambda each: _compiled(SOURCES / source, tuple(sorted(each.items())), architecture), numbers))
 
 
 def shared_bytes() -> int:

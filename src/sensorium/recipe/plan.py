@@ -18,8 +18,8 @@ from sensorium.recipe.traits import estimator_traits
 BYTES = {"float32": 4, "bfloat16": 2}
 MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8-bit": 1 + 4 / 256}  # the last: a code, and a float32 for 256 of them
 GIB = 1 << 30
-# The native engine's second copy of weights: of layers from a size on, at most a share of a GPU's memory, of all but five.
-PACKED, LEAST_PACKED, PACKED_SHARE, UNPACKED_LAYERS = "weights in 12 bits", 1 << 24, 1 / 16, 5
+# The native engine's second copy of weights: of layers from a size on, at most a share of a GPU's memory.
+PACKED, LEAST_PACKED, PACKED_SHARE = "weights in 12 bits", 1 << 24, 1 / 16
 EPISODE_BYTES, TOKEN_BYTES = 2500, 60
 METRICS_BYTES, LEDGER_BYTES = 2500, 60
 """Estimates, not measurements: bytes of an episode's log without its tokens, of a token in it, of a row in each file."""
@@ -218,7 +218,7 @@ def cached_tokens(recipe: Recipe) -> int:
 def packed_bytes(recipe: Recipe, shape: ModelShape) -> int:
     """The second copy of decoder weights that the native engine reads on a GPU when few responses are left, at most.
 
-    It has none of the first four layers' and the last one's, of small layers, or of layers with adapters or experts.
+    It has none of small layers, or of layers with adapters or experts.
     """
     engine, model = recipe.rollout.engine, recipe.model
     inside = (
@@ -229,7 +229,7 @@ def packed_bytes(recipe: Recipe, shape: ModelShape) -> int:
     experts = shape.parameters["language"] > 1.5 * shape.layers * weights + 2 * shape.vocabulary * shape.hidden
     if not inside or not plain or experts or weights < LEAST_PACKED:
         return 0
-    return max(0, shape.layers - UNPACKED_LAYERS) * weights * 3 // 2
+    return shape.layers * weights * 3 // 2
 
 
 def without_large_copies(uses: dict[str, int], memory: float) -> dict[str, int]:

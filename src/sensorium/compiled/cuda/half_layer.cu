@@ -15,7 +15,8 @@
 // equal bits.
 //
 // Given by the compiler's command line: ROW_TILES (of eight), CTAS (one on each multiprocessor), SHARED_BYTES of each, SEEN,
-// WIDTH, INNER, PROJECTED. ``half_layers.py`` fills the structures and checks the sizes.
+// WIDTH, INNER, PROJECTED; FINE, for gate, up and down in float16, as layer_parts.py says of a model's first layers; LAST, where
+// no projections follow. ``half_layers.py`` fills the structures and checks the sizes.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -46,7 +47,7 @@ struct half_layer {
     float *parts;                             // [MOST_PARTS, rows, WIDTH]
     u16 *normed;                              // [rows, WIDTH]
     u16 *inner;                               // [rows, INNER]
-    float *projected;                         // [Projection::PARTS, rows, PROJECTED]
+    float *projected;                         // [Projection::PARTS, rows, PROJECTED], unless LAST: then normed is the result
     u64 *arrived;                             // [5, COUNTER] zero before the first launch; launches that share it have equal rows
     float between_eps, next_eps;
     int rows;                                 // at most 8 ROW_TILES, and CTAS
@@ -83,7 +84,8 @@ struct Gated {
 typedef Narrow<WIDTH, SEEN, 4> Out;
 typedef Narrow<WIDTH, INNER, WARPS> Down;     // a CTA takes little of the inner size, so that its activations come at once
 typedef Narrow<PROJECTED, WIDTH, 4> Projection;
-constexpr int PHASES = 3 + Gated::ROUNDS;
+constexpr int PHASES = (LAST ? 2 : 3) + Gated::ROUNDS;
+constexpr float FINE_SCALE = 64.0f, LARGEST_HALF = 65504.0f;         // inner values in float16 are divided by the first
 
 INLINE u16 rounded(float x) {
     u16 r;
@@ -91,19 +93,32 @@ INLINE u16 rounded(float x) {
     return r;
 }
 
+INLINE u16 half(float x) {
+    u16 r;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(x));
+    return r;
+}
+
 INLINE float widened(u16 x) { return __uint_as_float((u32)x << 16); }
 
+template <bool HALF>
 INLINE void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    if (HALF)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // ---- weights ----
 
 // Eight pairs of weights, of a lane's two rows × 8. A pair of bytes holds, from the top: sign of the second, mantissa of the
 // first, sign of the first, mantissa of the second. Exponents are counted from 0, where bfloat16 has its tiniest numbers, so
-// that the scale makes them right, those without a leading one too.
+// that the scale makes them right, those without a leading one too. In float16 they are 2^112 times that, for a scale of sums.
+template <bool HALF>
 INLINE void unpack(u32 (&pairs)[8], const uint4 &given, u32 low_exponents, u32 high_exponents, u32 scale) {
     const u32 words[4] = {given.x, given.y, given.z, given.w};
 #pragma unroll
@@ -112,7 +127,8 @@ INLINE void unpack(u32 (&pairs)[8], const uint4 &given, u32 low_exponents, u32 h
         const u32 all = i < 4 ? low_exponents : high_exponents;
         const u32 moved = i % 4 == 0 ? all << 7 : i % 4 == 1 ? all << 3 : i % 4 == 2 ? all >> 1 : all >> 5;
         const u32 small = (own & 0x807f807f) | (moved & 0x07800780);
-        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pairs[i]) : "r"(small), "r"(scale));
+        if (HALF) pairs[i] = (small & 0x80008000) | (small & 0x07ff07ff) << 3;
+        else asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pairs[i]) : "r"(small), "r"(scale));
     }
 }
 
@@ -187,7 +203,7 @@ typedef float Sums[ROW_TILES][4];
 
 // Multiplies a warp's blocks of 64 of a CTA's share of the inner size, which has MOST of them at the most. Activations come in
 // one chunk or in several, the next one read while one is used.
-template <class Product, int MOST>
+template <class Product, int MOST, bool HALF>
 INLINE void products(
     Sums &sums, Weights &weights, char *region, u32 scale, bool busy, const u16 *x, int inner, int first, int blocks, int rows
 ) {
@@ -230,24 +246,31 @@ INLINE void products(
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 u32 w[8];
-                unpack(w, tile[half], half ? tile[2].z : tile[2].x, half ? tile[2].w : tile[2].y, scale);
+                unpack<HALF>(w, tile[half], half ? tile[2].z : tile[2].x, half ? tile[2].w : tile[2].y, scale);
 #pragma unroll
                 for (int i = 0; i < ROW_TILES; ++i) {
                     const uint4 b = *(const uint4 *)(base + i * 8 * X_ROW + block * 128 + half * 64);
-                    multiply(sums[i], w[0], w[4], w[1], w[5], b.x, b.y);
-                    multiply(sums[i], w[2], w[6], w[3], w[7], b.z, b.w);
+                    multiply<HALF>(sums[i], w[0], w[4], w[1], w[5], b.x, b.y);
+                    multiply<HALF>(sums[i], w[2], w[6], w[3], w[7], b.z, b.w);
                 }
             }
         }
     }
+    if (HALF) {
+        const float factor = widened((u16)scale) * 0x1p-112f;
+#pragma unroll
+        for (int i = 0; i < ROW_TILES; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) sums[i][j] *= factor;
+    }
 }
 
-template <class Product>
+template <class Product, bool HALF>
 INLINE void narrow_product(Weights &weights, char *region, const packed &weight, const u16 *x, float *parts, int rows) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, along = Product::along(), tile = Product::tile();
     if (!Product::blocks()) return;
     Sums sums;
-    products<Product, Product::MOST_BLOCKS>(
+    products<Product, Product::MOST_BLOCKS, HALF>(
         sums, weights, region, Product::busy() ? weight.scales[tile] : 0, Product::busy() && along < Product::ALONG, x,
         Product::SIZE, Product::first(), Product::blocks(), rows
     );
@@ -279,6 +302,12 @@ INLINE void narrow_product(Weights &weights, char *region, const packed &weight,
         }
 }
 
+INLINE u16 stored(float inner) {
+    if (!FINE) return rounded(inner);
+    inner /= FINE_SCALE;
+    return half(fabsf(inner) > LARGEST_HALF ? copysignf(LARGEST_HALF, inner) : inner);
+}
+
 INLINE void gated_product(Weights &weights, char *region, const half_layer &given) {
     const int lane = threadIdx.x % 32;
     for (int round = 0; round < Gated::ROUNDS; ++round) {
@@ -286,7 +315,7 @@ INLINE void gated_product(Weights &weights, char *region, const half_layer &give
         const bool busy = Gated::busy(round);
         Sums sums;
         if (round) __syncthreads();
-        products<Gated, Gated::BLOCKS>(
+        products<Gated, Gated::BLOCKS, FINE>(
             sums, weights, region, busy ? given.gated.scales[tile] : 0, busy, given.normed, WIDTH, 0, Gated::BLOCKS, given.rows
         );
         if (!busy) continue;
@@ -295,10 +324,11 @@ INLINE void gated_product(Weights &weights, char *region, const half_layer &give
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const int row = i * 8 + lane % 4 * 2 + j;
-                const float opened = widened(rounded(sums[i][j])), value = widened(rounded(sums[i][2 + j]));
+                const float opened = FINE ? sums[i][j] : widened(rounded(sums[i][j]));
+                const float value = FINE ? sums[i][2 + j] : widened(rounded(sums[i][2 + j]));
                 if (row < given.rows)
                     __stcg((short *)given.inner + (long long)row * INNER + tile * 8 + lane / 4,
-                           (short)rounded(opened / (1.0f + __expf(-opened)) * value));
+                           (short)stored(opened / (1.0f + __expf(-opened)) * value));
             }
     }
 }
@@ -309,8 +339,10 @@ constexpr int VECTORS_OF_A_ROW = cut(WIDTH / 4, THREADS);
 typedef float4 Row[VECTORS_OF_A_ROW];         // what a thread has of a row of WIDTH
 
 // One CTA a row: the parts added to the residual stream, which stays in registers, and the norm of the sum.
-template <int PARTS>
-INLINE void add_norm(Row &kept, const float *parts, const u16 *gain, float eps, u16 *normed, float *sums, int rows) {
+template <int PARTS, bool HALF>
+INLINE void add_norm(
+    Row &kept, const float *parts, float factor, const u16 *gain, float eps, u16 *normed, float *sums, int rows
+) {
     const int row = blockIdx.x;
     float squares = 0.0f;
 #pragma unroll
@@ -325,7 +357,7 @@ INLINE void add_norm(Row &kept, const float *parts, const u16 *gain, float eps, 
         for (int p = 1; p < PARTS; ++p)
             value.x += found[p].x, value.y += found[p].y, value.z += found[p].z, value.w += found[p].w;
         float4 &k = kept[i];
-        k.x += value.x, k.y += value.y, k.z += value.z, k.w += value.w;
+        k.x += value.x * factor, k.y += value.y * factor, k.z += value.z * factor, k.w += value.w * factor;
         squares += k.x * k.x + k.y * k.y + k.z * k.z + k.w * k.w;
     }
 #pragma unroll
@@ -343,8 +375,10 @@ INLINE void add_norm(Row &kept, const float *parts, const u16 *gain, float eps, 
         const ushort4 g = ((const ushort4 *)gain)[at];
         const float4 k = kept[i];
         ushort4 n;
-        n.x = rounded(widened(g.x) * (k.x * scale)), n.y = rounded(widened(g.y) * (k.y * scale));
-        n.z = rounded(widened(g.z) * (k.z * scale)), n.w = rounded(widened(g.w) * (k.w * scale));
+        const float x = widened(g.x) * (k.x * scale), y = widened(g.y) * (k.y * scale);
+        const float z = widened(g.z) * (k.z * scale), w = widened(g.w) * (k.w * scale);
+        n.x = HALF ? half(x) : rounded(x), n.y = HALF ? half(y) : rounded(y);
+        n.z = HALF ? half(z) : rounded(z), n.w = HALF ? half(w) : rounded(w);
         __stcg((ushort4 *)(normed + (long long)row * WIDTH) + at, n);
     }
     __syncthreads();
@@ -384,13 +418,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) half_layer_kernel(const
                 kept[i] = ((const float4 *)(given.residual + (long long)blockIdx.x * WIDTH))[threadIdx.x + i * THREADS];
 
     u64 launch = 0;
-    narrow_product<Out>(weights, region, given.out, given.seen, given.parts, given.rows);
+    narrow_product<Out, false>(weights, region, given.out, given.seen, given.parts, given.rows);
     __syncthreads();
     if (first) launch = arrive(given.arrived) / CTAS + 1;            // how many launches there were, this one included
     if (owner) {
         if (first) wait_for(given.arrived, launch * CTAS);
         __syncthreads();
-        add_norm<Out::PARTS>(kept, given.parts, given.between_gain, given.between_eps, given.normed, sums, given.rows);
+        add_norm<Out::PARTS, FINE>(
+            kept, given.parts, 1.0f, given.between_gain, given.between_eps, given.normed, sums, given.rows
+        );
         if (first) arrive(given.arrived + COUNTER);
     }
     if (first) wait_for(given.arrived + COUNTER, launch * rows);
@@ -402,13 +438,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) half_layer_kernel(const
         wait_for(given.arrived + 2 * COUNTER, launch * CTAS);
     }
     __syncthreads();
-    narrow_product<Down>(weights, region, given.down, given.inner, given.parts, given.rows);
+    narrow_product<Down, FINE>(weights, region, given.down, given.inner, given.parts, given.rows);
     __syncthreads();
     if (first) arrive(given.arrived + 3 * COUNTER);
     if (owner) {
         if (first) wait_for(given.arrived + 3 * COUNTER, launch * CTAS);
         __syncthreads();
-        add_norm<Down::PARTS>(kept, given.parts, given.next_gain, given.next_eps, given.normed, sums, given.rows);
+        add_norm<Down::PARTS, false>(
+            kept, given.parts, FINE ? FINE_SCALE : 1.0f, given.next_gain, given.next_eps, given.normed, sums, given.rows
+        );
         if (first) arrive(given.arrived + 4 * COUNTER);
 #pragma unroll
         for (int i = 0; i < VECTORS_OF_A_ROW; ++i)
@@ -416,9 +454,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) half_layer_kernel(const
                 ((float4 *)(given.sum + (long long)blockIdx.x * WIDTH))[threadIdx.x + i * THREADS] = kept[i];
     }
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    if (first) wait_for(given.arrived + 4 * COUNTER, launch * rows);
-    __syncthreads();
-    narrow_product<Projection>(weights, region, given.projection, given.normed, given.projected, given.rows);
+    if (!LAST) {
+        if (first) wait_for(given.arrived + 4 * COUNTER, launch * rows);
+        __syncthreads();
+        narrow_product<Projection, false>(weights, region, given.projection, given.normed, given.projected, given.rows);
+    }
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 

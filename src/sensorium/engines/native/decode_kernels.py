@@ -10,6 +10,7 @@ merges these. A row's entries are cut into a fixed number of splits, so that few
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import triton
@@ -150,10 +151,10 @@ class TritonOps(TorchOps):
         """Whether rows read the pages they share each for itself: ``again`` bytes of a layer more than together."""
         return self._row_attention is not None and self._row_attention.pays(rows, again)
 
-    def know(self, layers: Sequence[LayerParts]) -> None:
-        """The layers of the step, in order: for ``pass_on``."""
+    def know(self, layers: Sequence[LayerParts], last: NormWeights) -> None:
+        """The layers of the step, in order, and the norm before the head: for ``pass_on`` and ``finish``."""
         if self._noted is not None:
-            self._half_layers = HalfLayers(layers, self._noted)
+            self._half_layers = HalfLayers(layers, last, self._noted)
 
     def pass_on(
         self,
@@ -170,19 +171,33 @@ class TritonOps(TorchOps):
         biases = [part.bias for part in projections if part.bias is not None]
         if self._half_layers is None or len(biases) not in (0, 3):
             return None
-
-        def plain(seen_BN: Tensor, sum_BW: Tensor) -> Tensor:
-            inner = layer.inner
-            assert isinstance(inner, GatedMLP)
-            normed_BW, sum_BW = self.add_product(layer.out, seen_BN, sum_BW, layer.between)
-            normed_BW, _ = self.add_product(inner.down, self.gated(inner, normed_BW), sum_BW, following.before)
-            return torch.cat([normed_BW.float() @ part.weight.float().T for part in projections], 1)
-
+        plain = partial(self._half_layer_one_by_one, layer, following.before, projections)
         passed = self._half_layers.run(layer.index, seen_BN, sum_BW, plain)
         if passed is None:
             return None
         parts_PBN, summed_BW = passed
         return self._projected(Unplaced(following, parts_PBN, biases, rotary), rows, next_block), summed_BW
+
+    def finish(self, layer: LayerParts, norm: NormWeights, seen_BN: Tensor, sum_BW: Tensor) -> Tensor | None:
+        """From what the last layer's attention gave to what the head takes in one launch, for few rows."""
+        if self._half_layers is None:
+            return None
+        plain = partial(self._half_layer_one_by_one, layer, norm, ())
+        passed = self._half_layers.run(layer.index, seen_BN, sum_BW, plain)
+        return None if passed is None else passed[0]
+
+    def _half_layer_one_by_one(
+        self, layer: LayerParts, norm: NormWeights, projections: Sequence[nn.Linear], seen_BN: Tensor, sum_BW: Tensor
+    ) -> Tensor:
+        """What ``HalfLayers`` does in one launch: the next projections, or what the head takes."""
+        inner = layer.inner
+        assert isinstance(inner, GatedMLP)
+        fine = torch.float16 if layer.fine else None
+        normed_BW, sum_BW = self.add_product(layer.out, seen_BN, sum_BW, layer.between, fine)
+        normed_BW, _ = self.add_product(inner.down, self.gated(inner, normed_BW), sum_BW, norm)
+        if not projections:
+            return normed_BW.float()
+        return torch.cat([normed_BW.float() @ part.weight.float().T for part in projections], 1)
 
     def gated(self, inner: GatedMLP, x_BW: Tensor) -> Tensor:
         """The inner values of a gated MLP."""

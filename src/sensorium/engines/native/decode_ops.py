@@ -108,8 +108,8 @@ class TorchOps:
         """Whether rows that would read ``again`` bytes of a layer more do so to be faster."""
         return False
 
-    def know(self, layers: Sequence[LayerParts]) -> None:
-        """Called once with the layers of the step, in order."""
+    def know(self, layers: Sequence[LayerParts], last: NormWeights) -> None:
+        """Called once with the layers of the step, in order, and the norm before the head."""
 
     def pass_on(
         self,
@@ -125,6 +125,10 @@ class TorchOps:
 
         None where this is done by ``add_product``, ``gated`` and ``project`` one after the other.
         """
+        return None
+
+    def finish(self, layer: LayerParts, norm: NormWeights, seen_BN: Tensor, sum_BW: Tensor) -> Tensor | None:
+        """From what the last layer's attention gave to what the head takes at once; None as in ``pass_on``."""
         return None
 
     def project(

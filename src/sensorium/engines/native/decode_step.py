@@ -58,7 +58,7 @@ class FusedStep:
         model = policy.adapter.language_model
         self._layers = [parts_of(layer) for layer in model.layers]
         self._last = norm_of(model.norm)
-        ops.know(self._layers)
+        ops.know(self._layers, self._last)
 
     def logits(self, rows: DecodeRows, pool: PagePool) -> Tensor:
         """The logits after every row's last token, whose keys and values are written."""
@@ -67,7 +67,11 @@ class FusedStep:
         query = ops.project(self._layers[0], normed_BW, angles, rows, pool.block[0])
         for i, (layer, following) in enumerate(zip(self._layers, [*self._layers[1:], None], strict=True)):
             seen_BN = ops.attend(query, rows, pool.block[i], layer.scaling)
-            if following is not None:
+            if following is None:
+                finished_BW = ops.finish(layer, self._last, seen_BN, sum_BW)
+                if finished_BW is not None:
+                    return policy.head_logits(finished_BW)
+            else:
                 passed = ops.pass_on(layer, following, seen_BN, sum_BW, angles, rows, pool.block[i + 1])
                 if passed is not None:
                     query, sum_BW = passed

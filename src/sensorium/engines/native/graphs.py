@@ -24,7 +24,7 @@ from sensorium.models.layer_parts import UnknownLayer
 from sensorium.models.policy import Policy
 from sensorium.vocabulary.errors import EngineError
 
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512)
 # How far the logits of the fused step may be from those of the stock one, relative to the largest logit.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.04, torch.float16: 0.01}
 # Matched layers have no slower way to go: the check is for kernels that are wrong. In bfloat16 a tiny model with adapters

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from ctypes import Structure, c_float, c_int, c_longlong, c_void_p
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
 from weakref import WeakSet
@@ -20,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from sensorium.compiled.calls import addresses, pointers
-from sensorium.compiled.device_code import DeviceCode, NoDeviceCode, Start, launch, shared_bytes
-from sensorium.models.layer_parts import GatedMLP, LayerParts
+from sensorium.compiled.device_code import DeviceCode, NoDeviceCode, Start, compile_ahead, launch, shared_bytes
+from sensorium.models.layer_parts import GatedMLP, LayerParts, NormWeights
 from sensorium.recipe.plan import LEAST_PACKED, PACKED_SHARE
 
-MOST_ROWS = 32
+MOST_ROWS = 40
 """µs of half a layer of Qwen2.5-VL-3B's shape on an H200, one by one and in one launch: 54.5 and 40.7 at 1 row, 59.1 and
 43.5 at 16, 51.6 and 45.3 at 24, 52.1 and 48.0 at 32, 56.2 and 55.3 at 48, 57.3 and 67.5 at 64."""
 THREADS, PACKING_THREADS, TILE_BYTES, BLOCK, MOST_PARTS, COUNTERS = 384, 256, 1536, 64, 12, 80  # as half_layer.cu has them
@@ -64,10 +63,11 @@ class Sizes:
     multiprocessors: int
     shared_bytes: int
 
-    def numbers(self, row_tiles: int) -> dict[str, int]:
+    def numbers(self, row_tiles: int, fine: bool, last: bool) -> dict[str, int]:
         """What the source is compiled with, for so many times eight rows."""
         return {
-            "ROW_TILES": row_tiles, "CTAS": self.multiprocessors, "SHARED_BYTES": self.shared_bytes, "SEEN": self.seen,
+            "ROW_TILES": row_tiles, "FINE": int(fine), "LAST": int(last), "CTAS": self.multiprocessors,
+            "SHARED_BYTES": self.shared_bytes, "SEEN": self.seen,
             "WIDTH": self.width, "INNER": self.inner, "PROJECTED": self.projected,
         }  # fmt: skip
 
@@ -101,17 +101,27 @@ class Packed:
         return CPacked(*addresses(self.tiles, self.scales))
 
 
-class HalfLayers:
-    """The half layers of a decoder that one launch computes; the first so many layers may not be among them."""
+@dataclass(frozen=True)
+class Half:
+    """What follows a layer's attention: the rest of it, the norm after it, and the next layer's projections, if any."""
 
-    def __init__(self, layers: Sequence[LayerParts], noted: Callable[[str], None]) -> None:
+    layer: LayerParts
+    inner: GatedMLP
+    fine: bool
+    norm: NormWeights
+    projections: tuple[nn.Module, ...]
+
+
+class HalfLayers:
+    """The half layers of a decoder that one launch computes. ``last`` is the norm before the head."""
+
+    def __init__(self, layers: Sequence[LayerParts], last: NormWeights, noted: Callable[[str], None]) -> None:
         self._noted = noted
-        plain = [pair for pair in pairwise(layers) if _plain(*pair)]
-        self._sizes = _sizes(*plain[0]) if plain else None
-        self._pairs = {pair[0].index: pair for pair in plain if _sizes(*pair) == self._sizes}
-        self._packed: dict[int, tuple[Packed, Packed, Packed, Packed]] = {}
-        self._codes: dict[int, DeviceCode] = {}
-        self._kernels: dict[int, c_void_p] = {}
+        halves = [half for half in _halves(layers, last) if _plain(half)]
+        self._sizes = _sizes(halves[0]) if halves else None
+        self._halves = {half.layer.index: half for half in halves if _sizes(half) == self._sizes}
+        self._packed: dict[int, tuple[Packed, Packed, Packed, Packed | None]] = {}
+        self._kernels: dict[tuple[int, bool, bool], tuple[DeviceCode, c_void_p]] = {}
         self._scratch: dict[int, tuple[Tensor, ...]] = {}
         self._tried: set[tuple[int, int]] = set()
         self._stale = False
@@ -137,11 +147,11 @@ class HalfLayers:
     ) -> tuple[Tensor, Tensor] | None:
         """Of what a layer's attention gave: the next layer's projections in parts [P, B, N], and the residual stream.
 
-        None where kernels one by one must do. ``plain`` is how they find the projections; it is called on a trial, when
-        a layer is first met with so many rows.
+        Of the last layer, what the head takes [B, W] instead of projections. None where kernels one by one must do.
+        ``plain`` is how they find either; it is called on a trial, when a layer is first met with so many rows.
         """
         rows = seen_BN.shape[0]
-        if not self._usable or rows > MOST_ROWS or index not in self._pairs or seen_BN.dtype != torch.bfloat16:
+        if not self._usable or rows > MOST_ROWS or index not in self._halves or seen_BN.dtype != torch.bfloat16:
             return None
         capturing = torch.cuda.is_current_stream_capturing()
         if (index, rows) not in self._tried and (capturing or not self._works(index, rows, plain)):
@@ -158,7 +168,8 @@ class HalfLayers:
             device = self._packed[index][0].tiles.device
             seen_BN = torch.sin(torch.arange(rows * self._sizes.seen, device=device) * 1.7).view(rows, -1).bfloat16()
             sum_BW = torch.cos(torch.arange(rows * self._sizes.width, device=device) * 2.3).view(rows, -1)
-            found, expected = self._launched(index, seen_BN, sum_BW)[0].sum(0), plain(seen_BN, sum_BW)
+            result, expected = self._launched(index, seen_BN, sum_BW)[0], plain(seen_BN, sum_BW)
+            found = result.sum(0) if self._halves[index].projections else result.float()
             error = float((found - expected).abs().max() / expected.abs().max())
             wrong = "" if error <= BOUND else f"a trial of {rows} rows was {error:.2g} off (bound {BOUND:g} of the largest)"
         except (NoDeviceCode, torch.OutOfMemoryError) as failure:
@@ -178,18 +189,22 @@ class HalfLayers:
     def _prepare(self, index: int, rows: int) -> None:
         sizes = self._sizes
         assert sizes is not None
-        device = self._pairs[index][0].between.weight.device
+        half = self._halves[index]
+        device = half.norm.weight.device
         if not self._packed:
-            needed = len(self._pairs) * sizes.weights * 3 // 2
+            needed = len(self._halves) * sizes.weights * 3 // 2
             total = torch.cuda.get_device_properties(device).total_memory
             if needed > PACKED_SHARE * total:
                 raise NoDeviceCode(
                     f"they would take {needed / 2**30:.1f} GiB, more than a sixteenth of the GPU's {total / 2**30:.0f} GiB"
                 )
-        tiles = -(-rows // 8)
-        if tiles not in self._codes:
-            self._codes[tiles] = DeviceCode("half_layer.cu", sizes.numbers(tiles))
-            self._kernels[tiles] = self._codes[tiles].kernel("half_layer_kernel", sizes.shared_bytes)
+        key = _kind(rows, half)
+        if not self._kernels:
+            kinds = {_kind(tiles * 8, other) for tiles in range(1, MOST_ROWS // 8 + 1) for other in self._halves.values()}
+            compile_ahead("half_layer.cu", [sizes.numbers(*kind) for kind in sorted(kinds)])
+        if key not in self._kernels:
+            code = DeviceCode("half_layer.cu", sizes.numbers(*key))
+            self._kernels[key] = (code, code.kernel("half_layer_kernel", sizes.shared_bytes))
         if index not in self._packed:
             self._pack(index)
         if rows not in self._scratch:
@@ -202,19 +217,20 @@ class HalfLayers:
             )
 
     def _pack(self, index: int) -> None:
-        layer, following = self._pairs[index]
-        inner = layer.inner
-        assert isinstance(inner, GatedMLP)
-        out, gate, up, down = (_weight(part) for part in (layer.out, inner.gate, inner.up, inner.down))
-        projections = [_weight(part) for part in (following.query, following.key, following.value)]
+        half = self._halves[index]
+        inner = half.inner
+        out, gate, up, down = (_weight(part) for part in (half.layer.out, inner.gate, inner.up, inner.down))
+        projections = [_weight(part) for part in half.projections]
         if index not in self._packed:
-            self._packed[index] = (_empty(out), _empty(gate, up), _empty(down), _empty(*projections))
+            after = _empty(*projections) if projections else None
+            self._packed[index] = (_empty(out), _empty(gate, up), _empty(down), after)
         first, gated, second, projected = self._packed[index]
         self._pack_rows(out, first)
         self._pack_tiles(gate, up, gated.tiles, gated.scales, 8)
         self._pack_rows(down, second)
         begin = 0
         for weight in projections:
+            assert projected is not None
             end = begin + weight.shape[0] // 16
             self._pack_rows(weight, Packed(projected.tiles[begin:end], projected.scales[begin:end]))
             begin = end
@@ -225,27 +241,33 @@ class HalfLayers:
     def _pack_tiles(self, low: Tensor, high: Tensor, tiles: Tensor, scales: Tensor, rows: int) -> None:
         """Pack tiles of eight rows of two tensors; those of the next tile are ``rows`` rows on."""
         given = CPacking(*addresses(low, high, tiles, scales), rows * low.shape[1], low.shape[1])
-        kernel = next(iter(self._codes.values())).kernel("pack_kernel")
+        code, _ = next(iter(self._kernels.values()))
+        kernel = code.kernel("pack_kernel")
         launch(kernel, tiles.shape[0], PACKING_THREADS, given)
 
     def _launched(self, index: int, seen_BN: Tensor, sum_BW: Tensor) -> tuple[Tensor, Tensor]:
         sizes = self._sizes
         assert sizes is not None
-        layer, following = self._pairs[index]
+        half = self._halves[index]
         rows = seen_BN.shape[0]
         parts_PBW, normed_BW, inner_BF, arrived = self._scratch[rows]
-        projected_PBN = sum_BW.new_empty(sizes.parts, rows, sizes.projected)
+        if half.projections:
+            found = projected_PBN = sum_BW.new_empty(sizes.parts, rows, sizes.projected)
+        else:
+            found = normed_BW = torch.empty_like(normed_BW)
+            projected_PBN = parts_PBW
         result_BW = torch.empty_like(sum_BW)
         given = CHalfLayer(
-            *(packed.fields() for packed in self._packed[index]),
+            *(CPacked() if packed is None else packed.fields() for packed in self._packed[index]),
             *addresses(
-                seen_BN, layer.between.weight, following.before.weight, sum_BW, result_BW, parts_PBW, normed_BW, inner_BF,
+                seen_BN, half.layer.between.weight, half.norm.weight, sum_BW, result_BW, parts_PBW, normed_BW, inner_BF,
                 projected_PBN, arrived,
             ),
-            layer.between.eps, following.before.eps, rows,
+            half.layer.between.eps, half.norm.eps, rows,
         )  # fmt: skip
-        launch(self._kernels[-(-rows // 8)], sizes.multiprocessors, THREADS, given, sizes.shared_bytes, _start(self))
-        return projected_PBN, result_BW
+        _, kernel = self._kernels[_kind(rows, half)]
+        launch(kernel, sizes.multiprocessors, THREADS, given, sizes.shared_bytes, _start(self))
+        return found, result_BW
 
 
 _ALONE: "WeakSet[HalfLayers]" = WeakSet()  # at most one
@@ -264,16 +286,30 @@ def _start(layers: HalfLayers) -> Start:
     return Start.AHEAD if layers in _ALONE and not shared else Start.AHEAD | Start.TOGETHER
 
 
-def _plain(layer: LayerParts, following: LayerParts) -> bool:
-    """Whether these are linear layers of bfloat16 weights on a GPU that the kernel knows, the first not a fine one."""
-    if layer.fine or not isinstance(layer.inner, GatedMLP):
+def _halves(layers: Sequence[LayerParts], last: NormWeights) -> list[Half]:
+    """The second halves of gated layers, in order."""
+    found = []
+    for layer, following in zip(layers, [*layers[1:], None], strict=True):
+        projections = () if following is None else (following.query, following.key, following.value)
+        if isinstance(layer.inner, GatedMLP):
+            norm = last if following is None else following.before
+            found.append(Half(layer, layer.inner, layer.fine, norm, projections))
+    return found
+
+
+def _kind(rows: int, half: Half) -> tuple[int, bool, bool]:
+    """What kernels differ in: rows in eights, whether the layer computes finely, whether it is the last."""
+    return -(-rows // 8), half.fine, not half.projections
+
+
+def _plain(half: Half) -> bool:
+    """Whether these are linear layers of bfloat16 weights on a GPU that the kernel knows."""
+    unbiased = (half.layer.out, half.inner.gate, half.inner.up, half.inner.down)
+    parts = (*unbiased, *half.projections)
+    if not all(type(part) is nn.Linear for part in parts) or any(_bias(part) for part in unbiased):
         return False
-    unbiased = (layer.out, layer.inner.gate, layer.inner.up, layer.inner.down)
-    projections = (following.query, following.key, following.value)
-    if not all(type(part) is nn.Linear for part in (*unbiased, *projections)) or any(_bias(part) for part in unbiased):
-        return False
-    weights = [_weight(part) for part in (*unbiased, *projections)]
-    gains = (layer.between.weight, following.before.weight)
+    weights = [_weight(part) for part in parts]
+    gains = (half.layer.between.weight, half.norm.weight)
     if not all(each.is_cuda and each.dtype == torch.bfloat16 and each.is_contiguous() for each in (*weights, *gains)):
         return False
     if any(weight.shape[0] % 16 for weight in weights):
@@ -281,14 +317,13 @@ def _plain(layer: LayerParts, following: LayerParts) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(weights[0].device)[0] >= 9
 
 
-def _sizes(layer: LayerParts, following: LayerParts) -> Sizes:
-    assert isinstance(layer.inner, GatedMLP)
-    width, seen = _weight(layer.out).shape
-    projected = sum(_weight(part).shape[0] for part in (following.query, following.key, following.value))
-    told = torch.cuda.get_device_properties(layer.between.weight.device)
+def _sizes(half: Half) -> Sizes:
+    width, seen = _weight(half.layer.out).shape
+    own = (half.layer.query, half.layer.key, half.layer.value)
+    projected = sum(_weight(part).shape[0] for part in half.projections or own if isinstance(part, nn.Linear))
+    told = torch.cuda.get_device_properties(half.norm.weight.device)
     return Sizes(
-        seen, width, _weight(layer.inner.gate).shape[0], projected, told.multi_processor_count,
-        shared_bytes(),
+        seen, width, _weight(half.inner.gate).shape[0], projected, told.multi_processor_count, shared_bytes()
     )  # fmt: skip
 
 
