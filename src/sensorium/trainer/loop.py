@@ -49,7 +49,7 @@ from sensorium.trainer.task_loader import TaskLoader, drawn_by_position, skip_me
 from sensorium.vocabulary.episode import Group, Status
 from sensorium.vocabulary.errors import NonFiniteUpdate
 from sensorium.vocabulary.task import Task
-from sensorium.workers.lasting import set_aside
+from sensorium.workers.lasting import set_aside, set_aside_more
 
 
 class Trainer:
@@ -115,8 +115,11 @@ class Trainer:
             self.health.remind()
         if self.step == 0:
             await self._evaluate()
+        first = self.step + 1
         while self.step < self.total_steps:
             await self.advance()
+            if self._froze and self.step == first:
+                set_aside_more()
             if self.health.idle:
                 break
         await self.schedule.abandon(self._drop)

@@ -12,9 +12,14 @@ def set_aside() -> bool:
     """Leave what exists now out of collections; False if somebody did so before, as a fork server does."""
     if gc.get_freeze_count():
         return False
+    set_aside_more()
+    return True
+
+
+def set_aside_more() -> None:
+    """Leave out what came since, too: kernels and graphs that the first step compiled, say."""
     gc.collect()
     gc.freeze()
-    return True
 
 
 @contextmanager
