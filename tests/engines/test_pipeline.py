@@ -11,7 +11,7 @@ import torch
 
 from sensorium.assembly.session import Session
 from sensorium.engines.native import decode_step, graphs, pipeline
-from sensorium.engines.native.decode_state import RowLayout
+from sensorium.engines.native.decode_state import RowLayout, read_again
 from sensorium.engines.native.decode_step import FusedStep
 from sensorium.engines.native.engine import NativeEngine
 from sensorium.engines.native.graphs import BUCKETS, bucket_of, buckets_to_capture
@@ -312,6 +312,16 @@ def test_once_a_batch_has_shrunk_all_smaller_buckets_are_captured() -> None:
     assert buckets_to_capture(24, (128,)) == [24, 16, 8, 4, 2, 1]
     assert buckets_to_capture(24, (128, 16, 2)) == [24, 8, 4, 1]
     assert buckets_to_capture(640, (768,)) == [640, *reversed(BUCKETS)]
+
+
+def test_what_rows_read_again_if_each_reads_for_itself() -> None:
+    def row(group: int, shared_pages: int) -> RowLayout:
+        return RowLayout(0, 0, 700, 0, 0, Sampling(max_new_tokens=1), [1] * 11, shared_pages, group)
+
+    assert read_again([row(0, 4)]) == 0  # alone there is nobody to share with
+    assert read_again([row(0, 4)] * 8) == 7 * 4 * PAGE
+    assert read_again([row(0, 4)] * 10) == (7 + 1) * 4 * PAGE  # eight read together, then two
+    assert read_again([*[row(0, 4)] * 3, row(1, 10), *[row(2, 1)] * 2]) == (2 * 4 + 1) * PAGE
 
 
 def test_kernels_are_left_alone_without_a_gpu(bench: Bench) -> None:
