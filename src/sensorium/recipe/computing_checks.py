@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from sensorium.recipe.plan import packed_bytes
+from sensorium.recipe.plan import PACKED_ROWS, packed_bytes
 from sensorium.recipe.schema import LoraSection, Recipe
 from sensorium.recipe.shape import IncompleteConfig, read_shape
 from sensorium.vocabulary.errors import RecipeError
@@ -53,6 +53,6 @@ def computing_notes(recipe: Recipe) -> Iterator[str]:
     plain = recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": LoraSection()})})
     if recipe.model.lora.rank and shape is not None and packed_bytes(plain, shape):
         yield (
-            "model: on a GPU, decode steps of at most 32 rows read weights in 16 bits instead of 12, since layers have "
+            f"model: on a GPU, decode steps of at most {PACKED_ROWS} rows read weights in 16 bits instead of 12, since layers have "
             "adapters; they take up to a third longer"
         )

@@ -18,8 +18,8 @@ from sensorium.recipe.traits import estimator_traits
 BYTES = {"float32": 4, "bfloat16": 2}
 MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8-bit": 1 + 4 / 256}  # the last: a code, and a float32 for 256 of them
 GIB = 1 << 30
-# The native engine's second copy of weights: of layers from a size on, at most a share of a GPU's memory.
-PACKED, LEAST_PACKED, PACKED_SHARE = "weights in 12 bits", 1 << 24, 1 / 16
+# The native engine's second copy of weights: of layers from a size on, at most a share of a GPU's memory, for so many rows.
+PACKED, LEAST_PACKED, PACKED_SHARE, PACKED_ROWS = "weights in 12 bits", 1 << 24, 1 / 16, 40
 EPISODE_BYTES, TOKEN_BYTES = 2500, 60
 METRICS_BYTES, LEDGER_BYTES = 2500, 60
 """Estimates, not measurements: bytes of an episode's log without its tokens, of a token in it, of a row in each file."""

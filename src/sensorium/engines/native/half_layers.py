@@ -1,4 +1,4 @@
-"""Decode layers of few rows: what follows attention, up to the next layer's projections, as one launch over packed weights.
+"""Decode layers of few rows: what follows attention, up to the next layer's projections or the head, as one launch.
 
 A step of few rows takes as long as its weights are read. Here they are read in 12 bits instead of 16, in one stream that
 does not pause between products (``compiled/cuda/half_layer.cu``, which says what 12 bits keep). The packed weights are a
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from sensorium.compiled.calls import addresses, pointers
 from sensorium.compiled.device_code import DeviceCode, NoDeviceCode, Start, compile_ahead, launch, shared_bytes
 from sensorium.models.layer_parts import GatedMLP, LayerParts, NormWeights
-from sensorium.recipe.plan import LEAST_PACKED, PACKED_SHARE
+from sensorium.recipe.plan import LEAST_PACKED, PACKED_ROWS, PACKED_SHARE
 
-MOST_ROWS = 40
+MOST_ROWS = PACKED_ROWS
 """µs of half a layer of Qwen2.5-VL-3B's shape on an H200, one by one and in one launch: 54.5 and 40.7 at 1 row, 59.1 and
 43.5 at 16, 51.6 and 45.3 at 24, 52.1 and 48.0 at 32, 56.2 and 55.3 at 48, 57.3 and 67.5 at 64."""
 THREADS, PACKING_THREADS, TILE_BYTES, BLOCK, MOST_PARTS, COUNTERS = 384, 256, 1536, 64, 12, 80  # as half_layer.cu has them
