@@ -1,9 +1,10 @@
 """The small operations of a decode step as Triton kernels: one launch where torch takes five to fifteen.
 
 They compute what ``decode_ops.TorchOps`` computes, with the same roundings; only sums are taken in another order.
-Attention is one launch where ``row_attention`` takes it, and otherwise in three parts. Rows of a tile (members of a group) read the pages they share once, with all their queries;
-each row reads the pages of its own; both leave partial results with the logarithm of their weight, and a last kernel
-merges these. A row's entries are cut into a fixed number of splits, so that few rows still fill the GPU.
+Attention is one launch where ``row_attention`` takes it, and otherwise in three parts. Rows of a tile (members of a group)
+read the pages they share once, with all their queries; each row reads the pages of its own; both leave partial results
+with the logarithm of their weight, and a last kernel merges these. A row's entries are cut into a fixed number of splits,
+so that few rows still fill the GPU.
 """
 
 # mypy: disable-error-code="no-untyped-def"

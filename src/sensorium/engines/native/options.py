@@ -15,8 +15,8 @@ class WriterOptions(TypedDict, total=False):
     from recordings where they pay (see ``steps``); the bits are the same. On a GPU it lets steps run fused and from CUDA
     graphs (see ``graphs``). ``compile`` lets small models on the CPU decode by steps compiled from C (see
     ``compiled_step``), and steps on a GPU attend in one launch (see ``row_attention``) and, of few rows, read a second
-    copy of the weights, in 12 bits (see ``half_layers``), if ``record`` is true as well; the last bits differ. ``kv`` says how keys and values are held: a
-    block of rows (on the CPU), or pages with steps launched ahead (on a GPU).
+    copy of the weights, in 12 bits (see ``half_layers``), if ``record`` is true as well; the last bits differ. ``kv``
+    says how keys and values are held: a block of rows (on the CPU), or pages with steps launched ahead (on a GPU).
     """
 
     max_rows: int
