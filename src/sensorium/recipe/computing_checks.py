@@ -53,6 +53,7 @@ def computing_notes(recipe: Recipe) -> Iterator[str]:
     plain = recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": LoraSection()})})
     if recipe.model.lora.rank and shape is not None and packed_bytes(plain, shape):
         yield (
-            f"model: on a GPU, decode steps of at most {PACKED_ROWS} rows read weights in 16 bits instead of 12, since layers "
-            "have adapters; they take up to a third longer. Attention takes several launches instead of one, a tenth of a step"
+            f"model: on a GPU, decode steps of at most {PACKED_ROWS} rows read weights in 16 bits instead of 12, since "
+            "layers have adapters; they take up to a third longer. Attention takes several launches instead of one, which "
+            "is up to a tenth of a step"
         )
