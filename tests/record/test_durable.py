@@ -22,6 +22,7 @@ from sensorium.record.durable import (
     full_disk_error,
     read_json,
     read_rows,
+    refuse_full,
     rewrite_rows,
     write_all,
     write_whole,
@@ -156,3 +157,15 @@ def test_threads_that_write_one_shared_path_never_show_half_of_it(tmp_path: Path
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(write, "abcd")) == [None] * 4
     assert len(path.read_text()) == 1000
+
+
+def test_the_search_for_room_writes_through_no_link_and_waits_for_no_pipe(tmp_path: Path) -> None:
+    precious, folder = tmp_path / "precious.txt", tmp_path / "run"
+    precious.write_text("kept")
+    folder.mkdir()
+    (folder / ".room.draft").symlink_to(precious)
+    refuse_full(folder)
+    assert precious.read_text() == "kept"
+    os.mkfifo(folder / ".room.draft")
+    refuse_full(folder)
+    assert not list(folder.iterdir())

@@ -30,3 +30,13 @@ def test_a_terminal_gets_a_bar() -> None:
         bar.tell(5, 6)
     assert "5/6" in console.file.getvalue()  # type: ignore[attr-defined]
     assert "of 6 tasks" not in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_console_that_takes_nothing_ends_no_evaluation() -> None:
+    closed = io.StringIO()
+    closed.close()
+    few_letters = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    for file in (closed, few_letters):
+        with EvaluationBar(Console(file=file, force_terminal=False), 0.0) as bar:
+            bar.tell(2, 6)
+            bar._print("bär")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sensorium.report.watcher import Watcher
 from sensorium.trainer.run import train
 
 from .small import small
@@ -41,3 +42,18 @@ def test_a_run_thaws_what_it_froze_and_nothing_else(
         monkeypatch.setattr(gc, name, lambda name=name: done.append(name))
     train(small(tmp_path / "run", "steps=1"))
     assert done == expected
+
+
+def test_a_run_thaws_also_where_a_watcher_fails_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda name=name: done.append(name))
+
+    class Broken(Watcher):
+        def finished(self) -> None:
+            raise ValueError("the watcher's own")
+
+    with pytest.raises(ValueError, match="the watcher's own"):
+        train(small(tmp_path / "run", "steps=1"), watchers=[Broken()])
+    assert done[-1] == "unfreeze"

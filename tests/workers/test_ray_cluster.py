@@ -74,6 +74,16 @@ def test_that_no_cluster_is_found_is_known_before_a_run(monkeypatch: pytest.Monk
     assert ray_cluster.unfound() == "Could not find any running Ray instance"
     services.canonicalize_bootstrap_address = lambda address: "127.0.0.1:1"  # type: ignore[attr-defined]
     assert "refused" in ray_cluster.unfound()
+    services.canonicalize_bootstrap_address = lambda address: None  # type: ignore[attr-defined]  # RAY_ADDRESS=local
+    assert ray_cluster.unfound() == "RAY_ADDRESS names no cluster that runs"
+    assert ray_cluster.found_cluster() == ""
+
+    def unreadable(address: str) -> str:
+        raise PermissionError(13, "Permission denied", "/tmp/ray/ray_current_cluster")
+
+    services.canonicalize_bootstrap_address = unreadable  # type: ignore[attr-defined]
+    assert "Permission denied" in ray_cluster.unfound()
+    assert ray_cluster.found_cluster() == ""
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["by a program that lives", "by ray start"])

@@ -1,6 +1,7 @@
 """Evaluating from Python: ``sn.evaluate(run)["accuracy"]``."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,8 @@ def evaluate(
     from sensorium.cli.show import say
 
     console = Console()
-    say(f"evaluating {path} into {folder}", console)
+    with suppress(OSError, ValueError):  # as in ``EvaluationBar``
+        say(f"evaluating {path} into {folder}", console)
     with EvaluationBar(console) as bar:
         return Evaluation(play(bar.tell), folder)
 

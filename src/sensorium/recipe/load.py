@@ -52,7 +52,7 @@ def read_recipe(path: str | Path) -> tuple[dict[str, Any], dict[Place, str]]:
         sys.path.append(beside)  # where its author's own rewards and environments are: my_rewards:Brevity
     if run := run_of(path):
         data["run_dir"] = str(run)
-        look_where_found(run)
+        look_where_found(run, data)
     return data, origins
 
 

@@ -189,6 +189,7 @@ def refuse_full(folder: Path) -> None:
     """Refuse a folder whose disk has less than ``TIGHT`` bytes left, as the first write of a run would much later."""
     probe = folder / ".room.draft"
     with writing(folder):
+        _remove(probe)  # a link or a pipe of that name must not be written through
         try:
             probe.write_bytes(os.urandom(TIGHT))  # zeros take no room on some file systems
             flush(probe)

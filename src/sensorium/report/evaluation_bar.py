@@ -1,6 +1,7 @@
 """How far an evaluation is: a bar on a terminal, and now and then a plain line where there is none."""
 
 import time
+from contextlib import suppress
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -39,4 +40,5 @@ class EvaluationBar:
         self.progress.update(self.bar, completed=done, total=of)
 
     def _print(self, line: str) -> None:
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        with suppress(OSError, ValueError):  # a console that is closed, full or of few letters ends no evaluation
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)

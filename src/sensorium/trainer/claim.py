@@ -11,7 +11,7 @@ from typing import Any
 
 from sensorium.recipe.algorithm_sections import OptimizerSection
 from sensorium.recipe.load import dump_recipe, load_recipe
-from sensorium.recipe.own_modules import own_modules
+from sensorium.recipe.own_modules import own_modules, refuse_loaded_elsewhere
 from sensorium.recipe.schema import EngineSection, Recipe
 from sensorium.recipe.traits import estimator_traits
 from sensorium.record.checkpoint_files import why_taken
@@ -89,6 +89,7 @@ def go_on(recipe: Recipe, directory: RunDirectory) -> list[str]:
             f"same run. Resume it by its directory ('sensorium train {directory.path} --resume'), or start a new run. Only "
             f"these may change: {', '.join(key for key in MAY_CHANGE if key != 'run_dir')}."
         )
+    refuse_loaded_elsewhere(directory.path, recipe.model_dump(mode="json"))
     for _ in read_rows(directory.metrics):  # a damaged row is said now, not when the report is written
         pass
     directory.summaries()

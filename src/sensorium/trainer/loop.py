@@ -10,6 +10,7 @@ import gc
 import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -350,15 +351,13 @@ class Trainer:
         ``error`` is what ended the run, if anything did.
         """
         end = run_end(error, finished=self.step >= self.total_steps)
-        self.heartbeat.close(end)
-        self.watcher.finished()
-        self.loader.close()
-        self.schedule.close()
-        self.learner.close()
-        self.session.close()
-        self.ledger.close()
-        if self._froze:
-            gc.unfreeze()  # what the run held may go: a process may train more than once
+        with ExitStack() as closing:  # all of them, whatever one of them raises; the last comes first
+            if self._froze:
+                closing.callback(gc.unfreeze)  # what the run held may go: a process may train more than once
+            for part in (self.ledger, self.session, self.learner, self.schedule, self.loader):
+                closing.callback(part.close)
+            closing.callback(self.watcher.finished)
+            closing.callback(self.heartbeat.close, end)
 
     def _processes(self) -> tuple[ProcessRow, ...]:
         """The processes of the run, the driver's among them; none where there is no other."""

@@ -114,8 +114,9 @@ def unfound() -> str:
     except ImportError:  # another version of Ray: what it finds is seen by a run
         return ""
     try:
-        return unanswered(canonicalize_bootstrap_address("auto"))
-    except (ConnectionError, ValueError) as error:
+        address = canonicalize_bootstrap_address("auto")
+        return unanswered(address) if address else "RAY_ADDRESS names no cluster that runs"
+    except (OSError, ValueError) as error:  # ConnectionError is an OSError
         return short(error).rstrip(".")
 
 
@@ -126,7 +127,7 @@ def found_cluster() -> str:
         from ray._private.services import canonicalize_bootstrap_address
 
         address = canonicalize_bootstrap_address("auto")
-    except (ImportError, ConnectionError, ValueError):  # a run is refused with the reason
+    except (ImportError, OSError, ValueError):  # a run is refused with the reason
         return ""
     return f"cluster.address 'auto' is the Ray cluster at {address}, {starter(address)}" if address else ""
 
@@ -161,7 +162,7 @@ def _words(process: Path) -> str:
 
 def _parent(process: Path) -> str:
     try:
-        return (process / "stat").read_text().rpartition(")")[2].split()[1]
+        return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
     except (OSError, IndexError):
         return ""
 
