@@ -186,7 +186,7 @@ def _nothing_left(path: Path, made: Path | None) -> Iterator[None]:
                 if not folder.is_relative_to(made) or any(folder.iterdir()):
                     break
                 folder.rmdir()
-            error.add_note(f"Nothing was left behind: '{path}' was not kept, so start it again without --resume.")
+            error.add_note(f"Nothing was left behind: '{path}' was not kept.")
         raise
 
 
