@@ -18,6 +18,7 @@ from workload import QWEN2_5_OMNI_7B, Workload, recipe_for, write_model
 
 from sensorium.models.policy import Policy
 from sensorium.recipe.plan import make_plan
+from sensorium.record.episode_json import read_episodes
 from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory
 from sensorium.trainer.run import open_trainer
@@ -137,8 +138,10 @@ def time_steps(
         middle = {name: round(statistics.median(row[name] for row in rows), 4) for name in rows[0] if name != "step"}
         if "packing/tokens" not in middle:
             failed = middle.get("episodes/failed", 0)
+            logs = sorted(directory.episodes.iterdir())
+            causes = [episode.failure for log in logs for *_, episode in read_episodes(log) if episode.failure]
             sys.exit(
-                f"the steps made no update: {failed:g} of {work.episodes} episodes failed; look at the engine's errors."
+                f"the steps made no update: {failed:g} of {work.episodes} episodes failed: {causes[-1] if causes else '?'}"
             )
         step, engine = statistics.median(seconds[1:]), trainer.session.engine
         tokens = work.episodes * middle["episodes/length_mean"]

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from sensorium.recipe.activations import WHOLE_BYTES, tower_bytes, tower_room
 from sensorium.recipe.plan import estimate_memory, make_plan, without_large_copies
-from sensorium.recipe.recomputation import least_recomputation
+from sensorium.recipe.recomputation import given_recomputation, least_recomputation
 from sensorium.recipe.schema import LoraSection, Recipe
 from sensorium.recipe.shape import ModelShape, count_parameters, read_shape
 from sensorium.recipe.tiny_sizes import KINDS
@@ -300,7 +301,8 @@ def test_auto_recomputes_as_little_as_the_memory_allows(memory: int, way: object
     chosen = least_recomputation(made, shape, memory << 30)
     assert chosen.way == way
     assert (chosen.forecast <= 0.9 * (memory << 30)) == (memory > 24)
-    assert (chosen.room is not None) == (way is False)
+    assert chosen.room is not None
+    assert (chosen.room.kept > 0) == (way is False)
     stated, plain = (make_plan(one).memory for one in (made, of_3b(tmp_path, 16, 640, False, 14100)))
     assert stated.pop("vision tower") > plain.pop("vision tower")  # the dry run says the most
     assert stated == plain
@@ -339,6 +341,23 @@ def test_many_pictures_are_kept_by_microbatch_where_their_inputs_alone_would_not
     assert 64 * 4224 * 4 * chosen.room.recomputed > 80 << 30
 
 
+def test_a_recomputed_tower_holds_no_more_than_a_microbatch_of_many_pictures(tmp_path: Path) -> None:
+    few, many, more = (of_3b(tmp_path, prompts, 4480, True, 16384) for prompts in (8, 64, 512))
+    shape = read_shape(few.model.path, few.model.revision)
+    assert shape is not None
+    held = [make_plan(one).memory["vision tower"] for one in (few, many, more)]
+    assert held[0] == 8 * 4224 * 4 * tower_room(shape).recomputed < WHOLE_BYTES
+    assert held[1] == held[2] == 16384 * 4 * tower_room(shape).recomputed
+    spread = Recipe.model_validate(many.model_dump() | {"cluster": {"learners": 2}})
+    assert make_plan(spread).memory["vision tower"] == 8 * held[0]  # ranks run a tower that is spread equally often
+    chosen = given_recomputation(many, shape, 140 << 30, True)
+    assert chosen.room is not None
+    assert chosen.room.kept == 0
+    assert chosen.forecast == sum(make_plan(many).memory.values()) < 0.9 * (140 << 30)
+    assert given_recomputation(spread, shape, 140 << 30, True).room is None
+    assert tower_bytes(many, shape, spread=True) == 8 * held[0]
+
+
 def test_learners_that_share_tokens_are_told_with_what_each_keeps() -> None:
     alone, shared = (make_plan(recipe(cluster=cluster)) for cluster in ({}, {"learners": 4, "sequence_parallel": 2}))
     assert "2 learners, in 2 such groups share the tokens" in shared.sharing
@@ -372,8 +391,9 @@ def test_a_vision_tower_keeps_what_it_computes_where_it_can(changes: dict[str, A
     shape = read_shape(made.model.path, made.model.revision)
     assert shape is not None
     chosen = least_recomputation(made, shape, 140 << 30)
-    assert (chosen.room is not None) == keeps
-    if chosen.room is not None:  # 29 kB a patch and block
+    assert (chosen.room is not None and chosen.room.kept > 0) == keeps
+    assert (chosen.room is None) == made.cluster.shared
+    if chosen.room is not None and keeps:  # 29 kB a patch and block
         assert chosen.room.kept / 32 == pytest.approx(29_000, rel=0.02)
         kept = make_plan(made).memory["vision tower"]
         assert chosen.forecast - kept + chosen.room.bytes == pytest.approx(0.9 * (140 << 30))

@@ -23,7 +23,7 @@ from sensorium.models.policy import Policy
 from sensorium.models.reference import Reference
 from sensorium.recipe.activations import TowerRoom
 from sensorium.recipe.plan import GIB
-from sensorium.recipe.recomputation import learners_memory, least_recomputation
+from sensorium.recipe.recomputation import given_recomputation, learners_memory, least_recomputation
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import read_shape
 from sensorium.recipe.traits import estimator_traits
@@ -181,26 +181,27 @@ def make_critic(recipe: Recipe, policy: Policy, models: WholeModels) -> Critic |
 
 
 def recomputation(recipe: Recipe, device: torch.device) -> tuple[Recomputation, TowerRoom | None]:
-    """What the learner computes again in the backward pass, and what its vision tower may keep.
+    """What the learner computes again in the backward pass, and the room of its vision tower on a GPU.
 
     Where that is left to the GPU, it is said what was chosen.
     """
     how = recipe.model.gradient_checkpointing
-    if how != "auto":
-        return how, None
     shape = read_shape(recipe.model.path, recipe.model.revision) if device.type == "cuda" else None
     if shape is None:
-        return False, None
+        return how != "auto" and how, None
     memory = torch.cuda.get_device_properties(device).total_memory
+    if how != "auto":
+        return how, given_recomputation(recipe, shape, memory, how).room
     chosen = least_recomputation(recipe, shape, memory)
     named = {False: "nothing", "selective": "MLPs", True: "whole layers"}[chosen.way]
-    tower = f", and the vision tower may keep {chosen.room.bytes / GIB:.1f} GiB" if chosen.room else ""
+    room = chosen.room
+    tower = f", and the vision tower may keep {room.bytes / GIB:.1f} GiB" if room and room.kept else ""
     print(
         f"model.gradient_checkpointing=auto: the backward pass recomputes {named}; forecast "
         f"{chosen.forecast / GIB:.1f} GiB of {learners_memory(recipe, memory) / GIB:.1f}{tower}.",
         file=sys.stderr,
     )
-    return chosen.way, chosen.room
+    return chosen.way, room
 
 
 def _length(sample: CreditedEpisode) -> int:

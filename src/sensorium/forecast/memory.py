@@ -84,7 +84,7 @@ def rank_memory(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, sa
         "activations": stock_activations(rank_share(recipe, ranks), shape),
         "gathered keys and values": gathered_bytes(rank_share(recipe, ranks), shape),
         "logits": head_bytes(recipe, shape),
-        "vision tower": -(-tower_bytes(recipe, shape) // ranks),
+        "vision tower": -(-tower_bytes(recipe, shape, spread=True) // ranks),
     }
     if samples:
         uses |= vllm or {"the engine's weights": shape.total * size, **{use: whole.get(use, 0) for use in ENGINES}}

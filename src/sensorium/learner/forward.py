@@ -62,9 +62,9 @@ class GraphCut:
 class UpdateFeatures:
     """Features of an update's media: one tower pass, leaves for the micro-batches to pour gradients into, one backward.
 
-    Media that only ``idle`` ones show get a pass of their own, without a graph. ``passes`` says what is kept: all that
-    the towers' backward needs, or that of media apart, each of a single micro-batch. These are encoded inside ``shown_by``,
-    and their backward runs at its end. Of media whose tokens several ranks share, what this rank's tokens take is held.
+    Media that only ``idle`` ones show get a pass of their own, without a graph. ``passes`` says which media are apart:
+    these are encoded inside ``shown_by``, for a micro-batch that shows them, and their backward runs at its end. Of media
+    whose tokens several ranks share, what this rank's tokens take is held.
     """
 
     def __init__(
@@ -76,13 +76,14 @@ class UpdateFeatures:
     ) -> None:
         self._policy = policy
         self._cut = GraphCut(policy.sharding is not None)
-        self._apart = passes.apart
+        self._passes = passes
+        self._idle = {id(microbatch) for microbatch in idle}
         self._taken = rows_taken((*microbatches, *idle))
-        with policy.keeping_towers() if passes.whole else nullcontext():
-            learning = policy.encode(media for media in media_of(microbatches) if media not in self._apart)
+        with policy.keeping_towers() if passes.keeps and not passes.apart else nullcontext():
+            learning = policy.encode(media for media in media_of(microbatches) if media not in passes.apart)
         self._features = {item: self._cut.cut_off(self._held(item, features)) for item, features in learning.items()}
         with torch.no_grad():
-            others = policy.encode(item for item in media_of(idle) if item not in learning)
+            others = policy.encode(item for item in media_of(idle) if item not in learning and item not in passes.apart)
             self._features |= {item: self._held(item, features) for item, features in others.items()}
 
     def placements(self, microbatch: MicroBatch) -> list[Placement]:
@@ -100,13 +101,14 @@ class UpdateFeatures:
 
     @contextmanager
     def shown_by(self, microbatch: MicroBatch) -> Iterator[None]:
-        """Inside, there are features of what this micro-batch alone shows."""
-        own = [media for media in media_of([microbatch]) if media in self._apart]
+        """Inside, there are features of the media apart that this micro-batch shows; of an idle one without a graph."""
+        own = [media for media in media_of([microbatch]) if media in self._passes.apart]
         if not own:
             yield
             return
         cut = GraphCut(sharded=False)
-        with self._policy.keeping_towers():
+        keeping = self._policy.keeping_towers() if self._passes.keeps else nullcontext()
+        with keeping, torch.set_grad_enabled(id(microbatch) not in self._idle):
             found = self._policy.encode(own)
         self._features |= {item: cut.cut_off(features) for item, features in found.items()}
         del found

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -12,6 +13,9 @@ from sensorium.models.matched_ops import MatchedOps
 from sensorium.models.matched_towers import TowerCompany
 from sensorium.models.segment_layout import Features, mismatch
 from sensorium.vocabulary.content import Media
+
+# Of one pass at most, unless a single medium has more. A block of Qwen2.5-VL's tower holds 6 GiB of so many at a time.
+PASS_PATCHES = 1 << 17
 
 
 @dataclass
@@ -102,9 +106,20 @@ class Encoder:
         return features
 
     def _passes(self, tower: Tower, media: Sequence[Media]) -> Sequence[Sequence[Media]]:
-        """The media of each pass of a tower."""
-        together = self.company.together(tower, media, self._chat.prepared.get)
-        return [media] if together else [[item] for item in media]
+        """The media of each pass of a tower: as many as may share one, up to a bound of patches."""
+        if new := self._chat.prepared.unknown(media):
+            self._chat.prepared.get(new)  # together, not one by one
+        passes: list[list[Media]] = []
+        room = 0
+        for item in media:
+            patches = prod(self._chat.prepared.extent(item).grid)
+            if not passes or patches > room:
+                passes.append([])
+                room = PASS_PATCHES
+            passes[-1].append(item)
+            room -= patches
+        together = self.company.together(tower, max(passes, key=len, default=[]), self._chat.prepared.get)
+        return passes if together else [[item] for item in media]
 
     def _look(self, tower: Tower, media: Sequence[Media]) -> dict[Media, Features]:
         """One pass of a tower."""

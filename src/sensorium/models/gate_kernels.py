@@ -18,8 +18,9 @@ def gated_pair(both: Tensor) -> Tensor:
     """silu(gate) · up of contiguous [N, 2 · F]."""
     rows, width = both.shape
     out = both.new_empty(rows, width // 2)
-    grid = (triton.cdiv(width // 2, COLUMNS), triton.cdiv(rows, ROWS))
-    _gate_pair[grid](both, out, rows, width // 2, R=ROWS, C=COLUMNS, num_warps=8)
+    tiles = triton.cdiv(width // 2, COLUMNS)
+    # In one dimension, since a second has room for 65,535 programs: 524,280 rows.
+    _gate_pair[(tiles * triton.cdiv(rows, ROWS),)](both, out, rows, width // 2, tiles, R=ROWS, C=COLUMNS, num_warps=8)
     return out
 
 
@@ -39,9 +40,9 @@ def gate_pair_gradients(both: Tensor, given: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 @triton.jit
-def _gate_pair(both, out, rows, size, R: tl.constexpr, C: tl.constexpr):
-    column = (tl.program_id(0) * C + tl.arange(0, C))[None, :]
-    row = (tl.program_id(1) * R + tl.arange(0, R)).to(tl.int64)[:, None]
+def _gate_pair(both, out, rows, size, tiles, R: tl.constexpr, C: tl.constexpr):
+    column = (tl.program_id(0) % tiles * C + tl.arange(0, C))[None, :]
+    row = (tl.program_id(0) // tiles * R + tl.arange(0, R)).to(tl.int64)[:, None]
     inside = (row < rows) & (column < size)
     gate = tl.load(both + row * (2 * size) + column, mask=inside, other=0.0)
     wide = gate.to(tl.float32)

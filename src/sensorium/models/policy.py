@@ -215,8 +215,7 @@ class Policy:
         """Recompute the layers of the language model in the backward pass instead of keeping their activations.
 
         ``selective``: only the large ones of fused layers, whole layers elsewhere. Those of towers too; on CUDA always,
-        since what a tower keeps would stay through a whole update. ``tower_room``: memory for vision towers whose pass
-        and backward are in one micro-batch (``keeping_towers``).
+        since what a tower keeps would stay through a whole update. ``tower_room``: memory for what vision towers hold.
         """
         self._recompute, self.tower_room = how, tower_room
         for tower in self.adapter.towers.values():

@@ -11,9 +11,10 @@ from sensorium.recipe.shape import ModelShape
 
 HEAD_ROWS = 2048  # rows of logits at once (learner/head_kernels.py)
 PATCHES = 4  # patches that become one token
-# What a tower keeps through a whole update at most. One pass over few pictures is better than several over fewer: those are
+# What a tower holds through a whole update at most. One pass over few pictures is better than several over fewer: those are
 # launched more slowly than they are computed.
 WHOLE_BYTES = 24 << 30
+LEAST_ROOM = 2 << 30  # that a tower takes where a forecast leaves it less: forecasts take every budget as full
 
 
 def activation_bytes(recipe: Recipe, shape: ModelShape) -> int:
@@ -44,10 +45,9 @@ def head_bytes(recipe: Recipe, shape: ModelShape) -> int:
 
 @dataclass(frozen=True)
 class TowerRoom:
-    """Memory for what a vision tower keeps, and what a patch takes of it.
+    """Memory for what towers hold for their backward pass, and what a patch takes of it.
 
-    ``kept``: until the backward pass of its micro-batch, with all that this needs; ``recomputed``: until the update's end,
-    with the inputs of the blocks alone.
+    ``kept``: all that the pass needs; 0 if blocks are recomputed in any case. ``recomputed``: the inputs of blocks alone.
     """
 
     bytes: int
@@ -55,40 +55,45 @@ class TowerRoom:
     recomputed: int
 
 
-def tower_bytes(recipe: Recipe, shape: ModelShape) -> int:
-    """What the vision tower keeps where it learns: the inputs of its blocks, which are recomputed.
+def tower_bytes(recipe: Recipe, shape: ModelShape, *, spread: bool = False) -> int:
+    """What the vision tower holds where it learns: the inputs of its blocks, which are recomputed.
 
-    Where ``auto`` may keep the rest too, as much as it takes for all prompts of an update, or for those of a full
-    micro-batch where that is too much.
+    Those of all prompts of an update, or of a full micro-batch where that is too much and no ranks share the tower
+    (``spread``). Where ``auto`` may keep the rest too, the rest as well.
     """
-    learns = "vision" in recipe.model.lora.groups if recipe.model.lora.rank else "vision" not in recipe.model.freeze
-    if not shape.tower_depth or not learns or recipe.model.dtype == "float32":
+    if not tower_learns(recipe, shape):
         return 0
-    batch, rollout = recipe.batch, recipe.rollout
-    prompt = rollout.max_context_tokens - rollout.max_new_tokens
-    patches = batch.prompts_per_step // batch.updates_per_epoch * prompt * PATCHES
     if recipe.model.gradient_checkpointing == "auto" and may_keep_tower(recipe, shape):
         return kept_tower_bytes(recipe, shape)
-    return patches * tower_room(shape).recomputed
+    recomputed, patches = tower_room(shape).recomputed, _update_patches(recipe)
+    if patches * recomputed > WHOLE_BYTES and not spread and not recipe.cluster.shared:
+        patches = min(patches, microbatch_tokens(recipe) * PATCHES)
+    return patches * recomputed
+
+
+def tower_learns(recipe: Recipe, shape: ModelShape) -> bool:
+    """Whether there is a vision tower that learns in 16 bits."""
+    model = recipe.model
+    learns = "vision" in model.lora.groups if model.lora.rank else "vision" not in model.freeze
+    return bool(shape.tower_depth) and learns and model.dtype != "float32"
 
 
 def kept_tower_bytes(recipe: Recipe, shape: ModelShape) -> int:
     """What the tower takes where nothing of it is recomputed: through the update, or by micro-batch if that is too much."""
-    batch, rollout, kept = recipe.batch, recipe.rollout, tower_room(shape).kept
-    prompt = rollout.max_context_tokens - rollout.max_new_tokens
-    patches = batch.prompts_per_step // batch.updates_per_epoch * prompt * PATCHES
-    at_once = batch.tokens_per_microbatch // _group_tokens(recipe) * prompt * PATCHES
+    kept, patches = tower_room(shape).kept, _update_patches(recipe)
+    at_once = recipe.batch.tokens_per_microbatch // _group_tokens(recipe) * _prompt_tokens(recipe) * PATCHES
     return (patches if patches * kept <= WHOLE_BYTES else min(patches, at_once)) * kept
 
 
-def tower_room(shape: ModelShape, bytes: int = 0) -> TowerRoom:
+def tower_room(shape: ModelShape, bytes: int = 0, *, keeps: bool = True) -> TowerRoom:
     """What a patch takes of so many bytes, in 16 bits.
 
     Kept of a block: its input, queries, keys, values, what was seen, the stream between both halves; gate and up.
     """
     block = 12 * shape.tower_hidden + 4 * shape.tower_mlp
     inputs = 2 * shape.tower_hidden
-    return TowerRoom(bytes, shape.tower_depth * block + 2 * inputs, (shape.tower_depth + 2) * inputs)
+    kept = shape.tower_depth * block + 2 * inputs if keeps else 0
+    return TowerRoom(bytes, kept, (shape.tower_depth + 2) * inputs)
 
 
 def may_keep_tower(recipe: Recipe, shape: ModelShape) -> bool:
@@ -97,7 +102,7 @@ def may_keep_tower(recipe: Recipe, shape: ModelShape) -> bool:
     Its blocks must be functions that keep little (``models/tower_blocks.py``), without adapters. A medium must be shown by
     one micro-batch alone, so a group must fit in one, and the learner must hold the whole tower.
     """
-    learns = not recipe.model.lora.rank and "vision" not in recipe.model.freeze and recipe.model.dtype != "float32"
+    learns = not recipe.model.lora.rank and tower_learns(recipe, shape)
     single = recipe.rollout.max_turns == 1 and _group_tokens(recipe) <= recipe.batch.tokens_per_microbatch
     return shape.family == "qwen2_5_vl" and shape.tower_mlp > 0 and learns and single and not recipe.cluster.shared
 
@@ -123,6 +128,16 @@ def gathered_bytes(recipe: Recipe, shape: ModelShape) -> int:
         return 0
     size = 4 if recipe.model.dtype == "float32" else 2
     return sharing * microbatch_tokens(recipe) * 2 * shape.key_values * (2 * size + 2 * 4)
+
+
+def _prompt_tokens(recipe: Recipe) -> int:
+    """Tokens of a prompt at most."""
+    return recipe.rollout.max_context_tokens - recipe.rollout.max_new_tokens
+
+
+def _update_patches(recipe: Recipe) -> int:
+    """Patches of an update's prompts at most."""
+    return recipe.batch.prompts_per_step // recipe.batch.updates_per_epoch * _prompt_tokens(recipe) * PATCHES
 
 
 def _group_tokens(recipe: Recipe) -> int:

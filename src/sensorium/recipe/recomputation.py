@@ -3,7 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from sensorium.recipe.activations import TowerRoom, kept_tower_bytes, may_keep_tower, tower_room
+from sensorium.recipe.activations import (
+    LEAST_ROOM,
+    TowerRoom,
+    kept_tower_bytes,
+    may_keep_tower,
+    tower_learns,
+    tower_room,
+)
 from sensorium.recipe.plan import estimate_memory, without_large_copies
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape
@@ -35,7 +42,7 @@ def learners_memory(recipe: Recipe, memory: int) -> int:
 class Choice:
     """What is recomputed of the language model, and the forecast in bytes.
 
-    ``room`` is for what the vision tower may keep instead of computing it again; None where it cannot.
+    ``room`` is what is left for the vision tower; None if it does not learn, or is shared by ranks.
     """
 
     way: Way
@@ -47,18 +54,38 @@ def least_recomputation(recipe: Recipe, shape: ModelShape, memory: int) -> Choic
     """The way that recomputes least of those whose forecast fits a GPU of ``memory`` bytes, beside vLLM if it is there.
 
     Where none fits it is whole layers: the run may still go through, since forecasts take every budget as full. What is
-    free where no layer is recomputed is the vision tower's.
+    free is the vision tower's, which may keep its activations where no layer is recomputed.
     """
-    forecast, limit = 0, round(SHARE * learners_memory(recipe, memory))
+    limit = _limit(recipe, memory)
     for way in WAYS:
-        model = recipe.model.model_copy(update={"gradient_checkpointing": way})
-        uses = without_large_copies(estimate_memory(recipe.model_copy(update={"model": model}), shape), memory)
-        forecast = sum(uses.values())
-        free = limit - forecast + uses.get("vision tower", 0)
-        keeps = way is False and may_keep_tower(recipe, shape)
-        kept = kept_tower_bytes(recipe, shape) if keeps else 0
-        if keeps and kept <= free:  # also where many pictures take less by micro-batch than recomputed
+        forecast, free = _forecast(recipe, shape, memory, way)
+        kept = kept_tower_bytes(recipe, shape) if way is False and may_keep_tower(recipe, shape) else 0
+        if kept and kept <= free:  # also where many pictures take less by micro-batch than recomputed
             return Choice(way, limit - free + kept, tower_room(shape, free))
         if forecast <= limit:
-            return Choice(way, forecast, tower_room(shape, free) if keeps else None)
-    return Choice(WAYS[-1], forecast)
+            break
+    return Choice(way, forecast, _room(recipe, shape, free, keeps=kept > 0))
+
+
+def given_recomputation(recipe: Recipe, shape: ModelShape, memory: int, way: Way) -> Choice:
+    """What the recipe says is recomputed, and the vision tower in any case."""
+    forecast, free = _forecast(recipe, shape, memory, way)
+    return Choice(way, forecast, _room(recipe, shape, free, keeps=False))
+
+
+def _limit(recipe: Recipe, memory: int) -> int:
+    return round(SHARE * learners_memory(recipe, memory))
+
+
+def _forecast(recipe: Recipe, shape: ModelShape, memory: int, way: Way) -> tuple[int, int]:
+    """Bytes on a GPU of ``memory`` bytes, and how many of those that may be filled all but the vision tower leaves free."""
+    model = recipe.model.model_copy(update={"gradient_checkpointing": way})
+    uses = without_large_copies(estimate_memory(recipe.model_copy(update={"model": model}), shape), memory)
+    forecast = sum(uses.values())
+    return forecast, _limit(recipe, memory) - forecast + uses.get("vision tower", 0)
+
+
+def _room(recipe: Recipe, shape: ModelShape, free: int, *, keeps: bool) -> TowerRoom | None:
+    if not tower_learns(recipe, shape) or recipe.cluster.shared:
+        return None
+    return tower_room(shape, max(free, LEAST_ROOM), keeps=keeps)

@@ -139,6 +139,10 @@ class ShardedEncoder(Encoder):
         self.counters.tower_items -= len(spare) if group is None or group.rank == 0 else 0
         return found
 
+    def _passes(self, tower: Tower, media: Sequence[Media]) -> Sequence[Sequence[Media]]:
+        """The media of each pass of a tower; of one that is spread there is one pass, since ranks run it equally often."""
+        return [media] if tower in self._spread else super()._passes(tower, media)
+
     def _look(self, tower: Tower, media: Sequence[Media]) -> dict[Media, Features]:
         """One pass of a tower; ranks of a token group divide the media."""
         group = self._team.tokens
