@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 import warnings
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -105,7 +106,7 @@ def time_steps(
     if alone:
         work = replace(work, prompts=work.episodes, group=1)
     warnings.filterwarnings("ignore", message=".*deterministic.*")
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as closing:
         shape = ("qwen2_5_omni", QWEN2_5_OMNI_7B) if work.clip else ()
         model = write_model(Path(scratch) / "model", *shape)
         directory = RunDirectory(Path(scratch) / "run").create()
@@ -125,6 +126,7 @@ def time_steps(
         gc.collect()
         gc.freeze()  # as a run does when it starts
         loop = asyncio.new_event_loop()
+        closing.callback(trainer.close)  # tasks of the next step are being drawn
         seconds, before = [], torch.cuda.memory_stats()
         for i in range(1 + steps):
             if i == 1:
