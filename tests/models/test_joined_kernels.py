@@ -35,6 +35,15 @@ def test_a_gate_beside_its_up(rows: int, size: int) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.gpu
+def test_a_gate_of_more_rows_than_a_second_dimension_has_programs() -> None:
+    from sensorium.models.gate_kernels import gated_pair
+
+    both = torch.randn(8 * 65_535 + 9, 6, device=DEVICE)
+    gate, up = both.chunk(2, 1)
+    torch.testing.assert_close(gated_pair(both), silu(gate) * up)
+
+
 @gpu_too
 @needs_triton
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 8), (3, 3, 24)])
