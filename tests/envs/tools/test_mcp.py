@@ -1,9 +1,13 @@
 """MCP servers as a source of tools: real ones, over stdio and over HTTP, one of them from PyPI."""
 
+import asyncio
+import gc
 import socket
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +97,36 @@ def test_one_server_serves_all_and_a_dead_one_costs_the_episode_and_is_started_a
     with pytest.raises(EnvironmentFailure, match="is lost"):
         second.run(ToolCall("add", {"a": 1, "b": 1}))
     assert toolbox(STDIO).run(ToolCall("add", {"a": 1, "b": 1})).text == "2"
+
+
+def test_a_call_in_the_last_moment_of_a_server_is_told_and_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    (tool,) = server_tools({**STDIO, "only": ["add"]}, "x")
+    last_moment, handed_over = threading.Event(), threading.Event()
+    hand_over = asyncio.run_coroutine_threadsafe
+
+    def stay(task: "asyncio.Task[None]") -> None:
+        last_moment.set()
+        handed_over.wait(600)
+
+    def end() -> None:
+        assert tool.server._open is not None
+        tool.server._open.add_done_callback(stay)  # the loop is not run once more after this
+        tool.server._open.cancel()
+
+    def handed(*given: Any) -> Any:
+        asked = hand_over(*given)
+        handed_over.set()
+        return asked
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", handed)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        tool.server._loop.call_soon_threadsafe(end)
+        assert last_moment.wait(600)
+        with pytest.raises(EnvironmentFailure, match="is lost: it has ended"):
+            tool.server.call("add", {"a": 1, "b": 1}, 60.0)
+        gc.collect()
+    assert not [warning for warning in warned if "never awaited" in str(warning.message)]
 
 
 def test_validation_calls_the_tools_that_only_read() -> None:

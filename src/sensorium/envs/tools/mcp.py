@@ -2,7 +2,8 @@
 
 Invariants: a server is started once in a process and shared by all episodes. It lives in an event loop of its own thread,
 so its tools can be called from any. Every wait has a deadline. A tool's error, or one that takes too long, is a result that
-says so; a server that is gone raises EnvironmentFailure, is forgotten, and is started again for who asks next.
+says so; a server that is gone raises EnvironmentFailure, is forgotten, and is started again for who asks next. Calls that a
+loop still holds when its server ends are cancelled, and no call is handed to it from then on, so nobody waits in vain.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as Overdue
 from contextlib import AsyncExitStack, suppress
 from inspect import signature
@@ -88,6 +90,7 @@ class McpServer:
         self._session: Any = None
         self._failure: BaseException | None = None
         self._ready, self._ended = threading.Event(), threading.Event()
+        self._handing_over = threading.Lock()  # the loop does not end while it is handed a call
         self._written: deque[str] = deque(maxlen=20)
         self._reader: threading.Thread | None = None
         self._open: asyncio.Task[None] | None = None
@@ -109,13 +112,18 @@ class McpServer:
 
     def call(self, tool: str, arguments: dict[str, Any], deadline_s: float) -> dict[str, Any] | str:
         """What a tool replied, as on the wire; or in words why there is no reply."""
-        if self._ended.is_set():
+        with self._handing_over:
+            asked = None
+            if not self._ended.is_set():
+                asked = asyncio.run_coroutine_threadsafe(self._call(tool, arguments, deadline_s), self._loop)
+        if asked is None:
             raise self._lost("it has ended")
-        asked = asyncio.run_coroutine_threadsafe(self._call(tool, arguments, deadline_s), self._loop)
         try:
             return asked.result(deadline_s + 2 * PING_S)
-        except (Overdue, asyncio.CancelledError) as error:
+        except Overdue as error:
             raise self._lost("it does not answer") from error
+        except CancelledError as error:
+            raise self._lost("it has ended") from error
 
     def close(self) -> None:
         """End it; a server that was started here is ended too."""
@@ -162,8 +170,10 @@ class McpServer:
         except BaseException as error:  # whatever ends the connection is told to who waits for it
             self._failure = error
         finally:
-            self._ended.set()
+            with self._handing_over:
+                self._ended.set()
             self._ready.set()
+            self._loop.run_until_complete(_cancel_the_rest())
             self._loop.close()
 
     def _errors(self) -> TextIO:
@@ -268,6 +278,14 @@ def close_servers() -> None:
     """End every server of this process."""
     for server in list(_servers.values()):
         server.close()
+
+
+async def _cancel_the_rest() -> None:
+    """Cancel all other tasks of the running loop. What it was handed before this has become a task, and is among them."""
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in rest:
+        task.cancel()
+    await asyncio.gather(*rest, return_exceptions=True)
 
 
 def _http_client(headers: Mapping[str, str]) -> Any:
