@@ -67,10 +67,10 @@ def test_a_killed_worker_of_environments_is_replaced(tmp_path: Path, monkeypatch
     assert fates_of(run, 2) == ["trained"] * 8
 
 
-def test_a_worker_that_hangs_is_ended_and_replaced() -> None:
+def test_a_worker_that_hangs_is_ended_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     host = RayHost("", {"CPU": {"cluster.rewards": 2.0}}, None, "a parrot", WorkersLost)
     try:
-        said = answers_though_one_hangs(host)
+        said = answers_though_one_hangs(host, monkeypatch)
     finally:
         host.close()
     assert any("parrot 0" in one and "gave no sign of life for 1 s" in one and "It is replaced" in one for one in said)

@@ -2,7 +2,9 @@
 
 import os
 import signal
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from sensorium.assembly.environment_workers import EnvironmentWorkers
 from sensorium.assembly.run_workers import RunWorkers
+from sensorium.envs.remote.client import socket_address
 from sensorium.envs.remote.placed import PlacedEnvironment
 from sensorium.media.store import MediaStore
 from sensorium.record.ledger import Ledger
@@ -21,8 +24,8 @@ from sensorium.trainer.run import train
 from sensorium.vocabulary.content import Message, Text
 from sensorium.vocabulary.errors import RecipeError, RewardFailure, WorkersLost, WorkGivenUp
 from sensorium.vocabulary.task import EnvironmentSpec, Task
-from sensorium.workers.hosts import ProcessHost, ThisMachine
-from sensorium.workers.placed_workers import PlacedWorkers
+from sensorium.workers.hosts import HostedProcess, ProcessHost, ThisMachine
+from sensorium.workers.placed_workers import PlacedWorker, PlacedWorkers
 from tests.trainer.small import small
 
 NUMBERS = {
@@ -40,10 +43,35 @@ def fates_of(run: Path, steps: int) -> list[str]:
     return fates
 
 
-def killing(monkeypatch: pytest.MonkeyPatch, kind: type, method: str, at: int, by: signal.Signals = signal.SIGKILL) -> None:
-    """Kill or stop a worker when ``method`` is called for the n-th time: the environment's player, or the first."""
+def halt(pid: int, by: signal.Signals) -> None:
+    """Kill or stop a process, and wait until none of its threads runs.
+
+    SIGSTOP reaches one thread, which stops the others when it is scheduled. Until then they go on and may still answer.
+    """
+    os.kill(pid, by)
+    while not set(thread_states(pid)) <= {"T", "Z", "X"}:
+        time.sleep(0.001)
+
+
+def thread_states(pid: int) -> list[str]:
+    """The state of each thread of a process, as a letter; none of a process that is gone."""
+    states: list[str] = []
+    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(OSError):  # it ended
+            states.append(thread.read_text().rpartition(")")[2].split()[0])
+    return states
+
+
+def killing(
+    monkeypatch: pytest.MonkeyPatch, kind: type, method: str, at: int, by: signal.Signals = signal.SIGKILL
+) -> "Future[HostedProcess]":
+    """Kill or stop a worker when ``method`` is called for the n-th time: the environment's player, or the first.
+
+    Returns the future of its process, which is known when it is killed.
+    """
     calls, original, placed = count(1), getattr(kind, method), list[PlacedWorkers]()  # of several threads at once
     start = PlacedWorkers.start
+    killed: Future[HostedProcess] = Future()
 
     def started(self: PlacedWorkers) -> None:
         placed.append(self)
@@ -54,14 +82,27 @@ def killing(monkeypatch: pytest.MonkeyPatch, kind: type, method: str, at: int, b
             address = self._session.server.connection.url if kind is PlacedEnvironment else ""
             workers = placed[0].workers
             # One that is being replaced has told nothing yet.
-            playing = (w for w in workers if not address or (w.told and address.startswith(w.told.replace("http", "ws"))))
+            playing = (w for w in workers if not address or (w.told and socket_address(w.told) == address))
             process = next(playing).process
             assert process is not None
-            os.kill(process.pid, by)
+            halt(process.pid, by)
+            killed.set_result(process)
         return original(self, *given)
 
     monkeypatch.setattr(PlacedWorkers, "start", started)
     monkeypatch.setattr(kind, method, counted)
+    return killed
+
+
+def watching_only(monkeypatch: pytest.MonkeyPatch, watched: "Future[HostedProcess]") -> None:
+    """Ask only this process for signs of life, once it is known: others are not taken for hung on a slow machine."""
+    watch = PlacedWorkers._watch
+
+    def watch_it(self: PlacedWorkers, worker: PlacedWorker, process: HostedProcess, *given: Any) -> None:
+        if watched.result() is process:
+            watch(self, worker, process, *given)
+
+    monkeypatch.setattr(PlacedWorkers, "_watch", watch_it)
 
 
 @pytest.mark.usefixtures("forked_python")
@@ -110,38 +151,53 @@ def test_an_episode_that_kills_two_reward_workers_has_no_score_and_the_run_goes_
 def test_workers_that_hang_are_ended_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    killing(monkeypatch, PlacedEnvironment, "step", 2, signal.SIGSTOP)
+    watching_only(monkeypatch, killing(monkeypatch, PlacedEnvironment, "step", 2, signal.SIGSTOP))
     changes = NUMBERS | {"steps": 1}
-    overrides = ("cluster.environments=2", "cluster.hang_s=1", "cluster.restarts=50", "rollout.schedule=eager")
+    overrides = (
+        "cluster.environments=2",
+        "cluster.hang_s=1",
+        "rollout.schedule=eager",
+        "rollout.environment_deadline_s=600",
+    )
     run = train(small(tmp_path / "run", *overrides, **changes), watchers=[ConsoleWatcher()])
     (row,) = read_metrics(run / "metrics.jsonl")
-    assert row["worker/environment_replaced"] >= 1
+    assert row["worker/environment_replaced"] == 1
     assert row["worker/rolled_again"] >= 1
     assert row["episodes/failed"] == 0
     assert "gave no sign of life for 1 s (cluster.hang_s) and is ended" in " ".join(capsys.readouterr().out.split())
 
 
-def answers_though_one_hangs(host: ProcessHost) -> list[str]:
-    """Stop one of two workers by SIGSTOP and ask; what was said of it. A slow machine may end others too, never all."""
-    parrots = PlacedWorkers(host, "tests.cluster.parroting_worker", {}, 2, "parrot", RewardFailure, restarts=50, hang_s=1.0)
+def answers_though_one_hangs(host: ProcessHost, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Stop one of two workers by SIGSTOP and ask; what was said of it. It is watched from when it has the question."""
+    asked: Future[HostedProcess] = Future()
+    watching_only(monkeypatch, asked)
+    parrots = PlacedWorkers(host, "tests.cluster.parroting_worker", {}, 2, "parrot", RewardFailure, hang_s=1.0)
     said: list[str] = []
     parrots.noted = said.append
     parrots.start()
     try:
-        stopped = parrots.workers[0].process
+        stopped, channel = parrots.workers[0].process, parrots.workers[0].channel
         assert stopped is not None
-        os.kill(stopped.pid, signal.SIGSTOP)
+        assert channel is not None
+        halt(stopped.pid, signal.SIGSTOP)
+        send = channel.send
+
+        def sent(message: Any) -> None:
+            send(message)
+            if not asked.done():
+                asked.set_result(stopped)
+
+        monkeypatch.setattr(channel, "send", sent)
         assert [parrots.ask(word) for word in ("polly", "again")] == ["polly", "again"]
-        assert parrots.replaced >= 1
-        assert parrots.asked_again >= 1
+        assert (parrots.replaced, parrots.asked_again) == (1, 1)
         assert not stopped.alive
     finally:
         parrots.close()
     return said
 
 
-def test_a_question_to_a_worker_that_hangs_is_answered_by_another() -> None:
-    said = answers_though_one_hangs(ThisMachine())
+def test_a_question_to_a_worker_that_hangs_is_answered_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = answers_though_one_hangs(ThisMachine(), monkeypatch)
     assert any("parrot 0" in one and "gave no sign of life for 1 s" in one and "It is replaced" in one for one in said)
 
 
