@@ -3,6 +3,7 @@
 import asyncio
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from sensorium.engines.native.graphs import BUCKETS, bucket_of, buckets_to_captu
 from sensorium.engines.native.pages import PAGE, PagePool
 from sensorium.engines.native.prefill import PrefillRows, SharedContext
 from sensorium.engines.native.prefix_cache import PrefixEntry
-from sensorium.engines.protocol import Request, Response, Sampling
+from sensorium.engines.protocol import LiveEpisodes, Request, Response, Sampling
 from sensorium.engines.scheduler import Job
 from sensorium.models.fast_paths import fallbacks
 from sensorium.models.layer_parts import UnknownLayer
@@ -28,7 +29,7 @@ from sensorium.vocabulary.content import user
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import EngineError
 
-from .conftest import Bench, ask, generate
+from .conftest import Bench, ask, generate, make_bench
 
 KINDS = [
     Sampling(), Sampling(temperature=0.6), Sampling(top_p=0.7), Sampling(top_k=3), Sampling(temperature=0.0),
@@ -250,6 +251,47 @@ def test_logits_that_are_not_finite_fail_the_request(text: Bench, monkeypatch: p
     monkeypatch.setattr(FusedStep, "logits", lambda *given: original(*given) * float("nan"))
     with pytest.raises(EngineError, match="not finite"):
         generate(engine, request)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_prompt_without_numbers_fails_alone(device: str, tmp_path: Path) -> None:
+    """Not the requests beside it, not those that get its pages, and not the fast step, which is verified beside it."""
+    made = make_bench("qwen2", tmp_path, device=device, tie_word_embeddings=False)
+    chat = made.policy.chat
+    strange, good = chat.render([user("what? é")]), [chat.render([user("and now? " * (i + 1))]) for i in range(7)]
+    bad = next(token for token in strange.tokens if all(token not in one.tokens for one in good))
+    with torch.no_grad():
+        made.policy.model.get_input_embeddings().weight[bad] = float("nan")
+
+    def asked(engine: NativeEngine, *contexts: Segment) -> list[bool]:
+        """Whether each was answered."""
+        sampling = Sampling(max_new_tokens=9, temperature=0.0, stop_tokens=False)
+        requests = [ask(f"{i}", [one], sampling, order=(i,), key=i) for i, one in enumerate(contexts)]
+        episodes = LiveEpisodes()
+
+        async def answered(request: Request) -> bool:
+            try:
+                return bad not in (await engine.generate(request, episodes)).segment.tokens[:-1]
+            except EngineError:
+                return False
+            finally:
+                episodes.leave()
+
+        async def everyone() -> list[bool]:
+            for _ in requests:
+                episodes.enter()
+            return list(await asyncio.gather(*map(answered, requests)))
+
+        return asyncio.run(everyone())
+
+    engine = paged(made, max_rows=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert asked(engine, strange, *good) == [False] + [True] * 7
+        assert asked(engine, *[strange] * 3, *good) == [False] * 3 + [True] * 7
+        assert asked(engine, *good) == [True] * 7
+        assert asked(paged(made), strange, strange) == [False, False]  # nothing to verify by, which is not said
+    assert not engine.notes
 
 
 def test_a_prompt_that_a_group_shares_is_held_once() -> None:

@@ -9,8 +9,9 @@
 //
 // A tile is 16 outputs × 64 of the inner size (mma m16n8k16, the inner index permuted alike on both sides, so that a lane
 // takes consecutive bytes). In 12 bits: sign, 7 bits of mantissa, and 4 of the exponent, counted from the largest of the 16
-// outputs. All weights from 2^-14 of the largest on are exact; smaller ones are off by at most 2^-22 of it, less than a
-// rounding of the float32 sum that they enter. Narrow products are cut along the inner size among CTAs, and what takes them
+// outputs. All weights from 2^-14 of the largest on are exact; smaller ones are off by at most 2^-22 of it: less than a
+// rounding of the sum that the largest enters, and next to nothing in the sum of another output, unless all weights of that
+// one are thousands of times smaller than its neighbours'. Narrow products are cut along the inner size among CTAs, and what takes them
 // sums the parts in order. A tile of gate and up holds eight outputs of each. Sums are in a fixed order: equal inputs give
 // equal bits.
 //

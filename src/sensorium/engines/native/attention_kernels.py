@@ -71,15 +71,18 @@ def _over_pages(
     for p in range(low, high):
         page = tl.load(pages + p).to(tl.int64)
         base = (page * KV + k) * PAGE * SIZE
+        there = p * PAGE + t < seen
         keys = tl.load(key_pages + base + t[None, :] * SIZE + d[:, None], mask=inside[:, None], other=0.0)
         scores = tl.dot(q, keys, input_precision=PRECISION) * factor
-        scores = tl.where((p * PAGE + t)[None, :] < seen, scores, float("-inf"))
+        scores = tl.where(there[None, :], scores, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
         part = tl.exp2(scores - larger[:, None])
         kept = tl.exp2(largest - larger)
-        values = tl.load(value_pages + base + t[:, None] * SIZE + d[None, :], mask=inside[None, :], other=0.0)
+        # What is behind the end may be no number, left by another row: nothing times that is no number.
+        used = there[:, None] & inside[None, :]
+        values = tl.load(value_pages + base + t[:, None] * SIZE + d[None, :], mask=used, other=0.0)
         if values.dtype == tl.bfloat16:
-            values = values.to(tl.float16)  # holds the same numbers, and weights to 11 bits; the learner does so too
+            values = values.to(tl.float16)  # the same numbers from 2^-14 to 65504, and weights to 11 bits; as the learner
         weight = weight * kept + tl.sum(part, 1)
         summed = summed * kept[:, None] + tl.dot(part.to(values.dtype), values, input_precision=PRECISION)
         largest = larger

@@ -51,7 +51,6 @@ class PagePool:
             return
         total = old + more
         layers, two, _, kv_heads, page, head_dim = self.block.shape
-        # Zeros, not empty: a masked entry weighs nothing, but nothing times NaN is NaN.
         grown = self.block.new_zeros(layers, two, total, kv_heads, page, head_dim)
         grown[:, :, :old] = self.block
         self.block = grown
@@ -136,13 +135,14 @@ class PagedPrefill:
         self._table_BP = sent_to(device, table_BP) if any(held) else None
         mask_B1TS = (torch.arange(seen) <= place_BT[:, :, None])[:, None] if any(held) else None
         self._mask_B1TS = None if mask_B1TS is None else sent_to(device, mask_B1TS)
+        self._ends_B = sent_to(device, torch.tensor(held) + torch.tensor(new)) if any(held) else None
 
     def __call__(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
         keys_NKPD, values_NKPD = self.store(layer, key_BKTD, value_BKTD)
-        if self._table_BP is None or self._mask_B1TS is None:
+        if self._table_BP is None or self._mask_B1TS is None or self._ends_B is None:
             return causal_attention(query_BHTD, key_BKTD, value_BKTD, scaling)
         seen = self._mask_B1TS.shape[-1]
-        keys, values = (gathered(part, self._table_BP)[:, :, :seen] for part in (keys_NKPD, values_NKPD))
+        keys, values = (gathered(part, self._table_BP, self._ends_B)[:, :, :seen] for part in (keys_NKPD, values_NKPD))
         return masked_attention(query_BHTD, keys, values, scaling, self._mask_B1TS)
 
     def store(self, layer: int, key_BKTD: Tensor, value_BKTD: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,10 +172,14 @@ def write_tokens(new_NKD: Tensor, pages_NKPD: Tensor, page_N: Tensor, offset_N: 
         pages_NKPD[page_N, :, offset_N] = new_NKD
 
 
-def gathered(pages_NKPD: Tensor, table_BP: Tensor) -> Tensor:
-    """The entries of rows in order: [B, K, pages · PAGE, D]."""
-    found = pages_NKPD[table_BP.long()]
-    return found.transpose(1, 2).flatten(2, 3)
+def gathered(pages_NKPD: Tensor, table_BP: Tensor, ends_B: Tensor) -> Tensor:
+    """The entries of rows in order: [B, K, pages · PAGE, D]; zeros behind their ends.
+
+    What lies there may be no number, left by another row: a masked entry weighs nothing, but nothing times NaN is NaN.
+    """
+    found = pages_NKPD[table_BP.long()].transpose(1, 2).flatten(2, 3)
+    behind_BS = torch.arange(found.shape[2], device=found.device) >= ends_B[:, None]
+    return found.masked_fill_(behind_BS[:, None, :, None], 0)
 
 
 def attend(
@@ -183,7 +187,7 @@ def attend(
 ) -> Tensor:
     """Attention of one query per row over its entries up to ``lengths_B`` inclusive, as [B, H, D]; plain torch."""
     batch, heads, size = query_BHD.shape
-    keys, values = gathered(keys_NKPD, table_BP), gathered(values_NKPD, table_BP)
+    keys, values = (gathered(part, table_BP, lengths_B + 1) for part in (keys_NKPD, values_NKPD))
     kv_heads, reach = keys.shape[1], keys.shape[2]
     seen_BS = torch.arange(reach, device=keys.device) <= lengths_B[:, None]
     bias_B11S = torch.zeros_like(seen_BS, dtype=keys.dtype).masked_fill_(~seen_BS, -torch.inf)[:, None, None]

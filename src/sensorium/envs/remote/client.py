@@ -176,6 +176,7 @@ class RemoteSession:
                 if now + pause > min(until, lost_at + retry_s):
                     raise EnvironmentFailure(f"step {self.number} is lost: {error}") from error
             except ServerRefusal as refusal:
+                self._refuse_gone(refusal)  # another has come in its place, and does not know the session
                 raise EnvironmentFailure(f"{self.server.connection.url}: {refusal.why}") from refusal
             await asyncio.sleep(pause * (0.5 + random.random()))
             pause = min(2 * pause, 1.0)
