@@ -1,5 +1,7 @@
 """On a GPU the engine's log-probs are the stock model's within stated bounds, from CUDA graphs as without them."""
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary.content import user
+from sensorium.vocabulary.episode import Segment
 
 from .conftest import Bench, ask, generate, make_bench
 
@@ -167,6 +170,29 @@ def test_graphs_see_new_weights_adapters_and_parameters_that_moved(tmp_path: Pat
         seen.append(found)
     assert seen[0] != seen[1] != seen[2]
     assert not engine.notes
+
+
+@pytest.mark.gpu
+def test_engines_in_threads_capture_their_steps_side_by_side(tmp_path: Path) -> None:
+    """Each on a stream of its own, which must not become the stream of another's capture: torch hands out 32 in turn."""
+    bench = make_bench("qwen2_5_vl", tmp_path, device="cuda")
+    requests = crowd(bench, PLAIN)
+    expected = [response.segment for response in generate(NativeEngine(bench.policy), *requests)]
+
+    def work(stream: torch.cuda.Stream) -> list[tuple[list[Segment], Sequence[str]]]:
+        found = []
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                engine = NativeEngine(bench.policy)
+                found.append(([response.segment for response in generate(engine, *requests)], engine.notes))
+            stream.synchronize()
+        return found
+
+    with ThreadPoolExecutor(3) as threads:
+        for several in threads.map(work, [torch.cuda.Stream() for _ in range(3)]):
+            for segments, notes in several:
+                assert segments == expected
+                assert not notes
 
 
 @pytest.mark.gpu

@@ -8,12 +8,15 @@ captured (experts whose routing is read on the host, say), the slower way is tak
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sensorium.compiled.device_code import NoDeviceCode
 from sensorium.engines.native.decode_ops import TorchOps
 from sensorium.engines.native.decode_state import DecodeState, RowLayout, read_again
 from sensorium.engines.native.decode_step import FusedStep, StockStep
@@ -30,6 +33,7 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.04, torch.float16: 0.01}
 # Matched layers have no slower way to go: the check is for kernels that are wrong. In bfloat16 a tiny model with adapters
 # was 0.043 off the stock layers, which round their residual stream.
 MATCHED_FACTOR = 2.5
+_CAPTURING = Lock()
 LEAST_PAGES = 4
 MOST_PAGES = 64  # that a table has room for from the start: 4,096 tokens of a row
 
@@ -202,7 +206,7 @@ class DecodeRunner:
                 for bucket in buckets_to_capture(self._bucket, captured):
                     self._graphs[self._key(bucket)] = self._captured(bucket)
                     self.captured += 1
-            except RuntimeError as error:
+            except (RuntimeError, NoDeviceCode) as error:
                 self._capture = False
                 self._note(f"the decode step cannot be captured in a CUDA graph, so it runs slower: {_first_line(error)}")
                 return None
@@ -217,28 +221,29 @@ class DecodeRunner:
         state = self._state
         moved = (state.tokens_B, state.integers_CB, state.packed_3B, state.table_BP)
         before = [tensor.clone() for tensor in moved]
-        here, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(here)
+        here, side = torch.cuda.current_stream(), _side_stream(torch.cuda.current_device())
         graph = torch.cuda.CUDAGraph()
-        self._ops.branching = True
-        try:
-            with torch.cuda.stream(side):
-                for tensor in moved:
-                    tensor.zero_()
-                self._run(bucket)
-                for tensor, value in zip(moved, before, strict=True):
-                    tensor.copy_(value)
-                side.synchronize()
-                graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
-                try:
+        with _CAPTURING:
+            side.wait_stream(here)
+            self._ops.branching = True
+            try:
+                with torch.cuda.stream(side):
+                    for tensor in moved:
+                        tensor.zero_()
                     self._run(bucket)
-                except BaseException:
-                    _end_quietly(graph)
-                    raise
-                graph.capture_end()
-        finally:
-            self._ops.branching = False
-            here.wait_stream(side)
+                    for tensor, value in zip(moved, before, strict=True):
+                        tensor.copy_(value)
+                    side.synchronize()
+                    graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+                    try:
+                        self._run(bucket)
+                    except BaseException:
+                        _end_quietly(graph)
+                        raise
+                    graph.capture_end()
+            finally:
+                self._ops.branching = False
+                here.wait_stream(side)
         return graph
 
     def _note(self, text: str) -> None:
@@ -248,6 +253,16 @@ class DecodeRunner:
         else:
             note_fallback(text)
             self.noted(text)
+
+
+@cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """The stream on which steps are captured, one at a time.
+
+    One for all, since torch has 32 streams and hands them out in turn: a new one may be that of a thread at work, whose
+    operations would break the capture.
+    """
+    return torch.cuda.Stream(device)
 
 
 def _addresses(policy: Policy) -> list[int]:
