@@ -14,6 +14,7 @@ from sensorium.assembly.engines import open_engine
 from sensorium.assembly.environment_workers import EnvironmentWorkers
 from sensorium.assembly.models import load_model
 from sensorium.assembly.run_workers import RunWorkers, open_workers, process_work
+from sensorium.compiled.compile_time import count_triton
 from sensorium.engines.pool import EnginePool, PooledEngine
 from sensorium.engines.protocol import Engine, InFlightEngine, Sampling
 from sensorium.envs.protocol import Environment
@@ -159,6 +160,8 @@ def open_store(recipe: Recipe, folder: Path | None = None) -> MediaStore:
 def open_session(recipe: Recipe, policy: Policy, judgements: JudgementCache | None, folder: Path | None = None) -> Session:
     """Everything around a loaded policy; judges keep their files in ``folder``, the run directory."""
     store = policy.chat.store
+    if policy.device.type == "cuda":
+        count_triton()
     judges = JudgeClient(recipe.judges, store, folder)
     scorer = make_scorer(recipe.rewards, judgements, store, judges)
     with ExitStack() as opened:

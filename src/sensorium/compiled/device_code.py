@@ -18,6 +18,7 @@ from typing import ClassVar
 
 import torch
 
+from sensorium.compiled.compile_time import compiling
 from sensorium.compiled.kept_files import cache_folder, keep, read_kept
 
 SOURCES = Path(__file__).parent / "cuda"
@@ -84,7 +85,7 @@ def launch(
 def compile_ahead(source: str, numbers: Sequence[Mapping[str, int]]) -> None:
     """Compile a source for each of these numbers that the cache has not, side by side: ``DeviceCode`` then finds them."""
     architecture = _architecture()
-    with ThreadPoolExecutor(max_workers=min(len(numbers), os.cpu_count() or 1)) as threads:
+    with compiling(), ThreadPoolExecutor(max_workers=min(len(numbers), os.cpu_count() or 1)) as threads:
         list(threads.map(lambda each: _compiled(SOURCES / source, tuple(sorted(each.items())), architecture), numbers))
 
 
@@ -113,7 +114,8 @@ def _compiled(source: Path, numbers: tuple[tuple[str, int], ...], architecture: 
     kept = cache_folder() / f"{source.stem}-{digest[:32]}.cubin"
     code = read_kept(kept)
     if code is None:
-        code = _compile(compiler, text, source.name, options)
+        with compiling():
+            code = _compile(compiler, text, source.name, options)
         keep(code, kept)
     return code
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from sensorium.compiled.compile_time import compiling
 from sensorium.compiled.kept_files import cache_folder, keep, read_kept
 
 SOURCES = Path(__file__).parent / "c"
@@ -62,7 +63,8 @@ def _loaded(folder: Path) -> ctypes.CDLL:
             return ctypes.CDLL(str(kept))
     with tempfile.TemporaryDirectory() as scratch:
         made = Path(scratch) / name
-        _compile(folder, compiler, made)
+        with compiling():
+            _compile(folder, compiler, made)
         keep(made.read_bytes(), kept)
         try:
             return ctypes.CDLL(str(made))

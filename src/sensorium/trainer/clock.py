@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from sensorium.assembly.session import Session
+from sensorium.compiled.compile_time import compile_seconds
 from sensorium.vocabulary.episode import Group
 
 
@@ -17,7 +18,7 @@ class Clock:
         self.session, self.announce = session, announce
         self.started = time.perf_counter()
         self.seconds: dict[str, float] = {}
-        self.patches = session.patches
+        self.patches, self.compiled = session.patches, compile_seconds()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
@@ -36,6 +37,8 @@ class Clock:
         episodes = [e for group in groups for e in group.episodes]
         row = {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
         row["time/step_s"] = whole
+        if (compiled := compile_seconds() - self.compiled) > 0:
+            row["time/compile_s"] = compiled
         row["throughput/episodes_per_s"] = len(episodes) / whole
         row["throughput/tokens_per_s"] = sum(e.sampled_tokens for e in episodes) / whole
         row["throughput/patches_per_s"] = (self.session.patches - self.patches) / whole

@@ -17,6 +17,7 @@ import torch
 
 from sensorium.assembly.determinism import random_state, restore_random_state, surroundings, warn_if_changed
 from sensorium.assembly.session import Session, sampling_of
+from sensorium.compiled.compile_time import take_untold_seconds
 from sensorium.evaluation.summary import summary_metrics
 from sensorium.learner.credited_episode import CreditedEpisode
 from sensorium.learner.protocol import RunLearner
@@ -51,6 +52,8 @@ from sensorium.vocabulary.episode import Group, Status
 from sensorium.vocabulary.errors import NonFiniteUpdate
 from sensorium.vocabulary.task import Task
 from sensorium.workers.lasting import set_aside, set_aside_more
+
+TOLD_S = 5.0  # of compiling that a run speaks of
 
 
 class Trainer:
@@ -118,15 +121,25 @@ class Trainer:
             await self._evaluate()
         first = self.step + 1
         while self.step < self.total_steps:
+            self._tell_compiling()
             await self.advance()
             if self._froze and self.step == first:
                 set_aside_more()
             if self.health.idle:
                 break
+        self._tell_compiling()
         await self.schedule.abandon(self._drop)
         if self.saved_at != self.step:
             self._save()
         self.health.refuse_untrained()
+
+    def _tell_compiling(self) -> None:
+        """Say how long this process compiled since it was last said, if it was long."""
+        if spent := take_untold_seconds(TOLD_S):
+            self.watcher.noted(
+                f"{spent:.0f} s went by while code was compiled for this machine and decode steps were captured. That is "
+                "paid on first use; compiled code is kept in the user's cache for later runs."
+            )
 
     async def advance(self) -> None:
         """One whole step: of the warm start, or of RL."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sensorium.compiled.compile_time import compiling
 from sensorium.compiled.device_code import NoDeviceCode
 from sensorium.engines.native.decode_ops import TorchOps
 from sensorium.engines.native.decode_state import DecodeState, RowLayout, read_again
@@ -223,7 +224,7 @@ class DecodeRunner:
         before = [tensor.clone() for tensor in moved]
         here, side = torch.cuda.current_stream(), _side_stream(torch.cuda.current_device())
         graph = torch.cuda.CUDAGraph()
-        with _CAPTURING:
+        with _CAPTURING, compiling():
             side.wait_stream(here)
             self._ops.branching = True
             try:
