@@ -19,7 +19,7 @@ from torch import Tensor
 from sensorium.compiled.calls import addresses, call, pointers, sizes, threads_for
 from sensorium.compiled.library import NoLibrary, load_library
 from sensorium.learner.tree_attention import TokenRun, TreeAttention, arrange, nearest_above
-from sensorium.models.fast_paths import fall_back, without_compiled_parts
+from sensorium.models.fast_paths import fall_back, largest_gap, trying, without_compiled_parts
 
 WORK_OF_A_THREAD = 1 << 20
 """Multiplications that are worth a thread."""
@@ -157,7 +157,7 @@ def _is_right(heads: int, kv_heads: int, size: int) -> bool:
     )
     device, results = torch.device("cpu"), []
     try:
-        with torch.enable_grad():
+        with trying():
             for attend in (TreeAttention(batches, device), partial(_attend, _trees([*chain(*batches)]))):
                 q, k, v = three = [x.clone().requires_grad_() for x in (query, key, value)]
                 out = attend(0, q, k, v, size**-0.5)
@@ -165,7 +165,8 @@ def _is_right(heads: int, kv_heads: int, size: int) -> bool:
     except NoLibrary as error:
         without_compiled_parts(str(error))
         return False
-    gap = max(float((one - other).abs().max() / one.abs().max()) for one, other in zip(*results, strict=True))
+    expected, found = results
+    gap = largest_gap(found, expected)
     if gap <= BOUND:
         return True
     fall_back(f"attention of the learner runs without its compiled way, which is slower: it is {gap:.2g} off the plain one")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sensorium.compiled.calls import addresses, call, pointers, sizes, threads_for
 from sensorium.compiled.library import NoLibrary
-from sensorium.models.fast_paths import fall_back, without_compiled_parts
+from sensorium.models.fast_paths import fall_back, largest_gap, trying, without_compiled_parts
 
 # Stands for minus infinity, but makes 0 when multiplied by a probability of 0.
 FORBIDDEN = -1e30
@@ -122,7 +122,7 @@ def compiled_logprobs_are_right() -> bool:
     pulls = torch.randn(2, 11, generator=generator).unbind()
     results = []
     try:
-        with torch.enable_grad():
+        with trying():
             for way in (TokenLogprobs, CompiledLogprobs):
                 entered = logits.clone().requires_grad_()
                 out = way.apply(entered, targets, bias, 0.7)[:2]
@@ -130,7 +130,8 @@ def compiled_logprobs_are_right() -> bool:
     except NoLibrary as error:
         without_compiled_parts(str(error))
         return False
-    gap = max(float((one - other).abs().max() / one.abs().max()) for one, other in zip(*results, strict=True))
+    expected, found = results
+    gap = largest_gap(found, expected)
     if not gap <= BOUND:
         fall_back(f"log-probs are computed without their compiled way, which is slower: it is {gap:.2g} off the plain one")
     return gap <= BOUND

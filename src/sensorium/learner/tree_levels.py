@@ -22,12 +22,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from sensorium.learner.block_attention import block_attention, block_gradients
 from sensorium.learner.tree_attention import TokenRun, TreeAttention, arrange, nearest_above
 from sensorium.models.attention import finer
-from sensorium.models.fast_paths import fall_back
+from sensorium.models.fast_paths import fall_back, trying
 
 # How far results and gradients in 16 bits may be from float32 attention over the same inputs, relative to the largest.
 BOUND = 0.02
@@ -240,7 +239,7 @@ def usable(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, 
 
 def _check(flash: Flash, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> None:
     """Raises ValueError where results or gradients are too far off."""
-    with saved_tensors_hooks(_as_it_is, _as_it_is):  # else gradient checkpointing would count the trial's tensors
+    with trying():
         error = trial(flash, device, dtype, heads, kv_heads, size)
     if not error <= BOUND:
         raise ValueError(f"it is {error:.2g} off (bound {BOUND:g})")
@@ -250,7 +249,6 @@ def _reason(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-@torch.enable_grad()
 def trial(flash: Flash, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> float:
     """The largest error of results and gradients on a few small trees, against float32, relative to the largest value."""
     lone, prompt, other = TokenRun(37, None), TokenRun(150, None), TokenRun(65, None)
@@ -270,10 +268,6 @@ def trial(flash: Flash, device: torch.device, dtype: torch.dtype, heads: int, kv
     pairs = list(zip(*results, strict=True))
     errors = [float((found - right).abs().max() / right.abs().max()) for found, right in pairs]
     return max(errors) if all(bool(found.isfinite().all()) for found, _ in pairs) else float("inf")
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _end(level: Sequence[TokenRun]) -> int:

@@ -1,9 +1,34 @@
 """Fast ways to compute are held against a reference on first use; where one fails, the slower way is said and counted."""
 
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
 _taken: list[str] = []
+
+
+@contextmanager
+def trying() -> Iterator[None]:
+    """Inside, gradients of a trial are computed. Where it is met in a forward pass that gradient checkpointing watches, its
+    tensors are not taken for those of that pass, which would then differ from the one that is computed again.
+    """
+    with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+        yield
+
+
+def largest_gap(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """How far tensors are off, relative to the largest value of each; no number, where one of them has one that is none."""
+    gaps = [(one - other).abs().max() / other.abs().max() for one, other in zip(found, expected, strict=True)]
+    return float(torch.stack(gaps).max())
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def fall_back(reason: str) -> None:
