@@ -82,10 +82,10 @@ def test_a_pass_has_no_more_than_so_many_patches(checkpoints: dict[str, Path], m
     pictures = [player.picture(56, 56) for _ in range(5)]  # of 16 patches each
     whole = policy.encode(pictures)
     assert policy.counters.tower_passes == 1
-    monkeypatch.setattr(encoding, "PASS_PATCHES", 40)
+    monkeypatch.setitem(encoding.PASS_PATCHES, "cpu", 40)
     several = policy.encode(pictures)
     assert policy.counters.tower_passes == 1 + 3
-    monkeypatch.setattr(encoding, "PASS_PATCHES", 8)  # a medium is never cut
+    monkeypatch.setitem(encoding.PASS_PATCHES, "cpu", 8)  # a medium is never cut
     alone = policy.encode(pictures)
     assert policy.counters.tower_passes == 4 + 5
     for item in pictures:

@@ -14,8 +14,9 @@ from sensorium.models.matched_towers import TowerCompany
 from sensorium.models.segment_layout import Features, mismatch
 from sensorium.vocabulary.content import Media
 
-# Of one pass at most, unless a single medium has more. A block of Qwen2.5-VL's tower holds 6 GiB of so many at a time.
-PASS_PATCHES = 1 << 17
+# Of one pass at most, unless a single medium has more. A block of Qwen2.5-VL's tower holds 6 GiB of so many at a time on a
+# GPU. A CPU gains nothing from large passes, and 16,384 patches are 100 MB before the tower has looked at them.
+PASS_PATCHES = {"cuda": 1 << 17, "cpu": 1 << 14}
 
 
 @dataclass
@@ -115,7 +116,7 @@ class Encoder:
             patches = prod(self._chat.prepared.extent(item).grid)
             if not passes or patches > room:
                 passes.append([])
-                room = PASS_PATCHES
+                room = PASS_PATCHES.get(self._device.type, PASS_PATCHES["cuda"])
             passes[-1].append(item)
             room -= patches
         together = self.company.together(tower, max(passes, key=len, default=[]), self._chat.prepared.get)

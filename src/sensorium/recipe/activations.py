@@ -59,8 +59,13 @@ def tower_bytes(recipe: Recipe, shape: ModelShape, *, spread: bool = False) -> i
     """What the vision tower holds where it learns: the inputs of its blocks, which are recomputed.
 
     Those of all prompts of an update, or of a full micro-batch where that is too much and no ranks share the tower
-    (``spread``). Where ``auto`` may keep the rest too, the rest as well.
+    (``spread``). Where ``auto`` may keep the rest too, the rest as well; and where nothing is recomputed, as in float32
+    on a CPU: norms, queries, keys and values, rotated ones, what was seen, both sums, and what the MLP makes.
     """
+    if recipe.model.dtype == "float32" and _tower_is_trained(recipe, shape):
+        block = 9 * shape.tower_hidden + 3 * (shape.tower_mlp or 4 * shape.tower_hidden)
+        again = recipe.model.gradient_checkpointing in (True, "selective") or recipe.model.device.startswith("cuda")
+        return _update_patches(recipe) * 4 * shape.tower_depth * (shape.tower_hidden if again else block)
     if not tower_learns(recipe, shape):
         return 0
     if recipe.model.gradient_checkpointing == "auto" and may_keep_tower(recipe, shape):
@@ -73,9 +78,7 @@ def tower_bytes(recipe: Recipe, shape: ModelShape, *, spread: bool = False) -> i
 
 def tower_learns(recipe: Recipe, shape: ModelShape) -> bool:
     """Whether there is a vision tower that learns in 16 bits."""
-    model = recipe.model
-    learns = "vision" in model.lora.groups if model.lora.rank else "vision" not in model.freeze
-    return bool(shape.tower_depth) and learns and model.dtype != "float32"
+    return recipe.model.dtype != "float32" and _tower_is_trained(recipe, shape)
 
 
 def kept_tower_bytes(recipe: Recipe, shape: ModelShape) -> int:
@@ -130,14 +133,22 @@ def gathered_bytes(recipe: Recipe, shape: ModelShape) -> int:
     return sharing * microbatch_tokens(recipe) * 2 * shape.key_values * (2 * size + 2 * 4)
 
 
+def _tower_is_trained(recipe: Recipe, shape: ModelShape) -> bool:
+    model = recipe.model
+    learns = "vision" in model.lora.groups if model.lora.rank else "vision" not in model.freeze
+    return bool(shape.tower_depth) and learns
+
+
 def _prompt_tokens(recipe: Recipe) -> int:
     """Tokens of a prompt at most."""
     return recipe.rollout.max_context_tokens - recipe.rollout.max_new_tokens
 
 
 def _update_patches(recipe: Recipe) -> int:
-    """Patches of an update's prompts at most."""
-    return recipe.batch.prompts_per_step // recipe.batch.updates_per_epoch * _prompt_tokens(recipe) * PATCHES
+    """Patches of an update's prompts at most, of the warm start too."""
+    warm = recipe.warm_start.prompts_per_step if recipe.warm_start.steps else 0
+    prompts = max(warm, recipe.batch.prompts_per_step // recipe.batch.updates_per_epoch)
+    return prompts * _prompt_tokens(recipe) * PATCHES
 
 
 def _group_tokens(recipe: Recipe) -> int:

@@ -42,7 +42,8 @@ ASYNCHRONOUS = (
 @dataclass(frozen=True)
 class Plan:
     """The resolved numbers of a run. ``memory`` is in bytes by use, empty where the model is not on this disk.
-    ``interpreters`` comes on top of it, by process, in the machine's memory: Python, torch and other libraries.
+    ``interpreters`` comes on top of it, by process, in the machine's memory: Python, torch and other libraries; so does
+    ``media``: what is kept of decoded and preprocessed media at most.
 
     ``prompts_at_most`` is how many a step may play, all rounds together; ``selection`` says what is done with them where
     that is more than to train on each. ``disk`` is in bytes by use, ``free_disk`` what the run may take where it lies.
@@ -72,6 +73,7 @@ class Plan:
     sharing: str = ""
     processes: str = ""
     interpreters: dict[str, int] = field(default_factory=dict)
+    media: int = 0
 
 
 def make_plan(recipe: Recipe, config: dict[str, Any] | None = None) -> Plan:
@@ -112,6 +114,7 @@ def make_plan(recipe: Recipe, config: dict[str, Any] | None = None) -> Plan:
         schedule=_schedule(recipe),
         processes=_processes(recipe),
         interpreters=interpreter_bytes(recipe.model_dump(include={"cluster", "rollout"})),
+        media=0 if shape is not None and not shape.tower_depth else round(recipe.media.memory_gib * GIB),
         precision=MATCHED if recipe.model.precision == "matched" else "",
         sharing=_sharing(recipe),
     )

@@ -53,6 +53,10 @@ def plan_table(plan: Plan) -> RenderableType:
         rows.add_row(
             "interpreters", f"about {all_of_them} of the machine's memory on top, for Python and its libraries ({parts})"
         )
+    if plan.media:
+        rows.add_row(
+            "media", f"at most {bytes_text(plan.media)} more of it, for decoded and preprocessed media (media.memory_gib)"
+        )
     if plan.disk:
         parts = ", ".join(f"{use} {bytes_text(amount)}" for use, amount in plan.disk.items())
         free = "" if plan.free_disk is None else f"; {bytes_text(plan.free_disk)} are there for it"
