@@ -71,3 +71,14 @@ def test_adapters_are_said_to_keep_few_rows_from_weights_in_12_bits(tmp_path: Pa
     assert not notes()
     assert not notes(lora={"rank": 8}, device="cpu")
     assert not list(computing_notes(recipe("qwen2_5_vl", model={"path": "tiny:qwen2_5_vl", "lora": {"rank": 8}})))
+
+
+def test_a_frozen_tower_whose_projector_learns_spares_nothing_and_the_dry_run_says_so() -> None:
+    def notes(*freeze: str) -> list[str]:
+        made = recipe("qwen3_vl")
+        return list(computing_notes(made.model_copy(update={"model": made.model.model_copy(update={"freeze": freeze})})))
+
+    (note,) = notes("vision")
+    assert "Freeze both" in note
+    assert not notes("vision", "projector")
+    assert not notes("language")

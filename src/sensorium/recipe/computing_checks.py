@@ -50,6 +50,14 @@ def computing_notes(recipe: Recipe) -> Iterator[str]:
             "model: on a GPU, decode steps of a mixture of experts run without CUDA graphs, which is slower: its routing "
             "is read on the host"
         )
+    frozen = {"vision", "audio"} & set(recipe.model.freeze)
+    if frozen and "projector" not in recipe.model.freeze and not recipe.model.lora.rank:
+        named = " and ".join(sorted(frozen, reverse=True))
+        yield (
+            f"model.freeze has {named} without projector, so media go through their tower in every step: features are kept "
+            "only where the projector, which is a part of the tower, does not learn either. Freeze both to have each "
+            "medium encoded once"
+        )
     plain = recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": LoraSection()})})
     if recipe.model.lora.rank and shape is not None and packed_bytes(plain, shape):
         yield (

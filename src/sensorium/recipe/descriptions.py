@@ -11,7 +11,8 @@ DESCRIPTIONS = {
     "ModelSection.family": "which adapter reads the checkpoint; auto: by its config.json",
     "ModelSection.dtype": "what it computes in; with bfloat16, updates move weights as float32 masters would",
     "ModelSection.device": "auto (the GPU where there is one), cpu, cuda or cuda:N",
-    "ModelSection.freeze": "parts that do not learn: vision, audio, projector, language, head",
+    "ModelSection.freeze": "parts that do not learn: vision, audio, projector, language, head. Of a tower that is frozen "
+    "with its projector, features are computed once and kept",
     "ModelSection.gradient_checkpointing": "recompute activations: slower, less memory; selective: on CUDA those of MLPs "
     "only, elsewhere as true; auto: on CUDA as little as the forecast of memory allows, elsewhere none. Towers on CUDA: "
     "always",
