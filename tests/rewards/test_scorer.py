@@ -1,5 +1,6 @@
 """The scorer: missing is not zero, every wait ends, and judgements are repeated from the cache."""
 
+import ast
 import asyncio
 import re
 import sys
@@ -103,6 +104,90 @@ def test_a_term_that_recovers_is_heard(episode_of: MakeEpisode) -> None:
     scorer, episode = scored(episode_of("x"), (Judge(fails, fails, lambda: 0.25), 1.0), retries=2)
     assert episode.reward == 0.25
     assert counts(scorer) == {"judge": (0, 2)}
+
+
+def misspelt_attribute() -> float:
+    return "red".lowercase()  # type: ignore[attr-defined, no-any-return]
+
+
+def wrong_arguments() -> float:
+    return abs(1.0, 2.0)  # type: ignore[call-arg]
+
+
+def misspelt_name() -> float:
+    return undefined_score  # type: ignore[name-defined, no-any-return]  # noqa: F821
+
+
+def unbound() -> float:
+    if not TASK.id:
+        score = 1.0
+    return score
+
+
+def lacks_package() -> float:
+    import package_that_is_not_there  # type: ignore[import-not-found]
+
+    return float(package_that_is_not_there.score)
+
+
+def unfinished() -> float:
+    raise NotImplementedError
+
+
+def malformed_module() -> float:
+    raise SyntaxError("invalid syntax", ("/home/me/my_rewards.py", 3, 1, "def f(", 3, 7))
+
+
+@pytest.mark.parametrize(
+    "deed",
+    [misspelt_attribute, wrong_arguments, misspelt_name, unbound, lacks_package, unfinished, malformed_module],
+)
+def test_a_programming_error_is_said_and_not_tried_again(deed: Callable[[], float], episode_of: MakeEpisode) -> None:
+    judge, said = Judge(deed), list[str]()
+    scorer = Scorer([(judge, 1.0)], retries=2, retry_wait_s=60.0)
+    scorer.noted = said.append
+    for i in range(3):
+        episode = asyncio.run(scorer.score(TASK, episode_of(f"x{i}")))
+    assert judge.calls == 3, "once an episode"
+    assert "Error" in episode.scores[0].reason
+    assert "tried" not in episode.scores[0].reason
+    assert counts(scorer) == {"judge": (3, 0)}
+    assert len(said) == 1, "the first time only"
+    assert "'judge' has an error in its code and is not asked again" in said[0]
+
+
+def odd_key() -> float:
+    return {"verdict": 1.0}["score"]
+
+
+def odd_length() -> float:
+    return list[float]()[0]
+
+
+def odd_number() -> float:
+    return float("a good answer")
+
+
+def empty_answer() -> float:
+    return None.strip()  # type: ignore[attr-defined, no-any-return]
+
+
+def empty_object() -> float:
+    return None["score"]  # type: ignore[index, no-any-return]
+
+
+def odd_literal() -> float:
+    return float(ast.literal_eval("0.5 of 1"))
+
+
+@pytest.mark.parametrize("deed", [odd_key, odd_length, odd_number, empty_answer, empty_object, odd_literal])
+def test_what_an_odd_answer_of_a_service_raises_is_tried_again(deed: Callable[[], float], episode_of: MakeEpisode) -> None:
+    judge = Judge(deed)
+    with pytest.warns(UserWarning, match="is asked again"):
+        scorer, episode = scored(episode_of("x"), (judge, 1.0), retries=2)
+    assert judge.calls == 3
+    assert "(tried 3 times)" in episode.scores[0].reason
+    assert counts(scorer) == {"judge": (1, 2)}
 
 
 def test_too_many_hanging_calls_are_not_added_to(episode_of: MakeEpisode) -> None:

@@ -19,7 +19,7 @@ from sensorium.rewards.context import RewardContext
 from sensorium.rewards.protocol import Term
 from sensorium.vocabulary.content import Message, Text
 from sensorium.vocabulary.episode import Episode
-from sensorium.vocabulary.errors import RecipeError, TaskError
+from sensorium.vocabulary.errors import RecipeError, RewardFailure, TaskError
 from sensorium.vocabulary.plain import shown
 from sensorium.vocabulary.task import Task
 
@@ -164,7 +164,7 @@ def _listed(name: str, returned: Any, count: int) -> Sequence[Any]:
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes) or len(listed) != count:
         few = f"{count} completion{'' if count == 1 else 's'}"
         scores = f"{count} score{'' if count == 1 else 's'}"
-        raise TypeError(f"reward function '{name}' got {few} and must return a list of {scores}, not {shown(returned)}")
+        raise RewardFailure(f"reward function '{name}' got {few} and must return a list of {scores}, not {shown(returned)}")
     return listed
 
 
@@ -175,7 +175,7 @@ async def _listed_later(name: str, returned: Any, count: int) -> Sequence[Any]:
 def _first(name: str, listed: Sequence[Any]) -> Any:
     """The one score of a list of one."""
     if listed[0] is None:
-        raise TypeError(f"reward function '{name}' returned None: it does not judge this task")
+        raise RewardFailure(f"reward function '{name}' returned None: it does not judge this task")
     return listed[0]
 
 

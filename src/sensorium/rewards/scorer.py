@@ -4,7 +4,7 @@ Invariants: a judgement is waited for at most (retries + 1) · (deadline + wait)
 and the wait names its term. Slow terms run in the daemon threads of a pool, so a judge that never returns can neither stop
 the run nor keep the process alive; their judgements, missing ones included, go to the cache, so that a resumed run meets
 the same ones, and equal content is judged once (``judgements.py``). That a term had to be asked again is counted, and said
-the first time and whenever it is ten times as often.
+the first time and whenever it is ten times as often. A programming error in a term is said likewise, and not tried again.
 """
 
 import asyncio
@@ -32,6 +32,9 @@ from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 from sensorium.workers.pool import CallOverdue, WorkerFailure, WorkerPool
 from sensorium.workers.side_by_side import side_by_side
+
+PROGRAMMING_ERRORS = (AttributeError, NameError, TypeError, ImportError, SyntaxError, NotImplementedError)
+"""Errors of the code itself. KeyError, IndexError and ValueError are left out: a service's odd answer raises those."""
 
 
 @dataclass
@@ -77,6 +80,7 @@ class Scorer:
         self._pool = WorkerPool("reward term", concurrency)
         self._counts = {name: TermCounts() for name in self._names}
         self._retried = dict.fromkeys(self._names, 0)
+        self._broken = dict.fromkeys(self._names, 0)
 
     async def score(self, task: Task, episode: Episode) -> Episode:
         """The episode with a score from every term, as the only one of its group."""
@@ -223,7 +227,7 @@ class Scorer:
             running.set_result(found)
 
     async def _persistently(self, term: Term, task: Task, episodes: Sequence[Episode]) -> list[Scores]:
-        """Ask until it answers or the retries are spent. Not again: a task at fault, a refusal, work given up."""
+        """Ask until it answers or the retries are spent. Not again: a task or code at fault, a refusal, work given up."""
         for tries in range(1, self.retries + 2):
             found = await self._asked(term, task, episodes)
             if isinstance(found, list):
@@ -232,6 +236,9 @@ class Scorer:
             if isinstance(found, WorkGivenUp):
                 ids = ", ".join(episode.id for episode in episodes)
                 self.noted(f"reward term '{term.name}' gives no score to {ids}: {reason}.")
+            if is_programming_error(found):
+                self._note_programming_error(term.name, reason)
+                break
             if isinstance(found, TaskError | JudgeRefusal | WorkGivenUp):
                 break
             if tries <= self.retries:
@@ -265,8 +272,26 @@ class Scorer:
             self.noted(
                 f"reward term '{name}' failed and is asked again: {reason}. retries/{name} in the metrics counts on."
             )
-        elif str(times).strip("0") == "1":
+        elif _ten_times_as_often(times):
             self.noted(f"reward term '{name}' was asked again {times} times by now; the last time: {reason}.")
+
+    def _note_programming_error(self, name: str, reason: str) -> None:
+        self._broken[name] = times = self._broken[name] + 1
+        if times == 1:
+            self.noted(f"reward term '{name}' has an error in its code and is not asked again for that episode: {reason}.")
+        elif _ten_times_as_often(times):
+            self.noted(f"reward term '{name}' met errors in its code {times} times by now; the last: {reason}.")
+
+
+def is_programming_error(error: BaseException) -> bool:
+    """True for an error of a term's code that trying again cannot mend.
+
+    What a service sent may raise two of them too, and is tried again: an attribute or item of an answer that is None
+    ('NoneType' object …), and text of the answer that does not parse as Python (its file is called '<unknown>').
+    """
+    if not isinstance(error, PROGRAMMING_ERRORS) or "NoneType" in words(error):
+        return False
+    return not (isinstance(error, SyntaxError) and str(error.filename or "<").startswith("<"))
 
 
 def judges_groups(term: Term) -> TypeGuard[GroupTerm]:
@@ -288,6 +313,11 @@ def _calls(term: Term, episodes: Sequence[Episode]) -> list[Sequence[Episode]]:
 
 def _missing(term: Term, reason: str, episodes: Sequence[Episode]) -> list[Scores]:
     return [(Score(term.name, None, reason=reason),) for _ in episodes]
+
+
+def _ten_times_as_often(times: int) -> bool:
+    """True for 1, 10, 100…"""
+    return str(times).strip("0") == "1"
 
 
 def _instant(term: Term) -> bool:
