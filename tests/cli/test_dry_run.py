@@ -63,8 +63,10 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 def test_rows_parameters_evaluations_and_disk_are_told(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = said(capsys, str(recipe))
     assert code == 0
-    assert "tasks.train.0: jsonl, 20 rows; the first 8 were read" in out
+    read = "tasks.train.0: jsonl, 20 rows; the first 8 were read"
+    assert f"{read}; `sensorium validate {recipe}` reads and measures all tasks.evaluate.0" in out
     assert "tasks.evaluate.0: shapes, 4 rows; the first 4 were read; their pictures take" in out
+    assert out.count("sensorium validate") == 1, "not of a source that was read to its end"
     assert "evaluations 4" in out
     assert "parameters 353.4 k (language 353.4 k); 353.4 k are trained" in out
     assert "disk about" in out

@@ -32,7 +32,7 @@ def run(arguments: Namespace) -> int:
     console = Console()
     recipe = load_recipe("shapes", ["name=demo", *arguments.overrides])
     if arguments.dry_run:
-        show_dry_run(recipe, console)
+        show_dry_run(recipe, console, named="shapes")
         return 0
     console.print(INTRO, highlight=False)
     show_plan(recipe, console)

@@ -6,6 +6,7 @@ torch is loaded only to check a checkpoint that is on this disk; models that are
 from collections.abc import Generator, Iterator, Sequence
 from importlib import import_module
 from inspect import signature
+from shlex import quote
 
 from sensorium.judges.client import JudgeClient
 from sensorium.media.store import MediaStore
@@ -44,10 +45,11 @@ def check_model(recipe: Recipe, path: str = "") -> list[str]:
     return check_checkpoint(recipe.model, path)
 
 
-def look_at(recipe: Recipe, *, train: bool = True) -> Iterator[str]:
-    """Open what a recipe names and say what was found, a line each; whatever a run would refuse is refused here.
+def look_at(recipe: Recipe, *, train: bool = True, named: str = "RECIPE") -> Iterator[str]:
+    """Open what a recipe names and say what was found, a line each; what a run would refuse of it is refused here.
 
-    Without ``train`` only what an evaluation needs is looked at.
+    Of each source only the first rows are read, and no prompt is measured: ``sensorium validate`` does both for all.
+    Without ``train`` only what an evaluation needs is looked at. ``named`` is how a command names the recipe.
     """
     find_names(recipe)
     engine = recipe.rollout.engine.name
@@ -78,7 +80,7 @@ def look_at(recipe: Recipe, *, train: bool = True) -> Iterator[str]:
         placeable(recipe.rewards, [term for term, _ in terms])
     if train:
         sources: list[TaskSource] = []
-        few = yield from _look_at_sources(recipe, recipe.tasks.train, "tasks.train", sources)
+        few = yield from _look_at_sources(recipe, recipe.tasks.train, "tasks.train", named, sources)
         weights = [section.weight for section in recipe.tasks.train]
         stream = TaskStream(sources, weights, seed=recipe.seed, shuffle=recipe.tasks.shuffle)
         make_planner(recipe.tasks.planner, stream, MediaStore())
@@ -89,7 +91,7 @@ def look_at(recipe: Recipe, *, train: bool = True) -> Iterator[str]:
             if all(task.answer is None for task in few) and without_answer(weighty, few):
                 raise TaskError(f"tasks.train: {problem}")
             yield f"tasks.train: {problem}"
-    held_out = yield from _look_at_sources(recipe, recipe.tasks.evaluate, "tasks.evaluate")
+    held_out = yield from _look_at_sources(recipe, recipe.tasks.evaluate, "tasks.evaluate", named)
     if problem := without_answer(terms, held_out):
         yield f"tasks.evaluate: {problem}"
 
@@ -149,7 +151,7 @@ def _terms(recipe: Recipe, context: RewardContext) -> list[tuple[Term, float]]:
 
 
 def _look_at_sources(
-    recipe: Recipe, sections: Sequence[SourceSection], place: str, opened: list[TaskSource] | None = None
+    recipe: Recipe, sections: Sequence[SourceSection], place: str, named: str, opened: list[TaskSource] | None = None
 ) -> Generator[str, None, list[Task]]:
     """Read the first rows of each source; the sources themselves are added to ``opened``."""
     store = MediaStore()
@@ -174,7 +176,9 @@ def _look_at_sources(
         _find_environments(tasks, at)
         looked_at += tasks
         skipped = f"; {len(bad)} of them would be skipped, the first because: {bad[0]}" if bad else ""
-        yield f"{at}: {section.source}, {len(source):,} rows; the first {first} were read{skipped}{_pictures(store, tasks)}"
+        rest = f"; `sensorium validate {quote(named)}` reads and measures all" if first < len(source) else ""
+        told = f"the first {first} were read{skipped}{_pictures(store, tasks)}{rest}"
+        yield f"{at}: {section.source}, {len(source):,} rows; {told}"
     return looked_at
 
 

@@ -50,7 +50,7 @@ def run(arguments: Namespace) -> int:
         raise RecipeError(f"--chunk is {arguments.chunk}; at least one task must be played at once.")
     model = evaluated_model(arguments.model, recipe, Path(arguments.recipe))
     if arguments.dry_run:
-        show_dry_run(recipe, console, train=False, model=model)
+        show_dry_run(recipe, console, train=False, model=model, named=arguments.recipe)
         return 0
     from sensorium.evaluation.held_out import evaluate_into
     from sensorium.evaluation.judge_costs import told

@@ -12,13 +12,14 @@ from sensorium.recipe.shape import IncompleteConfig
 from sensorium.report.tables import disk_note, plan_table
 
 
-def show_dry_run(recipe: Recipe, console: Console, *, train: bool = True, model: str = "") -> None:
+def show_dry_run(recipe: Recipe, console: Console, *, train: bool = True, model: str = "", named: str = "RECIPE") -> None:
     """The resolved recipe, its plan, and what is found where it says its model and data are; nothing is spent.
 
-    What a run would refuse of its model is refused before anything is shown. ``model`` stands for the recipe's own.
+    What a run would refuse of its model is refused before anything is shown. ``model`` stands for the recipe's own,
+    and ``named`` is how a command names the recipe.
     """
     found = check_model(recipe, model)
-    lines = list(look_at(recipe, train=train))
+    lines = list(look_at(recipe, train=train, named=named))
     text = dump_recipe(recipe)
     if console.is_terminal:
         console.print(Syntax(text, "yaml", theme="ansi_dark", background_color="default"))

@@ -51,7 +51,7 @@ def run(arguments: Namespace) -> int:
         notes = _resumable(recipe) if arguments.resume else []
         if not arguments.resume and not arguments.restart and (problem := why_taken(RunDirectory(recipe.directory))):
             notes.append(f"A run by this recipe would be refused: {problem}")
-        show_dry_run(recipe, console)
+        show_dry_run(recipe, console, named=arguments.recipe)
         for note in notes:
             say(note, console)
         return 0
