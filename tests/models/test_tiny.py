@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 import sensorium.models.torchvision_fix  # noqa: F401
+from sensorium.media.store import MediaStore
 from sensorium.models.checkpoint_place import find_checkpoint
+from sensorium.models.load_chat import load_chat_processor
 from sensorium.models.tiny import KINDS, make_tiny
 from sensorium.models.tiny_tokenizer import TAGS, special_tokens
 from sensorium.recipe.shape import read_shape
@@ -114,6 +116,17 @@ def test_sizes_can_be_overridden_and_a_wrong_name_is_refused(tmp_path: Path) -> 
         make_tiny("qwen3_vl", tmp_path, hiden_size=64)
     with pytest.raises(ModelError, match="qwen3_vl"):
         make_tiny("qwen3-vl", tmp_path)
+
+
+def test_a_smolvlm_without_the_package_for_number_words_says_what_to_install(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "num2words", None)
+    with pytest.raises(ModelError, match=r"needs the package num2words.*pip install 'sensorium\[smolvlm\]'"):
+        make_tiny("smolvlm", tmp_path, seed=404)  # a seed that no other test made one with
+    with pytest.raises(ModelError, match=r"needs the package num2words.*pip install 'sensorium\[smolvlm\]'"):
+        load_chat_processor(str(folders["smolvlm"]), store=MediaStore())
+    load_chat_processor(str(folders["internvl"]), store=MediaStore())
 
 
 def test_a_tiny_model_has_as_many_layers_as_its_name_says() -> None:

@@ -12,6 +12,7 @@ from sensorium.media.store import MediaStore
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.checkpoint_place import find_checkpoint, find_weights, naming
 from sensorium.models.model_classes import has_towers, own_config
+from sensorium.models.number_words import require_number_words
 from sensorium.models.quiet import quiet
 from sensorium.models.small_files import check_small_files
 from sensorium.models.unsupported import missing_family
@@ -139,6 +140,8 @@ def _processor(place: str, config: Any) -> Any:
         return None
     from transformers import AutoProcessor
 
+    if config.model_type == "smolvlm":
+        require_number_words()
     processor = AutoProcessor.from_pretrained(place, trust_remote_code=False)
     if not processor.chat_template:  # older checkpoints keep it in tokenizer_config.json alone
         processor.chat_template = processor.tokenizer.chat_template

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from sensorium.models.number_words import require_number_words
 from sensorium.models.tiny_tokenizer import TEMPLATES
 from sensorium.recipe.tiny_sizes import Sizes
 
@@ -78,6 +79,7 @@ def _grids_of_tiles(library: Any, given: dict[str, Any], config: Any) -> Any:
 
 def _rows_of_tiles(library: Any, given: dict[str, Any], config: Any) -> Any:
     """SmolVLM2's: two tiles on the longer side."""
+    require_number_words()
     vision = config.vision_config
     sizes = {"size": {"longest_edge": 2 * vision.image_size}, "max_image_size": {"longest_edge": vision.image_size}}
     return library.SmolVLMProcessor(
