@@ -216,6 +216,30 @@ def test_who_asks_for_the_tag_already_is_not_told_to_ask_for_it() -> None:
         assert "in a warm start, pay for it with the term 'format'" in advice
 
 
+def test_answers_that_end_before_their_closing_tag_are_told_apart_from_those_in_another_form() -> None:
+    budget = {"sections": {"rollout": {"max_new_tokens": 5}}}
+    open_ended = [episode(i, 0.0, f"it is <answer>{i}") for i in range(5)]
+    closed = [episode(i, 0.0, "<answer>seven</answer>") for i in range(5, 8)]
+
+    def told(*episodes: Episode, looked_at: int) -> Finding:
+        unanswered = {"exact": (looked_at, looked_at)}
+        return found(facts(NOTHING, group(*episodes), unanswered=unanswered, **budget))["no_answer"]
+
+    cut = told(*map(cut_off, open_ended), *closed, looked_at=4)
+    assert "in any of 4 responses (it looked at 4 of 8), so" in cut.what
+    assert "4 of them have <answer> and end before </answer>, such as “it is <answer>0”" in cut.cause
+    assert "4 were cut off at rollout.max_new_tokens 5" in cut.cause
+    assert cut.advice.startswith("Raise rollout.max_new_tokens, or show")
+    ended = told(*open_ended, looked_at=5)
+    assert "looked at" not in ended.what
+    assert "cut off" not in ended.cause
+    assert "max_new_tokens" not in ended.advice, "the model ended them itself"
+    other_form = told(open_ended[0], *closed, looked_at=4)
+    assert "is in another form than it reads, such as “<answer>seven</answer>”" in other_form.cause
+    silent = [episode(i, 0.0, "seven") for i in range(3)]
+    assert "no response has that" in told(*silent, open_ended[4], looked_at=4).cause
+
+
 def test_what_another_finding_explains_is_not_told() -> None:
     flat = facts(NOTHING, ZEROS, before=[NOTHING] * 6, unanswered={"exact": (8, 8)})
     assert set(found(flat)) == {"no_answer"}

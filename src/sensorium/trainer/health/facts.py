@@ -171,13 +171,14 @@ def unanswered(scorer: Scorer, groups: Iterable[Group], most: int = 64) -> dict[
     for term, _ in scorer.terms:
         if not isinstance(term, ComparingTerm) or not getattr(term, "instant", False):
             continue
-        known = [(g.task, e) for g in groups for e in g.episodes if e.turns and _judged(e, term.name)][:most]
+        known = [(g.task, e) for g in groups for e in g.episodes if e.turns and was_judged(e, term.name)][:most]
         if known:
             found[term.name] = (sum(_answer(term, task, e) is None for task, e in known), len(known))
     return found
 
 
-def _judged(episode: Episode, term: str) -> bool:
+def was_judged(episode: Episode, term: str) -> bool:
+    """True if a term gave the episode a score."""
     return any(score.name == term and not score.missing for score in episode.scores)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from sensorium.record.findings import Finding
 from sensorium.report.first_group import printable
 from sensorium.rewards.answer import tagged
-from sensorium.trainer.health.facts import RECENT, StepFacts, lacks_answer
+from sensorium.trainer.health.facts import RECENT, StepFacts, lacks_answer, was_judged
 from sensorium.vocabulary.episode import Episode, Status
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
@@ -101,21 +101,44 @@ def no_answer(facts: StepFacts) -> Finding | None:
     for name, (without, judged) in facts.evidence.unanswered.items():
         if without < judged or judged < FEWEST:
             continue
-        texts = [episode.response for _, episode in facts.played]
-        what = f"'{name}' found no answer in any of {judged} responses, so it pays none of them"
-        if not any(tagged(text) is not None for text in texts):
+        looked_at = [(task, e) for task, e in facts.played if e.turns and was_judged(e, name)]
+        of_all = f" (it looked at {judged} of {len(looked_at)})" if judged < len(looked_at) else ""
+        looked_at = looked_at[:judged]
+        texts = [episode.response for _, episode in looked_at]
+        what = f"'{name}' found no answer in any of {judged} responses{of_all}, so it pays none of them"
+        whole = [text for text in texts if tagged(text) is not None]
+        unclosed = [episode for _, episode in looked_at if _lacks_closing_tag(episode.response)]
+        if len(unclosed) >= len(texts) / 2 and len(unclosed) > len(whole):
+            return _unclosed_answers(what, unclosed, facts)
+        if not whole:
             cause = f"it reads what stands in <answer>…</answer>, and no response has that, such as {_quoted(texts[0])}"
             ask = "Ask for the tag in the prompt (option instruction of a source with columns), show it"
-            if any(_asks_for_tag(task, episode) for task, episode in facts.played):
+            if any(_asks_for_tag(task, episode) for task, episode in looked_at):
                 ask = "The prompt asks for the tag, but this model does not write it yet. Show it"
             advice = (
                 f"{ask} in a warm start, pay for it with the term 'format', or let '{name}' read whole responses (its "
                 "option fallback: true)"
             )
             return Finding("no_answer", what, cause, advice, grave=True)
-        cause = f"what stands in <answer>…</answer> is in another form than it reads, such as {_quoted(texts[0])}"
+        cause = f"what stands in <answer>…</answer> is in another form than it reads, such as {_quoted(whole[0])}"
         return Finding("no_answer", what, cause, "Choose the term that reads such answers, or ask for its form", grave=True)
     return None
+
+
+def _lacks_closing_tag(text: str) -> bool:
+    """Whether an answer is begun and none is ended: ``The circle is <answer>re``."""
+    return "<answer>" in text and tagged(text) is None
+
+
+def _unclosed_answers(what: str, unclosed: Sequence[Episode], facts: StepFacts) -> Finding:
+    """Responses that end within their answer: cut off by the budget, or ended so by the model."""
+    count, cut, limit = len(unclosed), sum(map(_was_cut, unclosed)), facts.recipe.rollout.max_new_tokens
+    cause = f"{count} of them have <answer> and end before </answer>, such as {_quoted(unclosed[0].response)}"
+    advice = "Show the closing tag in a warm start, or pay for it with the term 'format'"
+    if cut:
+        cause += f"; {cut} were cut off at rollout.max_new_tokens {limit}"
+        advice = _let_end(facts) or "Raise rollout.max_new_tokens, or show short answers with both tags in a warm start"
+    return Finding("no_answer", what, cause, advice, grave=True)
 
 
 def _asks_for_tag(task: Task, episode: Episode) -> bool:
