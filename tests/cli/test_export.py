@@ -118,6 +118,34 @@ def test_best_last_and_named_steps_are_found_and_half_ones_never(tmp_path: Path)
         checkpoint_of_run(run, step=3)
 
 
+def test_steps_that_tie_with_the_best_are_named_where_it_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    checkpoint(run, 1)
+    checkpoint(run, 4)
+    (run / "checkpoints" / "best.json").write_text(json.dumps({"step": 1, "value": 0.5}))
+    (run / "recipe.yaml").write_text("model: {path: 'tiny:qwen2'}\ncheckpoint: {best: eval/accuracy}\n")
+    accuracy = {0: 0.5, 1: 0.5, 2: 0.5, 3: None, 4: 0.5, 5: 0.25}
+    rows = [{"step": step, "eval/accuracy": value} for step, value in accuracy.items()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def told(name: str, *options: str) -> str:
+        assert main(["export", str(run), str(tmp_path / name), "--as-trained", *options]) == 0
+        return capsys.readouterr().out
+
+    tie = "step 1 is the first with the best eval/accuracy, 0.5; later steps tie with it: 2, 4\n"
+    assert told("best").endswith(tie)
+    assert "later steps tie" not in told("last", "--last")
+    assert "later steps tie" not in told("first", "--step", "1")
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    assert "later steps tie" not in told("alone")
+    (run / "metrics.jsonl").write_text("no row\n")
+    assert "later steps tie" not in told("damaged"), "and it is exported all the same"
+    (run / "recipe.yaml").unlink()
+    assert "later steps tie" not in told("bare")
+
+
 def test_an_existing_folder_is_never_written_into(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "run", 1)
     (tmp_path / "out").mkdir()

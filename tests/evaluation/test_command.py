@@ -178,3 +178,9 @@ def test_a_run_is_evaluated_by_its_checkpoint_and_compared_with_where_it_began(
     assert "are the same model" not in capsys.readouterr().out
     assert main(["train", "runs/trained", "--resume"]) == 0, "evaluations are not in the way of a run that goes on"
     assert Path(after, "summary.json").exists()
+    capsys.readouterr()
+    with Path("runs/trained/metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps(row | {"step": 2}) + "\n")
+    assert main(["eval", "runs/trained", "--greedy"]) == 0
+    tie = f"step 1 is the first with the best eval/accuracy, {row['eval/accuracy']:.4g}; later steps tie with it: 2"
+    assert tie in " ".join(capsys.readouterr().out.split())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from sensorium.cli.best_ties import tie_note
 from sensorium.cli.show import say, show_dry_run
 from sensorium.evaluation.places import default_folder, evaluated_model
 from sensorium.recipe.load import load_recipe
@@ -57,6 +58,8 @@ def run(arguments: Namespace) -> int:
 
     folder = arguments.out or default_folder(recipe, model)
     say(f"evaluating {model} into {folder}", console)
+    if tie := tie_note(Path(arguments.model or arguments.recipe)):
+        say(tie, console)
     with EvaluationBar(console) as bar:
         try:
             summary = evaluate_into(folder, recipe, model, chunk=arguments.chunk, fresh=arguments.fresh, progress=bar.tell)

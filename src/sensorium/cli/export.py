@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sensorium.cli.best_ties import tie_note
 from sensorium.record.checkpoint_files import checkpoint_of_run, refuse_damaged
 from sensorium.record.durable import drafted, read_json, writing
 from sensorium.record.run_directory import RunDirectory
@@ -58,6 +59,8 @@ def run(arguments: Namespace) -> int:
         source, arguments.target, adapter=arguments.adapter, layout=arguments.layout, as_trained=arguments.as_trained
     )
     print(f"{source} → {arguments.target}")
+    if arguments.step is None and not arguments.last and (tie := tie_note(Path(arguments.source))):
+        print(tie)
     for note in notes:
         print(note, file=sys.stderr if note.startswith("ATTENTION") else sys.stdout)
     return 0
