@@ -102,6 +102,17 @@ def test_a_stream_of_bad_rows_alone_ends_with_an_error(weights: tuple[float, flo
     assert len(rare.skipped) <= ceil(6 * (sum(weights) / weights[1]))
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+@given(st.integers(0, 40), st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(0, 50))
+def test_every_row_comes_up_within_a_whole_pass_from_any_position(
+    shuffle: bool, position: int, lengths: list[int], seed: int
+) -> None:
+    sources = [Numbers(str(i), length) for i, length in enumerate(lengths)]
+    stream = TaskStream(sources, [1, 2.5, 0.3][: len(lengths)], seed=seed, shuffle=shuffle)
+    seen = set(stream.take(position, stream.whole_pass()))
+    assert seen == {(i, row) for i, length in enumerate(lengths) for row in range(length)}
+
+
 def test_empty_sources_and_wrong_weights_are_refused() -> None:
     with pytest.raises(TaskError, match="no tasks"):
         TaskStream([Numbers("a", 0)], [1], seed=0)

@@ -261,6 +261,28 @@ def test_over_long_prompts_are_refused_or_skipped_and_counted(tmp_path: Path) ->
     assert all(row["groups/trained"] == 3 for row in rows)
 
 
+@pytest.mark.parametrize("planner", ["mixture", "success_curriculum"])
+def test_a_run_none_of_whose_prompts_fits_ends_once_every_task_was_looked_at(planner: str, tmp_path: Path) -> None:
+    lines = [asking("What " * 200, f"long-{i}") for i in range(7)]
+    tasks = rows_file(tmp_path, *lines) | {"on_long_prompt": "skip", "planner": {"name": planner}}
+    said = (
+        r"^7 different tasks were looked at, and none can be played\. The last: task long-\d: the prompt takes \d+ tokens "
+        r"and rollout\.max_context_tokens is 64\. Raise rollout\.max_context_tokens, or shorten the prompts"
+    )
+    with pytest.raises(TaskError, match=said) as raised:
+        run(tmp_path / "run", tasks=tasks, rollout={"max_new_tokens": 5, "max_context_tokens": 64})
+    assert "skip" not in str(raised.value), "that is set already"
+
+
+def test_a_run_none_of_whose_media_is_sound_ends_with_the_last_reason(tmp_path: Path) -> None:
+    (tmp_path / "torn.png").write_bytes(b"\x89PNG torn")
+    tasks = rows_file(tmp_path, *[asking("What?", f"torn-{i}", "torn.png") for i in range(5)]) | {"on_bad_row": "skip"}
+    said = r"every task of the mixture was skipped: 5 rows, and none can be played.*tasks\.jsonl:\d.*Mend the rows"
+    with pytest.raises(TaskError, match=said) as raised:
+        run(tmp_path / "run", tasks=tasks)
+    assert "on_bad_row" not in str(raised.value), "that is set already"
+
+
 def test_a_frozen_group_does_not_move_and_others_do(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

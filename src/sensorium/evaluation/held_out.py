@@ -19,7 +19,7 @@ from sensorium.recipe.schema import Recipe
 from sensorium.record.episode_json import task_to_json
 from sensorium.report.evaluations import markdown, summary_grid
 from sensorium.rewards.scorer import Scorer
-from sensorium.tasks.mixture import each_once
+from sensorium.tasks.mixture import each_once, with_way_out
 from sensorium.tasks.source import table_columns
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import PromptTooLong, TaskError
@@ -117,7 +117,7 @@ def _refuse_long(groups: Sequence[Group]) -> None:
     """How long a prompt is shows only when its media are decoded, so it is refused when its turn comes."""
     for episode in (episode for group in groups for episode in group.episodes):
         if episode.info.get("prompt_too_long"):
-            raise PromptTooLong(episode.failure)
+            raise with_way_out(PromptTooLong(episode.failure))
 
 
 def _silent(done: int, of: int) -> None:

@@ -201,8 +201,7 @@ class Rollout:
         """The error of a prompt that does not fit."""
         limit = self.section.max_context_tokens
         return PromptTooLong(
-            f"task {task.id}: the prompt takes {limit - room} tokens and rollout.max_context_tokens is {limit}. "
-            "Raise it, or set tasks.on_long_prompt: skip; media are never cut to make a prompt fit."
+            f"task {task.id}: the prompt takes {limit - room} tokens and rollout.max_context_tokens is {limit}."
         )
 
 

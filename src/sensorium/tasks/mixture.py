@@ -109,8 +109,9 @@ class TaskStream:
                     raise with_way_out(error) from error
                 skipped.append(SkippedRow(source, row, str(error), long_prompt))
                 in_a_row += 1
-                if in_a_row >= self._whole_pass():
-                    raise TaskError(f"every task of the mixture was skipped; the last one because: {error}") from error
+                if in_a_row >= self.whole_pass():
+                    rows = sum(len(source) for source in self.sources)
+                    raise none_left(f"every task of the mixture was skipped: {rows} rows", skipped[-in_a_row:]) from error
             else:
                 tasks.append(task)
                 in_a_row = 0
@@ -129,11 +130,14 @@ class TaskStream:
             position -= before
         raise AssertionError("the last source takes every position that is left")
 
-    def _whole_pass(self) -> int:
-        """Positions within which every row of every source comes up."""
-        return max(
-            ceil((len(source) + len(self.sources)) / share) for source, share in zip(self.sources, self.shares, strict=True)
-        )
+    def whole_pass(self) -> int:
+        """Positions, from any on, within which every row of every source comes up.
+
+        An order that is new in each epoch may put a row first in one and last in the next: nearly two epochs are needed.
+        """
+        slack = 2 * len(self.sources) if len(self.sources) > 1 else 0
+        turns = [2 * len(source) - 1 if self.shuffle else len(source) for source in self.sources]
+        return max(ceil((turn + slack) / share) for turn, share in zip(turns, self.shares, strict=True))
 
 
 def each_once(
@@ -164,11 +168,24 @@ def each_once(
 
 
 def with_way_out(error: TaskError | MediaError) -> TaskError | MediaError:
-    """The error of a bad row with what the recipe can do about it; a prompt that is too long names its own key."""
+    """The error of a bad row, or of a prompt that is too long, with what the recipe can do about it."""
     if isinstance(error, PromptTooLong):
-        return error
+        way_out = "Raise it, or set tasks.on_long_prompt: skip; media are never cut to make a prompt fit."
+        return PromptTooLong(f"{error} {way_out}")
     kind = MediaError if isinstance(error, MediaError) else TaskError
     return kind(f"{error} To leave such rows out, and have them counted: tasks.on_bad_row: skip.")
+
+
+def none_left(found: str, skipped: Sequence[SkippedRow]) -> TaskError:
+    """The error of a draw that skipped all there is: what was found, the last reason, and the way out."""
+    ways = []
+    if any(not skip.long_prompt for skip in skipped):
+        ways.append("Mend the rows that cannot be read, or name another source in tasks.train.")
+    if any(skip.long_prompt for skip in skipped):
+        ways.append(
+            "Raise rollout.max_context_tokens, or shorten the prompts; media take fewer tokens where they are smaller."
+        )
+    return TaskError(f"{found}, and none can be played. The last: {skipped[-1].reason.rstrip('.')}. {' '.join(ways)}")
 
 
 def a_few(sources: Sequence[TaskSource], each: int = 8) -> list[Task]:

@@ -102,6 +102,10 @@ class MixturePlanner:
         self.stream = stream
         self.position = 0
 
+    def whole_pass(self) -> int:
+        """Draws within which every task comes up."""
+        return self.stream.whole_pass()
+
     def draw(self, count: int) -> PlannedTasks:
         """The tasks at the next positions of the mixture."""
         drawn = self.stream.draw(self.position, count)

@@ -40,6 +40,10 @@ class SuccessCurriculum:
         self.open: LRU[str, tuple[int, int]] = LRU(memory)
         """Tasks drawn since the last observation, by id: source and row (bounded: a warm start observes nothing)."""
 
+    def whole_pass(self) -> int:
+        """Draws within which every task comes up, as long as none that was played before fits."""
+        return self.stream.whole_pass()
+
     def draw(self, count: int) -> PlannedTasks:
         """Tasks to revisit and tasks from the mixture, mixed by a coin whose throws the seed decides."""
         tasks: list[Task] = []

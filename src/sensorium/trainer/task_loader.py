@@ -17,7 +17,7 @@ from sensorium.learner.plain_state import not_plain
 from sensorium.recipe.task_sections import TasksSection
 from sensorium.rollout.modalities import media_of
 from sensorium.rollout.play import Rollout
-from sensorium.tasks.mixture import SkippedRow, with_way_out
+from sensorium.tasks.mixture import SkippedRow, none_left, with_way_out
 from sensorium.tasks.planner import GroupOutcome, PlannedTasks, Planner
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import CheckpointError, MediaError, PromptTooLong, SensoriumError, TaskError
@@ -25,6 +25,7 @@ from sensorium.vocabulary.plain import words
 from sensorium.vocabulary.task import Task
 
 SKIPPED_AT_ONCE = 10_000
+"""Tasks in a row that a draw skips at most, where the planner does not say within how many every task comes up."""
 T = TypeVar("T")
 
 
@@ -47,6 +48,8 @@ class TaskLoader:
         self._observes = bool(getattr(planner, "observes", True))
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")  # planner and sources are used by one thread
         self._ahead: _DrawAhead | None = None
+        whole_pass = getattr(planner, "whole_pass", None)
+        self._most_skipped = min(SKIPPED_AT_ONCE, whole_pass()) if callable(whole_pass) else SKIPPED_AT_ONCE
         self._planner_state()  # one that cannot be saved is refused now, not at the first checkpoint
 
     @property
@@ -55,9 +58,10 @@ class TaskLoader:
         return self._observes
 
     async def draw(self, count: int) -> PlannedTasks:
-        """The next ``count`` tasks that can be played."""
+        """The next ``count`` tasks that can be played; an error as soon as every task was looked at and none can be."""
         tasks: list[Task] = []
         skipped: list[SkippedRow] = []
+        in_a_row: list[SkippedRow] = []
         while len(tasks) < count:
             drawn = await asyncio.wrap_future(self._reading(count - len(tasks)))
             self.drawn += len(drawn.tasks) + len(drawn.skipped)
@@ -65,8 +69,10 @@ class TaskLoader:
             fitting, unfit = await self.fitting(drawn.tasks)
             tasks += fitting
             skipped += unfit
-            if len(skipped) > SKIPPED_AT_ONCE:
-                raise TaskError(f"{len(skipped)} tasks were skipped at once; the last because: {skipped[-1].reason}")
+            in_a_row = [] if fitting else [*in_a_row, *drawn.skipped, *unfit]
+            if len(in_a_row) >= self._most_skipped:
+                different = len({skip.reason for skip in in_a_row})
+                raise none_left(f"{different} different tasks were looked at", in_a_row)
         return PlannedTasks(tuple(tasks), tuple(skipped))
 
     def look_ahead(self, count: int) -> None:
@@ -136,7 +142,7 @@ class TaskLoader:
         for group in groups:
             failure = prompt_too_long(group)
             if failure and self.section.on_long_prompt == "refuse":
-                raise TaskError(failure)
+                raise with_way_out(PromptTooLong(failure))
             if not failure:
                 fit.append(group)
         return fit, len(groups) - len(fit)
