@@ -73,7 +73,7 @@ class Trainer:
         self.recipe, self.session, self.learner = recipe, session, learner
         self.directory, self.ledger, self.watcher = directory, ledger, watcher
         self.metrics = MetricsFile(directory.metrics)
-        self.loader = TaskLoader(recipe.tasks, planner, session.rollout)
+        self.loader = TaskLoader(recipe.tasks, planner, session.rollout, watcher.noted)
         self.meter = MediaMeter(session)
         self.collector = Collector(recipe, session, self.loader, ledger, watcher)
         self.schedule = make_schedule(recipe, self.collector, lambda: Clock(session, self._announce_ahead))

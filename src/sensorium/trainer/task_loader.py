@@ -19,6 +19,7 @@ from sensorium.rollout.modalities import media_of
 from sensorium.rollout.play import Rollout
 from sensorium.tasks.mixture import SkippedRow, none_left, with_way_out
 from sensorium.tasks.planner import GroupOutcome, PlannedTasks, Planner
+from sensorium.trainer.skip_notes import SkipNotes
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import CheckpointError, MediaError, PromptTooLong, SensoriumError, TaskError
 from sensorium.vocabulary.plain import words
@@ -41,10 +42,13 @@ class _DrawAhead:
 class TaskLoader:
     """Draws what can be played: media are sound, and the prompt leaves room for a response."""
 
-    def __init__(self, section: TasksSection, planner: Planner, rollout: Rollout) -> None:
+    def __init__(
+        self, section: TasksSection, planner: Planner, rollout: Rollout, noted: Callable[[str], None] = lambda text: None
+    ) -> None:
         self.section, self.planner, self.rollout = section, planner, rollout
         self.drawn = 0
         """Rows that were drawn since the run began, skipped ones included."""
+        self._notes = SkipNotes(noted)
         self._observes = bool(getattr(planner, "observes", True))
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")  # planner and sources are used by one thread
         self._ahead: _DrawAhead | None = None
@@ -65,11 +69,12 @@ class TaskLoader:
         while len(tasks) < count:
             drawn = await asyncio.wrap_future(self._reading(count - len(tasks)))
             self.drawn += len(drawn.tasks) + len(drawn.skipped)
-            skipped += drawn.skipped
             fitting, unfit = await self.fitting(drawn.tasks)
             tasks += fitting
-            skipped += unfit
-            in_a_row = [] if fitting else [*in_a_row, *drawn.skipped, *unfit]
+            passed_over = [*drawn.skipped, *unfit]
+            self._notes.tell(passed_over)
+            skipped += passed_over
+            in_a_row = [] if fitting else in_a_row + passed_over
             if len(in_a_row) >= self._most_skipped:
                 different = len({skip.reason for skip in in_a_row})
                 raise none_left(f"{different} different tasks were looked at", in_a_row)
@@ -133,7 +138,8 @@ class TaskLoader:
                 long = isinstance(error, PromptTooLong)
                 if (self.section.on_long_prompt if long else self.section.on_bad_row) == "refuse":
                     raise with_way_out(error) from error
-                unfit.append(SkippedRow(0, 0, str(error), long_prompt=long))
+                reason = str(error) if task.id in str(error) else f"task {task.id}: {error}"
+                unfit.append(SkippedRow(0, 0, reason, long_prompt=long))
         return fitting, unfit
 
     def without_long_prompts(self, groups: Sequence[Group]) -> tuple[list[Group], int]:
@@ -143,7 +149,9 @@ class TaskLoader:
             failure = prompt_too_long(group)
             if failure and self.section.on_long_prompt == "refuse":
                 raise with_way_out(PromptTooLong(failure))
-            if not failure:
+            if failure:
+                self._notes.tell([SkippedRow(0, 0, failure, long_prompt=True)])
+            else:
                 fit.append(group)
         return fit, len(groups) - len(fit)
 
