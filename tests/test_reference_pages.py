@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from PIL import Image
 
 from sensorium.media.store import MediaStore
@@ -79,13 +80,32 @@ def test_the_page_on_tasks_names_every_planner_and_every_option() -> None:
 
 
 def test_the_planner_shown_on_the_page_on_tasks_plans_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = re.findall(r"```python\n(.*?class Diary.*?)```", (ROOT / "docs/tasks.md").read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n((?:(?!```).)*class Diary.*?)```", (ROOT / "docs/tasks.md").read_text(), re.DOTALL)
     (tmp_path / "shown_diary.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     train(small(tmp_path / "run", "tasks.planner.name=shown_diary:Diary", "steps=2"))
     first, second = (read_groups(tmp_path / f"run/episodes/step_00000{step}.jsonl") for step in (1, 2))
     said = " ".join(group.episodes[0].response for group in first)
     assert {group.task.messages[0].text for group in second} == {f"So far: {said}"}
+
+
+def test_the_source_shown_on_the_page_on_tasks_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs/tasks.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?class Animals.*?)```", page, re.DOTALL)
+    (section,) = re.findall(r"```yaml\n(tasks:\n  train:\n    - \{source: \"my_tasks.*?)```", page, re.DOTALL)
+    (tmp_path / "my_tasks.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data/animals").mkdir(parents=True)
+    for shade, name in enumerate(("cat", "dog", "cow")):
+        Image.new("RGB", (64, 64), (shade * 90, 0, 0)).save(tmp_path / f"data/animals/{name}.png")
+    (tmp_path / "data/animals/emu.png").touch()
+    tasks = yaml.safe_load(section)["tasks"] | {"on_bad_row": "skip"}
+    warm = {"steps": 1, "prompts_per_step": 3}
+    train(small(tmp_path / "run", steps=1, tasks=tasks, warm_start=warm, model={"path": "tiny:qwen3_vl", "device": "cpu"}))
+    played = read_groups(tmp_path / "run/episodes/step_000002.jsonl")
+    assert {group.task.id for group in played} <= {"cat", "dog", "cow"}
+    assert all(len(group.task.messages[0].media) == 1 for group in played)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/tasks.md"])

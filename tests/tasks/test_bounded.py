@@ -1,14 +1,15 @@
 """A source of the user's own that hangs is waited for no longer than its deadline, and names itself."""
 
 import threading
+from pathlib import Path
 
 import pytest
 
 from sensorium.tasks.bounded import BoundedPlanner, BoundedSource, bounded
-from sensorium.tasks.mixture import TaskStream, each_once
+from sensorium.tasks.mixture import TaskStream, a_few, each_once
 from sensorium.tasks.planner import MixturePlanner, PlannedTasks
 from sensorium.tasks.source import table_columns
-from sensorium.vocabulary import Task
+from sensorium.vocabulary import Task, user
 from sensorium.vocabulary.errors import RecipeError, TaskError
 
 NEVER = threading.Event()
@@ -49,6 +50,27 @@ def test_rows_come_through_in_one_thread_and_bad_ones_say_what_they_said() -> No
     assert len(rows.threads) == 1
     assert rows.threads != {threading.get_ident()}
     assert table_columns([source]) == {"all": "All"}
+
+
+class Mistaken(Rows):
+    """Shows a path where a picture belongs."""
+
+    def __getitem__(self, index: int) -> Task:
+        return Task(str(index), (user(Path("cat.png"), "What is it?"),))  # type: ignore[arg-type]
+
+
+def test_a_mistake_in_the_code_of_a_row_names_the_source_and_is_not_skipped_as_a_bad_row() -> None:
+    source = BoundedSource(Mistaken(), "my_rows:Mistaken", "tasks.train.0")
+    said = (
+        r"^tasks\.train\.0: source 'my_rows:Mistaken', row 1 \(test_bounded\.py:\d+\): TypeError: user\(…\) takes text and "
+        r"media, not PosixPath\..*store\.put_picture\(bytes"
+    )
+    with pytest.raises(RecipeError, match=said):
+        source[1]
+    with pytest.raises(RecipeError, match=r"row 0 "):
+        a_few([source])
+    with pytest.raises(RecipeError, match=r"row \d "):
+        TaskStream([source], [1.0], seed=0).draw(0, 1, on_bad_row="skip")
 
 
 def test_sources_of_the_package_are_read_in_place() -> None:

@@ -1,15 +1,20 @@
-"""A user's own source or planner behind a deadline: what never answers ends the run with a paragraph, not with silence.
+"""A user's own source or planner behind a deadline: what never answers ends the run with a paragraph, not with silence,
+and so does a row whose code raises anything but the errors of a bad row.
 
 Each is called in one thread, whoever asks, so that files and connections stay where they were opened. What the clock
 decides is never skipped as a bad row would be: a resumed run could decide otherwise.
 """
 
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sensorium.tasks.source import TaskSource
-from sensorium.vocabulary.errors import RecipeError
+from sensorium.vocabulary.errors import RecipeError, SensoriumError
+from sensorium.vocabulary.plain import words
 from sensorium.vocabulary.task import Task
 from sensorium.workers.pool import WorkerFailure, WorkerPool
 from sensorium.workers.worker import Worker
@@ -51,16 +56,22 @@ class BoundedSource:
     """A source whose rows, and their number, are waited for at most ``deadline_s``."""
 
     def __init__(self, source: TaskSource, name: str, where: str, deadline_s: float = ROW_DEADLINE_S) -> None:
-        self._source = source
+        self._source, self._who = source, f"{where}: source '{name}'"
         advice = "rows that take long are better made before the run."
-        self._calls = _BoundedCalls(f"{where}: source '{name}'", advice, deadline_s)
+        self._calls = _BoundedCalls(self._who, advice, deadline_s)
 
     def __len__(self) -> int:
         found: int = self._calls.ask("its length", lambda: len(self._source))
         return found
 
     def __getitem__(self, index: int) -> Task:
-        task: Task = self._calls.ask(f"row {index}", lambda: self._source[index])
+        try:
+            task: Task = self._calls.ask(f"row {index}", lambda: self._source[index])
+        except SensoriumError:
+            raise
+        except Exception as error:  # a source of the user's own may raise anything; such a row is a mistake in its code
+            place = _line_of(error, type(self._source))
+            raise RecipeError(f"{self._who}, row {index}{place}: {words(error)}") from error
         return task
 
     def __getattr__(self, name: str) -> Any:
@@ -93,6 +104,13 @@ class BoundedPlanner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
         self._calls.ask("load_state_dict()", lambda: self._planner.load_state_dict(state))
+
+
+def _line_of(error: Exception, kind: type) -> str:
+    """Where in the file of a class an error was raised, as `` (rows.py:7)``; empty if nowhere in it."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f" ({Path(str(file)).name}:{lines[-1]})" if lines else ""
 
 
 def bounded(source: TaskSource, name: str, where: str) -> TaskSource:

@@ -105,14 +105,27 @@ class Message:
 
 def user(*blocks: Block | str) -> Message:
     """A user message from blocks or plain strings."""
-    return Message("user", tuple(Text(b) if isinstance(b, str) else b for b in blocks))
+    return Message("user", tuple(_block(block, "user(…)") for block in blocks))
 
 
 def system(text: str) -> Message:
     """A system message."""
-    return Message("system", (Text(text),))
+    return Message("system", (_block(text, "system(…)"),))
 
 
 def assistant(text: str) -> Message:
     """An assistant message."""
-    return Message("assistant", (Text(text),))
+    return Message("assistant", (_block(text, "assistant(…)"),))
+
+
+def _block(part: Block | str, caller: str) -> Block:
+    """A part of a message as a block; what is neither text nor a medium is refused."""
+    if isinstance(part, str):
+        return Text(part)
+    if isinstance(part, Text | Media):
+        return part
+    raise TypeError(
+        f"{caller} takes text and media, not {type(part).__name__}. A picture becomes a medium by the media store: "
+        'store.put_picture(bytes, "where from"), of the bytes of a PNG or JPEG file; a video or sound file by '
+        'store.put_file(path, "video") or "sound". The store is given to a source or environment whose __init__ names it.'
+    )
