@@ -18,7 +18,6 @@ Where there is room for all 1,200, nothing is apart and everything is kept: one 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from sensorium.learner.packing import MicroBatch, media_of
 from sensorium.models.fast_paths import fall_back, given_up
@@ -49,7 +48,7 @@ def tower_passes(
 ) -> TowerPasses:
     """How the media of an update are encoded, so that as little is recomputed as the room allows."""
     shown = [media_of([microbatch]) for microbatch in (*learning, *idle)]
-    patches = {media: prod(policy.chat.prepared.extent(media).grid) for several in shown for media in several}
+    patches = {media: policy.chat.patches(media) for several in shown for media in several}
     passes = choose_passes(shown, len(learning), patches, room)
     if _repeats(shown[: len(learning)], passes) and REPEATED not in given_up():
         fall_back(REPEATED)

@@ -15,6 +15,7 @@ from sensorium.models.rendering import ChatRenderer
 from sensorium.models.segment_expansion import Layouts
 from sensorium.models.segment_layout import Layout
 from sensorium.models.token_bytes import TokenTable
+from sensorium.recipe.activations import PATCHES
 from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Segment, VersionSpan
 from sensorium.vocabulary.errors import MediaError
@@ -128,6 +129,10 @@ class ChatProcessor:
         They are as the model is shown them, and the sounds that are heard with videos among them.
         """
         return self.prepared.unknown(self._parts(media))
+
+    def patches(self, media: Media) -> int:
+        """What a tower sees of a medium, in patches: four to a token, as of Qwen's pictures; of others about so many."""
+        return PATCHES * self.media_format.expand(self.prepared.extent(media)).count
 
     def request(self, media: Iterable[Media]) -> None:
         """Begin to decode media that will be prepared later, and return at once."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 
@@ -113,7 +112,7 @@ class Encoder:
         passes: list[list[Media]] = []
         room = 0
         for item in media:
-            patches = prod(self._chat.prepared.extent(item).grid)
+            patches = self._chat.patches(item)
             if not passes or patches > room:
                 passes.append([])
                 room = PASS_PATCHES.get(self._device.type, PASS_PATCHES["cuda"])
