@@ -124,9 +124,9 @@ def test_long_responses_over_long_prompts_are_cut_into_blocks() -> None:
     row = LevelAttention(arrange_levels([*prompts, *map(TokenRun, lengths, prompts)]), CPU)
     sizes = [(part.query_ends.diff().tolist(), part.key_ends.diff().tolist(), part.block) for part in row.above]
     assert sizes == [
-        ([LONGEST * BLOCK], [40], False),
-        ([LONGEST * BLOCK], [2 * BLOCK + 7], True), ([BLOCK], [2 * BLOCK + 7], True), ([9], [2 * BLOCK + 7], False),
-        ([50, 5], [30, 50], False), ([BLOCK], [BLOCK], True),
+        ([LONGEST * BLOCK], [40], 0),
+        ([LONGEST * BLOCK], [2 * BLOCK + 7], LONGEST * BLOCK), ([BLOCK + 9], [2 * BLOCK + 7], 2 * BLOCK),
+        ([50, 5], [30, 50], 0), ([BLOCK], [BLOCK], BLOCK),
     ]  # fmt: skip
     assert [part.queries.stop for part in row.above][:-1] == [part.queries.start for part in row.above][1:]
 
@@ -137,19 +137,22 @@ def test_long_prompts_have_gradients_of_their_own() -> None:
     row = LevelAttention(arrange_levels([*prompts, TokenRun(LONG * BLOCK, prompts[-1])]), CPU)
     sizes = [(part.query_ends.diff().tolist(), part.block) for part in row.own_apart]
     long = LONG * BLOCK
-    assert sizes == [([30], False), ([long], True), ([long + 5], True), ([7, 9], False), ([long], True)]
+    assert sizes == [([30], 0), ([long], long), ([long + 5], long + 5), ([7, 9], 0), ([long], long)]
     assert [part.queries.stop for part in row.own_apart][:-1] == [part.queries.start for part in row.own_apart][1:]
     assert len(row.own.query_ends) == 1 + len(lengths) + 1, "forward all in one call"
 
 
 def test_cudnn_plans_for_blocks_that_come_again() -> None:
     prompt = TokenRun(BLOCK, None)
-    row = LevelAttention(arrange_levels([prompt, TokenRun(2 * BLOCK, prompt)]), CPU)
-    (block,), flash = row.above, TorchFlash(often=2)
-    assert [flash.leaves_to_cudnn(block) for _ in range(4)] == [False, False, True, True]
+    blocks = [
+        LevelAttention(arrange_levels([prompt, TokenRun(length, prompt)]), CPU).above[0]
+        for length in (2 * BLOCK, 2 * BLOCK - 7, BLOCK + 1)
+    ]
+    block, flash = blocks[0], TorchFlash(often=2)
+    assert [flash.leaves_to_cudnn(each) for each in (*blocks, block)] == [False, False, True, True]  # filled up to one size
     assert not flash.leaves_to_cudnn(replace(block, longest_key=BLOCK + 1))
     assert not flash.leaves_to_cudnn(block, back=True)  # forward and backward have a plan each
-    assert not any(flash.leaves_to_cudnn(replace(block, block=False)) for _ in range(4))
+    assert not any(flash.leaves_to_cudnn(replace(block, block=0)) for _ in range(4))
     assert not any(TorchFlash().leaves_to_cudnn(block) for _ in range(4))
 
 

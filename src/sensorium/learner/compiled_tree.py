@@ -19,6 +19,7 @@ from torch import Tensor
 from sensorium.compiled.calls import addresses, call, pointers, sizes, threads_for
 from sensorium.compiled.library import NoLibrary, load_library
 from sensorium.learner.tree_attention import TokenRun, TreeAttention, arrange, nearest_above
+from sensorium.models.attention import one_row
 from sensorium.models.fast_paths import fall_back, largest_gap, trying, without_compiled_parts
 
 WORK_OF_A_THREAD = 1 << 20
@@ -138,7 +139,7 @@ def _run(
 
 
 def _attend(trees: _Trees, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    three = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    three = (one_row(x).contiguous() for x in (query, key, value))
     seen_THD: Tensor = _Attend.apply(*three, trees, scaling)
     return seen_THD[None]
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sensorium.learner.tree_attention import TokenRun
 from sensorium.learner.tree_levels import LevelAttention, Levels
+from sensorium.models.attention import one_row
 from sensorium.models.matched_ops import KeyStore, MatchedOps, QueryTiles, queries_of_tile, with_gradient_of
 
 
@@ -22,7 +23,7 @@ class MatchedTree(LevelAttention):
     def __call__(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
         """Attend; [1, T, H, D]."""
         with torch.no_grad():
-            query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query_BHTD, key_BKTD, value_BKTD))
+            query, key, value = (one_row(x).contiguous() for x in (query_BHTD, key_BKTD, value_BKTD))
             _, kv_heads, size = key.shape
             if self._tiles is None:
                 each = queries_of_tile(query.shape[1], kv_heads)

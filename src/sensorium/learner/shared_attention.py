@@ -19,7 +19,7 @@ from torch import Tensor
 from sensorium.learner.token_shares import TokenGroup, TokenShares
 from sensorium.learner.tree_attention import TokenRun, TreeAttention, arrange
 from sensorium.learner.tree_levels import Flash, Part, segment_ends, usable
-from sensorium.models.attention import finer
+from sensorium.models.attention import as_kind, finer, one_row
 
 
 class SharedAttention:
@@ -38,7 +38,7 @@ class SharedAttention:
         flash = self._flash
         if flash is None:
             flash = usable(query_BHTD.device, query_BHTD.dtype, query_BHTD.shape[1], *key_BKTD.shape[1::2])
-        own = (x[0].transpose(0, 1).contiguous() for x in (query_BHTD, key_BKTD, value_BKTD))
+        own = (one_row(x).contiguous() for x in (query_BHTD, key_BKTD, value_BKTD))
         out_THD: Tensor = _Attended.apply(*own, self, flash, scaling)
         return out_THD[None]
 
@@ -101,7 +101,7 @@ class _Attended(torch.autograd.Function):
         if seen is not None:
             more, more_lse = flash.forward(fine_query[seen.queries], fine[0][seen.keys], fine[1][seen.keys], seen, scaling)
             flash.merge(out[seen.queries], lse, more, more_lse, seen.queries.start)
-        out = out.to(query.dtype)
+        out = as_kind(out, query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         return out
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sensorium.models.attention import masked_attention
+from sensorium.models.attention import masked_attention, one_row
 
 # A rectangle may hold this share of padding, and this many padded cells whatever the share: a call costs something too.
 PADDING_SHARE = 0.25
@@ -74,7 +74,7 @@ class TreeAttention:
 
     def __call__(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
         """Attend; [1, T, H, D]."""
-        query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query_BHTD, key_BKTD, value_BKTD))
+        query_THD, key_TKD, value_TKD = (one_row(x) for x in (query_BHTD, key_BKTD, value_BKTD))
         return self.attend(query_THD, key_TKD, value_TKD, key_TKD, value_TKD, scaling)[None]
 
     def attend(

@@ -25,16 +25,17 @@ from torch import Tensor
 
 from sensorium.learner.block_attention import block_attention, block_gradients
 from sensorium.learner.tree_attention import TokenRun, TreeAttention, arrange, nearest_above
-from sensorium.models.attention import finer
+from sensorium.models.attention import as_kind, finer, one_row
 from sensorium.models.fast_paths import fall_back, trying
 
 # How far results and gradients in 16 bits may be from float32 attention over the same inputs, relative to the largest.
 BOUND = 0.02
 TRIAL_SEED = 0
-# Blocks have a multiple of so many queries, so many times as many at most, and at least so many keys. A plan of cuDNN's for
-# a pair of sizes takes 38 ms forward and 45 backward, and a block of 2,048 queries over 4,154 keys gains 0.12 and 0.3: one
-# that comes OFTEN (in four micro-batches of 36 layers) has lost as much backward, and will soon have. Gradients of a run
-# over itself are a block of their own where it has as many tokens as LONG blocks.
+# Blocks are filled up to a multiple of so many queries, have so many times as many at most, and at least so many keys. A
+# plan of cuDNN's for a pair of sizes takes 38 ms forward and 45 backward, and a block of 2,048 queries over 4,154 keys
+# gains 0.12 and 0.3: one that comes OFTEN (in four micro-batches of 36 layers) has lost as much backward, and will soon
+# have. A rest of 504 queries would take flash attention as long as cuDNN takes for 1,536. Gradients of a run over itself
+# are a block of their own where it has as many tokens as LONG blocks.
 BLOCK, LONGEST, OFTEN, LONG = 512, 4, 144, 2
 Levels = list[list[TokenRun]]
 
@@ -60,8 +61,8 @@ class Part:
     longest_query: int
     longest_key: int
     causal: bool
-    block: bool = False
-    """One long segment: cuDNN may compute it."""
+    block: int = 0
+    """Of one long segment: with how many queries cuDNN may compute it, those at the end zeros."""
 
 
 def arrange_levels(runs: Sequence[TokenRun]) -> Levels:
@@ -112,7 +113,7 @@ class LevelAttention:
             flash = usable(query_BHTD.device, query_BHTD.dtype, query_BHTD.shape[1], *key_BKTD.shape[1::2])
         if flash is None:
             return self.rectangles(query_BHTD, key_BKTD, value_BKTD, scaling)
-        flat = (x[0].transpose(0, 1).contiguous() for x in (query_BHTD, key_BKTD, value_BKTD))
+        flat = (one_row(x).contiguous() for x in (query_BHTD, key_BKTD, value_BKTD))
         out_THD: Tensor = _LevelFlash.apply(*flat, self, flash, scaling)
         return out_THD[None]
 
@@ -138,7 +139,7 @@ class _LevelFlash(torch.autograd.Function):
             queries, keys, values = fine_query[part.queries], fine_key[part.keys], fine_value[part.keys]
             more, more_lse = flash.forward(queries, keys, values, part, scaling)
             flash.merge(out[part.queries], lse, more, more_lse, part.queries.start)
-        out = out.to(query.dtype)
+        out = as_kind(out, query.dtype)
         ctx.row, ctx.flash, ctx.scaling = row, flash, scaling
         ctx.save_for_backward(query, key, value, out, lse)
         return out
@@ -175,7 +176,7 @@ class TorchFlash:
     def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float) -> tuple[Tensor, Tensor]:
         """The result and its log-sum-exp."""
         if self.leaves_to_cudnn(part):
-            return block_attention(query, key, value, scaling)
+            return block_attention(query, key, value, scaling, part.block)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             query, key, value, part.query_ends, part.key_ends, part.longest_query, part.longest_key, 0.0, part.causal,
             False, scale=scaling,
@@ -186,7 +187,7 @@ class TorchFlash:
     def backward(self, saved: Sequence[Tensor], gradient: Tensor, part: Part, scaling: float) -> Sequence[Tensor]:
         """Gradients of queries, keys and values."""
         if self.leaves_to_cudnn(part, back=True):
-            return block_gradients(saved, gradient, scaling, part.causal)
+            return block_gradients(saved, gradient, scaling, part.block, part.causal)
         unused = _no_dropout(gradient.device)
         found: Sequence[Tensor] = torch.ops.aten._flash_attention_backward(
             gradient, *saved, part.query_ends, part.key_ends, part.longest_query, part.longest_key, 0.0, part.causal,
@@ -198,7 +199,7 @@ class TorchFlash:
         """Whether a part is a block of sizes that have come often enough before; counts it."""
         if not part.block or self.often is None:
             return False
-        sizes = (part.longest_query, part.longest_key, part.causal, back)
+        sizes = (part.block, part.longest_key, part.causal, back)
         self._times[sizes] += 1
         return self._times[sizes] > self.often
 
@@ -284,10 +285,10 @@ def segment_ends(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _own(runs: Sequence[TokenRun], device: torch.device, block: bool = False) -> Part:
-    """Every one of these runs, which stand side by side, over itself."""
+    """Every one of these runs, which stand side by side, over itself; a single one may be a block."""
     lengths, rows = [run.length for run in runs], _span(runs)
     ends = segment_ends(lengths, device)
-    return Part(rows, rows, ends, ends, _at_least_two(lengths), _at_least_two(lengths), True, block)
+    return Part(rows, rows, ends, ends, _at_least_two(lengths), _at_least_two(lengths), True, lengths[0] if block else 0)
 
 
 def _own_apart(level: Sequence[TokenRun], device: torch.device, long: int) -> list[Part]:
@@ -312,33 +313,34 @@ def _stretches(levels: Levels, up: int, below: int) -> dict[TokenRun, int]:
 def _above(levels: Levels, up: int, below: int, device: torch.device, block: int) -> list[Part]:
     """All of level ``below`` as stretches that see one run of level ``up`` each; blocks of long stretches apart.
 
-    Example, with blocks of 512, a stretch of 1,100 tokens over a run of 1,300: 1,024 tokens over 1,300, and 76 over 1,300.
-    Short stretches stay together as far as they stand together.
+    Example, with blocks of 512, a stretch of 2,100 tokens over a run of 1,300: 2,048 tokens over 1,300, and 52, which cuDNN
+    computes as 512. Short stretches stay together as far as they stand together.
     """
     stretches, start = _stretches(levels, up, below), levels[below][0].start
     parts: list[Part] = []
     short: dict[TokenRun, int] = {}
+
+    def close() -> None:
+        if short:
+            rows = slice(start - sum(short.values()), start)
+            parts.append(_part(rows, list(short), list(short.values()), device))
+            short.clear()
+
     for run, length in stretches.items():
-        whole = length // block * block if run.length >= block else 0
-        if whole and short:
-            parts.append(_part(slice(start - sum(short.values()), start), list(short), list(short.values()), device))
-            short = {}
-        for begin in range(0, whole, LONGEST * block):
-            end = min(whole, begin + LONGEST * block)
-            parts.append(_part(slice(start + begin, start + end), [run], [end - begin], device, block=True))
-        if whole and whole < length:
-            parts.append(_part(slice(start + whole, start + length), [run], [length - whole], device))
-        if not whole:
+        if min(length, run.length) >= block:
+            close()
+            for begin in range(0, length, LONGEST * block):
+                count = min(length - begin, LONGEST * block)
+                rows = slice(start + begin, start + begin + count)
+                parts.append(_part(rows, [run], [count], device, block=-(-count // block) * block))
+        else:
             short[run] = length
         start += length
-    if short:
-        parts.append(_part(slice(start - sum(short.values()), start), list(short), list(short.values()), device))
+    close()
     return parts
 
 
-def _part(
-    queries: slice, seen: Sequence[TokenRun], lengths: Sequence[int], device: torch.device, block: bool = False
-) -> Part:
+def _part(queries: slice, seen: Sequence[TokenRun], lengths: Sequence[int], device: torch.device, block: int = 0) -> Part:
     """Stretches of so many queries that see one run each."""
     places = np.concatenate([np.arange(run.start, run.start + run.length) for run in seen])
     keys: slice | Tensor = slice(int(places[0]), int(places[-1]) + 1)

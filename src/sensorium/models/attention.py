@@ -3,6 +3,8 @@
 Axes: B rows, H query heads, K key and value heads, T tokens, D head size.
 """
 
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -59,7 +61,26 @@ def finer(x: Tensor) -> Tensor:
     The kernels round attention weights to the kind of the values. Rounded to 11 bits instead of 8, engine and learner,
     which take the weights in another order, round their results to the same bfloat16 number far more often.
     """
-    return x.half() if x.dtype == torch.bfloat16 else x
+    return as_kind(x, torch.float16) if x.dtype == torch.bfloat16 else x
+
+
+def as_kind(x: Tensor, kind: torch.dtype) -> Tensor:
+    """``x.to(kind)``, faster on CUDA."""
+    if x.dtype == kind or not x.is_cuda or not x.is_contiguous() or not _has_triton():
+        return x.to(kind)
+    from sensorium.models.cast_kernels import cast
+
+    return cast(x, kind)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def one_row(x_1HTD: Tensor) -> Tensor:
+    """The heads of a single row as [T, H, D]. Squeezed, not indexed: an index has a gradient that is written out anew."""
+    return x_1HTD.squeeze(0).transpose(0, 1)
 
 
 def causal_attention(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
@@ -74,7 +95,7 @@ def causal_attention(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, s
     out_BTHD: Tensor = torch.ops.aten._flash_attention_forward(
         query, key, value, None, None, length, length, 0.0, True, False, scale=scaling
     )[0]
-    return out_BTHD.to(query_BHTD.dtype)
+    return as_kind(out_BTHD, query_BHTD.dtype)
 
 
 def folded_attention(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, scaling: float, mask: Tensor) -> Tensor:

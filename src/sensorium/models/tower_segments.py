@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from sensorium.models.attention import one_row
+
 
 def by_flash(query_PHD: Tensor, key_PHD: Tensor, value_PHD: Tensor, ends: Tensor, longest: int, scaling: float) -> Tensor:
     """Attention within segments by torch's flash attention, 16 bits on CUDA; no length is read on the host."""
@@ -30,7 +32,7 @@ def attend_in_segments(
 ) -> tuple[Tensor, None]:
     """An attention function of the library's kind."""
     assert cu_seq_lens_q is not None
-    query_PHD, key_PHD, value_PHD = (tensor[0].transpose(0, 1) for tensor in (query_1HPD, key_1HPD, value_1HPD))
+    query_PHD, key_PHD, value_PHD = map(one_row, (query_1HPD, key_1HPD, value_1HPD))
     return by_length(query_PHD, key_PHD, value_PHD, cu_seq_lens_q, scaling)[None], None
 
 
