@@ -13,6 +13,9 @@ import transformers
 from sensorium.compiled.library import compiler_name
 from sensorium.recipe.schema import Recipe
 
+KNOWN = (".*defaults to a non-deterministic algorithm", "Attempting to run cuBLAS, but there was no current CUDA context")
+"""Warnings of torch's on a GPU that are not told: what does not repeat is in the plan, and a context is made on demand."""
+
 
 def settle(recipe: Recipe) -> None:
     """Deterministic algorithms on CPU, the recipe's threads and seed."""
@@ -24,6 +27,8 @@ def settle(recipe: Recipe) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    for known in KNOWN:
+        warnings.filterwarnings("ignore", message=known)
     _settle_products(recipe.model.dtype)
 
 

@@ -36,9 +36,14 @@ ENGINE_CHECKS = {"vllm": "sensorium.engines.vllm.recipe_checks"}
 """Modules that say, without torch, what of a recipe an engine cannot do."""
 
 
+def is_ours(path: str) -> bool:
+    """Whether a model is shipped or made on the spot, so that nothing of it needs a check."""
+    return path.partition(":")[0] in ("tiny", "package")
+
+
 def check_model(recipe: Recipe, path: str = "") -> list[str]:
     """Refuse a checkpoint that a run would refuse, without reading its weights; returns what was not checked."""
-    if (path or recipe.model.path).partition(":")[0] in ("tiny", "package"):
+    if is_ours(path or recipe.model.path):
         return []
     from sensorium.models.checkpoint_check import check_checkpoint
 

@@ -71,6 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             if full_disk_error(error) is None:
                 raise
             return _tell(cannot_write(error.filename or "the output", error))
+        except Exception as error:
+            exhausted = _memory_exhausted(error)
+            if exhausted is None:
+                raise
+            return _tell(exhausted)
 
 
 def entry() -> None:
@@ -95,6 +100,15 @@ def _tell(error: SensoriumError) -> int:
     text = Text.assemble(("error: ", "bold red"), " ".join(words.split()))
     Console(stderr=True).print(text, soft_wrap=True)
     return 2
+
+
+def _memory_exhausted(error: Exception) -> SensoriumError | None:
+    """What to say of memory that ran out; torch is not loaded for it."""
+    if "torch" not in sys.modules:
+        return None
+    from sensorium.assembly.memory import memory_exhausted
+
+    return memory_exhausted(error)
 
 
 def run_command(name: str, arguments: Sequence[str]) -> int:

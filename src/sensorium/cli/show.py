@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.syntax import Syntax
 
-from sensorium.cli.dry_run import check_model, look_at
+from sensorium.cli.dry_run import check_model, is_ours, look_at
 from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.load import dump_recipe
 from sensorium.recipe.plan import Plan, make_plan
@@ -27,11 +27,20 @@ def show_dry_run(recipe: Recipe, console: Console, *, train: bool = True, model:
         say(text, console)
     plan = _plan(_with_model(recipe, model))
     _show(plan, console)
-    short = disk_note(recipe, plan) if train else ""
-    for caution in [*cautions(recipe), *found, *([short] if short else [])]:
+    short = [disk_note(recipe, plan), _memory_note(recipe, plan)] if train else []
+    for caution in [*cautions(recipe), *found, *filter(None, short)]:
         console.print(caution, style="yellow", markup=False, highlight=False)
     for line in lines:
         say(line, console)
+
+
+def _memory_note(recipe: Recipe, plan: Plan) -> str:
+    """What is said where memory may not suffice; of our own small models nothing, and torch is not loaded for them."""
+    if is_ours(recipe.model.path):
+        return ""
+    from sensorium.assembly.memory import memory_note
+
+    return memory_note(recipe, plan)
 
 
 def _with_model(recipe: Recipe, path: str) -> Recipe:

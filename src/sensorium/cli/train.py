@@ -15,6 +15,7 @@ from sensorium.vocabulary.errors import (
     CheckpointError,
     EngineLost,
     MediaError,
+    MemoryExhausted,
     NothingTrained,
     RecipeError,
     TaskError,
@@ -64,7 +65,7 @@ def run(arguments: Namespace) -> int:
         directory = train(recipe, resume=arguments.resume, restart=arguments.restart, watchers=[watcher])
     except NothingTrained as error:
         raise NothingTrained(error.short) from error
-    except (KeyboardInterrupt, EngineLost, TaskError, MediaError) as error:
+    except (KeyboardInterrupt, EngineLost, MemoryExhausted, TaskError, MediaError) as error:
         ended = RunDirectory(recipe.directory)
         if isinstance(error, KeyboardInterrupt) or any(ended.checkpoints.glob("step_*")):
             say(after_interrupt(ended), console)

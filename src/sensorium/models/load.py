@@ -136,10 +136,12 @@ def find_device(device: str) -> torch.device:
         raise ModelError(f"model.device: unknown device '{device}'; use 'auto', 'cpu' or 'cuda'.") from error
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if chosen.type == "cuda" and not count:
-        built = "" if torch.version.cuda else ", and this torch was built without CUDA"
         raise ModelError(
-            f"model.device is '{device}', but torch finds no CUDA device here{built}. Use 'auto' or 'cpu', or mend the "
-            "driver (nvidia-smi should list the GPU)."
+            f"model.device is '{device}', but torch finds no CUDA device here. Use 'auto' or 'cpu', or mend the driver "
+            "(nvidia-smi should list the GPU)."
+            if torch.version.cuda
+            else f"model.device is '{device}', but this torch {torch.__version__} was built without CUDA. Use 'auto' or "
+            "'cpu', or install a build of the same version with CUDA: docs/how_to.md has the command."
         )
     if chosen.type == "cuda" and (chosen.index or 0) >= count:
         raise ModelError(f"model.device is '{device}', but there are {count} CUDA devices here, counted from 0.")

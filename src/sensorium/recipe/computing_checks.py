@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from sensorium.recipe.plan import PACKED_ROWS, packed_bytes
 from sensorium.recipe.schema import LoraSection, Recipe
-from sensorium.recipe.shape import IncompleteConfig, read_shape
+from sensorium.recipe.shape import IncompleteConfig, ModelShape, read_shape
 from sensorium.vocabulary.errors import RecipeError
 
 EIGHT_BITS_APART = (
@@ -50,6 +50,8 @@ def computing_notes(recipe: Recipe) -> Iterator[str]:
             "model: on a GPU, decode steps of a mixture of experts run without CUDA graphs, which is slower: its routing "
             "is read on the host"
         )
+    if shape is not None and (beyond := context_note(recipe, shape)):
+        yield beyond
     frozen = {"vision", "audio"} & set(recipe.model.freeze)
     if frozen and "projector" not in recipe.model.freeze and not recipe.model.lora.rank:
         named = " and ".join(sorted(frozen, reverse=True))
@@ -65,3 +67,14 @@ def computing_notes(recipe: Recipe) -> Iterator[str]:
             "layers have adapters; they take up to a third longer. Attention takes several launches instead of one, which "
             "is up to a tenth of a step"
         )
+
+
+def context_note(recipe: Recipe, shape: ModelShape) -> str:
+    """What is said where prompts and responses may be longer than the model was made for; empty where they may not."""
+    longest = recipe.rollout.max_context_tokens
+    if not shape.positions or longest <= shape.positions:
+        return ""
+    return (
+        f"rollout.max_context_tokens is {longest}, and the model was made for {shape.positions} "
+        "(max_position_embeddings in its config.json): what it writes behind that is likely to be noise. Lower it"
+    )

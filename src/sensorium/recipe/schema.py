@@ -192,7 +192,7 @@ class EvaluationSection(Section):
 class CheckpointSection(Section):
     """When to save, how many to keep, and which metric decides the best one."""
 
-    every: int = Field(default=0, ge=0, description="0: only at the end")
+    every: int = Field(default=0, ge=0, description="0: only at the end, and at that of a warm start")
     keep: int = Field(default=2, ge=1)
     best: str = Field(default="eval/accuracy", description="metric whose best checkpoint is kept; empty: none")
 

@@ -53,6 +53,8 @@ class ModelShape:
     tower_hidden: int = 0
     tower_depth: int = 0
     tower_mlp: int = 0
+    positions: int = 0
+    """The longest context that it was made for, in tokens; 0 if its config does not say."""
 
     @property
     def total(self) -> int:
@@ -123,6 +125,7 @@ def _shape_of(config: dict[str, Any], shapes: dict[str, list[int]], *, exact: bo
         tower_hidden=vision.get("hidden_size", 0),
         tower_depth=vision.get("depth", 0),
         tower_mlp=vision.get("intermediate_size", 0),
+        positions=text.get("max_position_embeddings") or 0,
     )
 
 

@@ -120,9 +120,10 @@ def why_taken(directory: RunDirectory) -> str:
     """Why a run cannot begin in a directory, and the ways on; empty if it can."""
     if not directory.exists() or directory.is_barren():
         return ""
+    complete = CheckpointFolder(directory.checkpoints).complete()
     way_on = (
-        "Go on with it (--resume, in Python sn.resume)"
-        if CheckpointFolder(directory.checkpoints).complete()
+        f"Go on with it from step {complete[-1]} (--resume, in Python sn.resume)"
+        if complete
         else "It has no checkpoint to go on from: start over in it (--restart)"
     )
     return (

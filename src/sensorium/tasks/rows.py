@@ -36,7 +36,9 @@ class JsonlRows:
         try:
             self._scan(self._reading.limit)
         except OSError as error:
-            raise TaskError(f"{path}: cannot read the file: {error.strerror}{similar_file(self.path)}.") from error
+            similar = similar_file(self.path)
+            end = "" if similar.endswith("?") else "."
+            raise TaskError(f"{path}: cannot read the file: {error.strerror}{similar}{end}") from error
         if not self._starts:
             raise TaskError(f"{path}: the file has no rows; a JSONL file has one JSON object a line.")
 

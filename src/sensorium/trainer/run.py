@@ -11,6 +11,7 @@ import torch
 
 from sensorium.assembly.determinism import settle
 from sensorium.assembly.local_learner import LearnerMaker, local_learner
+from sensorium.assembly.memory import memory_exhausted, memory_note
 from sensorium.assembly.models import load_trained, recorded_sampling, write_source
 from sensorium.assembly.session import (
     make_sources,
@@ -22,6 +23,7 @@ from sensorium.assembly.session import (
 )
 from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.cluster_checks import cluster_notes
+from sensorium.recipe.computing_checks import context_note
 from sensorium.recipe.names import build
 from sensorium.recipe.plan import make_plan
 from sensorium.recipe.processes import placed_processes
@@ -55,7 +57,7 @@ def train(recipe: Recipe, *, resume: bool = False, restart: bool = False, watche
     """
     directory = RunDirectory(recipe.directory.absolute())  # a reward or an environment may change the working directory
     made = _first_missing(directory.path)
-    with lock_run(directory.path), _disk_errors_said(directory), _beside_others(directory) as notes:
+    with lock_run(directory.path), _errors_said(recipe, directory), _beside_others(directory) as notes:
         with _nothing_left(directory.path, made):
             if resume:
                 notes += go_on(recipe, directory)
@@ -122,8 +124,8 @@ def open_trainer(
             found += changed_tasks(directory, [*few, *held_out])
         else:
             remember_tasks(directory, [*few, *held_out])
-        if short := disk_note(recipe, make_plan(recipe, session.policy.model.config.to_dict())):
-            found.append(short)
+        plan = make_plan(recipe, session.policy.model.config.to_dict())
+        found += filter(None, [disk_note(recipe, plan), memory_note(recipe, plan)])
         given = {"run_dir": directory.path, "logging": recipe.logging}
         loggers = [build("logger", name, {}, "logging.loggers", **given) for name in recipe.logging.loggers]
         watcher = Watchers([*loggers, *watchers])
@@ -135,7 +137,8 @@ def open_trainer(
             watcher.noted(f"{len(skipped)} held-out rows were skipped; the first because: {skipped[0].reason}")
         if not resume or notes:  # a run that goes on as it was has been told them
             long = long_demonstrations(recipe, few, lambda text: len(session.rollout.chat.respond(text, "").tokens))
-            for note in (*cautions(recipe), *start_notes(recipe, few), *long, *unanswered):
+            beyond = context_note(recipe, plan.model) if plan.model is not None else ""
+            for note in (*cautions(recipe), *filter(None, [beyond]), *start_notes(recipe, few), *long, *unanswered):
                 watcher.noted(note)
         learner = (make_learner or _learner_maker(recipe))(recipe, session, directory, saved)
         closings.append(lambda _: learner.close())
@@ -305,8 +308,8 @@ def _report_in_place(directory: RunDirectory) -> None:
 
 
 @contextmanager
-def _disk_errors_said(directory: RunDirectory) -> Iterator[None]:
-    """A disk without room, and a file of the run that cannot be used, end the run with one paragraph."""
+def _errors_said(recipe: Recipe, directory: RunDirectory) -> Iterator[None]:
+    """Memory that ran out, a disk without room, and a file of the run that cannot be used end it with one paragraph."""
     try:
         yield
     except SensoriumError:
@@ -317,4 +320,8 @@ def _disk_errors_said(directory: RunDirectory) -> Iterator[None]:
             raise cannot_write(full.filename or directory.path, full) from error
         if isinstance(error, OSError) and str(error.filename).startswith(str(directory.path)):
             raise cannot_write(error.filename, error) from error
+        if (exhausted := memory_exhausted(error, recipe)) is not None:
+            for note in getattr(error, "__notes__", ()):
+                exhausted.add_note(note)
+            raise exhausted from error
         raise

@@ -39,6 +39,10 @@ class SpanMismatch(SensoriumError):
     """Placeholders and features of a medium disagree; names task, turn and item. Costs the episode, not the run."""
 
 
+class MemoryExhausted(SensoriumError):
+    """The GPU or the machine has no memory left. Ends the run: it goes on from its last checkpoint, with less to hold."""
+
+
 class EngineError(SensoriumError):
     """The sampler failed or was asked for something it does not do."""
 

@@ -1,0 +1,116 @@
+"""Whether the forecast of a run fits the memory there is, and what is said when memory runs out."""
+
+from pathlib import Path
+
+import torch
+
+from sensorium.models.load import find_device
+from sensorium.models.load_checks import free_memory
+from sensorium.recipe.plan import Plan, without_large_copies
+from sensorium.recipe.recomputation import learners_memory, least_recomputation
+from sensorium.recipe.schema import Recipe
+from sensorium.vocabulary.errors import MemoryExhausted, ModelError
+
+GIB = 1 << 30
+NO_MEMORY = ("can't allocate memory", "not enough memory")
+"""What torch says where it gets no memory of the machine."""
+
+
+def memory_note(recipe: Recipe, plan: Plan) -> str:
+    """What is said where a run in one process may take more memory than its device has; empty where it may not."""
+    if not plan.memory or recipe.cluster.shared:
+        return ""
+    try:
+        device = find_device(recipe.model.device)
+    except ModelError:  # said by itself
+        return ""
+    there = _memory_there(device)
+    if there is None or (needed := _forecast(recipe, plan, device)) <= learners_memory(recipe, there):
+        return ""
+    uses = sorted(plan.memory, key=lambda use: -plan.memory[use])[:2]
+    most = " and ".join(f"{use} {plan.memory[use] / GIB:.1f}" for use in uses)
+    return (
+        f"ATTENTION: the run may take {needed / GIB:.1f} GiB of memory (most of it: {most}), and {there / GIB:.1f} GiB of "
+        f"{_name(device)} are there for it. It ends when memory runs out, and goes on from its last checkpoint. The "
+        f"forecast takes every budget as full, prompts of {recipe.rollout.max_context_tokens} tokens "
+        f"(rollout.max_context_tokens) that are all picture among them; what stays below takes less. {ways_out(recipe)}"
+    )
+
+
+def ways_out(recipe: Recipe) -> str:
+    """The settings that lower what a run takes, those that already do so left out."""
+    model, largest = recipe.model, recipe.rollout.engine.options.get("max_rows")
+    ways = [
+        "" if model.gradient_checkpointing in ("auto", True) else "model.gradient_checkpointing: auto",
+        f"batch.tokens_per_microbatch below {recipe.batch.tokens_per_microbatch}",
+        f"rollout.max_context_tokens below {recipe.rollout.max_context_tokens}",
+        f"rollout.engine.options.max_rows below {largest}" if largest else "rollout.engine.options.max_rows",
+        "" if model.dtype == "bfloat16" else "model.dtype: bfloat16",
+        "" if model.lora.rank or recipe.optimizer.moments != "float32" else "optimizer.moments: bfloat16 or 8-bit",
+        "" if model.lora.rank else "model.lora.rank: 16",
+    ]
+    return f"These lower it: {', '.join(filter(None, ways))}; --dry-run forecasts each."
+
+
+def memory_exhausted(error: BaseException, recipe: Recipe | None = None) -> MemoryExhausted | None:
+    """What to say where an error is, or comes of, memory that ran out; None where it does not."""
+    cause: BaseException | None = error
+    while cause is not None and not _is_out_of_memory(cause):
+        cause = cause.__cause__
+    if cause is None:
+        return None
+    advice = "" if recipe is None else f" {ways_out(recipe)}"
+    if not isinstance(cause, torch.OutOfMemoryError):
+        return MemoryExhausted(f"this machine has no memory left ({_first_line(cause)}).{advice}")
+    device = torch.device("cuda", torch.cuda.current_device())
+    free, total = torch.cuda.mem_get_info(device)
+    own = torch.cuda.memory_reserved(device)
+    others = max(0, total - free - own)
+    elsewhere = (
+        f" Other processes, and what this one's libraries hold, have {others / GIB:.1f} GiB: nvidia-smi names who."
+        if others > 0.05 * total
+        else ""
+    )
+    return MemoryExhausted(
+        f"{_name(device)} has no memory left: of its {total / GIB:.1f} GiB this run holds {own / GIB:.1f}."
+        f"{elsewhere}{advice}"
+    )
+
+
+def _forecast(recipe: Recipe, plan: Plan, device: torch.device) -> int:
+    """Bytes of the run on this device, recomputing what it leaves to a GPU."""
+    if device.type != "cuda":
+        return sum(plan.memory.values())
+    memory = torch.cuda.get_device_properties(device).total_memory
+    if recipe.model.gradient_checkpointing == "auto" and plan.model is not None:
+        return least_recomputation(recipe, plan.model, memory).forecast
+    return sum(without_large_copies(plan.memory, memory).values())
+
+
+def _memory_there(device: torch.device) -> int | None:
+    """Bytes that this process may hold in all, what it holds already included; None if nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    free = free_memory()
+    return None if free is None else free + _resident()
+
+
+def _resident() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _name(device: torch.device) -> str:
+    return f"GPU {device.index or 0}" if device.type == "cuda" else "this machine"
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

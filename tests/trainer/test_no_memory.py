@@ -1,0 +1,93 @@
+"""Memory that does not suffice: said before the run by its forecast, and in one paragraph when it runs out."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sensorium.assembly import memory
+from sensorium.assembly.memory import memory_exhausted, memory_note
+from sensorium.cli import train as train_command
+from sensorium.cli.main import main
+from sensorium.learner.learner import Learner
+from sensorium.models.tiny import make_tiny
+from sensorium.recipe.load import dump_recipe
+from sensorium.recipe.plan import make_plan
+from sensorium.trainer.run import train
+from sensorium.vocabulary.errors import MemoryExhausted
+from tests.trainer.small import small
+from tests.trainer.test_going_on import Notes, assert_equal
+
+
+def exhaust(*_: Any, **__: Any) -> None:
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def test_memory_that_runs_out_ends_the_run_in_one_paragraph_and_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = train(small(tmp_path / "whole"))
+    recipe, step = small(tmp_path / "run"), Learner.step
+
+    def second_fails(learner: Learner, *given: Any, **more: Any) -> dict[str, float]:
+        if learner.steps == 1:
+            exhaust()
+        return step(learner, *given, **more)
+
+    (tmp_path / "small.yaml").write_text(dump_recipe(recipe))
+    with monkeypatch.context() as patched:
+        patched.setattr(Learner, "step", second_fails)
+        assert main(["train", str(tmp_path / "small.yaml")]) == 2
+    out, err = capsys.readouterr()
+    said = " ".join(err.split())
+    assert "error: this machine has no memory left" in said
+    for way in ("model.gradient_checkpointing: auto", "batch.tokens_per_microbatch below", "model.dtype: bfloat16"):
+        assert way in said
+    assert "Traceback" not in out + err
+    assert "--resume" in out
+    train(recipe, resume=True)
+    assert_equal(whole, recipe.directory, 3)
+
+
+def test_other_commands_say_it_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(train_command, "load_recipe", exhaust)
+    assert main(["train", "shapes"]) == 2
+    assert "error: this machine has no memory left" in capsys.readouterr().err
+
+
+def test_other_errors_are_left_alone() -> None:
+    assert memory_exhausted(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+    wrapped = ValueError("wrapped")
+    with pytest.raises(RuntimeError) as failed:
+        exhaust()
+    wrapped.__cause__ = failed.value
+    assert isinstance(memory_exhausted(wrapped), MemoryExhausted)
+
+
+def test_a_forecast_above_what_is_there_is_said_before_anything_is_spent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_tiny("qwen2", tmp_path / "model")
+    recipe = small(tmp_path / "run", f"model.path={model}", "steps=1")
+    needed = sum(make_plan(recipe).memory.values())
+    for there, told in ((needed - 1, True), (needed, False)):
+        monkeypatch.setattr(memory, "_memory_there", lambda _, there=there: there)
+        note = memory_note(recipe, make_plan(recipe))
+        assert note.startswith("ATTENTION: the run may take") is told
+        assert ("rollout.max_context_tokens below" in note) is told
+    monkeypatch.setattr(memory, "_memory_there", lambda _: 1 << 10)
+    (tmp_path / "small.yaml").write_text(dump_recipe(recipe))
+    assert main(["train", str(tmp_path / "small.yaml"), "--dry-run"]) == 0
+    assert "ATTENTION: the run may take" in capsys.readouterr().out
+    notes = Notes()
+    train(recipe, watchers=[notes])
+    assert any("ATTENTION: the run may take" in note for note in notes.texts)
+
+
+@pytest.mark.gpu
+def test_a_full_gpu_is_named_with_who_holds_it() -> None:
+    with pytest.raises(torch.OutOfMemoryError) as failed:
+        torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+    assert "GPU 0 has no memory left: of its" in str(memory_exhausted(failed.value))
+    assert memory._memory_there(torch.device("cuda")) > 1 << 30
