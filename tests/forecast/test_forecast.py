@@ -225,3 +225,11 @@ def test_vllm_on_the_learners_gpu_is_pushed_through_its_memory_and_then_checked(
     assert "keys and values" not in found.rank.uses, "they are in its share"
     assert found.run.push_s == pytest.approx(0.267 + 0.457, rel=0.01), "as measured on W1"
     assert any(part == "push" and "memory" in sentence for part, _, sentence in found.notes)
+
+
+def test_memory_of_a_kind_is_what_torch_reports_not_the_gigabytes_of_the_datasheet() -> None:
+    assert H200.memory / GIB == pytest.approx(139.8)
+    sold_as = {"h200": 141, "h100": 80, "a100": 80, "b200": 180, "h20": 96, "l40s": 48, "rtx4090": 24}
+    assert sold_as.keys() == kinds().keys()
+    for name, gigabytes in sold_as.items():
+        assert 0.92 * gigabytes < kinds()[name].memory / GIB < gigabytes, name

@@ -41,7 +41,7 @@ class GpuMemory:
 
     def fits(self, kind: Kind) -> bool:
         """True if it fits the share of a GPU that forecasts may fill."""
-        return self.total <= SHARE * kind.memory
+        return self.total <= round(SHARE * kind.memory)
 
 
 def with_checkpointing(recipe: Recipe, way: Way) -> Recipe:
