@@ -74,6 +74,14 @@ def test_rows_parameters_evaluations_and_disk_are_told(recipe: Path, capsys: pyt
     assert not (recipe.parent / "runs").exists()
 
 
+def test_memory_is_told_with_the_prompts_that_it_is_counted_for(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = said(capsys, "shapes", "rollout.max_context_tokens=306")
+    assert "if prompts of up to 300 tokens are all picture (rollout.max_context_tokens)" in out
+    _, out, _ = said(capsys, str(recipe))
+    assert "memory at most" in out
+    assert "picture (rollout" not in out, "a model without a tower"
+
+
 def test_a_disk_that_may_not_suffice_is_told(
     recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

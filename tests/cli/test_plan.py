@@ -37,6 +37,12 @@ def test_the_page_names_memory_parts_speed_and_what_was_measured(capsys: pytest.
     assert "no cost is shown" not in page
 
 
+def test_what_auto_chose_is_said_to_be_its_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    for way, told in (("auto", "auto chose true"), ("true", "true")):
+        assert main([*ASKED[:-2], "--engines", "4", f"model.gradient_checkpointing={way}"]) == 0
+        assert f"(model.gradient_checkpointing: {told})" in " ".join(capsys.readouterr().out.split())
+
+
 def test_json_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ASKED, "--json", "--schedule", "asynchronous", "--staleness", "2"]) == 0
     found = json.loads(capsys.readouterr().out)

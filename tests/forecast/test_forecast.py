@@ -7,7 +7,7 @@ import pytest
 from sensorium.forecast.costs import costs_of
 from sensorium.forecast.forecast import Asked, forecast
 from sensorium.forecast.machine import assumed, kind_named, kinds
-from sensorium.forecast.memory import rank_memory, stock_layer_bytes
+from sensorium.forecast.memory import fitting_memory, rank_memory, stock_layer_bytes
 from sensorium.forecast.published_shapes import planned_shape, published_configs
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.plan import estimate_memory
@@ -119,7 +119,7 @@ def test_ranks_that_share_tokens_keep_a_share_of_the_activations_and_gather_keys
 def test_sharing_tokens_is_a_way_out_where_a_context_is_too_long() -> None:
     changes = ["rollout.max_context_tokens=163840", "model.gradient_checkpointing=true", "model.freeze=[vision]"]
     long = load_recipe("caprl_video", changes)
-    with pytest.raises(RecipeError, match=r"What would fit: .*cluster\.sequence_parallel=2 \((\d+) GiB\)"):
+    with pytest.raises(RecipeError, match=r"What would fit: .*cluster\.sequence_parallel=2 \([\d.]+ GiB\)"):
         forecast(long, Asked(gpus=16, kind="h100", engines=8))
 
 
@@ -127,6 +127,7 @@ def test_what_does_not_fit_is_refused_and_the_ways_out_fit() -> None:
     with pytest.raises(RecipeError, match=r"does not fit.*What would fit") as refused:
         forecast(recipe(), Asked(gpus=1, kind="a100", shape="Qwen2.5-VL-7B"))
     words = str(refused.value)
+    assert "`sensorium validate RECIPE` measures prompts" in words, "the context is assumed to be full"
     ranks = int(re.search(r"(\d+) ranks", words)[1])
     keeps = ["model.gradient_checkpointing=true"] if "with model.gradient_checkpointing=true" in words else []
     shape = shape_by_config(published_configs()["Qwen2.5-VL-7B"])
@@ -135,10 +136,49 @@ def test_what_does_not_fit_is_refused_and_the_ways_out_fit() -> None:
     assert not half.fits(kind_named("a100"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "model"), [("h100", "Qwen2.5-VL-3B"), ("l40s", "Qwen2.5-VL-3B"), ("h200", "Qwen2.5-VL-7B")]
+)
+def test_settings_that_are_named_make_it_fit_and_none_of_them_can_be_left_out(kind: str, model: str) -> None:
+    asked = Asked(gpus=1, kind=kind, shape=model, prompt_tokens=800)
+    with pytest.raises(RecipeError, match="What would fit: ") as refused:
+        forecast(recipe(), asked)
+    settings, held = re.search(r"What would fit: (\S+=.*?) \((\S+) GiB\)", str(refused.value)).groups()
+    found = forecast(recipe(*settings.split()), asked)
+    assert found.rank.total / GIB == pytest.approx(float(held), abs=0.06)
+    for setting in settings.split():
+        with pytest.raises(RecipeError, match="does not fit"):
+            forecast(recipe(*(other for other in settings.split() if other != setting)), asked)
+
+
+def test_where_no_settings_fit_the_least_memory_is_told() -> None:
+    with pytest.raises(RecipeError, match="does not fit") as refused:
+        forecast(recipe(), Asked(gpus=1, kind="rtx4090", shape="Qwen2.5-VL-32B"))
+    settings, held = re.search(r"Settings bring it down to (.*?) \((\S+) GiB\)", str(refused.value)).groups()
+    assert "model.lora.rank=16" in settings
+    shape = shape_by_config(published_configs()["Qwen2.5-VL-32B"])
+    _, memory = fitting_memory(recipe(*settings.split()), shape, kind_named("rtx4090"), 1, samples=True)
+    assert memory.total / GIB == pytest.approx(float(held), abs=0.06)
+    assert not memory.fits(kind_named("rtx4090"))
+
+
+def test_lengths_are_said_to_be_assumed_where_nobody_gives_them() -> None:
+    for lengths, assumed_ones in (
+        ({}, {"prompts", "responses"}),
+        ({"prompt_tokens": 800}, {"responses"}),
+        ({"prompt_tokens": 800, "response_tokens": 300.0}, set()),
+    ):
+        notes = forecast(
+            recipe("model.gradient_checkpointing=true"), Asked(gpus=8, kind="h200", engines=4, **lengths)
+        ).notes
+        assert {what for what, how, _ in notes if how == "assumed"} - {"scoring"} == assumed_ones
+
+
 def test_auto_recomputation_is_decided_by_the_memory_of_the_kind() -> None:
     auto = recipe("model.gradient_checkpointing=auto", "optimizer.moments=bfloat16", "batch.prompts_per_step=16")
     large, small = (forecast(auto, Asked(gpus=4, kind=kind, engines=1)) for kind in ("b200", "l40s"))
     assert (large.recompute, small.recompute) == (False, True)
+    assert large.by_auto
     assert large.rank.total > small.rank.total
 
 
@@ -225,3 +265,11 @@ def test_vllm_on_the_learners_gpu_is_pushed_through_its_memory_and_then_checked(
     assert "keys and values" not in found.rank.uses, "they are in its share"
     assert found.run.push_s == pytest.approx(0.267 + 0.457, rel=0.01), "as measured on W1"
     assert any(part == "push" and "memory" in sentence for part, _, sentence in found.notes)
+
+
+def test_memory_of_a_kind_is_what_torch_reports_not_the_gigabytes_of_the_datasheet() -> None:
+    assert H200.memory / GIB == pytest.approx(139.8)
+    sold_as = {"h200": 141, "h100": 80, "a100": 80, "b200": 180, "h20": 96, "l40s": 48, "rtx4090": 24}
+    assert sold_as.keys() == kinds().keys()
+    for name, gigabytes in sold_as.items():
+        assert 0.92 * gigabytes < kinds()[name].memory / GIB < gigabytes, name

@@ -145,6 +145,8 @@ def test_memory_follows_what_is_trained_and_how(tmp_path: Path) -> None:
     assert lean["activations"] < plain["activations"]
     fewer = estimate_memory(recipe(path, rollout={"concurrency": 8}), shape)
     assert fewer["keys and values"] < plain["keys and values"]
+    in_rows = estimate_memory(recipe(path, rollout={"engine": {"name": "native", "options": {"max_rows": 8}}}), shape)
+    assert in_rows == fewer, "others wait for a row"
 
 
 def test_a_second_copy_of_large_layers_is_counted_where_the_engine_makes_one(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def configure(parser: ArgumentParser) -> None:
         "--staleness", type=int, help="of asynchronous: updates that a group may be old; default: the recipe's"
     )
     parser.add_argument(
-        "--prompt-tokens", type=int, default=0, help="of a prompt with its media; default: as the context allows"
+        "--prompt-tokens", type=int, default=0, help="of the longest prompt with its media; default: as the context allows"
     )
     parser.add_argument("--response-tokens", type=float, default=0, help="mean of an episode; default: its budget")
     parser.add_argument("--scoring-s", type=float, default=0, help="seconds from the end of a group to its rewards")
@@ -141,7 +141,7 @@ def plan_page(found: Forecast, price: float | None, keys: str = "") -> Table:
     )
     bound = f", at most {plan.staleness} updates old" if plan.schedule == "asynchronous" else ""
     rows.add_row("schedule", f"{plan.schedule}{bound}")
-    rows.add_row("activations", _kept(found.recompute))
+    rows.add_row("activations", _kept(found))
     _add_memory(rows, "memory, learner" if plan.apart else "memory", found.rank, found.kind.memory)
     if found.engine is not None:
         _add_memory(rows, "memory, engine", found.engine, found.kind.memory)
@@ -172,9 +172,10 @@ def _division(found: Forecast) -> str:
     return f"{plan.engines} engine{'s' if plan.engines > 1 else ''}{each}, {plan.learners} learner ranks{shared}"
 
 
-def _kept(recompute: bool | str) -> str:
+def _kept(found: Forecast) -> str:
     ways = {False: "kept", True: "layers are recomputed", "selective": "MLPs are recomputed"}
-    return f"{ways[recompute]} (model.gradient_checkpointing: {str(recompute).lower()})"
+    chosen = "auto chose " if found.by_auto else ""
+    return f"{ways[found.recompute]} (model.gradient_checkpointing: {chosen}{str(found.recompute).lower()})"
 
 
 def _add_memory(rows: Table, name: str, memory: GpuMemory, room: float) -> None:

@@ -5,13 +5,14 @@ from math import ceil
 
 from sensorium.forecast.costs import Costs, Push, Recomputation, costs_of
 from sensorium.forecast.machine import Kind, assumed, kind_named, machine
-from sensorium.forecast.memory import GpuMemory, engine_memory, rank_memory, ways_out, with_checkpointing
-from sensorium.forecast.provenance import notes_of
+from sensorium.forecast.memory import GpuMemory, engine_memory, fitting_memory
+from sensorium.forecast.provenance import assumed_prompts, notes_of
 from sensorium.forecast.published_shapes import planned_shape
+from sensorium.forecast.savings import ways_out
 from sensorium.forecast.simulator import Deployment, ScheduleName, SimulatedRun, simulate
 from sensorium.forecast.step_work import StepWork, work_of
-from sensorium.recipe.plan import BYTES, GIB, trained_parameters
-from sensorium.recipe.recomputation import WAYS, vllm_share
+from sensorium.recipe.plan import BYTES, GIB, engine_rows, trained_parameters
+from sensorium.recipe.recomputation import SHARE, vllm_share
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape
 from sensorium.recipe.traits import estimator_traits
@@ -42,6 +43,7 @@ class Asked:
 class Forecast:
     """The answer. ``rank`` and ``engine`` are the memory of one GPU each; ``cost`` is of the whole run, by the price given.
 
+    ``recompute`` is what the recipe says, or what its ``auto`` chose (``by_auto``).
     ``notes`` are (what, measured | scaled | computed | assumed | not run, in a sentence).
     """
 
@@ -52,6 +54,7 @@ class Forecast:
     work: StepWork
     deployment: Deployment
     recompute: bool | str
+    by_auto: bool
     rank: GpuMemory
     engine: GpuMemory | None
     run: SimulatedRun
@@ -71,13 +74,12 @@ def forecast(recipe: Recipe, asked: Asked) -> Forecast:
         recipe = _shorter(recipe, asked.prompt_tokens)
     staleness = recipe.schedule.max_staleness if asked.staleness is None else asked.staleness
     work = work_of(recipe, asked.prompt_tokens, asked.response_tokens)
-    options = recipe.rollout.engine.options
     base = Deployment(
         schedule=schedule,
         staleness=staleness,
         scoring_s=asked.scoring_s,
-        max_rows=min(recipe.rollout.concurrency or 10**9, int(options.get("max_rows", _default_rows(recipe)))),
-        engine_gpus=int(options.get("tensor_parallel", 1)),
+        max_rows=min(recipe.rollout.concurrency or 10**9, engine_rows(recipe)),
+        engine_gpus=int(recipe.rollout.engine.options.get("tensor_parallel", 1)),
         sequence_parallel=recipe.cluster.sequence_parallel,
     )
     tried = [_divided(base, asked.gpus, engines) for engines in _engine_counts(asked, base)]
@@ -90,6 +92,7 @@ def forecast(recipe: Recipe, asked: Asked) -> Forecast:
     if not planned:
         assert refusal is not None
         raise refusal
+    by_auto = recipe.model.gradient_checkpointing == "auto"
     deployment, recipe, rank, engine, run = min(planned, key=lambda found: found[-1].step_s)
     hours = recipe.steps * run.step_s / 3600
     return Forecast(
@@ -100,13 +103,22 @@ def forecast(recipe: Recipe, asked: Asked) -> Forecast:
         work=work,
         deployment=deployment,
         recompute=recipe.model.gradient_checkpointing,
+        by_auto=by_auto,
         rank=rank,
         engine=engine,
         run=run,
         hours=hours,
         cost=None if asked.price is None else asked.price * asked.gpus * hours,
         notes=tuple(
-            notes_of(recipe, kind, deployment, given_lengths=bool(asked.response_tokens), experts="moe" in shape.family)
+            notes_of(
+                recipe,
+                kind,
+                deployment,
+                work,
+                prompts_given=asked.prompt_tokens > 0,
+                responses_given=asked.response_tokens > 0,
+                experts="moe" in shape.family,
+            )
         ),
     )
 
@@ -122,10 +134,6 @@ def _shorter(recipe: Recipe, prompt_tokens: int) -> Recipe:
     written = rollout.max_new_tokens * rollout.max_turns
     context = min(rollout.max_context_tokens, prompt_tokens + written)
     return recipe.model_copy(update={"rollout": rollout.model_copy(update={"max_context_tokens": context})})
-
-
-def _default_rows(recipe: Recipe) -> int:
-    return 256 if recipe.rollout.engine.name == "vllm" else 512
 
 
 def _engine_counts(asked: Asked, base: Deployment) -> list[int]:
@@ -174,7 +182,8 @@ def _planned(
     recipe: Recipe, shape: ModelShape, kind: Kind, work: StepWork, deployment: Deployment, asked: Asked
 ) -> Planned:
     """One way to divide the GPUs: what it holds and how long its steps take."""
-    recipe, rank = _fitting_rank(recipe, shape, kind, deployment)
+    assumption = "" if asked.prompt_tokens else f" Here {assumed_prompts(work)}."
+    recipe, rank = _fitting_rank(recipe, shape, kind, deployment, assumption)
     engine = None
     if deployment.apart:
         engine = engine_memory(recipe, shape, kind, deployment.engines, deployment.engine_gpus)
@@ -230,27 +239,22 @@ def _way(recipe: Recipe) -> Recomputation:
     return way
 
 
-def _fitting_rank(recipe: Recipe, shape: ModelShape, kind: Kind, plan: Deployment) -> tuple[Recipe, GpuMemory]:
+def _fitting_rank(
+    recipe: Recipe, shape: ModelShape, kind: Kind, plan: Deployment, assumption: str
+) -> tuple[Recipe, GpuMemory]:
     """The recipe with ``auto`` recomputation decided, and a rank's memory; refused with the ways out if it does not fit."""
-    ways = WAYS if recipe.model.gradient_checkpointing == "auto" else (recipe.model.gradient_checkpointing,)
-    for way in ways:
-        decided = with_checkpointing(recipe, way)
-        memory = rank_memory(decided, shape, kind, plan.learners, samples=not plan.apart)
-        if memory.fits(kind):
-            return decided, memory
+    decided, memory = fitting_memory(recipe, shape, kind, plan.learners, samples=not plan.apart)
+    if memory.fits(kind):
+        return decided, memory
     largest = ", ".join(
         f"{use} {amount / GIB:.0f}" for use, amount in sorted(memory.uses.items(), key=lambda one: -one[1])[:4]
     )
-    ways_found = ways_out(decided, shape, kind, plan.learners, samples=not plan.apart)
     who = "the GPU" if plan.learners == 1 and not plan.apart else f"each of {plan.learners} learner rank(s)"
     raise RecipeError(
-        f"{recipe.name} does not fit: {who} would hold {memory.total / GIB:.0f} GiB ({largest} GiB), and 90 % of a "
-        f"{kind.title} are {0.9 * kind.memory / GIB:.0f} GiB. "
-        + (
-            f"What would fit: {'; '.join(ways_found)}."
-            if ways_found
-            else "No single change fits: combine them, or use a larger GPU."
-        )
+        f"{recipe.name} does not fit: {who} would hold {memory.total / GIB:.1f} GiB ({largest} GiB), and 90 % of an "
+        f"{kind.title} are {SHARE * kind.memory / GIB:.1f} GiB. "
+        + ways_out(decided, shape, kind, plan.learners, samples=not plan.apart)
+        + assumption
     )
 
 
@@ -260,7 +264,7 @@ def _refuse_large_engine(recipe: Recipe, shape: ModelShape, kind: Kind, plan: De
     held = memory.uses["weights"] / GIB
     if held > 0.9 * kind.memory / GIB:
         raise RecipeError(
-            f"an engine of {recipe.name} would hold {held:.0f} GiB of weights on each GPU, and a {kind.title} has "
+            f"an engine of {recipe.name} would hold {held:.0f} GiB of weights on each GPU, and an {kind.title} has "
             f"{kind.memory / GIB:.0f}: share the model among GPUs (rollout.engine.name=vllm "
             f"rollout.engine.options.tensor_parallel={2 * plan.engine_gpus})."
         )
@@ -271,7 +275,8 @@ def _refuse_large_engine(recipe: Recipe, shape: ModelShape, kind: Kind, plan: De
         )
     raise RecipeError(
         f"an engine of {recipe.name} would hold {memory.total / GIB:.0f} GiB on each GPU, of it {held:.0f} of weights and "
-        "the rest keys and values of all episodes at once: set rollout.concurrency, or plan with more --engines."
+        "the rest keys and values of all responses it writes at once: lower rollout.engine.options.max_rows or "
+        "rollout.concurrency, or plan with more --engines."
     )
 
 

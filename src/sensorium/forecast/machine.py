@@ -1,6 +1,6 @@
 """What a machine does in a second: published peaks of a kind of GPU, and the shares of them that were measured.
 
-    assets/forecast/gpus.json          peaks of each kind, as published
+    assets/forecast/gpus.json          peaks of each kind, as published, and its memory, as torch reports it
     assets/forecast/calibration.json   constants fitted to measurements, each with where it comes from
 
 Shares of peaks are carried over from the GPU they were measured on to others: figures for other kinds are scaled.
@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sensorium.recipe.plan import GIB
 from sensorium.vocabulary.errors import RecipeError, nearest
 
 FOLDER = Path(__file__).resolve().parents[1] / "assets" / "forecast"
@@ -91,7 +92,11 @@ def kinds() -> dict[str, Kind]:
     """The kinds of GPU that are known, by name."""
     listed = json.loads((FOLDER / "gpus.json").read_text())["kinds"]
     names = [field.name for field in fields(Kind)]
-    return {name: Kind(**{key: ({"name": name} | kind)[key] for key in names}) for name, kind in listed.items()}
+    found = {}
+    for name, kind in listed.items():
+        known = kind | {"name": name, "memory": kind["memory_gib"] * GIB}
+        found[name] = Kind(**{key: known[key] for key in names})
+    return found
 
 
 def kind_named(name: str) -> Kind:

@@ -10,7 +10,6 @@ from sensorium.forecast.machine import Kind
 from sensorium.recipe.activations import activation_bytes, gathered_bytes, head_bytes, tower_bytes
 from sensorium.recipe.plan import (
     BYTES,
-    GIB,
     PACKED,
     cached_tokens,
     estimate_memory,
@@ -41,7 +40,7 @@ class GpuMemory:
 
     def fits(self, kind: Kind) -> bool:
         """True if it fits the share of a GPU that forecasts may fill."""
-        return self.total <= SHARE * kind.memory
+        return self.total <= round(SHARE * kind.memory)
 
 
 def with_checkpointing(recipe: Recipe, way: Way) -> Recipe:
@@ -55,10 +54,21 @@ def engine_memory(recipe: Recipe, shape: ModelShape, kind: Kind, engines: int, g
     weights = shape.total * size // gpus
     if recipe.rollout.engine.name == "vllm":
         return GpuMemory({"weights": weights, "keys and values": max(0, round(vllm_share(recipe) * kind.memory) - weights)})
-    cached = -(-cached_tokens(recipe) // engines) * 2 * shape.layers * shape.key_values * size
+    cached = -(-cached_tokens(recipe, engines) // engines) * 2 * shape.layers * shape.key_values * size
     packed = packed_bytes(recipe, shape) if gpus == 1 else 0
     uses = {"weights": weights, "keys and values": cached // gpus} | ({PACKED: packed} if packed else {})
     return GpuMemory(without_large_copies(uses, kind.memory))
+
+
+def fitting_memory(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, samples: bool) -> tuple[Recipe, GpuMemory]:
+    """The recipe with ``auto`` recomputation decided, and a rank's memory, which may be more than there is."""
+    ways = WAYS if recipe.model.gradient_checkpointing == "auto" else (recipe.model.gradient_checkpointing,)
+    for way in ways:
+        decided = with_checkpointing(recipe, way)
+        memory = rank_memory(decided, shape, kind, ranks, samples=samples)
+        if memory.fits(kind):
+            break
+    return decided, memory
 
 
 def rank_memory(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, samples: bool) -> GpuMemory:
@@ -131,47 +141,3 @@ def stock_layer_bytes(shape: ModelShape) -> int:
     and four values of its MLP.
     """
     return 18 * shape.hidden + 10 * (shape.queries + shape.key_values) + 8 * shape.mlp
-
-
-def ways_out(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, samples: bool) -> list[str]:
-    """Changes that would make a rank fit, each tried alone and then together with whole-layer recomputation."""
-    found = []
-    model, batch = recipe.model, recipe.batch
-    single = {
-        "model.gradient_checkpointing=true": with_checkpointing(recipe, WAYS[-1]),
-        "optimizer.moments=bfloat16": recipe.model_copy(
-            update={"optimizer": recipe.optimizer.model_copy(update={"moments": "bfloat16"})}
-        ),
-        f"batch.tokens_per_microbatch={batch.tokens_per_microbatch // 4}": recipe.model_copy(
-            update={"batch": batch.model_copy(update={"tokens_per_microbatch": batch.tokens_per_microbatch // 4})}
-        ),
-        "model.lora.rank=16": recipe.model_copy(
-            update={"model": model.model_copy(update={"lora": model.lora.model_copy(update={"rank": 16})})}
-        ),
-    }
-    if ranks > 1:
-        sharing = next((n for n in range(2, ranks + 1) if ranks % n == 0 and n > recipe.cluster.sequence_parallel), None)
-        if sharing:
-            single[f"cluster.sequence_parallel={sharing}"] = recipe.model_copy(
-                update={"cluster": recipe.cluster.model_copy(update={"sequence_parallel": sharing})}
-            )
-        single["cluster.offload=true"] = recipe.model_copy(
-            update={"cluster": recipe.cluster.model_copy(update={"offload": True})}
-        )
-    for name, changed in single.items():
-        memory = rank_memory(changed, shape, kind, ranks, samples=samples)
-        if changed != recipe and memory.fits(kind):
-            found.append(f"{name} ({memory.total / GIB:.0f} GiB)")
-    recomputed = with_checkpointing(recipe, True)
-    for name, changed in (("", recipe), (", with model.gradient_checkpointing=true", recomputed)):
-        more = next((n for n in _doubled(ranks) if rank_memory(changed, shape, kind, n, samples=False).fits(kind)), None)
-        if more:
-            each = rank_memory(changed, shape, kind, more, samples=False).total / GIB
-            found.append(f"{more} ranks beside engines on GPUs of their own{name} ({each:.0f} GiB each)")
-            break
-    return found
-
-
-def _doubled(ranks: int) -> list[int]:
-    counts = [2**power for power in range(1, 13)]
-    return [count for count in counts if count > ranks]

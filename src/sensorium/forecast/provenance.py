@@ -4,12 +4,22 @@ from collections.abc import Iterator
 
 from sensorium.forecast.machine import Kind, assumed, calibration
 from sensorium.forecast.simulator import Deployment
+from sensorium.forecast.step_work import StepWork
 from sensorium.recipe.schema import Recipe, ScheduleSection
 
 Note = tuple[str, str, str]
 
 
-def notes_of(recipe: Recipe, kind: Kind, plan: Deployment, *, given_lengths: bool, experts: bool) -> Iterator[Note]:
+def notes_of(
+    recipe: Recipe,
+    kind: Kind,
+    plan: Deployment,
+    work: StepWork,
+    *,
+    prompts_given: bool,
+    responses_given: bool,
+    experts: bool,
+) -> Iterator[Note]:
     """What, how it is known, and more of it."""
     if kind.measured:
         yield (
@@ -33,14 +43,17 @@ def notes_of(recipe: Recipe, kind: Kind, plan: Deployment, *, given_lengths: boo
         )
     if recipe.rollout.max_turns > 1:
         yield "turns", "computed", "an episode of several turns counts as one response; environments' own time is not in it"
-    if not given_lengths:
-        yield (
-            "lengths",
-            "assumed",
-            "every response fills its budget, every prompt its context; --response-tokens and --prompt-tokens tell better",
-        )
+    if not prompts_given:
+        yield "prompts", "assumed", assumed_prompts(work)
+    if not responses_given:
+        yield "responses", "assumed", f"each fills its budget ({work.response:g} tokens); --response-tokens says the mean"
     if plan.learners == 1:
-        yield "memory", "measured", "the dry run's forecast: within 3 % of W1 and W2 without recomputation, 9 % with"
+        yield (
+            "memory",
+            "measured",
+            "the dry run's forecast: on one H200 it was 1 to 15 % above what steps of W1, W2 and W3 took, and 6 and 8 % "
+            "below W2 with recomputation (docs/performance.md)",
+        )
     else:
         yield "the driver", "computed", "it holds the model too, on a GPU beside these where Ray places the ranks"
         yield "memory of ranks", "computed", "by how FSDP2 spreads the model; not measured on GPUs"
@@ -82,6 +95,14 @@ def notes_of(recipe: Recipe, kind: Kind, plan: Deployment, *, given_lengths: boo
         "not in it",
         "computed",
         "warm start, evaluations, checkpoints, the start of a run and its first steps, which compile",
+    )
+
+
+def assumed_prompts(work: StepWork) -> str:
+    """What is assumed of prompts, and how to say better."""
+    return (
+        f"every prompt fills its context ({work.prompt:,} tokens): `sensorium validate RECIPE` measures prompts, "
+        "--prompt-tokens says how long the longest is"
     )
 
 

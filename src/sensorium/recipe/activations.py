@@ -84,7 +84,7 @@ def tower_learns(recipe: Recipe, shape: ModelShape) -> bool:
 def kept_tower_bytes(recipe: Recipe, shape: ModelShape) -> int:
     """What the tower takes where nothing of it is recomputed: through the update, or by micro-batch if that is too much."""
     kept, patches = tower_room(shape).kept, _update_patches(recipe)
-    at_once = recipe.batch.tokens_per_microbatch // _group_tokens(recipe) * _prompt_tokens(recipe) * PATCHES
+    at_once = recipe.batch.tokens_per_microbatch // _group_tokens(recipe) * longest_prompt(recipe) * PATCHES
     return (patches if patches * kept <= WHOLE_BYTES else min(patches, at_once)) * kept
 
 
@@ -139,7 +139,7 @@ def _tower_is_trained(recipe: Recipe, shape: ModelShape) -> bool:
     return bool(shape.tower_depth) and learns
 
 
-def _prompt_tokens(recipe: Recipe) -> int:
+def longest_prompt(recipe: Recipe) -> int:
     """Tokens of a prompt at most."""
     return recipe.rollout.max_context_tokens - recipe.rollout.max_new_tokens
 
@@ -148,7 +148,7 @@ def _update_patches(recipe: Recipe) -> int:
     """Patches of an update's prompts at most, of the warm start too."""
     warm = recipe.warm_start.prompts_per_step if recipe.warm_start.steps else 0
     prompts = max(warm, recipe.batch.prompts_per_step // recipe.batch.updates_per_epoch)
-    return prompts * _prompt_tokens(recipe) * PATCHES
+    return prompts * longest_prompt(recipe) * PATCHES
 
 
 def _group_tokens(recipe: Recipe) -> int:

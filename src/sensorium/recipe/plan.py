@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sensorium.recipe.activations import activation_bytes, gathered_bytes, head_bytes, tower_bytes
+from sensorium.recipe.activations import activation_bytes, gathered_bytes, head_bytes, longest_prompt, tower_bytes
 from sensorium.recipe.algorithm_sections import OptimizerSection
 from sensorium.recipe.processes import interpreter_bytes, placed_by, placed_processes
 from sensorium.recipe.schema import Recipe
@@ -18,6 +18,7 @@ from sensorium.recipe.traits import estimator_traits
 BYTES = {"float32": 4, "bfloat16": 2}
 MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8-bit": 1 + 4 / 256}  # the last: a code, and a float32 for 256 of them
 GIB = 1 << 30
+NATIVE_ROWS, VLLM_ROWS = 512, 256  # max_rows of engines where a recipe does not say
 # The native engine's second copy of weights: of layers from a size on, at most a share of a GPU's memory, for so many rows.
 PACKED, LEAST_PACKED, PACKED_SHARE, PACKED_ROWS = "weights in 12 bits", 1 << 24, 1 / 16, 40
 EPISODE_BYTES, TOKEN_BYTES = 2500, 60
@@ -41,7 +42,8 @@ ASYNCHRONOUS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """The resolved numbers of a run. ``memory`` is in bytes by use, empty where the model is not on this disk.
+    """The resolved numbers of a run. ``memory`` is in bytes by use, empty where the model is not on this disk; prompts are
+    taken to have ``longest_prompt`` tokens, all of them of pictures.
     ``interpreters`` comes on top of it, by process, in the machine's memory: Python, torch and other libraries; so does
     ``media``: what is kept of decoded and preprocessed media at most.
 
@@ -74,6 +76,7 @@ class Plan:
     processes: str = ""
     interpreters: dict[str, int] = field(default_factory=dict)
     media: int = 0
+    longest_prompt: int = 0
 
 
 def make_plan(recipe: Recipe, config: dict[str, Any] | None = None) -> Plan:
@@ -106,6 +109,7 @@ def make_plan(recipe: Recipe, config: dict[str, Any] | None = None) -> Plan:
         model=shape,
         trainable=trained_parameters(recipe, shape) if shape else 0,
         memory=estimate_memory(recipe, shape) if shape else {},
+        longest_prompt=longest_prompt(recipe),
         disk=estimate_disk(recipe, shape, episodes, written),
         free_disk=free_disk(recipe.directory),
         deterministic=deterministic,
@@ -134,7 +138,7 @@ def estimate_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
     size = BYTES[recipe.model.dtype]
     trainable = trained_parameters(recipe, shape)
     adapters = trainable if recipe.model.lora.rank else 0
-    vllm = recipe.rollout.engine.name == "vllm"
+    vllm, cached = recipe.rollout.engine.name == "vllm", cached_tokens(recipe, recipe.cluster.engines)
     uses = {
         "weights": (shape.total + adapters) * size,
         "gradients": trainable * 4,
@@ -143,7 +147,7 @@ def estimate_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
         "reference model": shape.total * size if recipe.algorithm.kl.coef and not adapters else 0,
         "former adapters": adapters * size if recipe.algorithm.kl.coef and recipe.warm_start.steps else 0,
         "critic": _critic_bytes(recipe, shape),
-        "keys and values": 0 if vllm else cached_tokens(recipe) * 2 * shape.layers * shape.key_values * size,
+        "keys and values": 0 if vllm else cached * 2 * shape.layers * shape.key_values * size,
         PACKED: packed_bytes(recipe, shape),
         "activations": activation_bytes(recipe, shape),
         "gathered keys and values": gathered_bytes(recipe, shape),
@@ -208,10 +212,18 @@ def _state_bytes(section: OptimizerSection, size: int) -> float:
     return 2 * MOMENT_BYTES[section.moments] + (2 if size < 4 else 0)
 
 
-def cached_tokens(recipe: Recipe) -> int:
-    """Tokens in the engine's cache at most: a single-turn prompt is cached once for its group."""
+def engine_rows(recipe: Recipe) -> int:
+    """Responses that one engine writes at once; others wait."""
+    engine = recipe.rollout.engine
+    return int(engine.options.get("max_rows", VLLM_ROWS if engine.name == "vllm" else NATIVE_ROWS))
+
+
+def cached_tokens(recipe: Recipe, engines: int = 1) -> int:
+    """Tokens in the caches of all engines at most: a single-turn prompt is cached once for its group."""
     batch, rollout = recipe.batch, recipe.rollout
     in_flight = min(rollout.concurrency or 10**9, recipe.selection.played(batch.prompts_per_step) * batch.group_size)
+    if rollout.engine.name in ("native", "process"):
+        in_flight = min(in_flight, engines * engine_rows(recipe))
     if rollout.max_turns > 1:
         return in_flight * rollout.max_context_tokens
     groups = -(-in_flight // batch.group_size)

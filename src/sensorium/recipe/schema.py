@@ -96,7 +96,12 @@ class RolloutSection(Section):
     max_new_tokens: int = Field(default=64, ge=1, description="budget of one turn")
     max_turns: int = Field(default=1, ge=1)
     max_episode_tokens: int = Field(default=0, ge=0, description="tokens the model may write in an episode; 0: no limit")
-    max_context_tokens: int = Field(default=4096, ge=16, description="expanded tokens of a thread, response included")
+    max_context_tokens: int = Field(
+        default=4096,
+        ge=16,
+        description="expanded tokens of a thread, response included; forecasts of memory take every prompt to fill it with "
+        "pictures, so a lower limit lowers them",
+    )
     window: int = Field(
         default=0, ge=0, description="turns of history in a thread (the current one included); 0: all, one thread"
     )

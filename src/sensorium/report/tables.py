@@ -43,7 +43,9 @@ def plan_table(plan: Plan) -> RenderableType:
         rows.add_row("tokens", plan.sharing)
     if plan.memory:
         total, width = sum(plan.memory.values()), max(18, *(len(use) + 2 for use in plan.memory))
-        rows.add_row("memory at most", Text.assemble((bytes_text(total), "bold")))
+        pictures = f" if prompts of up to {plan.longest_prompt:,} tokens are all picture (rollout.max_context_tokens)"
+        shown = pictures if "vision tower" in plan.memory else ""
+        rows.add_row("memory at most", Text.assemble((bytes_text(total), "bold"), shown))
         for use, amount in plan.memory.items():
             bar = "█" * round(24 * amount / total) or "▏"
             rows.add_row("", Text.assemble(f"{use:<{width}}{bytes_text(amount):>10}  ", (bar, "cyan")))

@@ -1,0 +1,119 @@
+"""What makes a recipe fit that does not: settings that lower memory, by the forecast itself, or more GPUs.
+
+Settings are tried one after the other, each on top of those before, until the forecast fits. Then each is taken back as far
+as it still fits. caprl_image on an H100, 71.2 GiB of which may be filled:
+
+    as it is, without recomputation             189.6 GiB
+    + model.gradient_checkpointing=auto         156.9
+    + batch.tokens_per_microbatch=8192          150.6
+    + rollout.engine.options.max_rows=256, …, 32    110.1, 89.8, 79.7, 74.7
+    + optimizer.moments=bfloat16                 64.9, which fits
+    tokens_per_microbatch as it was              67.0, which fits too; anything else taken back does not
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from sensorium.forecast.machine import Kind
+from sensorium.forecast.memory import GpuMemory, fitting_memory, rank_memory, with_checkpointing
+from sensorium.recipe.plan import GIB, engine_rows
+from sensorium.recipe.recomputation import SHARE
+from sensorium.recipe.schema import Recipe
+from sensorium.recipe.shape import ModelShape
+
+ROWS = (256, 128, 64, 32)
+LORA_RANK = 16
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Settings by dotted key, and a rank's memory with them."""
+
+    settings: dict[str, Any]
+    memory: GpuMemory
+
+    def __str__(self) -> str:
+        words = " ".join(f"{key}={str(value).lower()}" for key, value in self.settings.items())
+        return f"{words} ({self.memory.total / GIB:.1f} GiB)"
+
+
+def ways_out(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, samples: bool) -> str:
+    """What to do where a rank does not fit, in a sentence or two."""
+    saving = least_settings(recipe, shape, kind, ranks, samples=samples)
+    fitting = [str(saving)] if saving.memory.fits(kind) else []
+    fitting += more_ranks(recipe, shape, kind, ranks)
+    nearest = "" if saving.memory.fits(kind) or not saving.settings else f"Settings bring it down to {saving}. "
+    return f"{nearest}What would fit: {'; '.join(fitting)}." if fitting else f"{nearest}It needs a larger GPU."
+
+
+def least_settings(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, samples: bool) -> Saving:
+    """The first settings with which a rank fits; where none are enough, those with which it holds least."""
+
+    def saving(settings: dict[str, Any]) -> Saving:
+        changed = recipe
+        for key, value in settings.items():
+            changed = with_setting(changed, key, value)
+        return Saving(settings, fitting_memory(changed, shape, kind, ranks, samples=samples)[1])
+
+    ladder = lowering_settings(recipe, ranks, samples=samples)
+    found = saving({})
+    for key, value in ((key, value) for key, values in ladder.items() for value in values):
+        found = saving(found.settings | {key: value})
+        if found.memory.fits(kind):
+            break
+    limit = max(round(SHARE * kind.memory), found.memory.total)
+    for key in list(found.settings):
+        others = {other: value for other, value in found.settings.items() if other != key}
+        weaker = (saving(others), *(saving(found.settings | {key: value}) for value in ladder[key]))
+        found = next(one for one in weaker if one.memory.total <= limit)
+    return found
+
+
+def lowering_settings(recipe: Recipe, ranks: int, *, samples: bool) -> dict[str, tuple[Any, ...]]:
+    """Settings that lower memory, each with ever stronger values; first those that leave the result as it is."""
+    model, tokens = recipe.model, recipe.batch.tokens_per_microbatch
+    context = recipe.rollout.max_context_tokens  # which is a micro-batch of its own where it is longer
+    halved = [max(context, tokens // part) for part in (2, 4)]
+    moments = {"float32": ("bfloat16", "8-bit"), "bfloat16": ("8-bit",)}.get(recipe.optimizer.moments, ())
+    rows = engine_rows(recipe) if samples and recipe.rollout.engine.name != "vllm" else 0
+    found: dict[str, tuple[Any, ...]] = {
+        "model.gradient_checkpointing": () if model.gradient_checkpointing in (True, "auto") else ("auto",),
+        "batch.tokens_per_microbatch": tuple(fewer for fewer in dict.fromkeys(halved) if fewer < tokens),
+        "rollout.engine.options.max_rows": tuple(fewer for fewer in ROWS if fewer < rows),
+    }
+    if ranks > 1:
+        sharing = (n for n in range(recipe.cluster.sequence_parallel + 1, ranks + 1) if ranks % n == 0)
+        found["cluster.sequence_parallel"] = tuple(sharing)[:1]
+        found["cluster.offload"] = (True,)
+        moments = tuple(held for held in moments if held != "8-bit")  # ranks do not hold them so
+    found["optimizer.moments"] = moments
+    found["model.lora.rank"] = () if model.lora.rank else (LORA_RANK,)
+    return found
+
+
+def with_setting(recipe: Recipe, key: str, value: Any) -> Recipe:
+    """The recipe with one dotted key changed."""
+    changed: Recipe = _changed(recipe, key.split("."), value)
+    return changed
+
+
+def _changed(section: Any, path: list[str], value: Any) -> Any:
+    if not path:
+        return value
+    name, *inner = path
+    if isinstance(section, BaseModel):
+        return section.model_copy(update={name: _changed(getattr(section, name), inner, value)})
+    return section | {name: _changed(section.get(name), inner, value)}
+
+
+def more_ranks(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int) -> list[str]:
+    """The fewest ranks, by doubling, among which the recipe fits: as it is, else with whole layers recomputed; or none."""
+    recomputed = with_checkpointing(recipe, True)
+    for words, changed in (("", recipe), (", with model.gradient_checkpointing=true", recomputed)):
+        for count in (2**power for power in range(1, 13) if 2**power > ranks):
+            memory = rank_memory(changed, shape, kind, count, samples=False)
+            if memory.fits(kind):
+                return [f"{count} ranks beside engines on GPUs of their own{words} ({memory.total / GIB:.1f} GiB each)"]
+    return []
