@@ -222,10 +222,10 @@ def cached_tokens(recipe: Recipe, engines: int = 1) -> int:
     """Tokens in the caches of all engines at most: a single-turn prompt is cached once for its group."""
     batch, rollout = recipe.batch, recipe.rollout
     in_flight = min(rollout.concurrency or 10**9, recipe.selection.played(batch.prompts_per_step) * batch.group_size)
+    if rollout.max_turns > 1:  # episodes keep theirs while an environment answers
+        return in_flight * rollout.max_context_tokens
     if rollout.engine.name in ("native", "process"):
         in_flight = min(in_flight, engines * engine_rows(recipe))
-    if rollout.max_turns > 1:
-        return in_flight * rollout.max_context_tokens
     groups = -(-in_flight // batch.group_size)
     return groups * (rollout.max_context_tokens - rollout.max_new_tokens) + in_flight * rollout.max_new_tokens
 
