@@ -24,8 +24,7 @@ types: .venv/dev
 	$(BIN)/mypy
 
 # vLLM wants other versions of what the tests use, so it has an environment of its own.
-# They may run beside other tests: the limit on a test's time is for one that hangs.
-SCALE_TESTS = .venv_scale/bin/python -m pytest -o cpu_budget_of_a_test_s=0 -o cpu_budget_s=0 -o timeout=2400 -rs
+SCALE_TESTS = .venv_scale/bin/python -m pytest -o cpu_budget_of_a_test_s=0 -o cpu_budget_s=0 -rs
 scale: .venv_scale/installed
 	$(SCALE_TESTS) tests/engines/test_vllm.py tests/trainer/test_vllm_run.py tests/cluster/test_vllm_on_ray.py tests/cluster/test_placed_by_ray.py
 

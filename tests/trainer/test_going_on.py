@@ -257,7 +257,7 @@ def test_a_file_that_the_run_did_not_write_is_refused_where_it_would_be_read_and
 def test_without_a_good_checkpoint_resume_stops_and_restart_starts_over(finished: Path, run: Path) -> None:
     with pytest.raises(CheckpointError, match="complete checkpoint of step 3, which starting over would throw away"):
         train(load_recipe(run), restart=True)
-    with pytest.raises(RecipeError, match=r"exists. Go on with it \(--resume"):
+    with pytest.raises(RecipeError, match=r"exists. Go on with it from step 3 \(--resume"):
         train(load_recipe(run))
     for step in (2, 3):
         flip(run / "checkpoints" / f"step_{step:06d}" / "trainer" / "state.pt")
