@@ -6,6 +6,7 @@ import torch
 
 from sensorium.models.load import find_device
 from sensorium.models.load_checks import free_memory
+from sensorium.recipe.lowering_settings import lowering_settings
 from sensorium.recipe.plan import Plan, without_large_copies
 from sensorium.recipe.recomputation import learners_memory, least_recomputation
 from sensorium.recipe.schema import Recipe
@@ -38,18 +39,12 @@ def memory_note(recipe: Recipe, plan: Plan) -> str:
 
 
 def ways_out(recipe: Recipe) -> str:
-    """The settings that lower what a run takes, those that already do so left out."""
-    model, largest = recipe.model, recipe.rollout.engine.options.get("max_rows")
-    ways = [
-        "" if model.gradient_checkpointing in ("auto", True) else "model.gradient_checkpointing: auto",
-        f"batch.tokens_per_microbatch below {recipe.batch.tokens_per_microbatch}",
-        f"rollout.max_context_tokens below {recipe.rollout.max_context_tokens}",
-        f"rollout.engine.options.max_rows below {largest}" if largest else "rollout.engine.options.max_rows",
-        "" if model.dtype == "bfloat16" else "model.dtype: bfloat16",
-        "" if model.lora.rank or recipe.optimizer.moments != "float32" else "optimizer.moments: bfloat16 or 8-bit",
-        "" if model.lora.rank else "model.lora.rank: 16",
-    ]
-    return f"These lower it: {', '.join(filter(None, ways))}; --dry-run forecasts each."
+    """The settings that lower what a run takes; one that it already has at its lowest is left out."""
+    settings = {"model.dtype": () if recipe.model.dtype == "bfloat16" else ("bfloat16",)}
+    settings |= lowering_settings(recipe, 1, samples=True)
+    ways = [f"{key}={' or '.join(map(str, values))}" for key, values in settings.items() if values]
+    ways.append(f"rollout.max_context_tokens below {recipe.rollout.max_context_tokens}")
+    return f"These lower it: {', '.join(ways)}; --dry-run forecasts each (docs/gpu.md)."
 
 
 def memory_exhausted(error: BaseException, recipe: Recipe | None = None) -> MemoryExhausted | None:
