@@ -42,7 +42,7 @@ def test_memory_that_runs_out_ends_the_run_in_one_paragraph_and_it_goes_on(
     out, err = capsys.readouterr()
     said = " ".join(err.split())
     assert "error: this machine has no memory left" in said
-    for way in ("model.gradient_checkpointing=auto", "optimizer.moments=bfloat16 or 8-bit", "model.dtype=bfloat16"):
+    for way in ("model.gradient_checkpointing=true", "optimizer.moments=bfloat16 or 8-bit", "model.dtype=bfloat16"):
         assert way in said
     assert "Traceback" not in out + err
     assert "--resume" in out
@@ -77,6 +77,8 @@ def test_a_forecast_above_what_is_there_is_said_before_anything_is_spent(
         assert note.startswith("ATTENTION: the run may take") is told
         assert ("rollout.max_context_tokens below" in note) is told
     monkeypatch.setattr(memory, "_memory_there", lambda _: 1 << 10)
+    ours = small(tmp_path / "ours")
+    assert not memory_note(ours, make_plan(ours)), "no alarm for a model of ours on a small laptop"
     (tmp_path / "small.yaml").write_text(dump_recipe(recipe))
     assert main(["train", str(tmp_path / "small.yaml"), "--dry-run"]) == 0
     assert "ATTENTION: the run may take" in capsys.readouterr().out

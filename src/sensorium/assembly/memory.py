@@ -1,5 +1,6 @@
 """Whether the forecast of a run fits the memory there is, and what is said when memory runs out."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from sensorium.recipe.lowering_settings import lowering_settings
 from sensorium.recipe.plan import Plan, without_large_copies
 from sensorium.recipe.recomputation import learners_memory, least_recomputation
 from sensorium.recipe.schema import Recipe
+from sensorium.recipe.shape import is_ours
 from sensorium.vocabulary.errors import MemoryExhausted, ModelError
 
 GIB = 1 << 30
@@ -18,8 +20,11 @@ NO_MEMORY = ("can't allocate memory", "not enough memory")
 
 
 def memory_note(recipe: Recipe, plan: Plan) -> str:
-    """What is said where a run in one process may take more memory than its device has; empty where it may not."""
-    if not plan.memory or recipe.cluster.shared:
+    """What is said where a run in one process may take more memory than its device has; empty where it may not.
+
+    Nothing of our own small models: their prompts fill a hundredth of the context that the forecast takes as full.
+    """
+    if not plan.memory or recipe.cluster.shared or is_ours(recipe.model.path):
         return ""
     try:
         device = find_device(recipe.model.device)
@@ -42,6 +47,8 @@ def ways_out(recipe: Recipe) -> str:
     """The settings that lower what a run takes; one that it already has at its lowest is left out."""
     settings = {"model.dtype": () if recipe.model.dtype == "bfloat16" else ("bfloat16",)}
     settings |= lowering_settings(recipe, 1, samples=True)
+    if find_device(recipe.model.device).type == "cpu" and recipe.model.gradient_checkpointing is not True:
+        settings["model.gradient_checkpointing"] = ("true",)  # auto is for GPUs
     ways = [f"{key}={' or '.join(map(str, values))}" for key, values in settings.items() if values]
     ways.append(f"rollout.max_context_tokens below {recipe.rollout.max_context_tokens}")
     return f"These lower it: {', '.join(ways)}; --dry-run forecasts each (docs/gpu.md)."
@@ -92,7 +99,7 @@ def _memory_there(device: torch.device) -> int | None:
 
 def _resident() -> int:
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
 

@@ -14,6 +14,7 @@ from sensorium.recipe.cluster_checks import cluster_notes, gpus_seen
 from sensorium.recipe.computing_checks import computing_notes
 from sensorium.recipe.names import build, resolve, table, wrong_options
 from sensorium.recipe.schema import Recipe
+from sensorium.recipe.shape import is_ours
 from sensorium.recipe.task_sections import SourceSection
 from sensorium.rewards.answer import without_answer
 from sensorium.rewards.context import RewardContext
@@ -34,11 +35,6 @@ from sensorium.workers.ray_cluster import found_cluster, refuse_without_ray, una
 ROWS = 8
 ENGINE_CHECKS = {"vllm": "sensorium.engines.vllm.recipe_checks"}
 """Modules that say, without torch, what of a recipe an engine cannot do."""
-
-
-def is_ours(path: str) -> bool:
-    """Whether a model is shipped or made on the spot, so that nothing of it needs a check."""
-    return path.partition(":")[0] in ("tiny", "package")
 
 
 def check_model(recipe: Recipe, path: str = "") -> list[str]:

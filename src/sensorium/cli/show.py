@@ -3,12 +3,12 @@
 from rich.console import Console
 from rich.syntax import Syntax
 
-from sensorium.cli.dry_run import check_model, is_ours, look_at
+from sensorium.cli.dry_run import check_model, look_at
 from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.load import dump_recipe
 from sensorium.recipe.plan import Plan, make_plan
 from sensorium.recipe.schema import Recipe
-from sensorium.recipe.shape import IncompleteConfig
+from sensorium.recipe.shape import IncompleteConfig, is_ours
 from sensorium.report.tables import disk_note, plan_table
 
 
@@ -35,7 +35,7 @@ def show_dry_run(recipe: Recipe, console: Console, *, train: bool = True, model:
 
 
 def _memory_note(recipe: Recipe, plan: Plan) -> str:
-    """What is said where memory may not suffice; of our own small models nothing, and torch is not loaded for them."""
+    """What is said where memory may not suffice; torch is not loaded for models of which nothing is."""
     if is_ours(recipe.model.path):
         return ""
     from sensorium.assembly.memory import memory_note

@@ -22,7 +22,7 @@ from sensorium.models.quiet import quiet
 from sensorium.models.weight_files import WeightFile
 from sensorium.models.wrong_path import may_be_hub_id
 from sensorium.recipe.schema import ModelSection
-from sensorium.recipe.shape import cached_folder
+from sensorium.recipe.shape import cached_folder, is_ours
 from sensorium.vocabulary.errors import ModelError
 
 STORED = {
@@ -38,7 +38,7 @@ def check_checkpoint(section: ModelSection, path: str = "") -> list[str]:
     ``path`` stands for the section's own. A hub id is looked for in the hub's cache alone: nothing is fetched.
     """
     path = path or section.path
-    if path.partition(":")[0] in ("tiny", "package"):
+    if is_ours(path):
         return []
     place = _place(path, section.revision if path == section.path else "")
     if place is None:

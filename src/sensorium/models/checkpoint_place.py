@@ -18,6 +18,7 @@ from sensorium.models.hub_files import NotFetched, fetch_small_files, fetch_weig
 from sensorium.models.quiet import quiet
 from sensorium.models.unsupported import unknown_type
 from sensorium.models.wrong_path import may_be_hub_id, near_to_hub_id, nowhere, shipped_models
+from sensorium.recipe.shape import is_ours
 from sensorium.recipe.tiny_sizes import family_and_layers
 from sensorium.vocabulary.errors import ModelError, nearest
 
@@ -66,7 +67,7 @@ def find_weights(path: str, place: str) -> str:
 
 def is_hub_id(path: str) -> bool:
     """Whether a path that was found is one of the hub's."""
-    return path.partition(":")[0] not in ("package", "tiny") and not Path(path).expanduser().is_dir()
+    return not is_ours(path) and not Path(path).expanduser().is_dir()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sensorium.models.checkpoint_place import find_checkpoint, find_weights
 from sensorium.models.hub_files import cached_commit
+from sensorium.recipe.shape import is_ours
 from sensorium.vocabulary.errors import CheckpointError, ModelError
 
 
@@ -49,7 +50,7 @@ class CheckpointSource:
 
 def describe_source(path: str, revision: str = "") -> CheckpointSource:
     """A recipe's model path as a run writes it down; the commit of a hub id is that of the files in the hub's cache."""
-    if path.partition(":")[0] in ("tiny", "package"):
+    if is_ours(path):
         return CheckpointSource(path)
     folder = Path(path).expanduser()
     if folder.is_dir():

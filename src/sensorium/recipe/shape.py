@@ -71,6 +71,11 @@ class ModelShape:
         return lora.rank * sum(layer.inputs + layer.outputs for layer in chosen)
 
 
+def is_ours(path: str) -> bool:
+    """Whether a ``model.path`` means a small model that is shipped or made on the spot: nothing of it needs a check."""
+    return path.partition(":")[0] in ("tiny", "package")
+
+
 def read_shape(
     path: str, revision: str = "", config: dict[str, Any] | None = None, unused: Sequence[str] = ()
 ) -> ModelShape | None:
