@@ -14,6 +14,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from sensorium.models.fast_paths import fall_back
+
 IMPLEMENTATION = "sensorium"
 
 
@@ -66,7 +68,7 @@ def finer(x: Tensor) -> Tensor:
 
 def as_kind(x: Tensor, kind: torch.dtype) -> Tensor:
     """``x.to(kind)``, faster on CUDA."""
-    if x.dtype == kind or not x.is_cuda or not x.is_contiguous() or not _has_triton():
+    if x.dtype == kind or not x.is_cuda or not x.is_contiguous() or not _kernel_casts(x.device):
         return x.to(kind)
     from sensorium.models.cast_kernels import cast
 
@@ -74,8 +76,20 @@ def as_kind(x: Tensor, kind: torch.dtype) -> Tensor:
 
 
 @cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+def _kernel_casts(device: torch.device) -> bool:
+    """Whether numbers change their kind by our kernel on a device: it runs there, and gives what torch gives."""
+    if find_spec("triton") is None:  # said by who needs it more
+        return False
+    try:
+        from sensorium.models.cast_kernels import cast
+
+        given = torch.linspace(-7e4, 7e4, 257, device=device).bfloat16()
+        wrong = "" if cast(given, torch.float16).equal(given.half()) else "it gives other numbers than torch"
+    except Exception as error:  # a kernel that this GPU or Triton cannot build is a reason to be slow, not to stop
+        wrong = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if wrong:
+        fall_back(f"bfloat16 becomes float16 by torch's own kernel, which is slower: {wrong}")
+    return not wrong
 
 
 def one_row(x_1HTD: Tensor) -> Tensor:
