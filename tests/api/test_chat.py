@@ -5,11 +5,14 @@ from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
 import sensorium as sn
+from sensorium.media.making import encode_clip
 from sensorium.media.store import MediaStore
+from sensorium.media.wav import encode_wav
 from sensorium.tasks.shapes import Shapes
 
 
@@ -51,6 +54,24 @@ def test_a_picture_may_be_an_image_a_path_bytes_or_a_block(
     assert all(reply.logprobs == pytest.approx(replies[0].logprobs, abs=1e-5) for reply in replies)
     conversation = [{"role": "user", "content": [picture, {"type": "text", "text": question}]}]
     assert model.chat(conversation, max_new_tokens=6) == replies[0]
+
+
+def test_a_path_or_bytes_of_a_sound_or_video_is_what_its_block_is(tmp_path: Path) -> None:
+    tone = np.sin(np.arange(8000) / 5).astype(np.float32)
+    frames = np.zeros((8, 64, 64, 3), np.uint8)
+    frames[4:] = 255
+    files = {"sound.wav": encode_wav(tone), "sound.m4a": encode_clip(samples=tone), "video": encode_clip(frames)}
+    model = sn.load("tiny:qwen2_5_omni", device="cpu")
+    try:
+        for name, data in files.items():
+            (tmp_path / name).write_bytes(data)
+            block = {"type": "video" if name == "video" else "audio", "path": str(tmp_path / name)}
+            forms = (block, tmp_path / name) if name == "sound.m4a" else (block, tmp_path / name, data)
+            replies = [model.chat([form, "What is it?"], max_new_tokens=2) for form in forms]
+            assert len({reply.logprobs for reply in replies}) == 1
+            assert replies[0].logprobs != model.chat(["What is it?"], max_new_tokens=2).logprobs
+    finally:
+        model.close()
 
 
 def test_a_reply_is_text_with_tokens_and_log_probs(model: sn.Model, shown: tuple[str, Image.Image]) -> None:
@@ -105,8 +126,20 @@ def test_what_cannot_be_said_is_refused_by_name(model: sn.Model, tmp_path: Path)
         sn.load(tmp_path)
 
 
-def test_the_name_of_a_picture_as_a_string_is_refused(model: sn.Model) -> None:
-    with pytest.raises(sn.SensoriumError, match=r"which the model would read as words.* give Path\('cat\.PNG'\)"):
-        model.chat(["cat.PNG", "What is it?"])
+def test_the_name_of_a_media_file_as_a_string_is_refused(
+    model: sn.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("cat.PNG", "clip.wav", "clip.mp4"):
+        with pytest.raises(sn.SensoriumError, match=rf"give Path\('{name}'\)"):
+            model.chat([name, "What is it?"])
+    for name in ("the clip.wav", "no suffix"):  # names with spaces are words, unless there is such a file
+        assert model.chat([name], max_new_tokens=1).tokens
+        Path(name).write_bytes(encode_wav(np.zeros(1600, np.float32)))
+        for given in (name, [name, "?"], [{"role": "user", "content": name}]):
+            with pytest.raises(sn.SensoriumError, match=rf"give Path\('{name}'\)"):
+                model.chat(given)
+    Path("notes").write_text("no medium")
+    assert model.chat(["notes"], max_new_tokens=1).tokens
     assert model.chat(["What is cat.png", "Which?"], max_new_tokens=1).tokens
     assert model.chat([{"type": "text", "text": "cat.png"}], max_new_tokens=1).tokens

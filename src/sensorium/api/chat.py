@@ -6,10 +6,10 @@ from typing import Any
 
 from sensorium.api.outside import outside_loop
 from sensorium.api.run import Run
+from sensorium.media.files import open_regular
+from sensorium.media.mime import HEAD_BYTES, kind_of
 from sensorium.vocabulary.content import Media, Message, Text
 from sensorium.vocabulary.errors import SensoriumError, TaskError
-
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
 class Reply(str):
@@ -57,8 +57,8 @@ class Model:
     ) -> Reply:
         """The model's reply, greedy unless a temperature is given.
 
-        ``messages``: a text; a list of texts and pictures (PIL images, ``Path``, bytes), which is one user message; or
-        a conversation, a list of ``{"role", "content"}`` whose contents are texts or such lists.
+        ``messages``: a text; a list of texts and media (PIL images; ``Path`` or bytes of a picture, video or sound), which
+        is one user message; or a conversation, a list of ``{"role", "content"}`` whose contents are texts or such lists.
         """
         from sensorium.engines.protocol import Sampling
         from sensorium.rollout.play import Attempt
@@ -120,9 +120,9 @@ def load(
 def conversation(given: Any, store: Any) -> tuple[Message, ...]:
     """Messages from what ``chat`` takes."""
     if isinstance(given, str):
-        return (Message("user", (Text(given),)),)
+        return (Message("user", (_whole(given, "the message"),)),)
     if not isinstance(given, list | tuple) or not given:
-        raise TaskError(f"chat takes a text, a list of texts and pictures, or a list of messages; not {given!r:.60}.")
+        raise TaskError(f"chat takes a text, a list of texts and media, or a list of messages; not {given!r:.60}.")
     if all(isinstance(item, Message) or (isinstance(item, Mapping) and "role" in item) for item in given):
         return tuple(item if isinstance(item, Message) else _message(item, i, store) for i, item in enumerate(given))
     return (Message("user", _blocks(given, 0, store)),)
@@ -134,7 +134,9 @@ def _message(raw: Mapping[str, Any], number: int, store: Any) -> Message:
     role, content = raw.get("role"), raw.get("content", "")
     if role not in ROLES:
         raise TaskError(f"message {number} has the role {role!r:.40}; use one of {', '.join(ROLES)}.")
-    return Message(role, (Text(content),) if isinstance(content, str) else _blocks(content, number, store))
+    if not isinstance(content, str):
+        return Message(role, _blocks(content, number, store))
+    return Message(role, (Text(content) if role == "assistant" else _whole(content, f"message {number}"),))
 
 
 def _blocks(content: Any, number: int, store: Any) -> tuple[Text | Media, ...]:
@@ -145,20 +147,47 @@ def _blocks(content: Any, number: int, store: Any) -> tuple[Text | Media, ...]:
 
 def _block(block: Any, origin: str, store: Any) -> Text | Media:
     """A text, a medium in any of its forms, or a block as rows have it."""
-    from sensorium.media.picture import picture_bytes
     from sensorium.tasks.message_parsing import Place, messages_of
     from sensorium.tasks.passed import with_bytes
 
     if isinstance(block, str):
-        if block.lower().endswith(PICTURES) and not any(letter.isspace() for letter in block):
-            raise TaskError(
-                f"{origin} is the text '{block:.80}', which the model would read as words. For the picture give "
-                f"Path('{block:.80}'); if you mean the words, {{'type': 'text', 'text': …}}."
-            )
-        return Text(block)
+        if not any(letter.isspace() for letter in block) and kind_of(b"", block):
+            raise _file_as_words(block, origin)
+        return _whole(block, origin)
     if isinstance(block, Text | Media):
         return block
+    place = Place(origin, Path(), store)
     if isinstance(block, Mapping):
-        (message,) = messages_of([{"role": "user", "content": [with_bytes(block)]}], Place(origin, Path(), store))
+        (message,) = messages_of([{"role": "user", "content": [with_bytes(block)]}], place)
         return message.content[0]
-    return store.put_picture(picture_bytes(with_bytes(block), origin), origin)
+    source = with_bytes(block)
+    if isinstance(source, Path):
+        kind = kind_of(_head(source) or b"", source.name)
+    else:
+        kind = kind_of(source[:HEAD_BYTES]) if isinstance(source, bytes) else "picture"
+    return place.clip(kind, source, kind) if kind in ("video", "sound") else place.picture(source, "picture")
+
+
+def _whole(text: str, origin: str) -> Text:
+    """A text as words, unless it is the name of a media file that exists."""
+    head = _head(Path(text))
+    if head is not None and kind_of(head, text):
+        raise _file_as_words(text, origin)
+    return Text(text)
+
+
+def _head(path: Path) -> bytes | None:
+    """How a file begins; None where there is no regular file that can be read."""
+    try:
+        with open_regular(path) as file:
+            return file.read(HEAD_BYTES)
+    except (OSError, ValueError):
+        return None
+
+
+def _file_as_words(name: str, origin: str) -> TaskError:
+    given = "{'type': 'image', 'url': …}" if name.startswith("data:") else f"Path('{name:.80}')"
+    return TaskError(
+        f"{origin} is the text '{name:.80}', which the model would read as words. For the picture, video or sound give "
+        f"{given}; if you mean the words, {{'type': 'text', 'text': …}}."
+    )

@@ -1,4 +1,6 @@
-"""The MIME type of a medium by how its bytes begin, for those who show it: files of the store have no extensions."""
+"""The MIME type and the kind of a medium by how its bytes begin: files of the store have no extensions."""
+
+import mimetypes
 
 from sensorium.vocabulary.content import MediaKind
 
@@ -11,6 +13,8 @@ STARTS: tuple[tuple[bytes, str], ...] = (
     (b"\xff\xd8\xff", "image/jpeg"),
     (b"GIF8", "image/gif"),
     (b"BM", "image/bmp"),
+    (b"II*\x00", "image/tiff"),
+    (b"MM\x00*", "image/tiff"),
     (b"fLaC", "audio/flac"),
     (b"ID3", "audio/mpeg"),
     (b"#!AMR", "audio/amr"),
@@ -28,6 +32,17 @@ def mime_type(head: bytes, kind: MediaKind) -> str:
     """The type of a medium of ``kind`` whose bytes begin so. Of a file that may hold both, a sound is the sound alone."""
     found = _found(head)
     return found.replace("video/", "audio/") if kind == "sound" else found
+
+
+def kind_of(head: bytes, name: str = "") -> MediaKind | None:
+    """Whether bytes that begin so are a picture, a video or a sound; None if neither they nor the file's name say it.
+
+    A container that may hold both is a sound where the name says so (``.m4a``, ``.oga``).
+    """
+    by_bytes, by_name = _found(head), mimetypes.guess_type(name, strict=False)[0] or ""
+    found = by_name if by_bytes == UNKNOWN or (by_bytes.startswith("video/") and by_name.startswith("audio/")) else by_bytes
+    kinds: dict[str, MediaKind] = {"image": "picture", "video": "video", "audio": "sound"}
+    return kinds.get(found.partition("/")[0])
 
 
 def _found(head: bytes) -> str:
