@@ -250,7 +250,7 @@ def test_the_first_group_shows_prompt_media_response_and_what_each_term_paid() -
         "first task row 3",
         "user [picture cat.png] What is this?",
         "known answer cat",
-        "response a ?[31mcat",
+        r"response a \x1b[31mcat",
         "paid by exact 0 ? 0.9",
         "paid by judge missing: timed out",
         "total none, so it is not trained on (the 2 attempts: none, none)",

@@ -5,8 +5,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from sensorium.api.outside import outside_loop
 from sensorium.api.recipes import recipe_of
 from sensorium.api.run import Run
@@ -15,6 +13,7 @@ from sensorium.evaluation.places import default_folder, evaluated_model
 from sensorium.record.durable import read_rows
 from sensorium.report.evaluation_bar import EvaluationBar
 from sensorium.report.evaluations import markdown, summary_grid
+from sensorium.report.terminal import Terminal
 from sensorium.vocabulary.errors import RecipeError
 
 
@@ -82,7 +81,7 @@ def evaluate(
         return Evaluation(play(None), folder)
     from sensorium.cli.show import say
 
-    console = Console()
+    console = Terminal()
     with suppress(OSError, ValueError):  # as in ``EvaluationBar``
         say(f"evaluating {path} into {folder}", console)
     with EvaluationBar(console) as bar:

@@ -59,12 +59,12 @@ def _after_interrupt(directory: Path) -> str:
 
 
 def _console(recipe: Recipe) -> list[Watcher]:
-    from rich.console import Console
 
     from sensorium.cli.show import show_plan
     from sensorium.report.console import ConsoleWatcher
+    from sensorium.report.terminal import Terminal
 
-    console = Console()
+    console = Terminal()
     return [ConsoleWatcher(console, lambda: show_plan(recipe, console))]
 
 

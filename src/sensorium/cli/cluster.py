@@ -5,7 +5,6 @@ import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from sensorium.cli.show import say
@@ -15,6 +14,7 @@ from sensorium.recipe.yaml import read_yaml
 from sensorium.record.lock import said_holder
 from sensorium.record.processes import ProcessRow, RunProcesses, alive, process_state, read_processes
 from sensorium.record.run_directory import RunDirectory
+from sensorium.report.terminal import Terminal
 from sensorium.vocabulary.errors import RecordError
 
 LATE_S = 60.0
@@ -31,7 +31,7 @@ def run(arguments: Namespace) -> int:
     directory = arguments.directory
     if not (directory / "recipe.yaml").exists():
         raise RecordError(f"'{directory}' holds no run: give the directory that 'sensorium train' wrote.")
-    found, console = read_processes(directory), Console()
+    found, console = read_processes(directory), Terminal()
     if found is None or _other_driver(directory, found):
         text, code = _without_processes(directory)
         say(text, console)

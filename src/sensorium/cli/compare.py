@@ -4,9 +4,8 @@ import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from rich.console import Console
-
 from sensorium.cli.show import say
+from sensorium.report.terminal import Terminal
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -23,7 +22,7 @@ def run(arguments: Namespace) -> int:
     from sensorium.record.durable import write_whole
     from sensorium.report.evaluations import comparison_grid, markdown, print_grid
 
-    console = Console()
+    console = Terminal()
     found = compare_folders(EvaluationFolder(arguments.a), EvaluationFolder(arguments.b))
     grid = comparison_grid(found)
     print_grid(grid, console)

@@ -3,8 +3,6 @@
 import shutil
 from argparse import ArgumentParser, Namespace
 
-from rich.console import Console
-
 from sensorium.cli.show import say, show_dry_run, show_plan
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
@@ -13,6 +11,7 @@ from sensorium.record.lock import lock_run
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.html import write_report
 from sensorium.report.tables import comparison_table
+from sensorium.report.terminal import Terminal
 
 INTRO = (
     "A tiny Qwen-VL model looks at pictures of coloured shapes and answers questions about them. It knows the form of an "
@@ -29,7 +28,7 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Measure, train, measure again, and tell."""
-    console = Console()
+    console = Terminal()
     recipe = load_recipe("shapes", ["name=demo", *arguments.overrides])
     if arguments.dry_run:
         show_dry_run(recipe, console, named="shapes")

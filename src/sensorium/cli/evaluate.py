@@ -7,8 +7,6 @@ import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from rich.console import Console
-
 from sensorium.cli.best_ties import tie_note
 from sensorium.cli.show import say, show_dry_run
 from sensorium.evaluation.places import default_folder, evaluated_model
@@ -16,6 +14,7 @@ from sensorium.recipe.load import load_recipe
 from sensorium.record.durable import write_whole
 from sensorium.report.evaluation_bar import EvaluationBar
 from sensorium.report.evaluations import print_grid, summary_grid
+from sensorium.report.terminal import Terminal
 from sensorium.vocabulary.errors import RecipeError, RecordError
 
 
@@ -43,7 +42,7 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Evaluate."""
-    console = Console()
+    console = Terminal()
     recipe = load_recipe(arguments.recipe, [*arguments.overrides, *_settings(arguments)])
     if not recipe.tasks.evaluate:
         raise RecipeError(f"{arguments.recipe}: tasks.evaluate names no source, so there is nothing to evaluate on.")

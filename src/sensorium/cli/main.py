@@ -17,6 +17,7 @@ from rich.text import Text
 from sensorium import __version__
 from sensorium.cli.stopping import end_without_hung_threads, stopping_in_order
 from sensorium.record.durable import cannot_write, full_disk_error
+from sensorium.report.terminal import Terminal, guard_streams
 from sensorium.vocabulary.errors import SensoriumError, nearest
 
 COMMANDS = {
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print_help(Console())
+        print_help(Terminal())
         return 0
     if arguments[0] in ("-V", "--version"):
         print(f"sensorium {__version__}")
@@ -80,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> None:
     """The program: run the command of the arguments and end the process with its exit code."""
+    guard_streams()
     warnings.formatwarning = warning_text
     code = main()
     end_without_hung_threads(code)
@@ -98,7 +100,7 @@ def _tell(error: SensoriumError) -> int:
     """A user's mistake in one paragraph; returns the exit code."""
     words = " ".join([str(error), *getattr(error, "__notes__", ())])
     text = Text.assemble(("error: ", "bold red"), " ".join(words.split()))
-    Console(stderr=True).print(text, soft_wrap=True)
+    Terminal(stderr=True).print(text, soft_wrap=True)
     return 2
 
 

@@ -9,7 +9,6 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from importlib import import_module
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +20,7 @@ from sensorium.forecast.simulator import SCHEDULES, Deployment
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.report.tables import bytes_text, count_text
+from sensorium.report.terminal import Terminal
 from sensorium.vocabulary.errors import RecipeError
 
 USAGE = "sensorium plan RECIPE [key=value …] --gpus N --kind h200 [--engines K] [--schedule NAME] [--price P] [--json]"
@@ -77,7 +77,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         print(json.dumps(as_json(found), indent=1, ensure_ascii=False))
         return 0
-    console = Console()
+    console = Terminal()
     console.print(plan_page(found, asked.price, placing(recipe, found.deployment)))
     for what, how, words in found.notes:
         console.print(Text.assemble((f"{how:>9}", STYLES[how]), f"  {what}: {words}"), soft_wrap=True)

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text as Styled
 
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
+from sensorium.report.terminal import Terminal, unguarded
 from sensorium.vocabulary.content import Media, Message, Text
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RecipeError
@@ -70,7 +70,7 @@ class Screen:
     def __init__(self, recipe: Recipe, folder: Path, pictures: str, session: Any) -> None:
         from sensorium.cli.terminal_pictures import usual_way
 
-        self.console = Console(highlight=False)
+        self.console = Terminal(highlight=False)
         self.recipe, self.folder, self.session = recipe, folder, session
         self.way: Any = usual_way(self.console.is_terminal) if pictures == "auto" else pictures
         self.turn = 0
@@ -127,7 +127,7 @@ class Screen:
             return
         picture = self.session.store.picture(media)
         if told := drawn(picture, self.way):
-            print(told, flush=True)
+            print(told, file=unguarded(sys.stdout), flush=True)
         name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in self.task.id)[:80]
         place = self.folder / f"{name}_turn{self.turn}_{media.hash[:8]}.png"
         place.parent.mkdir(parents=True, exist_ok=True)

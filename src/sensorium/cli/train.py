@@ -4,13 +4,12 @@ import os
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from rich.console import Console
-
 from sensorium.cli.show import say, show_dry_run, show_plan
 from sensorium.recipe.load import load_recipe, shipped_recipes
 from sensorium.recipe.schema import Recipe
 from sensorium.record.checkpoint_files import why_taken
 from sensorium.record.run_directory import RunDirectory
+from sensorium.report.terminal import Terminal
 from sensorium.vocabulary.errors import (
     CheckpointError,
     EngineLost,
@@ -41,7 +40,7 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Train."""
-    console = Console()
+    console = Terminal()
     if arguments.resume and arguments.restart:
         raise RecipeError("--resume goes on from a checkpoint and --restart starts over; drop one of them.")
     if arguments.resume:
@@ -86,7 +85,7 @@ def _from_environment(recipe: str) -> list[str]:
     from sensorium.recipe.caprl_settings import caprl_overrides
 
     if os.environ.get("SAVE_HF_MODEL", "").lower() in ("0", "false", "no"):
-        say("SAVE_HF_MODEL is off, which changes nothing: every checkpoint is a Hugging Face model.", Console(stderr=True))
+        say("SAVE_HF_MODEL is off, which changes nothing: every checkpoint is a Hugging Face model.", Terminal(stderr=True))
     terms = [str(term.options.get("name", term.name)) for term in load_recipe(recipe).rewards.terms]
     return caprl_overrides(os.environ, recipe, terms)
 

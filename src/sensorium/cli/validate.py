@@ -7,11 +7,11 @@ import sys
 from argparse import ArgumentParser, Namespace
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from sensorium.recipe.load import load_recipe
+from sensorium.report.terminal import Terminal
 
 USAGE = "sensorium validate RECIPE [key=value …] [--rows N] [--episodes N]"
 PROBLEMS = 1
@@ -41,7 +41,7 @@ def run(arguments: Namespace) -> int:
     find_names(recipe)
     with model_free_session(recipe) as session:
         findings = list(validate(session, max(0, arguments.rows), max(1, arguments.episodes)))
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = Terminal(width=None if sys.stdout.isatty() else WIDTH)
     table = Table(box=SIMPLE_HEAD, title=f"validate {recipe.name}", title_justify="left")
     for name in ("where", "check", "found", ""):
         table.add_column(name, overflow="fold")

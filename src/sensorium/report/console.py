@@ -21,6 +21,7 @@ from sensorium.record.findings import Notice
 from sensorium.report.curves import bounds, chart, smooth, sparkline
 from sensorium.report.first_group import first_group_lines
 from sensorium.report.tables import count_text, interval_text, share_or_reward
+from sensorium.report.terminal import Terminal
 from sensorium.report.watcher import Metrics, RunStart, Summary, Watcher
 from sensorium.vocabulary.episode import Group as EpisodeGroup
 
@@ -47,7 +48,7 @@ class ConsoleWatcher(Watcher):
     shown = True
 
     def __init__(self, console: Console | None = None, opening: Callable[[], None] | None = None) -> None:
-        self.console = console or Console()
+        self.console = console or Terminal()
         self._opening = opening
         self.lively = (
             self.console.is_terminal and not self.console.is_dumb_terminal and "utf" in self.console.encoding.lower()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from sensorium.report.terminal import visible
 from sensorium.vocabulary.content import Message, Text
 from sensorium.vocabulary.episode import Episode, Group
 from sensorium.vocabulary.score import Score
@@ -51,11 +52,6 @@ def _shown(episodes: Sequence[Episode]) -> Episode:
     return next((episode for episode in episodes if episode.turns), episodes[0])
 
 
-def printable(text: str) -> str:
-    """A model's words without characters that would move a terminal's cursor or ring its bell."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-
-
 def _clipped(text: str, limit: int) -> str:
-    text = printable(text)
+    text = visible(text)
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit:,} more characters)"

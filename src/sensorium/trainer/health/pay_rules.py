@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from sensorium.record.findings import Finding
-from sensorium.report.first_group import printable
+from sensorium.report.terminal import visible
 from sensorium.rewards.answer import tagged
 from sensorium.trainer.health.facts import RECENT, StepFacts, lacks_answer, was_judged
 from sensorium.vocabulary.episode import Episode, Status
@@ -269,7 +269,7 @@ def _why_missing(scores: Iterable[Score]) -> str:
 
 
 def _brief(text: str, limit: int = 240) -> str:
-    line = printable(" ".join(text.split())).rstrip(".")
+    line = visible(" ".join(text.split())).rstrip(".")
     return line if len(line) <= limit else f"{line[:limit]}…"
 
 
