@@ -18,6 +18,7 @@ from sensorium.rewards.timestamps import timestamp_format
 from sensorium.rewards.token_length import TokenLength
 from sensorium.vocabulary.caption_questions import (
     CANNOT,
+    CAPRL_CANNOT,
     CaptionQuestion,
     draws,
     first_letter,
@@ -122,6 +123,28 @@ def test_options_of_rows_with_small_letters_are_read_as_caprl_sends_them() -> No
     assert question_of_block(offered, "B").choices == ("blue", "red")
     with pytest.raises(ValueError, match="letter of its place"):
         question_of_block("Which shape?\n   - A) round\n   - E) odd\n   - C) flat", "C")
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+@pytest.mark.parametrize("extra", ["E", "F", "EF"])
+def test_caprls_own_option_is_dropped_whatever_its_letter(count: int, extra: str) -> None:
+    """CapRL's shuffle_options writes F) below any number of options, and its data have E)."""
+    choices = ("blue", "red", "green", "grey", "white")[:count]
+    block = CaptionQuestion("Which colour?", choices, 1).block()
+    added = "".join(f"\n   - {letter}) {CAPRL_CANNOT}" for letter in extra)
+    assert question_of_block(block + added, "B") == CaptionQuestion("Which colour?", choices, 1)
+    written = [f"{'ABCDE'[place]}) {choice}" for place, choice in enumerate(choices)]
+    row = {"question": "Which colour?", "choices": [*written, f"{extra[0]}) {CAPRL_CANNOT}"], "answer": "B"}
+    assert question_of(row) == CaptionQuestion("Which colour?", choices, 1)
+    with pytest.raises(ValueError, match="'F'"):
+        question_of_block(block + added, "F")
+    with pytest.raises(ValueError, match="letter"):
+        question_of_block(block + "\n   - Z) none of these", "B")
+
+
+def test_an_answer_that_is_caprls_own_option_stays_one() -> None:
+    row = {"question": "Which colour?", "choices": ["blue", "red", CAPRL_CANNOT], "answer": "C"}
+    assert question_of(row) == CaptionQuestion("Which colour?", ("blue", "red", CAPRL_CANNOT), 2)
 
 
 def test_draws_shuffle_relabel_and_offer_a_way_out() -> None:

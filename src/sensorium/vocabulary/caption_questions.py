@@ -92,6 +92,12 @@ def question_of(raw: Any) -> CaptionQuestion:
     given = raw.get("choices")
     if not isinstance(given, Sequence) or isinstance(given, str) or not all(isinstance(one, str) for one in given):
         raise ValueError(f"'choices' is a list of texts, not {given!r:.80}")
+    asked = _without_cannot(given)
+    if len(asked) < len(given):
+        try:
+            return question_of({**raw, "choices": asked})
+        except ValueError:  # such as one whose answer is the option that was dropped
+            pass
     choices = plain_choices(given)
     return CaptionQuestion(raw["question"].strip(), choices, _place(raw.get("answer"), given, choices))
 
@@ -105,15 +111,13 @@ def question_of_block(block: Any, letter: Any) -> CaptionQuestion:
     first = next((i for i, option in enumerate(found) if option and option[0] == "A"), len(lines))
     options: list[str] = []
     for line, option in zip(lines[first:], found[first:], strict=True):
-        if option and option[0] == ascii_uppercase[len(options) % 26]:
-            options.append(option[1])
+        if option and (option[0] == ascii_uppercase[len(options) % 26] or option[1] == CAPRL_CANNOT):
+            options.append(option[1])  # CapRL writes "- F) Can not answer …" below any number of options
         elif option and line.lstrip().startswith("-"):
             raise ValueError(f"the option {line.strip()!r:.60} does not have the letter of its place")
         elif options and line.strip():
             options[-1] += f" {line.strip()}"
-    if options[2:] and options[-1] == CAPRL_CANNOT:
-        options.pop()
-    return question_of({"question": "\n".join(lines[:first]), "choices": options, "answer": letter})
+    return question_of({"question": "\n".join(lines[:first]), "choices": _without_cannot(options), "answer": letter})
 
 
 def plain_choices(given: Sequence[str]) -> tuple[str, ...]:
@@ -157,6 +161,17 @@ def first_letter(reply: str) -> str:
     if found is None:
         raise ValueError("the answer has no letter")
     return found[0].upper()
+
+
+def _without_cannot(choices: Sequence[str]) -> Sequence[str]:
+    """The options without CapRL's "can not answer" at their end, whatever its letter, where two others remain."""
+    end = len(choices)
+    while end > 2:
+        last = choices[end - 1].strip()
+        if (last[found.end() :] if (found := LETTERED.match(last)) else last) != CAPRL_CANNOT:
+            break
+        end -= 1
+    return choices[:end]
 
 
 def _option(line: str) -> tuple[str, str] | None:
