@@ -1,6 +1,7 @@
 """VAGEN's own files of tasks: its seeds, its settings under our names, and splits that share nothing."""
 
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,18 @@ import yaml
 
 from sensorium.assembly.session import EnvironmentMaker
 from sensorium.envs.frozen_lake import FrozenLake
+from sensorium.envs.navigation import ThorNavigation
 from sensorium.envs.sokoban import Sokoban
+from sensorium.envs.svg import SvgDrawing
 from sensorium.media.store import MediaStore
 from sensorium.recipe.names import wrong_options
 from sensorium.recipe.vagen_settings import LEGACY, environment_of, seeds_of
 from sensorium.tasks.vagen import VagenTasks
 from sensorium.vocabulary.errors import RecipeError, TaskError
+
+
+def offered(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
 
 
 def written(folder: Path, held: Any) -> str:
@@ -117,14 +124,14 @@ def test_only_its_own_files_are_read(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="cannot read"):
         VagenTasks(str(tmp_path / "x.yaml"), MediaStore())
     with pytest.raises(RecipeError, match="env_config"):
-        environment_of("x", ["sokoban"])
+        environment_of("x", offered("sokoban"))
 
 
 def test_pay_for_descriptions_is_translated() -> None:
-    offered = ["sokoban", "frozen_lake"]
-
     def of(**config: Any) -> dict[str, Any]:
-        return environment_of({"env_name": "sokoban", "env_config": {"prompt_format": "grounding", **config}}, offered)[1]
+        return environment_of(
+            {"env_name": "sokoban", "env_config": {"prompt_format": "grounding", **config}}, offered("sokoban")
+        )[1]
 
     usual = {"max_turns": 10**6, "prompt": "full", "max_actions_per_turn": 3, "response_format": "grounding"}
     assert of(use_state_reward=False, grounding_reward_weight=0.3) == usual
@@ -135,7 +142,7 @@ def test_pay_for_descriptions_is_translated() -> None:
 
 def test_sokobans_longest_solution_and_structured_descriptions_are_translated() -> None:
     config = {"min_actions_to_succeed": 9, "prompt_format": "grounding_structured", "use_state_reward": True}
-    _, options = environment_of({"env_name": "sokoban", "env_config": config}, ["sokoban"])
+    _, options = environment_of({"env_name": "sokoban", "env_config": config}, offered("sokoban"))
     assert (options["max_solution"], options["response_format"]) == (9, "grounding")
     room = Sokoban(MediaStore(), **options)
     room.reset(3)
@@ -145,13 +152,27 @@ def test_sokobans_longest_solution_and_structured_descriptions_are_translated() 
     answer = "<think><observation>{}</observation><reasoning>…</reasoning></think><answer>Up</answer>"
     paid = [room.step(answer.format(words)).reward for words in (right, said)]
     assert [parts["observation"] for parts in paid if isinstance(parts, dict)] == [0.5, 0.0]
-    _, options = environment_of({"env_name": "frozenlake", "env_config": {"min_actions_to_succeed": 5}}, ["frozen_lake"])
+    _, options = environment_of(
+        {"env_name": "frozenlake", "env_config": {"min_actions_to_succeed": 5}}, offered("frozen_lake")
+    )
     assert FrozenLake(MediaStore(), **options)
+
+
+def test_settings_that_do_nothing_in_vagen_are_taken_and_do_nothing() -> None:
+    """The sokoban that VAGEN wraps ends after max_steps moves, and VAGEN does not look at that."""
+    plain = environment_of({"env_name": "sokoban"}, offered("sokoban"))
+    config = {"max_steps": 100, "special_token_list": ["<think>", "</think>", "<answer>", "</answer>"]}
+    for current in (False, True):
+        found = environment_of({"env_name": "sokoban", "env_config": config}, offered("sokoban"), current)
+        assert found == environment_of({"env_name": "sokoban"}, offered("sokoban"), current)
+    assert "max_steps" not in plain[1]
+    walk = environment_of({"env_name": "navigation", "env_config": {"max_steps": 20}}, offered("navigation"))
+    assert walk[1]["max_steps"] == 20
 
 
 def test_settings_of_navigation_are_translated_and_its_task_files_are_not_guessed() -> None:
     config = {"prompt_format": "free_think", "success_threshold": 1.5, "resolution": 255, "fov": 100, "step_length": 0.5}
-    name, options = environment_of({"env_name": "navigation", "env_config": config}, ["navigation", "ai2thor"])
+    name, options = environment_of({"env_name": "navigation", "env_config": config}, offered("navigation", "ai2thor"))
     given = {
         "success_distance": 1.5,
         "side": 255,
@@ -161,8 +182,8 @@ def test_settings_of_navigation_are_translated_and_its_task_files_are_not_guesse
     }
     assert (name, options) == ("navigation", {"max_turns": 10**6, "prompt": "full", **given})
     assert wrong_options("environment", name, options) == ("", "")
-    with pytest.raises(RecipeError, match="environment ai2thor with tasks"):
-        environment_of({"env_name": "navigation", "env_config": {"eval_set": "base"}}, ["navigation"])
+    with pytest.raises(RecipeError, match=r"ai2thor=FILE\.yaml"):
+        environment_of({"env_name": "navigation", "env_config": {"eval_set": "base"}}, offered("navigation"))
 
 
 def today(folder: Path, *entries: Any, **more: Any) -> tuple[str, dict[str, Any], int]:
@@ -199,18 +220,26 @@ def test_navigation_of_today_goes_to_the_task_file_that_the_recipe_names(tmp_pat
     client = {"base_urls": "http://localhost:8000", "timeout": 120, "retries": 3}
     config = {**client, "eval_set": "base", "prompt_format": "eval_mode", "max_actions_per_step": 5}
     entry = {"name": "RemoteEnv", "n_envs": 1, "data_source": "navigation", "seed": [0, 30], "config": config}
-    with pytest.raises(TaskError, match="environment ai2thor with tasks"):
+    with pytest.raises(TaskError, match=r"ai2thor: \{tasks"):
         today(tmp_path, entry)
-    name, options, seed = today(tmp_path, entry, options={"ai2thor": {"tasks": str(tmp_path / "{eval_set}.json")}})
+    tasks = str(tmp_path / "{eval_set}.json")
+    name, options, seed = today(tmp_path, entry, options={"ai2thor": {"tasks": tasks}})
     assert (name, seed) == ("ai2thor", seeds_of(1, [0, 30], "RemoteEnv")[0])
     assert options == {
         "max_turns": 5, "prompt": "full", "action_names": "move_forward", "success_reward": 1.0, "format_reward": 0.01,
         "success_distance": 1.0, "step_length": 0.3, "response_format": "eval_mode", "max_actions_per_turn": 5,
-        "tasks": str(tmp_path / "base.json"),
+        "tasks": tasks, "eval_set": "base",
     }  # fmt: skip
+    assert json.loads(ThorNavigation.content_key(seed, options)) == task
+    with pytest.raises(RecipeError, match=r"common_sense\.json"):
+        ThorNavigation(MediaStore(), **options | {"eval_set": "common_sense"})
+    with pytest.raises(RecipeError, match=r"Write \{eval_set\}"):
+        ThorNavigation(MediaStore(), str(tmp_path / "base.json"), eval_set="common_sense")
     config["eval_set"] = "../etc/passwd"
     with pytest.raises(TaskError, match="name of a task file"):
-        today(tmp_path, entry, options={"ai2thor": {"tasks": str(tmp_path / "{eval_set}.json")}})
+        today(tmp_path, entry, options={"ai2thor": {"tasks": tasks}})
+    with pytest.raises(RecipeError, match="name of a task file"):
+        ThorNavigation(MediaStore(), tasks, eval_set="../etc/passwd")
 
 
 def test_svg_needs_the_folders_of_its_models_from_the_recipe(tmp_path: Path) -> None:
@@ -229,6 +258,38 @@ def test_svg_needs_the_folders_of_its_models_from_the_recipe(tmp_path: Path) -> 
         "max_turns": 5, "prompt": "full", "response_format": LEGACY, "pixel_weight": 0.0, "structural_weight": 0.0,
         "dino_weight": 0.5, "dreamsim_weight": 0.0, "dino_path": "models/dino", "device": "cpu",
     }  # fmt: skip
+
+
+def test_svg_plays_the_rows_of_vagens_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local folder stands for the data set of that name: the library looks there before it asks the hub."""
+    folder = tmp_path / "starvector" / "svg-icons-simple"
+    folder.mkdir(parents=True)
+    drawn = [f'<svg viewBox="0 0 8 8"><circle cx="4" cy="4" r="{radius}" fill="red"/></svg>' for radius in range(1, 8)]
+    for split, codes in (("train", drawn[:5]), ("test", drawn[5:])):
+        rows = [{"Filename": f"{number}.svg", "Svg": code} for number, code in enumerate(codes)]
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}-00000-of-00001.parquet")
+    monkeypatch.chdir(tmp_path)
+    config = {
+        "dataset_name": "starvector/svg-icons-simple", "data_dir": "data", "seed": 42, "split": "test",
+        "prompt_format": "free_think",
+    }  # fmt: skip
+    rows = [
+        {"data_source": "svg", "extra_info": {"env_name": "svg", "env_config": config, "seed": seed}} for seed in range(4)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    source = VagenTasks(str(tmp_path / "rows.parquet"), MediaStore())
+    for seed in range(4):
+        environment = EnvironmentMaker(MediaStore())(source[seed])
+        environment.reset(seed)
+        meant = drawn[5:][random.Random(seed).randint(0, 1)]
+        assert meant in environment.demonstrate()
+        spec = source[seed].environment
+        assert spec is not None
+        assert SvgDrawing.content_key(seed, spec.options) == meant
+    with pytest.raises(TaskError):
+        SvgDrawing(MediaStore(), dataset="starvector/svg-icons-simple", dataset_split="other")
+    with pytest.raises(TaskError, match="Code"):
+        SvgDrawing(MediaStore(), dataset="starvector/svg-icons-simple", dataset_column="Code")
 
 
 def test_primitive_skills_need_the_modules_that_register_them(tmp_path: Path) -> None:
@@ -253,11 +314,12 @@ def test_primitive_skills_need_the_modules_that_register_them(tmp_path: Path) ->
         ("navigation", {"format_reward": 0.5}, "per_turn_format_reward"),
         ("navigation", {"multiview": True}, "multiview: True has no counterpart"),
         ("navigation", {"action_sep": ","}, "separated by '|'"),
-        ("svg", {"dataset_name": "starvector/svg-icons-simple"}, "svg_files for a folder"),
+        ("svg", {"dataset_name": "../secret/rows"}, "a data set of the hub"),
+        ("FrozenLake", {"special_token_list": ["Left"]}, "special_token_list"),
         ("FrozenLake", {"slip_prob": 0.02}, "slip_prob: 0.02 has no counterpart"),
         ("FrozenLake", {"prompt_format": "grounding_symbolic"}, "Use grounding."),
     ],
 )
 def test_what_has_no_counterpart_is_refused_with_the_cause(name: str, config: dict[str, Any], problem: str) -> None:
     with pytest.raises(RecipeError, match=re.escape(problem)):
-        environment_of({"env_name": name, "env_config": config}, ["navigation", "svg", "frozen_lake"], current=True)
+        environment_of({"env_name": name, "env_config": config}, offered("navigation", "svg", "frozen_lake"), current=True)

@@ -203,9 +203,6 @@ def _selection(recipe: Recipe) -> Iterator[Problem]:
 
 def _rollout(recipe: Recipe) -> Iterator[Problem]:
     rollout, evaluation = recipe.rollout, recipe.evaluation
-    if rollout.window > rollout.max_turns:
-        wide = f"window {rollout.window} is wider than max_turns {rollout.max_turns}"
-        yield "rollout.window", f"{wide}; use 0 to keep every turn in context."
     if rollout.max_new_tokens >= rollout.max_context_tokens:
         long = f"max_new_tokens {rollout.max_new_tokens} leaves no room for a prompt"
         yield "rollout.max_new_tokens", f"{long} in max_context_tokens {rollout.max_context_tokens}."

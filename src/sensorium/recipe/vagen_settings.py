@@ -6,8 +6,9 @@ its data files stand for, so that a task here is the one that it is there.
 
 import hashlib
 import random
+import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sensorium.vocabulary.errors import RecipeError
@@ -31,6 +32,7 @@ OF_ENVIRONMENT = {
     "navigation": {"success_threshold": "success_distance", "resolution": "side", "fov": "field_of_view"},
     "ai2thor": {"success_threshold": "success_distance"},
     "primitive_skill": {"env_id": "id"},
+    "svg": {"dataset_name": "dataset", "split": "dataset_split"},
 }
 """Further settings under our names, by environment."""
 
@@ -71,9 +73,16 @@ IDLE = (
     "use_example_in_sys_prompt",
 )  # fmt: skip
 """Settings of its own machinery: they change nothing that is played here."""
+IDLE_IN = {
+    "frozen_lake": ("min_actions_to_succeed",),
+    "sokoban": ("max_steps",),  # the room under VAGEN's counts moves, and VAGEN does not look at the count
+    "svg": ("data_dir", "max_actions_per_step", "seed"),  # where its copy of the data set is; a reset's seed counts
+}
+"""Settings that VAGEN has in one environment and that change nothing there."""
 
 ONLY: dict[str, Any] = {
     "multiview": False, "down_sample_ratio": 1.0, "slip_prob": 0.0, "desc": None, "format_penalty": 0.0,
+    "special_token_list": ["<think>", "</think>", "<answer>", "</answer>"],
 }  # fmt: skip
 """Settings that can be played here with this value only."""
 
@@ -89,11 +98,13 @@ VALUES: dict[str, dict[str, str]] = {
     "response_format": {f"{form}_structured": form for form in DESCRIBING},  # states are told by row and column here
 }
 MOST_SEED = 2**31 - 1
+HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}")
 
 
-def environment_of(wish: Any, offered: Collection[str], current: bool = False) -> tuple[str, dict[str, Any]]:
-    """Our name (of those offered) and options; what has no counterpart here is refused, here or by the environment.
+def environment_of(wish: Any, offered: Mapping[str, str], current: bool = False) -> tuple[str, dict[str, Any]]:
+    """Our name and options; what has no counterpart here is refused, here or by the environment.
 
+    ``offered`` are the environments by the names they are offered under: {"sokoban": "sokoban", "rooms": "ai2thor"}.
     ``current`` says that the wish is of today's VAGEN, not of its legacy version: settings that it leaves out differ.
     """
     config = wish.get("env_config") or {} if isinstance(wish, dict) else None
@@ -104,17 +115,28 @@ def environment_of(wish: Any, offered: Collection[str], current: bool = False) -
         (name,) = offered
     plain = {offer.replace("_", "").lower(): offer for offer in offered}
     known = plain.get(str(name).replace("_", "").lower(), str(name))
-    defaults = (CURRENT_DEFAULTS if current else LEGACY_DEFAULTS).get(known)
-    if known == "navigation" and "eval_set" in config:
-        raise RecipeError(
-            "VAGEN's navigation plays the rooms of AI2-THOR (eval_set); here that is the environment ai2thor with tasks: "
-            "the file of that name. navigation has rooms of its own: leave eval_set out to play those."
-        )
+    if offered.get(known, known) == "navigation" and "eval_set" in config:
+        known = _with_task_files(offered)
+    kind = offered.get(known, known)
+    defaults = (CURRENT_DEFAULTS if current else LEGACY_DEFAULTS).get(kind)
     settings = {str(key): value for key, value in _with_state_reward(config).items() if key != "env_name"}
     if defaults is None:
-        return known, _renamed(known, settings)
-    settings = _playable(known, settings, current)
-    return known, {"max_turns": WITHOUT_LIMIT, "prompt": "full", **defaults, **_renamed(known, settings)}
+        return known, _renamed(kind, settings)
+    settings = _playable(kind, settings, current)
+    return known, {"max_turns": WITHOUT_LIMIT, "prompt": "full", **defaults, **_renamed(kind, settings)}
+
+
+def _with_task_files(offered: Mapping[str, str]) -> str:
+    """The name under which AI2-THOR is offered, whose rooms VAGEN's navigation with an eval_set plays."""
+    for name, kind in offered.items():
+        if kind == "ai2thor":
+            return name
+    raise RecipeError(
+        "VAGEN's navigation plays the rooms of AI2-THOR (eval_set), and nothing here says where its task files are. For "
+        "the source vagen, give options: {ai2thor: {tasks: 'FOLDER/{eval_set}.json'}}; for a service, offer "
+        "ai2thor=FILE.yaml with {environment: ai2thor, options: {tasks: 'FOLDER/{eval_set}.json'}}. The environment "
+        "navigation has rooms of its own: leave eval_set out to play those."
+    )
 
 
 def entry_name(name: str, config: Mapping[str, Any], data_source: str) -> str:
@@ -134,20 +156,20 @@ def without_client(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _playable(known: str, settings: dict[str, Any], current: bool) -> dict[str, Any]:
     """Settings without those that change nothing here; one that asks for what cannot be played is refused."""
-    found = {key: value for key, value in settings.items() if key not in IDLE}
+    found = {key: value for key, value in settings.items() if key not in (*IDLE, *IDLE_IN.get(known, ()))}
     for key, value in ONLY.items():
         if found.pop(key, value) != value:
             raise RecipeError(
                 f"VAGEN's {key}: {settings[key]!r:.40} has no counterpart here; only {value!r} can be played."
             )
-    if known == "frozen_lake":
-        found.pop("min_actions_to_succeed", None)  # VAGEN does not read it there
     form = str(found.get("prompt_format"))
     if form.removesuffix("_symbolic") in DESCRIBING and form.endswith("_symbolic"):
         raise RecipeError(
             f"VAGEN's prompt_format {form} asks for a drawn grid, which is not read here: states are described by row and "
             f"column. Use {form.removesuffix('_symbolic')}."
         )
+    if "eval_set" in found and not re.fullmatch(r"\w{1,60}", str(found["eval_set"])):
+        raise RecipeError(f"VAGEN's eval_set is the name of a task file, not {found['eval_set']!r:.60}.")
     walks = known in ("navigation", "ai2thor")
     apart = {"svg": "~~", "primitive_skill": "|"}.get(known, "|" if walks and current else ",")
     if found.pop("action_sep", apart) != apart:
@@ -161,13 +183,11 @@ def _playable(known: str, settings: dict[str, Any], current: bool) -> dict[str, 
         if "per_turn_format_reward" in found:
             found["format_reward"] = found.pop("per_turn_format_reward")
     if known == "svg":
-        if "dataset_name" in found or "data_dir" in found:
-            raise RecipeError(
-                "VAGEN's svg draws a data set (dataset_name). Here rows bring it: the source parquet, or svg_files for a "
-                "folder, with environment: {name: svg}. Without dataset_name pictures are made from seeds."
-            )
-        found.pop("split", None)
-        found.pop("max_actions_per_step", None)
+        data = found.get("dataset_name")
+        if data is None:
+            found.pop("split", None)  # of pictures made from seeds there is one set only
+        elif not isinstance(data, str) or not HUB_ID.fullmatch(data):
+            raise RecipeError(f"VAGEN's dataset_name is a data set of the hub, owner/name, not {data!r:.60}.")
     if known == "sokoban" and isinstance(steps := found.get("min_solution_steps"), list | tuple) and len(steps) == 2:
         found["min_solution_steps"], found["max_solution_steps"] = steps
     if known == "primitive_skill" and found.get("env_id", SKILL_TASKS[0]) not in SKILL_TASKS:

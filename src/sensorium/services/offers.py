@@ -57,6 +57,11 @@ class Offers:
                     f"{{environment: {offer.environment}, options: {{{needed[0]}: …}}}}, and offer that: {name}=FILE.yaml."
                 )
 
+    @property
+    def environments(self) -> dict[str, str]:
+        """The environment behind each name."""
+        return {name: offer.environment for name, offer in self.offers.items()}
+
     def chosen(self, name: Any, options: Any) -> tuple[str, dict[str, Any]]:
         """What a client's name and options stand for; RecipeError says what is wrong with them."""
         if not isinstance(name, str) or name not in self.offers:
@@ -65,8 +70,8 @@ class Offers:
             raise RecipeError("the options of an environment are an object.")
         offer = self.offers[name]
         closed = {*closed_options(resolve("environment", offer.environment)), *offer.options}
-        for key in options:
-            if key in closed:
+        for key, value in options.items():
+            if key in closed and (key not in offer.options or value != offer.options[key]):
                 raise RecipeError(f"the option '{key}' of environment '{name}' is the server's own.")
         chosen = {**offer.options, **options}
         _, problem = wrong_options("environment", offer.environment, chosen)

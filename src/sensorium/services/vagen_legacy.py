@@ -92,7 +92,7 @@ class _Environments:
                 self.known[id] = "the server is full"
                 break
             try:
-                name, options = environment_of(wish, self.table.offers.offers)
+                name, options = environment_of(wish, self.table.offers.environments)
                 self.table.offers.chosen(name, options)
                 self.known[id] = (name, options)
             except RecipeError as error:

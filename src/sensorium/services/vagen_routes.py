@@ -62,7 +62,9 @@ class _Calls:
         self.prompts: dict[str, list[Json]] = {}
 
     async def connect(self, asked: Json) -> tuple[Json, list[bytes]]:
-        name, options = environment_of({"env_config": asked.get("env_config")}, self.table.offers.offers, current=True)
+        name, options = environment_of(
+            {"env_config": asked.get("env_config")}, self.table.offers.environments, current=True
+        )
         self.table.offers.chosen(name, options)
         self._forget_ended()
         id = uuid4().hex

@@ -99,6 +99,7 @@ class FlatRows:
     the columns ``pictures``, ``videos`` and ``sounds``. ``media_first`` puts them, in this order, before a prompt without
     placeholders. ``start`` and ``end`` (seconds) trim the row's videos and sounds. ``instruction`` ends the last message;
     ``system`` goes before the first. ``type`` says how the answer is compared (see the reward ``accuracy_by_type``).
+    Rows that an environment plays may have no prompt.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class FlatRows:
         for part in columns:
             if part not in PARTS:
                 raise RecipeError(f"columns: a task has no part '{part}'{nearest(str(part), PARTS)}")
-        if "prompt" not in columns:
+        if "prompt" not in columns and environment is None:
             raise RecipeError("columns: say which column holds the prompt, as in {prompt: problem}.")
         self.columns = dict(columns)
         self.instruction, self.system, self.media_first = instruction, system, media_first
@@ -128,13 +129,10 @@ class FlatRows:
     def task(self, row: Mapping[str, Any], name: str, place: Place) -> Task:
         """The task of one row."""
         parts = {part: _reach(row, path, place) for part, path in self.columns.items()}
-        prompt = parts["prompt"]
-        messages = messages_of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, place)
         _check_texts([parts.get(part) for part in ("id", "answer", "demonstration", "category", "type")], place)
         media = {kind: self._media(part, kind, parts, place) for part, kind in MEDIA.items() if part in self.columns}
-        messages = put_first(messages, media, place) if self.media_first else fill_placeholders(messages, media, place)
-        _check_last(messages, place)
-        if self.instruction:
+        messages = self._messages(parts["prompt"], media, place) if "prompt" in parts else _only_media(media)
+        if self.instruction and messages:
             messages = (*messages[:-1], Message(messages[-1].role, (*messages[-1].content, Text(self.instruction))))
         if self.system:
             messages = (system(self.system), *messages)
@@ -147,6 +145,12 @@ class FlatRows:
             metadata={key: str(parts[key]) for key in ("category", "type") if parts.get(key) is not None},
         )
 
+    def _messages(self, prompt: Any, media: Mapping[MediaKind, list[Media]], place: Place) -> tuple[Message, ...]:
+        messages = messages_of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, place)
+        messages = put_first(messages, media, place) if self.media_first else fill_placeholders(messages, media, place)
+        _check_last(messages, place)
+        return messages
+
     @staticmethod
     def _media(part: str, kind: MediaKind, parts: Mapping[str, Any], place: Place) -> list[Media]:
         held = parts[part]
@@ -155,6 +159,12 @@ class FlatRows:
             return [place.picture(source, f"picture {i}") for i, source in enumerate(sources)]
         trim = {key: parts[key] for key in TRIM if parts.get(key) is not None}
         return [place.clip(kind, source, f"{kind} {i}", trim) for i, source in enumerate(sources)]
+
+
+def _only_media(media: Mapping[MediaKind, list[Media]]) -> tuple[Message, ...]:
+    """The messages of a row without a prompt: the environment that plays it has its own words."""
+    shown = tuple(medium for several in media.values() for medium in several)
+    return (Message("user", shown),) if shown else ()
 
 
 def layout_of(

@@ -7,7 +7,6 @@
 The legacy files use the same seeds for training and test; here the split goes by what a seed leads to: they share nothing.
 """
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +21,7 @@ from sensorium.tasks.environment_tasks import EnvironmentTasks
 from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
 from sensorium.vocabulary.task import EnvironmentSpec, Task
 
-SKILLS, THOR = "primitive_skill", "ai2thor"
+SKILLS = "primitive_skill"
 
 
 class VagenTasks:
@@ -47,7 +46,7 @@ class VagenTasks:
         self.options = {name: dict(own) for name, own in (options or {}).items()}
         for name in self.options:
             check("environment", name, "vagen, options")
-        self._served = [name for name in table("environment") if name in self.options or _plays_from_seeds(name)]
+        self._served = {name: name for name in table("environment") if name in self.options or _plays_from_seeds(name)}
         self._tasks: list[Task] = []
         if self.path.suffix == ".parquet":
             self._take_rows()
@@ -138,15 +137,12 @@ class VagenTasks:
     def _environment(self, wish: dict[str, Any], place: str, current: bool = False) -> tuple[str, dict[str, Any]]:
         """Our environment of theirs. Files are data: they name what is registered and runs no code of their choosing."""
         try:
-            wish, eval_set = self._without_eval_set(wish)
             name, options = environment_of(wish, self._served, current)
         except RecipeError as error:
             raise TaskError(f"{place}: {error}") from error
         if name not in self._served:
-            raise TaskError(f"{place}: unknown environment '{name:.60}'{nearest(name, self._served)}")
+            raise TaskError(f"{place}: unknown environment '{name:.60}'{nearest(name, list(self._served))}")
         own = dict(self.options.get(name, {}))
-        if eval_set:
-            own["tasks"] = str(own["tasks"]).replace("{eval_set}", eval_set)
         if "max_turns" in parameters_of(resolve("environment", name)):
             options["max_turns"] = self.max_turns
         options = {key: value for key, value in options.items() if value is not None}
@@ -155,19 +151,6 @@ class VagenTasks:
         if problem:
             raise TaskError(f"{place}: {problem}")
         return name, {**options, **own}
-
-    def _without_eval_set(self, wish: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """Navigation in AI2-THOR's rooms, where the recipe says where its task files are; and the file that is meant."""
-        config, tasks = wish.get("env_config"), self.options.get(THOR, {}).get("tasks")
-        asked = isinstance(config, Mapping) and "eval_set" in config
-        if not tasks or not asked or str(wish.get("env_name")).lower() != "navigation":
-            return wish, ""
-        assert isinstance(config, Mapping)
-        eval_set = str(config["eval_set"])
-        if not re.fullmatch(r"\w{1,60}", eval_set):
-            raise RecipeError(f"eval_set is the name of a task file, not {eval_set!r:.60}.")
-        rest = {key: value for key, value in config.items() if key not in ("eval_set", "env_name")}
-        return {"env_name": THOR, "env_config": rest}, eval_set
 
     def _add(self, name: str, options: dict[str, Any], seed: int, category: str, number: int | str) -> None:
         spec = EnvironmentSpec(name, dict(options), seed)
@@ -193,4 +176,5 @@ def _only_the_recipes(name: str, options: Mapping[str, Any], own: Mapping[str, A
             f"{{{SKILLS}: {{modules: [module, …]}}}}."
         )  # fmt: skip
     closed = [key for key in options if key in closed_options(resolve("environment", name)) and key not in own]
+    closed = [key for key in closed if (name, key) != ("svg", "dataset")]  # an id of the hub, which is checked
     return f"the option '{closed[0]}' of environment '{name}' is the recipe's to set, not a file's." if closed else ""

@@ -8,14 +8,19 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
+import httpx
 import numpy as np
 import pytest
 
 from sensorium.envs.navigation.thor import MOVES, TURNS
 from sensorium.media.store import MediaStore
 from sensorium.recipe.names import build, plays_for_anybody, resolve
+from sensorium.services.offers import Offer, Offers
+from sensorium.services.sessions import SessionTable
 from sensorium.tasks.environment_tasks import EnvironmentTasks
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
+
+from ...services.running import serving
 
 POSE = {"position": {"x": 0.0, "y": 0.9, "z": 0.0}, "rotation": 90, "horizon": 0}
 
@@ -147,3 +152,26 @@ def test_the_real_package_has_what_is_used_of_it() -> None:
     assert hasattr(platform, "CloudRendering")
     assert "self.last_event" in inspect.getsource(controller.Controller)
     assert "self.frame" in inspect.getsource(server.Event)
+
+
+def test_a_service_plays_the_eval_set_that_a_client_names(thor: None, tasks: str, tmp_path: Path) -> None:
+    """As VAGEN's own service: env_name navigation with an eval_set, by the task files that the server names."""
+    common = json.loads(Path(tasks).read_text())
+    common["tasks"] = [task | {"instruction": "find the tap"} for task in common["tasks"]]
+    (tmp_path / "common_sense.json").write_text(json.dumps(common))
+    rooms = Offer("ai2thor", {"tasks": str(tmp_path / "{eval_set}.json")})
+    offers = Offers({"navigation": Offer("navigation"), "rooms": rooms})
+    configs = {
+        name: {"env_name": "navigation", "env_config": {"eval_set": name, "render_mode": "vision"}}
+        for name in ("base", "common_sense", "../common_sense")
+    }
+    with serving(SessionTable(offers, MediaStore())) as address, httpx.Client(base_url=address) as http:
+        assert http.post("/environments", json={"ids2configs": configs}).json() == {"success": True}
+        shown = http.post("/batch/reset", json={"ids2seeds": dict.fromkeys(configs, 3)}).json()["results"]
+        assert "go 3" in shown["base"][0]["obs_str"]
+        assert "find the tap" in shown["common_sense"][0]["obs_str"]
+        assert "eval_set" in shown["../common_sense"][1]["error"]
+        assert http.post("/batch/close", json={"env_ids": list(configs)}).status_code == 200
+    with pytest.raises(RecipeError, match="server's own"):
+        offers.chosen("rooms", {"tasks": "/etc/passwd"})
+    assert offers.chosen("rooms", {"tasks": rooms.options["tasks"]})[0] == "ai2thor"

@@ -10,6 +10,7 @@ AI2-THOR starts a Unity program of its own, which it downloads once (x86 Linux w
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -34,6 +35,7 @@ START_S = 300.0
 class ThorNavigation(NavigationPlay):
     """Navigation in AI2-THOR. ``tasks`` is a task file; the seed, counted round, says which of its tasks is played.
 
+    ``{eval_set}`` in its path stands for the option of that name, so that clients and files choose among VAGEN's files.
     ``platform`` is a class of ai2thor.platform (CloudRendering draws without a display) or empty for its own choice.
     """
 
@@ -59,7 +61,9 @@ class ThorNavigation(NavigationPlay):
         format_reward: float = 0.5,
         state_reward: float = 0.0,
         action_names: Literal["moveahead", "move_forward"] = "moveahead",
+        eval_set: str = "base",
     ) -> None:
+        tasks = task_file(tasks, eval_set)
         within(NAME, "resolution", resolution, 16, 4096)
         within(NAME, "fov", fov, 10.0, 170.0)
         within(NAME, "step_length", step_length, 0.01, 5.0)
@@ -74,7 +78,7 @@ class ThorNavigation(NavigationPlay):
     @classmethod
     def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
         """What the seed leads to: the task of the file."""
-        listed = task_list(str(options["tasks"]))
+        listed = task_list(task_file(str(options["tasks"]), str(options.get("eval_set", "base"))))
         return json.dumps(listed[seed % len(listed)], sort_keys=True)
 
 
@@ -167,6 +171,17 @@ class ThorSimulator:
                 f"{NAME}: the controller cannot be started: {words(error)}. It needs its Unity build (fetched once by "
                 "network) and, for CloudRendering, x86 Linux with Vulkan (libvulkan1)."
             ) from error
+
+
+def task_file(tasks: str, eval_set: str) -> str:
+    """The path of the task file of an ``eval_set``: a name, never a path of its own."""
+    if not re.fullmatch(r"\w{1,60}", eval_set):
+        raise RecipeError(f"{NAME}: eval_set is the name of a task file, not {eval_set!r:.60}.")
+    if "{eval_set}" not in tasks and eval_set not in ("base", Path(tasks).stem):
+        raise RecipeError(
+            f"{NAME}: eval_set '{eval_set}' is asked for, and tasks names one file, '{tasks}'. Write {{eval_set}} in it."
+        )
+    return tasks.replace("{eval_set}", eval_set)
 
 
 @lru_cache(maxsize=16)

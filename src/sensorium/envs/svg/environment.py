@@ -13,7 +13,7 @@ from sensorium.envs.state_description import describe, described_parts, judged
 from sensorium.envs.svg.checks import SvgRefused, svg_in
 from sensorium.envs.svg.renderer import Pixels, draw, refuse_missing
 from sensorium.envs.svg.similarity import pixel_similarity, structural_similarity
-from sensorium.envs.svg.targets import State, state_of, target_code
+from sensorium.envs.svg.targets import State, row_code, state_of, target_code
 from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
 from sensorium.recipe.names import build
@@ -36,10 +36,12 @@ class SvgDrawing:
     answer. Each attempt is paid ``format_reward`` for code that is drawn, in the form asked for, and the similarity of the
     drawing, times a weight: ``pixel``, ``structural`` (edges), and with folders of vision models ``dino`` and
     ``dreamsim``. ``state_reward`` is paid for what the response says of where shapes are, as FrozenLake does.
+    ``dataset`` (a hub id or a folder) has pictures as SVG code in ``dataset_column``; a seed leads to the row that it
+    leads to in VAGEN.
     """
 
     instant = False
-    recipe_only = ("dino_path", "dreamsim_path", "device")
+    recipe_only = ("dino_path", "dreamsim_path", "device", "dataset", "dataset_column")
 
     def __init__(
         self,
@@ -62,6 +64,9 @@ class SvgDrawing:
         device: str = "cpu",
         state_reward: float = 0.0,
         success_above: float = 0.9,
+        dataset: str = "",
+        dataset_split: str = "train",
+        dataset_column: str = "Svg",
     ) -> None:
         refuse_missing()
         one_of(NAME, "view", view, ["picture", "blank"])
@@ -87,10 +92,15 @@ class SvgDrawing:
         self._describes = bool(state_reward and described)
         self._target: Pixels | None = None
         self._code, self._seed, self._turn, self._over = "", 0, 0, True
+        self._data = (dataset, dataset_split, dataset_column) if dataset else None
+        if self._data:
+            row_code(*self._data, 0)
 
     @classmethod
     def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
         """What the seed leads to: the code of its picture. Different codes are different pictures."""
+        if data := options.get("dataset"):
+            return row_code(data, options.get("dataset_split", "train"), options.get("dataset_column", "Svg"), seed)
         return target_code(*(options.get(key, value) for key, value in DEFAULTS.items()), seed)
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
@@ -161,7 +171,7 @@ class SvgDrawing:
         code = svg_in(task.answer) or "" if task is not None and isinstance(task.answer, str) else ""
         if shown:
             return code, self._fitted(shown[0])
-        code = code or target_code(*self._kind, seed)
+        code = code or (row_code(*self._data, seed) if self._data else target_code(*self._kind, seed))
         try:
             return code, draw(code, self.side)
         except SvgRefused as refused:

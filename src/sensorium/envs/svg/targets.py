@@ -10,10 +10,15 @@ whose state is circle at (0, 0), rect at (1, 2): rows and columns of the grid fr
 
 import random
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from xml.parsers import expat
 
-from sensorium.envs.svg.checks import SvgRefused, checked
+from sensorium.envs.svg.checks import SvgRefused, checked, svg_in
+from sensorium.media.store import MediaStore
+from sensorium.recipe.names import build
+from sensorium.vocabulary.errors import EnvironmentFailure
+from sensorium.vocabulary.task import Task
 
 COLOURS = ("red", "green", "blue", "orange", "purple", "black", "teal", "gold")
 KINDS = ("circle", "rect", "ellipse", "polygon")
@@ -30,6 +35,28 @@ def target_code(grid: int, shapes: int, seed: int) -> str:
     cells = sorted(chance.sample(range(grid * grid), chance.randint(1, shapes)))
     drawn = "".join(_shape(chance, *divmod(cell, grid)) for cell in cells)
     return f'<svg viewBox="0 0 {grid * CELL} {grid * CELL}">{drawn}</svg>'
+
+
+def row_code(data: str, split: str, column: str, seed: int) -> str:
+    """The SVG code of the row of a data set that a seed stands for, chosen as VAGEN chooses it."""
+    rows = _rows(data, split, column)
+    number = random.Random(seed).randint(0, len(rows) - 1)
+    code = svg_in(str(rows[number].answer or ""))
+    if code is None:
+        raise EnvironmentFailure(f"svg: row {number} of '{data}', split '{split}', has no SVG code in '{column}'.")
+    return code
+
+
+@lru_cache(maxsize=4)
+def _rows(data: str, split: str, column: str) -> Sequence[Task]:
+    rows: Sequence[Task] = build(
+        "source",
+        "hub",
+        {"data": data, "split": split, "columns": {"answer": column}, "environment": {"name": "svg"}},
+        "svg",
+        store=MediaStore(),
+    )
+    return rows
 
 
 def _shape(chance: random.Random, row: int, column: int) -> str:
