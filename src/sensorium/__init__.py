@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from sensorium.api.table import Table
     from sensorium.api.train import resume, train
     from sensorium.recipe import Recipe, load_recipe, register
-    from sensorium.vocabulary import Episode, Score, Task
+    from sensorium.vocabulary import Episode, Score, Task, reward
     from sensorium.vocabulary.errors import SensoriumError
 
 __version__ = "0.1.0"
 __all__ = [
     "Episode", "Evaluation", "Model", "Recipe", "Reply", "Run", "Score", "SensoriumError", "Table", "Task", "__version__",
-    "evaluate", "load", "load_recipe", "register", "resume", "train",
+    "evaluate", "load", "load_recipe", "register", "resume", "reward", "train",
 ]  # fmt: skip
 
 _PLACES = {
@@ -39,6 +39,7 @@ _PLACES = {
     "load_recipe": "sensorium.recipe",
     "register": "sensorium.recipe",
     "resume": "sensorium.api.train",
+    "reward": "sensorium.vocabulary",
     "train": "sensorium.api.train",
 }
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import sensorium as sn
 from sensorium.media.store import MediaStore
 from sensorium.recipe.names import wrong_options
 from sensorium.rewards.context import RewardContext
@@ -98,6 +99,20 @@ def test_a_recipe_names_functions_and_classes_alike(
     assert wrong_options("reward", f"{HERE}:{name}", options) == ("", "")
     term = build_term(f"{HERE}:{name}", options, "rewards.terms.0")
     assert {score.name: score.value for score in scores(term, episode_of("it's3"))} == found
+
+
+@pytest.mark.parametrize("form", [bool, np.bool_, torch.tensor, lambda right: sn.reward(correct=right)])
+@pytest.mark.parametrize("right", [True, False])
+def test_a_function_that_returns_a_bool_says_right_or_wrong(form: Any, right: bool, episode_of: MakeEpisode) -> None:
+    for term in (as_term(lambda task, episode: form(right), name="mine"), as_term(lambda task, episodes: [form(right)])):
+        (score,) = scores(term, episode_of("3"))
+        assert (score.name, score.value, score.correct) == (term.name, float(right), right)
+    (score,) = scores(as_term(lambda prompts, completions: [form(right)]), episode_of("3"))
+    assert score.correct is right
+    (number,) = scores(as_term(lambda task, episode: float(right)), episode_of("3"))
+    assert number.correct is None
+    (other,) = scores(as_term(lambda task, episode: sn.reward(0.25, correct=right)), episode_of("3"))
+    assert (other.value, other.correct) == (0.25, right)
 
 
 def test_options_that_a_function_does_not_take_are_refused_with_the_right_name() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from sensorium.cli.main import main
 from sensorium.judges.cache import AnswerCache
+from sensorium.record.checkpoint_files import Best, CheckpointFolder
 from sensorium.record.durable import read_rows
 from sensorium.record.episode_json import read_groups
 from sensorium.record.judge_transcripts import TRANSCRIPTS, read_transcripts
@@ -121,7 +122,10 @@ def test_a_run_repeated_offline_is_the_same_and_another_policy_reuses_judgements
     heard = Notes()
     train(recipe_of(tmp_path / "again", offline=True, cache=cache), watchers=[heard])
     (told,) = [text for text in heard.said if "checkpoint.best" in text]
-    assert "step 1 does not have" in told, "this judge says nothing right or wrong, so no checkpoint is the best"
+    assert "eval/reward" in told, "this judge says nothing right or wrong"
+    best = CheckpointFolder(tmp_path / "again" / "checkpoints").best()
+    paid = {row["step"]: row["eval/reward"] for row in read_metrics(tmp_path / "again" / "metrics.jsonl")}
+    assert best == Best(min(step for step in paid if paid[step] == max(paid.values())), max(paid.values()), "eval/reward")
     assert rewards(tmp_path / "again") == rewards(run)
     rows = [[repeatable(row) for row in read_metrics(place / "metrics.jsonl")] for place in (run, tmp_path / "again")]
     assert rows[0] == rows[1]

@@ -20,7 +20,7 @@ def tie_note(run: Path) -> str:
         best = CheckpointFolder(directory.checkpoints).best()
         if best is None:
             return ""
-        metric = yaml.safe_load(directory.recipe.read_text())["checkpoint"]["best"]
+        metric = best.metric or yaml.safe_load(directory.recipe.read_text())["checkpoint"]["best"]
         rows = [row for row in read_metrics(directory.metrics) if row["step"] > best.step]
         later = sorted({row["step"] for row in rows if row.get(metric) == best.value})
     except (OSError, UnicodeError, yaml.YAMLError, LookupError, TypeError, RecordError):

@@ -199,7 +199,10 @@ class CheckpointSection(Section):
 
     every: int = Field(default=0, ge=0, description="0: only at the end, and at that of a warm start")
     keep: int = Field(default=2, ge=1)
-    best: str = Field(default="eval/accuracy", description="metric whose best checkpoint is kept; empty: none")
+    best: str = Field(
+        default="eval/accuracy",
+        description="metric whose best checkpoint is kept (eval/reward where evaluations have no accuracy); empty: none",
+    )
 
 
 class ClusterSection(Section):

@@ -8,6 +8,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sensorium.record.contents import FileContent, differences, size_differences
 from sensorium.record.durable import read_json, write_whole, writing
@@ -30,10 +31,15 @@ READ_FILES = frozenset(
 
 @dataclass(frozen=True)
 class Best:
-    """The best checkpoint so far."""
+    """The best checkpoint so far. ``metric`` is what it was chosen by; empty: the recipe's ``checkpoint.best``."""
 
     step: int
     value: float
+    metric: str = ""
+
+    def plain(self) -> dict[str, Any]:
+        """As files have it."""
+        return {"step": self.step, "value": float(self.value), **({"metric": self.metric} if self.metric else {})}
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class CheckpointFolder:
         step, value = data.get("step"), data.get("value")
         if not isinstance(step, int) or not isinstance(value, int | float):
             raise RecordError(f"'{path}' is damaged: it names no step with its value. {way_out}")
-        return Best(step, value)
+        return Best(step, value, str(data.get("metric", "")))
 
     def set_damaged_aside(self) -> list[Damage]:
         """Verify from the newest backwards until one is good; the damaged ones before it get another name and are told."""
@@ -104,7 +110,7 @@ class CheckpointFolder:
         if best is None:
             (self.folder / "best.json").unlink(missing_ok=True)
         elif self.folder.is_dir():
-            write_whole(self.folder / "best.json", json.dumps({"step": best.step, "value": best.value}))
+            write_whole(self.folder / "best.json", json.dumps(best.plain()))
 
     def _steps(self) -> list[int]:
         """Steps that have a folder, whole or not, oldest first."""

@@ -1,6 +1,7 @@
 """What a reward term returned, as scores: numbers are converted, everything else is refused by name and value.
 
-A term may return a number, one Score, a tuple or list of Scores, or ``{name: number}``, one score each.
+A term may return a number, one Score, a tuple or list of Scores, or ``{name: number}``, one score each. True and False are
+the numbers 1 and 0, and also say right or wrong; a Score without a name gets the term's.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -14,7 +15,7 @@ from sensorium.vocabulary.plain import attempt, number_of, printable, shown, tex
 from sensorium.vocabulary.score import Scope, Score
 
 SCOPES: tuple[str, ...] = get_args(Scope)
-FORMS = "a number, a Score, a tuple of Scores or {name: number}"
+FORMS = "a number, a Score, a tuple of Scores, True or False, or {name: number}"
 
 
 def scores_of(name: str, returned: Any, episode: Episode, others: Container[str] = ()) -> tuple[Score, ...]:
@@ -67,19 +68,25 @@ def _checked(name: str, returned: Any, episode: Episode, others: Container[str])
 
 def _scores(name: str, returned: Any) -> tuple[Score, ...]:
     if isinstance(returned, Score):
-        return (_plain(returned),)
+        return (_plain(returned, name),)
     if isinstance(returned, Mapping):
         return tuple(_named(name, key, value) for key, value in returned.items()) or _refuse(returned)
     if isinstance(returned, list | tuple):
         if not returned or not all(isinstance(score, Score) for score in returned):
             _refuse(returned)
-        return tuple(_plain(score) for score in returned)
+        return tuple(_plain(score, name) for score in returned)
     if returned is None:
         _refuse(returned)
     try:
-        return (_finite(Score(name, number_of(returned))),)
+        return (_finite(Score(name, number_of(returned), correct=_verdict(returned))),)
     except ValueError as error:
         raise ValueError(f"it must return {FORMS}, and {error}") from error
+
+
+def _verdict(returned: Any) -> bool | None:
+    """What a bool of Python, numpy or torch says; None of any other number."""
+    is_bool = isinstance(returned, bool) or str(getattr(returned, "dtype", "")) in ("bool", "torch.bool")
+    return truth_of(returned) if is_bool else None
 
 
 def _refuse(returned: Any) -> tuple[Score, ...]:
@@ -94,14 +101,12 @@ def _named(term: str, key: Any, value: Any) -> Score:
         raise ValueError(f"it returned an object in which {error}; its keys are texts and its values numbers") from error
 
 
-def _plain(score: Score) -> Score:
-    """A score whose fields are of the types they are declared with."""
+def _plain(score: Score, term: str) -> Score:
+    """A score whose fields are of the types they are declared with; without a name it has the term's."""
     field = ""
     try:
         field = "name"
-        name = text_of(score.name)
-        if not name:
-            raise ValueError("an empty name says nothing")
+        name = text_of(score.name) or term
         field = "value"
         value = None if score.value is None else number_of(score.value)
         field = "correct"

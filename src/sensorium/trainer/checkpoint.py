@@ -62,7 +62,7 @@ class Checkpoints(CheckpointFolder):
             os.replace(draft, target)
             flush(self.folder)
         if best is not None:
-            write_whole(self.folder / "best.json", json.dumps({"step": best.step, "value": best.value}))
+            write_whole(self.folder / "best.json", json.dumps(best.plain()))
         self._retain(best, {step, protect})
         return target
 

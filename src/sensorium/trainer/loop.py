@@ -54,6 +54,7 @@ from sensorium.vocabulary.task import Task
 from sensorium.workers.lasting import set_aside, set_aside_more
 
 TOLD_S = 5.0  # of compiling that a run speaks of
+ACCURACY = "eval/accuracy"
 
 
 class Trainer:
@@ -118,7 +119,7 @@ class Trainer:
         if self.step < self.total_steps or self.health.untrained():  # of a run that is over and well, it was all told
             self.health.remind()
         if self.step == 0:
-            await self._evaluate()
+            self._note_no_accuracy(await self._evaluate(), "eval/reward", "eval/accuracy")
         first = self.step + 1
         while self.step < self.total_steps:
             self._tell_compiling()
@@ -277,6 +278,7 @@ class Trainer:
         row |= self.health.examine(self.step, row, evidence)
         self.metrics.append(self.step, row)
         self.watcher.stepped(self.step, row)
+        self._note_no_accuracy(row, "reward/mean", "accuracy")
         improved = self._improved(row)
         if improved or self.recipe.saves_after(self.step):
             self._save()
@@ -291,17 +293,33 @@ class Trainer:
     def _improved(self, row: dict[str, float]) -> bool:
         """True if the deciding metric is the best so far; remembers it."""
         metric = self.recipe.checkpoint.best
-        value = row.get(metric) if metric else None
-        if metric.startswith("eval/") and value is None and "eval/reward" in row and not self._told_no_best:
-            self._told_no_best = True
-            self.watcher.noted(
-                f"checkpoint.best is {metric}, which the evaluation at step {self.step} does not have, so no checkpoint is "
-                "kept as the best. Where no reward term says right or wrong, set checkpoint.best: eval/reward."
-            )
-        if value is None or (self.best is not None and value <= self.best.value):
+        value, other = row.get(metric) if metric else None, ""
+        if metric.startswith("eval/") and value is None and "eval/reward" in row:
+            if metric == ACCURACY and (self.best is None or self.best.metric == "eval/reward"):
+                value, other = row["eval/reward"], "eval/reward"
+                self._note_no_accuracy(row, "eval/reward", ACCURACY)
+            elif not self._told_no_best:
+                self._told_no_best = True
+                self.watcher.noted(
+                    f"checkpoint.best is {metric}, which the evaluation at step {self.step} does not have, so that step is "
+                    "not compared with others. To choose by another metric, set checkpoint.best, to eval/reward for one."
+                )
+        if value is None or (self.best is not None and other == self.best.metric and value <= self.best.value):
             return False
-        self.best = Best(self.step, value)
+        self.best = Best(self.step, value, other)
         return True
+
+    def _note_no_accuracy(self, row: dict[str, float], rewarded: str, accuracy: str) -> None:
+        """Say once, as soon as rewards show it, that nothing says right or wrong and what chooses the best checkpoint."""
+        wanted = self.recipe.checkpoint.best == ACCURACY and self.recipe.evaluation.every
+        if self._told_no_best or not wanted or rewarded not in row or accuracy in row:
+            return
+        self._told_no_best = True
+        self.watcher.noted(
+            f"no reward term says right or wrong, so there is no {accuracy}; where evaluations have none, checkpoint.best "
+            "falls back to eval/reward. For accuracy let your reward function return True or False, or sn.reward(value, "
+            "correct=…), or add {name: exact, weight: 0} to rewards.terms. Another metric: set checkpoint.best."
+        )
 
     async def _evaluate(self) -> dict[str, float]:
         """Measure the model as it is now, as far as that is due; returns the metrics of it."""
@@ -329,7 +347,7 @@ class Trainer:
         state = {
             "step": self.step,
             **self.schedule.state_dict(),
-            "best": None if self.best is None else {"step": self.best.step, "value": float(self.best.value)},
+            "best": None if self.best is None else self.best.plain(),
             "sound_at": self.sound_at,
             "random": random_state(),
             "surroundings": surroundings(),

@@ -3,11 +3,11 @@
 from sensorium.vocabulary.content import Block, Media, MediaKind, Message, Role, Text, assistant, system, user
 from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
 from sensorium.vocabulary.episode import Episode, Group, MediaSpan, Segment, Status, Thread, Turn
-from sensorium.vocabulary.score import Score, correctness, total
+from sensorium.vocabulary.score import Score, correctness, reward, total
 from sensorium.vocabulary.task import EnvironmentSpec, Task
 
 __all__ = [
     "AudioParameters", "Block", "EnvironmentSpec", "Episode", "Group", "Media", "MediaKind", "MediaSpan", "Message",
     "Role", "Score", "Segment", "Status", "Task", "Text", "Thread", "Turn", "VideoParameters", "assistant",
-    "correctness", "system", "total", "user",
+    "correctness", "reward", "system", "total", "user",
 ]  # fmt: skip

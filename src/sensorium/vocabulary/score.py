@@ -32,6 +32,11 @@ class Score:
         return self.value is None
 
 
+def reward(value: float | None = None, *, correct: bool) -> Score:
+    """What a reward function may return to say right or wrong beside a value, by default 1 or 0; named as its term."""
+    return Score("", float(correct) if value is None else value, correct=correct)
+
+
 def unusable(value: float) -> bool:
     """True for a number that cannot be trained on: NaN, infinite, or beyond ``LARGEST``."""
     return not abs(value) <= LARGEST
