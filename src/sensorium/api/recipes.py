@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sensorium.api.run import Run
-from sensorium.recipe.load import check_recipe, read_recipe
+from sensorium.recipe.load import check_recipe, drop_other_end, read_recipe
 from sensorium.recipe.objects import SCHEME, importable_name, own_name, pass_object
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.yaml import Path as Place
@@ -23,6 +23,8 @@ def recipe_of(recipe: Any, changes: Mapping[str, Any]) -> Recipe:
     """The checked recipe with ``changes``: sections are merged key by key, ``a.b`` reaches inside, the rest is replaced."""
     data, name, origins = _data(recipe)
     passed = set(_passed_names(data)) if isinstance(recipe, Run) else set()
+    if isinstance(recipe, Run):
+        drop_other_end(data, changes)
     for key, value in changes.items():
         _change(data, key.split("."), value, key)
     if "name" in changes and "run_dir" not in changes and isinstance(recipe, Run):

@@ -12,6 +12,7 @@ from sensorium.recipe.schema import Recipe
 from sensorium.record.lock import lock_run
 from sensorium.record.run_directory import RunDirectory, step_of
 from sensorium.report.watcher import Watcher
+from sensorium.tasks.epochs import resolve_epochs
 from sensorium.vocabulary.errors import RecipeError
 
 
@@ -43,6 +44,7 @@ def resume(run: str | Path | Run, *, show: bool = True, watchers: Iterable[Watch
 def _train(recipe: Recipe, *, resume: bool, show: bool, watchers: Iterable[Watcher]) -> Run:
     from sensorium.trainer.run import train as run_recipe
 
+    recipe = resolve_epochs(recipe)  # the console shows the number of steps
     told = [*_console(recipe), *watchers] if show else list(watchers)
     try:
         return Run(outside_loop(lambda: run_recipe(recipe, resume=resume, watchers=told)))

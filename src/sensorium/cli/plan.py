@@ -21,7 +21,8 @@ from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.report.tables import bytes_text, count_text
 from sensorium.report.terminal import Terminal
-from sensorium.vocabulary.errors import RecipeError
+from sensorium.tasks.epochs import resolve_epochs
+from sensorium.vocabulary.errors import MediaError, RecipeError, TaskError
 
 USAGE = "sensorium plan RECIPE [key=value …] --gpus N --kind h200 [--engines K] [--schedule NAME] [--price P] [--json]"
 MOST = {
@@ -66,7 +67,11 @@ def run(arguments: Namespace) -> int:
             raise RecipeError(f"--{name.replace('_', '-')} {value:g}: {words}.")
     if arguments.network == 0:
         raise RecipeError("--network 0: machines that cannot reach each other train nothing together; leave it out.")
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    recipe, uncounted = load_recipe(arguments.recipe, arguments.overrides), ""
+    try:
+        recipe = resolve_epochs(recipe)
+    except (TaskError, MediaError) as error:  # a plan needs no data
+        uncounted = str(error)
     if recipe.rollout.engine.name in ENGINE_OPTIONS:
         try:
             import_module(ENGINE_OPTIONS[recipe.rollout.engine.name]).check_options(recipe.rollout.engine.options)
@@ -83,7 +88,9 @@ def run(arguments: Namespace) -> int:
         console.print(Text.assemble((f"{how:>9}", STYLES[how]), f"  {what}: {words}"), soft_wrap=True)
     if arguments.engines is None and (words := other_division(recipe, found.deployment)):
         say(words, console)
-    if found.cost is None:
+    if uncounted:
+        say(f"how long the run takes is not shown; give steps=N for that. {uncounted}", console)
+    elif found.cost is None:
         say("no cost is shown: --price says what a GPU costs in an hour", console)
     return 0
 
@@ -156,6 +163,9 @@ def plan_page(found: Forecast, price: float | None, keys: str = "") -> Table:
     if run.stale_max:
         rows.add_row("staleness", f"mean {run.stale_mean:.2f}, at most {run.stale_max} updates")
     rows.add_row("speed", f"{run.tokens_per_s:,.0f} sampled tokens/s, {run.tokens_per_s / plan.gpus:,.0f} a GPU")
+    if found.hours is None:
+        rows.add_row("the run", "unknown: it is given in epochs, and the rows of tasks.train cannot be counted here")
+        return rows
     lasts = f"{found.hours:,.1f} hours" if found.hours >= 1 else f"{60 * found.hours:,.1f} minutes"
     rows.add_row("the run", f"{lasts}, {found.hours * plan.gpus:,.1f} GPU hours")
     if found.cost is not None:

@@ -10,6 +10,7 @@ from sensorium.recipe.schema import Recipe
 from sensorium.record.checkpoint_files import why_taken
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.terminal import Terminal
+from sensorium.tasks.epochs import resolve_epochs
 from sensorium.vocabulary.errors import (
     CheckpointError,
     EngineLost,
@@ -46,7 +47,7 @@ def run(arguments: Namespace) -> int:
     if arguments.resume:
         refuse_no_run(arguments.recipe)
     overrides = [*_from_environment(arguments.recipe), *arguments.overrides] if arguments.caprl_env else arguments.overrides
-    recipe = load_recipe(arguments.recipe, overrides)
+    recipe = resolve_epochs(load_recipe(arguments.recipe, overrides))
     if arguments.dry_run:
         notes = _resumable(recipe) if arguments.resume else []
         if not arguments.resume and not arguments.restart and (problem := why_taken(RunDirectory(recipe.directory))):

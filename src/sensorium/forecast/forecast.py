@@ -58,7 +58,7 @@ class Forecast:
     rank: GpuMemory
     engine: GpuMemory | None
     run: SimulatedRun
-    hours: float
+    hours: float | None
     cost: float | None
     notes: tuple[tuple[str, str, str], ...]
 
@@ -94,7 +94,7 @@ def forecast(recipe: Recipe, asked: Asked) -> Forecast:
         raise refusal
     by_auto = recipe.model.gradient_checkpointing == "auto"
     deployment, recipe, rank, engine, run = min(planned, key=lambda found: found[-1].step_s)
-    hours = recipe.steps * run.step_s / 3600
+    hours = None if recipe.counts_rows else recipe.steps * run.step_s / 3600
     return Forecast(
         recipe=recipe.name,
         kind=kind,
@@ -108,7 +108,7 @@ def forecast(recipe: Recipe, asked: Asked) -> Forecast:
         engine=engine,
         run=run,
         hours=hours,
-        cost=None if asked.price is None else asked.price * asked.gpus * hours,
+        cost=None if asked.price is None or hours is None else asked.price * asked.gpus * hours,
         notes=tuple(
             notes_of(
                 recipe,

@@ -234,7 +234,8 @@ def _critic(recipe: Recipe) -> Iterator[Problem]:
     if recipe.steps and section.warmup_steps >= recipe.steps:
         yield (
             f"{at}.warmup_steps",
-            f"the policy does not learn in the first {section.warmup_steps} of {recipe.steps} steps, so never.",
+            f"warmup_steps is {section.warmup_steps}: the policy does not learn in the first {section.warmup_steps} of "
+            f"{recipe.steps} steps, so never.",
         )
     for i, group in enumerate(section.freeze):
         if group not in PARAMETER_GROUPS:

@@ -172,6 +172,8 @@ def _unfit(kind: str, name: str, options: Mapping[str, Any], name_place: str, op
 
 
 def _batch(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.counts_rows and not recipe.epochs:
+        yield "steps", "the key 'steps' is missing: give steps (of RL), epochs (passes over tasks.train), or both."
     prompts, updates = recipe.batch.prompts_per_step, recipe.batch.updates_per_epoch
     if prompts % updates:
         why = "every update takes the same number of whole groups"

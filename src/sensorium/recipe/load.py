@@ -6,7 +6,7 @@ nearest right name and what to do.
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -39,9 +39,18 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     named = {override.partition("=")[0].strip() for override in overrides}
     if run_of(path) and "name" in named and "run_dir" not in named:
         del data["run_dir"]  # a new run by the recipe of another one
+    if run_of(path):
+        drop_other_end(data, named)
     for override in overrides:
         _apply(override, data, origins)
     return _validate(data, origins, str(path))
+
+
+def drop_other_end(data: dict[str, Any], named: Collection[str]) -> None:
+    """A run that is given another end in steps or in epochs ends there: its former end in the other is dropped."""
+    for key, other in (("steps", "epochs"), ("epochs", "steps")):
+        if key in named and other not in named:
+            data.pop(other, None)
 
 
 def read_recipe(path: str | Path) -> tuple[dict[str, Any], dict[Place, str]]:

@@ -49,6 +49,9 @@ class Plan:
 
     ``prompts_at_most`` is how many a step may play, all rounds together; ``selection`` says what is done with them where
     that is more than to train on each. ``disk`` is in bytes by use, ``free_disk`` what the run may take where it lies.
+
+    ``epochs`` is set where the number of steps follows from rows that were not counted: then ``steps`` and all numbers of
+    the whole run say nothing, and ``disk`` is empty.
     """
 
     warm_start_updates: int
@@ -77,6 +80,7 @@ class Plan:
     interpreters: dict[str, int] = field(default_factory=dict)
     media: int = 0
     longest_prompt: int = 0
+    epochs: float = 0
 
 
 def make_plan(recipe: Recipe, config: dict[str, Any] | None = None) -> Plan:
@@ -110,7 +114,8 @@ def make_plan(recipe: Recipe, config: dict[str, Any] | None = None) -> Plan:
         trainable=trained_parameters(recipe, shape) if shape else 0,
         memory=estimate_memory(recipe, shape) if shape else {},
         longest_prompt=longest_prompt(recipe),
-        disk=estimate_disk(recipe, shape, episodes, written),
+        epochs=recipe.epochs if recipe.counts_rows else 0,
+        disk={} if recipe.counts_rows else estimate_disk(recipe, shape, episodes, written),
         free_disk=free_disk(recipe.directory),
         deterministic=deterministic,
         determinism=why,

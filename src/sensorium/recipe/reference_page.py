@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from sensorium.recipe.descriptions import DESCRIPTIONS
-from sensorium.recipe.schema import Recipe
+from sensorium.recipe.schema import NO_LIMIT, Recipe
 from sensorium.recipe.section import Section
 
 HEAD = """# Every key of a recipe
@@ -103,7 +103,7 @@ def _words(annotation: Any) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    if field.default is PydanticUndefined:
+    if field.default is PydanticUndefined or field.default == NO_LIMIT:
         return "—"
     return "" if isinstance(field.default, Section) else f"`{_show(field.default)}`"
 

@@ -7,9 +7,9 @@ against ``recipe.names`` before anything is built.
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, PlainSerializer
 
 from sensorium.recipe.algorithm_sections import AlgorithmSection, OptimizerSection
 from sensorium.recipe.judge_section import JudgesSection
@@ -18,6 +18,16 @@ from sensorium.recipe.task_sections import TasksSection
 
 MOST_S = 1e7
 """Seconds that a wait may be given, some hundred days: at much more, clocks and sockets overflow."""
+
+
+NO_LIMIT = 2**62
+"""``steps`` of a recipe that gives epochs alone, until its rows are counted; written as null."""
+
+StepCount = Annotated[
+    int,
+    BeforeValidator(lambda given: NO_LIMIT if given is None else given),
+    PlainSerializer(lambda steps: None if steps == NO_LIMIT else steps),
+]
 
 
 class LoraSection(Section):
@@ -272,7 +282,8 @@ class Recipe(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="names the run directory")
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)
-    steps: int = Field(ge=0)
+    steps: StepCount = Field(default=NO_LIMIT, ge=0)
+    epochs: float = Field(default=0, ge=0)
     run_dir: Path | None = Field(default=None, description="default: runs/NAME")
     threads: int = Field(default=0, ge=0, le=1024, description="CPU threads; 0: as the machine or OMP_NUM_THREADS has")
     model: ModelSection
@@ -300,6 +311,11 @@ class Recipe(Section):
         if rollout.schedule != "auto":
             return rollout.schedule == "lockstep"
         return rollout.engine.name != "vllm" and self.cluster.engines == 1 and self.schedule.name != "asynchronous"
+
+    @property
+    def counts_rows(self) -> bool:
+        """True while the number of steps is unknown: epochs are given alone, and the rows were not counted yet."""
+        return self.steps == NO_LIMIT
 
     @property
     def total_steps(self) -> int:

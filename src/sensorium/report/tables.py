@@ -31,8 +31,11 @@ def plan_table(plan: Plan) -> RenderableType:
         rows.add_row("processes", plan.processes)
     warm = f", of them {plan.warm_start_updates:,} supervised" if plan.warm_start_updates else ""
     run = f"{plan.steps:,} steps, {plan.total_updates:,} updates{warm}; {plan.total_episodes:,} episodes"
+    if plan.epochs:
+        run = f"{plan.epochs:g} epochs; the rows of tasks.train, which were not counted, say how many steps that is"
     rows.add_row("the run", run)
-    rows.add_row("evaluations", str(plan.evaluations) if plan.evaluations else "none")
+    if not plan.epochs:
+        rows.add_row("evaluations", str(plan.evaluations) if plan.evaluations else "none")
     if plan.sight_check:
         rows.add_row("sight check", plan.sight_check)
     rows.add_row("parameters", _parameters(plan))

@@ -69,6 +69,7 @@ class CausalHistory:
     """
 
     observes = True
+    row_by_row = True
 
     def __init__(self, stream: TaskStream, choice: Choice = "first", attempts: int = 1) -> None:
         if choice not in ("first", "best", "sampled"):
@@ -94,6 +95,10 @@ class CausalHistory:
         self.tries: dict[int, int] = {}
         self.history: dict[tuple[int, str], dict[int, str | None]] = {}
         """By pass and video: the memory of each clip, None where there is none."""
+
+    def turns(self) -> list[int]:
+        """How many rows the draws have come to."""
+        return [max([self.first, *(position + 1 for position in (*self.settled, *self.open.values()))])]
 
     def draw(self, count: int) -> PlannedTasks:
         """The next rows whose needs are settled."""

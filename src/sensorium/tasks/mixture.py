@@ -130,6 +130,14 @@ class TaskStream:
             position -= before
         raise AssertionError("the last source takes every position that is left")
 
+    def turns(self, position: int) -> list[int]:
+        """How many times each source had its turn before a position."""
+        counts = []
+        for split in self._splits:
+            counts.append(_rounded(position * split))
+            position -= counts[-1]
+        return counts
+
     def whole_pass(self) -> int:
         """Positions, from any on, within which every row of every source comes up.
 

@@ -58,6 +58,9 @@ class Planner(Protocol):
     ``observes``: True if a draw may depend on what was observed. The planner is then told the outcomes of every step of
     RL before the next draw, and nothing is read ahead, because nothing is decided ahead. False: it is told nothing, and
     the tasks and media of the next step are read while this one is trained on.
+
+    A planner may also have ``row_by_row = True``: it draws every row once before any comes again, so that `epochs` have a
+    meaning; and ``turns()``: how many rows of each source of tasks.train it has drawn, repetitions included.
     """
 
     observes: bool
@@ -97,6 +100,7 @@ class MixturePlanner:
     """The recipe's mixture of sources from its beginning to ever later positions, whatever the outcomes."""
 
     observes = False
+    row_by_row = True
 
     def __init__(self, stream: TaskStream) -> None:
         self.stream = stream
@@ -105,6 +109,10 @@ class MixturePlanner:
     def whole_pass(self) -> int:
         """Draws within which every task comes up."""
         return self.stream.whole_pass()
+
+    def turns(self) -> list[int]:
+        """How many rows of each source were drawn."""
+        return self.stream.turns(self.position)
 
     def draw(self, count: int) -> PlannedTasks:
         """The tasks at the next positions of the mixture."""

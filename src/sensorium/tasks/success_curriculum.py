@@ -44,6 +44,10 @@ class SuccessCurriculum:
         """Draws within which every task comes up, as long as none that was played before fits."""
         return self.stream.whole_pass()
 
+    def turns(self) -> list[int]:
+        """How many rows of each source came from the mixture."""
+        return self.stream.turns(self.position)
+
     def draw(self, count: int) -> PlannedTasks:
         """Tasks to revisit and tasks from the mixture, mixed by a coin whose throws the seed decides."""
         tasks: list[Task] = []

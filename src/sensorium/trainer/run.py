@@ -37,6 +37,7 @@ from sensorium.record.run_directory import RunDirectory
 from sensorium.report.html import write_report
 from sensorium.report.tables import disk_note
 from sensorium.report.watcher import Watcher, Watchers
+from sensorium.tasks.epochs import resolve_epochs
 from sensorium.tasks.mixture import a_few, each_once
 from sensorium.tasks.planner import make_planner
 from sensorium.trainer.checkpoint import Checkpoints
@@ -55,6 +56,7 @@ def train(recipe: Recipe, *, resume: bool = False, restart: bool = False, watche
     ``resume``: from the last good checkpoint. ``restart``: from the beginning, in a directory whose run has none. One
     process at a time may do so.
     """
+    recipe = resolve_epochs(recipe)
     directory = RunDirectory(recipe.directory.absolute())  # a reward or an environment may change the working directory
     made = _first_missing(directory.path)
     with lock_run(directory.path), _errors_said(recipe, directory), _beside_others(directory) as notes:

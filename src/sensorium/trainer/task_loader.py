@@ -54,6 +54,7 @@ class TaskLoader:
         self._ahead: _DrawAhead | None = None
         whole_pass = getattr(planner, "whole_pass", None)
         self._most_skipped = min(SKIPPED_AT_ONCE, whole_pass()) if callable(whole_pass) else SKIPPED_AT_ONCE
+        self._noted, self._turns = noted, self._planner_turns()
         self._planner_state()  # one that cannot be saved is refused now, not at the first checkpoint
 
     @property
@@ -69,6 +70,7 @@ class TaskLoader:
         while len(tasks) < count:
             drawn = await asyncio.wrap_future(self._reading(count - len(tasks)))
             self.drawn += len(drawn.tasks) + len(drawn.skipped)
+            self._note_passed_rows()
             fitting, unfit = await self.fitting(drawn.tasks)
             tasks += fitting
             passed_over = [*drawn.skipped, *unfit]
@@ -122,6 +124,7 @@ class TaskLoader:
                 "it that the run began with, or start a new run from the checkpoint's weights (model.path)."
             ) from error
         self.drawn = state["drawn"]
+        self._turns = self._planner_turns()
 
     async def fitting(self, tasks: Sequence[Task]) -> tuple[list[Task], list[SkippedRow]]:
         """Tasks whose media are sound and whose prompt leaves room for a response; media are preprocessed together."""
@@ -158,6 +161,23 @@ class TaskLoader:
     def close(self) -> None:
         """Give the reader's thread back."""
         self._reader.shutdown(cancel_futures=True)
+
+    def _planner_turns(self) -> list[int]:
+        """How many rows of each source were drawn, where the planner says so."""
+        turns = getattr(self.planner, "turns", None)
+        return list(turns()) if callable(turns) else []
+
+    def _note_passed_rows(self) -> None:
+        """Say, once for each source, that its rows are drawn a second time."""
+        before, self._turns = self._turns, self._planner_turns()
+        sources = getattr(getattr(self.planner, "stream", None), "sources", ())
+        for i, (source, was, now) in enumerate(zip(sources, before, self._turns, strict=False)):
+            if was <= len(source) < now:
+                order = "in another order" if self.section.shuffle else "in the same order"
+                self._noted(
+                    f"all {len(source):,} rows of tasks.train.{i} ({self.section.train[i].source}) have been drawn once; "
+                    f"from here on they come again, {order}"
+                )
 
     def _reading(self, count: int) -> "Future[PlannedTasks]":
         ahead, self._ahead = self._ahead, None
