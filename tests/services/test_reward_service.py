@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ import pytest
 from PIL import Image
 
 from sensorium.cli.main import main
-from sensorium.cli.serve_reward import configure, judges_section, unused_variables
+from sensorium.cli.serve_reward import configure, judges_section, unused_variables, workers_of
 from sensorium.judges.client import JudgeClient
 from sensorium.media.making import encode_clip
 from sensorium.media.store import MediaStore
@@ -291,6 +292,50 @@ def test_the_variables_of_caprls_scripts_are_the_options_of_the_command(monkeypa
         found = vars(parser.parse_args([]))
         assert [str(found[name]) for name in shown] == [str(value) for value in expected]
     assert parser.parse_args(["--qa-num", "5"]).qa_num == 5
+
+
+@pytest.mark.parametrize(
+    ("visible", "options", "seen", "shared"),
+    [
+        ("0,1", ["--workers=2"], ["0", "1"], False),
+        ("GPU-7a, GPU-5b", ["--workers=3"], ["GPU-7a", "GPU-5b", "GPU-7a"], True),
+        ("0,1,2", ["--workers=2"], ["0", "1"], True),
+        ("0", ["--workers=2", "--devices=2,3"], ["2", "3"], False),
+        ("0,1,-1,2", ["--workers=2"], ["0", "1"], False),
+        ("0,1", ["--workers=2", "--worker-option=--device=cuda:1"], ["0,1", "0,1"], False),
+        ("", ["--workers=2"], ["", ""], False),
+        ("-1", ["--workers=1"], ["-1"], False),
+        (None, ["--workers=3"], ["0", "1", "0"], True),
+        (None, ["--workers=1"], [None], False),
+    ],
+)
+def test_workers_are_spread_over_the_gpus(
+    visible: str | None,
+    options: list[str],
+    seen: list[str | None],
+    shared: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By what each process finds in its environment; workers that share GPUs and GPUs without a worker are reported."""
+    monkeypatch.setattr("sensorium.cli.serve_reward._gpus", lambda: 2)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    parser = ArgumentParser()
+    configure(parser)
+    workers, _ = workers_of(parser.parse_args(["reader", "--worker-port=0", *options]), 0)
+    written = "import os, json, sys; json.dump(os.environ.get('CUDA_VISIBLE_DEVICES'), open(sys.argv[1], 'w'))"
+    for place, worker in enumerate(workers.workers):
+        worker.command = [sys.executable, "-c", written, str(tmp_path / str(place))]
+        worker.start()
+        assert worker.process is not None
+        assert worker.process.wait(60) == 0
+        worker.stop()
+    assert [json.loads((tmp_path / str(place)).read_text()) for place in range(len(seen))] == seen
+    assert bool(capsys.readouterr().err) == shared
 
 
 @pytest.mark.parametrize("protocol", ["sensorium", "caprl_qa", "openrlhf"])

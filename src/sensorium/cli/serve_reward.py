@@ -6,10 +6,13 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sensorium.vocabulary.errors import RecipeError
 from sensorium.workers.own_folder import temporary_folder
+
+if TYPE_CHECKING:
+    from sensorium.services.model_workers import ModelWorkers
 
 USAGE = "sensorium serve reward [CHECKPOINT] [--workers N] [--reader URL …] [--mode qa|vl_judge] [--host H] [--port P] …"
 Value = TypeVar("Value", int, float, str)
@@ -39,7 +42,9 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=int, default=_set("REWARD_NUM_WORKERS", 1, int), help="processes with a model each"
     )
-    parser.add_argument("--devices", default="", help="CUDA devices of the workers, as in 0,1,2,3")
+    parser.add_argument(
+        "--devices", default="", help="GPUs of the workers, as in 0,1,2,3; default: CUDA_VISIBLE_DEVICES, or all there are"
+    )
     parser.add_argument("--worker-option", action="append", default=[], help="further arguments of sensorium serve model")
     parser.add_argument("--mode", default=_set("REWARD_SCORE_MODE", "qa", str), choices=["qa", "vl_judge"])
     parser.add_argument("--task", default=_set("REWARD_TASK", "video", str), choices=["video", "image"])
@@ -85,7 +90,7 @@ def configure(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Serve until it is interrupted."""
     try:
-        from sensorium.services.application import MIB, listen, refuse_port, serve_until_stopped
+        from sensorium.services.application import MIB, listen, serve_until_stopped
         from sensorium.services.reward_service import RewardService, RewardSettings, make_reward_app
     except ImportError as error:
         raise RecipeError(f"serve needs FastAPI and uvicorn: pip install 'sensorium[serve]' ({error}).") from error
@@ -93,7 +98,6 @@ def run(arguments: Namespace) -> int:
     from sensorium.judges.client import JudgeClient
     from sensorium.media.store import MediaStore
     from sensorium.rewards.caption_qa import Reading
-    from sensorium.services.model_workers import model_workers
 
     for notice in unused_variables(os.environ):
         print(notice, file=sys.stderr, flush=True)
@@ -112,10 +116,7 @@ def run(arguments: Namespace) -> int:
     workers, key_env, served = None, arguments.reader_key_env, arguments.model or "reader"
     urls = list(arguments.reader)
     if arguments.checkpoint:
-        first = port + WORKER_GAP if arguments.worker_port < 0 else arguments.worker_port
-        refuse_port(first + arguments.workers - 1 if first else 0, "--worker-port (of the last worker)")
-        devices = [device for device in arguments.devices.split(",") if device]
-        workers, key_env = model_workers(arguments.checkpoint, arguments.workers, first, arguments.worker_option, devices)
+        workers, key_env = workers_of(arguments, port)
         urls, served = [f"{worker.url}/v1" for worker in workers.workers], "reader"
     draws = 0 if arguments.all_qa else arguments.qa_num
     settings = RewardSettings(
@@ -139,6 +140,32 @@ def run(arguments: Namespace) -> int:
         what = f"rewards ({arguments.mode}) by {len(urls)} reader{'s' if len(urls) > 1 else ''}"
         serve_until_stopped(app, listening, what, key, arguments.drain_s)
     return 0
+
+
+def workers_of(arguments: Namespace, port: int) -> "tuple[ModelWorkers, str]":
+    """The workers, spread over GPUs, and the variable that holds their key; how they share GPUs is printed.
+
+    A --device among their own options counts among all that this process sees: then they see the same.
+    """
+    from sensorium.services.application import refuse_port
+    from sensorium.services.model_workers import model_workers, placement_notice, worker_devices
+
+    count, options = arguments.workers, arguments.worker_option
+    first = port + WORKER_GAP if arguments.worker_port < 0 else arguments.worker_port
+    refuse_port(first + count - 1 if first else 0, "--worker-port (of the last worker)")
+    devices = []
+    if arguments.devices or not any(option.split("=")[0] == "--device" for option in options):
+        devices = worker_devices(count, arguments.devices, os.environ, _gpus)
+    listed = bool(arguments.devices or os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if notice := placement_notice(count, devices, listed):
+        print(notice, file=sys.stderr, flush=True)
+    return model_workers(arguments.checkpoint, count, first, options, devices)
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def unused_variables(environment: Mapping[str, str]) -> list[str]:

@@ -12,9 +12,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -178,7 +179,10 @@ class ModelWorkers:
 def model_workers(
     checkpoint: str, count: int, first_port: int, options: Sequence[str], devices: Sequence[str] = ()
 ) -> tuple[ModelWorkers, str]:
-    """Workers that serve a checkpoint, and the environment variable that holds their key. Port 0: any free ones."""
+    """Workers that serve a checkpoint, and the environment variable that holds their key. Port 0: any free ones.
+
+    Each sees one of ``devices``, in turn; without any they see what this process sees.
+    """
     key = secrets.token_urlsafe(32)
     os.environ[KEY_VARIABLE] = key
     command = [
@@ -202,6 +206,32 @@ def model_workers(
         port = first_port + place if first_port else free_port()
         workers.append(ModelWorker([*command, *options], port, environment))
     return ModelWorkers(workers), KEY_VARIABLE
+
+
+def worker_devices(count: int, asked: str, environment: Mapping[str, str], counted: Callable[[], int]) -> list[str]:
+    """The GPUs that ``count`` workers are spread over, as CUDA_VISIBLE_DEVICES names them; none: what this process sees.
+
+    Those ``asked`` for, else those that CUDA_VISIBLE_DEVICES lists, else, for several workers, the ``counted`` ones of the
+    machine. As in CUDA, a negative number ends a list: "GPU-5ab,1,-1,2" is GPU-5ab and 1.
+    """
+    listed = asked or environment.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return [str(number) for number in range(counted())] if count > 1 else []
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    return list(takewhile(lambda name: not name.startswith("-"), names))
+
+
+def placement_notice(count: int, devices: Sequence[str], listed: bool) -> str:
+    """What to report where workers and GPUs are not as many. ``listed``: the user named these GPUs, so none should idle."""
+    named = ", ".join(devices)
+    if devices and count > len(devices):
+        return f"{count} workers share the GPUs {named}: some hold the model several times (--workers, --devices)."
+    if listed and 0 < count < len(devices):
+        idle = ", ".join(devices[count:])
+        return (
+            f"GPUs without a worker: {idle} (of {named}). --workers {len(devices)} (REWARD_NUM_WORKERS) uses all of them."
+        )
+    return ""
 
 
 def free_port() -> int:
