@@ -1,5 +1,7 @@
 """report.html stands alone, shows what happened as it happened, and stays small."""
 
+import base64
+import hashlib
 import json
 import re
 from dataclasses import replace
@@ -366,3 +368,16 @@ def test_a_run_with_a_critic_is_explained_by_it_and_shows_what_it_explains(tmp_p
     assert "compared with what the critic expected" in page
     assert "compared with each other" not in page
     assert "variance that the critic explains" in page
+
+
+def test_the_pages_policy_admits_its_own_script_alone(tmp_path: Path) -> None:
+    text = render_report(make_run(tmp_path))
+    page = Page(text)
+    (policy,) = [meta["content"] or "" for meta in page.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"]
+    rules = {rule.split()[0]: rule.split()[1:] for rule in policy.split(";")}
+    (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert rules["default-src"] == ["'none'"]
+    assert rules["script-src"] == [f"'sha256-{digest}'"]
+    assert not {"'unsafe-eval'", "*", "http:", "https:"} & {source for given in rules.values() for source in given}
+    assert text.index("Content-Security-Policy") < min(text.index("<style"), text.index("<script"))

@@ -1,28 +1,37 @@
 """What a hostile or broken client cannot do to the others: block the server, fill its memory, stop its housekeeping."""
 
 import asyncio
+import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from sensorium.envs.protocol import Observation, StepResult
+from sensorium.envs.remote.environment import RemoteEnvironment
 from sensorium.envs.remote.wire import pack
 from sensorium.media.store import MediaStore
 from sensorium.services import environment_service
 from sensorium.services.application import Refusal
-from sensorium.services.environment_service import _Exchange
+from sensorium.services.environment_service import _Exchange, make_app
 from sensorium.services.kept_media import sweep
+from sensorium.services.model_service import make_model_app
 from sensorium.services.offers import Offer, Offers
+from sensorium.services.reward_service import make_reward_app
 from sensorium.services.sessions import SessionTable
 from sensorium.vocabulary.content import user
+from sensorium.vocabulary.errors import EnvironmentFailure
 
-from .running import make_table, serving
+from . import test_model_service, test_reward_service
+from .running import make_table, serving, serving_app
 
 SEEN: dict[str, str] = {}
+HTTP = httpx.Client()
 
 
 class Searching:
@@ -126,3 +135,104 @@ def test_sweeping_goes_on_where_a_file_or_the_folder_is_gone(tmp_path: Path) -> 
     (tmp_path / "old").touch()
     assert sweep(tmp_path, -10.0) >= 1
     assert not (tmp_path / "old").exists()
+
+
+def model_app(folder: Path, **options: Any) -> Any:
+    return make_model_app(test_model_service.make_service(folder), **options)
+
+
+def reward_app(folder: Path, **options: Any) -> Any:
+    return make_reward_app(test_reward_service.make_service(folder, "http://127.0.0.1:9/v1"), **options)
+
+
+def environment_app(folder: Path, **options: Any) -> Any:
+    return make_app(make_table(), **options)
+
+
+def status_of(address: str, path: str, method: str = "POST", **headers: str) -> int:
+    """The status of a request whose Host, where given, is not the address's own."""
+    return HTTP.request(method, address + path, content=b"{}", headers=headers, timeout=30).status_code
+
+
+ROUTES = {
+    environment_app: [
+        ("PUT", "/v1/sessions/s"), ("POST", "/connect"), ("POST", "/call"), ("POST", "/environments"),
+        ("POST", "/batch/reset"),
+        ("GET", "/health"), ("GET", "/openenv/counting/schema"), ("GET", "/openapi.json"), ("GET", "/nowhere"),
+    ],
+    model_app: [("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/health")],
+    reward_app: [("POST", "/get_reward"), ("GET", "/metrics"), ("GET", "/health")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", list(ROUTES))
+def test_a_web_page_of_another_site_uses_no_route(make: Callable[..., Any], tmp_path: Path) -> None:
+    with serving_app(make(tmp_path)) as (address, _):
+        port = address.rpartition(":")[2]
+        own = {"Host": f"localhost:{port}", "Origin": f"http://localhost:{port}"}
+        for method, path in ROUTES[make]:
+            for headers in (
+                {"Host": f"evil.example:{port}"},
+                {"Host": f"evil.example:{port}", "Origin": f"http://evil.example:{port}"},
+                {"Host": f"localhost@evil.example:{port}"},
+                {"Host": "10.0.0.5"},
+                {"Origin": "https://evil.example"},
+                {"Origin": "null"},
+                {"Origin": "http://127.0.0.1:1"},
+                {"Origin": f"http://localhost:{port}"},
+            ):
+                assert status_of(address, path, method, **headers) == 403, (path, headers)
+            for headers in ({}, own, {"Host": f"[::1]:{port}"}, {"Host": "LocalHost."}):
+                assert status_of(address, path, method, **headers) != 403, (path, headers)
+        assert httpx.get(f"{address}/docs").status_code == httpx.get(f"{address}/redoc").status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/v1/ws", "/openenv/counting/ws"])
+def test_a_web_page_of_another_site_opens_no_web_socket(path: str) -> None:
+    with serving(make_table()) as address:
+        port = int(address.rpartition(":")[2])
+        url = address.replace("http", "ws") + path
+        for asked, origin in ((url, "https://evil.example"), (f"ws://evil.example:{port}{path}", None), (url, "null")):
+            place = socket.create_connection(("127.0.0.1", port))
+            with pytest.raises(InvalidStatus) as refused:
+                connect(asked, sock=place, origin=origin)  # type: ignore[arg-type]
+            assert refused.value.response.status_code == 403
+            assert b"--allowed-host" in (refused.value.response.body or b"")
+        for origin in (None, address):
+            connect(url, origin=origin).close()  # type: ignore[arg-type]
+
+
+def test_names_of_a_proxy_and_of_the_machine_are_taken_where_a_key_is_needed() -> None:
+    name = socket.gethostname()
+    for key, hosts, granted, refused in (
+        ("", ["Proxy.example"], ["proxy.example", "proxy.example:443"], ["evil.example", name, "10.0.0.5"]),
+        ("secret", [], [name.upper(), f"{name}:1", "10.0.0.5:8300", "[fd00::1]:8300"], ["evil.example", "proxy.example"]),
+    ):
+        with serving_app(make_app(make_table(), key, hosts)) as (address, _):
+            assert [status_of(address, "/health", "GET", Host=host) for host in granted] == [200] * len(granted)
+            assert [status_of(address, "/health", "GET", Host=host) for host in refused] == [403] * len(refused)
+            described = httpx.get(f"{address}/openapi.json").status_code
+            assert described == (401 if key else 200)
+            assert httpx.get(f"{address}/openapi.json", headers={"X-API-Key": key}).status_code == 200
+            if hosts:  # a proxy that ends TLS, and one that puts the server's own address into Host
+                assert status_of(address, "/health", "GET", Host="proxy.example", Origin="https://proxy.example") == 200
+                assert status_of(address, "/health", "GET", Origin="https://proxy.example") == 200
+
+
+def test_a_client_by_a_name_that_the_server_does_not_have_hears_of_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *more, **named: resolve("127.0.0.1" if host == "node7" else host, *more, **named),
+    )
+    with serving(make_table(), key="secret") as address:
+        there = RemoteEnvironment(MediaStore(), address.replace("127.0.0.1", "node7"), "counting", deadline_s=600)
+        with pytest.raises(EnvironmentFailure, match="--allowed-host node7"):  # at once: trying again cannot help
+            there.reset(1)
+        with pytest.raises(EnvironmentFailure, match="key"):
+            RemoteEnvironment(MediaStore(), address, "counting", deadline_s=600).reset(1)
+        with serving(make_table()) as open_to_all:
+            both = RemoteEnvironment(MediaStore(), [address, open_to_all], "counting", deadline_s=60)
+            assert both.reset(3)[1].messages[0].text == "seed 3"
+            both.close()

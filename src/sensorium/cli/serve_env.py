@@ -27,6 +27,13 @@ def configure(parser: ArgumentParser) -> None:
         help="offer the rows of a source, which FILE describes in YAML as a recipe does: {source: parquet, options: {…}}",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; beyond this machine a key is needed")
+    parser.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a further name that clients use, such as a proxy's",
+    )
     parser.add_argument("--port", type=int, default=8300)
     parser.add_argument("--capacity", type=int, default=1024, help="sessions that may be open at once")
     parser.add_argument("--lease-s", type=float, default=3600.0, help="a session that nobody asks for so long is closed")
@@ -56,6 +63,7 @@ def run(arguments: Namespace) -> int:
     within("serve", "--deadline-s", arguments.deadline_s, 0.001, 86_400)
     within("serve", "--memory-mib", arguments.memory_mib, 256, 2**20)
     listening, key = listen(arguments.host, arguments.port)
+    hosts = [arguments.host, *arguments.allowed_host]
     folder = TemporaryDirectory(prefix="media-", dir=temporary_folder())
     store = MediaStore(Path(folder.name))
 
@@ -68,5 +76,5 @@ def run(arguments: Namespace) -> int:
     )
     with folder:
         names = ", ".join(sorted(offers.offers))
-        serve_until_stopped(make_app(table, key), listening, names, key, ws_max_size=MOST_BYTES)
+        serve_until_stopped(make_app(table, key, hosts), listening, names, key, ws_max_size=MOST_BYTES)
     return 0

@@ -19,6 +19,13 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="a folder, a run (its best checkpoint), a hub id, package:NAME or tiny:FAMILY")
     parser.add_argument("--name", default="", help="what clients call it; default: the checkpoint's name")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; beyond this machine a key is needed")
+    parser.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a further name that clients use, such as a proxy's",
+    )
     parser.add_argument("--port", type=int, default=8000, help="0: any free one")
     parser.add_argument("--capacity", type=int, default=256, help="answers that may be under way at once; others get a 503")
     parser.add_argument("--rows", type=int, default=64, help="answers that are written at once, in one batch")
@@ -59,6 +66,7 @@ def run(arguments: Namespace) -> int:
     within("serve model", "--max-body-mib", arguments.max_body_mib, 0.001, 4096)
     within("serve model", "--drain-s", arguments.drain_s, 0, 86_400)
     listening, key = listen(arguments.host, arguments.port)
+    hosts = [arguments.host, *arguments.allowed_host]
     if arguments.until_input_ends:
         threading.Thread(target=_stop_when_input_ends, daemon=True).start()
     if arguments.threads:
@@ -80,7 +88,7 @@ def run(arguments: Namespace) -> int:
         roots = tuple(Path(root).expanduser().resolve() for root in arguments.media_root)
         host = ModelHost(policy, arguments.max_context, arguments.rows)
         service = ModelService(host, store, name, arguments.capacity, roots)
-        app = make_model_app(service, key, round(arguments.max_body_mib * MIB))
+        app = make_model_app(service, key, round(arguments.max_body_mib * MIB), hosts)
         serve_until_stopped(app, listening, f"model '{name}'", key, arguments.drain_s)
     return 0
 

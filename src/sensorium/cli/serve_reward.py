@@ -68,6 +68,13 @@ def configure(parser: ArgumentParser) -> None:
         help="number that CapRL's and OpenRLHF's clients get for what was not judged; default: the request fails",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; beyond this machine a key is needed")
+    parser.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a further name that clients use, such as a proxy's",
+    )
     parser.add_argument("--port", type=int, default=_set("REWARD_PORT", 18889, int), help="0: any free one")
     parser.add_argument(
         "--worker-port",
@@ -112,6 +119,7 @@ def run(arguments: Namespace) -> int:
     ):
         within("serve reward", f"--{name.replace('_', '-')}", getattr(arguments, name), least, most)
     listening, key = listen(arguments.host, arguments.port)
+    hosts = [arguments.host, *arguments.allowed_host]
     port = listening.getsockname()[1]
     workers, key_env, served = None, arguments.reader_key_env, arguments.model or "reader"
     urls = list(arguments.reader)
@@ -136,7 +144,7 @@ def run(arguments: Namespace) -> int:
         if workers is not None:
             service.workers = workers.states
         around: Callable[[], Any] | None = workers.running if workers is not None else None
-        app = make_reward_app(service, key, round(arguments.max_body_mib * MIB), around)
+        app = make_reward_app(service, key, round(arguments.max_body_mib * MIB), around, hosts)
         what = f"rewards ({arguments.mode}) by {len(urls)} reader{'s' if len(urls) > 1 else ''}"
         serve_until_stopped(app, listening, what, key, arguments.drain_s)
     return 0

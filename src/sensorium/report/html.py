@@ -4,6 +4,8 @@ Nothing is loaded from elsewhere but clips too large for it, from ``media/`` bes
 its size is bounded.
 """
 
+import base64
+import hashlib
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -90,11 +92,27 @@ def _decoder(directory: RunDirectory, recipe: Mapping[str, Any]) -> Decoder:
 def _page(name: str, head: str, body: str, album: Album) -> str:
     style, script = ((ASSETS / file).read_text() for file in ("report.css", "report.js"))
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(name)} · Sensorium</title>'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{_policy(script)}'
+        f"<title>{escape(name)} · Sensorium</title>"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{style}</style></head>\n<body>{album.definitions()}{head}<main>{body}</main>"
         f"<footer>Sensorium {__version__}</footer>\n<script>{script}</script></body></html>\n"
     )
+
+
+def _policy(script: str) -> str:
+    """The page's content security policy: its own script and no other, media of its own and of the folder beside it.
+
+    A page that is opened as a file has no origin of its own in some browsers, so files are named beside 'self'. Styles are
+    inline, in attributes too; they cannot load anything.
+    """
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    media = "'self' file: data:"
+    rules = (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src {media}; media-src {media}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    return f'<meta http-equiv="Content-Security-Policy" content="{rules}">'
 
 
 def _section(title: str, kind: str, body: str) -> str:

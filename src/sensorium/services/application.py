@@ -1,9 +1,10 @@
-"""What all services share: one way to refuse, keys, bounded bodies, counters for /metrics, and how they listen."""
+"""What all services share: one way to refuse, who may ask, bounded bodies, counters for /metrics, and how they listen."""
 
+import asyncio
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any
 
@@ -11,17 +12,19 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BeforeValidator
+from starlette.datastructures import Headers, QueryParams
 from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sensorium import __version__
-from sensorium.services.access import ENVIRONMENT_VARIABLE, allowed, refuse_open
+from sensorium.services.access import ENVIRONMENT_VARIABLE, allowed, foreign, is_loopback, machine_names, refuse_open
 from sensorium.vocabulary.errors import RecipeError, SensoriumError
 
 Json = dict[str, Any]
 MIB = 1 << 20
 MOST_PORT = 65535
+FOREIGN = "the Host is not a name of this service, or a web page of another site asks"
 
 
 class Refusal(Exception):
@@ -46,12 +49,15 @@ def make_application(
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None,
     statuses: dict[int, str],
     told: Callable[[int, str], Json] | None = None,
+    hosts: Sequence[str] = (),
 ) -> tuple[FastAPI, Json]:
     """An application that refuses as all services do, and what its routes behind the key are declared with.
 
-    ``told`` makes the body of a refusal from status and reason; by default ``{"detail": reason}``.
+    ``told`` makes the body of a refusal from status and reason; by default ``{"detail": reason}``. ``hosts`` are names by
+    which clients may ask beside the machine's own. The description is behind the key; there are no pages that show it,
+    since the framework's load scripts from elsewhere.
     """
-    app = FastAPI(title=title, version=__version__, lifespan=lifespan)
+    app = FastAPI(title=title, version=__version__, lifespan=lifespan, openapi_url=None)
 
     def reply(status: int, why: str, headers: dict[str, str] | None = None) -> JSONResponse:
         return JSONResponse(told(status, why) if told else {"detail": why}, status, headers=headers)
@@ -91,8 +97,40 @@ def make_application(
         if not allowed(key, request.headers, request.query_params):
             raise HTTPException(401, "the key is missing or wrong")
 
-    responses = {status: {"description": text} for status, text in statuses.items()}
-    return app, {"dependencies": [Depends(with_key)], "responses": responses}
+    responses = {status: {"description": text} for status, text in ({403: FOREIGN} | statuses).items()}
+    keyed: Json = {"dependencies": [Depends(with_key)], "responses": responses}
+    names = frozenset(name.lower().rstrip(".") for name in hosts)
+    app.add_middleware(Door, key=key, names=names, reply=reply)
+
+    @app.get("/openapi.json", include_in_schema=False, **keyed)
+    async def description() -> Json:
+        return app.openapi()
+
+    return app, keyed
+
+
+class Door:
+    """Refuses what web pages of other sites ask, HTTP or WebSocket (``access.foreign``), and WebSockets without the key."""
+
+    def __init__(self, app: ASGIApp, key: str, names: frozenset[str], reply: Callable[[int, str], JSONResponse]) -> None:
+        self.app, self.key, self.names, self.reply = app, key, names, reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forward a request, or answer it with 403."""
+        if scope["type"] != "lifespan":
+            headers, bound = Headers(scope=scope), str((scope.get("server") or ("",))[0])
+            why = foreign(headers.getlist("host"), headers.getlist("origin"), bound, self.key, self.names)
+            if (
+                not why
+                and scope["type"] == "websocket"
+                and not allowed(self.key, headers, QueryParams(scope["query_string"]))
+            ):
+                why = "the key is missing or wrong"
+            if why:
+                await self.reply(403, why)(scope, receive, send)
+                await asyncio.sleep(0)  # or uvicorn logs an error: it sees only then that a refused WebSocket is closed
+                return
+        await self.app(scope, receive, send)
 
 
 class BodyLimit:
@@ -166,6 +204,8 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
     key = os.environ.get(ENVIRONMENT_VARIABLE, "")
     refuse_open(host, key)
     refuse_port(port, "--port")
+    if not is_loopback(host):
+        machine_names()  # looked up now: a slow name server must not keep the first requests waiting
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=1024), key

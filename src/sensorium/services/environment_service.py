@@ -12,7 +12,7 @@ makes no sense, 503 full (with Retry-After).
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any
 
@@ -21,7 +21,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sensorium import __version__
 from sensorium.envs.remote.wire import Json, WireError, bytes_of, pack, unpack
-from sensorium.services.access import allowed
 from sensorium.services.application import BodyLimit, Refusal, Whole, make_application
 from sensorium.services.kept_media import sweep
 from sensorium.services.openenv_routes import openenv_routes
@@ -69,8 +68,8 @@ class Act(BaseModel):
     response: str
 
 
-def make_app(table: SessionTable, key: str = "") -> FastAPI:
-    """The service. ``key`` must come with every request but /health, where it is not empty."""
+def make_app(table: SessionTable, key: str = "", hosts: Sequence[str] = ()) -> FastAPI:
+    """The service. ``key`` must come with every request but /health, where it is not empty; ``hosts``: further names."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -79,7 +78,7 @@ def make_app(table: SessionTable, key: str = "") -> FastAPI:
         reaper.cancel()
         await table.shut()
 
-    app, keyed = make_application("Sensorium environment service", key, lifespan, STATUSES)
+    app, keyed = make_application("Sensorium environment service", key, lifespan, STATUSES, hosts=hosts)
     app.add_middleware(BodyLimit, most=MOST_BODY)
 
     @app.get("/health")
@@ -116,13 +115,11 @@ def make_app(table: SessionTable, key: str = "") -> FastAPI:
 
     @app.websocket("/v1/ws")
     async def operations(socket: WebSocket) -> None:
-        if not allowed(key, socket.headers, socket.query_params):
-            await socket.close(4401, "the key is missing or wrong")
-            return
         await socket.accept()
         await _Exchange(socket, table).serve()
 
-    for routes in (openenv_routes, vagen_routes, legacy_routes):
+    app.include_router(openenv_routes(table))
+    for routes in (vagen_routes, legacy_routes):
         app.include_router(routes(table, key))
     return app
 

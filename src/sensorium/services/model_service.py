@@ -10,7 +10,7 @@ Statuses: 400 what cannot be answered, and why; 401 no key; 404 another model; 4
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -129,8 +129,8 @@ class ModelService:
         self.counters.add("completion_tokens", sum(len(choice.tokens) for choice in choices))
 
 
-def make_model_app(service: ModelService, key: str = "", most_body: int = 64 << 20) -> FastAPI:
-    """The service. ``key`` must come with every request but /health, where it is not empty."""
+def make_model_app(service: ModelService, key: str = "", most_body: int = 64 << 20, hosts: Sequence[str] = ()) -> FastAPI:
+    """The service. ``key`` must come with every request but /health, where it is not empty; ``hosts``: further names."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -138,7 +138,7 @@ def make_model_app(service: ModelService, key: str = "", most_body: int = 64 << 
             yield
         service.host.close()
 
-    app, keyed = make_application("Sensorium model service", key, lifespan, STATUSES, error_body)
+    app, keyed = make_application("Sensorium model service", key, lifespan, STATUSES, error_body, hosts)
     app.add_middleware(BodyLimit, most=most_body)
     streamed = {"description": "the completion, or its parts as events", "content": {"text/event-stream": {}}}
 

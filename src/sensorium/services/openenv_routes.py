@@ -13,7 +13,6 @@ from uuid import uuid4
 from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 
 from sensorium.envs.remote.wire import Json
-from sensorium.services.access import allowed
 from sensorium.services.application import Refusal
 from sensorium.services.sessions import SessionTable
 from sensorium.services.shown import paid, pictures, text_of_messages
@@ -35,7 +34,7 @@ OBSERVATION = {
 }
 
 
-def openenv_routes(table: SessionTable, key: str) -> APIRouter:
+def openenv_routes(table: SessionTable) -> APIRouter:
     """The routes of every environment that is offered."""
     router = APIRouter(prefix="/openenv")
 
@@ -49,9 +48,6 @@ def openenv_routes(table: SessionTable, key: str) -> APIRouter:
 
     @router.websocket("/{name}/ws")
     async def play(socket: WebSocket, name: str) -> None:
-        if not allowed(key, socket.headers, socket.query_params):
-            await socket.close(4401, "the key is missing or wrong")
-            return
         await socket.accept()
         await _Player(socket, table, name).serve()
 

@@ -8,7 +8,7 @@ body of no known form, 401 no key, 413 too large, 500 something was not judged (
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,8 +139,12 @@ def make_reward_app(
     key: str = "",
     most_body: int = 64 << 20,
     around: Callable[[], Any] | None = None,
+    hosts: Sequence[str] = (),
 ) -> FastAPI:
-    """The service. ``key`` must come with every request but /health. ``around`` runs as long as the service does."""
+    """The service. ``key`` must come with every request but /health. ``around`` runs as long as the service does.
+
+    ``hosts`` are further names by which clients ask.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -152,7 +156,9 @@ def make_reward_app(
                     yield
         await asyncio.to_thread(service.client.close)
 
-    app, keyed = make_application("Sensorium reward service", key, lifespan, STATUSES, lambda status, why: {"error": why})
+    app, keyed = make_application(
+        "Sensorium reward service", key, lifespan, STATUSES, lambda status, why: {"error": why}, hosts
+    )
     app.add_middleware(BodyLimit, most=most_body)
 
     @app.get("/health")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 from uuid import uuid4
 
-from sensorium.envs.remote.connection import Connection, ConnectionLost, ServerRefusal
+from sensorium.envs.remote.connection import NO_ENTRY, Connection, ConnectionLost, ServerRefusal
 from sensorium.envs.remote.wire import Json
 from sensorium.media.store import MediaStore
 from sensorium.vocabulary.errors import EnvironmentFailure, EnvironmentLost, RecipeError
@@ -90,6 +90,7 @@ class EnvironmentClient:
             while True:
                 if not self.servers:
                     raise EnvironmentLost("all servers of environments are gone")
+                denied = 0
                 for server in sorted(self.servers, key=Server.rank):
                     session = sessions.setdefault(server, RemoteSession(server, str(uuid4()), store))
                     server.sessions += 1  # before it is open: those that open at the same moment go to other servers
@@ -104,8 +105,12 @@ class EnvironmentClient:
                     except ServerRefusal as refusal:
                         server.sessions -= 1
                         told = f"{server.connection.url}: {refusal.why}"
-                        if refusal.status != 503:
+                        if refusal.status in NO_ENTRY:  # another may let us in
+                            server.down_until, denied = time.monotonic() + DOWN_S, denied + 1
+                        elif refusal.status != 503:
                             raise EnvironmentFailure(told) from refusal
+                if denied and denied == len(self.servers):
+                    raise EnvironmentFailure(told)
                 tell(told)
                 if time.monotonic() + pause > until:
                     raise EnvironmentFailure(f"no session could be opened within {deadline_s:g} s: {told}")

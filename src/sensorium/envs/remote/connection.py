@@ -13,6 +13,9 @@ from sensorium.envs.remote.wire import MOST_BYTES, Json, WireError, keep, pack, 
 from sensorium.media.store import MediaStore
 from sensorium.vocabulary.errors import MediaError
 
+NO_ENTRY = (401, 403)
+"""Statuses of a server that takes no connection: the key is wrong, or it does not have the name it was asked by."""
+
 
 class ConnectionLost(Exception):
     """There is no connection, or it broke before a reply came."""
@@ -67,7 +70,7 @@ class Connection:
 
     async def _open(self) -> None:
         from websockets.asyncio.client import connect
-        from websockets.exceptions import WebSocketException
+        from websockets.exceptions import InvalidStatus, WebSocketException
 
         async with self._opening:
             if self._socket is not None:
@@ -76,6 +79,12 @@ class Connection:
             try:
                 async with asyncio.timeout(self._connect_s):
                     socket = await connect(self.url, max_size=MOST_BYTES, additional_headers=headers, compression=None)
+            except InvalidStatus as error:
+                why = (error.response.body or b"").decode("utf-8", "replace")
+                told = f"no connection: {error} {why:.500}".rstrip()
+                if error.response.status_code in NO_ENTRY:
+                    raise ServerRefusal(error.response.status_code, told, 0.0) from error
+                raise ConnectionLost(f"{self.url}: {told}") from error
             except (OSError, TimeoutError, WebSocketException) as error:
                 raise ConnectionLost(f"{self.url}: no connection: {error}") from error
             self._socket = socket
