@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,17 @@ FULL = {
     "vagen_navigation": "tiny:qwen2_5_vl",
     "geo3k_multi_turn": "tiny:qwen3_vl",
 }
+TRICO = {
+    "name": "trico_svg_vision_service", "steps": 300, "model.path": "Qwen/Qwen2.5-VL-3B-Instruct",
+    "model.gradient_checkpointing": True, "batch.prompts_per_step": 16, "batch.group_size": 8, "batch.updates_per_epoch": 4,
+    "rollout.max_new_tokens": 648, "rollout.max_context_tokens": 1800, "rollout.max_turns": 2, "rollout.window": 3,
+    "rollout.top_p": 0.95, "rollout.temperature": 0.7, "algorithm.advantage.name": "bi_level_gae",
+    "algorithm.advantage.turn_gamma": 1.0, "algorithm.kl.coef": 0.001, "algorithm.kl.place": "reward",
+    "algorithm.critic.optimizer.lr": 1e-5, "algorithm.critic.warmup_steps": 0, "algorithm.critic.path": "",
+    "optimizer.lr": 1e-6, "checkpoint.every": 70, "evaluation.every": 20, "evaluation.at_start": True,
+    "logging.project": "vagen_new", "logging.loggers": ("wandb",),
+}  # fmt: skip
+"""VAGEN's documented TRICO-SVG run (its page of settings), under our keys; 128 episodes in 4 updates are 32 in each."""
 FEW = [f"tasks.{split}.0.options.size=8" for split in ("train", "evaluate")]
 
 
@@ -62,6 +74,14 @@ def test_the_settings_are_the_published_ones() -> None:
     assert (slime.algorithm.loss.clip_low, slime.algorithm.loss.clip_high) == (0.2, 0.28)
     assert (slime.optimizer.lr, slime.optimizer.weight_decay, slime.optimizer.betas) == (1e-6, 0.1, (0.9, 0.98))
     assert slime.tasks.train[0].options["environment"] == {"name": "geo3k", "options": {"max_turns": 3}}
+
+
+def test_vagens_documented_run_is_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = load_recipe("vagen_trico_svg")
+    assert {key: reduce(getattr, key.split("."), recipe) for key in TRICO} == TRICO
+    assert not recipe.rewards.terms[0].options.get("per_turn"), "use_multi_turn_reward=False"
+    assert main(["train", "vagen_trico_svg", "--dry-run", "model.path=tiny:qwen2_5_vl", *FEW]) == 0
+    assert "were read" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", FULL)
