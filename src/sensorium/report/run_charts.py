@@ -15,7 +15,7 @@ DETAILS = {
     "value/loss": "loss of the critic",
     "value/explained_variance": "variance that the critic explains",
     "mismatch/kl": "KL of engine and learner",
-    "groups/zero_variance": "groups without signal",
+    "groups/zero_variance": "groups of equal reward",
     "episodes/length_mean": "tokens an episode",
     "episodes/turns_mean": "turns an episode",
     "throughput/episodes_per_s": "episodes a second",

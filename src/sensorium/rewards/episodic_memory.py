@@ -1,8 +1,10 @@
-"""Episodic memory: judges say whether a memory of a clip is correct, well written and useful; TaskMem's reward.
+"""Memories of clips: judges say whether one is correct, well written and useful; TaskMem's reward.
 
-Two questions for each memory that was parsed (correct? fit?), asked at once, then one for the group (which is the most
-useful?). Parts that are paid sum up to the reward; what was judged and counted beside has weight 0. A memory that could not
-be judged has no score: with ``rewards.on_missing: drop_group`` its whole group is left out, as in TaskMem.
+Two questions for each description (correct? fit?), asked at once, then one for the group (which is the most useful?). An
+episodic memory has one description; a semantic one, by the task's ``type``, has a list of facts, of which the first
+``memory_length_threshold`` are judged and the others are wrong. Parts with weight sum up to the reward; what was judged
+and counted besides has weight 0. A memory that could not be judged has no score: with ``rewards.on_missing: drop_group``
+its whole group is left out, as in TaskMem.
 """
 
 import asyncio
@@ -24,7 +26,7 @@ from sensorium.rewards.memory_reward import (
     written_memory,
 )
 from sensorium.vocabulary.episode import Episode
-from sensorium.vocabulary.errors import RewardFailure
+from sensorium.vocabulary.errors import RecipeError, RewardFailure
 from sensorium.vocabulary.memory import faces_are_spelled
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
@@ -60,13 +62,48 @@ coordinates, or if it quotes what subtitles or captions on the screen say. Reply
 USEFULNESS = """how useful a description of the newest clip of a video is to somebody who later has to answer questions
 about the video: what it says of who does what, and what is new compared with what was written of the clips before (the
 question)."""
+FACT = """facts that hold beyond the moment: who people are, what they are like, how they are related, what they do
+habitually, how things work"""
+FACT_CORRECTNESS = f"""You see a clip of a video. A model that watches the video clip by clip writes down {FACT}.
+
+{MATERIAL}
+
+What happens in the video up to and in this clip:
+{{episodic}}
+
+The facts that the model had written down before, and before this one:
+{{preceding}}
+
+The fact to judge:
+{{candidate}}
+
+Is the fact supported by what the clip shows and by what happened? Reply with one JSON object and nothing else:
+{{"verdict": 1}} if it is, {{"verdict": 0}} if anything in it is wrong or made up."""
+FACT_LABEL = f"""A model that watches a video clip by clip writes down {FACT}.
+
+{MATERIAL}
+
+The facts that it had written down before, and before this one:
+{{preceding}}
+
+The fact to judge:
+{{candidate}}
+
+Is the fact fit to be kept? It is not if it only repeats a fact from before, if it only retells a single event, if it
+mentions bounding boxes or coordinates, or if it quotes what subtitles or captions on the screen say. Reply with one JSON
+object and nothing else: {{"verdict": 1}} if it is fit, {{"verdict": 0}} if it is not."""
+FACT_USEFULNESS = """how useful a fact is to somebody who later has to answer questions about the whole video: what it says
+of people, things and how they are related that holds beyond the moment, and what is new compared with the facts from before
+(the question)."""
+NOTHING_BEFORE = "(nothing: this is the first clip)"
+NO_FACTS_BEFORE = "(none)"
 
 
 class EpisodicMemory:
-    """Pays memories by judges. ``correctness`` is a model that sees the clip, ``label`` and ``usefulness`` read text.
+    """Rewards memories by judges. ``correctness`` is a model that sees the clip, ``label`` and ``usefulness`` read text.
 
-    Of the task it reads the metadata ``history``: what was written of the clips before. The other options are what is paid,
-    as published with TaskMem.
+    Of the task it reads the metadata ``history``: what was written of the clips before; of a semantic one also
+    ``episodic``, what happened. The other options are the rewards, as published with TaskMem.
     """
 
     caches_answers = True
@@ -83,6 +120,7 @@ class EpisodicMemory:
         format_penalty: float = -1.5,
         memory_token_threshold: int = 150,
         usefulness_scale: float = 0.1,
+        memory_length_threshold: int = 5,
         max_response_tokens: int = 8192,
         video: str = "frames",
         max_tokens: int = 1024,
@@ -94,8 +132,12 @@ class EpisodicMemory:
         self.models = {"correctness": correctness, "label": label or correctness, "usefulness": usefulness or correctness}
         self.pay = MemoryPay(
             think_length_threshold, think_penalty, correct_reward, wrong_reward, format_penalty, memory_token_threshold,
-            usefulness_scale,
+            usefulness_scale, memory_length_threshold,
         )  # fmt: skip
+        if memory_length_threshold < 1:
+            raise RecipeError(
+                f"{name}: memory_length_threshold is {memory_length_threshold}; one description is judged at least."
+            )
         self.parameters: dict[str, float | int] = {"temperature": 0.0, "max_tokens": max_tokens}
         self.version = VERSION
         self._client = client_of(context, name, *self.models.values())
@@ -103,47 +145,75 @@ class EpisodicMemory:
     async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[tuple[Score, ...]]:
         """The parts of each episode's reward."""
         client = needed(self._client, self.name)
-        memories = [self._written(episode) for episode in episodes]
-        parsed = [i for i, memory in enumerate(memories) if memory.description is not None]
-        asked = [self._verdicts(client, task, episodes[i], memories[i]) for i in parsed]
-        verdicts = dict(zip(parsed, await asyncio.gather(*asked, return_exceptions=True), strict=True))
-        problems = {i: found for i, found in verdicts.items() if isinstance(found, BaseException)}
-        for problem in problems.values():
-            if not isinstance(problem, RewardFailure):
-                raise problem
-        judged = {i: found for i, found in verdicts.items() if not isinstance(found, BaseException)}
-        good = [i for i, (correct, label) in judged.items() if is_correct(self.pay, memories[i], correct, label)]
-        useful: list[float | None] = [None] * len(episodes)
+        memories = [self._written(task, episode) for episode in episodes]
+        asked = [
+            (i, j)
+            for i, memory in enumerate(memories)
+            for j in range(min(len(memory.descriptions), self.pay.memory_length_threshold))
+        ]
+        answers = await asyncio.gather(
+            *(self._verdicts(client, task, episodes[i], memories[i], j) for i, j in asked), return_exceptions=True
+        )
+        problems: dict[int, BaseException] = {}
+        judged: dict[tuple[int, int], tuple[float, float]] = {}
+        for place, answer in zip(asked, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                judged[place] = answer
+            elif isinstance(answer, RewardFailure):
+                problems.setdefault(place[0], answer)
+            else:
+                raise answer
+        good = [
+            (i, j)
+            for (i, j), verdicts in judged.items()
+            if i not in problems and is_correct(self.pay, memories[i].descriptions[j], memories[i].lengths[j], *verdicts)
+        ]
+        useful: list[list[float]] = [[] for _ in episodes]
         try:
-            for i, value in zip(good, await self._usefulness(client, task, episodes, memories, good), strict=True):
-                useful[i] = value
+            for (i, _), value in zip(good, await self._usefulness(client, task, episodes, memories, good), strict=True):
+                useful[i].append(value)
         except RewardFailure as failure:
-            problems |= dict.fromkeys(good, failure)
-        bonus = bonuses(self.pay, useful)
+            problems |= {i: failure for i, _ in good}
+        means = [sum(values) / len(values) if values else None for values in useful]
+        bonus = bonuses(self.pay, means)
+        right = [[(i, j) in good for j in range(len(memory.descriptions))] for i, memory in enumerate(memories)]
         return [
             self._missing(problems[i])
             if i in problems
-            else self._scores(memories[i], judged.get(i), i in good, useful[i], bonus[i])
-            for i in range(len(episodes))
+            else self._scores(
+                memory,
+                [judged[place] for place in asked if place[0] == i],
+                right[i],
+                means[i],
+                bonus[i],
+                _is_semantic(task),
+            )
+            for i, memory in enumerate(memories)
         ]
 
-    def _written(self, episode: Episode) -> WrittenMemory:
+    def _written(self, task: Task, episode: Episode) -> WrittenMemory:
         if not episode.turns:
             raise RewardFailure(f"episode {episode.id} has no response to judge")
-        return written_memory(episode.turns[-1].response, self.max_response_tokens)
+        return written_memory(episode.turns[-1].response, self.max_response_tokens, _is_semantic(task))
 
     async def _verdicts(
-        self, client: JudgeClient, task: Task, episode: Episode, memory: WrittenMemory
+        self, client: JudgeClient, task: Task, episode: Episode, memory: WrittenMemory, place: int
     ) -> tuple[float, float]:
-        """Whether a memory is correct, by who sees the clip, and fit, by who reads the text."""
-        texts = {"preceding": preceding(task), "candidate": memory.description or ""}
+        """Whether a description is correct, by a judge that sees the clip, and fit, by one that reads the text."""
+        texts = {"preceding": preceding(task), "candidate": memory.descriptions[place]}
+        correctness, label, version, seen = CORRECTNESS, LABEL, VERSION, texts
+        if _is_semantic(task):
+            correctness, label, version = FACT_CORRECTNESS, FACT_LABEL, f"{VERSION}/semantic"
+            before = [preceding(task, ""), *memory.descriptions[:place]]  # a fact may not repeat one of its own list
+            texts["preceding"] = "\n".join(filter(None, before)) or NO_FACTS_BEFORE
+            seen = texts | {"episodic": str(task.metadata.get("episodic", ""))}
         media = question_media(task, episode)
         requests = [
             JudgeRequest(
-                self.models[kind], (untrusted_message(words, shown, **texts),), f"{VERSION}/{kind}", VERDICT,
+                self.models[kind], (untrusted_message(words, shown, **framed),), f"{version}/{kind}", VERDICT,
                 self.parameters, video=self.video,
             )
-            for kind, words, shown in (("correctness", CORRECTNESS, media), ("label", LABEL, ()))
+            for kind, words, shown, framed in (("correctness", correctness, media, seen), ("label", label, (), texts))
         ]  # fmt: skip
         found = await asyncio.gather(*(client.ask(request, about=(episode.id,), term=self.name) for request in requests))
         return float(found[0].value["verdict"]), float(found[1].value["verdict"])
@@ -154,37 +224,47 @@ class EpisodicMemory:
         task: Task,
         episodes: Sequence[Episode],
         memories: Sequence[WrittenMemory],
-        good: Sequence[int],
+        good: Sequence[tuple[int, int]],
     ) -> list[float]:
-        """How useful each correct memory is among the others, from 0 to 1."""
-        texts = [memories[i].description or "" for i in good]
+        """How useful each correct description is among the others, from 0 to 1."""
+        texts = [memories[i].descriptions[j] for i, j in good]
+        about = tuple(dict.fromkeys(episodes[i].id for i, _ in good))
+        criterion, version, before = USEFULNESS, f"{VERSION}/usefulness", preceding(task)
+        if _is_semantic(task):
+            criterion, version, before = FACT_USEFULNESS, f"{VERSION}/semantic/usefulness", preceding(task, NO_FACTS_BEFORE)
         places = await rank(
-            client, self.models["usefulness"], USEFULNESS, preceding(task), texts, (),
-            self.parameters, tuple(episodes[i].id for i in good), self.name, f"{VERSION}/usefulness", partial=True,
+            client, self.models["usefulness"], criterion, before, texts, (),
+            self.parameters, about, self.name, version, partial=True,
         )  # fmt: skip
         return usefulness_of(places)
 
     def _scores(
         self,
         memory: WrittenMemory,
-        judged: tuple[float, float] | None,
-        correct: bool,
+        judged: Sequence[tuple[float, float]],
+        correct: Sequence[bool],
         useful: float | None,
         bonus: float,
+        semantic: bool,
     ) -> tuple[Score, ...]:
         parts = paid_parts(self.pay, memory, correct, bonus)
-        parsed = memory.description is not None
+        parsed = bool(memory.descriptions)
         beside: dict[str, float] = {
             "fail_parsing": float(not parsed),
             "think_tokens": memory.think_tokens,
             "memory_tokens": memory.memory_tokens,
         }
-        if judged is not None and memory.description is not None:
-            beside |= {"judged": judged[0], "label": judged[1], "faces": float(faces_are_spelled(memory.description))}
+        if judged:
+            spelled = [faces_are_spelled(description) for description in memory.descriptions[: len(judged)]]
+            for key, values in zip(("judged", "label"), zip(*judged, strict=True), strict=True):
+                beside[key] = sum(values) / len(values)
+            beside["faces"] = sum(spelled) / len(spelled)
         if useful is not None:
             beside["rank"] = useful
+        if semantic:
+            beside |= {"num_correct": sum(correct), "num_wrong": len(correct) - sum(correct)}
         paid = tuple(Score(f"{self.name}/{part}", value) for part, value in parts.items())
-        verdict = Score(paid[0].name, paid[0].value, correct=correct if parsed else None)
+        verdict = Score(paid[0].name, paid[0].value, correct=all(correct) if parsed else None)
         return (verdict, *paid[1:], *(Score(f"{self.name}/{k}", float(v), weight=0.0) for k, v in beside.items()))
 
     def _missing(self, problem: BaseException) -> tuple[Score, ...]:
@@ -192,7 +272,11 @@ class EpisodicMemory:
         return tuple(Score(f"{self.name}/{part}", None, reason=reason) for part in ("correct", "usefulness"))
 
 
-def preceding(task: Task) -> str:
+def preceding(task: Task, nothing: str = NOTHING_BEFORE) -> str:
     """What was written of the clips before."""
     history: Any = task.metadata.get("history", "")
-    return history if isinstance(history, str) and history.strip() else "(nothing: this is the first clip)"
+    return history if isinstance(history, str) and history.strip() else nothing
+
+
+def _is_semantic(task: Task) -> bool:
+    return task.metadata.get("type") == "semantic"

@@ -11,7 +11,7 @@ as soon as it may. A second pass over the rows writes memories of its own.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -19,7 +19,7 @@ from sensorium.tasks.mixture import SkippedRow, TaskStream, with_way_out
 from sensorium.tasks.planner import GroupOutcome, PlannedTasks
 from sensorium.tasks.source import TaskSource
 from sensorium.vocabulary.errors import MediaError, RecipeError, TaskError
-from sensorium.vocabulary.memory import parse_memory
+from sensorium.vocabulary.memory import parse_facts, parse_memory
 from sensorium.vocabulary.task import Task
 
 Choice = Literal["first", "best", "sampled"]
@@ -27,13 +27,18 @@ LOOK_AHEAD = 2
 """Passes over the rows that one draw may look through."""
 
 
+Memory = str | list[str]
+"""What was written of a clip: a description, or the facts of a semantic memory."""
+
+
 @dataclass(frozen=True)
 class ClipPlace:
-    """Which clip of which video a row is about, and the clips whose memories it needs."""
+    """Which clip of which video a row is about, and the clips whose memories it needs. ``facts``: it writes a list."""
 
     video: str
     clip: int
     needs: tuple[int, ...] = ()
+    facts: bool = False
 
 
 @runtime_checkable
@@ -48,7 +53,7 @@ class CausalSource(Protocol):
         """The clip of a row; cheap, no media are read."""
         ...
 
-    def with_history(self, index: int, memories: Mapping[int, str]) -> Task:
+    def with_history(self, index: int, memories: Mapping[int, Memory]) -> Task:
         """The task with these memories, by clip; of a clip that is not among them nothing is known."""
         ...
 
@@ -93,7 +98,7 @@ class CausalHistory:
         self.open: dict[str, int] = {}
         """Positions that were drawn since the last observation, by task id."""
         self.tries: dict[int, int] = {}
-        self.history: dict[tuple[int, str], dict[int, str | None]] = {}
+        self.history: dict[tuple[int, str], dict[int, Memory | None]] = {}
         """By pass and video: the memory of each clip, None where there is none."""
 
     def turns(self) -> list[int]:
@@ -183,9 +188,10 @@ class CausalHistory:
         known = self.history.get((turn, place.video), {})
         return all(clip in known or (place.video, clip) not in self._rows for clip in place.needs)
 
-    def _chosen(self, outcome: GroupOutcome, position: int) -> str | None:
+    def _chosen(self, outcome: GroupOutcome, position: int) -> Memory | None:
         """The memory of a group that is kept."""
-        parsed = [(i, memory) for i, text in enumerate(outcome.responses) if (memory := parse_memory(text)) is not None]
+        parse: Callable[[str], Memory | None] = _facts if self._places[position % len(self._places)].facts else parse_memory
+        parsed = [(i, memory) for i, text in enumerate(outcome.responses) if (memory := parse(text)) is not None]
         if not parsed:
             return None
         if self.choice == "best":
@@ -196,7 +202,7 @@ class CausalHistory:
             return parsed[int.from_bytes(digest, "little") % len(parsed)][1]
         return parsed[0][1]
 
-    def _conclude(self, position: int, memory: str | None) -> None:
+    def _conclude(self, position: int, memory: Memory | None) -> None:
         """Settle a row, or have it drawn again where nothing could be kept of it."""
         tries = self.tries.pop(position, 0) + 1
         if memory is None and tries < self.attempts:
@@ -204,7 +210,7 @@ class CausalHistory:
         else:
             self._settle(position, memory)
 
-    def _settle(self, position: int, memory: str | None) -> None:
+    def _settle(self, position: int, memory: Memory | None) -> None:
         turn, row = divmod(position, len(self._places))
         place = self._places[row]
         self.history.setdefault((turn, place.video), {})[place.clip] = memory
@@ -217,3 +223,7 @@ class CausalHistory:
             self.first += 1
         passed = self.first // len(self._places)
         self.history = {key: memories for key, memories in self.history.items() if key[0] >= passed - 1}
+
+
+def _facts(text: str) -> Memory | None:
+    return None if (facts := parse_facts(text)) is None else list(facts)

@@ -15,7 +15,7 @@ than nine digits is no id.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +35,27 @@ FaceMaps = Mapping[int, Mapping[int, int]]
 
 def rewrite_faces(memories: Mapping[int, str], maps: FaceMaps, current: int) -> dict[int, str]:
     """The memories with the current clip's ids, by clip."""
+    clips = sorted(memories)
+    return dict(zip(clips, rewrite_texts([(clip, memories[clip]) for clip in clips], maps, current), strict=True))
+
+
+def rewrite_texts(texts: Sequence[tuple[int, str]], maps: FaceMaps, current: int, beside: str = "") -> list[str]:
+    """The texts, each with its clip, with the current clip's ids; a person has one number in all of them.
+
+    ``beside`` is a text of the current clip that stays as it is: a number in it is not given to anybody else.
+    """
     local_now = dict(maps.get(current, {}))
-    highest = max(local_now.values(), default=0)
+    highest = max([*local_now.values(), *filter(None, map(_local, TAG.finditer(beside)))], default=0)
     fresh: dict[tuple[str, int, int], int] = {}
-    rewritten = {}
-    for clip in sorted(memories):
+    rewritten = []
+    for clip, text in texts:
         people = _people(maps.get(clip, {}))
 
         def renamed(found: re.Match[str], clip: int = clip, people: Mapping[int, int] = people) -> str:
             nonlocal highest
-            digits = next(group for group in found.groups() if group is not None).lstrip("0") or "0"
-            if len(digits) > MOST_DIGITS:
+            local = _local(found)
+            if local is None:
                 return found.group()
-            local = int(digits)
             person = people.get(local)
             if person is not None and person in local_now:
                 return f"<face_{local_now[person]}>"
@@ -57,8 +65,14 @@ def rewrite_faces(memories: Mapping[int, str], maps: FaceMaps, current: int) -> 
                 fresh[key] = highest
             return f"<face_{fresh[key]}>"
 
-        rewritten[clip] = TAG.sub(renamed, memories[clip])
+        rewritten.append(TAG.sub(renamed, text))
     return rewritten
+
+
+def _local(found: re.Match[str]) -> int | None:
+    """The number of a tag; None where it has too many digits to be a face."""
+    digits = next(group for group in found.groups() if group is not None).lstrip("0") or "0"
+    return int(digits) if len(digits) <= MOST_DIGITS else None
 
 
 def read_face_maps(path: Path) -> dict[int, dict[int, int]]:

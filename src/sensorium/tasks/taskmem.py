@@ -1,13 +1,15 @@
-"""TaskMem's rows: clips of videos in the order of their curriculum, each told what was written of the clips before it."""
+"""TaskMem's rows: clips of videos in the order of their curriculum, each with what was written of the clips before it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from string import Formatter
 from typing import Any, Unpack
 
 from sensorium.media.store import MediaStore
-from sensorium.tasks.causal import ClipPlace
-from sensorium.tasks.face_ids import FaceMaps, read_face_maps, rewrite_faces
+from sensorium.tasks.causal import ClipPlace, Memory
+from sensorium.tasks.face_ids import FaceMaps, read_face_maps, rewrite_texts
 from sensorium.tasks.message_parsing import Place, messages_of
 from sensorium.tasks.row_options import FileRowOptions
 from sensorium.tasks.rows import JsonlRows
@@ -25,7 +27,8 @@ class TaskMemRows:
 
     A row of step > 0 needs the memories of the min(step, 4) clips before it: ``tasks.planner: causal_history`` gives it
     those that the policy wrote. Asked by itself (evaluation), it takes them from ``history_folder`` (``VIDEO.json``), or
-    none with ``blank_history``.
+    none with ``blank_history``. A ``semantic`` row writes facts; it is shown the facts known so far, and what
+    ``episodic_MEMORY_TAG.json`` says of the same clips before and of its own clip.
     """
 
     def __init__(
@@ -40,6 +43,13 @@ class TaskMemRows:
         self.history_folder, self.blank_history = history_folder, blank_history
         self._maps: dict[Path, FaceMaps] = {}
         self._places = [self._placed(index) for index in range(len(self._lines))]
+        writes = {place.video: place.facts for place in self._places}
+        for index, place in enumerate(self._places):
+            if place.facts != writes[place.video]:
+                raise self._lines.place(index).error(
+                    f"video '{place.video}' has episodic and semantic rows, and a video has one history. Put the semantic "
+                    "rows into a file and a run of their own."
+                )
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -60,26 +70,35 @@ class TaskMemRows:
         """The clip of a row, and the clips whose memories it needs."""
         return self._places[index]
 
-    def with_history(self, index: int, memories: Mapping[int, str]) -> Task:
+    def with_history(self, index: int, memories: Mapping[int, Memory]) -> Task:
         """The task with these memories, faces numbered as in its own clip."""
         row, at = self._lines.row(index), self._lines.place(index)
         place = self._places[index]
-        rewritten = rewrite_faces(memories, self._face_maps(row, at, place.video), place.clip)
-        history = " ".join(rewritten[clip] for clip in sorted(rewritten))
+        maps = self._face_maps(row, at, place.video)
+        known = [(clip, fact) for clip in sorted(memories) for fact in _facts(memories[clip])]
+        (message,) = messages_of([{"role": "user", "content": row["input"]}], at)
         metadata = {
             "video_id": place.video,
             "video_idx": place.clip,
             "step": row["step"],
             "type": row["type"],
             "category": row["type"],
-            "history": history,
         }
-        fillings = [history]
-        if row["type"] == "semantic":
-            fillings.append(self._episodic(row, at, place.video))
-            metadata["episodic"] = fillings[1]
-        messages = messages_of([{"role": "user", "content": row["input"]}], at)
-        return Task(row["id"], _filled(messages, fillings, at), metadata=metadata)
+        if place.facts:
+            events = self._episodic(row, at, place)
+            earlier = [(clip, events[clip]) for clip in place.needs]
+            texts = rewrite_texts([*earlier, *known], maps, place.clip, events[place.clip])
+            facts = texts[len(earlier) :]
+            listed = json.dumps(facts, indent=4, ensure_ascii=False)
+            metadata |= {
+                "history": listed if facts else "",
+                "episodic": " ".join([*texts[: len(earlier)], events[place.clip]]),
+            }
+            fill = partial(_formatted, fillings=(metadata["episodic"], listed), step=row["step"], at=at)
+        else:
+            metadata["history"] = " ".join(rewrite_texts(known, maps, place.clip))
+            fill = partial(_filled, history=metadata["history"], at=at)
+        return Task(row["id"], (_with_last_text(message, fill, at),), metadata=metadata)
 
     def _placed(self, index: int) -> ClipPlace:
         row, at = self._lines.row(index), self._lines.place(index)
@@ -94,7 +113,11 @@ class TaskMemRows:
         before = min(row["step"], MOST_BEFORE)
         if before < 0 or row["video_idx"] < before:
             raise at.error(f"step {row['step']} of clip {row['video_idx']} would need clips before the first.")
-        return ClipPlace(video, row["video_idx"], tuple(range(row["video_idx"] - before, row["video_idx"])))
+        facts = row["type"] == "semantic"
+        for key in ("episodic_folder", "memory_tag") if facts else ():
+            if not isinstance(row.get(key), str) or not row[key]:
+                raise at.error(f"a semantic row needs '{key}', to find EPISODIC_FOLDER/VIDEO/episodic_MEMORY_TAG.json.")
+        return ClipPlace(video, row["video_idx"], tuple(range(row["video_idx"] - before, row["video_idx"])), facts)
 
     def _face_maps(self, row: Mapping[str, Any], at: Place, video: str) -> FaceMaps:
         folder = row.get("episodic_folder")
@@ -110,26 +133,15 @@ class TaskMemRows:
             self._maps[path] = read_face_maps(path)
         return self._maps[path]
 
-    def _episodic(self, row: Mapping[str, Any], at: Place, video: str) -> str:
-        """The episodic memories that a semantic row reads, in the order of their clips."""
-        path = at.folder / str(row.get("episodic_folder", "")) / video / f"episodic_{row.get('memory_tag', '')}.json"
-        found = _read(path, at)
-        if isinstance(found, dict):
-            found = [
-                found[key]
-                for key in sorted(found, key=lambda key: (not key.isdecimal(), int(key) if key.isdecimal() else 0, key))
-            ]
-        if not isinstance(found, list) or not all(isinstance(memory, str) for memory in found):
-            raise at.error(f"'{path}' must hold memories, texts by clip.")
-        return " ".join(found)
+    def _episodic(self, row: Mapping[str, Any], at: Place, place: ClipPlace) -> dict[int, str]:
+        """The episodic memories that a semantic row reads: those of the clips before that it needs, and its own clip's."""
+        path = at.folder / row["episodic_folder"] / place.video / f"episodic_{row['memory_tag']}.json"
+        found = _by_clip(_read(path, at), (*place.needs, place.clip), path, at)
+        return {clip: " ".join(_facts(memory)) for clip, memory in found.items()}
 
-    def _kept(self, index: int, place: ClipPlace) -> dict[int, str]:
-        at = self._lines.place(index)
-        found = _read(Path(self.history_folder) / f"{place.video}.json", at)
-        lost = [clip for clip in place.needs if not isinstance(found, dict) or not isinstance(found.get(str(clip)), str)]
-        if lost:
-            raise at.error(f"'{self.history_folder}' has no memory of clip {lost[0]} of video '{place.video}'.")
-        return {clip: found[str(clip)] for clip in place.needs}
+    def _kept(self, index: int, place: ClipPlace) -> dict[int, Memory]:
+        at, path = self._lines.place(index), Path(self.history_folder) / f"{place.video}.json"
+        return _by_clip(_read(path, at), place.needs, path, at)
 
 
 class _RawRows(JsonlRows):
@@ -147,24 +159,65 @@ class _RawRows(JsonlRows):
 _KINDS = {str: "a text", int: "a whole number", list: "a list of content blocks"}
 
 
-def _filled(messages: tuple[Message, ...], fillings: list[str], at: Place) -> tuple[Message, ...]:
-    """The messages with each ``{}`` after the mark exchanged for what belongs there; nothing in it is formatted again."""
-    (message,) = messages
+def _facts(memory: Memory) -> list[str]:
+    """The single texts of a memory."""
+    return [memory] if isinstance(memory, str) else memory
+
+
+def _by_clip(found: Any, clips: tuple[int, ...], path: Path, at: Place) -> dict[int, Memory]:
+    """The memories of these clips in what a file ``{"CLIP": text or list of texts}`` holds."""
+    if not isinstance(found, dict):
+        raise at.error(f"'{path}' must hold memories by clip: {{\"0\": text or list of texts, …}}.")
+    for clip in clips:
+        memory = found.get(str(clip))
+        if not isinstance(memory, str | list) or not all(isinstance(fact, str) for fact in memory):
+            raise at.error(f"'{path}' has no memory of clip {clip}, a text or a list of texts.")
+    return {clip: found[str(clip)] for clip in clips}
+
+
+def _with_last_text(message: Message, fill: Callable[[str], str], at: Place) -> Message:
+    """The message with its last text filled in."""
     texts = [i for i, block in enumerate(message.content) if isinstance(block, Text)]
     if not texts:
         raise at.error("the input has no text block, so there is no place for the description of the preceding part.")
     last = message.content[texts[-1]]
     assert isinstance(last, Text)
-    head, mark, rest = last.text.partition(MARK)
-    if not mark or "{}" not in rest:
-        raise at.error(f"the last text block must hold '{MARK}' and after it a {{}} to be filled.")
-    parts = rest.split("{}")
-    filled = parts[0]
-    for i, part in enumerate(parts[1:]):
-        filled += (fillings[i] if i < len(fillings) else "{}") + part
+    if MARK not in last.text:
+        raise at.error(f"the last text block must hold '{MARK}'.")
     blocks: list[Block] = list(message.content)
-    blocks[texts[-1]] = Text(head + mark + filled)
-    return (Message(message.role, tuple(blocks)),)
+    blocks[texts[-1]] = Text(fill(last.text))
+    return Message(message.role, tuple(blocks))
+
+
+def _filled(text: str, history: str, at: Place) -> str:
+    """An episodic row's text: the first ``{}`` after the mark is the history; nothing else in it is formatted."""
+    head, mark, rest = text.partition(MARK)
+    before, place, after = rest.partition("{}")
+    if not place:
+        raise at.error(f"the last text block must hold '{MARK}' and after it a {{}} to be filled.")
+    return head + mark + before + history + after
+
+
+def _formatted(text: str, fillings: tuple[str, str], step: int, at: Place) -> str:
+    """A semantic row's text, read as ``str.format`` reads it: episodic memories, then facts; ``{{`` is a brace."""
+    filled, used = "", list[int]()
+    try:
+        for literal, name, spec, conversion in Formatter().parse(text):
+            filled += literal
+            if name is not None:
+                used.append(["0", "1"].index(name or str(len(used))))
+                filled += fillings[used[-1]]
+                if spec or conversion:
+                    raise ValueError(f"'{{{name}:{spec}}}' asks for a format")
+    except ValueError as error:
+        raise at.error(
+            f"the last text block of a semantic row has a {{}} for the episodic memories, a second one for the facts known "
+            f'so far, and any other brace twice, as in {{{{"description": […]}}}}: {error}.'
+        ) from error
+    if step and (missing := {0, 1} - set(used)):
+        what = "episodic memories (the first)" if 0 in missing else "facts known so far (the second)"
+        raise at.error(f"the last text block of a semantic row has no {{}} for the {what}.")
+    return filled
 
 
 def _read(path: Path, at: Place) -> Any:

@@ -38,6 +38,7 @@ from sensorium.trainer.checkpoint import Best, Checkpoints
 from sensorium.trainer.clock import Clock
 from sensorium.trainer.collect import CollectedStep, Collector
 from sensorium.trainer.credit import credit
+from sensorium.trainer.health.at_start import has_demonstration
 from sensorium.trainer.health.facts import Evidence, unanswered
 from sensorium.trainer.health.finite import refuse_ruined
 from sensorium.trainer.health.monitor import Health
@@ -55,6 +56,7 @@ from sensorium.workers.lasting import set_aside, set_aside_more
 
 TOLD_S = 5.0  # of compiling that a run speaks of
 ACCURACY = "eval/accuracy"
+DEMONSTRATIONS_LOOKED_AT = 8
 
 
 class Trainer:
@@ -86,6 +88,7 @@ class Trainer:
         self.step, self._phase = 0, "starts"
         self.best: Best | None = None
         self._told_no_best = False
+        self._demonstrations: tuple[int, int] | None = None
         self.saved_at = self.sound_at = -1
         self.last_saving_s = 0.0
         self._forget_played()  # the engine hears what learns and what is frozen
@@ -177,7 +180,35 @@ class Trainer:
         measured = episode_metrics(groups, selection, mask_truncated=recipe.rollout.mask_truncated)
         row = measured | learned | collected.metrics | clock.metrics(collected.played)
         row |= self.schedule.take_waits(row["time/step_s"])
-        return row, Evidence(groups, collected.fates, unanswered(self.session.scorer, groups), self.session.given_up)
+        return row, Evidence(
+            groups,
+            collected.fates,
+            unanswered(self.session.scorer, groups),
+            self.session.given_up,
+            await self._unrewarded_demonstrations(groups),
+        )
+
+    async def _unrewarded_demonstrations(self, groups: Sequence[Group]) -> tuple[int, int]:
+        """How many of the demonstrations looked at get no reward, once a step without any reward raises the question.
+
+        Looked at once in a run, for a few tasks, and not where that would ask judges.
+        """
+        episodes = [e for group in groups for e in group.episodes if e.reward is not None]
+        if not episodes or any(e.reward and e.correct is not False for e in episodes):
+            return 0, 0
+        if self._demonstrations is None:
+            scorer, recipe = self.session.scorer, self.recipe
+            asks = any(getattr(term, "caches_answers", False) for term, _ in scorer.terms)
+            tasks = [group.task for group in groups if has_demonstration(group.task) and not asks][
+                :DEMONSTRATIONS_LOOKED_AT
+            ]
+            attempt = Attempt(recipe.seed, self.step + 1, "shown", demonstrate=True)
+            played = await self.session.rollout.stream(tasks, 1, attempt, sampling_of(recipe.rollout)).in_order()
+            shown = [(await scorer.score_group(group)).episodes[0] for group in played]
+            judged = [episode for episode in shown if episode.reward is not None]
+            without = sum(not episode.reward or episode.correct is False for episode in judged)
+            self._demonstrations = without, len(judged)
+        return self._demonstrations
 
     def _credit(self, collected: CollectedStep) -> list[list[CreditedEpisode]]:
         """The advantages of what a step trains on."""

@@ -67,7 +67,13 @@ ZEROS = group(*(episode(i, 0.0) for i in range(8)))
 
 
 def facts(row: dict[str, float], *groups: Group, before: Any = (), step: int = 9, **more: Any) -> StepFacts:
-    evidence = Evidence(groups or (MIXED,), more.pop("fates", {}), more.pop("unanswered", {}), more.pop("given_up", ()))
+    evidence = Evidence(
+        groups or (MIXED,),
+        more.pop("fates", {}),
+        more.pop("unanswered", {}),
+        more.pop("given_up", ()),
+        more.pop("demonstrations", (0, 0)),
+    )
     sections = more.pop("sections", {})
     return StepFacts(recipe(**sections), step, row, History(before), evidence, **more)
 
@@ -205,6 +211,28 @@ def test_processes_are_lost_when_a_count_grows_or_some_do_not_work() -> None:
     finding = found(facts(HEALTHY | none_left, before=[HEALTHY | lost], sections=sections))["lost_processes"]
     assert "0 of 1 environment workers work" in finding.text
     assert not finding.grave
+
+
+def test_without_a_comparison_within_groups_only_equal_rewards_of_all_episodes_are_no_variance() -> None:
+    """A group of one never varies; with a critic its episode is compared with what was expected of it."""
+    row = HEALTHY | {"groups/zero_variance": 4, "accuracy": 0.5}
+    ones = [group(episode(i, float(i % 2))) for i in range(8)]
+    for name, alarm in (("gae", False), ("reinforce_plus_plus", False), ("grpo", True)):
+        given = {"algorithm": {"advantage": {"name": name}}, "batch": {"group_size": 2 if alarm else 1}}
+        assert ("no_variance" in found(facts(row, *ones, before=[row] * 2, sections=given))) is alarm
+    given = {"algorithm": {"advantage": {"name": "gae"}}, "batch": {"group_size": 1}}
+    same = row | {"accuracy": 1.0, "reward/mean": 1.0}
+    equal = facts(same, *(group(episode(i, 1.0)) for i in range(8)), before=[same] * 2, sections=given)
+    assert "no_variance" in found(equal)
+
+
+@pytest.mark.parametrize("rule", ["no_answer", "never_paid", "no_variance"])
+def test_demonstrations_without_a_reward_are_named_as_the_cause(rule: str) -> None:
+    row = NOTHING | ({"reward/mean": 0.1} if rule == "no_variance" else {})
+    without = {"exact": (8, 8)} if rule == "no_answer" else {}
+    for demonstrations, named in (((4, 4), True), ((3, 4), False), ((0, 0), False)):
+        given = facts(row, ZEROS, before=[row] * 2, unanswered=without, demonstrations=demonstrations)
+        assert ("4 of 4" in found(given)[rule].text) is named
 
 
 def test_who_asks_for_the_tag_already_is_not_told_to_ask_for_it() -> None:

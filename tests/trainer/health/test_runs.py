@@ -270,3 +270,12 @@ def test_held_out_accuracy_that_fell_since_before_training_is_told_in_health_and
     train(parse_recipe(json.dumps(RECIPE | changes | {"run_dir": str(tmp_path / "run")}), "test", []))
     assert "fell from 100.0 % [67.6 to 100.0] before training to 0.0 %" in found(tmp_path)["held_out_fall"]
     assert "held-out accuracy fell from 100.0 %" in (tmp_path / "run/report.html").read_text()
+
+
+def test_demonstrations_that_get_no_reward_are_named_where_nothing_gets_one(tmp_path: Path) -> None:
+    """The warm start teaches a tag that the term does not read."""
+    tasks = digits(tmp_path, demonstration="<solution>7</solution>")
+    stopped = run(tmp_path, tasks=tasks, warm_start={"steps": 1}, steps=3)
+    assert "demonstrations" in found(tmp_path)["never_paid"]
+    assert "3 of 3" in found(tmp_path)["never_paid"]
+    assert "3 of 3" in stopped

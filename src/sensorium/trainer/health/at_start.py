@@ -14,7 +14,7 @@ SMALLEST_RATE = 1e-10
 def refuse_without_demonstrations(recipe: Recipe, tasks: Sequence[Task]) -> None:
     """Refuse a warm start of tasks none of which has anything to learn from; ``tasks`` are a few of each source."""
     steps = recipe.warm_start.steps
-    if steps and tasks and not any(_has_demonstration(task) for task in tasks):
+    if steps and tasks and not any(has_demonstration(task) for task in tasks):
         raise TaskError(
             f"warm_start.steps is {steps}, but none of {len(tasks)} tasks looked at has a demonstration to learn from (the "
             f"first is {tasks[0].id}). Give the rows a 'demonstration' (the response to learn, such as "
@@ -25,7 +25,7 @@ def refuse_without_demonstrations(recipe: Recipe, tasks: Sequence[Task]) -> None
 
 def start_notes(recipe: Recipe, tasks: Sequence[Task]) -> Iterator[str]:
     """What is likely a mistake, but may be meant."""
-    lacking = [task for task in tasks if not _has_demonstration(task)] if recipe.warm_start.steps else []
+    lacking = [task for task in tasks if not has_demonstration(task)] if recipe.warm_start.steps else []
     if lacking:
         yield (
             f"{len(lacking)} of {len(tasks)} tasks looked at have no demonstration; the warm start leaves such tasks out. "
@@ -70,7 +70,8 @@ def long_demonstrations(recipe: Recipe, tasks: Sequence[Task], tokens: Callable[
         )
 
 
-def _has_demonstration(task: Task) -> bool:
+def has_demonstration(task: Task) -> bool:
+    """True if a task, or its environment, can show how it is done."""
     if task.demonstration or task.environment is None:
         return bool(task.demonstration)
     return bool(getattr(resolve("environment", task.environment.name), "demonstrates", True))
