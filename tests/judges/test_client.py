@@ -15,7 +15,7 @@ import pytest
 from sensorium.judges.cache import CLOCKS_DIFFER_S, AnswerCache
 from sensorium.judges.claim_owners import owner_name
 from sensorium.judges.client import JudgeClient
-from sensorium.judges.endpoints import Secret, endpoints_of
+from sensorium.judges.endpoints import endpoints_of
 from sensorium.judges.forms import JsonAnswer, Number
 from sensorium.judges.limits import SharedLimits
 from sensorium.judges.request import JudgeRequest, untrusted_message
@@ -23,6 +23,7 @@ from sensorium.recipe.judge_section import JudgesSection
 from sensorium.record.judge_transcripts import read_transcripts
 from sensorium.vocabulary.content import Message, Text, user
 from sensorium.vocabulary.errors import JudgeFailure, JudgeOffline, JudgeRefusal, RecipeError, RecordError
+from sensorium.vocabulary.secrets import Secret
 from tests.judges.server import Answer, judge_server, said, section_of
 
 SCORE = JsonAnswer({"score": Number(0, 1)})

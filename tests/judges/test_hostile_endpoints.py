@@ -1,6 +1,7 @@
 """Endpoints that send what no endpoint should: nothing hangs past its deadline, nothing is read without a bound."""
 
 import asyncio
+import base64
 import gzip
 import json
 import socket
@@ -171,9 +172,13 @@ def test_who_asks_for_no_rest_and_refuses_again_does_not_use_up_the_retries_in_a
 
 
 KEY = "sk-0123456789abcdef0123456789"
+ESCAPED = "".join(f"\\u{ord(character):04x}" for character in KEY)
 SENT_BACK = {
     "in an error, cut": replying(json.dumps({"error": {"message": "x" * 180 + KEY}}).encode(), JSON, status="400 Bad"),
     "in an answer": replying(completion(f'{{"score": 1, "why": "{KEY}"}}'), JSON),
+    "in JSON escapes": replying(completion(f'{{"score": 1, "why": "{ESCAPED}"}}'), JSON),
+    "quoted for URLs": replying(completion(f'{{"score": 1, "why": "{KEY.replace("-", "%2D")}"}}'), JSON),
+    "in base64": replying(completion(f'{{"score": 1, "why": "{base64.b64encode(KEY.encode()).decode()}"}}'), JSON),
     "in an answer that is none": replying(completion(f"I know {KEY}"), JSON),
 }
 
@@ -186,13 +191,21 @@ def test_a_key_that_is_sent_back_is_kept_nowhere(where: str, tmp_path: Path, mon
         endpoint = settings.endpoints["judge"][0].model_copy(update={"api_key_env": "JUDGE_KEY"})
         client = JudgeClient(settings.model_copy(update={"endpoints": {"judge": (endpoint,)}}), folder=tmp_path)
         try:
-            told = client.ask_now(question(), about=("e1",), term="t").text
+            answer = client.ask_now(question(), about=("e1",), term="t")
+            told = f"{answer.text} {answer.value}"
         except JudgeFailure as failure:
             told = str(failure)
         client.close()
     assert KEY.encode() in got[0], "it was sent"
     assert KEY[:8] not in told
-    assert not any(KEY[:8].encode() in path.read_bytes() for path in tmp_path.iterdir())
+    spellings = (
+        KEY[:8],
+        KEY.replace("-", "%2D"),
+        base64.b64encode(KEY.encode()).decode()[:8],
+        "".join(f"\\u{ord(c):04x}" for c in KEY),
+    )
+    assert not any(spelling in told for spelling in spellings)
+    assert not any(spelling.encode() in path.read_bytes() for path in tmp_path.iterdir() for spelling in spellings)
 
 
 def test_a_key_that_no_request_can_carry_is_refused_and_not_told(monkeypatch: pytest.MonkeyPatch) -> None:

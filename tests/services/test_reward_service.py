@@ -34,7 +34,7 @@ from sensorium.services.reward_protocols import response_in
 from sensorium.services.reward_service import RewardService, RewardSettings, make_reward_app
 from sensorium.vocabulary.caption_questions import question_of
 from sensorium.vocabulary.content import user
-from sensorium.vocabulary.errors import RecipeError, RewardFailure
+from sensorium.vocabulary.errors import RecipeError, RewardFailure, SensoriumError
 from sensorium.vocabulary.task import Task
 
 from ..rewards import conftest as episodes
@@ -389,6 +389,25 @@ def test_a_server_that_sends_what_none_should_is_no_score(episode_of: Any) -> No
     with raw_server(replying(b'{"results": [{"score": 1}]}', JSON)) as (other, stolen):
         assert "302" in asked(replying(b"", f"Location: {other}", status="302 Found"), 20)
     assert stolen == []
+
+
+def test_a_server_that_sends_its_key_back_gets_it_into_no_error_and_no_score(
+    episode_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ..judges.test_hostile_endpoints import JSON, raw_server, replying
+
+    task = Task("t", (user("Describe."),), metadata={"questions": [ROW]})
+    key = "sk-0123456789abcdef"
+    monkeypatch.setenv("SENSORIUM_SERVICE_KEY", key)
+    said = {"results": [{"score": None, "reason": f"refused {key}"}]}
+    for status, body in ((400, {"error": f"bad key {key}"}), (500, {"error": f"%73{key[1:]}"}), (200, said)):
+        with raw_server(replying(json.dumps(body).encode(), JSON, status=f"{status} X")) as (url, got):
+            term = RemoteReward([url.removesuffix("/v1")], deadline_s=5, context=RewardContext(MediaStore()))
+            with pytest.raises(SensoriumError) as failed:
+                term.score_group(task, [episode_of(GOOD)])
+        assert key.encode() in got[0], "it was sent"
+        assert key[2:] not in str(failed.value)
+        assert "***" in str(failed.value)
 
 
 def test_what_was_not_judged_is_no_zero_in_the_logs_either(reader: str, tmp_path: Path) -> None:

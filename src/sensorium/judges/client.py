@@ -35,6 +35,7 @@ from sensorium.media.store import MediaStore
 from sensorium.recipe.judge_section import JudgesSection
 from sensorium.record.judge_transcripts import TRANSCRIPTS
 from sensorium.vocabulary.errors import JudgeFailure, JudgeOffline, JudgeRefusal, RecordError, UnknownJudge, nearest
+from sensorium.vocabulary.secrets import masked
 
 T = TypeVar("T")
 POLL_S = 0.05
@@ -187,7 +188,7 @@ class JudgeClient:
 
     def _read(self, request: JudgeRequest, stored: StoredAnswer, *, cached: bool) -> JudgeAnswer:
         try:
-            value = request.form.parse(stored.text)
+            value = masked(request.form.parse(stored.text), self._transport.secrets)
         except ValueError as error:
             raise RecordError(
                 f"the file of judgements '{self.cache.path}' holds an answer that is not in its form ({error}; prompt "

@@ -15,28 +15,10 @@ from pydantic import ValidationError
 
 from sensorium.recipe.judge_section import JudgeEndpointSection, JudgesSection
 from sensorium.vocabulary.errors import RecipeError, UnknownJudge
+from sensorium.vocabulary.secrets import Secret
 
 CONFIG_VARIABLE = "M3_API_CONFIG"
 FIELDS = ("azure_endpoint", "api_version", "api_key", "base_url", "model", "api_key_env", "api_key_file")
-
-
-class Secret:
-    """A key that shows itself to nobody but who asks for it by ``reveal``. It cannot be pickled or written as JSON."""
-
-    __slots__ = ("_key",)
-
-    def __init__(self, key: str) -> None:
-        self._key = key
-
-    def reveal(self) -> str:
-        """The key."""
-        return self._key
-
-    def __repr__(self) -> str:
-        return "***"
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a key is not written anywhere")
 
 
 @dataclass(frozen=True)

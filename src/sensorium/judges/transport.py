@@ -11,6 +11,7 @@ from sensorium.judges.http_client import StrangeReply, bounded_client
 from sensorium.judges.json_schema import strict
 from sensorium.vocabulary.errors import RecipeError, SensoriumError
 from sensorium.vocabulary.plain import printable, words
+from sensorium.vocabulary.secrets import masked
 
 AGAIN = (408, 409, 425, 429)
 """Statuses below 500 after which asking again may help."""
@@ -20,8 +21,6 @@ MOST_TOKENS = 1 << 40
 """A count of tokens beyond this is no count."""
 MOST_CHARACTERS = 1 << 20
 """Of an answer; who says more than this answers nothing."""
-SHORTEST_KEY = 12
-"""Characters of a key that is taken out of answers; a shorter one, such as "none", is an ordinary word."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Transport:
 
     def __init__(self) -> None:
         self._clients: dict[int, Any] = {}
-        self._secrets: list[str] = []
+        self.secrets: list[str] = []
 
     async def call(
         self,
@@ -104,7 +103,7 @@ class Transport:
             secret = endpoint.secret()
             key = secret.reveal() if secret is not None else "none"
             if secret is not None:
-                self._secrets.append(key)
+                self.secrets.append(key)
             if endpoint.azure_endpoint:
                 self._clients[id(endpoint)] = openai.AsyncAzureOpenAI(
                     azure_endpoint=endpoint.azure_endpoint,
@@ -133,16 +132,12 @@ class Transport:
         return Reply(self._answer(text), _count(usage, "prompt_tokens"), _count(usage, "completion_tokens"))
 
     def _answer(self, text: str) -> str:
-        """What a judge said, without keys, and with half characters (lone surrogates) as escapes: no file can hold them."""
-        for secret in self._secrets:
-            text = text.replace(secret, "***") if len(secret) >= SHORTEST_KEY else text
-        return text.encode("utf-8", "backslashreplace").decode()
+        """A judge's answer without keys, and with lone surrogates as escapes: no file can hold them."""
+        return str(masked(text, self.secrets)).encode("utf-8", "backslashreplace").decode()
 
     def _told(self, text: str) -> str:
-        """The beginning of what an endpoint or its client said, without keys; they go first, so that none is cut in two."""
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return printable(text)[:200]
+        """The beginning of an endpoint's or its client's message; keys are masked first, so that none is cut in two."""
+        return printable(masked(text, self.secrets))[:200]
 
     def _status_problem(self, endpoint: Endpoint, error: Any, with_schema: bool) -> CallProblem:
         status = error.status_code

@@ -30,6 +30,7 @@ from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RecipeError, RewardFailure, TaskError, nearest
 from sensorium.vocabulary.score import Score
+from sensorium.vocabulary.secrets import masked
 from sensorium.vocabulary.task import Task
 
 KEY_VARIABLE = "SENSORIUM_SERVICE_KEY"
@@ -155,7 +156,7 @@ class RemoteReward:
             try:
                 return self._call(server, data, until - time.monotonic())
             except HTTPError as error:
-                problem = f"{server} answered {error.code}: {_said(error)}"
+                problem = self._masked(f"{server} answered {error.code}: {_said(error)}")
                 if error.code < 500 and error.code not in (408, 429):
                     raise (TaskError if error.code in (400, 413, 422) else RewardFailure)(
                         f"reward term '{self.name}': {problem}"
@@ -164,7 +165,7 @@ class RemoteReward:
                 if error.code == 500:
                     raise RewardFailure(f"reward term '{self.name}': {problem}") from error
             except (URLError, OSError, ValueError, RecursionError, http.client.HTTPException) as error:
-                problem = f"{server} gave no reply: {getattr(error, 'reason', None) or error}"
+                problem = self._masked(f"{server} gave no reply: {getattr(error, 'reason', None) or error}")
                 self._rest(server, None)
                 self._tell(server, problem, until - time.monotonic())
             finally:
@@ -213,7 +214,11 @@ class RemoteReward:
             headers["Authorization"] = f"Bearer {key}"
         until = time.monotonic() + seconds
         with OPENER.open(Request(server, data, headers), timeout=max(0.1, seconds)) as reply:
-            return json.loads(_body(reply, until))
+            return self._masked(json.loads(_body(reply, until)))
+
+    def _masked(self, value: Any) -> Any:
+        """What a server sent, without the key: it reaches no score, transcript or error."""
+        return masked(value, [os.environ.get(self._key_env, "")])
 
 
 class NoRedirect(HTTPRedirectHandler):

@@ -12,6 +12,7 @@ from typing import Any
 from sensorium.envs.remote.wire import MOST_BYTES, Json, WireError, keep, pack, pictures_in, unpack
 from sensorium.media.store import MediaStore
 from sensorium.vocabulary.errors import MediaError
+from sensorium.vocabulary.secrets import masked
 
 NO_ENTRY = (401, 403)
 """Statuses of a server that takes no connection: the key is wrong, or it does not have the name it was asked by."""
@@ -95,7 +96,7 @@ class Connection:
             async for frame in socket:
                 body, media = unpack(frame)
                 for reply in body.get("replies", ()):
-                    self._deliver(reply, media)
+                    self._deliver(masked(reply, [self._key]), media)
             self._break("the server closed the connection")
         except (WireError, TypeError, MediaError) as error:
             self._break(f"it sent what cannot be read: {error}")

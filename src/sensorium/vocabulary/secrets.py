@@ -1,0 +1,93 @@
+r"""Keys of services, and how they are taken out of what a service sends back, in whatever spelling.
+
+    masked({"error": "bad key sk-0123456789ab"}, [key])     → {"error": "bad key ***"}
+    masked(r"bad key \u0073k-0123456789ab", [key])          → "bad key ***"        the same for %73k-…, base64 and hex
+
+Judges, remote rewards and remote environments mask every reply here, before it is parsed, logged, cached or shown.
+"""
+
+import base64
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+MASK = "***"
+SHORT = 12
+"""A key of fewer characters is masked as a whole word only: it may be a part of ordinary words."""
+SHORTEST = 4
+PLACEHOLDERS = frozenset({"none", "null", "empty", "dummy", "test", "token", "true", "false", "secret", "password", "xxxx"})
+"""What people write where a server asks for no key. These are ordinary words of answers, and nothing is lost with them."""
+
+
+class Secret:
+    """A key that shows itself to nobody but who asks for it by ``reveal``. It cannot be pickled or written as JSON."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def reveal(self) -> str:
+        """The key."""
+        return self._key
+
+    def __repr__(self) -> str:
+        return MASK
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a key is not written anywhere")
+
+
+def masked(value: Any, keys: Sequence[str]) -> Any:
+    """The value with ``***`` for each of the keys: a text, or JSON whose texts and names are all masked."""
+    pattern = _pattern(tuple(dict.fromkeys(keys)))
+    return value if pattern is None else _masked(value, pattern)
+
+
+def _masked(value: Any, pattern: re.Pattern[str]) -> Any:
+    if isinstance(value, str):
+        return pattern.sub(MASK, value)
+    if isinstance(value, Mapping):
+        return {_masked(name, pattern): _masked(item, pattern) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        found = [_masked(item, pattern) for item in value]
+        return found if isinstance(value, list) else tuple(found)
+    return value
+
+
+@lru_cache(maxsize=64)
+def _pattern(keys: tuple[str, ...]) -> re.Pattern[str] | None:
+    """All spellings of all keys; None where no key is worth masking. Longer keys first: one may begin with another."""
+    real = [key for key in keys if len(key) >= SHORTEST and key.lower() not in PLACEHOLDERS]
+    spelled = [_spelling(key) for key in sorted(real, key=len, reverse=True)]
+    return re.compile("|".join(spelled)) if spelled else None
+
+
+def _spelling(key: str) -> str:
+    """A pattern of a key: each character plain or as an escape of JSON, URLs, Python or HTML; or all in base64 or hex."""
+    plain = "".join(_character(character) for character in key)
+    if len(key) < SHORT:
+        return rf"(?<![A-Za-z0-9]){plain}(?![A-Za-z0-9])"
+    data = key.encode()
+    return "|".join([plain, *map(re.escape, _base64_parts(data)), rf"(?i:{data.hex()})"])
+
+
+def _character(character: str) -> str:
+    code = ord(character)
+    escapes = [re.escape(character), rf"\\+u(?i:{code:04x})", rf"\\+x(?i:{code:02x})", rf"%(?:25)*(?i:{code:02x})"]
+    escapes += [rf"&#0*{code};", rf"&#[xX]0*(?i:{code:x});"]
+    if character in "\"'\\/":
+        escapes.append(rf"\\+{re.escape(character)}")
+    return f"(?:{'|'.join(escapes)})"
+
+
+def _base64_parts(data: bytes) -> list[str]:
+    """What base64 has of the data wherever it begins in a longer text; the characters at its edges depend on that text."""
+    parts = []
+    for before in range(3):
+        spelled = base64.b64encode(b"\0" * before + data).decode().rstrip("=")
+        first = -(-8 * before // 6)
+        whole = spelled[first : 8 * (before + len(data)) // 6]
+        parts += [whole, whole.replace("+", "-").replace("/", "_")]
+    return list(dict.fromkeys(parts))

@@ -1,0 +1,65 @@
+"""A key that a service sends back is masked in whatever spelling; ordinary words are left alone."""
+
+import base64
+import json
+from urllib.parse import quote
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sensorium.vocabulary.secrets import Secret, masked
+
+KEY = "sk-0123/abc+DEF=456789"
+keys = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=12, max_size=40)
+
+
+def escaped(text: str) -> str:
+    return "".join(f"\\u{ord(character):04x}" for character in text)
+
+
+SPELLINGS = {
+    "plain": lambda key: key,
+    "JSON": lambda key: json.dumps(key)[1:-1],
+    "JSON escapes": escaped,
+    "JSON escapes in JSON": lambda key: json.dumps(escaped(key)),
+    "URL": lambda key: quote(key, safe=""),
+    "URL, all of it": lambda key: "".join(f"%{ord(character):02X}" for character in key),
+    "URL twice": lambda key: quote(quote(key, safe=""), safe=""),
+    "base64": lambda key: base64.b64encode(key.encode()).decode(),
+    "base64 of a header": lambda key: base64.b64encode(f"user:{key}@host".encode()).decode(),
+    "base64 for URLs": lambda key: base64.urlsafe_b64encode(f"x{key}".encode()).decode(),
+    "hex": lambda key: key.encode().hex().upper(),
+    "HTML": lambda key: "".join(f"&#{ord(character)};" for character in key),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@given(key=keys)
+def test_every_spelling_of_a_key_is_masked(spelling: str, key: str) -> None:
+    spelled = SPELLINGS[spelling](key)
+    found = masked(f"before {spelled} after", [key])
+    assert "***" in found
+    assert found.startswith("before ")
+    assert found.endswith(" after")
+    assert spelled not in found
+    assert spelled[4:-4] not in found
+
+
+def test_texts_and_names_of_json_are_masked_and_numbers_stay() -> None:
+    value = {"error": [f"bad {KEY}", {KEY: 1.5}], "n": 3, "none": None}
+    assert masked(value, [KEY]) == {"error": ["bad ***", {"***": 1.5}], "n": 3, "none": None}
+
+
+def test_short_keys_are_masked_as_whole_words_and_placeholders_are_no_keys() -> None:
+    assert masked("key hunter2 of hunter22", ["hunter2"]) == "key *** of hunter22"
+    assert masked("none of it is empty", ["none", "EMPTY", ""]) == "none of it is empty"
+
+
+def test_of_two_keys_the_longer_one_is_masked_whole() -> None:
+    short, long = "sk-0123456789ab", "sk-0123456789ab-and-more"
+    assert masked(f"{long} {short}", [short, long]) == "*** ***"
+
+
+def test_a_secret_prints_as_a_mask() -> None:
+    assert (repr(Secret(KEY)), str(Secret(KEY)), Secret(KEY).reveal()) == ("***", "***", KEY)
