@@ -311,6 +311,50 @@ def test_the_memory_reward_with_all_its_parts(tmp_path: Path) -> None:
     assert len(kept) == 3
 
 
+FACTS = [["a cat", "cat cat"], ["a dog", "the cat"], ["big cat", "big cat", "cat"], ["a dog"]]
+
+
+def facts_group() -> Group:
+    group = group_of("m", *(f"hm</think>{json.dumps({'description': facts})}" for facts in FACTS), "no json")
+    task = replace(group.task, metadata={"type": "semantic", "history": '["a horse"]', "episodic": "it rains"})
+    return replace(group, task=task)
+
+
+def test_the_facts_of_a_semantic_memory_are_judged_one_by_one(tmp_path: Path) -> None:
+    def judge(request: dict[str, Any]) -> str:
+        text = said(request)
+        if "fit to be kept" in text:
+            return json.dumps({"verdict": int(framed(text, "CANDIDATE") not in framed(text, "PRECEDING").split("\n"))})
+        return truthful(request)
+
+    with judge_server(judge) as server:
+        options = {"correctness": "judge", "memory_length_threshold": 2}
+        with scorer_of([("episodic_memory", options)], section_of(server.url), tmp_path) as (scorer, _):
+            episodes = scored(scorer, [facts_group()])
+    parts = [by_name(e.scores) for e in episodes]
+    right = [(part.get("episodic_memory/num_correct"), part.get("episodic_memory/num_wrong")) for part in parts]
+    assert right == [(2, 0), (1, 1), (1, 2), (0, 1), (0, 0)], "a repeated fact, and one beyond the threshold, are wrong"
+    # ranked: cat cat, a cat, big cat, the cat: 1, 2/3, 1/3, 0; means 5/6, 0, 1/3; bonus 0.5 × (mean - 0) / (5/6)
+    assert [e.reward for e in episodes] == pytest.approx([1.05, 0.0, -0.48, -0.5, -1.5])
+    assert [e.correct for e in episodes] == [True, False, False, False, None]
+    shown = [said(request) for request in server.asked]
+    assert all("it rains" in text for text in shown if "supported by" in text)
+    assert all("horse" in framed(text, "PRECEDING") for text in shown if "You rank" not in text)
+    assert not any('"cat"' in text or framed(text, "CANDIDATE") == "cat" for text in shown if "You rank" not in text)
+
+
+def test_a_semantic_memory_of_which_one_fact_could_not_be_judged_has_no_score(tmp_path: Path) -> None:
+    def judge(request: dict[str, Any]) -> Answer | str:
+        text = said(request)
+        return Answer("no", 400) if "You rank" not in text and framed(text, "CANDIDATE") == "the cat" else truthful(request)
+
+    with judge_server(judge) as server:
+        section = section_of(server.url, structured="never")
+        with scorer_of([("episodic_memory", {"correctness": "judge"})], section, tmp_path) as (scorer, _):
+            rewards = [episode.reward for episode in scored(scorer, [facts_group()])]
+    assert [reward is None for reward in rewards] == [False, True, False, False, False]
+
+
 def test_a_memory_that_could_not_be_judged_has_no_score_and_the_others_do(tmp_path: Path) -> None:
     def judge(request: dict[str, Any]) -> Answer | str:
         return Answer("no", 400) if "cat cat" in said(request) and "You rank" not in said(request) else truthful(request)

@@ -13,20 +13,20 @@ from sensorium.rewards.memory_reward import (
     written_memory,
 )
 from sensorium.vocabulary.episode import Segment
-from sensorium.vocabulary.memory import faces_are_spelled, parse_memory
+from sensorium.vocabulary.memory import faces_are_spelled, parse_facts, parse_memory
 
 PAY = MemoryPay()
 
 
 def memory(think: int = 0, text: str | None = "a dog runs", tokens: int = 10) -> WrittenMemory:
-    return WrittenMemory(text, think, tokens)
+    return WrittenMemory(() if text is None else (text,), think, tokens, () if text is None else (tokens,))
 
 
 def test_the_golden_group() -> None:
     useful = [1.0, 0.0, None, None]
     memories = [memory(1000), memory(1800), memory(500), memory(text=None)]
     paid = [
-        sum(paid_parts(PAY, one, i < 2, bonus).values())
+        sum(paid_parts(PAY, one, [i < 2], bonus).values())
         for i, (one, bonus) in enumerate(zip(memories, bonuses(PAY, useful), strict=True))
     ]
     assert paid == pytest.approx([0.55, 0.0, -0.5, -1.5], abs=1e-12)
@@ -67,7 +67,7 @@ def test_tokens_are_counted_on_both_sides_of_the_thought() -> None:
     found = written_memory(Segment("model", (1,) * 7, text="<think>" + text, byte_ends=opened), 99)
     assert (found.think_tokens, found.memory_tokens) == (2, 3)
     lost = written_memory(Segment("model", (1,) * 6, text="hm", byte_ends=(1, 2)), 99)
-    assert (lost.description, lost.think_tokens) == (None, 99)
+    assert (lost.descriptions, lost.think_tokens) == ((), 99)
 
 
 @pytest.mark.parametrize(
@@ -90,11 +90,42 @@ def test_faces_are_spelled_in_one_way(text: str, good: bool) -> None:
 
 
 def test_what_counts_as_correct() -> None:
-    assert is_correct(PAY, memory(tokens=150), 1.0, 1.0)
-    assert not is_correct(PAY, memory(tokens=151), 1.0, 1.0)
-    assert not is_correct(PAY, memory(), 0.5, 1.0)
-    assert not is_correct(PAY, memory(), 1.0, 0.0)
-    assert not is_correct(PAY, memory(text="face 3 waves"), 1.0, 1.0)
+    assert is_correct(PAY, "a dog runs", 150, 1.0, 1.0)
+    assert not is_correct(PAY, "a dog runs", 151, 1.0, 1.0)
+    assert not is_correct(PAY, "a dog runs", 10, 0.5, 1.0)
+    assert not is_correct(PAY, "a dog runs", 10, 1.0, 0.0)
+    assert not is_correct(PAY, "face 3 waves", 10, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("description", "facts"),
+    [
+        ('["a", "b"]', ("a", "b")),
+        ('"a"', ("a",)),
+        ("[]", None),
+        ('["a", 1]', None),
+        ('["a", " "]', None),
+        ('["a", "\\ud800"]', None),
+        ('{"a": "b"}', None),
+    ],
+)
+def test_a_semantic_memory_is_a_list_of_facts(description: str, facts: tuple[str, ...] | None) -> None:
+    assert parse_facts(f'hm</think>{{"description": {description}}}') == facts
+
+
+def test_each_fact_of_a_list_has_its_own_length_and_reward() -> None:
+    text = 'ä</think>```json\n{"description": ["kürzer", "says \\"hi\\""]}```'
+    ends = tuple(range(1, len(text.encode()) + 1))
+    found = written_memory(Segment("model", (1,) * len(ends), text=text, byte_ends=ends), 99, semantic=True)
+    assert found.descriptions == ("kürzer", 'says "hi"')
+    assert found.lengths == (9, 13), "one token for each byte, quotation marks included"
+    assert found.memory_tokens == len(text.encode()) - 2
+    alone = written_memory(
+        Segment("model", (1,) * 30, text='</think>{"description": ["x"]}', byte_ends=tuple(range(1, 31))), 9, True
+    )
+    assert alone.lengths == (alone.memory_tokens,), "one description counts from </think> on"
+    parts = paid_parts(PAY, found, [True, False, True], 0.5)
+    assert (parts["correct"], parts["usefulness"]) == pytest.approx((0.5, 0.05))
 
 
 def test_usefulness_by_place() -> None:

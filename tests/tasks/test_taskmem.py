@@ -78,14 +78,90 @@ def test_by_itself_a_row_takes_a_folder_of_memories_or_none(tmp_path: Path) -> N
         kept[1]
 
 
-def test_pictures_alone_and_semantic_rows_are_read(tmp_path: Path) -> None:
+def test_pictures_alone_are_read(tmp_path: Path) -> None:
     shown = [{"type": "image", "image": "p.png"}, {"type": "text", "text": ASK}]
-    semantic = row_of(0, type="semantic", memory_tag="x")
-    path = write_rows(tmp_path, row_of(0, input=shown), semantic)
-    (tmp_path / "faces" / "v1" / "episodic_x.json").write_text(json.dumps({"0": "one", "10": "three", "2": "two"}))
-    rows = TaskMemRows(path, MediaStore())
+    rows = TaskMemRows(write_rows(tmp_path, row_of(0, input=shown)), MediaStore())
     assert rows[0].messages[0].media[0].kind == "picture"
-    assert rows[1].messages[0].text.endswith("Write one two three.")
+
+
+FACTS_ASK = """Write {{"description": ["…"]}}.
+[Description of the preceding part]: {}
+Known: {}"""
+
+
+def semantic(clip: int, ask: str = FACTS_ASK, **more: Any) -> dict[str, Any]:
+    blocks = [{"type": "video", "video": "c.mp4"}, {"type": "text", "text": ask}]
+    return row_of(clip, type="semantic", memory_tag="x", input=blocks) | more
+
+
+def write_semantic(folder: Path, *rows: dict[str, Any]) -> str:
+    path = write_rows(folder, *rows)
+    events = {"0": "face 1 sits {}", "1": "<face_1> greets <face_2>", "2": "face 3 leaves", "3": "the future"}
+    (folder / "faces" / "v1" / "episodic_x.json").write_text(json.dumps(events))
+    return path
+
+
+def test_a_semantic_row_has_the_events_first_and_the_facts_second(tmp_path: Path) -> None:
+    """The texts are those of TaskMem's own loader for these files (vl_dataset.py, commit f0148bc)."""
+    rows = TaskMemRows(write_semantic(tmp_path, *(semantic(clip) for clip in range(3))), MediaStore())
+    task = rows.with_history(2, {0: ["Face 1 is shy", "tea {0} is drunk"], 1: "(face_2) knows face_1"})
+    events = "<face_4> sits {} <face_3> greets <face_4> face 3 leaves"
+    facts = '[\n    "<face_4> is shy",\n    "tea {0} is drunk",\n    "<face_4> knows <face_3>"\n]'
+    shown = 'Write {"description": ["…"]}.\n[Description of the preceding part]: %s\nKnown: %s'
+    assert task.messages[0].text == shown % (events, facts)
+    assert (task.metadata["episodic"], task.metadata["history"]) == (events, facts)
+    assert rows[0].messages[0].text == shown % ("face 1 sits {}", "[]"), "no clip after its own is shown"
+    assert [(rows.place_of(i).needs, rows.place_of(i).facts) for i in range(3)] == [
+        ((), True),
+        ((0,), True),
+        ((0, 1), True),
+    ]
+
+
+def test_a_fresh_number_is_none_that_the_clip_itself_uses(tmp_path: Path) -> None:
+    path = write_semantic(tmp_path, semantic(1))
+    (tmp_path / "faces" / "v1" / "episodic_x.json").write_text(json.dumps({"0": "face 9 waits", "1": "<face_3> comes"}))
+    assert TaskMemRows(path, MediaStore()).with_history(0, {}).metadata["episodic"] == "<face_4> waits <face_3> comes"
+
+
+def test_the_facts_of_earlier_clips_come_from_the_policy_or_a_folder(tmp_path: Path) -> None:
+    path = write_semantic(tmp_path, *(semantic(clip) for clip in range(2)))
+    planner = CausalHistory(TaskStream([TaskMemRows(path, MediaStore())], [1.0], seed=0, shuffle=False))
+    (first,) = planner.draw(1).tasks
+    said = ("no JSON", '</think>{"description": ["<face_1> is shy", "it rains"]}')
+    planner.observe([GroupOutcome(first.id, (0.0, 0.0), (None, None), said)])
+    again = CausalHistory(TaskStream([TaskMemRows(path, MediaStore())], [1.0], seed=0, shuffle=False))
+    again.load_state_dict(json.loads(json.dumps(planner.state_dict())))
+    (second,) = again.draw(1).tasks
+    assert json.loads(second.metadata["history"]) == ["<face_2> is shy", "it rains"]
+    (tmp_path / "v1.json").write_text(json.dumps({"0": ["<face_1> is shy", "it rains"]}))
+    assert TaskMemRows(path, MediaStore(), history_folder=str(tmp_path))[1].messages == second.messages
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"memory_tag": ""}, "'memory_tag'"),
+        ({"episodic_folder": None}, "'episodic_folder'"),
+        ({"memory_tag": "y"}, "episodic_y.json"),
+        ({"video_idx": 7, "step": 1}, "no memory of clip 6"),
+        ({"input": [{"type": "text", "text": "[Description of the preceding part]: {}"}]}, "second"),
+        ({"input": [{"type": "text", "text": "[Description of the preceding part]: {} {} {}"}]}, "second"),
+        ({"input": [{"type": "text", "text": '[Description of the preceding part]: {} {} {"a": 1}'}]}, "twice"),
+        ({"input": [{"type": "text", "text": "[Description of the preceding part]: {} {:>99999999999}"}]}, "twice"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_is_wrong_with_a_semantic_row_is_said(change: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    path = write_semantic(tmp_path, semantic(1) | change)
+    with pytest.raises(TaskError, match=problem) as refused:
+        TaskMemRows(path, MediaStore()).with_history(0, {})
+    assert "rows.jsonl:1" in str(refused.value)
+
+
+def test_a_video_has_one_kind_of_memory(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"rows.jsonl:1.*'v1'"):
+        TaskMemRows(write_semantic(tmp_path, row_of(0), semantic(1)), MediaStore())
 
 
 @pytest.mark.parametrize(
@@ -97,7 +173,7 @@ def test_pictures_alone_and_semantic_rows_are_read(tmp_path: Path) -> None:
         ({"step": "1"}, "'step' must be a whole number"),
         ({"step": 3}, "before the first"),
         ({"input": []}, "input|content|text block"),
-        ({"input": [{"type": "text", "text": "no mark {}"}]}, "after it a {}"),
+        ({"input": [{"type": "text", "text": "no mark {}"}]}, "Description of the preceding part"),
         ({"input": [{"type": "video", "video": "c.mp4"}]}, "no text block"),
     ],
     ids=lambda value: str(value)[:20],
