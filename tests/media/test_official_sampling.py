@@ -57,6 +57,25 @@ def test_frames_are_counted_as_measured(
 
 
 @pytest.mark.parametrize(
+    ("size", "frames", "asked", "tokens"),
+    [
+        ((128, 128), 8, {}, 576),
+        ((128, 128), 8, {"min_pixels_per_frame": 1024}, 64),
+        ((640, 360), 16, {}, 1760),
+        ((1280, 720), 16, {}, 5760),
+    ],
+)
+def test_a_clip_takes_as_many_tokens_of_qwen3_vl_as_the_page_has(
+    size: tuple[int, int], frames: int, asked: dict[str, Any], tokens: int
+) -> None:
+    """qwen-vl-utils 0.0.14 gives 576, 1,760 and 5,760, the stock processor 64, 1,760 and 7,040."""
+    width, height = official_size(size, frames, VideoParameters(sampling="official", **asked).resolved(NEW))
+    assert frames // 2 * (width // 32) * (height // 32) == tokens
+    page = (Path(__file__).parents[2] / "docs/media.md").read_text()
+    assert f"{tokens:,}" in page[page.index("### Qwen3-VL's small and large clips") :]
+
+
+@pytest.mark.parametrize(
     ("height", "width", "frames", "asked", "old", "new"),
     [
         (360, 640, 8, {}, (364, 644), (352, 640)),
