@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from sensorium.assembly.determinism import settle
 from sensorium.assembly.models import load_model
 from sensorium.assembly.session import make_sources, open_session, sampling_of
-from sensorium.evaluation.chunks import CLIPS, cut, play_chunks
+from sensorium.evaluation.chunks import cut, play_chunks
 from sensorium.evaluation.evaluate import attempt_of
 from sensorium.media.store import MediaStore
 from sensorium.recipe.load import load_recipe
+from sensorium.recipe.plan import CLIPS_AT_ONCE
 from sensorium.tasks.mixture import each_once
 from sensorium.vocabulary import Media, Task, user
 from tests.evaluation.daily import write_daily
@@ -34,10 +35,10 @@ def test_every_task_is_in_one_chunk_and_no_chunk_is_too_large(drawn: list[list[i
     assert [place for chunk in chunks for place in chunk] == list(range(len(tasks)))
     for chunk in chunks:
         clips = {clip for place in chunk for clip in drawn[place]}
-        assert len(chunk) == 1 or (len(clips) <= CLIPS and (not most or len(chunk) <= most))
+        assert len(chunk) == 1 or (len(clips) <= CLIPS_AT_ONCE and (not most or len(chunk) <= most))
     for before, after in pairwise(chunks):
         fuller = {clip for place in (*before, after.start) for clip in drawn[place]}
-        assert len(fuller) > CLIPS or (most and len(before) == most), "no chunk is smaller than it must be"
+        assert len(fuller) > CLIPS_AT_ONCE or (most and len(before) == most), "no chunk is smaller than it must be"
 
 
 def test_tasks_without_clips_are_played_at_once_unless_told_otherwise() -> None:
@@ -58,7 +59,8 @@ def test_a_chunk_is_the_same_to_the_last_bit_whatever_was_played_before(temperat
         tasks, _ = each_once(make_sources(recipe.tasks.evaluate, session.store, "tasks.evaluate"))
         sampling = sampling_of(recipe.rollout, temperature)
         found = []
-        async for groups in play_chunks(session.rollout, session.scorer, tasks, chunks, 2, attempt_of(0, "x"), sampling):
+        given = (session.rollout, session.scorer, tasks, chunks, 2, attempt_of(0, "x"), sampling, recipe.held_out_rollout)
+        async for groups in play_chunks(*given):
             for episode in (episode for group in groups for episode in group.episodes):
                 response = episode.turns[0].response
                 found.append((episode.id, response.tokens, response.logprobs))

@@ -129,7 +129,7 @@ def test_a_prompt_that_is_too_long_is_refused_or_left_out_and_counted(
     command = ["eval", str(recipe), "--greedy", "--limit", "2", "--out", str(tmp_path / "out")]
     assert main([*command, "rollout.max_context_tokens=40"]) == 2
     assert "task daily_omni/0: the prompt takes" in capsys.readouterr().err
-    assert main([*command, "rollout.max_context_tokens=40", "tasks.on_long_prompt=skip"]) == 0
+    assert main([*command, "rollout.max_context_tokens=40", "tasks.on_long_prompt=skip"]) == 2, "nothing was evaluated"
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (summary["failed"], summary["judged"], summary["accuracy"]) == (2, 0, None)
     assert all("the prompt takes" in row["failure"] and row["correct"] is None for row in rows_of(tmp_path / "out"))

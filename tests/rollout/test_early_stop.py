@@ -136,7 +136,7 @@ def test_a_response_in_the_middle_is_cut(policy: Policy) -> None:
     engine = NativeEngine(policy)
     rollout = Rollout(policy.chat, engine, RolloutSection(max_context_tokens=200), Question)
     questions = [Task("long", (user("what?"),)), Task("short", (user("what? " * 40),))]
-    room = [rollout.room((rollout.renderer.start(question.messages),)) for question in questions]
+    room = [200 - rollout.length((rollout.renderer.start(question.messages),)) for question in questions]
     endless = Sampling(max_new_tokens=500, stop_tokens=False)
     cut, complete = asyncio.run(rollout.stream(questions, 1, Attempt(0, 1), endless, stop=EarlyStop(1)).in_order())
     assert (cut.episodes[0].status, cut.episodes[0].turns) == (Status.ABORTED, ())

@@ -96,7 +96,8 @@ def test_a_group_is_judged_while_another_is_still_played_and_all_come_in_the_tas
     tasks, scorer = [Task("late"), Task("soon")], Scorer([(Judge(event), 1.0)])
 
     async def run() -> list[Group]:
-        chunks = play_chunks(rollout_of(policy, event), scorer, tasks, cut(tasks), 2, ATTEMPT, SAMPLING)
+        rollout = rollout_of(policy, event)
+        chunks = play_chunks(rollout, scorer, tasks, cut(tasks), 2, ATTEMPT, SAMPLING, rollout.section)
         return [group async for groups in chunks for group in groups]
 
     late, soon = asyncio.run(run())

@@ -51,6 +51,8 @@ def ways_out(recipe: Recipe) -> str:
         settings["model.gradient_checkpointing"] = ("true",)  # auto is for GPUs
     ways = [f"{key}={' or '.join(map(str, values))}" for key, values in settings.items() if values]
     ways.append(f"rollout.max_context_tokens below {recipe.rollout.max_context_tokens}")
+    if recipe.evaluation.max_context_tokens:
+        ways.append(f"evaluation.max_context_tokens below {recipe.evaluation.max_context_tokens}")
     return f"These lower it: {', '.join(ways)}; --dry-run forecasts each (docs/gpu.md)."
 
 

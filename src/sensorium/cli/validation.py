@@ -11,8 +11,10 @@ from typing import Any, Literal
 from sensorium.assembly.session import EnvironmentMaker, make_sources
 from sensorium.cli.random_play import RandomPlay, try_tools
 from sensorium.cli.without_model import ModelFreeSession
+from sensorium.models.tiny_processors import PUBLISHED_PIXELS
 from sensorium.models.wrong_path import may_be_hub_id
 from sensorium.recipe.names import resolve
+from sensorium.recipe.schema import RolloutSection
 from sensorium.recipe.task_sections import SourceSection
 from sensorium.rewards.judge_parts import NO_CLIENT
 from sensorium.rollout.modalities import media_of
@@ -58,7 +60,10 @@ def validate(session: ModelFreeSession, rows: int = 0, episodes: int = 16) -> It
         fetched = may_be_hub_id(recipe.model.path)
         why = f"the files of {recipe.model.path} are not here" if fetched else session.problem.rstrip(".")
         level: Level = "warning" if fetched else "error"
-        yield Finding("model", "chat template", f"{why}; {session.stand_in} stands in", level)
+        published = session.stand_in.removeprefix("tiny:") in PUBLISHED_PIXELS
+        sizes = "media take as many tokens as in the published checkpoints" if published else "media take fewer tokens"
+        measured = f"with it text takes more tokens than with the model's own files, and {sizes}"
+        yield Finding("model", "chat template", f"{why}; {session.stand_in} stands in; {measured}", level)
     splits = []
     for place, sections in (("tasks.train", recipe.tasks.train), ("tasks.evaluate", recipe.tasks.evaluate)):
         split = Split(place)
@@ -102,9 +107,10 @@ def _check_source(
         split.failed = split.failed or bool(bad)
         return
     yield from _check_media(session, where, tasks)
-    yield from _check_questions(session, where, tasks)
+    limits = session.recipe.rollout if split.place == "tasks.train" else session.recipe.held_out_rollout
+    yield from _check_questions(session, where, tasks, limits)
     played = [tasks[permuted(nth, len(tasks), "play")] for nth in range(min(episodes, len(tasks)))]
-    yield from _check_play(session, where, played)
+    yield from _check_play(session, where, played, limits)
 
 
 def _counted(told: str, problems: Sequence[str], level: Level = "error") -> tuple[str, Level]:
@@ -156,11 +162,13 @@ def _check_media(session: ModelFreeSession, where: str, tasks: Sequence[Task]) -
     yield Finding(where, "media readable", *_counted(kinds, problems))
 
 
-def _check_questions(session: ModelFreeSession, where: str, tasks: Sequence[Task]) -> Iterator[Finding]:
+def _check_questions(
+    session: ModelFreeSession, where: str, tasks: Sequence[Task], section: RolloutSection
+) -> Iterator[Finding]:
     questions = [task for task in tasks if task.environment is None]
     if not questions:
         return
-    section, renderer = session.recipe.rollout, Renderer(session.chat)
+    renderer = Renderer(session.chat)
     lengths, long = [], []
     for task in questions:
         length, error = attempt(lambda asked=task: len(session.chat.layout(renderer.start(asked.messages))))
@@ -170,16 +178,17 @@ def _check_questions(session: ModelFreeSession, where: str, tasks: Sequence[Task
         if length + section.max_new_tokens > section.max_context_tokens:
             long.append(f"task {task.id} takes {length}")
     if lengths:
-        told = f"up to {max(lengths):,} tokens and {section.max_new_tokens:,} to write, of {section.max_context_tokens:,}"
+        most = f"{section.max_context_tokens:,} ({section.context_key})"
+        told = f"up to {max(lengths):,} tokens and {section.max_new_tokens:,} to write, of {most}"
         skips = session.recipe.tasks.on_long_prompt == "skip"
         yield Finding(where, "prompt lengths", *_counted(told, long, "warning" if skips else "error"))
 
 
-def _check_play(session: ModelFreeSession, where: str, tasks: list[Task]) -> Iterator[Finding]:
+def _check_play(session: ModelFreeSession, where: str, tasks: list[Task], section: RolloutSection) -> Iterator[Finding]:
     random = RandomPlay(EnvironmentMaker(session.store))
-    demonstrated = _episodes(session.play(tasks, lambda request: "", demonstrate=True))
-    first = _episodes(session.play(tasks, random.answer, make=random.make))
-    again = _episodes(session.play(tasks, random.answer, make=random.make))
+    demonstrated = _episodes(session.play(tasks, lambda request: "", demonstrate=True, section=section))
+    first = _episodes(session.play(tasks, random.answer, make=random.make, section=section))
+    again = _episodes(session.play(tasks, random.answer, make=random.make, section=section))
     shown = [episode for episode in demonstrated if not _lacks_demonstration(episode)]
     yield from _outcome(where, "demonstrated play", shown, len(tasks), session)
     yield from _outcome(where, "random play", first, len(tasks), session)
@@ -193,7 +202,7 @@ def _check_play(session: ModelFreeSession, where: str, tasks: list[Task]) -> Ite
         yield Finding(where, "repeats", *_counted(told, differing, "warning"))
     yield from _success(where, tasks, (*shown, *first))
     yield from _rewards(where, shown, first)
-    yield from _lengths(session, where, shown, first)
+    yield from _lengths(session, where, shown, first, section)
     for name, told, good in try_tools(tasks, EnvironmentMaker(session.store)):
         yield Finding(where, f"tool {name}", told, "ok" if good else "warning")
 
@@ -272,10 +281,13 @@ def _rewards(where: str, demonstrated: Sequence[Episode], random: Sequence[Episo
 
 
 def _lengths(
-    session: ModelFreeSession, where: str, demonstrated: Sequence[Episode], random: Sequence[Episode]
+    session: ModelFreeSession,
+    where: str,
+    demonstrated: Sequence[Episode],
+    random: Sequence[Episode],
+    section: RolloutSection,
 ) -> Iterator[Finding]:
     """The longest context that was played, and the longest demonstration, against their budgets."""
-    section = session.recipe.rollout
     contexts, cut = [], []
     for episode in (*demonstrated, *random):
         if episode.info.get("prompt_too_long") or episode.info.get("out_of_context"):
@@ -287,6 +299,6 @@ def _lengths(
         yield Finding(where, "context lengths", *_counted(told, cut))
     written = [len(turn.response.tokens) for episode in demonstrated for turn in episode.turns]
     if written:
-        told = f"demonstrations take up to {max(written):,} tokens; rollout.max_new_tokens is {section.max_new_tokens:,}"
+        told = f"demonstrations take up to {max(written):,} tokens; {section.new_tokens_key} is {section.max_new_tokens:,}"
         long = max(written) > section.max_new_tokens
         yield Finding(where, "response lengths", told + ": they would be cut" * long, "warning" if long else "ok")

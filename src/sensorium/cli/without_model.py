@@ -12,8 +12,8 @@ from sensorium.engines.scripted import ScriptedEngine
 from sensorium.envs.protocol import Environment
 from sensorium.media.store import MediaStore
 from sensorium.models.chat_processor import ChatProcessor
-from sensorium.models.load_chat import load_chat_processor
-from sensorium.recipe.schema import Recipe
+from sensorium.models.load_chat import load_chat_processor, load_stand_in
+from sensorium.recipe.schema import Recipe, RolloutSection
 from sensorium.rewards.scorer import Scorer
 from sensorium.rollout.play import Attempt, Rollout
 from sensorium.vocabulary.episode import Group
@@ -48,14 +48,17 @@ class ModelFreeSession:
         *,
         demonstrate: bool = False,
         make: Callable[[Task], Environment] | None = None,
+        section: RolloutSection | None = None,
     ) -> list[Group]:
-        """Play each task once with these answers, or with its own demonstration, and let the reward terms judge it."""
-        rollout = Rollout(
-            self.chat, ScriptedEngine(self.chat, answers), self.recipe.rollout, make or EnvironmentMaker(self.store)
-        )
+        """Play each task once with these answers, or with its own demonstration, and let the reward terms judge it.
+
+        ``section`` has the limits of held-out tasks.
+        """
+        section = section or self.recipe.rollout
+        rollout = Rollout(self.chat, ScriptedEngine(self.chat, answers), section, make or EnvironmentMaker(self.store))
         attempt = Attempt(self.recipe.seed, 0, "play", demonstrate)
         try:
-            groups = await rollout.stream(tasks, 1, attempt, sampling_of(self.recipe.rollout)).in_order()
+            groups = await rollout.stream(tasks, 1, attempt, sampling_of(section)).in_order()
             return [await self.scorer.score_group(group) for group in groups]
         finally:
             rollout.close()
@@ -82,7 +85,7 @@ def _chat(recipe: Recipe, store: MediaStore) -> tuple[ChatProcessor, str, str]:
         named = model.path.lower().replace("_", "-").replace("qwen-", "qwen")
         families = [family for part, family in LOOKALIKES.items() if part in named]
         family = model.family if model.family != "auto" else families[0] if families else "qwen3_vl"
-        return load_chat_processor(f"tiny:{family}", store=store), f"tiny:{family}", str(error)
+        return load_stand_in(family, store), f"tiny:{family}", str(error)
     return found, "", ""
 
 

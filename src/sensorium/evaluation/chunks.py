@@ -7,13 +7,13 @@ reaches a later one. So a chunk gives the same samples whichever were played bef
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from sensorium.engines.protocol import Sampling
+from sensorium.recipe.plan import CLIPS_AT_ONCE
+from sensorium.recipe.schema import RolloutSection
 from sensorium.rewards.scorer import Scorer
 from sensorium.rewards.scoring import GroupScoring
 from sensorium.rollout.play import Attempt, Rollout
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.task import Task
-
-CLIPS = 64  # distinct videos and sounds that a chunk may hold: all of them are decoded and kept while it is played
 
 
 def cut(tasks: Sequence[Task], most: int = 0) -> list[range]:
@@ -23,7 +23,7 @@ def cut(tasks: Sequence[Task], most: int = 0) -> list[range]:
     for position, task in enumerate(tasks):
         clips = {item.key for message in task.messages for item in message.media if item.kind != "picture"}
         full = bool(most) and position - start >= most
-        if position > start and (full or len(held | clips) > CLIPS):
+        if position > start and (full or len(held | clips) > CLIPS_AT_ONCE):
             chunks.append(range(start, position))
             start, held = position, set()
         held |= clips
@@ -38,19 +38,21 @@ async def play_chunks(
     samples: int,
     attempt: Attempt,
     sampling: Sampling,
+    section: RolloutSection,
     progress: Callable[[int], None] | None = None,
 ) -> AsyncIterator[list[Group]]:
     """Play and score some chunks of a list of tasks; ids and random numbers are those of the whole list played at once.
 
-    Groups are scored as they are complete, and come in the tasks' order. ``progress`` hears how many episodes of a chunk
-    are done.
+    Groups are scored as they are complete, and come in the tasks' order. ``section`` has the limits of held-out tasks.
+    ``progress`` hears how many episodes of a chunk are done.
     """
     for i, chunk in enumerate(chunks):
         if i:
             rollout.engine.reset_cache()
         before, these = tasks[: chunk.start], tasks[chunk.start : chunk.stop]
         async with GroupScoring(scorer) as scoring:
-            async with rollout.stream(these, samples, attempt, sampling, progress=progress, before=before) as stream:
+            given = {"progress": progress, "before": before, "section": section}
+            async with rollout.stream(these, samples, attempt, sampling, **given) as stream:
                 order = {}
                 async for place, group in stream:
                     scoring.begin(group)

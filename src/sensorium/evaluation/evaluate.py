@@ -39,10 +39,21 @@ async def evaluate(
     ``occasion`` tells the episodes of one call from those of another, and what judges said of them.
     """
     scorer, groups = session.scorer, list[Group]()
-    attempt, sampling = attempt_of(recipe.seed, name, occasion), sampling_of(recipe.rollout, temperature)
-    async for scored in play_chunks(session.rollout, scorer, tasks, cut(tasks), samples, attempt, sampling):
+    section = recipe.held_out_rollout
+    attempt, sampling = attempt_of(recipe.seed, name, occasion), sampling_of(section, temperature)
+    async for scored in play_chunks(session.rollout, scorer, tasks, cut(tasks), samples, attempt, sampling, section):
         groups += scored
     return EvaluationResult(summarize(groups, name, scorer.extract if scorer.comparing else None), tuple(groups))
+
+
+def nothing_scored(groups: Sequence[Group]) -> str:
+    """Why an evaluation has no result: what the first episode failed of; empty where any episode has a reward."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    if not episodes or any(episode.reward is not None for episode in episodes):
+        return ""
+    missing = next((score.reason for score in episodes[0].scores if score.missing), "")
+    why = episodes[0].failure or missing or "it has no score"
+    return f"none of its {len(episodes)} episodes has a reward, the first because: {why}"
 
 
 def attempt_of(seed: int, name: str, occasion: str = "") -> Attempt:

@@ -16,6 +16,7 @@ from sensorium.evaluation.sample import Row, row_of, sample_of
 from sensorium.evaluation.summary import summarize_samples
 from sensorium.models.identity import identity
 from sensorium.recipe.schema import Recipe
+from sensorium.record.durable import read_rows
 from sensorium.record.episode_json import task_to_json
 from sensorium.report.evaluations import markdown, summary_grid
 from sensorium.rewards.scorer import Scorer
@@ -64,6 +65,12 @@ def evaluate_into(
             summary = summarize_samples(folder.read_so_far(), _name(recipe), table_columns(sources))
             summary |= {"skipped": len(skipped), "model": model, "temperature": section.temperature, "seed": recipe.seed}
             folder.finish(summary, markdown(summary_grid(summary)))
+    if summary["missing"] == summary["episodes"]:
+        first = next((row["failure"] for row in read_rows(folder.samples) if row.get("failure")), "no term gave a score")
+        raise TaskError(
+            f"nothing was evaluated: none of the {summary['episodes']} samples in '{folder.path}' has a reward, the first "
+            f"because: {first} Where prompts are too long, raise evaluation.max_context_tokens or take fewer frames."
+        )
     return summary
 
 
@@ -91,7 +98,8 @@ async def _play(
         left,
         samples,
         attempt_of(recipe.seed, _name(recipe)),
-        sampling_of(recipe.rollout, recipe.evaluation.temperature),
+        sampling_of(recipe.held_out_rollout, recipe.evaluation.temperature),
+        recipe.held_out_rollout,
         lambda episodes: progress(done + episodes // samples, len(tasks)),
     )
     for places in left:
@@ -132,7 +140,7 @@ def _name(recipe: Recipe) -> str:
 def _claim(recipe: Recipe, chunk: int) -> dict[str, Any]:
     """What of recipe and settings decides the samples."""
     section = recipe.evaluation
-    data = recipe.model_dump(mode="json")
+    data, played = recipe.model_dump(mode="json"), recipe.held_out_rollout.model_dump(mode="json")
     return {
         "settings": {
             "temperature": section.temperature,
@@ -145,7 +153,7 @@ def _claim(recipe: Recipe, chunk: int) -> dict[str, Any]:
             "family": recipe.model.family,
             "dtype": recipe.model.dtype,
             "tasks": {key: data["tasks"][key] for key in ("evaluate", "on_bad_row")},
-            "rollout": {key: value for key, value in data["rollout"].items() if key not in TRAINING_ONLY},
+            "rollout": {key: value for key, value in played.items() if key not in TRAINING_ONLY},
             "rewards": data["rewards"],
         },
     }

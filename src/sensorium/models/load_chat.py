@@ -15,6 +15,7 @@ from sensorium.models.model_classes import has_towers, own_config
 from sensorium.models.number_words import require_number_words
 from sensorium.models.quiet import quiet
 from sensorium.models.small_files import check_small_files
+from sensorium.models.tiny_processors import PUBLISHED_PIXELS, take_published_sizes
 from sensorium.models.unsupported import missing_family
 from sensorium.recipe.names import resolve, table
 from sensorium.vocabulary.errors import ModelError
@@ -50,6 +51,14 @@ def load_chat_processor(
 ) -> ChatProcessor:
     """The chat processor of a checkpoint; ``path`` and the rest as ``load_policy`` takes them."""
     return chat_processor_of(read_config(path, family, revision, weights=False), store, decoder, media_bytes)
+
+
+def load_stand_in(family: str, store: MediaStore) -> ChatProcessor:
+    """The chat processor of a tiny model for a published one of its family, whose files are not here.
+
+    Where the family is in ``PUBLISHED_PIXELS``, media take as many tokens as they do there; text takes more.
+    """
+    return chat_processor_of(read_config(f"tiny:{family}", weights=False), store, None, 1 << 29, published_sizes=True)
 
 
 def read_config(
@@ -92,9 +101,14 @@ def of_its_family(checkpoint: CheckpointConfig) -> Iterator[None]:
 
 
 def chat_processor_of(
-    checkpoint: CheckpointConfig, store: MediaStore, decoder: Decoder | None, media_bytes: int
+    checkpoint: CheckpointConfig,
+    store: MediaStore,
+    decoder: Decoder | None,
+    media_bytes: int,
+    *,
+    published_sizes: bool = False,
 ) -> ChatProcessor:
-    """The chat processor of a checkpoint whose config was read."""
+    """The chat processor of a checkpoint whose config was read; a tiny one may take the published sizes of media."""
     from transformers import AutoTokenizer
 
     place, config = checkpoint.place, checkpoint.config
@@ -105,6 +119,8 @@ def chat_processor_of(
         )
     with naming(checkpoint.path, place), quiet():
         processor = _processor(place, config)
+        if published_sizes and checkpoint.family in PUBLISHED_PIXELS:
+            take_published_sizes(checkpoint.family, processor)
         tokenizer = getattr(processor, "tokenizer", None) or AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         end_ids = _end_ids(place, config, tokenizer)
     try:

@@ -37,6 +37,27 @@ TOKEN_KEYS = {
 """The keys by which the config of a family names its special tokens."""
 
 
+PUBLISHED_PIXELS = {
+    "qwen2_5_vl": ((3136, 12845056), (3136, 12845056)),
+    "qwen3_vl": ((65536, 16777216), (4096, 25165824)),
+    "qwen3_vl_moe": ((65536, 16777216), (4096, 25165824)),
+    "qwen2_5_omni": ((3136, 12845056), (100352, 602112)),
+    "qwen3_omni_moe": ((3136, 12845056), (100352, 786432)),
+}
+"""The least and most pixels of a picture, and of a frame (Qwen3-VL: a clip), of the families' published checkpoints."""
+PUBLISHED_SOUND_S = 300
+"""Seconds that the published checkpoint of Qwen2.5-Omni hears at most."""
+
+
+def take_published_sizes(family: str, processor: Any) -> None:
+    """Let a tiny checkpoint's processor take media as large and as long as the family's published checkpoints do."""
+    for part, (least, most) in zip(("image_processor", "video_processor"), PUBLISHED_PIXELS[family], strict=True):
+        getattr(processor, part).size = {"shortest_edge": least, "longest_edge": most}
+    if family == "qwen2_5_omni":
+        extractor = processor.feature_extractor
+        extractor.chunk_length, extractor.n_samples = PUBLISHED_SOUND_S, PUBLISHED_SOUND_S * extractor.sampling_rate
+
+
 def tiny_processor(family: str, tokenizer: PreTrainedTokenizerFast, config: Any) -> Any:
     """The processor of a tiny checkpoint with towers."""
     import sensorium.models.torchvision_fix  # noqa: F401  (before the image processors import torchvision)

@@ -205,18 +205,35 @@ def _selection(recipe: Recipe) -> Iterator[Problem]:
 
 def _rollout(recipe: Recipe) -> Iterator[Problem]:
     rollout, evaluation = recipe.rollout, recipe.evaluation
-    if rollout.max_new_tokens >= rollout.max_context_tokens:
-        long = f"max_new_tokens {rollout.max_new_tokens} leaves no room for a prompt"
-        yield "rollout.max_new_tokens", f"{long} in max_context_tokens {rollout.max_context_tokens}."
+    yield from _limits(recipe)
     held = rollout.engine.options.get("max_context") if rollout.engine.name in ENGINES_WITH_CONTEXT else None
-    if isinstance(held, int | float) and LEAST_CONTEXT <= held < rollout.max_context_tokens:
-        short = f"the engine would hold {held:g} tokens, and rollout.max_context_tokens is {rollout.max_context_tokens}"
+    longest = max(rollout, recipe.held_out_rollout, key=lambda section: section.max_context_tokens)
+    if isinstance(held, int | float) and LEAST_CONTEXT <= held < longest.max_context_tokens:
+        short = f"the engine would hold {held:g} tokens, and {longest.context_key} is {longest.max_context_tokens}"
         longer = "a longer thread would be cut, or end the run"
         yield "rollout.engine.options.max_context", f"{short}: {longer}. Set both alike, or leave max_context out."
     if (evaluation.every or evaluation.at_start) and not recipe.tasks.evaluate:
         yield "evaluation", "evaluation is asked for, but tasks.evaluate names no source of held-out tasks."
     if evaluation.temperature == 0 and evaluation.samples > 1:
         yield "evaluation.samples", "at temperature 0 every sample is the same; use samples 1, or a temperature."
+
+
+def _limits(recipe: Recipe) -> Iterator[Problem]:
+    """Limits of a context and of a turn, in training and in evaluation, that leave no room for each other."""
+    evaluation, most = recipe.evaluation, recipe.rollout.max_episode_tokens
+    own = evaluation.max_context_tokens or evaluation.max_new_tokens
+    for section in (recipe.rollout, *([recipe.held_out_rollout] if own else [])):
+        if section.max_new_tokens >= section.max_context_tokens:
+            long = f"max_new_tokens {section.max_new_tokens} leaves no room for a prompt"
+            yield section.new_tokens_key, f"{long} in max_context_tokens {section.max_context_tokens}."
+    if 0 < evaluation.max_context_tokens < LEAST_CONTEXT:
+        yield "evaluation.max_context_tokens", f"it must be {LEAST_CONTEXT} at least, or 0 for that of rollout."
+    if 0 < most < evaluation.max_new_tokens:
+        ends = f"rollout.max_episode_tokens ends episodes of evaluation at {most} tokens, too"
+        yield (
+            "evaluation.max_new_tokens",
+            f"{ends}, so {evaluation.max_new_tokens} is out of reach. Raise that, or lower this.",
+        )
 
 
 def _training(recipe: Recipe) -> Iterator[Problem]:

@@ -71,10 +71,12 @@ def computing_notes(recipe: Recipe) -> Iterator[str]:
 
 def context_note(recipe: Recipe, shape: ModelShape) -> str:
     """What is said where prompts and responses may be longer than the model was made for; empty where they may not."""
-    longest = recipe.rollout.max_context_tokens
+    held_out = recipe.tasks.evaluate and recipe.held_out_rollout.max_context_tokens > recipe.rollout.max_context_tokens
+    section = recipe.held_out_rollout if held_out else recipe.rollout
+    longest = section.max_context_tokens
     if not shape.positions or longest <= shape.positions:
         return ""
     return (
-        f"rollout.max_context_tokens is {longest}, and the model was made for {shape.positions} "
+        f"{section.context_key} is {longest}, and the model was made for {shape.positions} "
         "(max_position_embeddings in its config.json): what it writes behind that is likely to be noise. Lower it"
     )

@@ -21,6 +21,7 @@ GIB = 1 << 30
 NATIVE_ROWS, VLLM_ROWS = 512, 256  # max_rows of engines where a recipe does not say
 # The native engine's second copy of weights: of layers from a size on, at most a share of a GPU's memory, for so many rows.
 PACKED, LEAST_PACKED, PACKED_SHARE, PACKED_ROWS = "weights in 12 bits", 1 << 24, 1 / 16, 40
+CLIPS_AT_ONCE = 64  # distinct videos and sounds of the held-out tasks that are played at once: all of them are decoded
 EPISODE_BYTES, TOKEN_BYTES = 2500, 60
 METRICS_BYTES, LEDGER_BYTES = 2500, 60
 """Estimates, not measurements: bytes of an episode's log without its tokens, of a token in it, of a row in each file."""
@@ -228,10 +229,25 @@ def cached_tokens(recipe: Recipe, engines: int = 1) -> int:
     batch, rollout = recipe.batch, recipe.rollout
     in_flight = min(rollout.concurrency or 10**9, recipe.selection.played(batch.prompts_per_step) * batch.group_size)
     if rollout.max_turns > 1:  # episodes keep theirs while an environment answers
-        return in_flight * rollout.max_context_tokens
+        return max(in_flight * rollout.max_context_tokens, _evaluated_tokens(recipe, engines))
     if rollout.engine.name in ("native", "process"):
         in_flight = min(in_flight, engines * engine_rows(recipe))
     groups = -(-in_flight // batch.group_size)
+    trained = groups * (rollout.max_context_tokens - rollout.max_new_tokens) + in_flight * rollout.max_new_tokens
+    return max(trained, _evaluated_tokens(recipe, engines))
+
+
+def _evaluated_tokens(recipe: Recipe, engines: int) -> int:
+    """Tokens in the caches while held-out tasks are played, where evaluation has a longer context than training.
+
+    As many tasks as show ``CLIPS_AT_ONCE`` clips are played at once.
+    """
+    rollout, section = recipe.held_out_rollout, recipe.evaluation
+    if not _evaluations(recipe) or rollout.max_context_tokens <= recipe.rollout.max_context_tokens:
+        return 0
+    tasks = min(CLIPS_AT_ONCE, section.limit or CLIPS_AT_ONCE)
+    in_flight = min(rollout.concurrency or 10**9, tasks * section.samples, engines * engine_rows(recipe))
+    groups = -(-in_flight // section.samples)
     return groups * (rollout.max_context_tokens - rollout.max_new_tokens) + in_flight * rollout.max_new_tokens
 
 

@@ -126,6 +126,30 @@ class RolloutSection(Section):
     )
     mask_truncated: bool = Field(default=False, description="leave truncated episodes out of the loss")
 
+    @property
+    def context_key(self) -> str:
+        """The recipe's key of ``max_context_tokens``, for messages."""
+        return "rollout.max_context_tokens"
+
+    @property
+    def new_tokens_key(self) -> str:
+        """The recipe's key of ``max_new_tokens``, for messages."""
+        return "rollout.max_new_tokens"
+
+
+class HeldOutRollout(RolloutSection):
+    """How held-out tasks are played: as ``rollout`` says, within the limits of ``evaluation``. Not a section of its own."""
+
+    @property
+    def context_key(self) -> str:
+        """The key of evaluation's own limit."""
+        return "evaluation.max_context_tokens"
+
+    @property
+    def new_tokens_key(self) -> str:
+        """The key of evaluation's own limit."""
+        return "evaluation.max_new_tokens"
+
 
 class ScheduleSection(Section):
     """When a step's episodes are played. A plain text is short for the name alone: `schedule: one_step_off`."""
@@ -202,6 +226,10 @@ class EvaluationSection(Section):
     limit: int = Field(default=0, ge=0, description="tasks at most, drawn from all of them; 0: all")
     temperature: float = Field(default=1.0, ge=0)
     samples: int = Field(default=1, ge=1)
+    max_context_tokens: int = Field(
+        default=0, ge=0, description="of held-out tasks, the sight check's too: 16 at least, or 0: as in rollout"
+    )
+    max_new_tokens: int = Field(default=0, ge=0, description="of a held-out task's turn; 0: as in rollout")
 
 
 class CheckpointSection(Section):
@@ -316,6 +344,16 @@ class Recipe(Section):
     def counts_rows(self) -> bool:
         """True while the number of steps is unknown: epochs are given alone, and the rows were not counted yet."""
         return self.steps == NO_LIMIT
+
+    @property
+    def held_out_rollout(self) -> HeldOutRollout:
+        """The section ``rollout`` as held-out tasks are played, with the limits of ``evaluation``."""
+        section, own = self.rollout, self.evaluation
+        limits = {
+            "max_context_tokens": own.max_context_tokens or section.max_context_tokens,
+            "max_new_tokens": own.max_new_tokens or section.max_new_tokens,
+        }
+        return HeldOutRollout.model_construct(**dict(section) | limits)
 
     @property
     def total_steps(self) -> int:

@@ -3,6 +3,7 @@
 Console, tensorboard and wandb are watchers. A watcher overrides only what it cares about.
 """
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,6 +63,12 @@ class Watcher:
     def noted(self, text: str) -> None:
         """Something worth a line happened."""
 
+    def attention(self, text: str) -> None:
+        """Note what nobody may miss: it goes to stderr where no person sees notes."""
+        if not self.shown:
+            print(text, file=sys.stderr)
+        self.noted(text)
+
     def finished(self) -> None:
         """The run is over, well or not: give everything back."""
 
@@ -71,6 +78,7 @@ class Watchers(Watcher):
 
     def __init__(self, watchers: Iterable[Watcher] = ()) -> None:
         self.watchers = tuple(watchers)
+        self.shown = any(watcher.shown for watcher in self.watchers)
 
     def started(self, run: RunStart) -> None:
         for watcher in self.watchers:

@@ -92,14 +92,16 @@ class Rollout:
         *,
         before: Sequence[Task] = (),
         stop: EarlyStop | None = None,
+        section: RolloutSection | None = None,
     ) -> GroupStream:
         """Play each task ``size`` times; a group comes when it is complete. ``progress`` hears how many episodes are done.
 
         ``before`` are the tasks this attempt has played already: ids and random numbers count on from them. ``stop`` may
-        cancel episodes; their groups come last, with what there is of them.
+        cancel episodes; their groups come last, with what there is of them. ``section`` replaces the rollout's own:
+        held-out tasks may have other limits.
         """
         self.refuse_strange(tasks)
-        plays = list(self._plays(tasks, size, attempt, sampling, deadlines or Deadlines(), before))
+        plays = list(self._plays(tasks, size, attempt, sampling, deadlines or Deadlines(), before, section or self.section))
         groups = [plays[start : start + size] for start in range(0, len(plays), size)]
 
         async def play(emit: Emit) -> None:
@@ -154,6 +156,7 @@ class Rollout:
         sampling: Sampling,
         deadlines: Deadlines,
         before: Sequence[Task],
+        section: RolloutSection,
     ) -> Iterator["_Play"]:
         """The episodes to be played. A task that comes again counts its episodes on, so that they draw other numbers."""
         times = Counter(task.id for task in before)
@@ -161,7 +164,7 @@ class Rollout:
             first = times[task.id] * size
             times[task.id] += 1
             for index in range(size):
-                yield _Play(self, task, (order, index), first + index, attempt, sampling, deadlines)
+                yield _Play(self, task, (order, index), first + index, attempt, sampling, deadlines, section)
 
     async def available(self) -> None:
         """Wait until environments can be played: those that are placed elsewhere may all be starting again."""
@@ -186,23 +189,22 @@ class Rollout:
         self.refuse_strange(tasks)
         return self.chat.prepare(media_of(message for task in tasks for message in task.messages))
 
-    def check_prompt(self, task: Task) -> None:
+    def check_prompt(self, task: Task, section: RolloutSection | None = None) -> None:
         """Raise PromptTooLong if a question's prompt leaves no room for a response (environments show theirs in play)."""
         if task.environment is None:
-            room = self.room((self.renderer.start(task.messages),))
-            if room <= 0:
-                raise self.too_long(task, room)
+            section, length = section or self.section, self.length((self.renderer.start(task.messages),))
+            if length >= section.max_context_tokens:
+                raise too_long(task, length, section)
 
-    def room(self, context: Sequence[Segment]) -> int:
-        """Expanded tokens that a context leaves free."""
-        return self.section.max_context_tokens - sum(len(self.chat.layout(segment)) for segment in context)
+    def length(self, context: Sequence[Segment]) -> int:
+        """Expanded tokens of a context."""
+        return sum(len(self.chat.layout(segment)) for segment in context)
 
-    def too_long(self, task: Task, room: int) -> PromptTooLong:
-        """The error of a prompt that does not fit."""
-        limit = self.section.max_context_tokens
-        return PromptTooLong(
-            f"task {task.id}: the prompt takes {limit - room} tokens and rollout.max_context_tokens is {limit}."
-        )
+
+def too_long(task: Task, length: int, section: RolloutSection) -> PromptTooLong:
+    """The error of a prompt that does not fit."""
+    limit = section.max_context_tokens
+    return PromptTooLong(f"task {task.id}: the prompt takes {length} tokens and {section.context_key} is {limit}.")
 
 
 def _group(members: Sequence["_Play"], episodes: Mapping[str, Episode]) -> Group:
@@ -223,9 +225,10 @@ class _Play:
         attempt: Attempt,
         sampling: Sampling,
         deadlines: Deadlines,
+        section: RolloutSection,
     ) -> None:
         self.rollout, self.task, self.order, self.number = rollout, task, order, number
-        self.attempt, self.sampling, self.deadlines = attempt, sampling, deadlines
+        self.attempt, self.sampling, self.deadlines, self.section = attempt, sampling, deadlines, section
         occasion = f"@{attempt.occasion}" if attempt.occasion else ""
         self.group_id = f"{attempt.prefix}{occasion}/{attempt.step}/{order[0]}/{task.id}"
         self.id = f"{self.group_id}/{order[1]}"
@@ -299,12 +302,12 @@ class _Play:
     def live_environment(self) -> LiveEnvironment:
         """The episode's environment, which has not begun."""
         rollout = self.rollout
-        deadline_s = rollout.section.environment_deadline_s
+        deadline_s = self.section.environment_deadline_s
         return LiveEnvironment(rollout.pool, rollout.make_environment, self.task, deadline_s, self.deadlines, self.id)
 
     async def run(self) -> tuple[Status, str]:
         """The loop: observe, respond, step."""
-        section = self.rollout.section
+        section = self.section
         head, observation = await self.environment.reset(self.task.environment.seed if self.task.environment else 0)
         self.builder = ThreadBuilder(self.rollout.renderer, head, section.window)
         written = 0
@@ -333,23 +336,22 @@ class _Play:
 
     def budget(self, context: tuple[Segment, ...], written: int) -> int:
         """Tokens the next response may have: the least of turn, episode and context budgets."""
-        section = self.rollout.section
-        room = self.rollout.room(context)
+        section, length = self.section, self.rollout.length(context)
+        room = section.max_context_tokens - length
         if room <= 0 and not self.turns:
-            raise self.rollout.too_long(self.task, room)
+            raise too_long(self.task, length, section)
         left = section.max_episode_tokens - written if section.max_episode_tokens else room
         return min(self.sampling.max_new_tokens, room, left)
 
     def without_room(self, context: tuple[Segment, ...]) -> str:
         """Why a further turn cannot be answered, where what the environment shows is too much for the context."""
-        room = self.rollout.room(context)
-        if room > 0:
+        length, limit = self.rollout.length(context), self.section.max_context_tokens
+        if length < limit:
             return ""
         self.info["out_of_context"] = True
-        limit = self.rollout.section.max_context_tokens
         return (
             f"task {self.task.id}, turn {len(self.turns)}: with what the environment shows the context takes "
-            f"{limit - room} tokens and rollout.max_context_tokens is {limit}. Raise it, or set rollout.window; media are "
+            f"{length} tokens and {self.section.context_key} is {limit}. Raise it, or set rollout.window; media are "
             "never cut."
         )
 

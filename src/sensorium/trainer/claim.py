@@ -21,7 +21,8 @@ from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.vocabulary.errors import CheckpointError, RecipeError
 
 MAY_CHANGE = (
-    "run_dir", "steps", "epochs", "threads", "model.device", "media", "judges", "evaluation.every", "checkpoint.every",
+    "run_dir", "steps", "epochs", "threads", "model.device", "media", "judges", "evaluation.every",
+    "evaluation.max_context_tokens", "evaluation.max_new_tokens", "checkpoint.every",
     "checkpoint.keep", "logging", "health", "cluster", "rollout.engine", "rollout.schedule", "tasks.on_bad_row",
     "tasks.on_long_prompt",
 )  # fmt: skip

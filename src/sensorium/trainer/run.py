@@ -132,9 +132,7 @@ def open_trainer(
         loggers = [build("logger", name, {}, "logging.loggers", **given) for name in recipe.logging.loggers]
         watcher = Watchers([*loggers, *watchers])
         for note in (*notes, *found):
-            if note.startswith("ATTENTION") and not any(one.shown for one in watcher.watchers):  # somebody must see it
-                print(note, file=sys.stderr)
-            watcher.noted(note)
+            (watcher.attention if note.startswith("ATTENTION") else watcher.noted)(note)
         if skipped:
             watcher.noted(f"{len(skipped)} held-out rows were skipped; the first because: {skipped[0].reason}")
         if not resume or notes:  # a run that goes on as it was has been told them

@@ -7,12 +7,13 @@ the warm start gave and what RL gave can be told apart.
 from collections.abc import Sequence
 
 from sensorium.assembly.session import Session
-from sensorium.evaluation.evaluate import EvaluationResult, evaluate
+from sensorium.evaluation.evaluate import EvaluationResult, evaluate, nothing_scored
 from sensorium.recipe.schema import Recipe
 from sensorium.record.episode_json import write_episodes
 from sensorium.record.findings import SightResult
 from sensorium.record.run_directory import RunDirectory
 from sensorium.report.watcher import Watcher
+from sensorium.tasks.mixture import SkippedRow
 from sensorium.trainer.health.sight import check_sight
 from sensorium.trainer.step_metrics import MediaMeter
 from sensorium.trainer.task_loader import TaskLoader
@@ -35,7 +36,9 @@ class RunEvaluator:
     ) -> None:
         self.recipe, self.session, self.loader = recipe, session, loader
         self.directory, self.watcher, self.meter = directory, watcher, meter
-        self._tasks, self._checked = tuple(tasks), False
+        self._tasks, self._unfit = tuple(tasks), list[SkippedRow]()
+        self._playable: tuple[Task, ...] | None = None
+        self._warned_at = -1
 
     def due(self, step: int) -> bool:
         """True if the model is to be evaluated as it is after this step (0: before the first)."""
@@ -49,13 +52,15 @@ class RunEvaluator:
         evaluation = await evaluate(
             self.session,
             recipe,
-            await self.tasks(),
+            await self.tasks(step),
             name="eval",
             temperature=section.temperature,
             samples=section.samples,
             occasion=f"step_{step}",
         )
         self.meter.lap("media/eval")
+        if problem := nothing_scored(evaluation.groups):
+            self.watcher.attention(f"ATTENTION: the evaluation after step {step} measured nothing: {problem}")
         self.directory.write_summary(step, evaluation.summary)
         write_episodes(self.directory.eval_episodes_of(step), step, evaluation.groups, recipe.logging.episodes)
         self.watcher.evaluated(step, evaluation.summary)
@@ -69,18 +74,25 @@ class RunEvaluator:
         """Play some held-out tasks with and without each kind of media; a check that fails is noted, and costs no run."""
         self.meter.lap()
         try:
-            return await check_sight(self.recipe, self.session, await self.tasks(), step)
+            return await check_sight(self.recipe, self.session, await self.tasks(step), step)
         except SensoriumError as error:
             self.watcher.noted(f"the sight check was left out, because it failed: {error}")
             return []
         finally:
             self.meter.lap("media/eval")
 
-    async def tasks(self) -> tuple[Task, ...]:
+    async def tasks(self, step: int) -> tuple[Task, ...]:
         """The held-out tasks that can be played; others are refused, or left out with a note, as in training."""
-        if not self._checked:
-            fitting, unfit = await self.loader.fitting(self._tasks)
-            if unfit:
+        if self._playable is None:
+            fitting, unfit = await self.loader.fitting(self._tasks, self.recipe.held_out_rollout)
+            if fitting and unfit:
                 self.watcher.noted(f"{len(unfit)} held-out tasks were skipped; the first because: {unfit[0].reason}")
-            self._tasks, self._checked = tuple(fitting), True
-        return self._tasks
+            self._playable, self._unfit = tuple(fitting), unfit
+        if not self._playable and self._warned_at != step:  # each time: a result that is missing must not go unseen
+            self._warned_at = step
+            self.watcher.attention(
+                f"ATTENTION: nothing is evaluated in this run: none of {len(self._unfit)} held-out tasks can be played, "
+                f"the first because: {self._unfit[0].reason} Where prompts are too long, raise "
+                "evaluation.max_context_tokens or take fewer frames."
+            )
+        return self._playable

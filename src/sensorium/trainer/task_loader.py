@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sensorium.learner.plain_state import not_plain
+from sensorium.recipe.schema import RolloutSection
 from sensorium.recipe.task_sections import TasksSection
 from sensorium.rollout.modalities import media_of
 from sensorium.rollout.play import Rollout
@@ -126,8 +127,13 @@ class TaskLoader:
         self.drawn = state["drawn"]
         self._turns = self._planner_turns()
 
-    async def fitting(self, tasks: Sequence[Task]) -> tuple[list[Task], list[SkippedRow]]:
-        """Tasks whose media are sound and whose prompt leaves room for a response; media are preprocessed together."""
+    async def fitting(
+        self, tasks: Sequence[Task], section: RolloutSection | None = None
+    ) -> tuple[list[Task], list[SkippedRow]]:
+        """Tasks whose media are sound and whose prompt leaves room for a response; media are preprocessed together.
+
+        ``section`` has the limits of held-out tasks.
+        """
         errors = await asyncio.to_thread(self.rollout.prepare, tasks)
         fitting, unfit = [], []
         for task in tasks:
@@ -135,7 +141,7 @@ class TaskLoader:
                 for item in media_of(task.messages):
                     if item in errors:
                         raise errors[item]
-                self.rollout.check_prompt(task)
+                self.rollout.check_prompt(task, section)
                 fitting.append(task)
             except (PromptTooLong, MediaError) as error:
                 long = isinstance(error, PromptTooLong)
