@@ -6,6 +6,7 @@ A rule is a pure function of a step's facts; it returns what is wrong, the likel
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from sensorium.recipe.traits import estimator_traits
 from sensorium.record.findings import Finding
 from sensorium.report.terminal import visible
 from sensorium.rewards.answer import tagged
@@ -106,6 +107,8 @@ def no_answer(facts: StepFacts) -> Finding | None:
         looked_at = looked_at[:judged]
         texts = [episode.response for _, episode in looked_at]
         what = f"'{name}' found no answer in any of {judged} responses{of_all}, so it pays none of them"
+        if shown := _unrewarded_demonstrations(facts):
+            return Finding("no_answer", what, *shown, grave=True)
         whole = [text for text in texts if tagged(text) is not None]
         unclosed = [episode for _, episode in looked_at if _lacks_closing_tag(episode.response)]
         if len(unclosed) >= len(texts) / 2 and len(unclosed) > len(whole):
@@ -162,21 +165,44 @@ def never_paid(facts: StepFacts) -> Finding | None:
     if cut > len(totals) / 2:
         cause = f"{cut} of {len(totals)} responses were cut at rollout.max_new_tokens {facts.recipe.rollout.max_new_tokens}"
         advice = _let_end(facts) or "Raise it, or teach the model to be brief"
+    cause, advice = _unrewarded_demonstrations(facts) or (cause, advice)
     what = f"the reward of every episode was 0 for {_lasting(means, 0.0)} steps"
     return Finding("never_paid", what, cause, advice, grave=True)
 
 
+def _unrewarded_demonstrations(facts: StepFacts) -> tuple[str, str] | None:
+    """Cause and advice where the demonstrations of the tasks get no reward either: learning from them cannot help."""
+    without, looked_at = facts.evidence.demonstrations
+    if not looked_at or without < looked_at:
+        return None
+    cause = f"the demonstrations themselves get the reward 0 or are judged wrong ({without} of {looked_at} looked at)"
+    return (
+        cause,
+        "Make demonstrations and reward terms agree, on the tag of the answer for one; sensorium validate plays both",
+    )
+
+
 def no_variance(facts: StepFacts) -> Finding | None:
-    """For several steps all members of every group were paid the same, so that nothing can be learned from them."""
+    """For several steps the rewards that are compared were all the same, so that nothing can be learned from them.
+
+    Most estimators compare the attempts of a group. Others, such as those with a critic, compare all episodes.
+    """
     if not _flat(facts):
         return None
     rows = [*facts.history.rows, facts.row][-IN_A_ROW:]
     what = f"in every group all attempts were paid the same, for the last {len(rows)} steps"
+    if not estimator_traits(facts.recipe.algorithm.advantage.name).compares:
+        if len({episode.reward for _, episode in facts.played} | {row.get("reward/mean") for row in rows}) > 1:
+            return None
+        what = f"all episodes got the same reward, for the last {len(rows)} steps"
     accuracy, entropy = facts.row.get("accuracy"), facts.row.get("policy/entropy")
     if accuracy == 1.0:
         cause, advice = "every answer is right", "Take harder tasks, or stop: these are learned"
     elif accuracy == 0.0:
-        cause, advice = "no answer is right", "Take easier tasks, or begin with a warm start on demonstrations"
+        cause, advice = _unrewarded_demonstrations(facts) or (
+            "no answer is right",
+            "Take easier tasks, or begin with a warm start on demonstrations",
+        )
     else:
         told = "" if entropy is None else f" (entropy {entropy:.2g})"
         cause = f"attempts at one task hardly differ{told}, or the reward does not tell them apart"
