@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import numpy as np
@@ -29,6 +30,8 @@ from sensorium.media.store import MediaStore
 from sensorium.rewards.caption_qa import Reading
 from sensorium.rewards.context import RewardContext
 from sensorium.rewards.remote import RemoteReward
+from sensorium.services.application import Refusal
+from sensorium.services.chat_requests import ChatRequest, conversation
 from sensorium.services.model_workers import ModelWorker, ModelWorkers, free_port
 from sensorium.services.reward_protocols import response_in
 from sensorium.services.reward_service import RewardService, RewardSettings, make_reward_app
@@ -135,7 +138,7 @@ def test_nested_without_an_end_or_a_thousand_questions_cost_no_other_item_its_sc
     assert [result["score"] for result in results] == [1.0, None]
     assert results[1]["reason"] == "it has 1025 questions; a caption has at most 1024"
     nested = http.post("/get_reward", json={"query": ["a"], "prompts": ["a"], "labels": ["[" * 100_000]})
-    assert (nested.status_code, "its label says nothing" in nested.json()["error"]) == (500, True)
+    assert (nested.status_code, "its label says nothing" in nested.json()["error"]) == (400, True)
 
 
 def test_a_number_for_what_is_missing_is_sent_where_asked_for_and_counted(reader: str, tmp_path: Path) -> None:
@@ -207,7 +210,7 @@ def test_a_judge_that_sees(tmp_path: Path) -> None:
         asked = len(seen)
         for path in (tmp_path / "gone.mp4", "/etc/hostname"):
             gone = {"score_mode": "vl_judge", "samples": [there, {"caption": "x", "video_path": str(path)}]}
-            assert http.post("/get_reward", json=gone).status_code == 500
+            assert http.post("/get_reward", json=gone).status_code == 400
         assert len(seen) == asked
         asking = {"items": [{"caption": "black", "picture": url}], "mode": "vl_judge", "transcripts": True}
         own = http.post("/get_reward", json=asking).json()
@@ -216,6 +219,42 @@ def test_a_judge_that_sees(tmp_path: Path) -> None:
         assert (told["paid"], '"coverage": 0.2' in told["answer"]) == (own["results"][0]["score"], True)
         assert "Above is a picture." in told["asked"]
     server.shutdown()
+
+
+def test_a_request_at_fault_is_a_400_and_names_what_the_service_opens(reader: str, tmp_path: Path) -> None:
+    """A reader that does not answer is no fault of the request: then it is a 500, also where other items are at fault."""
+    (tmp_path / "clip.mp4").write_bytes(encode_clip(np.zeros((8, 32, 32, 3), np.uint8), 4))
+    sample = {"caption": "black", "video_path": str(tmp_path / "clip.mp4")}
+    with serving(make_service(tmp_path, reader, mode="vl_judge")) as http:
+        for video in (sample["video_path"], f"file://{sample['video_path']}", "", "clip.mp4"):
+            body = {"score_mode": "vl_judge", "samples": [{**sample, "video_path": video}]}
+            reply = http.post("/get_reward", json=body)
+            assert reply.status_code == 400
+            assert ("--media-root" in reply.json()["error"]) == bool(video)
+            assert "media_roots" not in reply.json()["error"]
+        content = [{"type": "video_url", "video_url": {"url": f"file://{sample['video_path']}"}}]
+        chat = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": content}]})
+        with pytest.raises(Refusal, match="--media-root") as refused:
+            conversation(chat, MediaStore(), ())
+        assert (refused.value.status, "media_roots" in refused.value.why) == (400, False)
+        bad, silent = ["x", [["no options", "B"]]], ["boom", [[BLOCK, "B"]]]
+        statuses = [
+            http.post("/get_reward", json={"prompts": asked}).status_code for asked in ([bad], [silent], [bad, silent])
+        ]
+        assert statuses == [400, 500, 500]
+
+
+def test_caprls_client_brings_the_key_in_its_address(reader: str, tmp_path: Path) -> None:
+    """It posts to REWARD_REMOTE_URL with no header of ours. Our own term takes the key from the environment alone."""
+    body = {"prompts": [[GOOD, [[BLOCK, "B"]]]], "query": [], "labels": []}
+    with serving(make_service(tmp_path, reader), key="secret/of ours") as http:
+        url = f"{http.base_url}/get_reward".replace("//get", "/get")
+        assert httpx.post(f"{url}?token={quote('secret/of ours', safe='')}", json=body, timeout=60).status_code == 200
+        refused = httpx.post(url, json=body, timeout=60)
+        assert (refused.status_code, "?token=" in refused.json()["error"]) == (401, True)
+        with pytest.raises(RecipeError, match="SENSORIUM_SERVICE_KEY") as error:
+            RemoteReward([f"{url}?token=secret"])
+        assert "secret" not in str(error.value)
 
 
 def test_a_worker_killed_under_load_loses_nothing_and_nothing_is_judged_twice(tmp_path: Path) -> None:

@@ -126,6 +126,8 @@ def run(arguments: Namespace) -> int:
     if arguments.checkpoint:
         workers, key_env = workers_of(arguments, port)
         urls, served = [f"{worker.url}/v1" for worker in workers.workers], "reader"
+    if arguments.mode == "vl_judge" and not arguments.media_root:
+        print("vl_judge without --media-root: a video_path is refused, media are sent as data URLs.", file=sys.stderr)
     draws = 0 if arguments.all_qa else arguments.qa_num
     settings = RewardSettings(
         Reading("reader", draws, arguments.prompt, arguments.temperature, seed=arguments.seed, longest=arguments.longest),

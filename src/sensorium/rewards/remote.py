@@ -68,6 +68,11 @@ class RemoteReward:
             raise RecipeError(
                 f"reward '{name}': servers are addresses such as http://127.0.0.1:18889, not {servers!r:.80}."
             )
+        if any("?" in server for server in given):
+            raise RecipeError(
+                f"reward '{name}': an address of servers has a query (?…). A key does not belong into a recipe: leave "
+                f"?token= out and set the environment variable {key_env}."
+            )
         usual = {"caprl_qa": "qa_rewards", "caprl_vl_judge": "judge_rewards"}
         self.name, self.protocol, self.mode, self.deadline_s = name, protocol, mode, deadline_s
         self.reads = reads or usual.get(protocol, "rewards")

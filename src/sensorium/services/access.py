@@ -26,7 +26,8 @@ def refuse_open(host: str, key: str) -> None:
     if not key and not is_loopback(host):
         raise RecipeError(
             f"host {host} can be reached from other machines, and there is no key. Set {ENVIRONMENT_VARIABLE} to a long "
-            "random text here and at the clients, or listen on 127.0.0.1."
+            "random text here and at the clients (for a client that sends no headers, such as CapRL's: ?token=KEY in its "
+            "address), or listen on 127.0.0.1."
         )
 
 
@@ -41,7 +42,10 @@ def is_loopback(host: str) -> bool:
 
 
 def allowed(key: str, headers: Mapping[str, str], query: Mapping[str, str]) -> bool:
-    """Whether a request carries the key: as ``Authorization: Bearer``, ``X-API-Key``, or ``?token=`` (VAGEN's clients)."""
+    """Whether a request carries the key: as ``Authorization: Bearer``, ``X-API-Key``, or ``?token=`` in its address.
+
+    The last is for clients that send no headers, such as VAGEN's and CapRL's.
+    """
     if not key:
         return True
     given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ") or query.get("token", "")

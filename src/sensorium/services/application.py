@@ -95,7 +95,8 @@ def make_application(
 
     def with_key(request: Request) -> None:
         if not allowed(key, request.headers, request.query_params):
-            raise HTTPException(401, "the key is missing or wrong")
+            ways = "headers Authorization: Bearer KEY or X-API-Key: KEY, or ?token=KEY in the address"
+            raise HTTPException(401, f"the key is missing or wrong ({ways})")
 
     responses = {status: {"description": text} for status, text in ({403: FOREIGN} | statuses).items()}
     keyed: Json = {"dependencies": [Depends(with_key)], "responses": responses}

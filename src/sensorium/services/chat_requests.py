@@ -104,7 +104,7 @@ def conversation(request: ChatRequest, store: MediaStore, roots: tuple[Path, ...
         for message in request.messages
     ]
     try:
-        return messages_of(raw, Place("messages", Path("/"), store, roots=roots))
+        return messages_of(raw, Place("messages", Path("/"), store, roots=roots, service=True))
     except SensoriumError as error:
         raise Refusal(400, str(error)) from error
 

@@ -6,7 +6,8 @@
     Sensorium        {"items": [{"caption", "questions" or "picture" or "video"}], "mode": "qa"}
 
 The first three answer with lists of numbers, which cannot say that an item was not judged: such a request fails as a whole
-(500 with ``error``), and what was judged of it is cached, so that a second try asks for the rest only. A service that is
+(``error``, with 400 if only the request is at fault, else 500), and what was judged of it is cached, so that a second try
+asks for the rest only. A service that is
 told a number for what is missing puts it there instead, and counts it. Ours has null and a reason for each item, and with
 ``"transcripts": true`` what was asked about each and answered (``rewards/service_transcripts.py``).
 """
@@ -43,12 +44,13 @@ class CaptionItem:
 
 @dataclass(frozen=True)
 class CaptionScore:
-    """What an item was judged: a value with its parts, or None and why."""
+    """What an item was judged: a value with its parts, or None and why; ``refused``: because of what was sent."""
 
     value: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
     transcript: tuple[ServiceAnswer, ...] = ()
+    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,15 +95,16 @@ def request_of(body: Any, usual: Mode) -> RewardRequest:
 
 
 def reply_of(request: RewardRequest, scores: Sequence[CaptionScore], format_weight: float, missing: float | None) -> Json:
-    """The scores in the request's protocol. Refusal(500) where they cannot be told in it."""
+    """The scores in the request's protocol. Refusal (400 or 500) where it has no way to report a missing one."""
     if request.protocol == "sensorium":
         return {"results": [_result(score, len(scores) if request.transcripts else 0) for score in scores]}
     if not scores:
         return {"rewards": []}
-    lost = [(place, score.reason) for place, score in enumerate(scores) if score.value is None]
+    lost = [(place, score) for place, score in enumerate(scores) if score.value is None]
     if lost and missing is None:
-        told = "; ".join(f"item {place}: {reason}" for place, reason in lost[:3])
-        raise Refusal(500, f"{len(lost)} of {len(scores)} items were not judged, which is no score of 0: {told}")
+        told = "; ".join(f"item {place}: {score.reason}" for place, score in lost[:3])
+        status = 400 if all(score.refused for _, score in lost) else 500
+        raise Refusal(status, f"{len(lost)} of {len(scores)} items were not judged, which is no score of 0: {told}")
     values = [missing if score.value is None else score.value for score in scores]
     if request.protocol == "caprl_vl_judge":
         return {"rewards": values, "judge_rewards": values}

@@ -4,7 +4,8 @@
     GET  /health, /metrics
 
 Judgements are made through the client of judges: endpoints in rotation, cached by content, each made once. Statuses: 400 a
-body of no known form, 401 no key, 413 too large, 500 something was not judged (``error``), 503 busy (with Retry-After).
+body of no known form, or an item that cannot be judged as it was sent; 401 no key, 413 too large, 500 a reader did not
+answer (``error``), 503 busy (with Retry-After).
 """
 
 import asyncio
@@ -28,13 +29,13 @@ from sensorium.services.kept_media import sweeping
 from sensorium.services.reward_protocols import CaptionItem, CaptionScore, Mode, RewardRequest, reply_of, request_of
 from sensorium.tasks.message_parsing import Place
 from sensorium.vocabulary.content import Media
-from sensorium.vocabulary.errors import JudgeFailure, SensoriumError
+from sensorium.vocabulary.errors import JudgeFailure, MediaError, SensoriumError, TaskError
 
 STATUSES = {
-    400: "the body has no known form",
+    400: "the body has no known form, or an item cannot be judged as it was sent; the reason is in 'error'",
     401: "the key is missing or wrong",
     413: "the body is too large",
-    500: "something was not judged; the reason is in 'error'",
+    500: "a reader or judge did not answer; the reason is in 'error'",
     503: "the server is busy, try again after Retry-After seconds; or the client is gone",
 }
 RETRY_AFTER_S = 1.0
@@ -101,11 +102,11 @@ class RewardService:
         self.counters.add("items")
         try:
             if item.problem:
-                raise SensoriumError(item.problem)
+                raise TaskError(item.problem)
             found = await (self._judge(item) if request.mode == "vl_judge" else self._read(item))
         except SensoriumError as error:
             self.counters.add("missing")
-            return CaptionScore(None, reason=str(error))
+            return CaptionScore(None, reason=str(error), refused=isinstance(error, TaskError | MediaError))
         self.counters.add("missing" if found.value is None else "judged")
         return found
 
@@ -125,7 +126,7 @@ class RewardService:
         return CaptionScore(found.total, found.scores, transcript=judgement_transcript(found, media.kind))
 
     def _media(self, item: CaptionItem) -> Media:
-        place = Place("item", Path("/"), self.store, roots=self.settings.roots)
+        place = Place("item", Path("/"), self.store, roots=self.settings.roots, service=True)
         if item.video:
             return as_judged(place.clip("video", item.video.removeprefix(FILE), "video"))
         return place.picture(item.picture.removeprefix(FILE), "picture")

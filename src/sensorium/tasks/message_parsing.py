@@ -36,6 +36,7 @@ class Place:
     """Where a row stands: its name in errors, the folder its paths start from, the store its media go to.
 
     ``roots`` are the folders its media may lie in, links resolved; None: anywhere, for rows that the user's own code made.
+    ``service``: the row came in a request, so that who started the service opens folders, not a recipe.
     """
 
     where: str
@@ -43,6 +44,7 @@ class Place:
     store: MediaStore
     clips: ClipOptions = field(default_factory=ClipOptions)
     roots: tuple[Path, ...] | None = None
+    service: bool = False
 
     def error(self, what: str) -> TaskError:
         """An error that names the row."""
@@ -77,6 +79,12 @@ class Place:
             allowed = self.roots is None or inside(found, self.roots)
         except (OSError, ValueError, RuntimeError) as error:  # a circle of links, or a name that no file can have
             raise MediaError(f"{origin}: cannot read the {kind} '{found}': {error}.") from error
+        if not allowed and self.service:
+            opened = ", ".join(f"'{root}'" for root in self.roots or ()) or "none"
+            raise MediaError(
+                f"{origin}: '{found}' lies in none of the folders that the service may read ({opened}). Start the service "
+                "with --media-root FOLDER, or send the medium itself, as a data URL."
+            )
         if not allowed:
             raise MediaError(
                 f"{origin}: '{found.resolve()}' lies outside of the data's folder '{self.folder}', and a row may not point "
