@@ -95,6 +95,18 @@ def test_a_disk_that_may_not_suffice_is_told(
     assert "Make room, put it elsewhere (run_dir=…), or keep less" in out
 
 
+def test_clips_that_were_not_opened_are_not_called_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.wav").write_bytes(b"no sound")
+    blocks = [{"type": "audio", "path": "bad.wav"}, {"type": "text", "text": "What?"}]
+    row = {"messages": [{"role": "user", "content": blocks}], "answer": "A", "demonstration": "A"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    place = json.dumps({"source": "jsonl", "options": {"path": str(tmp_path / "rows.jsonl")}})
+    assert main(["train", "sight_and_sound", f"tasks.train=[{place}]", "--dry-run"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "tasks.train.0" in line]
+    assert "1 sound found and not decoded" in line
+    assert "sensorium validate" in line
+
+
 def test_it_loads_no_torch(recipe: Path) -> None:
     done = sensorium("train", str(recipe), "--dry-run", check="assert 'torch' not in sys.modules")
     assert done.returncode == 0, done.stderr

@@ -55,6 +55,21 @@ def test_a_demonstration_is_watched_to_its_end_with_the_scores_of_all_terms(
     assert list(Path("seen").glob("*.png"))
 
 
+def test_a_task_is_chosen_by_the_id_that_validate_prints(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def played(*arguments: str) -> str:
+        assert main(["play", recipe, "--demonstrate", *arguments]) == 0
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("── task")]
+        return line.split()[2]
+
+    second = played("--task", "1")
+    assert second != played()
+    assert played("--task", second) == second
+    held_out = "tasks.evaluate=[{source: environments, options: {environment: countdown, size: 1}}]"
+    assert played(held_out, "--task", second) == second
+    assert main(["play", recipe, held_out, "--task", second, "--split", "evaluate"]) == 2
+    assert second in capsys.readouterr().err
+
+
 def test_a_task_that_is_not_there_is_refused(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["play", recipe, "--task", "7"]) == 2
     assert "tasks.train has 2 tasks" in " ".join(capsys.readouterr().err.split())

@@ -35,6 +35,8 @@ def rows(path: Path, *tasks: dict[str, Any]) -> list[dict[str, Any]]:
     columns = {"prompt": "prompt", "answer": "answer"}
     columns |= {"demonstration": "demonstration"} if "demonstration" in tasks[0] else {}
     columns |= {"pictures": "images"} if "images" in tasks[0] else {}
+    columns |= {"sounds": "audios"} if "audios" in tasks[0] else {}
+    columns |= {"id": "id"} if "id" in tasks[0] else {}
     return [{"source": "jsonl", "options": {"path": str(path), "columns": columns}}]
 
 
@@ -92,18 +94,45 @@ def test_a_wrong_model_folder_is_an_error_and_a_hub_id_that_is_not_here_a_warnin
     assert "are not here; tiny:qwen3_vl stands in" in absent.found
 
 
-def test_unreadable_rows_and_pictures_are_errors_that_name_the_first(tmp_path: Path) -> None:
+def test_unreadable_rows_and_pictures_are_errors_that_name_each(tmp_path: Path) -> None:
     Image.new("RGB", (64, 64)).save(tmp_path / "good.png")
-    (tmp_path / "bad.png").write_bytes(b"no picture")
+    for name in ("bad.png", "worse.png"):
+        (tmp_path / name).write_bytes(b"no picture")
     path = tmp_path / "rows.jsonl"
     asked = {"prompt": "<image>What?", "answer": "A"}
-    source = rows(path, asked | {"images": ["good.png"]}, asked | {"images": ["bad.png"]})
+    source = rows(
+        path, asked | {"images": ["good.png"]}, *(asked | {"images": [name]} for name in ("bad.png", "worse.png"))
+    )
     path.write_text(path.read_text() + '\n{"prompt": broken')
     found = findings(tasks={"train": source}, rewards={"terms": [{"name": "exact"}]})
     told = found["tasks.train.0 rows"]
     assert told.level == "error"
-    assert "2 with a problem" in told.found
-    assert "bad.png" in told.found
+    assert "3 with a problem" in told.found
+    for bad in ("bad.png", "worse.png", "rows.jsonl:4"):
+        assert bad in told.found
+
+
+def test_every_clip_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
+    for i in range(20):
+        (tmp_path / f"bad{i}.wav").write_bytes(b"no sound %d" % i)
+    asked = ({"prompt": "<audio>What?", "answer": "A", "audios": [f"bad{i}.wav"]} for i in range(20))
+    found = findings(
+        model={"path": "tiny:qwen2_5_omni"},
+        tasks={"train": rows(tmp_path / "rows.jsonl", *asked)},
+        rewards={"terms": [{"name": "exact"}]},
+    )
+    told = found["tasks.train.0 media readable"]
+    assert told.level == "error"
+    assert all(f"bad{i}.wav" in told.found for i in range(20))
+
+
+def test_demonstrations_that_are_judged_wrong_are_a_warning_that_names_them(tmp_path: Path) -> None:
+    good, bad = ({"id": f"t{i}", "prompt": "What?", "answer": "A", "demonstration": text} for i, text in enumerate("AB"))
+    given = {"rewards": {"terms": [{"name": "exact", "options": {"fallback": True}}]}}
+    check = "tasks.train.0 demonstrated play"
+    assert findings(tasks={"train": rows(tmp_path / "good.jsonl", good)}, **given)[check].level == "ok"
+    told = findings(tasks={"train": rows(tmp_path / "both.jsonl", good, bad)}, **given)[check]
+    assert (told.level, "t1" in told.found, "t0" in told.found) == ("warning", True, False)
 
 
 def test_prompts_and_demonstrations_are_held_against_their_budgets(tmp_path: Path) -> None:

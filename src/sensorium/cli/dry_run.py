@@ -3,6 +3,7 @@
 torch is loaded only to check a checkpoint that is on this disk; models that are shipped or made on the spot need no check.
 """
 
+from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from importlib import import_module
 from inspect import signature
@@ -177,8 +178,10 @@ def _look_at_sources(
         _find_environments(tasks, at)
         looked_at += tasks
         skipped = f"; {len(bad)} of them would be skipped, the first because: {bad[0]}" if bad else ""
-        rest = f"; `sensorium validate {quote(named)}` reads and measures all" if first < len(source) else ""
-        told = f"the first {first} were read{skipped}{_pictures(store, tasks)}{rest}"
+        clips = _clips(tasks)
+        reads = f"reads and measures all{' and decodes media' if clips else ''}"
+        rest = f"; `sensorium validate {quote(named)}` {reads}" if clips or first < len(source) else ""
+        told = f"the first {first} were read{skipped}{_pictures(store, tasks)}{clips}{rest}"
         yield f"{at}: {section.source}, {len(source):,} rows; {told}"
     return looked_at
 
@@ -188,6 +191,13 @@ def _pictures(store: MediaStore, tasks: Sequence[Task]) -> str:
     blocks = [block for task in tasks for message in task.messages for block in message.content]
     sizes = {block.hash: store.size_of(block) for block in blocks if isinstance(block, Media) and block.kind == "picture"}
     return f"; their pictures take {sum(sizes.values()) / len(tasks) / 1024:.1f} KiB a task" if sizes else ""
+
+
+def _clips(tasks: Sequence[Task]) -> str:
+    """How many videos and sounds there are, of which only the files' bytes were looked at."""
+    kinds = Counter(item.kind for task in tasks for message in task.messages for item in message.media)
+    counts = [f"{kinds[kind]} {kind}{'s' * (kinds[kind] > 1)}" for kind in ("video", "sound") if kinds[kind]]
+    return f"; {' and '.join(counts)} found and not decoded" if counts else ""
 
 
 def _find_environments(tasks: Sequence[Task], place: str) -> None:

@@ -16,7 +16,7 @@ from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RecipeError
 from sensorium.vocabulary.task import Task
 
-USAGE = "sensorium play RECIPE [key=value …] [--task N] [--episodes N] [--split evaluate|train] [--demonstrate] …"
+USAGE = "sensorium play RECIPE [key=value …] [--task N|ID] [--episodes N] [--split evaluate|train] [--demonstrate] …"
 HOW = "Write a response and press Enter; a line that ends in a backslash goes on in the next one. Ctrl-D ends."
 
 
@@ -29,7 +29,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("recipe", help="a YAML file, or a shipped recipe (frozen_lake)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="change the recipe: rollout.max_turns=3")
     parser.add_argument("--split", choices=["evaluate", "train"], help="which tasks; by default those to evaluate on")
-    parser.add_argument("--task", type=int, default=0, help="the first task to play, counted from 0")
+    parser.add_argument("--task", default="0", help="the first task to play: its number, counted from 0, or its id")
     parser.add_argument("--episodes", type=int, default=1, help="tasks to play, one after the other")
     parser.add_argument("--demonstrate", action="store_true", help="watch the demonstrations of tasks and environments")
     parser.add_argument("--pictures", choices=["auto", "kitty", "iterm", "blocks", "none"], default="auto")
@@ -44,16 +44,29 @@ def run(arguments: Namespace) -> int:
     from sensorium.tasks.mixture import each_once
     from sensorium.workers.event_loop import run_async
 
-    split = arguments.split or ("evaluate" if recipe.tasks.evaluate else "train")
-    sections = recipe.tasks.evaluate if split == "evaluate" else recipe.tasks.train
+    sides = {"evaluate": recipe.tasks.evaluate, "train": recipe.tasks.train}
+    splits = [arguments.split] if arguments.split else [side for side in sides if sides[side]]
+    by_number = arguments.task.lstrip("-").isdecimal()
     with model_free_session(recipe) as session:
-        tasks, _ = each_once(make_sources(sections, session.store, f"tasks.{split}"), on_bad_row=recipe.tasks.on_bad_row)
-        chosen = tasks[arguments.task : arguments.task + max(1, arguments.episodes)]
-        if not chosen or arguments.task < 0:
-            raise RecipeError(f"--task {arguments.task}: tasks.{split} has {len(tasks)} tasks, counted from 0.")
+        for split in splits[:1] if by_number else splits:
+            sources = make_sources(sides[split], session.store, f"tasks.{split}")
+            tasks, _ = each_once(sources, on_bad_row=recipe.tasks.on_bad_row)
+            ids = [task.id for task in tasks]
+            first = int(arguments.task) if by_number else ids.index(arguments.task) if arguments.task in ids else -1
+            if first >= 0:
+                break
+        chosen = tasks[first : first + max(1, arguments.episodes)]
+        if first < 0 or not chosen:
+            here = f"tasks.{split} has {len(tasks)} tasks, counted from 0"
+            none = here if by_number else f"no task of {' and '.join(f'tasks.{side}' for side in splits)} has this id"
+            raise RecipeError(f"--task {arguments.task}: {none}; ids are such as '{ids[0] if ids else ''}'.")
         screen = Screen(recipe, Path(arguments.save or Path("runs") / "play" / recipe.name), arguments.pictures, session)
         if session.stand_in:
             screen.say(f"The files of {recipe.model.path} are not here: tokens are counted as {session.stand_in} does.")
+        if by_number and arguments.task in ids and ids[first] != arguments.task:
+            screen.say(
+                f"--task {first} is a number; the task with this id is --task {ids.index(arguments.task)}.", "yellow"
+            )
         screen.say(HOW if not arguments.demonstrate else "")
         try:
             for task in chosen:

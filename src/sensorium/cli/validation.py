@@ -30,7 +30,10 @@ from sensorium.vocabulary.task import Task
 from sensorium.workers.event_loop import run_async
 
 Level = Literal["ok", "warning", "error"]
+DEMONSTRATED = "demonstrated play"
 MEDIA_AT_ONCE = 16
+MOST_NAMED = 100
+"""Problems of one check that are named; the others are counted."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +117,12 @@ def _check_source(
 
 
 def _counted(told: str, problems: Sequence[str], level: Level = "error") -> tuple[str, Level]:
-    """What was found, with the number of problems and the first of them."""
+    """What was found, with the number of problems and a line for each, equal ones once."""
     if not problems:
         return told, "ok"
-    return f"{told}; {len(problems):,} with a problem, the first: {problems[0]}", level
+    different = list(dict.fromkeys(problems))
+    more = [f"and {len(different) - MOST_NAMED:,} more"] if len(different) > MOST_NAMED else []
+    return "\n".join((f"{told}; {len(problems):,} with a problem:", *different[:MOST_NAMED], *more)), level
 
 
 def content_of(task: Task) -> str:
@@ -190,7 +195,7 @@ def _check_play(session: ModelFreeSession, where: str, tasks: list[Task], sectio
     first = _episodes(session.play(tasks, random.answer, make=random.make, section=section))
     again = _episodes(session.play(tasks, random.answer, make=random.make, section=section))
     shown = [episode for episode in demonstrated if not _lacks_demonstration(episode)]
-    yield from _outcome(where, "demonstrated play", shown, len(tasks), session)
+    yield from _outcome(where, DEMONSTRATED, shown, len(tasks), session)
     yield from _outcome(where, "random play", first, len(tasks), session)
     if random.action_names:
         yield _actions(where, random.action_names)
@@ -253,7 +258,12 @@ def _outcome(
     correct = [episode.correct for episode in episodes if episode.correct is not None]
     told = f"{len(episodes)} of {asked} tasks, {min(turns)} to {max(turns)} turns"
     told += f", {sum(correct)} of {len(correct)} correct" if correct else ""
-    yield Finding(where, check, *_counted(told, failed))
+    found, level = _counted(told, failed)
+    wrong = [e for e in episodes if e.correct is False] if check == DEMONSTRATED else []
+    if wrong:
+        found += f"\ndemonstrations that are judged wrong teach what gets no reward: {', '.join(e.task_id for e in wrong)}"
+        level = "warning" if level == "ok" else level
+    yield Finding(where, check, found, level)
 
 
 def _rewards(where: str, demonstrated: Sequence[Episode], random: Sequence[Episode]) -> Iterator[Finding]:
