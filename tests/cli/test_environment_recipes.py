@@ -29,7 +29,7 @@ TRICO = {
     "algorithm.advantage.turn_gamma": 1.0, "algorithm.kl.coef": 0.001, "algorithm.kl.place": "reward",
     "algorithm.critic.optimizer.lr": 1e-5, "algorithm.critic.warmup_steps": 0, "algorithm.critic.path": "",
     "optimizer.lr": 1e-6, "checkpoint.every": 70, "evaluation.every": 20, "evaluation.at_start": True,
-    "logging.project": "vagen_new", "logging.loggers": ("wandb",),
+    "logging.project": "vagen_new", "logging.loggers": ("wandb",), "logging.generations": 8,
 }  # fmt: skip
 """VAGEN's documented TRICO-SVG run (its page of settings), under our keys; 128 episodes in 4 updates are 32 in each."""
 FEW = [f"tasks.{split}.0.options.size=8" for split in ("train", "evaluate")]

@@ -219,6 +219,8 @@ def test_unknown_names_are_refused_with_the_nearest(override: str, said: str) ->
         (["selection.dynamic=true", "batch.group_size=1", "algorithm.advantage.name=gae"], "none would ever have signal"),
         (["selection.variance_share=0.5", "batch.group_size=1", "algorithm.advantage.name=gae"], "never vary"),
         (["batch.updates_per_epoch=3"], "updates_per_epoch 3 does not divide prompts_per_step 4"),
+        (["logging.generations=8", "evaluation.every=2"], "Add wandb to it"),
+        (["logging={loggers: [wandb], generations: 8}"], "only evaluations have generations"),
         (["rollout.max_new_tokens=4096"], "leaves no room for a prompt"),
         (
             ["rollout.engine={name: native, options: {max_context: 4095}}"],

@@ -1,14 +1,19 @@
 """Optional loggers write what they are told, and say what to install when they cannot."""
 
+import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from sensorium.recipe.load import load_recipe
 from sensorium.recipe.names import build
 from sensorium.recipe.schema import LoggingSection
 from sensorium.report.watcher import RunStart
-from sensorium.vocabulary.errors import SensoriumError
+from sensorium.trainer.run import train
+from sensorium.vocabulary.errors import NothingTrained, SensoriumError
 
 
 def test_tensorboard_gets_every_scalar_of_every_step(tmp_path: Path) -> None:
@@ -45,3 +50,32 @@ def test_wandb_stays_offline_unless_told(tmp_path: Path, monkeypatch: pytest.Mon
     logger.stepped(1, {"reward/mean": 0.5})
     logger.finished()
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_wandb_gets_generations_with_their_pictures_and_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that evaluates at its start: the files that ``wandb sync`` uploads hold a table, and the pictures in it."""
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    lake = "{environment: frozen_lake, options: {max_turns: 2}, size: 8, distinct: false}"
+    settings = [
+        f"run_dir={tmp_path / 'run'}", "model.path=tiny:qwen2_5_vl", "steps=1", "threads=1", "health.sight_tasks=0",
+        *(f"tasks.{side}=[{{source: environments, options: {lake}}}]" for side in ("train", "evaluate")),
+        "batch={prompts_per_step: 2, group_size: 2}", "rollout={max_turns: 2, max_new_tokens: 8}",
+        "rewards.terms=[{name: environment}]", "evaluation={at_start: true}", "checkpoint.every=0",
+        "logging={loggers: [wandb], generations: 3}",
+    ]  # fmt: skip
+    with suppress(NothingTrained):  # two groups may all be rewarded alike
+        train(load_recipe("shapes", settings))
+    (files,) = (tmp_path / "run" / "wandb").glob("offline-run-*/files")
+    (table,) = (json.loads(path.read_text()) for path in files.glob("media/table/eval/generations_0_*.json"))
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    assert len({row["task"] for row in rows}) == 3
+    for row in rows:
+        assert (row["step"], row["text"].count("<picture>"), row["text"].count("assistant: ")) == (0, 2, 2)
+        assert row["reward"] is not None
+    pictures = list(files.glob("media/images/eval/pictures_0_*.png"))
+    assert len(pictures) == 3  # named by content: nothing moves, so both turns show the same one
+    for path in pictures:
+        with Image.open(path) as picture:
+            assert picture.width == picture.height > 16

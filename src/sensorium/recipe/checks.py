@@ -41,6 +41,7 @@ def problems(recipe: Recipe) -> list[Problem]:
         *_selection(recipe),
         *_rollout(recipe),
         *_training(recipe),
+        *_generations(recipe),
         *algorithm_problems(recipe),
         *cluster_problems(recipe),
         *_lora(recipe),
@@ -234,6 +235,18 @@ def _limits(recipe: Recipe) -> Iterator[Problem]:
             "evaluation.max_new_tokens",
             f"{ends}, so {evaluation.max_new_tokens} is out of reach. Raise that, or lower this.",
         )
+
+
+def _generations(recipe: Recipe) -> Iterator[Problem]:
+    asked, loggers = recipe.logging.generations, recipe.logging.loggers
+    if asked and not any(name == "wandb" or ":" in name for name in loggers):
+        alone = f"generations {asked} are shown by wandb only, and logging.loggers is {list(loggers)}"
+        yield (
+            "logging.generations",
+            f"{alone}. Add wandb to it, or set generations: 0; sensorium report shows episodes too.",
+        )
+    if asked and not recipe.evaluation.every and not recipe.evaluation.at_start:
+        yield "logging.generations", "only evaluations have generations; set evaluation.every, or generations: 0."
 
 
 def _training(recipe: Recipe) -> Iterator[Problem]:

@@ -1,12 +1,36 @@
 """Metrics for Weights & Biases. Offline unless WANDB_MODE says otherwise, so that nothing leaves the machine unasked."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sensorium.media.store import MediaStore
 from sensorium.recipe.schema import LoggingSection
 from sensorium.report.watcher import Metrics, RunStart, Summary, Watcher
+from sensorium.vocabulary.content import Media, Message, Text, assistant
+from sensorium.vocabulary.episode import Episode, Group
 from sensorium.vocabulary.errors import SensoriumError
+
+COLUMNS = ["step", "task", "text", "reward", "correct", "status"]
+
+
+def conversation(episode: Episode) -> str:
+    """An episode as text, role by role; a medium is its kind in angle brackets, in its place."""
+    messages = list(episode.head)
+    for turn in episode.turns:
+        messages += [*turn.observation, assistant(turn.response.text)]
+    return "\n\n".join(f"{message.role}: {_words(message)}" for message in messages)
+
+
+def _words(message: Message) -> str:
+    return "".join(block.text if isinstance(block, Text) else f"<{block.kind}>" for block in message.content)
+
+
+def _pictures(episode: Episode) -> list[Media]:
+    """The pictures of an episode in order, as ``conversation`` names them."""
+    messages = [*episode.head, *(message for turn in episode.turns for message in turn.observation)]
+    return [medium for message in messages for medium in message.media if medium.kind == "picture"]
 
 
 class WandbLogger(Watcher):
@@ -20,7 +44,7 @@ class WandbLogger(Watcher):
                 "logging.loggers asks for wandb, which is not installed; run: pip install wandb"
             ) from error
         self._wandb: Any = wandb
-        self._run_dir, self._project = run_dir, logging.project
+        self._run_dir, self._project, self._generations = run_dir, logging.project, logging.generations
         self._run: Any = None
 
     def started(self, run: RunStart) -> None:
@@ -42,6 +66,22 @@ class WandbLogger(Watcher):
         """Log an evaluation that no step's row holds: the one at the start."""
         if step == 0 and summary.get("accuracy") is not None:
             self._run.log({"eval/accuracy": summary["accuracy"]}, step=0)
+
+    def generated(self, step: int, groups: Sequence[Group], store: MediaStore) -> None:
+        """Log ``logging.generations`` episodes, one a task first: the table ``eval/generations`` and ``eval/pictures``.
+
+        Pictures are not in the table: wandb would stage those outside of the run's directory.
+        """
+        if not self._generations:
+            return
+        listed = sorted((episode for group in groups for episode in group.episodes), key=lambda episode: episode.index)
+        table, images = self._wandb.Table(COLUMNS), []
+        for episode in listed[: self._generations]:
+            facts = (episode.reward, episode.correct, str(episode.status))
+            table.add_data(step, episode.task_id, conversation(episode), *facts)
+            for number, picture in enumerate(_pictures(episode), 1):
+                images.append(self._wandb.Image(store.picture(picture), caption=f"{episode.task_id}, picture {number}"))
+        self._run.log({"eval/generations": table, **({"eval/pictures": images} if images else {})}, step=step)
 
     def finished(self) -> None:
         """Close the run."""

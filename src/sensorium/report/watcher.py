@@ -4,10 +4,11 @@ Console, tensorboard and wandb are watchers. A watcher overrides only what it ca
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sensorium.media.store import MediaStore
 from sensorium.record.findings import Notice
 from sensorium.vocabulary.episode import Group
 
@@ -54,6 +55,9 @@ class Watcher:
     def evaluated(self, step: int, summary: Summary) -> None:
         """An evaluation is over."""
 
+    def generated(self, step: int, groups: Sequence[Group], store: MediaStore) -> None:
+        """These are the episodes of an evaluation; the store has their media."""
+
     def began(self, group: Group) -> None:
         """RL has begun: this is the first group that was played and scored."""
 
@@ -99,6 +103,10 @@ class Watchers(Watcher):
     def evaluated(self, step: int, summary: Summary) -> None:
         for watcher in self.watchers:
             watcher.evaluated(step, summary)
+
+    def generated(self, step: int, groups: Sequence[Group], store: MediaStore) -> None:
+        for watcher in self.watchers:
+            watcher.generated(step, groups, store)
 
     def began(self, group: Group) -> None:
         for watcher in self.watchers:

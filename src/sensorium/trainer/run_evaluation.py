@@ -64,6 +64,7 @@ class RunEvaluator:
         self.directory.write_summary(step, evaluation.summary)
         write_episodes(self.directory.eval_episodes_of(step), step, evaluation.groups, recipe.logging.episodes)
         self.watcher.evaluated(step, evaluation.summary)
+        self.watcher.generated(step, evaluation.groups, self.session.store)
         return evaluation
 
     def sight_due(self, step: int) -> bool:
