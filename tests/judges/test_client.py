@@ -334,10 +334,28 @@ def test_the_reference_config_with_objects_and_lists(tmp_path: Path, monkeypatch
         client.close()
 
 
+def test_the_default_config_is_read_where_nothing_else_names_endpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("M3_API_CONFIG", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert endpoints_of(JudgesSection()) == {}
+    azure = {"azure_endpoint": "http://127.0.0.1:9", "api_version": "2024-03-01", "api_key": KEY}
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "api_config.json").write_text(json.dumps({"_comment": "a template", "gpt-4o": azure}))
+    assert list(endpoints_of(JudgesSection())) == ["gpt-4o"]
+    own = JudgesSection(endpoints={"judge": [{"base_url": "http://127.0.0.1:9/v1"}]})
+    assert list(endpoints_of(own)) == ["judge"], "a recipe that names its endpoints means those"
+    (tmp_path / "other.json").write_text(json.dumps({"two": azure}))
+    monkeypatch.setenv("M3_API_CONFIG", "other.json")
+    assert list(endpoints_of(JudgesSection())) == ["two"]
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("{", "is no JSON"),
+        ('{"_m": []}', "an endpoint"),
         ("[]", "must be an object"),
         ('{"m": []}', "an endpoint"),
         ('{"m": {"azure_endpoint": "x"}}', "api_version"),

@@ -17,7 +17,7 @@ from sensorium.media.wav import encode_wav
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
 from sensorium.vocabulary.errors import JudgeRefusal
-from tests.judges.server import judge_server, section_of
+from tests.judges.server import Answer, judge_server, section_of
 
 STORE = MediaStore()
 RED = encode_png(np.full((8, 8, 3), (255, 0, 0), np.uint8))
@@ -63,6 +63,19 @@ def test_a_video_is_sent_as_a_file_unless_it_is_trimmed() -> None:
     assert data_of(video["video_url"]["url"]) == CLIP
     with pytest.raises(JudgeRefusal, match="trimmed"):
         received(TRIMMED, "what?", video="file")
+
+
+def test_an_endpoint_that_takes_no_video_file_is_answered_with_the_way_out() -> None:
+    with judge_server(lambda _: Answer("unknown part video_url", 400)) as server:
+        client = JudgeClient(section_of(server.url), STORE)
+        try:
+            with pytest.raises(JudgeRefusal, match="video: frames"):
+                client.ask_now(JudgeRequest("judge", (user(VIDEO, "what?"),), "p/1", video="file"))
+            with pytest.raises(JudgeRefusal) as plain:
+                client.ask_now(JudgeRequest("judge", (user(VIDEO, "what?"),), "p/1"))
+        finally:
+            client.close()
+    assert "video: frames" not in str(plain.value)
 
 
 def test_a_sound_is_sent_as_wav() -> None:

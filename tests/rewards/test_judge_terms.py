@@ -1,6 +1,7 @@
 """Terms that ask judges, against real servers that misbehave: nothing is scored 0 that was not judged 0, nothing twice."""
 
 import asyncio
+import base64
 import json
 import re
 import threading
@@ -11,11 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sensorium.judges.client import JudgeClient
+from sensorium.media.making import encode_clip
 from sensorium.media.store import MediaStore
 from sensorium.recipe.judge_section import JudgesSection
+from sensorium.recipe.load import load_recipe
 from sensorium.record.judge_transcripts import read_transcripts
 from sensorium.record.ledger import Ledger
 from sensorium.rewards.context import RewardContext
@@ -23,6 +27,7 @@ from sensorium.rewards.functions import build_term
 from sensorium.rewards.scorer import Scorer
 from sensorium.rewards.scoring import score_groups
 from sensorium.vocabulary.content import user
+from sensorium.vocabulary.decoding import VideoParameters
 from sensorium.vocabulary.episode import Episode, Group, Segment, Status, Thread, Turn
 from sensorium.vocabulary.errors import JudgeOffline, RecipeError, UnknownJudge
 from sensorium.vocabulary.score import by_name
@@ -309,6 +314,35 @@ def test_the_memory_reward_with_all_its_parts(tmp_path: Path) -> None:
     kept = read_transcripts(tmp_path / "judge_transcripts.sqlite", "m/1")
     assert [row["prompt"] for row in kept] == sorted(row["prompt"] for row in kept) or len(kept) == 3
     assert len(kept) == 3
+
+
+def test_the_recipe_asks_the_judges_of_the_documents_by_their_own_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """README's api_config.json at its default place; the video judge is shown the file, as TaskMem shows it."""
+    clip = encode_clip(np.zeros((2, 32, 32, 3), np.uint8), 2.0)
+    recipe = load_recipe("taskmem", [])
+    monkeypatch.delenv("M3_API_CONFIG", raising=False)
+    monkeypatch.chdir(tmp_path)
+    with judge_server(truthful) as server:
+        azure = {"azure_endpoint": server.url.removesuffix("/v1"), "api_version": "2024-03-01-preview", "api_key": "k" * 20}
+        (tmp_path / "configs").mkdir()
+        config = {"gpt-4o": azure, "gemini-2.5-flash": [azure, azure]}
+        (tmp_path / "configs" / "api_config.json").write_text(json.dumps(config))
+        store = MediaStore()
+        client = JudgeClient(recipe.judges.model_copy(update={"cache": None}), store, tmp_path)
+        (term,) = (build_term(t.name, t.options, "test", RewardContext(store, client)) for t in recipe.rewards.terms)
+        scorer = Scorer([(term, 1.0)], deadline_s=60, retries=0)
+        shown = user(store.put(clip, "video", parameters=VideoParameters(fps=2.0)), "Describe it.")
+        group = replace(MEMORY_GROUP, task=replace(MEMORY_GROUP.task, messages=(shown,)))
+        assert [e.reward for e in scored(scorer, [group])] == pytest.approx([0.5, 0.55, -0.5, -1.5])
+        scorer.close()
+        client.close()
+    models = Counter(path.split("/")[3] for path in server.paths)
+    assert models == {"gemini-2.5-flash": 3, "gpt-4o": 4}
+    seen = [part for request in server.asked for part in request["messages"][0]["content"] if isinstance(part, dict)]
+    files = [part["image_url"]["url"] for part in seen if part["type"] != "text"]
+    assert files == ["data:video/mp4;base64," + base64.b64encode(clip).decode()] * 3
 
 
 FACTS = [["a cat", "cat cat"], ["a dog", "the cat"], ["big cat", "big cat", "cat"], ["a dog"]]

@@ -15,7 +15,7 @@ from sensorium.tasks.causal import CausalHistory
 from sensorium.tasks.memory_clips import MemoryClips
 from sensorium.tasks.mixture import TaskStream
 from sensorium.tasks.planner import GroupOutcome
-from sensorium.tasks.taskmem import TaskMemRows
+from sensorium.tasks.taskmem import MARK, TaskMemRows
 from sensorium.vocabulary.errors import TaskError
 from sensorium.vocabulary.memory import parse_memory
 
@@ -174,6 +174,7 @@ def test_a_video_has_one_kind_of_memory(tmp_path: Path) -> None:
         ({"step": 3}, "before the first"),
         ({"input": []}, "input|content|text block"),
         ({"input": [{"type": "text", "text": "no mark {}"}]}, "Description of the preceding part"),
+        ({"input": [{"type": "text", "text": MARK}], "video_idx": 1, "step": 1}, "after it a {}"),
         ({"input": [{"type": "video", "video": "c.mp4"}]}, "no text block"),
     ],
     ids=lambda value: str(value)[:20],
@@ -181,8 +182,14 @@ def test_a_video_has_one_kind_of_memory(tmp_path: Path) -> None:
 def test_what_is_wrong_with_a_row_is_said(change: dict[str, Any], problem: str, tmp_path: Path) -> None:
     path = write_rows(tmp_path, row_of(0) | change)
     with pytest.raises(TaskError, match=problem) as refused:
-        TaskMemRows(path, MediaStore())[0]
+        TaskMemRows(path, MediaStore(), blank_history=True)[0]
     assert "rows.jsonl:1" in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["episodic_on_policy", "semantic"])
+def test_a_row_of_step_0_needs_no_place_for_a_history(kind: str, tmp_path: Path) -> None:
+    first = row_of(0, type=kind, memory_tag="x", input=[{"type": "text", "text": f"{MARK} nothing yet."}])
+    assert TaskMemRows(write_semantic(tmp_path, first), MediaStore())[0].messages[0].text == f"{MARK} nothing yet."
 
 
 def test_generated_clips_are_told_apart_and_true(tmp_path: Path) -> None:

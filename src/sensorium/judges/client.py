@@ -76,7 +76,7 @@ class JudgeClient:
             where = nearest(model, list(self.endpoints)) if self.endpoints else "; no endpoint is configured at all."
             raise UnknownJudge(
                 f"judges: there is no endpoint for the model '{model}'{where} Name it in judges.endpoints, in the file of "
-                "judges.config, or in the one that M3_API_CONFIG names."
+                "judges.config, in the one that M3_API_CONFIG names, or in configs/api_config.json."
             )
         refuse_without_client()
 

@@ -1,4 +1,7 @@
-"""Endpoints of judges: from the recipe, or from a JSON file ``{model: {…} or [{…}, …]}`` (``M3_API_CONFIG``).
+"""Endpoints of judges: from the recipe, or from a JSON file ``{model: {…} or [{…}, …]}``.
+
+The file is that of ``judges.config``, else the one that ``M3_API_CONFIG`` names, else, where the recipe has no endpoints,
+``configs/api_config.json``, as in TaskMem.
 
 A key is read from the environment or a file when an endpoint is first called. It is held in a ``Secret``, which prints as
 ``***``: it reaches no log, no recipe dump, no error and no cache.
@@ -18,6 +21,7 @@ from sensorium.vocabulary.errors import RecipeError, UnknownJudge
 from sensorium.vocabulary.secrets import Secret
 
 CONFIG_VARIABLE = "M3_API_CONFIG"
+DEFAULT_CONFIG = Path("configs/api_config.json")
 FIELDS = ("azure_endpoint", "api_version", "api_key", "base_url", "model", "api_key_env", "api_key_file")
 
 
@@ -77,11 +81,13 @@ class Endpoint:
 
 
 def endpoints_of(section: JudgesSection) -> dict[str, tuple[Endpoint, ...]]:
-    """All endpoints by model name: the recipe's, then those of the file that it or the environment names."""
+    """All endpoints by model name: the recipe's, then those of the file."""
     found = {
         model: tuple(_of_section(model, one) for one in several) for model, several in section.endpoints.items() if several
     }
     named = section.config or (Path(os.environ[CONFIG_VARIABLE]) if os.environ.get(CONFIG_VARIABLE) else None)
+    if named is None and not found and DEFAULT_CONFIG.is_file():
+        named = DEFAULT_CONFIG
     if named is not None:
         for model, several in read_config(named).items():
             found[model] = (*found.get(model, ()), *several)
@@ -99,7 +105,11 @@ def read_config(path: Path) -> dict[str, tuple[Endpoint, ...]]:
         raise RecipeError(f"{where} is no JSON: {str(error).split(':')[0]}.") from None  # its text may hold a key
     if not isinstance(rows, dict):
         raise RecipeError(f"{where} must be an object of endpoints by model name.")
-    return {model: _of_rows(f"{where}: '{model}'", model, given) for model, given in rows.items()}
+    return {
+        model: _of_rows(f"{where}: '{model}'", model, given)
+        for model, given in rows.items()
+        if not (model.startswith("_") and isinstance(given, str))  # a comment, as in TaskMem's template
+    }
 
 
 def _of_rows(where: str, model: str, given: Any) -> tuple[Endpoint, ...]:

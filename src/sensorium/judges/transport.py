@@ -9,6 +9,7 @@ from typing import Any
 from sensorium.judges.endpoints import Endpoint
 from sensorium.judges.http_client import StrangeReply, bounded_client
 from sensorium.judges.json_schema import strict
+from sensorium.judges.wire import has_video_file, video_files_as_images
 from sensorium.vocabulary.errors import RecipeError, SensoriumError
 from sensorium.vocabulary.plain import printable, words
 from sensorium.vocabulary.secrets import masked
@@ -67,6 +68,9 @@ class Transport:
         import openai
 
         extra: dict[str, Any] = {}
+        shows_file = has_video_file(messages)
+        if endpoint.azure_endpoint:
+            messages = video_files_as_images(messages)
         if schema is not None:
             named = {"name": "answer", "schema": schema, **({"strict": True} if strict(schema) else {})}
             extra["response_format"] = {"type": "json_schema", "json_schema": named}
@@ -79,7 +83,7 @@ class Transport:
         except (openai.APITimeoutError, TimeoutError):
             return CallProblem(f"{endpoint.place} did not answer within {deadline_s:g} s", "timeout")
         except openai.APIStatusError as error:
-            return self._status_problem(endpoint, error, schema is not None)
+            return self._status_problem(endpoint, error, schema is not None, shows_file)
         except openai.APIConnectionError as error:
             if isinstance(error.__cause__, StrangeReply):
                 return CallProblem(f"{endpoint.place} answered strangely: {error.__cause__}", "strange")
@@ -139,13 +143,15 @@ class Transport:
         """The beginning of an endpoint's or its client's message; keys are masked first, so that none is cut in two."""
         return printable(masked(text, self.secrets))[:200]
 
-    def _status_problem(self, endpoint: Endpoint, error: Any, with_schema: bool) -> CallProblem:
+    def _status_problem(self, endpoint: Endpoint, error: Any, with_schema: bool, shows_file: bool) -> CallProblem:
         status = error.status_code
         said = f"{endpoint.place} answered {status}: {self._told(_said(error))}"
         if status in (401, 403):
             return CallProblem(f"{said} (its key comes from {endpoint.key_source})", str(status), again=False, key=True)
         if status >= 500 or status in AGAIN:
             return CallProblem(said, str(status), rest_s=_retry_after(error.response.headers))
+        if shows_file:
+            said += " (it was shown a video as a file; to show frames instead, set video: frames in the reward term)"
         schema = with_schema and status in (400, 422)
         return CallProblem(said, str(status), again=False, schema=schema, place=endpoint.place)
 

@@ -80,6 +80,30 @@ def _file(media: Media, store: MediaStore) -> list[dict[str, Any]]:
     return [{"type": "video_url", "video_url": {"url": url}}]
 
 
+def video_files_as_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with video files as ``image_url``: Azure's API has no other part for them, and TaskMem sends them so."""
+    return [
+        {**message, "content": [_video_as_image(part) for part in message["content"]]}
+        if has_video_file([message])
+        else message
+        for message in messages
+    ]
+
+
+def has_video_file(messages: list[dict[str, Any]]) -> bool:
+    """True if a video is shown as a file."""
+    return any(
+        part["type"] == "video_url"
+        for message in messages
+        if not isinstance(message["content"], str)
+        for part in message["content"]
+    )
+
+
+def _video_as_image(part: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": part["video_url"]} if part["type"] == "video_url" else part
+
+
 def _sound(media: Media, store: MediaStore) -> dict[str, Any]:
     assert isinstance(media.parameters, AudioParameters)
     clip = decode_audio(store.source_of(media), media.parameters, media.name, store.limits)

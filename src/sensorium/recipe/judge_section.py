@@ -57,7 +57,8 @@ class JudgesSection(Section):
 
     config: Path | None = Field(
         default=None,
-        description="JSON file of endpoints by model name (api_config.json); default: the file M3_API_CONFIG names",
+        description="JSON file of endpoints by model name; default: the file M3_API_CONFIG names; without it, and without "
+        "endpoints, configs/api_config.json",
     )
     endpoints: dict[str, tuple[JudgeEndpointSection, ...]] = Field(
         default={}, description="endpoints by model name; they come before those of config"

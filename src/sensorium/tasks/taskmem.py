@@ -97,7 +97,7 @@ class TaskMemRows:
             fill = partial(_formatted, fillings=(metadata["episodic"], listed), step=row["step"], at=at)
         else:
             metadata["history"] = " ".join(rewrite_texts(known, maps, place.clip))
-            fill = partial(_filled, history=metadata["history"], at=at)
+            fill = partial(_filled, history=metadata["history"], step=row["step"], at=at)
         return Task(row["id"], (_with_last_text(message, fill, at),), metadata=metadata)
 
     def _placed(self, index: int) -> ClipPlace:
@@ -189,11 +189,14 @@ def _with_last_text(message: Message, fill: Callable[[str], str], at: Place) -> 
     return Message(message.role, tuple(blocks))
 
 
-def _filled(text: str, history: str, at: Place) -> str:
-    """An episodic row's text: the first ``{}`` after the mark is the history; nothing else in it is formatted."""
+def _filled(text: str, history: str, step: int, at: Place) -> str:
+    """An episodic row's text: the first ``{}`` after the mark is the history; nothing else in it is formatted.
+
+    A row of step 0 has no history, so it may lack the ``{}``.
+    """
     head, mark, rest = text.partition(MARK)
     before, place, after = rest.partition("{}")
-    if not place:
+    if step and not place:
         raise at.error(f"the last text block must hold '{MARK}' and after it a {{}} to be filled.")
     return head + mark + before + history + after
 
