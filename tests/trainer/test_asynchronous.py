@@ -7,19 +7,28 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from sensorium.engines.native.engine import NativeEngine
+from sensorium.learner.credited_episode import CreditedEpisode
 from sensorium.recipe.plan import make_plan
 from sensorium.recipe.schema import Recipe
 from sensorium.record.ledger import Ledger
 from sensorium.record.metrics import read_metrics
+from sensorium.trainer.asynchronous import AsynchronousSchedule, OpenGroup
 from sensorium.trainer.health.facts import StepFacts
 from sensorium.trainer.health.rules import examine
 from sensorium.trainer.run import train
+from sensorium.trainer.selection import Selection
+from sensorium.trainer.staleness import staleness_metrics
+from sensorium.vocabulary import Episode, Group, Segment, Status, Task, Turn
+from sensorium.vocabulary.episode import VersionSpan
 from sensorium.vocabulary.errors import RecipeError
 
 from .small import small
@@ -90,6 +99,85 @@ def test_nothing_grows_older_than_the_bound_and_counts_add_up(staleness: int, tm
     fates = settled(run)
     assert fates == {"trained": 8}, "no more is drawn than the run has steps for"
     assert len(trained_groups(run)) == len(set(trained_groups(run))) == 8
+
+
+class Clockwork:
+    """The schedule's own decisions, with groups that a test completes instead of an engine: P = 2 groups a step."""
+
+    def __init__(self, folder: Path, staleness: int, seed: int) -> None:
+        recipe = streamed(folder, staleness=staleness, steps=9)
+        engine = SimpleNamespace(capabilities=SimpleNamespace(in_flight=True, own_weights=False))
+        parts = SimpleNamespace(
+            session=SimpleNamespace(engine=engine), loader=SimpleNamespace(waits_for_outcomes=False), ledger=None
+        )
+        self.schedule = AsynchronousSchedule(recipe, parts)  # type: ignore[arg-type]
+        self.steps, self.random, self.begun = recipe.steps, Random(seed), 0
+
+    def play(self, least: int) -> None:
+        """Begin what there is room for, and complete some groups, ``least`` at least; one in eight cannot be trained."""
+        schedule = self.schedule
+        while schedule._room:
+            group = OpenGroup(self.begun, {}, Task(f"t{self.begun}"), began=schedule._updates)
+            schedule._open.append(group)
+            self.begun += 1
+        playing = [group for group in schedule._open if group.selection is None]
+        assert len(playing) >= least, "the step waits, and nothing is played"
+        for group in self.random.sample(playing, max(least, self.random.randrange(len(playing) + 1))):
+            group.selection = Selection((Group("g", group.task, ()),) if self.random.random() > 0.125 else ())
+
+    def ages(self) -> list[int]:
+        """Take every step of the run; how old each trained group was."""
+        schedule, found = self.schedule, []
+        for step in range(1, self.steps + 1):
+            schedule._step = step
+            self.play(0)
+            while (chosen := schedule._choose()) is None:
+                self.play(1)
+            found += [schedule._updates - (group.began or 0) for group in chosen]
+            schedule._open = [group for group in schedule._open if group not in chosen and not group.dropped]
+            schedule._updating = True
+            self.play(0)
+            schedule._updates += 1
+            schedule._updating = False
+        return found
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_whatever_order_groups_are_complete_in_none_is_trained_too_late_and_no_step_waits_for_ever(
+    staleness: int, tmp_path: Path
+) -> None:
+    ages = [age for seed in range(60) for age in Clockwork(tmp_path / "run", staleness, seed).ages()]
+    assert max(ages) == staleness, "the bound is reached, and never passed"
+
+
+def test_begun_groups_that_can_never_be_trained_end_the_run_instead_of_hanging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = AsynchronousSchedule._room.fget
+    assert room is not None
+
+    def one_batch_more(self: AsynchronousSchedule) -> bool:
+        return room(self) or sum(group.began is not None for group in self._open) < 3 * self._wanted
+
+    monkeypatch.setattr(AsynchronousSchedule, "_room", property(one_batch_more))
+    with pytest.raises(RuntimeError, match=r"step \d+ would wait .*max_staleness 1"):
+        train(streamed(tmp_path / "run", staleness=1))
+
+
+def test_staleness_is_of_the_tokens_and_not_of_their_response() -> None:
+    spans = (VersionSpan(3, 0, 3), VersionSpan(5, 3, 4))
+    written = [Segment("model", (1,) * 4, policy_version=5, versions=spans), Segment("model", (1,) * 4, policy_version=4)]
+    turns = tuple(Turn(i, (), response, 0, i) for i, response in enumerate(written))
+    sample = CreditedEpisode(Episode("e", "t", "g", 0, (), turns, Status.FINISHED), (torch.ones(4),) * 2)
+    assert staleness_metrics("asynchronous", [[sample]], version=5) == {
+        "staleness/share_0": 1 / 8,
+        "staleness/share_1": 4 / 8,
+        "staleness/share_2": 3 / 8,
+        "staleness/mean": (4 * 1 + 3 * 2) / 8,
+        "staleness/spanning": 1,
+        "staleness/max": 2,
+    }
+    assert staleness_metrics("one_step_off", [[sample]], version=5)["staleness/max"] == 1
 
 
 async def scored_late(task: Any, episode: Any) -> float:

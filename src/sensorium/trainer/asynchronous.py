@@ -13,7 +13,8 @@ Invariants, with S = ``max_staleness`` and v the weights that a step trains:
 - a group that began with weights b is trained by weights b + S at the latest: a step is taken only if, after it, at most
   k·P groups must be trained within the next k steps (k = 0 … S);
 - that can always be reached by waiting, because at most (S + 1)·P groups are open when a step is taken, and until its
-  update is done none beyond S·P is begun.
+  update is done none beyond S·P is begun. So a learner that waits while nothing is played, scored or drawn would wait
+  for ever: that is a defect here, and it ends the run at once.
 """
 
 import asyncio
@@ -113,6 +114,7 @@ class AsynchronousSchedule:
         self._open: list[OpenGroup] = []
         self._plays: set[asyncio.Task[None]] = set()
         self._filling: asyncio.Task[None] | None = None
+        self._full = False  # drawing and beginning wait for room
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
         self._updating = False
@@ -142,6 +144,7 @@ class AsynchronousSchedule:
         self._stir()
         with clock("rollout", self._wanted * self._size):
             while (chosen := self._choose()) is None:
+                self._refuse_standstill()
                 started, playing = time.perf_counter(), self._playing
                 await self._change()
                 waited = time.perf_counter() - started
@@ -229,8 +232,7 @@ class AsynchronousSchedule:
             self.loader.load_state_dict(after)
         self._drawn = after
         while True:
-            while not self._room:
-                await self._change()
+            await self._until_room()
             before = self._drawn
             group = await self._draw(before)
             self._drawn = deepcopy(self.loader.state_dict())
@@ -252,8 +254,7 @@ class AsynchronousSchedule:
 
     async def _begin(self, group: OpenGroup) -> None:
         """Begin to play a group as soon as there is room: what was drawn may have to wait for an update."""
-        while not self._room:
-            await self._change()
+        await self._until_room()
         group.began = self._updates
         self._count_idle()
         play = asyncio.create_task(self._play(group), name=f"group {group.number}")
@@ -261,6 +262,15 @@ class AsynchronousSchedule:
         play.add_done_callback(self._plays.discard)
         play.add_done_callback(self._ended)
         self._stir()
+
+    async def _until_room(self) -> None:
+        """Wait until one more group may be begun."""
+        while not self._room:
+            if not self._full:
+                self._full = True
+                self._stir()  # a learner that waits looks whether anything can still happen
+            await self._change()
+        self._full = False
 
     @property
     def _room(self) -> bool:
@@ -311,6 +321,19 @@ class AsynchronousSchedule:
             if sum(latest <= steps for latest in last) > steps * self._wanted:
                 return None
         return chosen
+
+    def _refuse_standstill(self) -> None:
+        """End the run where the learner waits for groups, and drawing waits for the learner."""
+        if self._plays or not self._full or self._room:
+            return
+        begun = [group for group in self._open if group.began is not None]
+        ages = ", ".join(f"{group.number} ({self._updates - (group.began or 0)})" for group in begun)
+        raise RuntimeError(
+            f"step {self._step} would wait for ever: {len(begun)} groups are open and complete, no {self._wanted} of them "
+            f"can be trained without others growing older than schedule.max_staleness {self._staleness}, and no group "
+            f"is begun before a step is trained. Open groups with their age in updates: {ages}. This is a defect of "
+            "schedule: asynchronous; please report it. schedule: synchronous trains the same recipe."
+        )
 
     def _collected(self, groups: list[OpenGroup], drawn: int) -> CollectedStep:
         selection, waits = Selection(), self._waits
