@@ -70,6 +70,20 @@ def test_the_paired_difference_is_covered(tasks: int, won: float, lost: float) -
     assert covered >= 0.95 - SLACK
 
 
+@pytest.mark.parametrize(
+    ("tasks", "won", "lost", "difference", "half"),
+    [
+        (98, 10, 4, 0.06, 1.959964 * (0.1564 / 100) ** 0.5),
+        (48, 24, 4, 0.4, 1.959964 * (0.44 / 50) ** 0.5),
+        (8, 0, 0, 0.0, 1.959964 * (0.2 / 10) ** 0.5),
+    ],
+)
+def test_the_paired_interval_is_bonett_and_price_s(tasks: int, won: int, lost: int, difference: float, half: float) -> None:
+    """p = (changed + 1) / (n + 2) both ways: p1 - p2 ± z √((p1 + p2 - (p1 - p2)²) / (n + 2)), worked by hand."""
+    interval = paired_interval([1.0] * won + [-1.0] * lost + [0.0] * (tasks - won - lost))
+    assert interval == pytest.approx((difference - half, difference + half), abs=1e-6)
+
+
 def test_the_paired_difference_of_k_samples_is_covered() -> None:
     random = np.random.default_rng(2)
     before = random.beta(2, 2, (TRIALS, 80)) * 0.9

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sensorium.learner.masters import split
-from sensorium.learner.optimizer import rate_share
+from sensorium.learner.optimizer import Optimizer, rate_share
 from sensorium.recipe.algorithm_sections import AlgorithmSection, KLSection, LossSection, OptimizerSection
 from sensorium.vocabulary.errors import CheckpointError, RecipeError
 
@@ -72,6 +72,19 @@ def test_equals_adamw_of_torch_with_decay_on_matrices_and_clipping(checkpoints: 
         optimizer.step(rate_share(section, step, 10), optimizer.grad_norm())
     for name, parameter in policy.model.named_parameters():
         torch.testing.assert_close(parameter, named[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("norm", "used"), [(0.25, 0.25), (0.5, 0.5), (2.0, 0.5)])
+def test_gradients_are_cut_down_to_the_norm_and_never_raised(norm: float, used: float) -> None:
+    """By the first moment: AdamW's step is the same for gradients of every size."""
+    parameter = torch.nn.Parameter(torch.zeros(2, 2))
+    optimizer = Optimizer({"language": {"weight": parameter}}, OptimizerSection(clip_norm=0.5, betas=(0.9, 0.99)))
+    parameter.grad = norm * torch.tensor([[0.6, 0.0], [0.0, -0.8]])
+    found = optimizer.grad_norm()
+    assert float(found) == pytest.approx(norm)
+    optimizer.step(1.0, found)
+    first = optimizer.state_dict()["moments"]["weight"]["exp_avg"]
+    torch.testing.assert_close(first, 0.1 * used * torch.tensor([[0.6, 0.0], [0.0, -0.8]]), rtol=1e-4, atol=0.0)
 
 
 @pytest.mark.parametrize(("dtype", "moments"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "8-bit")])

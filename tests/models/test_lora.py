@@ -1,5 +1,6 @@
 """Adapters: where they sit, how they start, that the model with them is what peft and their sum say, and who is refused."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,26 @@ def test_the_adapted_model_is_what_peft_makes_of_it_and_its_checkpoint_is_their_
     weights = load_file(tmp_path / "model.safetensors")
     assert weights.keys() == load_file(folders(family) / "model.safetensors").keys()
     assert with_peft.peft_config["default"].base_model_name_or_path == str(folders(family))
+
+
+@pytest.mark.parametrize(("rank", "alpha"), [(4, 6.0), (2, 2.0), (8, 32.0)])
+def test_adapters_are_scaled_by_alpha_over_rank(
+    rank: int, alpha: float, folders: Callable[..., Path], tmp_path: Path
+) -> None:
+    policy = load(folders("qwen2"), LoraSection(rank=rank, alpha=alpha))
+    stir(policy)
+    policy.save(tmp_path)
+    base, summed = (load_file(folder / "model.safetensors") for folder in (folders("qwen2"), tmp_path))
+    input_NI = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    for name, layer in adapters(policy).layers.items():
+        a_RI, b_OR = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        added_OI = (alpha / rank) * (b_OR @ a_RI).detach()
+        torch.testing.assert_close(summed[f"{name}.weight"], base[f"{name}.weight"] + added_OI)
+        if layer.in_features == 64:
+            computed_NO = layer(input_NI) - layer.base_layer(input_NI)
+            torch.testing.assert_close(computed_NO, input_NI @ added_OI.T, rtol=1e-3, atol=1e-4)
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (rank, alpha)
 
 
 def test_an_untied_head_is_adapted_when_it_is_named(folders: Callable[..., Path], tmp_path: Path) -> None:

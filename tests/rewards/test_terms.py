@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from sensorium.recipe.names import build
 from sensorium.rewards.answer import boxed, tagged
+from sensorium.rewards.boxes import BoxIoU
+from sensorium.rewards.by_type import AccuracyByType
 from sensorium.rewards.environment import EnvironmentReward
 from sensorium.rewards.format import Format
 from sensorium.rewards.match import Choice, Exact, Numeric, alphanumeric, choice_letter, number
 from sensorium.rewards.mathematics import mathematical_answer
 from sensorium.rewards.overlong import Overlong
-from sensorium.rewards.protocol import RewardTerm
+from sensorium.rewards.protocol import ComparingTerm, RewardTerm
 from sensorium.rewards.scorer import Scorer
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RecipeError, RewardFailure, TaskError
@@ -69,6 +71,9 @@ def test_boxed_finds_the_last_balanced_box(inner: str, after: str) -> None:
         ("no box", None),
         ("\\boxed{}", ""),
         ("\\boxed{a\\", None),
+        ("\\boxed{5} for S={1,2}", "5"),
+        ("{x} \\boxed{5} {y}} {z}", "5"),
+        ("f(\\boxed{\\boxed{1}}) in {2}", "1"),
     ],
 )
 def test_boxed_at_the_edges(text: str, found: str | None) -> None:
@@ -205,6 +210,37 @@ def test_environment_success_comes_from_the_last_turn_when_the_rollout_cut_it_of
 def test_a_world_that_pays_nothing_gives_no_score(episode_of: MakeEpisode) -> None:
     with pytest.raises(RewardFailure, match="paid nothing"):
         EnvironmentReward().score(Task("t"), episode_of("a"))
+
+
+@pytest.mark.parametrize(
+    ("term", "right", "wrong"),
+    [
+        (Exact(), "red", "blue"),
+        (Exact(fallback=True), "red", "blue"),
+        (Choice(), "B", "A"),
+        (Numeric(), "3", "4"),
+        (BoxIoU(), "[1, 2, 3, 4]", "[7, 7, 9, 9]"),
+        (AccuracyByType(default="multiple choice"), "B", "A"),
+    ],
+    ids=lambda given: type(given).__name__ if not isinstance(given, str) else "",
+)
+def test_of_several_turns_the_last_one_answers(term: RewardTerm, right: str, wrong: str, episode_of: MakeEpisode) -> None:
+    known: object = [1, 2, 3, 4] if isinstance(term, BoxIoU) else right
+    first, last = f"<answer>{wrong}</answer>", f"<answer>{right}</answer>"
+    assert value(term, known, episode_of(first, "let me see", last)) == 1.0
+    assert value(term, known, episode_of(last, "let me see", first)) == 0.0
+
+
+@pytest.mark.parametrize("name", ["exact", "choice", "numeric", "bbox_iou", "math", "accuracy_by_type"])
+def test_the_answer_on_record_is_of_the_last_turn(name: str, episode_of: MakeEpisode) -> None:
+    first, last = ("[1, 2, 3, 4]", "[5, 6, 7, 8]") if name == "bbox_iou" else ("A", "B") if name == "choice" else ("1", "2")
+    built = build("reward", name, {})
+    assert isinstance(built, ComparingTerm)
+    task = Task("t", answer=last, metadata={"type": "numerical"})
+    episodes = [episode_of(f"<answer>{first}</answer>", f"<answer>{last}</answer>"), episode_of(f"<answer>{last}</answer>")]
+    of_two, of_one = (built.extract(task, episode) for episode in episodes)
+    assert of_two is not None
+    assert of_two == of_one
 
 
 @pytest.mark.parametrize("term", [Exact(), Choice(), Numeric(), Format()])

@@ -227,9 +227,22 @@ def test_a_checkpoint_from_before_the_damage_is_not_rotated_away(
 
 SIGHTED: dict[str, Any] = {
     "tasks": {"train": [SHAPES], "evaluate": [HELD_OUT]},
-    "rewards": {"terms": [{"name": f"{HERE}:ByIndex"}, {"name": "exact"}]},
+    "rewards": {"terms": [{"name": f"{HERE}:ByIndex"}, {"name": f"{HERE}:SeesItsPicture"}]},
     "evaluation": {"at_start": True, "limit": 8},
 }
+
+
+class SeesItsPicture:
+    """Right where the episode was shown the task's own picture, wrong where that was blanked."""
+
+    name = "sees"
+    instant = True
+
+    def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
+        own, shown = (
+            [m for message in messages for m in message.media] for messages in (task.messages, episode.turns[0].observation)
+        )
+        return (Score(self.name, float(shown == own), correct=shown == own),)
 
 
 def test_the_sight_check_compares_with_blanked_pictures_and_leaves_the_run_as_it_was(tmp_path: Path) -> None:
@@ -243,7 +256,8 @@ def test_the_sight_check_compares_with_blanked_pictures_and_leaves_the_run_as_it
     assert checks[0][1][0].same < 8, "without the picture some answers differ"
     assert not read_health(tmp_path / "without/health.jsonl").sight
     last = read_metrics(tmp_path / "with/metrics.jsonl")[-1]
-    assert {"sight/shown", "sight/picture_blanked"} <= last.keys()
+    assert [(result.shown, result.blanked) for _, results in checks for result in results] == [(1.0, 0.0)] * 2
+    assert (last["sight/shown"], last["sight/picture_blanked"]) == (1.0, 0.0)
     seeing, plain = (
         load_file(tmp_path / name / "checkpoints/step_000002/model.safetensors") for name in ("with", "without")
     )

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from sensorium.envs.protocol import Observation, StepResult
+from sensorium.record.findings import SightResult
 from sensorium.trainer.health.sight import _Blanked, _compared, spread
-from sensorium.vocabulary import Episode, Group, Message, Score, Status, Task, system, user
+from sensorium.vocabulary import Episode, Group, Message, Score, Segment, Status, Task, Turn, system, user
 
 
 class Veil:
@@ -57,6 +58,18 @@ def test_what_is_compared_is_called_by_its_name(correct: bool | None, measure: s
     episode = Episode("e", "t", "g", 0, (), (), Status.FINISHED, scores=scores)
     found = _compared("picture", [Group("g", Task("t"), (episode,))], [Group("g", Task("t"), (episode,))])
     assert (found.measure, found.shown, found.blanked) == (measure, shown, shown)
+
+
+def test_shown_and_blanked_are_not_mixed_up() -> None:
+    def group(right: bool, text: str) -> Group:
+        response = Segment("model", (1,), text=text)
+        scores = (Score("exact", float(right), correct=right),)
+        return Group(
+            "g", Task("t"), (Episode("e", "t", "g", 0, (), (Turn(0, (), response, 0, 0),), Status.FINISHED, scores=scores),)
+        )
+
+    found = _compared("sound", [group(True, "a"), group(True, "b")], [group(False, "a"), group(True, "c")])
+    assert found == SightResult("sound", tasks=2, shown=1.0, blanked=0.5, same=1)
 
 
 def test_the_tasks_of_the_check_are_of_all_kinds_where_kinds_take_turns() -> None:
