@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sensorium.judges.cache import CLOCKS_DIFFER_S, AnswerCache
@@ -19,6 +20,9 @@ from sensorium.judges.endpoints import endpoints_of
 from sensorium.judges.forms import JsonAnswer, Number
 from sensorium.judges.limits import SharedLimits
 from sensorium.judges.request import JudgeRequest, untrusted_message
+from sensorium.media.picture import encode_png
+from sensorium.media.store import MediaStore
+from sensorium.media.wav import encode_wav
 from sensorium.recipe.judge_section import JudgesSection
 from sensorium.record.judge_transcripts import read_transcripts
 from sensorium.vocabulary.content import Message, Text, user
@@ -78,6 +82,18 @@ def test_a_judgement_is_known_by_all_that_decides_it(changed: dict[str, Any]) ->
 
     assert replace(question(), **changed).key != question().key
     assert question().key == question().key
+
+
+def test_a_judgement_is_known_by_the_media_that_were_shown() -> None:
+    store = MediaStore()
+    pictures = [store.put(encode_png(np.full((8, 8, 3), shade, np.uint8)), "picture") for shade in (0, 9)]
+    sound = store.put(encode_wav(np.zeros(800, np.float32), 8000), "sound")
+    asked = [user("what?"), *(user(media, "what?") for media in (*pictures, sound)), user(*pictures, "what?")]
+    asked += [user("what?", pictures[0]), user(*reversed(pictures), "what?")]
+    keys = [JudgeRequest("judge", (message,), "p/1").key for message in asked]
+    assert len(set(keys)) == len(asked)
+    again = MediaStore().put(encode_png(np.full((8, 8, 3), 9, np.uint8)), "picture")
+    assert JudgeRequest("judge", (user(again, "what?"),), "p/1").key == keys[2], "by what they hold, not by their object"
 
 
 def test_offline_answers_from_the_cache_and_fails_loudly_on_the_rest(tmp_path: Path) -> None:

@@ -93,6 +93,17 @@ def test_weights_multiply_the_policy_loss(section: CorrectionSection, checkpoint
     assert 0 < share < 0.99
 
 
+@pytest.mark.parametrize("section", [TOKENS, SEQUENCES], ids=["token", "sequence"])
+def test_weights_are_of_the_log_probs_before_the_step_in_every_update(
+    section: CorrectionSection, checkpoints: dict[str, Path]
+) -> None:
+    folder = checkpoints["qwen2_5_vl"]
+    _, weights_N, _ = ratios(folder, section)
+    row, _ = step(folder, None, section, BatchSection(tokens_per_microbatch=60, epochs_per_step=3))
+    assert row["policy/kl_old"] > 1e-5, "the policy has moved between the updates"
+    assert row["correction/weight"] == pytest.approx(float(weights_N.double().mean()), rel=1e-5)
+
+
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"])
 def test_a_rejected_sequence_is_as_if_it_were_not_there(aggregation: str, checkpoints: dict[str, Path]) -> None:
     folder = checkpoints["qwen2_5_vl"]

@@ -1,18 +1,22 @@
 """A step's updates: metrics that packing cannot change, bitwise repeatable, old log-probs, the reference, bad numbers."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from sensorium.learner.learner import CreditedEpisode
+from sensorium.learner.learner import CreditedEpisode, _partition
 from sensorium.learner.update import Objective
 from sensorium.models.policy import Policy
 from sensorium.models.reference import FrozenCopy
 from sensorium.recipe.algorithm_sections import AlgorithmSection, KLSection, LossSection, OptimizerSection
 from sensorium.recipe.schema import BatchSection
+from sensorium.vocabulary import Episode, Segment, Status, Turn
 from sensorium.vocabulary.errors import ModelError, NonFiniteUpdate
 
 from .played import Groups, Player, make_learner, open_policy
@@ -104,6 +108,40 @@ def test_good_answers_become_likelier_and_bad_ones_less(checkpoints: dict[str, P
     after = [float(turns[0].sum()) for turns in learner.logprobs([group])[0]]
     assert after[0] > before[0]
     assert after[1] < before[1]
+
+
+@pytest.mark.parametrize("coef", [0.1, -0.1])
+def test_the_entropy_bonus_raises_the_entropy(coef: float, checkpoints: dict[str, Path]) -> None:
+    policy = open_policy(checkpoints["qwen3_vl"])
+    algorithm = AlgorithmSection(loss=LossSection.model_construct(entropy_coef=coef))
+    learner = make_learner(policy, algorithm=algorithm)
+    groups = [
+        [
+            replace(sample, advantages=tuple(torch.zeros_like(a) for a in sample.advantages))
+            for sample in Player(policy).single_turn()
+        ]
+    ]
+    first, second = (learner.step(groups)["policy/entropy"] for _ in range(2))
+    assert (second > first) == (coef > 0)
+    assert abs(second - first) > 1e-3
+
+
+@given(st.integers(1, 9), st.integers(1, 9))
+def test_every_group_is_in_one_update_of_a_step(count: int, updates: int) -> None:
+    written = Episode("e", "t", "g", 0, (), (Turn(0, (), Segment("model", (1,)), 0, 0),), Status.FINISHED)
+    groups = [[CreditedEpisode(written, (torch.zeros(1),))] for _ in range(count)]
+    parts = _partition(groups, updates)
+    assert [place for part in parts for place in part] == list(range(count))
+    assert len(parts) == min(count, updates)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_a_step_of_several_updates_trains_every_token(checkpoints: dict[str, Path]) -> None:
+    policy = open_policy(checkpoints["qwen3_vl"])
+    groups = play(policy)
+    row = make_learner(policy, batch=BatchSection(updates_per_epoch=3)).step(groups)
+    written = sum(len(turn.response.tokens) for group in groups for s in group for turn in s.episode.turns)
+    assert row["packing/trained_tokens"] == written
 
 
 def test_supervised_steps_learn_what_was_written_whatever_the_advantages(checkpoints: dict[str, Path]) -> None:

@@ -26,10 +26,11 @@ from sensorium.vocabulary.caption_questions import (
     question_of,
     question_of_block,
 )
-from sensorium.vocabulary.errors import RecipeError, TaskError
+from sensorium.vocabulary.errors import JudgeFailure, RecipeError, TaskError
 from sensorium.vocabulary.score import Score, total
 from sensorium.vocabulary.task import Task
 
+from ..judges.server import Answer, judge_server, said, section_of
 from ..services import text_reader
 from .conftest import MakeEpisode
 
@@ -175,6 +176,23 @@ def context() -> Iterator[RewardContext]:
     yield RewardContext(MediaStore(), client)
     client.close()
     server.shutdown()
+
+
+def test_a_reader_that_does_not_answer_leaves_the_score_missing_and_not_lower(episode_of: MakeEpisode) -> None:
+    def half(request: dict[str, Any]) -> Answer | str:
+        return Answer("no", 400) if "Which shape?" in said(request) else "A"
+
+    rows = [{**ROW, "answer": "A"}, {**ROW, "question": "Which shape?", "choices": ["cube", "ball"], "answer": "A"}]
+    with judge_server(half) as server:
+        client = JudgeClient(section_of(server.url, retries=0))
+        term = CaptionQA("judge", draws=0, context=RewardContext(MediaStore(), client))
+        with pytest.raises(JudgeFailure, match="1 of 2"):
+            asyncio.run(term.score(Task("t", metadata={"questions": rows}), episode_of("a cube")))
+        assert asyncio.run(term.score(Task("t", metadata={"questions": rows[:1]}), episode_of("a cube"))).value in (
+            0.0,
+            1.0,
+        )
+        client.close()
 
 
 def test_a_caption_is_paid_by_what_can_be_read_from_it(context: RewardContext, episode_of: MakeEpisode) -> None:

@@ -1,0 +1,33 @@
+"""Evaluation during a run: on the held-out tasks and no others, when it is due, and on record."""
+
+import json
+from pathlib import Path
+
+from sensorium.record.episode_json import read_episodes
+from sensorium.record.run_directory import RunDirectory
+from sensorium.trainer.run import train
+
+from .small import small
+
+
+def shown(path: Path) -> set[str]:
+    """What the episodes of a file were asked."""
+    return {message.text for _, task, _ in read_episodes(path) for message in task.messages}
+
+
+def test_a_run_is_evaluated_on_the_held_out_tasks_and_trained_on_the_others(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"{n} - {n}?"}], "answer": "0"} for n in range(3)]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks = {
+        "train": [{"source": "jsonl", "options": {"path": str(tmp_path / "rows.jsonl")}}],
+        "evaluate": [{"source": "jsonl", "options": {"path": str(tmp_path / "held_out.jsonl")}}],
+    }
+    directory = RunDirectory(
+        train(small(tmp_path / "run", tasks=tasks, steps=2, evaluation={"every": 1, "at_start": True}))
+    )
+    for step in (0, 1, 2):
+        assert shown(directory.eval_episodes_of(step)) == {"0 - 0?", "1 - 1?", "2 - 2?"}
+    for step in (1, 2):
+        asked = shown(directory.episodes_of(step))
+        assert asked
+        assert all("+" in text for text in asked)
