@@ -39,6 +39,8 @@ SUPERVISED = ["batch.prompts_per_step=6"]
 LEARNING = ["batch.prompts_per_step=6", "batch.group_size=4"]
 OMNI = ["model.path=tiny:qwen2_5_omni", "model.dtype=float32", "model.device=cpu", "batch.prompts_per_step=4"]
 OMNI += ["batch.group_size=2", "batch.updates_per_epoch=2", "rollout.max_new_tokens=8", "rollout.max_context_tokens=4096"]
+OMNI += ["epochs=0", "optimizer.schedule=cosine", "optimizer.final_lr_share=0.1", "optimizer.weight_decay=0"]
+OMNI += ["algorithm.loss.dual_clip=10", "tasks.evaluate.0.source=daily_omni"]  # as when the baselines were taken
 RECIPES = {
     "shapes": LEARNING,
     "frozen_lake": LEARNING,

@@ -8,7 +8,8 @@ import pytest
 
 from sensorium.cli.main import main
 
-ASKED = ["plan", "caprl_image", "--gpus", "8", "--kind", "h100", "--response-tokens", "300", "--engines", "3"]
+SMALL = ["model.path=Qwen/Qwen2.5-VL-3B-Instruct", "rollout.max_context_tokens=8192", "steps=1000", "epochs=0"]
+ASKED = ["plan", "caprl_image", *SMALL, "--gpus", "8", "--kind", "h100", "--response-tokens", "300", "--engines", "3"]
 
 
 def test_the_page_names_memory_parts_speed_and_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:

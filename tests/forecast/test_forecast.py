@@ -28,7 +28,8 @@ H200 = kind_named("h200")
 
 
 def recipe(*overrides: str) -> Recipe:
-    return load_recipe("caprl_image", ["model.gradient_checkpointing=false", *overrides])
+    small = ["model.path=Qwen/Qwen2.5-VL-3B-Instruct", "rollout.max_context_tokens=8192", "steps=1000", "epochs=0"]
+    return load_recipe("caprl_image", ["model.gradient_checkpointing=false", *small, *overrides])
 
 
 @pytest.mark.parametrize("name", list(published_configs()))

@@ -18,6 +18,7 @@ SMALL = [
     "model.dtype=float32",
     "model.device=cpu",
     "steps=2",
+    "epochs=0",
     "batch.prompts_per_step=4",
     "batch.updates_per_epoch=2",
     "batch.group_size=2",
@@ -35,7 +36,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("audio_visual")
     make_intent(folder / "intent")
     make_daily_omni(folder / "daily_omni", count=12)
-    places = [f"tasks.train.0.options.path={folder / 'intent'}", f"tasks.evaluate.0.options.path={folder / 'daily_omni'}"]
+    held_out = (
+        f"tasks.evaluate=[{{source: daily_omni, options: {{path: '{folder / 'daily_omni'}', video: {{frames: 32}}}}}}]"
+    )
+    places = [f"tasks.train.0.options.path={folder / 'intent'}", held_out]
     with suppress(NothingTrained):  # a model of random weights never writes the tags
         train(load_recipe("audio_visual", [f"run_dir={folder / 'run'}", *places, *SMALL]))
     return folder / "run"
