@@ -206,6 +206,110 @@ def test_legacy_vagen_byte_for_byte(server: str) -> None:
     assert ACTS == {(5, 1): 1, (5, 2): 1}
 
 
+def post_form(http: httpx.Client, path: str, body: Any) -> httpx.Response:
+    content, headers = form(body)
+    return http.post(path, content=content, headers=headers)
+
+
+def until(happened: Any) -> None:
+    """Wait until something is so, for a minute."""
+    end = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+COUNTING = {"env_name": "counting"}
+OURS = ("PUT", "/v1/sessions/mine", {"environment": "counting"})
+
+
+def test_places_that_vagens_clients_took_and_left_come_back_when_the_lease_is_over() -> None:
+    """Sessions of all protocols share one table; one that was never reset has a lease, too, and a full server says 503."""
+    table = make_table(capacity=2, lease_s=0.5)
+    with serving(table) as address, httpx.Client(base_url=address) as http:
+        left = [
+            lambda: post_form(http, "/connect", {"env_config": COUNTING}),
+            lambda: http.post("/environments", json={"ids2configs": {"a": COUNTING}}),
+        ]
+        for take in (*left, *left):
+            for _ in range(2):
+                http.post("/environments", json={"ids2configs": {"b": COUNTING}})  # an id again takes no further place
+            assert take().status_code == 200
+            assert http.get("/health").json()["sessions"] == 2
+            for full in (
+                post_form(http, "/connect", {"env_config": COUNTING}),
+                post_form(http, "/connect", {"env_config": COUNTING, "seed": 1}),
+                http.post("/environments", json={"ids2configs": {"c": COUNTING}}),
+                http.request(*OURS[:2], json=OURS[2]),
+            ):
+                assert (full.status_code, float(full.headers["Retry-After"])) == (503, 1.0)
+            assert http.get("/reward/c").status_code == 500, "nothing was created beyond the capacity"
+            until(lambda: not table.sessions)
+            assert http.get("/reward/b").status_code == 500, "its id is gone with its session"
+            assert http.request(*OURS[:2], json=OURS[2]).status_code == 200
+            http.delete("/v1/sessions/mine")
+        more = http.post("/environments", json={"ids2configs": {str(n): COUNTING for n in range(3)}})
+        assert (more.status_code, "Retry-After" in more.headers) == (400, False)
+        assert table.counts()["sessions"] == 0
+        assert table.reaped == 8
+
+
+def test_environments_that_cannot_be_made_take_no_more_memory_than_there_are_places() -> None:
+    table = make_table(capacity=3)
+    with serving(table) as address, httpx.Client(base_url=address) as http:
+        made = [http.post("/environments", json={"ids2configs": {f"t{n}": {"env_name": "tetris"}}}) for n in range(5)]
+        assert [reply.status_code for reply in made] == [200, 200, 200, 503, 503]
+        assert len(table.sessions) == 3
+        assert "error" in http.post("/batch/reset", json={"ids2seeds": {"t0": 1}}).json()["results"]["t0"][1]
+        http.post("/batch/close", json={"env_ids": ["t0", "t1", "t2"]})
+        assert http.post("/environments", json={"ids2configs": {"a": COUNTING}}).status_code == 200
+
+
+def test_an_environment_that_failed_is_reset_under_its_id() -> None:
+    with serving(make_table(capacity=1)) as address, httpx.Client(base_url=address) as http:
+        http.post("/environments", json={"ids2configs": {"a": COUNTING}})
+        for _ in range(2):
+            assert http.post("/reset/a", json={"seed": 1}).json()["observation"] == {"obs_str": "seed 1"}
+            assert "error" in http.post("/step/a", json={"action": "raise"}).json()["info"]
+            assert "error" in http.post("/step/a", json={"action": "go"}).json()["info"]
+        http.delete("/close/a")
+        id = parts(post_form(http, "/connect", {"env_config": COUNTING, "seed": 1}))[0]["session_id"]
+        step = {"session_id": id, "method": "step", "params": {"action_str": "raise"}}
+        assert post_form(http, "/call", step).status_code == 500
+        reset = {"session_id": id, "method": "reset", "params": {"seed": 2}}
+        assert parts(post_form(http, "/call", reset))[0]["obs"] == "seed 2"
+
+
+SEEDS = ("7", "7.0", '"7"', '" 7.0 "', "7e0")
+NO_SEEDS = ("-1", "1e400", "true", "false", "7.5", '"seven"', '""', '"-7"', "[7]", "{}", "NaN", str(2**63), '"٧"')
+
+
+@pytest.mark.parametrize("spelled", [*SEEDS, *NO_SEEDS, "null"])
+def test_a_seed_is_a_whole_number_in_any_of_its_spellings_or_refused(server: str, spelled: str) -> None:
+    good, headers = spelled in SEEDS, {"Content-Type": "application/json"}
+    id = f"seed {spelled}"
+    with httpx.Client(base_url=server) as http:
+        http.post("/environments", json={"ids2configs": {id: COUNTING, "other": COUNTING}})
+        for path, body in (
+            ("/batch/reset", f'{{"ids2seeds": {{"other": 1, {json.dumps(id)}: {spelled}}}}}'),
+            (f"/reset/{id}", f'{{"seed": {spelled}}}'),
+        ):
+            reply = http.post(path, content=body.encode(), headers=headers)
+            assert (reply.status_code, b"seed 7" in reply.content) == ((200, True) if good else (400, False))
+            assert ("error" in reply.json()) is not good
+        http.post("/batch/close", json={"env_ids": [id, "other"]})
+        text = form({"env_config": COUNTING, "seed": "SEED"})[0].replace(b'"SEED"', spelled.encode())
+        connected = http.post("/connect", content=text, headers=form({})[1])
+        assert connected.status_code == (200 if good or spelled == "null" else 500)  # none: no reset
+        assert (b"seed 7" in connected.content) is good
+        if connected.status_code == 200:
+            post_form(http, "/call", {"session_id": parts(connected)[0]["session_id"], "method": "close"})
+    with connect(at(server, "/openenv/counting/ws")) as socket:
+        first = asked(socket, f'{{"type": "reset", "data": {{"seed": {spelled}}}}}')
+        expected = {True: "seed 7", False: "seed 0" if spelled == "null" else None}[good]  # there it may be left out
+        assert first["data"].get("observation", {}).get("text") == expected
+
+
 def test_all_of_them_ask_for_the_key() -> None:
     with serving(make_table(), key="secret") as address, httpx.Client(base_url=address) as http:
         content, headers = form({"env_config": {"env_name": "counting"}})

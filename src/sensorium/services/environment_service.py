@@ -24,7 +24,7 @@ from sensorium.envs.remote.wire import Json, WireError, bytes_of, pack, unpack
 from sensorium.services.application import BodyLimit, Refusal, Whole, make_application
 from sensorium.services.kept_media import sweep
 from sensorium.services.openenv_routes import openenv_routes
-from sensorium.services.sessions import MOST_ID, SessionTable
+from sensorium.services.sessions import MOST_ID, SessionTable, seed_of
 from sensorium.services.vagen_legacy import legacy_routes
 from sensorium.services.vagen_routes import vagen_routes
 from sensorium.vocabulary.content import Media
@@ -188,7 +188,10 @@ class _Exchange:
 async def perform(table: SessionTable, operation: Json) -> Json:
     """One operation of a frame: ``op`` and what it needs."""
     wanted: dict[str, tuple[dict[str, type], Callable[..., Any]]] = {
-        "open": ({"session": str, "environment": str, "options": dict, "seed": int}, table.open),
+        "open": (
+            {"session": str, "environment": str, "options": dict, "seed": int},
+            lambda id, name, options, seed: table.open(id, name, options, seed_of(seed)),
+        ),
         "step": ({"session": str, "number": int, "response": str}, table.step),
         "demonstrate": ({"session": str}, table.demonstrate),
         "lease": ({"session": str}, table.renew),

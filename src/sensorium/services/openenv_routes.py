@@ -14,7 +14,7 @@ from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 
 from sensorium.envs.remote.wire import Json
 from sensorium.services.application import Refusal
-from sensorium.services.sessions import SessionTable
+from sensorium.services.sessions import SessionTable, seed_of
 from sensorium.services.shown import paid, pictures, text_of_messages
 
 ACTION = {
@@ -104,9 +104,10 @@ class _Player:
         return True
 
     async def _reset(self, data: Json) -> bool:
-        seed = data.get("seed", 0) or 0
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= 2**62:
-            await self._invalid("seed", "a whole number from 0 is needed")
+        try:
+            seed = 0 if data.get("seed") is None else seed_of(data["seed"])
+        except Refusal as refusal:
+            await self._invalid("seed", refusal.why)
             return True
         options = {name: value for name, value in data.items() if name not in ("seed", "episode_id")}
         await self.table.close(self.session)

@@ -1,17 +1,21 @@
-"""Sessions of the environment service: one environment each, with a lease, and steps that act once.
+"""Sessions of the environment service, whatever protocol they came by: one environment each, with a lease, and steps that
+act once.
 
 Invariants:
 - A step has a number, 1, 2, …. The one after the last acts; the last one again gives the same reply (or waits for it, if it
   is still acting); any other is refused. So a client that lost a reply asks again, and nothing acts twice.
 - Opening a session again under its id, with the same wish, gives the same first observation.
 - Who stops waiting does not stop the environment: its reply is kept for the next time it is asked for.
-- At most ``capacity`` sessions are open or opening. One that nobody asked for during its lease is closed. One whose
-  connection broke, and that nobody asked for since (a trainer that was killed), gives its place up to who finds none.
+- At most ``capacity`` sessions exist: open, opening, or only reserved, as VAGEN's clients do before they reset. One that
+  nobody asked for during its lease is closed, reserved or not. One whose connection broke, and that nobody asked for since
+  (a trainer that was killed), gives its place up to who finds none.
+- A reserved session outlives its environment: reset begins another one in its place, and so does one after a failure.
 """
 
 import asyncio
+import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +23,7 @@ from sensorium.envs.protocol import Environment
 from sensorium.envs.remote.wire import Json, reset_to_json, step_to_json
 from sensorium.media.store import MediaStore
 from sensorium.rollout.live import Deadlines, LiveEnvironment
-from sensorium.services.application import Refusal
+from sensorium.services.application import Refusal, whole
 from sensorium.services.offers import Offers
 from sensorium.vocabulary.errors import RecipeError, SensoriumError
 from sensorium.vocabulary.plain import words
@@ -27,19 +31,36 @@ from sensorium.vocabulary.task import EnvironmentSpec, Task
 from sensorium.workers.pool import WorkerFailure, WorkerPool
 
 MOST_ID = 200
+LARGEST_SEED = 2**62
 
 FORSAKEN_S = 60.0
 """How long a client whose connection broke may stay away before its sessions give their places up; clients try for less."""
 
 
+def seed_of(given: Any) -> int:
+    """A seed as other systems' clients send it: a whole number from 0, spelled 7, 7.0 or "7". All else is refused."""
+    found = re.fullmatch(r"\s*([0-9]{1,19})(?:\.0*)?\s*", given) if isinstance(given, str) else None
+    seed = int(found[1]) if found else whole(given)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= LARGEST_SEED:
+        raise Refusal(422, f"a seed is a whole number from 0 to {LARGEST_SEED}, not {given!r:.60}")
+    return seed
+
+
 @dataclass
 class Session:
-    """One environment and what it last replied. ``number`` counts its steps."""
+    """One environment and what it last replied. ``number`` counts its steps. Without an environment it is reserved only.
+
+    ``reserved``: a client holds the id for further resets; ``problem`` says why these cannot succeed.
+    """
 
     id: str
-    wish: tuple[Any, ...]
-    live: LiveEnvironment
-    opening: "asyncio.Task[Json]"
+    environment: str
+    options: Any
+    reserved: bool = False
+    problem: str = ""
+    seed: int | None = None
+    live: LiveEnvironment | None = None
+    opening: "asyncio.Task[Json] | None" = None
     number: int = 0
     acting: "asyncio.Task[Json] | None" = None
     done: bool = False
@@ -54,7 +75,15 @@ class Session:
     @property
     def busy(self) -> bool:
         """Whether it is opening or acting."""
-        return not self.opening.done() or (self.acting is not None and not self.acting.done())
+        return any(task is not None and not task.done() for task in (self.opening, self.acting))
+
+    @property
+    def head(self) -> list[Json] | None:
+        """The messages before the first observation; None where it was not reset."""
+        if self.opening is None or not self.opening.done() or self.opening.cancelled() or self.opening.exception():
+            return None
+        head: list[Json] = self.opening.result()["head"]
+        return head
 
 
 class SessionTable:
@@ -78,19 +107,50 @@ class SessionTable:
 
     async def open(self, id: str, environment: Any, options: Any, seed: int) -> Json:
         """Open a session and reset its environment; again under the same id gives the same."""
-        wish = (environment, repr(options), seed)
         session = self.sessions.get(id)
         if session is None:
-            session = self._new(id, environment, options, seed, wish)
-        elif session.wish != wish:
+            self._make_room([id])
+            self._refuse_senseless(environment, options)
+            session = self._begin(Session(id, environment, options), seed)
+        elif (session.environment, repr(session.options), session.seed) != (environment, repr(options), seed):
             raise Refusal(409, f"there is a session '{id}' of another environment; choose another id")
         session.wanted()
         return await self._outcome(session, session.opening)
+
+    def reserve(self, wishes: Mapping[str, tuple[str, Any] | str]) -> None:
+        """Hold places under ids, all or none: for an environment with options, or for the reason why there is none."""
+        self._make_room([id for id in wishes if id not in self.sessions])
+        for wish in wishes.values():
+            if not isinstance(wish, str):
+                self._refuse_senseless(*wish)
+        for id, wish in wishes.items():
+            before = self.sessions.get(id)
+            if before is not None:
+                self._end(before)
+            environment, options, problem = ("", {}, wish) if isinstance(wish, str) else (*wish, "")
+            self.sessions[id] = Session(id, environment, options, reserved=True, problem=problem)
+
+    async def reset(self, id: str, seed: int) -> Json:
+        """Begin a reserved session's environment by a seed, in place of the one that it had."""
+        before = self._known(id)
+        before.wanted()
+        if before.problem:
+            raise Refusal(422, before.problem)
+        if before.live is not None:
+            self._end(before)
+        session = self._begin(Session(id, before.environment, before.options, reserved=True), seed)
+        return await self._outcome(session, session.opening)
+
+    async def act(self, id: str, response: str) -> Json:
+        """Act, for protocols whose steps have no number: one that is asked again acts again."""
+        return await self.step(id, self._known(id).number + 1, response)
 
     async def step(self, id: str, number: int, response: str) -> Json:
         """Act, once; the last step again gives its reply again."""
         session = self._known(id)
         session.wanted()
+        if session.live is None:
+            raise Refusal(409, session.problem or f"session '{id}' was not reset, or its environment failed")
         if number == session.number and session.acting is not None:
             return await self._outcome(session, session.acting)
         if number != session.number + 1:
@@ -107,7 +167,7 @@ class SessionTable:
         """A good response from where a session is; nothing acts."""
         session = self._known(id)
         session.wanted()
-        if session.busy or session.done:
+        if session.live is None or session.busy or session.done:
             raise Refusal(409, f"session '{id}' is busy or has ended: there is nothing to demonstrate")
         try:
             return {"response": await session.live.demonstrate(session.number)}
@@ -186,28 +246,26 @@ class SessionTable:
             "failed": self.failed,
         }
 
-    def _new(self, id: str, environment: Any, options: Any, seed: int, wish: tuple[Any, ...]) -> Session:
-        if not id or len(id) > MOST_ID:
+    def _make_room(self, ids: Sequence[str]) -> None:
+        """Refuse where there are no places for new sessions."""
+        if not all(0 < len(id) <= MOST_ID for id in ids):
             raise Refusal(422, f"the id of a session has 1 to {MOST_ID} characters")
-        if len(self.sessions) >= self.capacity and not self._room_made():
-            raise Refusal(
-                503,
-                f"the server is full: {self.capacity} sessions are open (its --capacity; rollout.concurrency bounds the "
-                "episodes that a run plays at once)",
-                retry_after_s=1.0,
-            )
+        if len(ids) > self.capacity:
+            raise Refusal(422, f"{len(ids)} sessions at once are more than the server's --capacity, {self.capacity}")
+        while len(self.sessions) + len(ids) > self.capacity:
+            if not self._room_made():
+                raise Refusal(
+                    503,
+                    f"the server is full: {len(self.sessions)} sessions are open and its --capacity is {self.capacity} "
+                    "(rollout.concurrency bounds the episodes that a run plays at once)",
+                    retry_after_s=1.0,
+                )
+
+    def _refuse_senseless(self, environment: Any, options: Any) -> None:
         try:
             self.offers.chosen(environment, options)
         except RecipeError as error:
             raise Refusal(422 if environment in self.offers.offers else 404, str(error)) from error
-        task = Task(id, environment=EnvironmentSpec(environment, options, seed))
-        live = LiveEnvironment(
-            self._pool, lambda _: self._make(environment, options), task, self.deadline_s, Deadlines(), id, wary=True
-        )
-        session = Session(id, wish, live, asyncio.create_task(self._begin(live, seed)))
-        self.sessions[id] = session
-        self.opened += 1
-        return session
 
     def _room_made(self) -> bool:
         """Close the session that was forsaken for longest, where one was for long enough."""
@@ -218,17 +276,37 @@ class SessionTable:
         self.reaped += 1
         return True
 
-    async def _begin(self, live: LiveEnvironment, seed: int) -> Json:
-        return reset_to_json(*await live.reset(seed))
+    def _begin(self, session: Session, seed: int) -> Session:
+        """Build and reset an environment, and have the session known."""
+        task = Task(session.id, environment=EnvironmentSpec(session.environment, session.options, seed))
+        live = LiveEnvironment(
+            self._pool,
+            lambda _: self._make(session.environment, session.options),
+            task,
+            self.deadline_s,
+            Deadlines(),
+            session.id,
+            wary=True,
+        )
+
+        async def first() -> Json:
+            return reset_to_json(*await live.reset(seed))
+
+        session.seed, session.live, session.opening = seed, live, asyncio.create_task(first())
+        self.sessions[session.id] = session
+        self.opened += 1
+        return session
 
     async def _act(self, session: Session, response: str) -> Json:
+        assert session.live is not None, "only a session that was reset acts"
         result = await session.live.step(response, session.number)
         self.steps += 1
         session.done = result.done or result.truncated or result.observation is None
         return step_to_json(result)
 
-    async def _outcome(self, session: Session, task: "asyncio.Task[Json]") -> Json:
+    async def _outcome(self, session: Session, task: "asyncio.Task[Json] | None") -> Json:
         """What a task comes to. It goes on if nobody waits any longer."""
+        assert task is not None, "a session with an environment was opened"
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -236,10 +314,11 @@ class SessionTable:
                 raise Refusal(410, f"session '{session.id}' was closed") from None
             raise
         except Exception as error:
-            if self.sessions.get(session.id) is session:  # it holds no place any longer
+            if self.sessions.get(session.id) is session:
                 self.failed += 1
-                del self.sessions[session.id]
-                self._end(session)
+                self._end(self.sessions.pop(session.id))  # it holds no place any longer
+                if session.reserved:
+                    self.sessions[session.id] = Session(session.id, session.environment, session.options, reserved=True)
             told = str(error) if isinstance(error, SensoriumError) else words(error)
             senseless = task is session.opening and isinstance(error.__cause__, RecipeError)
             raise Refusal(422 if senseless else 410, told) from error
@@ -259,7 +338,8 @@ class SessionTable:
             for task in filter(None, (session.opening, session.acting)):
                 await asyncio.wait({task})
                 task.exception()  # told already to who asked
-            await session.live.close()
+            if session.live is not None:
+                await session.live.close()
 
         self._keep(give_back())
 

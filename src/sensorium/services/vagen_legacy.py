@@ -14,7 +14,7 @@ from sensorium.envs.remote.wire import Json
 from sensorium.recipe.vagen_settings import environment_of
 from sensorium.services.access import allowed
 from sensorium.services.application import Refusal
-from sensorium.services.sessions import SessionTable
+from sensorium.services.sessions import Session, SessionTable, seed_of
 from sensorium.services.shown import paid, pictures, text_of_messages, with_images
 from sensorium.vocabulary.errors import RecipeError
 
@@ -59,6 +59,9 @@ def legacy_routes(table: SessionTable, key: str) -> APIRouter:
                 return flask(await work(given))
             except _Page as page:
                 return _html(page.status)
+            except Refusal as refusal:  # too many environments, or a seed that is none: theirs would raise a client, too
+                again = {"Retry-After": f"{refusal.retry_after_s:g}"} if refusal.retry_after_s else None
+                return flask({"error": refusal.why}, 400 if refusal.status == 422 else refusal.status, again)
             except (KeyError, AttributeError, TypeError):  # as theirs: an unknown id or a wrong type is its error 500
                 return _html(500)
 
@@ -79,46 +82,36 @@ def legacy_routes(table: SessionTable, key: str) -> APIRouter:
 
 
 class _Environments:
-    """Environments under ids that the client chose. One that could not be made shows that later, as there."""
+    """Reserved sessions under ids that the client chose. One that could not be made shows that later, as there."""
 
     def __init__(self, table: SessionTable) -> None:
         self.table = table
-        self.known: dict[str, tuple[str, Json] | str] = {}
-        self.prompts: dict[str, str] = {}
 
     async def create(self, wishes: dict[str, Any]) -> Json:
+        """Reserve them all; or none, where there are not enough places."""
+        found: dict[str, tuple[str, Json] | str] = {}
         for id, wish in wishes.items():
-            if id not in self.known and len(self.known) >= self.table.capacity:
-                self.known[id] = "the server is full"
-                break
             try:
                 name, options = environment_of(wish, self.table.offers.environments)
                 self.table.offers.chosen(name, options)
-                self.known[id] = (name, options)
+                found[PREFIX + id] = (name, options)
             except RecipeError as error:
-                self.known[id] = str(error)
+                found[PREFIX + id] = str(error)
+        self.table.reserve(found)
         return {"success": True}
 
-    async def reset(self, id: str, seed: Any) -> tuple[Json, Json]:
-        held = self.known[id]
-        if isinstance(held, str):
-            return {}, {"error": held}
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= 2**62:
-            seed = 0
-        await self.table.close(PREFIX + id)
+    async def reset(self, id: str, seed: int) -> tuple[Json, Json]:
+        self._held(id)
         try:
-            first = await self.table.open(PREFIX + id, *held, seed)
+            first = await self.table.reset(PREFIX + id, seed)
         except Refusal as refusal:
             return {}, {"error": refusal.why}
-        self.prompts[id] = text_of_messages(first["head"])
         return self._seen(first["observation"]), {}
 
     async def step(self, id: str, action: Any) -> tuple[Json, float, bool, Json]:
-        held, session = self.known[id], self.table.sessions.get(PREFIX + id)
-        if isinstance(held, str) or session is None:
-            return {}, 0.0, True, {"error": held if isinstance(held, str) else "it was not reset, or has ended"}
+        self._held(id)
         try:
-            outcome = await self.table.step(PREFIX + id, session.number + 1, str(action))
+            outcome = await self.table.act(PREFIX + id, str(action))
         except Refusal as refusal:
             return {}, 0.0, True, {"error": refusal.why}
         success = bool(outcome["success"])
@@ -130,7 +123,8 @@ class _Environments:
         return self._seen(outcome["observation"] or []), float(paid(outcome) or 0.0), outcome["done"], info
 
     async def reset_many(self, seeds: dict[str, Any]) -> Json:
-        return {"results": {id: await self.reset(id, seed) for id, seed in seeds.items()}}
+        read = {id: seed_of(seed) for id, seed in seeds.items()}  # before any of them is reset
+        return {"results": {id: await self.reset(id, seed) for id, seed in read.items()}}
 
     async def step_many(self, actions: dict[str, Any]) -> Json:
         return {"results": {id: await self.step(id, action) for id, action in actions.items()}}
@@ -147,7 +141,7 @@ class _Environments:
         return {"status": "success"}
 
     async def reset_one(self, asked: tuple[str, Any]) -> Json:
-        observation, info = await self.reset(*asked)
+        observation, info = await self.reset(asked[0], seed_of(asked[1]))
         return {"observation": observation, "info": info}
 
     async def step_one(self, asked: tuple[str, Any]) -> Json:
@@ -156,30 +150,34 @@ class _Environments:
 
     async def reward_one(self, id: str) -> Json:
         """All pay is in the steps; there is none beside it at the end."""
-        self.known[id]
+        self._held(id)
         return {"reward": 0.0}
 
     async def prompt_one(self, id: str) -> Json:
-        self.known[id]
-        if id not in self.prompts:
+        if self._held(id).head is None:
             await self.reset(id, 0)
-        return {"system_prompt": self.prompts.get(id, "")}
+        return {"system_prompt": text_of_messages(self._held(id).head or [])}
 
     async def close_one(self, id: str) -> Json:
-        del self.known[id]
-        self.prompts.pop(id, None)
+        self._held(id)
         await self.table.close(PREFIX + id)
         return {"status": "success"}
+
+    def _held(self, id: str) -> Session:
+        """A session by the client's id, with its lease renewed; KeyError where there is none."""
+        session = self.table.sessions[PREFIX + id]
+        session.wanted()
+        return session
 
     def _seen(self, messages: list[Json]) -> Json:
         images = [{"__pil_image__": base64.b64encode(data).decode()} for data in pictures(messages, self.table.store)]
         return {"obs_str": with_images(messages)} | ({"multi_modal_data": {"<image>": images}} if images else {})
 
 
-def flask(body: Json, status: int = 200) -> Response:
+def flask(body: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """JSON as Flask writes it."""
     text = json.dumps(body, sort_keys=True, ensure_ascii=True, separators=(",", ":")) + "\n"
-    return Response(text, status, media_type="application/json")
+    return Response(text, status, headers, "application/json")
 
 
 async def _json(request: Request) -> Any:

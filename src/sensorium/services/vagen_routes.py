@@ -14,13 +14,15 @@ from sensorium.envs.remote.wire import Json
 from sensorium.recipe.vagen_settings import environment_of
 from sensorium.services.access import allowed
 from sensorium.services.application import Refusal
-from sensorium.services.sessions import SessionTable
+from sensorium.services.sessions import SessionTable, seed_of
 from sensorium.services.shown import paid, pictures, with_images
 from sensorium.vocabulary.errors import RecipeError
 
 MOST_BODY = 64 * 1024 * 1024
 MOST_PARTS = 1000
 PREFIX = "vagen-"
+STATUSES = {status: status for status in (400, 404, 409, 413, 503)}
+"""Statuses of its service, and ours for a step out of turn and a large body; everything else is its 500."""
 
 
 def vagen_routes(table: SessionTable, key: str) -> APIRouter:
@@ -34,7 +36,8 @@ def vagen_routes(table: SessionTable, key: str) -> APIRouter:
         try:
             body, shown = await method(read_form(await _body(request), request.headers.get("content-type", "")))
         except Refusal as refusal:
-            return JSONResponse({"detail": refusal.why}, refusal.status)
+            again = {"Retry-After": f"{refusal.retry_after_s:g}"} if refusal.retry_after_s else None
+            return JSONResponse({"detail": refusal.why}, STATUSES.get(refusal.status, 500), again)
         except (ValueError, RecipeError) as error:
             return JSONResponse({"detail": str(error)}, 500)
         boundary = f"gym_env_{secrets.token_hex(16)}"
@@ -58,30 +61,29 @@ class _Calls:
 
     def __init__(self, table: SessionTable) -> None:
         self.table = table
-        self.known: dict[str, tuple[str, Json]] = {}
-        self.prompts: dict[str, list[Json]] = {}
 
     async def connect(self, asked: Json) -> tuple[Json, list[bytes]]:
-        name, options = environment_of(
-            {"env_config": asked.get("env_config")}, self.table.offers.environments, current=True
-        )
-        self.table.offers.chosen(name, options)
-        self._forget_ended()
-        id = uuid4().hex
-        if len(self.known) >= self.table.capacity:
-            raise Refusal(503, "session limit reached")
-        self.known[id] = (name, options)
-        if asked.get("seed") is None:
+        wish = environment_of({"env_config": asked.get("env_config")}, self.table.offers.environments, current=True)
+        self.table.offers.chosen(*wish)
+        seed, id = asked.get("seed"), uuid4().hex
+        self.table.reserve({PREFIX + id: wish})
+        if seed is None:
             return {"session_id": id}, []
-        body, shown = await self._reset(id, asked["seed"])
+        try:
+            body, shown = await self._reset(id, seed)
+        except Refusal:
+            await self.table.close(PREFIX + id)  # nothing is left behind of a session that did not begin
+            raise
         return {"session_id": id, **body}, shown
 
     async def call(self, asked: Json) -> tuple[Json, list[bytes]]:
         id, method, params = asked.get("session_id"), asked.get("method"), asked.get("params") or {}
         if not isinstance(id, str) or not isinstance(method, str):
             raise Refusal(400, f"{'session_id' if not isinstance(id, str) else 'method'} missing")
-        if id not in self.known:
+        session = self.table.sessions.get(PREFIX + id)
+        if session is None:
             raise Refusal(404, "unknown session")
+        session.wanted()
         if not isinstance(params, dict):
             raise ValueError("params must be an object")
         if method == "reset":
@@ -89,51 +91,27 @@ class _Calls:
         if method == "step":
             return await self._step(id, params.get("action_str"))
         if method == "system_prompt":
-            if id not in self.prompts:
+            if session.head is None:
                 raise ValueError("system_prompt before the first reset")
-            return {"obs": with_images(self.prompts[id])}, pictures(self.prompts[id], self.table.store)
+            return {"obs": with_images(session.head)}, pictures(session.head, self.table.store)
         if method == "close":
-            await self._close(id)
+            await self.table.close(PREFIX + id)
             return {"closed": True}, []
         raise ValueError(f"unknown method {method:.60}")
 
     async def _reset(self, id: str, seed: Any) -> tuple[Json, list[bytes]]:
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= 2**62:
-            raise ValueError("a seed is a whole number from 0")
-        name, options = self.known[id]
-        await self.table.close(PREFIX + id)
-        try:
-            first = await self.table.open(PREFIX + id, name, options, seed)
-        except Refusal as refusal:
-            await self._close(id)  # nothing is left behind of a session that did not begin
-            raise Refusal(503 if refusal.status == 503 else 500, refusal.why) from refusal
-        self.prompts[id] = first["head"]
+        first = await self.table.reset(PREFIX + id, seed_of(seed))
         return {"obs": with_images(first["observation"]), "info": {}}, pictures(first["observation"], self.table.store)
 
     async def _step(self, id: str, action: Any) -> tuple[Json, list[bytes]]:
-        session = self.table.sessions.get(PREFIX + id)
-        if session is None or not isinstance(action, str):
-            raise ValueError("step needs a session that was reset, and action_str")
-        try:
-            outcome = await self.table.step(PREFIX + id, session.number + 1, action)
-        except Refusal as refusal:
-            raise Refusal(500 if refusal.status != 409 else 409, refusal.why) from refusal
+        if not isinstance(action, str):
+            raise ValueError("step needs action_str")
+        outcome = await self.table.act(PREFIX + id, action)
         shown = outcome["observation"] or []
         metrics = {"turn_metrics": outcome["info"], "traj_metrics": {"success": bool(outcome["success"])}}
         info = {"success": bool(outcome["success"]), "metrics": metrics}
         reply = {"obs": with_images(shown), "reward": paid(outcome) or 0.0, "done": outcome["done"], "info": info}
         return reply, pictures(shown, self.table.store)
-
-    async def _close(self, id: str) -> None:
-        self.known.pop(id, None)
-        self.prompts.pop(id, None)
-        await self.table.close(PREFIX + id)
-
-    def _forget_ended(self) -> None:
-        """Forget those whose session is gone: closed by its lease, or failed. One that was never reset is kept."""
-        for id in [id for id in self.prompts if PREFIX + id not in self.table.sessions]:
-            self.known.pop(id, None)
-            self.prompts.pop(id, None)
 
 
 async def _body(request: Request) -> bytes:
