@@ -1,9 +1,11 @@
 """The response grammar: eight forms, read in linear time whatever the text is."""
 
+import re
 import time
+from itertools import takewhile
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sensorium.envs.actions import ActionGrammar
@@ -170,3 +172,94 @@ def test_naming_every_place_earns_nothing() -> None:
     assert share_right("ellip\u017fe at (1, 2)", {"ellipse": frozenset([(1, 2)])}) == 1
     assert share_right("boxes: ( 2,3 ) and (1,1). The player? In (0, 2).", state) == 0.5
     assert share_right("(0, 1)", state) == 0
+
+
+BETWEEN = {
+    "no_think": ["<answer>", "</answer>"],
+    "free_think": ["<think>", r"</think>\s*<answer>", "</answer>"],
+    "grounding": [
+        r"<think>\s*<observation>", r"</observation>\s*<reasoning>", r"</reasoning>\s*</think>\s*<answer>", "</answer>"
+    ],
+    "worldmodeling": [
+        r"<think>\s*<reasoning>", r"</reasoning>\s*<prediction>", r"</prediction>\s*</think>\s*<answer>", "</answer>"
+    ],
+    "grounding_worldmodeling": [
+        r"<think>\s*<observation>", r"</observation>\s*<reasoning>", r"</reasoning>\s*<prediction>",
+        r"</prediction>\s*</think>\s*<answer>", "</answer>",
+    ],
+    "wm": [
+        "<observation>", r"</observation>\s*<think>", r"</think>\s*<answer>", r"</answer>\s*<prediction>", "</prediction>"
+    ],
+    "free_wm": ["<observation>", "</observation>", "<answer>", "</answer>", "<prediction>", "</prediction>"],
+    "eval_mode": ["<answer>", "</answer>"],
+}  # fmt: skip
+ANSWER_GROUP = {"no_think": 1, "free_think": 2, "grounding": 3, "worldmodeling": 3, "grounding_worldmodeling": 4,
+                "wm": 3, "free_wm": 3, "eval_mode": 1}  # fmt: skip
+
+
+def as_vagen(name: str, text: str, most: int) -> tuple[list[str], bool]:
+    """Plain regular expressions of VAGEN's formats: the words that it plays, and whether the form is right."""
+    text = text.replace("<image>", "")
+    pattern = "(.*?)".join(BETWEEN[name])
+    found = re.search(pattern, text, re.DOTALL)
+    legacy = name in STRICT and name != "wm"
+    right = bool(re.match(rf"^\s*{pattern}\s*$", text.strip(), re.DOTALL)) if legacy else found is not None
+    if found is None or (name in ("free_think", "no_think") and not right):
+        return [], right
+    answer = found.group(ANSWER_GROUP[name])
+    for tag in ("<think>", "</think>", "<answer>", "</answer>") if legacy else ():
+        answer = answer.replace(tag, "")
+    words = [word.strip() for word in answer.split(",") if word.strip()][:most]
+    return words if legacy else [word.lower() for word in words], right
+
+
+ASKED = st.lists(
+    st.sampled_from([*PIECES, "Up", "left", "Jump", "<image>", "</observation>", "<reasoning>", "</reasoning>",
+                     "<prediction>", "</prediction>", *FORMS.values()]), max_size=12,
+).map("".join)  # fmt: skip
+
+
+@given(st.sampled_from(sorted(FORMS)), ASKED)
+@settings(max_examples=600, deadline=None)
+def test_vagens_grammar_takes_the_first_answer_and_cuts_it(name: str, text: str) -> None:
+    names = ("Left", "Down", "Right", "Up")
+    asked = ActionGrammar(names, 2, ResponseFormat(name, grammar="vagen")).read(text)
+    words, right = as_vagen(name, text, 2)
+    known = names if name in STRICT and name != "wm" else tuple(each.lower() for each in names)
+    played = list(takewhile(lambda word: word in known, words))
+    assert [known[action] for action in asked.actions] == played
+    assert asked.well_formed == right
+    assert asked.valid == (bool(words) and played == words)
+
+
+def test_vagens_grammar_in_short() -> None:
+    def read(text: str, form: str = "free_think") -> tuple[tuple[int, ...], bool, bool]:
+        asked = ActionGrammar(("Left", "Up"), 2, ResponseFormat(form, grammar="vagen")).read(text)
+        return asked.actions, asked.valid, asked.well_formed
+
+    assert read("<think>a</think><answer>Up</answer><answer>Left</answer>") == ((1,), True, True)
+    assert read("<think>a</think><answer>Up, Left, Up</answer>") == ((1, 0), True, True)
+    assert read("<think>a</think><answer>Up, Jump</answer>") == ((1,), False, True)
+    assert read("<think>a</think><answer>, Up,</answer>") == ((1,), True, True)
+    assert read("Well. <think>a</think><answer>Up</answer>") == ((), False, False)
+    assert read(f"Well. {FORMS['grounding']}", "grounding") == ((0,), True, False)
+    with pytest.raises(RecipeError, match="unknown grammar"):
+        ResponseFormat("free_think", grammar="vagan")
+    with pytest.raises(RecipeError, match="bare"):
+        ActionGrammar(("Left",), 1, ResponseFormat("no_think", grammar="vagen"), bare=True)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_vagens_grammar_reads_megabytes_in_a_moment(name: str) -> None:
+    form = ResponseFormat(name, grammar="vagen")
+    began = time.process_time()
+    for piece in (
+        "<think>",
+        "</think>",
+        "<answer>",
+        "<think><observation>",
+        "</think> ",
+        "<observation></observation><reasoning>",
+    ):
+        form.parse(piece * (1_000_000 // len(piece)))
+    assert time.process_time() - began < 5

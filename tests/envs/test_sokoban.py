@@ -164,3 +164,14 @@ def test_random_play_keeps_the_boxes() -> None:
             break
         assert len(environment._position.boxes) == 2
         assert environment._position.player not in environment._position.boxes
+
+
+def test_vagens_grammar_walks_as_far_as_it_can_read() -> None:
+    """Of too many moves the first are made; an unknown one ends them, and takes the pay for the form."""
+    rooms = [Sokoban(MediaStore(), max_actions_per_turn=2, prompt="full", grammar=grammar) for grammar in ("own", "vagen")]  # type: ignore[arg-type]
+    for answer, made, paid in (("Up, Up, Up", 2, 0.5), ("Up, Jump", 1, 0.0)):
+        for room, moves, form in zip(rooms, (0, made), (0.0, paid), strict=True):
+            room.reset(3)
+            reward = room.step(f"<think>so</think><answer>{answer}</answer>").reward
+            assert isinstance(reward, dict)
+            assert (round(reward["step"], 6), reward["format"]) == (round(-0.1 * moves, 6), form)

@@ -7,6 +7,11 @@ A form is a sequence of sections in tags. ``grounding``, for example, is
 and of the response ``<think><observation>a box</observation><reasoning>so left</reasoning></think><answer>Left</answer>``
 the answer is ``Left``, the section ``observation`` is ``a box``, and it is well formed. Tags may be in capitals. What is in
 the last ``<answer>`` is the answer, in a response that is not well formed too. Reading takes time linear in the text.
+
+With ``grammar: vagen`` a response is read as VAGEN reads it, for comparing success rates: the first answer counts, tags are
+as they are written in lower case, and ``free_think`` and ``no_think`` have an answer only where they are well formed. A
+well-formed response begins with its form and ends with its last tag, whatever is between; in today's forms (``wm``,
+``free_wm``, ``eval_mode``, and those with ``<action>``) it may be anywhere in the response.
 """
 
 import re
@@ -34,6 +39,11 @@ LAYOUTS: dict[str, tuple[str | tuple[str, ...], ...]] = {
 }
 """The sections of each form in order; of those in brackets the first holds the others. The first five are legacy VAGEN's,
 the last three today's."""
+
+LEGACY = ("no_think", "free_think", "grounding", "worldmodeling", "grounding_worldmodeling")
+GRAMMARS = ("own", "vagen")
+LEGACY_TAGS = re.compile(r"</?(?:think|answer)>")
+"""What legacy VAGEN takes out of sections and answers."""
 
 REQUIRED = {"free_wm": ("observation", "answer", "prediction"), "eval_mode": ("answer",)}
 """Forms that are well formed by these sections alone: any text, and other tags, may stand around them."""
@@ -67,11 +77,19 @@ class ResponseFormat:
 
     name: str
     answer_tag: str = "answer"
+    grammar: str = "own"
 
     def __post_init__(self) -> None:
         if self.name not in LAYOUTS:
             raise RecipeError(f"unknown response format '{self.name}'{nearest(str(self.name), list(LAYOUTS))}")
+        if self.grammar not in GRAMMARS:
+            raise RecipeError(f"unknown grammar '{self.grammar}'{nearest(str(self.grammar), list(GRAMMARS))}")
         assert self.answer_tag in ANSWER_TAGS, self.answer_tag
+
+    @property
+    def legacy(self) -> bool:
+        """Whether it is a form of legacy VAGEN's, not of today's."""
+        return self.name in LEGACY and self.answer_tag == "answer"
 
     @property
     def sections(self) -> tuple[str, ...]:
@@ -97,6 +115,8 @@ class ResponseFormat:
 
     def parse(self, text: str) -> ParsedResponse:
         """Read a response. Whatever the text is, it is read, in one pass."""
+        if self.grammar == "vagen":
+            return self._parse_as_vagen(text)
         marks = list(TAGS[self.answer_tag].finditer(text))
         tags = [mark[1] + self._section(mark[2].lower()) for mark in marks]
         ends = [0, *(mark.end() for mark in marks)]
@@ -117,6 +137,51 @@ class ResponseFormat:
             )
         outside = (said for gap, said in enumerate(between) if not _is_leaf(tags, gap))
         return ParsedResponse(tuple(answers), sections, tags == self._tags and not any(map(str.strip, outside)))
+
+    def _parse_as_vagen(self, text: str) -> ParsedResponse:
+        """Each part of the form is looked for behind the one before it, so the first answer is the one that counts."""
+        text = text.replace("<image>", "").strip()
+        delimiters, names = self._delimiters()
+        sections: dict[str, str] = {}
+        begins, at = False, 0
+        for number, delimiter in enumerate(delimiters):
+            found = re.compile(delimiter).search(text, at)
+            if found is None:
+                return ParsedResponse()
+            if number == 0:
+                begins = found.start() == 0
+            else:
+                held = text[at : found.start()]
+                sections[names[number - 1]] = (LEGACY_TAGS.sub("", held) if self.legacy else held).strip()
+            if number == len(delimiters) - 1:
+                begins = begins and text.endswith(delimiter)
+            at = found.end()
+        whole = begins if self.legacy or self.name == "no_think" else True
+        if not whole and self.name in ("free_think", "no_think"):
+            return ParsedResponse()
+        answer = sections.pop("answer")
+        return ParsedResponse((answer,), {name: held for name, held in sections.items() if name}, whole)
+
+    def _delimiters(self) -> tuple[list[str], list[str]]:
+        r"""What stands between the sections, as patterns, and the section after each but the last ("": any text).
+
+        Of ``free_think``: <think>, </think>\s*<answer>, </answer>.
+        """
+        tags = re.findall(r"</?\w+>", self.write(""))
+        needed = REQUIRED.get(self.name)
+        if needed:
+            tags = [tag for tag in tags if self._section(tag.strip("</>")) in needed]
+        delimiters, names = [tags[0]], []
+        for before, tag in pairwise(tags):
+            if tag == before.replace("<", "</"):
+                names.append(self._section(tag.strip("</>")))
+                delimiters.append(tag)
+            elif needed:
+                names.append("")
+                delimiters.append(tag)
+            else:
+                delimiters[-1] += rf"\s*{tag}"
+        return delimiters, names
 
     @property
     def _tags(self) -> list[str]:

@@ -54,6 +54,7 @@ class FrozenLake:
         demonstration_noise: float = 0.0,
         response_format: str = "",
         state_reward: float = 0.0,
+        grammar: Literal["own", "vagen"] = "own",
     ) -> None:
         one_of(NAME, "view", view, ["picture", "text", "blank"])
         one_of(NAME, "prompt", prompt, ["short", "full"])
@@ -67,7 +68,7 @@ class FrozenLake:
         self.store = store
         self.size, self.p, self.slippery = size, p, slippery
         self.max_turns, self.view, self.cell = max_turns, view, cell
-        form = ResponseFormat(response_format or ("free_think" if prompt == "full" else "no_think"))
+        form = ResponseFormat(response_format or ("free_think" if prompt == "full" else "no_think"), grammar=grammar)
         self.grammar = ActionGrammar(ACTIONS, max_actions_per_turn, form, bare)
         self.prompts = ActionPrompts(self.grammar, full=prompt == "full")
         described = described_parts(NAME, form, state_reward)

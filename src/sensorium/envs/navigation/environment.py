@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from sensorium.envs.action_prompts import ActionPrompts, sight, turn_result
-from sensorium.envs.actions import ActionGrammar
+from sensorium.envs.actions import ActionGrammar, ActionTurn
 from sensorium.envs.navigation.miniworld import Pixels, refuse_missing, view
 from sensorium.envs.navigation.scenes import ACTIONS, CURRENT_ACTIONS, Pose, Scene, scene_of
 from sensorium.envs.option_checks import one_of, within
@@ -73,6 +73,7 @@ class NavigationSettings:
     format_reward: float
     state_reward: float
     action_names: str
+    grammar: str
 
     def __post_init__(self) -> None:
         one_of(self.name, "action_names", self.action_names, [ACTIONS[0], CURRENT_ACTIONS[0]])
@@ -98,7 +99,7 @@ class NavigationPlay:
         full = settings.prompt == "full"
         current = settings.action_names == CURRENT_ACTIONS[0]
         names, tag, separator = (CURRENT_ACTIONS, "action", "|") if current else (ACTIONS, "answer", ",")
-        form = ResponseFormat(settings.response_format or ("free_think" if full else "no_think"), tag)
+        form = ResponseFormat(settings.response_format or ("free_think" if full else "no_think"), tag, settings.grammar)
         self.grammar = ActionGrammar(names, settings.max_actions_per_turn, form, separator=separator)
         self.prompts = ActionPrompts(self.grammar, full=full)
         described = described_parts(settings.name, form, settings.state_reward)
@@ -118,6 +119,8 @@ class NavigationPlay:
         """Take the actions that a response names, until the target is near or the last of them."""
         self._open()
         asked = self.grammar.read(response)
+        if self.settings.grammar == "vagen" and not asked.well_formed:
+            asked = ActionTurn((), asked.sections)  # VAGEN's navigation, unlike its other environments, then does nothing
         before, made, worked, near = self._state(), 0, True, False
         for action in asked.actions:
             worked = self.simulator.act(action)
@@ -214,6 +217,7 @@ class Navigation(NavigationPlay):
         format_reward: float = 0.5,
         state_reward: float = 0.0,
         action_names: Literal["moveahead", "move_forward"] = "moveahead",
+        grammar: Literal["own", "vagen"] = "own",
     ) -> None:
         refuse_missing()
         within(NAME, "room_size", room_size, 3.0, 50.0)
@@ -226,7 +230,7 @@ class Navigation(NavigationPlay):
         within(NAME, "room_size (all rooms, in steps across)", round(across), 1, MOST_ACROSS)
         settings = NavigationSettings(
             NAME, max_turns, max_steps, max_actions_per_turn, success_distance, view, prompt, response_format,
-            success_reward, format_reward, state_reward, action_names,
+            success_reward, format_reward, state_reward, action_names, grammar,
         )  # fmt: skip
         kind = (rooms, float(room_size), things, float(success_distance), float(step_length))
         super().__init__(store, SceneSimulator(kind, side, field_of_view), settings)

@@ -62,6 +62,7 @@ class ThorNavigation(NavigationPlay):
         state_reward: float = 0.0,
         action_names: Literal["moveahead", "move_forward"] = "moveahead",
         eval_set: str = "base",
+        grammar: Literal["own", "vagen"] = "own",
     ) -> None:
         tasks = task_file(tasks, eval_set)
         within(NAME, "resolution", resolution, 16, 4096)
@@ -69,7 +70,7 @@ class ThorNavigation(NavigationPlay):
         within(NAME, "step_length", step_length, 0.01, 5.0)
         settings = NavigationSettings(
             NAME, max_turns, max_steps, max_actions_per_turn, success_distance, view, prompt, response_format,
-            success_reward, format_reward, state_reward, action_names,
+            success_reward, format_reward, state_reward, action_names, grammar,
         )  # fmt: skip
         task_list(tasks)
         options = {"width": resolution, "height": resolution, "fieldOfView": fov, "gpu_device": gpu_device}

@@ -13,7 +13,7 @@ from sensorium.envs.actions import ActionTurn
 from sensorium.envs.adapters.content import picture
 from sensorium.envs.option_checks import one_of, within
 from sensorium.envs.pay import TurnPay
-from sensorium.envs.primitive_skill.skills import Arm, skills_in, vector
+from sensorium.envs.primitive_skill.skills import Arm, first_skills, skills_in, vector
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.envs.responses import ResponseFormat
 from sensorium.envs.state_description import State, described_parts, judged
@@ -67,6 +67,7 @@ class PrimitiveSkills:
         stage_reward: float = 2.0,
         format_reward: float = 0.5,
         state_reward: float = 0.0,
+        grammar: Literal["own", "vagen"] = "own",
     ) -> None:
         one_of(NAME, "view", view, ["picture", "text"])
         one_of(NAME, "prompt", prompt, ["short", "full"])
@@ -82,7 +83,7 @@ class PrimitiveSkills:
         self.max_turns, self.max_steps, self.most = max_turns, max_steps, max_actions_per_turn
         self.instruction = instruction or INSTRUCTIONS.get(id, "")
         self._workspace = tuple(workspace)
-        self.format = ResponseFormat(response_format or ("free_think" if self.full else "no_think"))
+        self.format = ResponseFormat(response_format or ("free_think" if self.full else "no_think"), grammar=grammar)
         described = described_parts(NAME, self.format, state_reward)
         self.pay = TurnPay({"success": success_reward, "stage": stage_reward, "format": format_reward, **described})
         self._making = (id, tuple(modules), dict(make or {}), render_backend)
@@ -112,7 +113,9 @@ class PrimitiveSkills:
         if self._over or self._arm is None:
             raise EnvironmentFailure(f"{NAME}: it is over (or has not begun); reset it first.")
         parsed = self.format.parse(response)
-        skills = skills_in(parsed.answer or "", self.most)
+        skills, unknown = skills_in(parsed.answer or "", self.most), False
+        if self.format.grammar == "vagen":
+            skills, unknown = first_skills(parsed.answer or "", self.most)
         before, made, worked = self._state(), 0, True
         for skill in skills[: self.max_steps - self._steps]:
             worked = self._arm.perform(type(skill)(skill.name, self._clipped(skill.numbers)))
@@ -124,13 +127,13 @@ class PrimitiveSkills:
         out = self._turn >= self.max_turns or self._steps >= self.max_steps or self._arm.truncated
         self._over = success or out
         reached, self._stage = max(0, self._stages() - self._stage), max(self._stage, self._stages())
-        turn = ActionTurn((0,) if skills else (), parsed.sections, parsed.well_formed)
+        turn = ActionTurn((0,) if skills else (), parsed.sections, parsed.well_formed, unknown)
         described = judged(turn, before, self._state(), self.pay.worth)
-        good = parsed.well_formed and bool(skills)
+        good = parsed.well_formed and turn.valid
         taken = " | ".join(map(str, skills[:made]))
         told = f"You did: {taken}." if taken else "That was no valid answer; nothing was done."
         info = {
-            "valid": bool(skills),
+            "valid": turn.valid,
             "format": parsed.well_formed,
             "actions": taken,
             "worked": worked,

@@ -56,6 +56,16 @@ def skills_in(answer: str, most: int) -> tuple[Skill, ...]:
     return tuple(skills) if within else ()
 
 
+def first_skills(answer: str, most: int) -> tuple[tuple[Skill, ...], bool]:
+    """As VAGEN reads them: the first ``most`` calls between |, up to one that cannot be read; and whether there is one."""
+    skills: list[Skill] = []
+    for part in [part for part in answer[:MOST_CHARACTERS].split("|") if part.strip()][:most]:
+        if not (read := skills_in(part, 1)):
+            return tuple(skills), True
+        skills += read
+    return tuple(skills), False
+
+
 class Arm:
     """The arm of a ManiSkill environment (unbatched, as CPUGymWrapper gives it). ``info`` is what its last step said."""
 

@@ -58,6 +58,7 @@ class Sokoban:
         format_reward: float = 0.5,
         state_reward: float = 0.0,
         demonstration_noise: float = 0.0,
+        grammar: Literal["own", "vagen"] = "own",
     ) -> None:
         one_of(NAME, "view", view, ["picture", "text", "blank"])
         one_of(NAME, "prompt", prompt, ["short", "full"])
@@ -73,7 +74,7 @@ class Sokoban:
         within(NAME, "demonstration_noise", demonstration_noise, 0.0, 1.0)
         self.store, self.max_turns, self.view, self.cell = store, max_turns, view, cell
         self._kind = (size, boxes, min_solution, max_solution, walls)
-        form = ResponseFormat(response_format or ("free_think" if prompt == "full" else "no_think"))
+        form = ResponseFormat(response_format or ("free_think" if prompt == "full" else "no_think"), grammar=grammar)
         self.grammar = ActionGrammar(ACTIONS, max_actions_per_turn, form, bare)
         self.prompts = ActionPrompts(self.grammar, full=prompt == "full")
         described = described_parts(NAME, form, state_reward)

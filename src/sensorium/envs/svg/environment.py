@@ -67,6 +67,7 @@ class SvgDrawing:
         dataset: str = "",
         dataset_split: str = "train",
         dataset_column: str = "Svg",
+        grammar: Literal["own", "vagen"] = "own",
     ) -> None:
         refuse_missing()
         one_of(NAME, "view", view, ["picture", "blank"])
@@ -83,7 +84,7 @@ class SvgDrawing:
                 )
         self.store, self.side, self.max_turns, self.view, self.device = store, side, max_turns, view, device
         self.full, self.success_above, self._kind, self._task = prompt == "full", success_above, (grid, shapes), task
-        self.format = ResponseFormat(response_format or ("free_think" if self.full else "no_think"))
+        self.format = ResponseFormat(response_format or ("free_think" if self.full else "no_think"), grammar=grammar)
         self._paths = {"dino": dino_path, "dreamsim": dreamsim_path}
         weights = {"pixel": pixel_weight, "structural": structural_weight, "dino": dino_weight, "dreamsim": dreamsim_weight}
         self._weights = {term: weight for term, weight in weights.items() if weight}
