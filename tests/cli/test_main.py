@@ -10,7 +10,6 @@ import pytest
 
 import sensorium as package
 from sensorium.cli.main import COMMANDS, MODULES, main, warning_text
-from sensorium.cli.train import after_interrupt
 from sensorium.record.run_directory import RunDirectory
 
 SOURCES = str(Path(package.__file__).resolve().parents[1])
@@ -182,8 +181,8 @@ def test_resuming_what_is_no_run_speaks_of_runs(tmp_path: Path, capsys: pytest.C
 
 def test_an_interrupt_before_the_first_checkpoint_does_not_promise_one(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run").create()
-    assert "the same command starts over" in after_interrupt(directory)
+    assert "the same command starts over" in directory.how_to_continue()
     directory.metrics.write_text("{}")
-    assert "the same command with --restart starts over" in after_interrupt(directory)
+    assert "the same command with --restart starts over" in directory.how_to_continue()
     directory.checkpoint_of(1).mkdir()
-    assert after_interrupt(directory).endswith(f"sensorium train {directory.path} --resume")
+    assert directory.how_to_continue().endswith(f"sensorium train {directory.path} --resume")

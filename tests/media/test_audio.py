@@ -1,5 +1,6 @@
 """Sounds become one channel at the rate asked for, whole, or are refused by name."""
 
+import struct
 from math import isclose
 from pathlib import Path
 
@@ -116,6 +117,23 @@ def test_a_trim_outside_of_the_sound_is_refused(trim: dict[str, float], form: st
     data = encode_wav(tone()) if form == "wav" else CLIP
     with pytest.raises(MediaError, match=r"row 3: the part asked for, .* outside of the sound"):
         decode_audio(data, AudioParameters(**trim), "row 3")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("peak", [1e5, 1e19, 3e38])
+def test_samples_beyond_any_recording_are_refused_with_their_size(peak: float) -> None:
+    loud, scaled = np.zeros(1600, np.float32), np.zeros(1600, np.float32)
+    loud[7], scaled[7] = peak, 32768.0
+    with pytest.raises(MediaError, match=rf"row 3: .*{peak:.3g}".replace("+", r"\+")):
+        decode_audio(float_wav(loud), WHOLE, "row 3")
+    assert np.abs(decode_audio(float_wav(scaled), WHOLE, "row 3").samples).max() == 32768.0
+
+
+def float_wav(samples: np.ndarray) -> bytes:
+    """A WAV of 32-bit floats at 16 kHz."""
+    data = samples.astype("<f4").tobytes()
+    head = struct.pack("<HHIIHH", 3, 1, 16000, 64000, 4, 32)
+    body = b"WAVEfmt " + struct.pack("<I", len(head)) + head + b"data" + struct.pack("<I", len(data)) + data
+    return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
 @settings(deadline=None, max_examples=150)

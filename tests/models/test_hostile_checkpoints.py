@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sensorium.media.store import MediaStore
+from sensorium.models import template_limits
 from sensorium.models.checkpoint_check import check_checkpoint
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
@@ -139,3 +140,41 @@ def test_weights_that_find_no_room_are_the_systems_error(whole: Path, tmp_path: 
     with small_files_only(), pytest.raises(OSError, match="File too large") as error:
         policy.save(tmp_path / "saved")
     assert error.value.errno == errno.EFBIG
+
+
+HOSTILE_TEMPLATES = {
+    "endless": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "a huge text": "{{ 'a' * 10000000000 }}",
+    "a huge list": "{{ [0] * 10000000000 }}",
+    "a huge number": "{{ (9 ** 999999999) % 7 }}",
+    "a text that doubles": "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}"
+    "{% endfor %}",
+    "a long output": "{% for i in range(9999) %}{{ 'a' * 9999 }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE_TEMPLATES)
+def test_a_template_without_bounds_is_refused_in_little_time_and_memory(
+    what: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_limits, "MOST_S", 2.0)
+    template = model / "chat_template.jinja"
+    template.write_text(HOSTILE_TEMPLATES[what] + template.read_text())
+    before = template_limits.resident_bytes()
+    with pytest.raises(ModelError, match=r"chat_template\.jinja"):
+        load_policy(str(model), store=MediaStore())
+    assert template_limits.resident_bytes() - before < 2 << 30
+
+
+def test_an_ended_rendering_leaves_nothing_behind_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "MOST_S", 0.2)
+
+    def endless() -> str:
+        while True:
+            pass
+
+    for _ in range(3):
+        with pytest.raises(template_limits.TemplateBeyondBounds):
+            template_limits.bounded_rendering(endless, 0)
+        assert template_limits.bounded_rendering(lambda: "fine", 4) == "fine"
+    assert sum(range(10**6)) > 0, "no late exception arrives"

@@ -52,7 +52,7 @@ def test_a_row_that_does_not_fit_is_an_error_and_leaves_whole_rows_only(tmp_path
     assert [row["n"] for row in read_rows(path)] == list(range(written))
     assert path.read_bytes().endswith(b"\n"), "the part of a row that was written is taken away"
     assert str(path) in said
-    assert "--resume" in said
+    assert "ulimit -f" in said
 
 
 def test_a_write_that_takes_only_a_part_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -113,6 +113,10 @@ def test_a_row_played_in_an_environment(jsonl: Callable[..., JsonlRows]) -> None
     ("row", "what"),
     [
         ('{"messages": [', "malformed JSON: .* at column"),
+        ('{"messages": [{"role": "user", "content": "?"}], "answer": "a", "answer": "b"}', "'answer'"),
+        ('{"messages": [{"role": "user", "role": "user", "content": "?"}], "answer": "a"}', "'role'"),
+        ('{"messages": [{"role": "user", "content": "?"}], "answer": NaN}', "Out of range float"),
+        ('{"messages": [{"role": "user", "content": "?"}], "answer": 1e999}', "Out of range float"),
         ("[1]", "one JSON object"),
         ("{}", "needs 'messages'"),
         ({"messages": ASK, "anwser": 1}, "did you mean 'answer'"),

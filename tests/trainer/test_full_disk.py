@@ -65,7 +65,7 @@ def test_a_disk_that_fills_up_stops_the_run_and_with_room_it_goes_on(phase: str,
     filler = Filler(disk, phase)
     with pytest.raises(RecordError, match=r"cannot write '.*': .*disk is full|The disk is full") as stopped:
         train(small(disk / "run"), watchers=[filler])
-    assert "--resume" in str(stopped.value)
+    assert "--resume" in "".join(stopped.value.__notes__)
     checkpoints = Checkpoints(disk / "run" / "checkpoints", 2)
     good = checkpoints.complete()
     assert good
@@ -136,3 +136,13 @@ def test_a_disk_that_may_not_suffice_is_told_before_anything_is_spent(
     (disk / "else").unlink()
     train(small(disk / "run", steps=2), resume=True)
     assert "ATTENTION" not in capsys.readouterr().err, "what the run has taken already is its own"
+
+
+def test_before_the_first_checkpoint_nobody_is_sent_to_resume(disk: Path) -> None:
+    recipe = small(disk / "run")
+    recipe = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"every": 0})})
+    with pytest.raises(RecordError) as stopped:
+        train(recipe, watchers=[Filler(disk, "record")])
+    said = str(stopped.value) + "".join(stopped.value.__notes__)
+    assert "--restart" in said
+    assert "--resume" not in said

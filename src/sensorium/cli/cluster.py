@@ -8,7 +8,6 @@ from pathlib import Path
 from rich.table import Table
 
 from sensorium.cli.show import say
-from sensorium.cli.train import after_interrupt
 from sensorium.recipe.processes import placed_processes
 from sensorium.recipe.yaml import read_yaml
 from sensorium.record.lock import said_holder
@@ -43,7 +42,7 @@ def run(arguments: Namespace) -> int:
     console.print(table)
     if problem := _early_end(found):
         say(problem, console)
-        say(after_interrupt(RunDirectory(directory)), console)
+        say(RunDirectory(directory).how_to_continue(), console)
     return int(bool(problem) or (not found.ended and any(state(row, found) == "gone" for row in found.rows)))
 
 
@@ -84,10 +83,10 @@ def _without_processes(directory: Path) -> tuple[str, int]:
         if holder[1] != socket.gethostname() or alive(holder[0]):
             return f"{text}\nIt goes on: process {holder[0]} on {holder[1]}.", 0
         gone = f"Its process, {holder[0]}, is gone and did not say how the run ended: it was killed."
-        return f"{text}\n{gone}\n{after_interrupt(RunDirectory(directory))}", 1
+        return f"{text}\n{gone}\n{RunDirectory(directory).how_to_continue()}", 1
     if holder is None or (holder[1] == socket.gethostname() and not alive(holder[0])):
         return (
-            f"'{directory}' ended before its processes were up ({listed}).\n{after_interrupt(RunDirectory(directory))}",
+            f"'{directory}' ended before its processes were up ({listed}).\n{RunDirectory(directory).how_to_continue()}",
             1,
         )
     return f"'{directory}' starts: process {holder[0]} on {holder[1]} waits for its processes to be up ({listed}).", 0

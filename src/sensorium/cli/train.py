@@ -68,7 +68,7 @@ def run(arguments: Namespace) -> int:
     except (KeyboardInterrupt, EngineLost, MemoryExhausted, TaskError, MediaError) as error:
         ended = RunDirectory(recipe.directory)
         if isinstance(error, KeyboardInterrupt) or any(ended.checkpoints.glob("step_*")):
-            say(after_interrupt(ended), console)
+            say(ended.how_to_continue(), console)
         raise
     say(f"report  {directory / 'report.html'}", console)
     return UNTRAINED if run_untrained(RunDirectory(directory), recipe) else 0
@@ -99,11 +99,3 @@ def refuse_no_run(source: str) -> None:
     runs = sorted(path.parent.name for path in place.parent.glob("*/recipe.yaml")) if place.parent.is_dir() else []
     others = f"Runs in '{place.parent}'{nearest(place.name, runs)}" if runs else f"There are no runs in '{place.parent}'."
     raise CheckpointError(f"there is no run '{source}' to resume. {others}")
-
-
-def after_interrupt(directory: RunDirectory) -> str:
-    """How an interrupted run goes on: from its last checkpoint, or anew where none was written yet."""
-    if any(directory.checkpoints.glob("step_*")):
-        return f"to go on from the last checkpoint: sensorium train {directory.path} --resume"
-    again = "the same command starts over" if directory.is_barren() else "the same command with --restart starts over"
-    return f"no checkpoint was written yet (checkpoint.every says how often that is done): {again}"

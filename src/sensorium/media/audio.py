@@ -23,6 +23,8 @@ RATES = (1000, 1_000_000)
 LATEST_S = 3600.0
 SHARP = "filter_size=128:cutoff=0.955"
 """A filter as steep as soxr's, by which the models' own tools resample; libav's usual one dampens from 6 kHz on."""
+LOUDEST = 65536.0
+"""Largest magnitude of a sample. Full scale is 1; files that hold 16-bit numbers as floats reach 32,768."""
 STREAMED = 0x7FFFFFFF
 """Lengths from here on stand in the header of a WAV whose writer could not know how long it would get."""
 
@@ -82,6 +84,8 @@ def decode_audio(source: Source, parameters: AudioParameters, name: str, limits:
         raise BadClip(name, f"the part asked for, from {start:g} s on, holds no samples; the sound lasts {length:.2f} s.")
     if not np.isfinite(samples).all():
         raise BadClip(name, "the sound has samples that are not finite numbers. Restore the file.")
+    if (peak := float(np.abs(samples).max())) > LOUDEST:
+        raise BadClip(name, f"the sound has samples of {peak:.3g}, and full scale is 1. Restore the file, or scale it.")
     return DecodedAudio(samples, rate, length, start, end)
 
 

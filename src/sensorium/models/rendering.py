@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from sensorium.models.family import HearsInVideo, MediaFormat
+from sensorium.models.template_limits import TemplateBeyondBounds, bound_products, bounded_rendering
 from sensorium.models.token_bytes import TokenTable
 from sensorium.vocabulary.content import Media, MediaKind, Message, Text
 from sensorium.vocabulary.episode import MediaSpan, Segment
@@ -39,6 +40,8 @@ class ChatRenderer:
             raise ModelError(
                 f"checkpoint '{tokenizer.name_or_path}' has no chat template; give it one (chat_template.jinja)."
             )
+        if isinstance(owner.chat_template, str):
+            bound_products(owner.chat_template)
         self._kind_of = {token: kind for kind, token in placeholders.items()}
         self._special = {**table.special, **media_format.stand_ins}
         self._guard = _Guard(self._special)
@@ -93,9 +96,17 @@ class ChatRenderer:
         tools = [tool for message in messages if message.tools for tool in json.loads(message.tools)]
         offered = {"tools": tools} if tools else {}
         try:
-            text: str = self._owner.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=generate, **offered
+            text = bounded_rendering(
+                lambda: self._owner.apply_chat_template(
+                    conversation, tokenize=False, add_generation_prompt=generate, **offered
+                ),
+                sum(len(message.text) + len(message.tools) for message in messages),
             )
+        except TemplateBeyondBounds as error:
+            raise ModelError(
+                f"the checkpoint's chat template cannot be used: {error}. Restore its chat_template.jinja from where it "
+                "was published, and mind where the checkpoint comes from."
+            ) from error
         except Exception as error:  # jinja's own errors, or what a template raises by raise_exception
             roles = ", ".join(message.role for message in messages)
             raise ModelError(f"the chat template refuses messages of roles {roles}: {error}.") from error

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_json
 
-from sensorium.vocabulary.errors import RecordError
+from sensorium.vocabulary.errors import RecordError, WriteFailed
 
 TIGHT = 64 * 1024
 """Bytes free on a disk below which no run starts, and a failed write is blamed on it."""
@@ -26,11 +26,11 @@ TIGHT = 64 * 1024
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PLACE = " (of a run: run_dir)"
 WAYS_OUT = {
-    errno.ENOSPC: "The disk is full: make room, then go on with --resume.",
-    errno.EDQUOT: "Your quota on this disk is used up: make room, then go on with --resume.",
-    errno.EFBIG: "Files may not grow this large here (ulimit -f): raise the limit, then go on with --resume.",
-    errno.EIO: "The disk may be full, failing, or bounded (ulimit -f): mend that, then go on with --resume.",
-    errno.EMFILE: "This process has too many files open (ulimit -n): raise the limit, then go on with --resume.",
+    errno.ENOSPC: "The disk is full: make room.",
+    errno.EDQUOT: "Your quota on this disk is used up: make room.",
+    errno.EFBIG: "Files may not grow this large here (ulimit -f): raise the limit.",
+    errno.EIO: "The disk may be full, failing, or bounded (ulimit -f): mend that.",
+    errno.EMFILE: "This process has too many files open (ulimit -n): raise the limit.",
     errno.EROFS: f"The file system is read-only: choose another place{PLACE}.",
     errno.EACCES: f"Permission is missing: choose another place{PLACE}, or have it made writable.",
     errno.EPERM: f"Permission is missing: choose another place{PLACE}, or have it made writable.",
@@ -197,11 +197,11 @@ def refuse_full(folder: Path) -> None:
             _remove(probe)
 
 
-def cannot_write(path: object, error: OSError) -> RecordError:
+def cannot_write(path: object, error: OSError) -> WriteFailed:
     """A failed write in words."""
     reason = error.strerror or str(error)
     way_out = WAYS_OUT.get(error.errno or 0, "Mend that, then run the command again.")
-    return RecordError(f"cannot write '{path}': {reason}. {way_out} What was complete before is as it was.")
+    return WriteFailed(f"cannot write '{path}': {reason}. {way_out} What was complete before is as it was.")
 
 
 def full_disk_error(

@@ -49,6 +49,13 @@ class RunDirectory:
         kept = (self.checkpoints, self.kept, self.eval)
         return not self.metrics.exists() and not any(folder.is_dir() and any(folder.iterdir()) for folder in kept)
 
+    def how_to_continue(self) -> str:
+        """How a run that was stopped goes on: from its last checkpoint, or from the start where none was written yet."""
+        if any(self.checkpoints.glob("step_*")):
+            return f"to go on from the last checkpoint: sensorium train {self.path} --resume"
+        again = "the same command starts over" if self.is_barren() else "the same command with --restart starts over"
+        return f"no checkpoint was written yet (checkpoint.every says how often that is done): {again}"
+
     def clear(self) -> None:
         """Take away a barren run's files; anything else in the folder stays."""
         if self.exists():

@@ -8,7 +8,7 @@ from sensorium.recipe.names import check, resolve, table, wrong_options
 from sensorium.tasks.message_parsing import Place, fill_placeholders, messages_of, put_first
 from sensorium.vocabulary.content import Media, MediaKind, Message, Text, system
 from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
-from sensorium.vocabulary.plain import words
+from sensorium.vocabulary.plain import strict_json, words
 from sensorium.vocabulary.task import EnvironmentSpec, Task
 
 FIELDS = ["id", "messages", "answer", "environment", "demonstration", "metadata"]
@@ -223,9 +223,9 @@ def _check_last(messages: tuple[Message, ...], place: Place) -> None:
 
 
 def _check_texts(values: Sequence[Any], place: Place) -> None:
-    """Refuse half a surrogate pair in what is logged later: it cannot be written."""
+    """Refuse half a surrogate pair, NaN and infinity in what is logged later and compared with answers."""
     try:
-        json.dumps(values, ensure_ascii=False, default=str).encode()
+        json.dumps(values, ensure_ascii=False, default=str, allow_nan=False).encode()
     except (UnicodeEncodeError, ValueError, RecursionError) as error:
         raise place.error(f"it holds a text or a number that cannot be written down: {words(error)}.") from error
 
@@ -242,7 +242,7 @@ def _decoded(row: Mapping[str, Any], field: str, place: Place) -> Any:
     if not isinstance(row[field], str):
         return row[field]
     try:
-        return json.loads(row[field])
+        return strict_json(row[field])
     except ValueError as error:
         raise place.error(f"'{field}' is text but not JSON: {error}.") from error
 

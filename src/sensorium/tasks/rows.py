@@ -16,6 +16,7 @@ from sensorium.media.store import MediaStore
 from sensorium.tasks.message_parsing import Place
 from sensorium.tasks.row_options import FileRowOptions, RowReading
 from sensorium.vocabulary.errors import DataChanged, TaskError, similar_file
+from sensorium.vocabulary.plain import strict_json
 from sensorium.vocabulary.task import Task
 
 MIB = 1024 * 1024
@@ -61,7 +62,7 @@ class JsonlRows:
             with open_regular(self.path) as file:
                 self._refuse_changed(file)
                 file.seek(self._starts[index])
-                row = json.loads(file.readline().decode("utf-8-sig"))
+                row = strict_json(file.readline().decode("utf-8-sig"))
         except json.JSONDecodeError as error:
             raise place.error(f"malformed JSON: {error.msg} at column {error.colno}. Mend or delete the line.") from error
         except FileNotFoundError as error:

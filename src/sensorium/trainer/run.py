@@ -45,7 +45,7 @@ from sensorium.trainer.claim import begin, begin_again, change_recipe, go_on, no
 from sensorium.trainer.health.at_start import long_demonstrations, refuse_without_demonstrations, start_notes
 from sensorium.trainer.loop import Trainer
 from sensorium.trainer.seen_tasks import changed_tasks, refuse_other_frames, remember_tasks
-from sensorium.vocabulary.errors import CheckpointError, RecordError, SensoriumError
+from sensorium.vocabulary.errors import CheckpointError, RecordError, SensoriumError, WriteFailed
 from sensorium.workers.event_loop import run_async
 from sensorium.workers.ray_cluster import found_cluster
 
@@ -312,14 +312,19 @@ def _errors_said(recipe: Recipe, directory: RunDirectory) -> Iterator[None]:
     """Memory that ran out, a disk without room, and a file of the run that cannot be used end it with one paragraph."""
     try:
         yield
+    except WriteFailed as error:
+        error.add_note(f"Then, {directory.how_to_continue()}.")
+        raise
     except SensoriumError:
         raise
     except Exception as error:
-        full = full_disk_error(error)
-        if full is not None:
-            raise cannot_write(full.filename or directory.path, full) from error
-        if isinstance(error, OSError) and str(error.filename).startswith(str(directory.path)):
-            raise cannot_write(error.filename, error) from error
+        failed = full_disk_error(error)
+        if failed is None and isinstance(error, OSError) and str(error.filename).startswith(str(directory.path)):
+            failed = error
+        if failed is not None:
+            problem = cannot_write(failed.filename or directory.path, failed)
+            problem.add_note(f"Then, {directory.how_to_continue()}.")
+            raise problem from error
         if (exhausted := memory_exhausted(error, recipe)) is not None:
             for note in getattr(error, "__notes__", ()):
                 exhausted.add_note(note)

@@ -114,6 +114,10 @@ class RecordError(SensoriumError):
     """A file of a run cannot be written (a full disk, no permission), is damaged, or is held by another process."""
 
 
+class WriteFailed(RecordError):
+    """A file could not be written. A run adds how it goes on: from its last checkpoint, or from the start without one."""
+
+
 def nearest(name: str, known: list[str], cutoff: float = 0.5) -> str:
     """A sentence that suggests the right name: ``; did you mean 'x'? Known: a, b, c``."""
     from difflib import get_close_matches

@@ -4,6 +4,7 @@ Whatever the value is, its ``__str__``, ``__float__`` and the like may raise any
 this module, so that a strange value costs one episode and never the run.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
@@ -109,6 +110,20 @@ def json_of(value: Any, depth: int = 0) -> Any:
         return number_of(value)
     except ValueError as error:
         raise ValueError(f"{shown(value)} is no number, text, list or object of these") from error
+
+
+def strict_json(text: str) -> Any:
+    """The value of a JSON text; ValueError also where an object has a key twice, of which one would be lost."""
+    return json.loads(text, object_pairs_hook=_without_repeats)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key '{printable(repeated)}' occurs twice in one object; keep one of them")
+    return found
 
 
 def shown(value: Any) -> str:
