@@ -58,6 +58,13 @@ def computed(run: Path) -> tuple[list[dict[str, Any]], list[str]]:
     return kept, [path.read_text() for path in sorted((run / "episodes").glob("*.jsonl"))]
 
 
+def layout_of(folder: Path) -> dict[str, str]:
+    """TaskMem's files in a folder by name, and the steps of its links."""
+    files = [path for pattern in ("[0-9]*/*.json", "history/*.json") for path in folder.glob(pattern)]
+    links = {path.name: path.resolve().name for path in folder.glob("global_step_*") if path.is_symlink()}
+    return {str(path.relative_to(folder)): path.read_text() for path in files} | links
+
+
 @pytest.fixture(scope="module")
 def truths() -> dict[str, ClipTruth]:
     return SOURCE.truths()
@@ -87,12 +94,14 @@ def test_a_judged_run_with_memories(whole: Path, tmp_path: Path) -> None:
     report = (whole / "report.html").read_text()
     assert "episodic_memory/1/correctness</b> by truth" in report
 
+    written = layout_of(whole)
+    assert sum(name.startswith("history/") for name in written) == VIDEOS
+    log = json.loads(written[f"3/{groups[-1].task.metadata['video_id']}.json"])
+    assert (log["global_step"], log["num_items"], len(log["items"])) == (3, 3, 3)
+    assert (whole / "global_step_3" / "model.safetensors").exists()
+    assert not (whole / "global_step_3").readlink().is_absolute(), "a run that is moved keeps its links"
     write_layout(whole, tmp_path / "layout")
-    assert len(list((tmp_path / "layout" / "history").glob("*.json"))) == VIDEOS
-    log = json.loads((tmp_path / "layout" / "3" / f"{groups[-1].task.metadata['video_id']}.json").read_text())
-    assert log["global_step"] == 3
-    assert len(log["items"]) == 3
-    assert (tmp_path / "layout" / "global_step_3" / "model.safetensors").exists()
+    assert layout_of(tmp_path / "layout") == written
 
     offline = ("judges.offline=true", f"judges.cache={whole / 'judges.sqlite'}")
     train(recipe_of(tmp_path / "again", "steps=2", *offline))
@@ -131,8 +140,14 @@ def test_a_run_that_is_killed_while_it_is_judged_and_while_it_saves_changes_noth
         assert [path.name for path in (run / "checkpoints").glob("step_*")] == ["step_000001"]
         go_on.set()
         killed(run, server.url, lambda: any((run / "checkpoints").glob("*step_000002*")), "--resume")
+        ahead = [run / "3" / "gone.json", run / "history" / "gone.json", run / "global_step_3"]
+        for path in ahead[:2]:  # as of steps past the checkpoint
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("{}")
+        ahead[2].symlink_to("checkpoints/step_000009")
         train(recipe_of(run, at(server.url)), resume=True)
         assert computed(run) == computed(whole)
+        assert layout_of(run) == layout_of(whole)
         state = [(place / "checkpoints/step_000003/model.safetensors").read_bytes() for place in (run, whole)]
         assert state[0] == state[1]
     cache, before = AnswerCache(run / "judges.sqlite"), AnswerCache(whole / "judges.sqlite")

@@ -1,8 +1,16 @@
 """A run in TaskMem's layout: what was remembered, what was paid for it."""
 
-from sensorium.trainer.taskmem_layout import latest_history, step_logs
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sensorium.recipe.load import load_recipe
+from sensorium.record.run_directory import RunDirectory
+from sensorium.trainer.taskmem_layout import TaskMemLayout, latest_history, step_logs
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.episode import Group
+from sensorium.vocabulary.errors import RecipeError
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 from tests.rewards.conftest import MakeEpisode, episode_of  # noqa: F401
@@ -21,6 +29,25 @@ def test_the_log_of_a_step_has_every_part(episode_of: MakeEpisode) -> None:  # n
             "id": "v*3",
             "type": "episodic_on_policy",
             "global_step": 7,
+            "num_items": 1,
             "items": [{"input": "so far: x", "response": "hm", "reward": 0.5, "m/correct": 0.5, "m/rank": 1.0}],
         }
     }
+
+
+def test_links_are_those_of_the_checkpoints_that_are_there(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path).create()
+    layout = TaskMemLayout(directory, tmp_path)
+    for step in (1, 2, 3):
+        directory.checkpoint_of(step).mkdir()
+        (directory.checkpoint_of(step) / "COMPLETE").write_text('{"files": {}}')
+        if step == 3:
+            shutil.rmtree(directory.checkpoint_of(1))
+        layout.link_checkpoints()
+    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_2", "global_step_3"]
+    assert all(path.is_symlink() and (path / "COMPLETE").exists() for path in tmp_path.glob("global_step_*"))
+
+
+def test_a_layout_without_memories_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"logging\.layout"):
+        load_recipe("shapes", ["logging.layout=taskmem"])

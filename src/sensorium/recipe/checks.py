@@ -41,7 +41,7 @@ def problems(recipe: Recipe) -> list[Problem]:
         *_selection(recipe),
         *_rollout(recipe),
         *_training(recipe),
-        *_generations(recipe),
+        *_logging(recipe),
         *algorithm_problems(recipe),
         *cluster_problems(recipe),
         *_lora(recipe),
@@ -237,7 +237,7 @@ def _limits(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _generations(recipe: Recipe) -> Iterator[Problem]:
+def _logging(recipe: Recipe) -> Iterator[Problem]:
     asked, loggers = recipe.logging.generations, recipe.logging.loggers
     if asked and not any(name == "wandb" or ":" in name for name in loggers):
         alone = f"generations {asked} are shown by wandb only, and logging.loggers is {list(loggers)}"
@@ -247,6 +247,9 @@ def _generations(recipe: Recipe) -> Iterator[Problem]:
         )
     if asked and not recipe.evaluation.every and not recipe.evaluation.at_start:
         yield "logging.generations", "only evaluations have generations; set evaluation.every, or generations: 0."
+    if recipe.logging.layout == "taskmem" and (planner := recipe.tasks.planner.name) != "causal_history":
+        kept = f"taskmem writes the memories that causal_history keeps, and tasks.planner is {planner}"
+        yield "logging.layout", f"{kept}. Set that planner, or leave the layout out."
 
 
 def _training(recipe: Recipe) -> Iterator[Problem]:

@@ -290,6 +290,9 @@ class LoggingSection(Section):
     )
     episodes_gib: float = Field(default=4.0, gt=0, description="disk for episode logs; beyond it the oldest are removed")
     project: str = "sensorium"
+    layout: Literal["", "taskmem"] = Field(
+        default="", description="taskmem: also write TaskMem's files, STEP/VIDEO.json, history/ and global_step_STEP"
+    )
     generations: int = Field(
         default=0, ge=0, description="held-out episodes of each evaluation sent to wandb, with their pictures and text"
     )

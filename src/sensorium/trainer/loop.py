@@ -49,6 +49,7 @@ from sensorium.trainer.schedule import Schedule, make_schedule
 from sensorium.trainer.staleness import staleness_metrics
 from sensorium.trainer.step_metrics import MediaMeter, episode_metrics
 from sensorium.trainer.task_loader import TaskLoader, drawn_by_position, skip_metrics
+from sensorium.trainer.taskmem_layout import TaskMemLayout
 from sensorium.vocabulary.episode import Group, Status
 from sensorium.vocabulary.errors import NonFiniteUpdate
 from sensorium.vocabulary.task import Task
@@ -85,6 +86,7 @@ class Trainer:
         self.checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
         logging = recipe.logging
         self.retention = Retention(directory, logging.full_steps, logging.sampled_steps, round(logging.episodes_gib * GIB))
+        self.layout = TaskMemLayout(directory, directory.path) if logging.layout == "taskmem" else None
         self.step, self._phase = 0, "starts"
         self.best: Best | None = None
         self._told_no_best = False
@@ -119,6 +121,8 @@ class Trainer:
                 recipe=self.recipe.model_dump(mode="json"),
             )
         )
+        if self.layout is not None:
+            self.layout.begin(self.step, self.loader.state_dict()["state"])
         if self.step < self.total_steps or self.health.untrained():  # of a run that is over and well, it was all told
             self.health.remind()
         if self.step == 0:
@@ -177,6 +181,9 @@ class Trainer:
         with clock("record"):
             self._record(step, collected, samples)
             await self.loader.observe(groups, {group.id for group in selection.groups})
+            if self.layout is not None:
+                self.layout.write_step(step, collected.played)
+                self.layout.write_history(self.loader.state_dict()["state"])
         measured = episode_metrics(groups, selection, mask_truncated=recipe.rollout.mask_truncated)
         row = measured | learned | collected.metrics | clock.metrics(collected.played)
         row |= self.schedule.take_waits(row["time/step_s"])
@@ -385,6 +392,8 @@ class Trainer:
         }
         with self.meter.pause():
             self.checkpoints.save(self.step, self.learner, state, self.best, protect=self.sound_at)
+        if self.layout is not None:
+            self.layout.link_checkpoints()
         oldest = self.checkpoints.complete()[-self.recipe.checkpoint.keep :][0]
         if self.recipe.logging.full_steps:
             self.ledger.forget_judgements(min(oldest, self.step - self.recipe.logging.full_steps))

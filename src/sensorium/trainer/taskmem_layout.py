@@ -1,30 +1,91 @@
-"""A run in TaskMem's layout: ``history/VIDEO.json``, ``STEP/VIDEO.json`` and ``global_step_STEP``.
+"""A run in TaskMem's layout: ``STEP/VIDEO.json``, ``history/VIDEO.json`` and ``global_step_STEP``.
+
+With ``logging.layout: taskmem`` a run writes it as it goes, into its own directory. Of a run without that option:
 
     python -m sensorium.trainer.taskmem_layout RUN FOLDER
 
-The history is that of the last checkpoint. The file of a step and video has every attempt and reward, part by part; steps
-whose episodes were thinned out (``logging.full_steps``) have what is left of them. Checkpoints are linked, not copied.
+The file of a step and video has every attempt and reward, part by part. The history has the latest memory of each clip.
+Checkpoints are linked, not copied. Each file is whole or absent. A run that was killed may have files of steps past its
+last checkpoint; when it goes on, they are removed and the history is that of the checkpoint.
 """
 
 import json
-import os
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sensorium.record.checkpoint_files import CheckpointFolder
-from sensorium.record.durable import write_whole
+from sensorium.record.durable import write_whole, writing
 from sensorium.record.episode_json import read_groups
 from sensorium.record.run_directory import RunDirectory, step_of
+from sensorium.tasks.causal import Memory
 from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.vocabulary.episode import Episode, Group
 from sensorium.vocabulary.errors import RecordError, SensoriumError
 from sensorium.vocabulary.score import by_name
 
 
+class TaskMemLayout:
+    """Writes the layout into ``folder``, for the run in ``directory``."""
+
+    def __init__(self, directory: RunDirectory, folder: Path) -> None:
+        self.directory, self.folder = directory, folder
+        self._written: dict[str, dict[str, Memory]] = {}
+        """The history as it is on disk, by video."""
+
+    def begin(self, step: int, planner_state: dict[str, Any]) -> None:
+        """Bring what is there to a step: drop the logs after it, and write history and links as they are then."""
+        for later in [path for path in self.folder.glob("*") if path.name.isdecimal() and int(path.name) > step]:
+            for log in later.glob("*.json"):
+                log.unlink()
+            if not any(later.iterdir()):
+                later.rmdir()
+        known = latest_history(planner_state)
+        for path in (self.folder / "history").glob("*.json"):
+            if path.stem not in known:
+                path.unlink()
+        self._written = {}
+        self.write_history(planner_state)
+        self.link_checkpoints()
+
+    def write_step(self, step: int, groups: Sequence[Group]) -> None:
+        """Write what became of a step's memories, a file for each video."""
+        for video, log in step_logs(step, groups).items():
+            _write(self.folder / str(step) / f"{video}.json", log)
+
+    def write_history(self, planner_state: dict[str, Any]) -> None:
+        """Write the memories of the videos that have new ones."""
+        for video, memories in latest_history(planner_state).items():
+            plain = {str(clip): memory for clip, memory in memories.items()}
+            if self._written.get(video) != plain:
+                _write(self.folder / "history" / f"{video}.json", plain)
+                self._written[video] = plain
+
+    def link_checkpoints(self) -> None:
+        """Link every checkpoint that is there, and no other."""
+        steps = CheckpointFolder(self.directory.checkpoints).complete()
+        links = {f"global_step_{step}": self.directory.checkpoint_of(step) for step in steps}
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for old in self.folder.glob("global_step_*"):
+                if old.is_symlink() and old.name not in links:
+                    old.unlink()
+            for name, target in links.items():
+                link = self.folder / name
+                if self.folder == self.directory.path:
+                    target = target.relative_to(self.folder)  # the run may be moved
+                if not link.is_symlink() or link.readlink() != target:
+                    link.unlink(missing_ok=True)
+                    link.symlink_to(target, target_is_directory=True)
+
+
 def write_layout(run: Path, folder: Path) -> None:
-    """Write a run's memories, rewards and checkpoints as TaskMem does; what is there already is replaced."""
+    """Write a run's memories, rewards and checkpoints as TaskMem does, as they are now; files that are there are replaced.
+
+    Steps whose episodes were thinned out (``logging.full_steps``) have what is left of them.
+    """
     directory = RunDirectory(run.absolute())
     steps = CheckpointFolder(directory.checkpoints).complete()
     if not steps:
@@ -32,26 +93,22 @@ def write_layout(run: Path, folder: Path) -> None:
     state = Checkpoints(directory.checkpoints, 1).load(steps[-1])["tasks"]
     if state["planner"] != "causal_history":
         raise RecordError(f"'{run}' was planned by '{state['planner']}', which keeps no memories; causal_history does.")
-    for video, memories in latest_history(state["state"]).items():
-        _write(folder / "history" / f"{video}.json", {str(clip): memory for clip, memory in memories.items()})
+    layout = TaskMemLayout(directory, folder.absolute())
     for path in sorted(directory.episodes.glob("step_*.jsonl")):
-        for video, log in step_logs(step_of(path), list(read_groups(path))).items():
-            _write(folder / str(step_of(path)) / f"{video}.json", log)
-    for step in steps:
-        link = folder / f"global_step_{step}"
-        link.unlink(missing_ok=True)
-        os.symlink(directory.checkpoint_of(step), link)
+        layout.write_step(step_of(path), list(read_groups(path)))
+    layout.write_history(state["state"])
+    layout.link_checkpoints()
 
 
-def latest_history(state: dict[str, Any]) -> dict[str, dict[int, str]]:
+def latest_history(state: dict[str, Any]) -> dict[str, dict[int, Memory]]:
     """The memories of every video, of each clip the latest; clips without one are left out."""
-    found: dict[str, dict[int, str]] = {}
+    found: dict[str, dict[int, Memory]] = {}
     for _, video, memories in sorted(state["history"], key=lambda entry: entry[0]):
         found.setdefault(video, {}).update({clip: memory for clip, memory in memories if memory is not None})
     return found
 
 
-def step_logs(step: int, groups: list[Group]) -> dict[str, dict[str, Any]]:
+def step_logs(step: int, groups: Sequence[Group]) -> dict[str, dict[str, Any]]:
     """What became of a step's memories, by video."""
     found: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
@@ -61,6 +118,7 @@ def step_logs(step: int, groups: list[Group]) -> dict[str, dict[str, Any]]:
             "id": members[0].task.id,
             "type": members[0].task.metadata.get("type", "episodic_on_policy"),
             "global_step": step,
+            "num_items": sum(len(group.episodes) for group in members),
             "items": [_item(group, episode) for group in members for episode in group.episodes],
         }
         for video, members in found.items()
@@ -73,7 +131,8 @@ def _item(group: Group, episode: Episode) -> dict[str, Any]:
 
 
 def _write(path: Path, content: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
