@@ -1,6 +1,6 @@
 """What all tests share: one thread for each process, a budget of CPU time, property tests without a time limit.
 
-A loaded machine is not a failure, so nothing here measures wall time.
+A loaded machine is not a failure, so nothing here measures wall time; a test that hangs is found by what it does not do.
 """
 
 import gc
@@ -35,6 +35,11 @@ from .cpu_budget import (  # noqa: F401
     pytest_testnodedown,
 )
 from .forked import forked_python
+from .standstill import (  # noqa: F401
+    pytest_runtest_call,
+    pytest_runtest_setup_watched,
+    pytest_runtest_teardown,
+)
 
 
 @pytest.fixture(scope="session", name="common")

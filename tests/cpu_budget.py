@@ -53,6 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cpu-shown", type=int, default=15, help="how many files and tests are listed with their CPU seconds")
     parser.addini("cpu_budget_s", "CPU seconds for the whole test run, all workers together", default="0")
     parser.addini("cpu_budget_of_a_test_s", "CPU seconds for one test", default="0")
+    parser.addini("standstill_s", "seconds without work after which a test hangs (tests/standstill.py)", default="0")
 
 
 _last = [0.0]
