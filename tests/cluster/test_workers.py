@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -217,6 +219,48 @@ def test_a_question_that_ends_two_workers_is_given_up_and_those_beside_it_are_an
         assert (parrots.replaced, parrots.given_up) == (2, 1)
     finally:
         parrots.close()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_a_worker_has_started_ends_with_it(killed: bool) -> None:
+    """As browsers do, the child ignores SIGTERM and leads a session of its own."""
+    parrots = PlacedWorkers(ThisMachine(), "tests.cluster.parroting_worker", {}, 1, "parrot", RewardFailure, restarts=0)
+    parrots.start()
+    try:
+        child = Path("/proc") / parrots.ask("child")
+        assert child.exists()
+        if killed:
+            assert parrots.workers[0].process is not None
+            os.kill(parrots.workers[0].process.pid, signal.SIGKILL)
+    finally:
+        parrots.close()
+    assert not child.exists() or ") Z " in (child / "stat").read_text()
+
+
+DRIVER = """
+import sys, time
+from sensorium.vocabulary.errors import RewardFailure
+from sensorium.workers.hosts import ThisMachine
+from sensorium.workers.placed_workers import PlacedWorkers
+parrots = PlacedWorkers(ThisMachine(), "tests.cluster.parroting_worker", {}, 1, "parrot", RewardFailure)
+parrots.start()
+print(parrots.ask("child"), flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_worker_has_started_ends_when_its_driver_is_killed() -> None:
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, env=os.environ | path)
+    assert driver.stdout is not None
+    child = Path("/proc") / driver.stdout.readline().decode().strip()
+    assert child.exists()
+    driver.kill()
+    driver.wait()
+    until = time.monotonic() + 60
+    while child.exists() and ") Z " not in (child / "stat").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 def test_a_worker_that_nobody_replaces_is_told_as_lost() -> None:

@@ -2,8 +2,21 @@
 
 import math
 
+import pytest
+
 from sensorium.judges.endpoint_pool import LONGEST_REST_S, EndpointPool
 from sensorium.judges.endpoints import Endpoint
+
+
+def test_one_of_two_endpoints_that_is_away_is_named_once_until_it_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    pool = EndpointPool(tuple(Endpoint("grader", "grader", f"http://{name}/v1") for name in ("good", "dead")))
+    for _ in range(8):
+        for member, act in zip(pool.members, (pool.answered, lambda member: pool.failed(member, None)), strict=True):
+            pool.begin(member)
+            act(member)
+    said = capsys.readouterr().err
+    assert said.count("http://dead/v1") == 1
+    assert "http://good/v1" not in said
 
 
 def test_an_endpoint_that_has_failed_for_hours_still_rests_for_a_minute() -> None:

@@ -422,3 +422,12 @@ def test_on_a_gpu_the_plan_names_what_does_not_repeat() -> None:
     plan = make_plan(recipe(model={"path": "tiny:qwen3_vl", "device": "cuda"}))
     assert not plan.deterministic
     assert "flash attention's backward pass" in plan.determinism
+
+
+@pytest.mark.parametrize(("name", "known"), [("frozen_lake", True), ("mine:Coins", False), ("gymnasium", False)])
+def test_that_a_run_repeats_is_not_claimed_for_environments_that_are_not_ours(name: str, known: bool) -> None:
+    source = {"source": "environments", "options": {"environment": name}}
+    plan = make_plan(recipe(tasks={"train": [source]}))
+    assert plan.deterministic is known
+    assert plan.determinism.startswith("yes") is known
+    assert ("sensorium validate" in plan.determinism) is not known

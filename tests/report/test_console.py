@@ -100,6 +100,15 @@ def test_troubles_are_counted_over_the_run(clock: Clock) -> None:
     assert "dropped" not in text
 
 
+def test_a_plain_line_counts_the_episodes_of_its_step_that_failed(clock: Clock) -> None:
+    watcher = ConsoleWatcher(Console(file=io.StringIO(), force_terminal=False))
+    watcher.started(RunStart("r", 9, episodes_per_step=32))
+    watcher.stepped(1, {"throughput/episodes_per_s": 1.0, "episodes/failed": 32.0})
+    assert "32 failed" in watcher._state.line()
+    watcher.stepped(2, {"throughput/episodes_per_s": 1.0, "episodes/failed": 0.0})
+    assert "failed" not in watcher._state.line()
+
+
 def test_a_line_is_drawn_where_its_values_are() -> None:
     rising = chart([0.0, 1.0], width=10, height=4, low=0.0, high=1.0)
     assert len(rising) == 4

@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -307,6 +308,19 @@ def test_a_frame_is_read_as_it_was_written(body: dict[str, Any], blobs: list[byt
     if media and any(media.values()):
         with pytest.raises(WireError):
             unpack(frame[:-1] + bytes([frame[-1] ^ 1]))
+
+
+def test_one_of_two_servers_that_is_away_is_named_once(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        away = f"127.0.0.1:{free.getsockname()[1]}"
+    played = [RemoteEnvironment(MediaStore(), [f"http://{away}", server], "counting") for _ in range(4)]
+    for seed, environment in enumerate(played):
+        environment.reset(seed)
+    for environment in played:
+        environment.close()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert away in line
 
 
 def test_a_client_is_shared_and_addresses_are_checked() -> None:

@@ -4,6 +4,7 @@ A rollout needs nothing else of a model, so it can run in a process that holds n
 """
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,11 @@ class ChatProcessor:
     def token_bytes(self, token: int) -> bytes:
         """The bytes a token adds to the text; nothing for special tokens."""
         return self._table.bytes_of(token)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """The most bytes that one token stands for; of a text in Unicode's form NFC, which tokenizers may put it into."""
+        return max(len(self._table.bytes_of(token)) for token in range(self.vocab_size))
 
     # Positions: placeholders expanded.
 

@@ -19,6 +19,8 @@ from sensorium.vocabulary.errors import ModelError
 
 # How transformers' templates name the kinds of media.
 TEMPLATE_KINDS: dict[MediaKind, str] = {"picture": "image", "video": "video", "sound": "audio"}
+CACHED_TEXT = 1 << 16
+"""Characters of a text whose tokens are remembered; thousands of longer ones would fill the memory."""
 # Characters that stand for something while a template runs; those that occur in the text at hand are passed over.
 PRIVATE = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF8FF))]
 
@@ -47,7 +49,7 @@ class ChatRenderer:
         self._guard = _Guard(self._special)
         written = [name for name, token in table.special.items() if token in table.written]
         self._written = re.compile("(" + "|".join(map(re.escape, written)) + ")") if written else None
-        self._encode = lru_cache(maxsize=8192)(_plain_encoder(tokenizer))
+        self._encode = _plain_encoder(tokenizer)
         for kind, token in placeholders.items():
             if token not in table.special.values():
                 raise ModelError(
@@ -255,7 +257,8 @@ def _plain_encoder(tokenizer: Any) -> Callable[[str], tuple[int, ...]]:
             return ()
         return tuple(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
-    return encode
+    cached = lru_cache(maxsize=8192)(encode)
+    return lambda text: cached(text) if len(text) <= CACHED_TEXT else encode(text)
 
 
 def _after(text: str, mark: str) -> str:

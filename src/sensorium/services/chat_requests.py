@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from sensorium.engines.protocol import Sampling
 from sensorium.media.store import MediaStore
@@ -14,7 +14,15 @@ from sensorium.vocabulary.errors import SensoriumError
 
 MOST_SEED = 2**63 - 1
 MOST_CHOICES = 128
+LEAST_TEMPERATURE = 1e-6
 FILE = "file://"
+
+
+def divisible(temperature: float) -> float:
+    """Refuse temperatures by which logits cannot be divided; 0 is greedy and divides nothing."""
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise ValueError(f"Input should be 0, which is greedy, or at least {LEAST_TEMPERATURE}")
+    return temperature
 
 
 class Part(BaseModel):
@@ -56,7 +64,7 @@ class ChatRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     model: str
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = 1.0
+    temperature: Annotated[float, Field(ge=0, le=100), AfterValidator(divisible)] | None = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
     top_k: Annotated[Whole, Field(ge=-1, le=2**31)] | None = 0
     n: Annotated[Whole, Field(ge=1, le=MOST_CHOICES)] | None = 1

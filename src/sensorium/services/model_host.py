@@ -2,12 +2,16 @@
 
 Requests come from the server's loop. All that are open are batched by the engine, and join and leave the batch from token
 to token. Who stops waiting withdraws the request. A prompt that is asked for often is computed once (prefix cache).
+Text becomes tokens in threads of its own, so that nobody's answer waits for it, and only where the tokens can fit: a token
+stands for a bounded number of bytes, so 10 MB of text cannot be 8,192 tokens, and that is known without counting them.
 """
 
 import asyncio
 import itertools
 import threading
+import unicodedata
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,12 +31,24 @@ Heard = Callable[[Choice, Sequence[int], Sequence[float]], None]
 """Hears what a choice has got: further tokens and their log-probs. Called in the engine's thread."""
 
 
+RENDERERS = 4
+"""Threads that tokenize: a long text, which takes seconds, lets those with short ones pass."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """A rendered conversation, and its tokens as the language model sees them."""
 
     segment: Segment
     tokens: tuple[int, ...]
+
+
+async def _refusing(work: "asyncio.Future[Any]") -> Any:
+    """The outcome of work on a request; what is wrong with a request refuses that request."""
+    try:
+        return await work
+    except SensoriumError as error:
+        raise Refusal(400, str(error)) from error
 
 
 class ModelHost:
@@ -43,6 +59,7 @@ class ModelHost:
         self.most_context = min(most_context, policy.model.config.get_text_config().max_position_embeddings)
         self.engine = NativeEngine(policy, lockstep=False, max_context=self.most_context, max_rows=max_rows)
         self._ready = Preparation(self.chat)
+        self._renderers = ThreadPoolExecutor(RENDERERS, "renderer")
         self._numbers = itertools.count()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
@@ -50,7 +67,10 @@ class ModelHost:
 
     async def prompt(self, messages: Sequence[Message]) -> Prompt:
         """Messages rendered and their media prepared; refused where they leave no room for an answer."""
-        return await self._there(self._prompt(messages))
+        loop = asyncio.get_running_loop()
+        segment = await _refusing(loop.run_in_executor(self._renderers, self._rendered, messages))
+        prompt: Prompt = await self._there(self._prompt(segment))
+        return prompt
 
     async def answer(
         self, prompt: Prompt, sampling: Sampling, seed: int, count: int, heard: Heard | None = None
@@ -60,32 +80,44 @@ class ModelHost:
 
     def close(self) -> None:
         """Stop the thread and give back what the engine holds."""
+        self._renderers.shutdown(wait=False, cancel_futures=True)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(30)
         self.engine.close()
         self.chat.decoder.close()
 
     async def _there(self, work: Any) -> Any:
-        """Run a coroutine in the engine's thread; what is wrong with a request refuses that request."""
-        try:
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
-        except SensoriumError as error:
-            raise Refusal(400, str(error)) from error
+        """Run a coroutine in the engine's thread."""
+        return await _refusing(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop)))
 
-    async def _prompt(self, messages: Sequence[Message]) -> Prompt:
+    def _rendered(self, messages: Sequence[Message]) -> Segment:
+        """Messages as tokens, where these can fit."""
         for medium in media_of(messages):
             if medium.kind not in self.chat.modalities:
                 raise Refusal(
                     400, f"this model takes no {medium.kind}; it takes {', '.join(sorted(self.chat.modalities))}."
                 )
+        characters = sum(len(message.text) for message in messages)
+        if 4 * characters > self.most_context * self.chat.longest_token:  # it may be too long: look closer
+            written = sum(
+                len(unicodedata.normalize("NFC", message.text).encode("utf-8", "surrogatepass")) for message in messages
+            )
+            self._refuse_long(written // self.chat.longest_token, "at least ")
         segment = self.chat.render(messages)
+        self._refuse_long(len(segment.tokens))
+        return segment
+
+    async def _prompt(self, segment: Segment) -> Prompt:
         await self._ready(span.media for span in segment.media)
         tokens = tuple(self.chat.layout(segment).ids_T.tolist())
-        if len(tokens) >= self.most_context:
-            raise Refusal(
-                400, f"the prompt has {len(tokens)} tokens and this server holds {self.most_context} with the answer."
-            )
+        self._refuse_long(len(tokens))
         return Prompt(segment, tokens)
+
+    def _refuse_long(self, count: int, least: str = "") -> None:
+        if count >= self.most_context:
+            raise Refusal(
+                400, f"the prompt has {least}{count} tokens and this server holds {self.most_context} with the answer."
+            )
 
     async def _answers(
         self, prompt: Prompt, sampling: Sampling, seed: int, count: int, heard: Heard | None

@@ -10,7 +10,7 @@ Statuses: 400 what cannot be answered, and why; 401 no key; 404 another model; 4
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,11 @@ class ModelService:
         """Take a place for a request; refused where there is none, or where it asks for another model."""
         if request.model not in (self.name, self.host.policy.family):
             raise Refusal(404, f"there is no model '{request.model:.80}' here; it is '{self.name}'.")
+        if (request.n or 1) > self.capacity:
+            raise Refusal(
+                400,
+                f"n: this server writes at most {self.capacity} answers at once (its --capacity); ask for fewer at a time.",
+            )
         if self.open + (request.n or 1) > self.capacity:
             self.counters.add("refused")
             raise Refusal(503, f"{self.open} of {self.capacity} answers are being written.", RETRY_AFTER_S)
@@ -169,18 +174,19 @@ def make_model_app(service: ModelService, key: str = "", most_body: int = 64 << 
         service.take(body)
         streaming = False
         try:
-            if body.stream:
-                events = service.events(body, await service.prompt(body))
-                first = await anext(events)  # from here on the generator gives the place back, also if nobody reads it
-                streaming = True
-                return StreamingResponse(_after(first, events), media_type="text/event-stream")
-            asked, gone = asyncio.ensure_future(service.whole(body)), asyncio.ensure_future(until_gone(request))
+            work: Coroutine[Any, Any, Any] = service.prompt(body) if body.stream else service.whole(body)
+            asked, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone(request))
             await asyncio.wait({asked, gone}, return_when=asyncio.FIRST_COMPLETED)
             gone.cancel()
-            if asked.done():
+            if not asked.done():
+                asked.cancel()
+                raise Refusal(499, "the client is gone")
+            if not body.stream:
                 return JSONResponse(asked.result())
-            asked.cancel()
-            raise Refusal(499, "the client is gone")
+            events = service.events(body, asked.result())
+            first = await anext(events)  # from here on the generator gives the place back, also if nobody reads it
+            streaming = True
+            return StreamingResponse(_after(first, events), media_type="text/event-stream")
         except Refusal as refusal:
             service.counters.add("withdrawn" if refusal.status == 499 else "failed")
             raise

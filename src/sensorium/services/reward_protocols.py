@@ -79,10 +79,9 @@ def request_of(body: Any, usual: Mode) -> RewardRequest:
         return RewardRequest(
             "caprl_vl_judge", "vl_judge", _items(body["samples"], "samples", lambda raw: _own(raw, "vl_judge"))
         )
-    if body and not any(name in body for name in ("prompts", "query", "labels")):
-        raise Refusal(
-            400, f"the body has none of items, samples, prompts and query; it has {', '.join(map(str, body))[:80]}."
-        )
+    if not any(name in body for name in ("prompts", "query", "labels")):
+        held = ", ".join(map(str, body))[:80] or "nothing"
+        raise Refusal(400, f"the body has none of items, samples, prompts and query; it has {held}.")
     prompts = _listed(body.get("prompts", []), "prompts")
     if any(isinstance(prompt, Sequence) and not isinstance(prompt, str) for prompt in prompts):
         return RewardRequest("caprl_qa", "qa", _items(prompts, "prompts", _pair))

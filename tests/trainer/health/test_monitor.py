@@ -11,8 +11,11 @@ from sensorium.record.run_directory import RunDirectory
 from sensorium.report.watcher import Watcher
 from sensorium.trainer.health.facts import Evidence
 from sensorium.trainer.health.monitor import Courses, Health, run_untrained
+from sensorium.vocabulary.episode import Status
 from sensorium.vocabulary.errors import NothingTrained
-from tests.trainer.health.test_rules import HEALTHY, recipe
+from tests.trainer.health.test_rules import HEALTHY, episode, group, recipe
+
+FAILED, FINISHED = Status.FAILED, Status.FINISHED
 
 FAST = HEALTHY | {"policy/lr": 1.0}
 IDLE = HEALTHY | {"policy/grad_norm": 0.0}
@@ -46,6 +49,26 @@ def test_a_lasting_finding_is_told_ever_less_often() -> None:
     courses = Courses()
     told = [(step, state) for step in range(1, 100) for _, state in courses.advance(step, ["x"])]
     assert told == [(1, "began"), (11, "goes on"), (21, "goes on"), (41, "goes on"), (81, "goes on")]
+
+
+def test_a_finding_that_becomes_grave_is_told_at_once_also_after_a_resume(tmp_path: Path) -> None:
+    def evidence(failed: int) -> Evidence:
+        return Evidence((group(*(episode(i, 1.0, status=FAILED if i < failed else FINISHED) for i in range(8))),))
+
+    health, ear = monitor(tmp_path)
+    for step, failed in enumerate((2, 2, 8, 2, 8), start=1):
+        health.examine(step, HEALTHY, evidence(failed))
+    told = [(n.step, n.state, n.grave) for n in ear.heard if n.rule == "failed_episodes"]
+    assert told == [(1, "began", False), (3, "goes on", True)]
+
+    folder = tmp_path / "resumed"
+    before, _ = monitor(folder)
+    file = MetricsFile(RunDirectory(folder).metrics)
+    file.append(1, HEALTHY | before.examine(1, HEALTHY, evidence(2)))
+    after, ear = monitor(folder)
+    after.restore()
+    after.examine(2, HEALTHY, evidence(8))
+    assert [(n.step, n.grave) for n in ear.heard if n.rule == "failed_episodes"] == [(2, True)]
 
 
 def test_a_finding_that_comes_and_goes_is_told_once_until_it_is_over() -> None:
