@@ -1,7 +1,10 @@
 """Daily-Omni, read from a look-alike with real files."""
 
+import gzip
+import io
 import json
 import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from sensorium.media.decoder import Decoder
 from sensorium.media.store import MediaStore
 from sensorium.media.video import DecodedVideo
 from sensorium.recipe.names import build
-from sensorium.tasks.choices import lettered
+from sensorium.tasks.choices import LETTER, lettered
 from sensorium.tasks.daily_omni import COLUMNS, DailyOmni
 from sensorium.tasks.lookalikes import make_daily_omni
 from sensorium.tasks.source import table_columns
@@ -43,9 +46,7 @@ def test_a_question_shows_the_video_and_sounds_the_wave(folder: Path) -> None:
     source = opened(folder, video={"frames": 32})
     task = source[5]
     row = json.loads((folder / "qa.json").read_text())[5]
-    lines = task.messages[0].text.splitlines()
-    assert lines[:5] == [row["Question"], *row["Choice"]]
-    assert "<answer>" in lines[5]
+    assert task.messages[0].text == "\n".join([row["Question"], *row["Choice"]]) + f" {LETTER}"
     assert task.answer == row["Answer"]
     video, sound = Decoder(source.store).get_many(task.messages[0].media)
     assert isinstance(video, DecodedVideo)
@@ -108,8 +109,68 @@ def test_a_missing_wave_or_folder_is_named(folder: Path) -> None:
     with pytest.raises(MediaError, match=r"qa\.json, row 1, sound 'v1': cannot read the sound"):
         opened(folder)[1]
     (folder / "Videos").rename(folder / "videos.unpacked")
-    with pytest.raises(TaskError, match="no folder 'Videos'"):
+    with pytest.raises(TaskError, match="folder 'Videos'"):
         opened(folder)
+
+
+def pack(folder: Path, *more: tarfile.TarInfo, mode: str = "w") -> None:
+    """Put the folder Videos into Videos.tar, with some other members."""
+    with tarfile.open(folder / "Videos.tar", mode) as archive:  # type: ignore[call-overload]
+        archive.add(folder / "Videos", "Videos")
+        for member in more:
+            archive.addfile(member)
+    shutil.rmtree(folder / "Videos")
+
+
+def test_the_archive_is_unpacked_once_and_finished_after_a_kill(folder: Path) -> None:
+    shown = opened(folder)[5].messages[0]
+    pack(folder)
+    assert opened(folder)[5].messages[0] == shown
+    clip, kept = folder / "Videos/v1/v1_video.mp4", folder / "Videos/v0/v0_video.mp4"
+    whole, touched = clip.read_bytes(), kept.stat().st_mtime_ns
+    clip.unlink()
+    opened(folder)
+    assert not clip.exists(), "the marker says that it was unpacked"
+    clip.write_bytes(whole[:10])
+    (folder / ".Videos.tar.unpacked").unlink()
+    opened(folder)
+    assert (clip.read_bytes(), kept.stat().st_mtime_ns) == (whole, touched)
+    assert not list(folder.rglob("*.mp4.*"))
+
+
+def test_an_archive_with_links_or_ways_outside_or_only_half_of_itself_is_refused(folder: Path) -> None:
+    whole = shutil.copytree(folder, folder.parent / "whole")
+    link, far = tarfile.TarInfo("Videos/link"), tarfile.TarInfo("../far.mp4")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc"
+    hard = tarfile.TarInfo("Videos/hard")
+    hard.type, hard.linkname = tarfile.LNKTYPE, "Videos/v0/v0_video.mp4"
+    for member in (link, hard, far, tarfile.TarInfo("/far.mp4")):
+        shutil.rmtree(folder)
+        shutil.copytree(whole, folder)
+        pack(folder, member)
+        with pytest.raises(TaskError, match=r"Videos\.tar: its member"):
+            opened(folder)
+        assert not (folder / "Videos").exists(), "nothing is written"
+        assert not (folder.parent / "far.mp4").exists()
+    packed = (folder / "Videos.tar").read_bytes()
+    for broken in (packed[: len(packed) // 2], b"no tar", gzip.compress(packed)):
+        (folder / "Videos.tar").write_bytes(broken)
+        with pytest.raises(TaskError, match=r"Videos\.tar: cannot unpack"):
+            opened(folder)
+        assert not (folder / ".Videos.tar.unpacked").exists()
+
+
+def test_an_archive_whose_holes_unpack_to_too_much_is_refused(folder: Path) -> None:
+    """A sparse member is a few bytes in the archive and as large as it states on the disk."""
+    holes = tarfile.TarInfo("Videos/large.mp4")
+    table = b"1\n0\n0\n".ljust(512, b"\0")
+    holes.size, sparse = len(table), {"major": "1", "minor": "0", "realsize": str(2**45), "name": "Videos/large.mp4"}
+    holes.pax_headers = {f"GNU.sparse.{key}": value for key, value in sparse.items()}
+    with tarfile.open(folder / "Videos.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        archive.addfile(holes, io.BytesIO(table))
+    with pytest.raises(TaskError, match="would unpack to"):
+        opened(folder)
+    assert not (folder / "Videos/large.mp4").exists()
 
 
 @pytest.mark.parametrize(

@@ -75,11 +75,9 @@ def test_video_and_sound_are_two_blocks_before_the_question(train: Path) -> None
     assert [media.kind for media in task.messages[0].media] == ["video", "sound"]
     assert isinstance(text, Text)
     row = json.loads((train / "emer_rewrite.json").read_text())[0]
-    lines = text.text.splitlines()
-    assert lines[0] == row["problem"]
-    assert lines[1:5] == row["options"]
-    assert "<think>" in lines[5]
-    assert "<answer>B</answer>" in lines[5]
+    asked = "First reason briefly between <think> </think> tags, then output only the single option letter (e.g., A, B, C, "
+    asked += "D, ...) between <answer> </answer> tags. Format example: <think>your reasoning</think><answer>A</answer>"
+    assert text.text == row["problem"] + " Options:\n" + "\n".join(row["options"]) + " " + asked
     assert task.answer == row["answer"] in "ABCD"
     clip, heard = Decoder(source.store).get_many(task.messages[0].media)
     assert isinstance(clip, DecodedVideo)
@@ -110,6 +108,18 @@ def test_the_sound_may_be_left_out_and_the_instruction_replaced(train: Path) -> 
     task = opened(train, with_sound=False, instruction="Just the letter.")[0]
     assert [media.kind for media in task.messages[0].media] == ["video"]
     assert task.messages[0].text.endswith("\nJust the letter.")
+
+
+@pytest.mark.parametrize("written", [repr, json.dumps])
+def test_options_may_be_the_text_of_a_list(train: Path, written: Any) -> None:
+    as_list = opened(train)[0].messages[0].text
+    options = json.loads((train / "emer_rewrite.json").read_text())[0]["options"]
+    rewrite(train, {"options": written(options)})
+    assert opened(train)[0].messages[0].text == as_list
+    for wrong in ("[" * 5000, "__import__('os')", "{'A': 1}", "['A', 2]", "A. one B. two"):
+        rewrite(train, {"options": wrong})
+        with pytest.raises(TaskError, match="'options' must be a list"):
+            opened(train)[0]
 
 
 def test_the_archive_is_unpacked_once_and_again_when_it_changes(train: Path) -> None:

@@ -1,7 +1,7 @@
 """Daily-Omni: 1,197 questions about everyday videos that need both the picture and the sound. For evaluation.
 
 A folder holds ``qa.json`` (rows of Question, Choice, Answer, video_id, Type) and, for each video,
-``Videos/{id}/{id}_video.mp4`` and ``Videos/{id}/{id}_audio.wav``.
+``Videos/{id}/{id}_video.mp4`` and ``Videos/{id}/{id}_audio.wav``; or ``Videos.tar`` with them, which is unpacked once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from sensorium.media.files import roots_of
 from sensorium.media.store import MediaStore
 from sensorium.tasks.choices import LETTER, options_of, question
 from sensorium.tasks.clip_options import ClipOptions
-from sensorium.tasks.manifest import read_manifest, text_of
+from sensorium.tasks.manifest import read_manifest, text_of, unpack_once
 from sensorium.tasks.message_parsing import Place
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import TaskError
@@ -45,7 +45,7 @@ class DailyOmni:
         store: MediaStore,
         video: Mapping[str, Any] | None = None,
         sound: Mapping[str, Any] | None = None,
-        instruction: str = LETTER,
+        instruction: str | None = None,
         limit: int = 0,
         media_roots: Sequence[str] = (),
     ) -> None:
@@ -54,8 +54,12 @@ class DailyOmni:
         self._clips.refuse_other_sound("daily_omni")
         self._roots = roots_of(self.folder / "Videos", media_roots)
         self._rows = read_manifest(self.folder / "qa.json")[: limit or None]
+        unpack_once(self.folder / "Videos.tar", self.folder)
         if not (self.folder / "Videos").is_dir():
-            raise TaskError(f"{self.folder}: there is no folder 'Videos'. Unpack the archive of the data set there.")
+            raise TaskError(
+                f"{self.folder}: there is neither a folder 'Videos' nor an archive 'Videos.tar' with it. Download the data "
+                "set's archive there; it is unpacked once."
+            )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -79,7 +83,7 @@ class DailyOmni:
         media = (video.heard_with(sound),) if self._clips.hears_in_video else (video, sound)
         return Task(
             id=f"daily_omni/{index}",
-            messages=(user(*media, question(text_of(row, "Question"), options, self.instruction)),),
+            messages=(user(*media, question(text_of(row, "Question"), options, LETTER, self.instruction)),),
             answer=text_of(row, "Answer"),
             metadata={"category": text_of(row, "Type"), "type": "multiple choice", "video": name},
         )

@@ -12,7 +12,7 @@ from sensorium.media.files import roots_of
 from sensorium.media.store import MediaStore
 from sensorium.tasks.choices import LETTER, LETTERS, NUMBER, WORDS, YES_OR_NO, options_of, question
 from sensorium.tasks.clip_options import ClipOptions
-from sensorium.tasks.manifest import read_manifest, text_of, unzip_once
+from sensorium.tasks.manifest import read_manifest, text_of, unpack_once
 from sensorium.tasks.message_parsing import Place
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
@@ -71,7 +71,7 @@ class Intent:
         self._rows = self._rows[: limit or None]
         if not self._rows:
             raise TaskError(f"{path}: no row has a problem_type among {', '.join(problem_types)}.")
-        unzip_once(self.folder / "videos.zip", self.folder, unpack_ratio)
+        unpack_once(self.folder / "videos.zip", self.folder, unpack_ratio)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -91,10 +91,10 @@ class Intent:
             raise place.error(f"'{'answer' if problem else 'problem'}' is missing or no text.")
         if kind in WITH_OPTIONS and len(options) < 2:
             raise place.error(f"a question of type '{kind}' needs 'options'; without them the model would answer blind.")
-        instruction = INSTRUCTIONS[kind] if self.instruction is None else self.instruction
+        shown = f"{problem} Options:" if options else problem
         return Task(
             id=f"{Path(manifest).stem}/{number}",
-            messages=(user(*self._media(row, place), question(problem, options, instruction)),),
+            messages=(user(*self._media(row, place), question(shown, options, INSTRUCTIONS[kind], self.instruction)),),
             answer=answer,
             metadata={"category": kind, "type": kind, "manifest": manifest},
         )
