@@ -79,3 +79,15 @@ def test_wandb_gets_generations_with_their_pictures_and_text(tmp_path: Path, mon
     for path in pictures:
         with Image.open(path) as picture:
             assert picture.width == picture.height > 16
+
+
+def test_wandb_writes_where_its_own_variable_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "logs" / "here"))
+    logger = build("logger", "wandb", {}, "logging.loggers", run_dir=tmp_path / "run", logging=LoggingSection())
+    logger.started(RunStart("demo", 1, recipe={"steps": 1}))
+    logger.finished()
+    assert list((tmp_path / "logs" / "here" / "wandb").glob("offline-run-*/*.wandb"))
+    assert not (tmp_path / "run" / "wandb").exists()

@@ -19,6 +19,9 @@ Value = TypeVar("Value", int, float, str)
 WORKER_GAP = 10
 UNUSED = {
     "FORMAT_MIN_BRACKETS": ("", "timestamps are paid as CapRL's README says, where no number of them is asked for"),
+    "FORMAT_MAX_MINUTE": ("599", "a timestamp may have any minute up to 599"),
+    "VERL_ROOT": ("", "verl does not run here"),
+    "CONDA_ENV": ("", "activate the environment of sensorium yourself"),
     "REWARD_SHUFFLE_QA": ("1", "options are shuffled in every draw"),
     "REWARD_TP": ("1", "a worker has one device; serve a larger model by another server and name it with --reader"),
     "JUDGE_MAX_MODEL_LEN": ("", "a model's context is what its config says"),

@@ -2,6 +2,7 @@
 
 import os
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from sensorium.cli.show import say, show_dry_run, show_plan
@@ -46,7 +47,9 @@ def run(arguments: Namespace) -> int:
         raise RecipeError("--resume goes on from a checkpoint and --restart starts over; drop one of them.")
     if arguments.resume:
         refuse_no_run(arguments.recipe)
-    overrides = [*_from_environment(arguments.recipe), *arguments.overrides] if arguments.caprl_env else arguments.overrides
+    overrides = list(arguments.overrides)
+    if arguments.caprl_env:
+        overrides = [*_from_environment(arguments.recipe, overrides), *overrides]
     recipe = resolve_epochs(load_recipe(arguments.recipe, overrides))
     if arguments.dry_run:
         notes = _resumable(recipe) if arguments.resume else []
@@ -81,14 +84,14 @@ def _resumable(recipe: Recipe) -> list[str]:
     return go_on(recipe, RunDirectory(recipe.directory))
 
 
-def _from_environment(recipe: str) -> list[str]:
-    """What CapRL's environment variables change in a recipe."""
-    from sensorium.recipe.caprl_settings import caprl_overrides
+def _from_environment(recipe: str, overrides: Sequence[str] = ()) -> list[str]:
+    """What CapRL's environment variables change in a recipe; those without effect are printed."""
+    from sensorium.recipe.caprl_settings import caprl_settings
 
-    if os.environ.get("SAVE_HF_MODEL", "").lower() in ("0", "false", "no"):
-        say("SAVE_HF_MODEL is off, which changes nothing: every checkpoint is a Hugging Face model.", Terminal(stderr=True))
-    terms = [str(term.options.get("name", term.name)) for term in load_recipe(recipe).rewards.terms]
-    return caprl_overrides(os.environ, recipe, terms)
+    found = caprl_settings(os.environ, recipe, load_recipe(recipe), overrides)
+    for notice in found.notices():
+        say(notice, Terminal(stderr=True))
+    return [override for taken in found.overrides.values() for override in taken]
 
 
 def refuse_no_run(source: str) -> None:

@@ -1,80 +1,223 @@
-"""The environment variables of CapRL's training scripts, as overrides of the recipes caprl_image and caprl_video.
+"""The environment variables of CapRL's training script, as overrides of the recipes caprl_image and caprl_video.
 
     CAPTION_MODEL=/captioner DATASET=rows.jsonl SAVE_DIR=/runs BATCH_SIZE=64 sensorium train caprl_video --caprl-env
-    → model.path=/captioner tasks.train.0.options.path=rows.jsonl run_dir=/runs/caprl_video batch.prompts_per_step=64 …
+    → model.path="/captioner" tasks.train.0.options.path="rows.jsonl" batch.prompts_per_step=64 epochs=3 run_dir=…
 
-Those of the reward service (REWARD_MODEL, REWARD_QA_NUM, …) are read by ``sensorium serve reward``.
+A variable is taken, or named with the reason why it has no effect; none is dropped in silence. What lengths mean follows
+from the script: it samples up to ROLLOUT_RESPONSE_LENGTH tokens after prompts of up to ROLLOUT_PROMPT_LENGTH, in a context
+of ROLLOUT_MAX_MODEL_LEN, and sets data.filter_overlong_prompts=False, so that MAX_PROMPT_LENGTH limits nothing.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from math import ceil
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from sensorium.recipe.schema import Recipe, RolloutSection
 from sensorium.vocabulary.errors import RecipeError
 
 NEEDED = ("CAPTION_MODEL", "DATASET", "SAVE_DIR")
-KEYS = {
-    "CAPTION_MODEL": "model.path",
-    "DATASET": "tasks.train.0.options.path",
-    "BATCH_SIZE": "batch.prompts_per_step",
-    "ROLLOUT_N": "batch.group_size",
-    "SAVE_FREQ": "checkpoint.every",
-    "ACTOR_LR": "optimizer.lr",
-    "MAX_RESPONSE_LENGTH": "rollout.max_new_tokens",
-}
-OF_TERMS = {
-    "FORMAT_REWARD_WEIGHT": ("timestamps", "weight"),
-    "REWARD_LENGTH_WEIGHT": ("token_length", "weight"),
-    "REWARD_LENGTH_L1": ("token_length", "options.full_until"),
-    "REWARD_LENGTH_L2": ("token_length", "options.none_from"),
-}
-LENGTHS = {"MAX_PROMPT_LENGTH": 4096, "MAX_RESPONSE_LENGTH": 4096}
-PORT, BATCH, EPOCHS = "18889", "128", "3"
+PORT, EPOCHS = 18889, 3
 
 
-def caprl_overrides(environment: Mapping[str, str], recipe: str, terms: Sequence[str]) -> list[str]:
-    """The overrides that the variables stand for; ``terms`` are the names of the recipe's reward terms, in order."""
-    given = {name: value for name, value in environment.items() if value}
-    if lacking := [name for name in NEEDED if name not in given]:
-        raise RecipeError(f"--caprl-env: the environment variable {lacking[0]} is needed and not set.")
-    found = [f"{key}={given[name]}" for name, key in KEYS.items() if name in given]
-    name = given.get("RUN_NAME", Path(recipe).stem)
-    found += [f"name={name}", f"run_dir={Path(given['SAVE_DIR']) / name}"]
-    if any(key in given for key in LENGTHS):
-        most = sum(_whole(given, key, str(usual)) for key, usual in LENGTHS.items())
-        found.append(f"rollout.max_context_tokens={most}")
-    for variable, (term, key) in OF_TERMS.items():
-        if variable in given and term in terms:
-            found.append(f"rewards.terms.{list(terms).index(term)}.{key}={given[variable]}")
-    if "REWARD_REMOTE_URL" in given or "REWARD_NODE_IP" in given:
-        usual = f"http://{given.get('REWARD_NODE_IP', '')}:{given.get('REWARD_PORT', PORT)}"
-        servers = [url.strip() for url in given.get("REWARD_REMOTE_URL", usual).split(",")]
-        found.append(f"rewards.terms.0.options.servers={json.dumps(servers)}")
-    if any(name.startswith("WANDB_") for name in given):
-        found.append("logging.loggers=[wandb]")
-    epochs, batch = _whole(given, "TOTAL_EPOCHS", EPOCHS), _whole(given, "BATCH_SIZE", BATCH)
-    return [*found, f"steps={ceil(epochs * _rows(Path(given['DATASET'])) / batch)}"]
-
-
-def _whole(given: Mapping[str, str], name: str, usual: str) -> int:
-    try:
-        number = int(given.get(name, usual))
-    except ValueError as error:
-        raise RecipeError(f"--caprl-env: {name} is '{given[name]:.40}', which is no whole number.") from error
+def whole(text: str) -> int:
+    """A whole number of 1 or more."""
+    number = int(text)
     if number < 1:
-        raise RecipeError(f"--caprl-env: {name} is {number}; it must be 1 or more.")
+        raise ValueError("1 or more is needed")
     return number
 
 
-def _rows(path: Path) -> int:
-    """How many rows a file has, which says how many steps an epoch has."""
-    try:
-        if path.suffix == ".parquet":
-            from pyarrow.parquet import read_metadata
+def interval(text: str) -> int:
+    """Steps between checkpoints; 0 and -1 are none between, as in verl."""
+    return max(0, int(text))
 
-            return int(read_metadata(path).num_rows)
-        with path.open("rb") as file:
-            return sum(bool(line.strip()) for line in file)
-    except OSError as error:
-        raise RecipeError(f"--caprl-env: DATASET '{path}' cannot be read: {error}.") from error
+
+def number(text: str) -> float:
+    """A finite number."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError("a finite number is needed")
+    return value
+
+
+def port(text: str) -> int:
+    """The number of a port."""
+    if not 1 <= int(text) <= 65535:
+        raise ValueError("ports are 1 to 65535")
+    return int(text)
+
+
+KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "CAPTION_MODEL": ("model.path", str),
+    "DATASET": ("tasks.train.0.options.path", str),
+    "BATCH_SIZE": ("batch.prompts_per_step", whole),
+    "ROLLOUT_N": ("batch.group_size", whole),
+    "SAVE_FREQ": ("checkpoint.every", interval),
+    "MAX_ACTOR_CKPT_TO_KEEP": ("checkpoint.keep", whole),
+    "ACTOR_LR": ("optimizer.lr", number),
+    "LR_WARMUP_STEPS": ("optimizer.warmup_steps", interval),
+    "PPO_MAX_TOKEN_LEN_PER_GPU": ("batch.tokens_per_microbatch", whole),
+    "WANDB_PROJECT": ("logging.project", str),
+}
+OF_TERMS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
+    "FORMAT_REWARD_WEIGHT": ("timestamps", "weight", number),
+    "REWARD_LENGTH_WEIGHT": ("token_length", "weight", number),
+    "REWARD_LENGTH_L1": ("token_length", "options.full_until", interval),
+    "REWARD_LENGTH_L2": ("token_length", "options.none_from", whole),
+}
+OF_VERL = "it sets up verl or vLLM, which do not run here"
+OF_SERVICE = "it is for the reward service (sensorium serve reward)"
+OF_CLIENT = (
+    "it sets up CapRL's client; the term remote sends each group in one request and logs what was asked and answered"
+)
+WITHOUT_EFFECT = {
+    "MAX_PROMPT_LENGTH": "CapRL's script filters no row by it. ROLLOUT_PROMPT_LENGTH is the limit of prompts",
+    "ROLLOUT_GPU_MEMORY_UTILIZATION": "the native engine takes what memory is free. With rollout.engine=vllm set "
+    "rollout.engine.options.gpu_share, which counts beside the learner",
+    "ROLLOUT_AGENT_NUM_WORKERS": "all episodes of a step are sampled at once. rollout.concurrency limits them",
+    "MAX_CKPT_TO_KEEP": "MAX_ACTOR_CKPT_TO_KEEP says how many checkpoints stay",
+    "TRAINER_LOGGER": "console and metrics.jsonl are always written. logging.loggers names others",
+    "VERL_ROOT": OF_VERL,
+    "CONDA_ENV": "activate the environment of sensorium yourself",
+    **dict.fromkeys(("REWARD_MODEL", "REWARD_WORKER_BASE", "REWARD_NUM_WORKERS", "REWARD_QA_NUM"), OF_SERVICE),
+    "REWARD_TASK": f"{OF_SERVICE}. The recipe chooses: caprl_image or caprl_video",
+    **dict.fromkeys(("REWARD_SHUFFLE_QA", "REWARD_TP", "FORMAT_MAX_MINUTE", "JUDGE_MAX_MODEL_LEN"), OF_SERVICE),
+    **dict.fromkeys(("REWARD_VLLM_URLS", "REWARD_VLLM_MODEL", "REWARD_LOG_TO_FILE", "REWARD_LOG_DIR"), OF_CLIENT),
+    **dict.fromkeys(("REWARD_ALL_QA", "REWARD_JUDGE_BATCH_SIZE", "REWARD_JUDGE_BATCH_TIMEOUT"), OF_CLIENT),
+    **dict.fromkeys(("REWARD_QA_BATCH_SIZE", "REWARD_QA_BATCH_TIMEOUT"), OF_CLIENT),
+    **dict.fromkeys(("ACTOR_STRATEGY", "ROLLOUT_MAX_NUM_BATCHED_TOKENS", "LOG_PROB_MAX_TOKEN_LEN_PER_GPU"), OF_VERL),
+    "REF_LOG_PROB_MAX_TOKEN_LEN_PER_GPU": OF_VERL,
+}
+"""Variables of CapRL's scripts that change nothing in a recipe, and why."""
+
+
+@dataclass
+class CaprlSettings:
+    """What variables became: overrides by variable (also those of CapRL's defaults), and why others have no effect."""
+
+    given: Mapping[str, str]
+    overrides: dict[str, list[str]] = field(default_factory=dict)
+    without_effect: dict[str, str] = field(default_factory=dict)
+
+    def take(self, name: str, key: str, value: Any) -> None:
+        """Set a key of the recipe. Values are JSON, so that a name such as 7 or null stays a text."""
+        self.overrides.setdefault(name, []).append(f"{key}={json.dumps(value, ensure_ascii=False)}")
+
+    def read(self, name: str, kind: Callable[[str], Any], usual: Any = None) -> Any:
+        """The value of a variable, or the usual one; a RecipeError names the variable."""
+        if name not in self.given:
+            return usual
+        try:
+            return kind(self.given[name])
+        except ValueError as error:
+            what = "a number" if kind is number else "a whole number"
+            raise RecipeError(f"--caprl-env: {name} is '{self.given[name]:.40}'; it must be {what} ({error}).") from error
+
+    def notices(self) -> list[str]:
+        """One line for each variable without effect."""
+        return [f"{name}={self.given[name]} has no effect: {why}." for name, why in self.without_effect.items()]
+
+
+def caprl_settings(environment: Mapping[str, str], path: str, recipe: Recipe, changed: Sequence[str] = ()) -> CaprlSettings:
+    """What the variables change in a recipe (``path`` names its file); ``changed``: overrides of the command line."""
+    given = {name: value.strip() for name, value in environment.items() if value.strip()}
+    if lacking := [name for name in NEEDED if name not in given]:
+        raise RecipeError(f"--caprl-env: the environment variable {lacking[0]} is needed and not set.")
+    if not Path(given["DATASET"]).is_file():
+        raise RecipeError(f"--caprl-env: DATASET '{given['DATASET']}' is no file. It is one JSONL or Parquet file.")
+    found = CaprlSettings(given)
+    found.without_effect.update({name: why for name, why in WITHOUT_EFFECT.items() if name in given})
+    for name, (key, kind) in KEYS.items():
+        if name in given:
+            found.take(name, key, found.read(name, kind))
+    run = given.get("RUN_NAME", Path(path).stem)
+    found.take("RUN_NAME", "name", run)
+    found.take("SAVE_DIR", "run_dir", str(Path(given["SAVE_DIR"]) / run))
+    found.take("TOTAL_EPOCHS", "epochs", found.read("TOTAL_EPOCHS", whole, EPOCHS))
+    found.take("TOTAL_EPOCHS", "steps", None)
+    _lengths(found, recipe.rollout)
+    _rewards(found, [term.name for term in recipe.rewards.terms])
+    if logging := [name for name in given if name.startswith("WANDB_")]:
+        found.take(logging[0], "logging.loggers", list(dict.fromkeys([*recipe.logging.loggers, "wandb"])))
+        for name in logging[1:]:
+            found.overrides.setdefault(name, [])
+    if given.get("SAVE_HF_MODEL", "True").lower() not in ("1", "true", "yes"):
+        found.without_effect["SAVE_HF_MODEL"] = "every checkpoint is a Hugging Face model"
+    gpus = len(given.get("CUDA_VISIBLE_DEVICES", "").split(","))
+    one = recipe.cluster.learners == recipe.cluster.engines == 1 and not any(key.startswith("cluster") for key in changed)
+    if gpus > 1 and one:
+        found.without_effect["CUDA_VISIBLE_DEVICES"] = (
+            f"the run uses the first of these {gpus} GPUs; cluster.learners, cluster.engines use more (docs/scale_out.md)"
+        )
+    return found
+
+
+def _lengths(found: CaprlSettings, rollout: RolloutSection) -> None:
+    """Response and context. MAX_RESPONSE_LENGTH counts where the script's own limit of responses is not set."""
+    given = found.given
+    name = "ROLLOUT_RESPONSE_LENGTH" if "ROLLOUT_RESPONSE_LENGTH" in given else "MAX_RESPONSE_LENGTH"
+    response = found.read(name, whole, rollout.max_new_tokens)
+    if name in given:
+        found.take(name, "rollout.max_new_tokens", response)
+    if name != "MAX_RESPONSE_LENGTH" and "MAX_RESPONSE_LENGTH" in given:
+        found.without_effect["MAX_RESPONSE_LENGTH"] = "ROLLOUT_RESPONSE_LENGTH is the limit of responses"
+    most = found.read("ROLLOUT_MAX_MODEL_LEN", whole, rollout.max_context_tokens)
+    prompt = found.read("ROLLOUT_PROMPT_LENGTH", whole, most)
+    for one in ("ROLLOUT_PROMPT_LENGTH", "ROLLOUT_MAX_MODEL_LEN"):
+        if one in given:
+            found.take(one, "rollout.max_context_tokens", min(prompt + response, most))
+
+
+def _rewards(found: CaprlSettings, terms: Sequence[str]) -> None:
+    """The server, its mode, and the weights and options of the terms beside it."""
+    given = found.given
+    mode = given.get("REWARD_SCORE_MODE", "qa").lower()
+    if mode not in ("qa", "vl_judge"):
+        raise RecipeError(f"--caprl-env: REWARD_SCORE_MODE is '{mode:.40}'; there are qa and vl_judge.")
+    servers = [name for name in ("REWARD_REMOTE_URL", "REWARD_NODE_IP", "REWARD_PORT") if name in given]
+    if "remote" not in terms:
+        names = [*servers, *(["REWARD_SCORE_MODE"] if "REWARD_SCORE_MODE" in given else [])]
+        found.without_effect.update(dict.fromkeys(names, "the recipe has no reward term 'remote'"))
+    else:
+        at = f"rewards.terms.{terms.index('remote')}.options"
+        if servers:
+            found.take(servers[0], f"{at}.servers", _addresses(found))
+            for name in servers[1:]:
+                if servers[0] == "REWARD_REMOTE_URL":
+                    found.without_effect[name] = "REWARD_REMOTE_URL is the address"
+                else:
+                    found.overrides.setdefault(name, [])
+        if "REWARD_SCORE_MODE" in given:
+            found.take("REWARD_SCORE_MODE", f"{at}.mode", mode)
+    for variable, (term, key, kind) in OF_TERMS.items():
+        if variable not in given:
+            continue
+        if term not in terms:
+            found.without_effect[variable] = f"the recipe has no reward term '{term}'"
+        elif mode == "vl_judge" and term == "timestamps":
+            found.without_effect[variable] = "CapRL rewards no timestamps with REWARD_SCORE_MODE=vl_judge"
+        else:
+            found.take(variable, f"rewards.terms.{terms.index(term)}.{key}", found.read(variable, kind))
+    if mode == "vl_judge" and "timestamps" in terms:
+        found.take("REWARD_SCORE_MODE", f"rewards.terms.{terms.index('timestamps')}.weight", 0.0)
+    if given.get("REWARD_LENGTH_TOKENIZER_PATH", given["CAPTION_MODEL"]) != given["CAPTION_MODEL"]:
+        found.without_effect["REWARD_LENGTH_TOKENIZER_PATH"] = (
+            "captions are counted in the tokens that CAPTION_MODEL sampled"
+        )
+
+
+def _addresses(found: CaprlSettings) -> list[str]:
+    """The reward servers, as the script puts the address together."""
+    given = found.given
+    node, at = given.get("REWARD_NODE_IP", "127.0.0.1"), found.read("REWARD_PORT", port, PORT)
+    usual = f"http://{f'[{node}]' if ':' in node and not node.startswith('[') else node}:{at}"
+    servers = [url.strip() for url in given.get("REWARD_REMOTE_URL", usual).split(",") if url.strip()]
+    if any("?" in url for url in servers):
+        raise RecipeError(
+            "--caprl-env: REWARD_REMOTE_URL has a query (?…). An address is written into the run's recipe.yaml, and a key "
+            "does not belong there: leave ?token= out, and set the environment variable SENSORIUM_SERVICE_KEY to it."
+        )
+    return servers

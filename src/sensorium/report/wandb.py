@@ -34,7 +34,10 @@ def _pictures(episode: Episode) -> list[Media]:
 
 
 class WandbLogger(Watcher):
-    """Logs to a wandb run named after the run directory, kept below ``<run>/wandb``; ``wandb sync`` uploads it later."""
+    """Logs to a wandb run named after the run directory, kept in ``WANDB_DIR``, else below ``<run>/wandb``.
+
+    ``wandb sync`` uploads it later.
+    """
 
     def __init__(self, run_dir: Path, logging: LoggingSection) -> None:
         try:
@@ -49,11 +52,12 @@ class WandbLogger(Watcher):
 
     def started(self, run: RunStart) -> None:
         """Open the run with its recipe as config."""
-        self._run_dir.mkdir(parents=True, exist_ok=True)
+        folder = Path(os.environ.get("WANDB_DIR") or self._run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
         self._run = self._wandb.init(
             project=self._project,
             name=run.name,
-            dir=str(self._run_dir),
+            dir=str(folder),
             config=dict(run.recipe),
             mode=os.environ.get("WANDB_MODE", "offline"),
         )
