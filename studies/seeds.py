@@ -1,4 +1,8 @@
-"""One seed is not a result: every claim is run with three, and told as their mean and range."""
+"""One seed is not a result: every claim is run with three, and reported as their mean and range.
+
+Nor is one machine: ARM and x86 round differently, so a run ends elsewhere there. Runs of both stand beside each other, and
+ranges are over all of them.
+"""
 
 import fcntl
 import json
@@ -30,16 +34,17 @@ def over_seeds(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def add_run(place: Path, facts: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Put one seed's run into a result file, beside those of other seeds, and what they give together; returns the result.
+    """Put one seed's run into a result file, beside those of other seeds and machines, with what they give together.
 
-    ``run`` has a seed, and summaries by variant under ``before`` and ``after``. Seeds may be run side by side.
+    ``run`` has a seed, and summaries by variant under ``before`` and ``after``; it replaces one of the same seed and kind
+    of processor. Returns the result. Seeds may be run side by side.
     A variant that an earlier seed was not measured in is summed up over the others.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
     with place.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         earlier = json.loads(place.read_text()).get("runs", []) if place.exists() else []
-        runs = sorted([run, *(one for one in earlier if one["seed"] != run["seed"])], key=lambda one: one["seed"])
+        runs = sorted([run, *(one for one in earlier if _seed_on(one) != _seed_on(run))], key=_seed_on)
         together = {
             when: {name: over_seeds([one[when][name] for one in runs if name in one[when]]) for name in run[when]}
             for when in ("before", "after")
@@ -47,6 +52,11 @@ def add_run(place: Path, facts: dict[str, Any], run: dict[str, Any]) -> dict[str
         result = {**facts, **together, "runs": runs}
         place.write_text(json.dumps(result, indent=1) + "\n")
     return result
+
+
+def _seed_on(run: dict[str, Any]) -> tuple[str, int]:
+    """The kind of processor a run was made on (aarch64, x86_64), and its seed."""
+    return str(run.get("machine", "")).partition(",")[0], run["seed"]
 
 
 def by_name(summaries: Summaries) -> dict[str, dict[str, Any]]:

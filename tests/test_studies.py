@@ -37,10 +37,39 @@ def test_the_readme_quotes_the_committed_results(name: str) -> None:
     assert found["command"] in text
 
 
+def seeds_by_processor(found: dict[str, Any]) -> dict[str, list[int]]:
+    seeds: dict[str, list[int]] = {}
+    for run in found["runs"]:
+        seeds.setdefault(run["machine"].partition(",")[0], []).append(run["seed"])
+    return seeds
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_the_readme_says_on_which_machines_a_range_was_taken(name: str) -> None:
+    found = result(name)
+    (table,) = (
+        part for part in (ROOT / "README.md").read_text().split("\n\n") if over_seeds(found["after"]["sampled"]) in part
+    )
+    named = {"aarch64": "ARM", "x86_64": "x86"}
+    head = table.splitlines()[0]
+    assert {kind for kind, word in named.items() if word in head} == set(seeds_by_processor(found))
+
+
+def test_runs_on_other_processors_stand_beside_each_other_and_widen_the_range(tmp_path: Path) -> None:
+    def run(seed: int, machine: str, accuracy: float) -> dict[str, Any]:
+        summary = {"accuracy": accuracy, "interval": [0.0, 1.0], "tasks": 500, "failed": 0, "missing": 0}
+        return {"seed": seed, "machine": f"{machine}, 1 threads", "before": {}, "after": {"sampled": summary}}
+
+    for one in (run(0, "x86_64", 0.9), run(0, "aarch64", 0.7), run(1, "x86_64", 0.8), run(0, "x86_64", 0.6)):
+        found = add_run(tmp_path / "result.json", {}, one)
+    assert seeds_by_processor(found) == {"aarch64": [0], "x86_64": [0, 1]}
+    assert found["after"]["sampled"]["range"] == [0.6, 0.8], "a seed that is run again replaces its own run"
+
+
 @pytest.mark.parametrize("name", CLAIMS)
 def test_claims_are_measured_with_three_seeds_on_enough_held_out_tasks(name: str) -> None:
     found = result(name)
-    assert [run["seed"] for run in found["runs"]] == [0, 1, 2]
+    assert all(seeds == [0, 1, 2] for seeds in seeds_by_processor(found).values())
     for run in found["runs"]:
         assert len(run["commit"]) == 40
         assert run["cpu_minutes"] <= 20
