@@ -1,6 +1,7 @@
 """The recipes of VAGEN's and slime's runs: published settings, a dry run with a look-alike model, their tiny variants."""
 
 import json
+import math
 from contextlib import suppress
 from functools import reduce
 from pathlib import Path
@@ -95,3 +96,20 @@ def test_a_step_of_each_tiny_variant_is_played_and_learned(name: str, tmp_path: 
     assert len(rows) == 2
     assert rows[-1]["episodes/failed"] == 0
     assert "reward/environment" in rows[-1]
+
+
+def test_a_run_without_vagens_masks_trains_on_observations_too(tmp_path: Path) -> None:
+    """use_loss_mask=False and use_gae_mask=False: steps with a critic, a KL in the reward, and pictures."""
+    shared = ["threads=1", "batch={prompts_per_step: 2, group_size: 2}", "rollout.max_turns=2", "warm_start.steps=0"]
+    shared += ["rollout.max_new_tokens=8", "rollout.window=0", "health.sight_tasks=0", "evaluation.every=0", *FEW]
+    shared += ["algorithm={advantage: {name: bi_level_gae, turn_gamma: 0.9}, kl: {coef: 0.001, place: reward}}"]
+    trained = {}
+    for masks in (True, False):
+        mask = str(masks).lower()
+        own = [f"run_dir={tmp_path / mask}", "steps=2", f"algorithm.loss_mask={mask}", f"algorithm.gae_mask={mask}"]
+        train(load_recipe("tiny/vagen_frozen_lake", [*shared, *own]))
+        rows = [json.loads(line) for line in RunDirectory(tmp_path / mask).metrics.read_text().splitlines()]
+        trained[masks] = rows[0]["packing/trained_tokens"]
+        assert all(math.isfinite(row["mismatch/max"]) and row["mismatch/max"] < 1e-3 for row in rows)
+        assert all(math.isfinite(row["value/grad_norm"]) for row in rows)
+    assert trained[False] > trained[True]

@@ -110,6 +110,12 @@ REFUSED = {
         "algorithm.correction.engine_logprobs",
         "does nothing",
     ),
+    "a GAE without its mask for groups": ({"gae_mask": False}, "algorithm.gae_mask", "does nothing"),
+    "observations trained with masked GAE": (
+        {"advantage": {"name": "masked_gae"}, "loss_mask": False},
+        "algorithm.loss_mask",
+        "gae_mask: false",
+    ),
     "a threshold without groups": (
         {"advantage": {"name": "masked_gae", "post": "optimize_threshold"}},
         "algorithm.advantage.post",
@@ -131,6 +137,13 @@ def test_gae_over_observations_is_refused_for_a_window() -> None:
     windowed = recipe(algorithm, rollout={"max_turns": 5, "window": 2})
     assert "masked_gae" in dict(algorithm_problems(windowed))["algorithm.advantage.name"]
     assert not list(algorithm_problems(recipe(algorithm, rollout={"max_turns": 5})))
+    unmasked = {"advantage": {"name": "bi_level_gae"}, "gae_mask": False}
+    assert "algorithm.gae_mask" in dict(algorithm_problems(recipe(unmasked, rollout={"max_turns": 5, "window": 2})))
+    trained = {"loss_mask": False}
+    assert "algorithm.loss_mask" in dict(algorithm_problems(recipe(trained, rollout={"max_turns": 5, "window": 2})))
+    for fine in ({"loss_mask": False}, unmasked, unmasked | {"loss_mask": False}, algorithm | {"loss_mask": False}):
+        assert not list(algorithm_problems(recipe(fine, rollout={"max_turns": 5})))
+    assert any("loss_mask" in line for line in cautions(recipe({"loss_mask": False}, rollout={"max_turns": 5})))
 
 
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name != "likelihood"])

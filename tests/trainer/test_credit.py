@@ -1,5 +1,6 @@
 """Rewards to tokens: where scores are paid, who is credited, and what a critic is taught."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -202,3 +203,75 @@ def test_the_threshold_never_pushes_a_good_memory_down() -> None:
     for algorithm, values in ((GRPO, [1.1618, -1.1618, 0.3873, -0.3873]), (mended, [1.1618, 0, 0.3873, 0])):
         samples = credit([members], assess(members), algorithm)[0]
         assert [float(s.advantages[0][0]) for s in samples] == pytest.approx(values, abs=1e-3)
+
+
+def vagen(estimator: str, rewards: list[list[float]], values: list[list[float]], ends: list[int]) -> list[list[float]]:
+    """VAGEN's estimators without its masks, as its loops are: over every token after the first prompt, then whitened.
+
+    ``ends`` are the last tokens of responses, the same in all rows; gamma 0.9, lam 0.8, high_level_gamma 0.7. Returns the
+    advantages of all rows, and behind them the targets.
+    """
+    gamma, lam, high = 0.9, 0.8, 0.7
+    advantages, targets, counted = [], [], []
+    for reward, value in zip(rewards, values, strict=True):
+        paid, row = list(reward), [0.0] * len(reward)
+        carried, following = 0.0, 0.0
+        for end in reversed(ends if estimator in ("turn_wise_gae", "bi_level_gae") else []):
+            carried = reward[end] + high * following - value[end] + high * lam * carried
+            following, row[end], paid[end] = value[end], carried, carried + value[end]
+        carried = following = 0.0
+        for at in reversed(range(len(reward))):
+            if estimator == "turn_wise_gae":
+                row[at] = carried = row[at] if at in ends else carried
+                continue
+            if estimator == "bi_level_gae" and at in ends:
+                carried = following = 0.0
+            row[at] = carried = paid[at] + gamma * following - value[at] + gamma * lam * carried
+            following = value[at]
+        advantages.append(row)
+        targets.append([a + v for a, v in zip(row, value, strict=True)])
+        counted += [row[at] for at in (ends if estimator == "turn_wise_gae" else range(len(row)))]
+    mean = math.fsum(counted) / len(counted)
+    variance = math.fsum((a - mean) ** 2 for a in counted) / (len(counted) - 1)
+    return [[(a - mean) / math.sqrt(variance + 1e-8) for a in row] for row in advantages] + targets
+
+
+@pytest.mark.parametrize("estimator", ["gae", "masked_gae", "turn_wise_gae", "bi_level_gae"])
+@pytest.mark.parametrize("loss_mask", [True, False])
+def test_without_masks_credit_is_what_vagen_computes(estimator: str, loss_mask: bool) -> None:
+    """Responses of 3, 4 and 2 tokens with observations of 3 between them: 15 positions an episode."""
+    steps = [(0.5, 1.0, -2.0), (1.5, 0.0, 3.0)]
+    ends = [2, 9, 14]
+    episodes = [
+        episode(i, *(Score("step", r, scope="turn", turn=turn) for turn, r in enumerate(paid)), turns=3)
+        for i, paid in enumerate(steps)
+    ]
+    members = group(*episodes)
+    positions = find_positions(episodes, lambda segment: segment.tokens, observations=True)
+    values_P = torch.randn(30, generator=torch.Generator().manual_seed(0))
+    discounts = {"gamma": 0.9, "lam": 0.8, "turn_gamma": 0.7, "turn_lam": 0.8}
+    advantage = AdvantageSection.model_validate({"name": estimator, **discounts})
+    algorithm = AlgorithmSection(advantage=advantage, loss_mask=loss_mask, gae_mask=False)
+    assert algorithm.sees_observations
+    (samples,) = credit([members], Assessment(positions, values_P, torch.zeros(2)), algorithm)
+    rewards = [[dict(zip(ends, paid, strict=True)).get(at, 0.0) for at in range(15)] for paid in steps]
+    expected = vagen(estimator, rewards, [part.tolist() for part in values_P.double().split(15)], ends)
+    responses, shown = ((0, 3), (6, 10), (13, 15)), ((3, 6), (10, 13))
+    for number, sample in enumerate(samples):
+        row, targets = expected[number], expected[2 + number]
+        assert [a.tolist() for a in sample.advantages] == [pytest.approx(row[a:b], abs=1e-5) for a, b in responses]
+        between = [] if loss_mask else [pytest.approx(row[a:b], abs=1e-5) for a, b in shown]
+        assert [a.tolist() for a in sample.observed] == between
+        assert sample.critic_values is not None
+        asked = [targets[at] if at in ends or estimator != "turn_wise_gae" else float("nan") for at in range(15)]
+        assert sample.critic_values.targets_P.tolist() == pytest.approx(asked, abs=1e-5, nan_ok=True)
+
+
+def test_without_the_loss_mask_a_group_s_advantage_is_that_of_observations_too() -> None:
+    episodes = [paid(0, 1.0, turns=2), paid(1, 0.0, turns=2)]
+    positions = find_positions(episodes, lambda segment: segment.tokens, observations=True)
+    (samples,) = credit([group(*episodes)], Assessment(positions), AlgorithmSection(loss_mask=False))
+    for sample in samples:
+        (between,) = sample.observed
+        assert between.tolist() == [float(sample.advantages[0][0])] * 3
+        assert between.any()

@@ -24,9 +24,9 @@ def weights(
     """The weight of every token: ``truncate`` min(ρ, high); ``band`` ρ inside [low, high] and 0 outside.
 
     ρ is the token's own, or one for all tokens of a sequence: the product of theirs (``sequence``) or their ``geometric``
-    mean. Logs of ρ are clamped to ±20.
+    mean. Logs of ρ are clamped to ±20. A token without a log-prob of the engine (NaN) weighs 1 and counts in no sequence.
     """
-    gap_N = old_N.detach().double() - engine_N.double()
+    gap_N, absent_N, counts_S = _known(old_N.detach().double() - engine_N.double(), engine_N, sequences_N, counts_S)
     if weights == "token":
         log_N = gap_N
     elif weights == "sequence":
@@ -42,7 +42,14 @@ def weights(
         ratio_N = ratio_N.masked_fill((ratio_N < low) | (ratio_N > high), 0)
     else:
         raise ValueError(f"unknown correction mode '{mode}'; take truncate or band.")
-    return ratio_N.to(old_N.dtype)
+    return ratio_N.masked_fill(absent_N, 1).to(old_N.dtype)
+
+
+def _known(gap_N: Tensor, engine_N: Tensor, sequences_N: Tensor, counts_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gaps with 0 where the engine has no log-prob, where that is, and how many tokens of each sequence have one."""
+    absent_N = engine_N.isnan()
+    absent_S = torch.zeros_like(counts_S).index_add(0, sequences_N, absent_N.to(counts_S.dtype))
+    return gap_N.masked_fill(absent_N, 0), absent_N, counts_S - absent_S
 
 
 def rejected(
@@ -54,6 +61,7 @@ def rejected(
     |mean x| (the geometric mean of ρ outside [e^-above, e^above]), or the largest |x|.
     """
     x_N = log_ratio(old_N.detach().double(), engine_N.double())
+    x_N, _, counts_S = _known(x_N, engine_N, sequences_N, counts_S)
     if estimator == "k1":
         estimate_N = -x_N
     elif estimator == "k2":

@@ -36,7 +36,11 @@ def effective_share(weights_N: Tensor) -> Tensor:
 
 
 def mismatch(old_N: Tensor, engine_N: Tensor, sequences_N: Tensor, counts_S: Tensor) -> Mismatch:
-    """Measure the mismatch over all tokens of an update."""
+    """Measure the mismatch over all tokens of an update that the engine sampled; the others have NaN."""
+    known_N = ~engine_N.isnan()
+    absent_S = torch.zeros_like(counts_S).index_add(0, sequences_N, (~known_N).to(counts_S.dtype))
+    old_N, engine_N, sequences_N = old_N[known_N], engine_N[known_N], sequences_N[known_N]
+    counts_S = counts_S - absent_S
     old_N, engine_N = old_N.to(torch.float64), engine_N.to(torch.float64)
     gap_N = old_N - engine_N
     ratio_S = sequence_means(gap_N, sequences_N, counts_S)[counts_S > 0].exp()

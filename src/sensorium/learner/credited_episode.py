@@ -1,14 +1,16 @@
 """The learner's input: an episode, the advantage of every sampled token, and the critic's values and targets."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sensorium.vocabulary.episode import Episode
+from sensorium.learner.positions import LayOut
+from sensorium.vocabulary.episode import Episode, MediaSpan, Segment, Thread, Turn
 
 
 @dataclass(frozen=True)
@@ -21,11 +23,16 @@ class CriticValues:
 
 @dataclass(frozen=True)
 class CreditedEpisode:
-    """An episode with one tensor of advantages per turn, as long as the turn's response."""
+    """An episode with one tensor of advantages per turn, as long as the turn's response.
+
+    ``observed`` are those of the observations between responses, one tensor each, where they are trained too
+    (``algorithm.loss_mask: false``).
+    """
 
     episode: Episode
     advantages: tuple[Tensor, ...]
     critic_values: CriticValues | None = None
+    observed: tuple[Tensor, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.advantages) == len(self.episode.turns), f"{self.episode.id}: advantages for every turn"
@@ -36,14 +43,20 @@ class CreditedEpisode:
         """Pickled, for ranks of their own, with arrays: a tensor takes twenty times as long."""
         critic = self.critic_values
         values = None if critic is None else (critic.values_P.cpu().numpy(), critic.targets_P.cpu().numpy())
-        return _unpickled, (self.episode, [advantages.cpu().numpy() for advantages in self.advantages], values)
+        parts = [[one.cpu().numpy() for one in several] for several in (self.advantages, self.observed)]
+        return _unpickled, (self.episode, parts[0], values, parts[1])
 
 
 def _unpickled(
-    episode: Episode, advantages: list[np.ndarray], values: tuple[np.ndarray, np.ndarray] | None
+    episode: Episode,
+    advantages: list[np.ndarray],
+    values: tuple[np.ndarray, np.ndarray] | None,
+    observed: list[np.ndarray],
 ) -> CreditedEpisode:
     critic = None if values is None else CriticValues(*map(torch.tensor, values))
-    return CreditedEpisode(episode, tuple(map(torch.tensor, advantages)), critic)  # copied: Ray's arrays are read-only
+    parts = (tuple(map(torch.tensor, several)) for several in (advantages, observed))
+    written, between = parts
+    return CreditedEpisode(episode, written, critic, between)  # copied: Ray's arrays are read-only
 
 
 Groups = Sequence[Sequence[CreditedEpisode]]
@@ -56,12 +69,71 @@ def uncredited(groups: Sequence[Sequence[Episode]]) -> list[list[CreditedEpisode
     ]
 
 
+def with_observations(sample: CreditedEpisode, lay_out: LayOut, forbidden: Collection[int]) -> CreditedEpisode:
+    """The sample with every stretch of observed text as a turn of its own, so that it is trained as responses are.
+
+    After ``Up`` the environment shows ``<|im_start|>user You see <picture><|im_end|>``: "user You see " becomes a turn;
+    what the model may not write (special tokens, media) stays context. Such turns have no log-probs of an engine: NaN.
+    """
+    if not sample.observed:
+        return sample
+    episode, observed = sample.episode, iter(sample.observed)
+    thread = episode.turns[0].thread
+    advantages = {turn.segment: given for turn, given in zip(episode.turns, sample.advantages, strict=True)}
+    segments: list[Segment] = []
+    turns: list[tuple[int, Tensor]] = []
+    for place, segment in enumerate(episode.threads[thread].segments):
+        if place in advantages:
+            turns.append((len(segments), advantages[place]))
+            segments.append(segment)
+        elif place < episode.turns[0].segment:
+            segments.append(segment)
+        else:
+            given_T, ends_S = next(observed), lay_out(segment).ends_S
+            for start, end, writable in _stretches_of_text(segment, forbidden):
+                if writable:
+                    turns.append((len(segments), given_T[ends_S[start:end]]))
+                segments.append(_cut(segment, start, end, f"{episode.id}/observed/{place}/{start}" if writable else ""))
+    home = {place for place, _ in turns}
+    threads = list(episode.threads)
+    threads[thread] = Thread(tuple(segments), tuple(place in home for place in range(len(segments))))
+    cut = replace(
+        episode,
+        threads=tuple(threads),
+        turns=tuple(Turn(index, (), segments[place], thread, place) for index, (place, _) in enumerate(turns)),
+    )
+    return CreditedEpisode(cut, tuple(given for _, given in turns), sample.critic_values)
+
+
+def _stretches_of_text(segment: Segment, forbidden: Collection[int]) -> list[tuple[int, int, bool]]:
+    """The tokens of a segment as runs (start, end, whether the model may write them)."""
+    media = {span.index for span in segment.media}
+    may_write = [token not in forbidden and index not in media for index, token in enumerate(segment.tokens)]
+    runs, start = [], 0
+    for writable, run in groupby(may_write):
+        end = start + len(list(run))
+        runs.append((start, end, writable))
+        start = end
+    return runs
+
+
+def _cut(segment: Segment, start: int, end: int, name: str) -> Segment:
+    """A part of an observation: with a name, as if the model had written it."""
+    tokens = segment.tokens[start:end]
+    if name:
+        unknown = (float("nan"),) * len(tokens)
+        return Segment("model", tokens, logprobs=unknown, sampled_logprobs=unknown, name=name)
+    media = tuple(MediaSpan(span.index - start, span.media) for span in segment.media if start <= span.index < end)
+    return Segment("environment", tokens, media)
+
+
 @dataclass(frozen=True)
 class SampledTokens:
     """The sampled tokens of an update in canonical order: groups, episodes, turns, tokens.
 
     This order, not the packing's, is the order of everything measured per token: so no number depends on packing.
-    ``engine_N`` are the engine's log-probs under the whole policy, ``truncated_N`` those after top-p and top-k.
+    ``engine_N`` are the engine's log-probs under the whole policy, ``truncated_N`` those after top-p and top-k; NaN where
+    no engine sampled the token, but an environment showed it.
     """
 
     engine_N: Tensor

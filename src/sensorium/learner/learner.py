@@ -11,7 +11,14 @@ from sensorium.algorithms import correction, kl
 from sensorium.algorithms.kl_control import AdaptiveKL
 from sensorium.algorithms.mismatch import mismatch
 from sensorium.learner.assessment import Assessment
-from sensorium.learner.credited_episode import CreditedEpisode, Groups, asked_values, sampled_tokens, uncredited
+from sensorium.learner.credited_episode import (
+    CreditedEpisode,
+    Groups,
+    asked_values,
+    sampled_tokens,
+    uncredited,
+    with_observations,
+)
 from sensorium.learner.critic import Critic
 from sensorium.learner.forward import LogprobScorer
 from sensorium.learner.objective import Objective
@@ -24,7 +31,6 @@ from sensorium.models.policy import Policy
 from sensorium.models.reference import Reference
 from sensorium.recipe.algorithm_sections import AlgorithmSection, OptimizerSection
 from sensorium.recipe.schema import BatchSection
-from sensorium.recipe.traits import estimator_traits
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import ModelError, NonFiniteUpdate, RecipeError
 
@@ -113,6 +119,8 @@ class Learner:
         """All updates of one step; returns its metrics. ``loss`` overrides the recipe's (``likelihood``: supervised)."""
         objective = self._objective(loss or self._algorithm.loss.name)
         self._scorer.scale = 0.0
+        lay_out, forbidden = self.policy.chat.layout, self._scorer.forbidden
+        groups = [[with_observations(sample, lay_out, forbidden) for sample in group] for group in groups]
         seen = self.policy.counters.tower_items
         parts = _partition(groups, self._batch.updates_per_epoch)
         batches = [
@@ -193,8 +201,7 @@ class Learner:
         return replace(objective, kl_coef=self._kl.coef if in_loss else 0.0)
 
     def _positions(self, episodes: Sequence[Episode]) -> Positions:
-        observations = estimator_traits(self._algorithm.advantage.name).observations
-        return find_positions(episodes, self.policy.chat.layout, observations=observations)
+        return find_positions(episodes, self.policy.chat.layout, observations=self._algorithm.sees_observations)
 
     def _packing_metrics(self, batches: Sequence[UpdateBatch], tower_items: int) -> dict[str, float]:
         """What was computed for the step, on all ranks."""

@@ -61,6 +61,11 @@ def cautions(recipe: Recipe) -> list[str]:
             "of its end, so a policy may learn to be cut short. Where that happens set "
             f"{'gamma' if name in ('gae', 'masked_gae') else 'turn_gamma'} below 1."
         )
+    if not recipe.algorithm.loss_mask:
+        found.append(
+            "algorithm.loss_mask: false trains on the text of observations as if the model had written it: it learns what "
+            f"the environment will say.{' With rollout.max_turns 1 nothing is observed after a response.' * one_turn}"
+        )
     if name == "gdpo" and len(recipe.rewards.terms) == 1:
         found.append("algorithm.advantage: gdpo with a single reward term is grpo, whitened over the batch.")
     rollout, correction = recipe.rollout, recipe.algorithm.correction
@@ -106,13 +111,19 @@ def _estimator(recipe: Recipe) -> Iterator[Problem]:
         yield from _unused(section, traits.settings, ("name", "post"), at, f"the estimator '{section.name}'")
     if section.post != "none" and not traits.compares:
         yield f"{at}.post", f"{section.post} mends advantages within a group, and {section.name} does not compare groups."
-    rollout = recipe.rollout
-    if traits.observations and rollout.window and rollout.window < rollout.max_turns:
+    rollout, algorithm = recipe.rollout, recipe.algorithm
+    if algorithm.sees_observations and rollout.window and rollout.window < rollout.max_turns:
+        key = f"{at}.name" if algorithm.masked else f"algorithm.{'gae' if algorithm.loss_mask else 'loss'}_mask"
         yield (
-            f"{at}.name",
+            key,
             f"{section.name} runs over one growing thread, observations included, and rollout.window {rollout.window} cuts "
-            "an episode into several; use masked_gae, or window 0.",
+            "an episode into several; use masked_gae with its masks, or window 0.",
         )
+    if not algorithm.gae_mask and not traits.critic:
+        yield "algorithm.gae_mask", f"gae_mask: false does nothing: {section.name} is no form of GAE. Leave it out."
+    if not algorithm.loss_mask and algorithm.gae_mask and traits.critic and not traits.observations:
+        without = f"{section.name} with gae_mask gives observations no advantage, so there is nothing to train them with"
+        yield "algorithm.loss_mask", f"{without}. Set algorithm.gae_mask: false too, or leave both out."
 
 
 def _loss(recipe: Recipe) -> Iterator[Problem]:

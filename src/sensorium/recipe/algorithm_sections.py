@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from sensorium.recipe.section import Section
-from sensorium.recipe.traits import loss_takes, loss_traits
+from sensorium.recipe.traits import estimator_traits, loss_takes, loss_traits
 
 
 class OptimizerSection(Section):
@@ -122,3 +122,19 @@ class AlgorithmSection(Section):
     correction: CorrectionSection = CorrectionSection()
     router_coef: float = Field(default=0.0, ge=0, description="weight of the load-balancing loss of a mixture of experts")
     critic: CriticSection = CriticSection()
+    loss_mask: bool = Field(
+        default=True, description="train on what the model wrote only; false: on the text of observations after it, too"
+    )
+    gae_mask: bool = Field(
+        default=True, description="run GAE over what the model wrote only; false: over observations, too"
+    )
+
+    @property
+    def masked(self) -> bool:
+        """Whether credit is a matter of the model's own tokens alone."""
+        return self.loss_mask and self.gae_mask
+
+    @property
+    def sees_observations(self) -> bool:
+        """Whether credit has positions at the environment's tokens."""
+        return not self.masked or estimator_traits(self.advantage.name).observations

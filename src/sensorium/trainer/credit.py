@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -29,8 +30,11 @@ def credit(
     """Samples by the recipe's estimator. Masked truncated episodes still count in baselines, but are not trained on."""
     if not groups:
         return []
-    found = estimate(place(groups, assessment, algorithm.kl, greedy), algorithm.advantage)
-    samples = iter(_samples(groups, assessment, found))
+    episodes = place(groups, assessment, algorithm.kl, greedy)
+    if not algorithm.masked:  # the estimators then see all positions as the model's own
+        episodes = replace(episodes, written_P=torch.ones_like(episodes.written_P))
+    found = estimate(episodes, algorithm.advantage)
+    samples = iter(_samples(groups, assessment, found, observed=not algorithm.loss_mask))
     kept = [
         [s for s in (next(samples) for _ in group.episodes) if not (mask_truncated and _truncated(s))] for group in groups
     ]
@@ -65,8 +69,8 @@ def estimate(episodes: Episodes, section: AdvantageSection) -> Credit:
     return optimize_threshold(episodes, found) if section.post == "optimize_threshold" else found
 
 
-def _samples(groups: Sequence[Group], assessment: Assessment, found: Credit) -> list[CreditedEpisode]:
-    """Cut the step's vectors back into episodes and turns."""
+def _samples(groups: Sequence[Group], assessment: Assessment, found: Credit, *, observed: bool) -> list[CreditedEpisode]:
+    """Cut the step's vectors back into episodes and turns; with ``observed`` into observations, too."""
     episodes = [episode for group in groups for episode in group.episodes]
     positions, values_P, targets_P = assessment.positions, assessment.values_P, found.targets_P
     lengths = [sum(stretch.length for stretch in several) for several in positions.stretches]
@@ -74,13 +78,16 @@ def _samples(groups: Sequence[Group], assessment: Assessment, found: Credit) -> 
     for episode, length, stretches in zip(episodes, lengths, positions.stretches, strict=True):
         advantages_P = found.advantages_P[start : start + length].float()
         parts = advantages_P.split([stretch.length for stretch in stretches])
-        written = tuple(part for part, stretch in zip(parts, stretches, strict=True) if stretch.written)
+        written, between = (
+            tuple(part for part, stretch in zip(parts, stretches, strict=True) if stretch.written == own)
+            for own in (True, False)
+        )
         critic_values = None
         if values_P is not None and targets_P is not None:
             critic_values = CriticValues(
                 values_P[start : start + length].float(), targets_P[start : start + length].float()
             )
-        samples.append(CreditedEpisode(episode, written, critic_values))
+        samples.append(CreditedEpisode(episode, written, critic_values, between if observed else ()))
         start += length
     return samples
 

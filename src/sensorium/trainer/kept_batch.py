@@ -47,7 +47,7 @@ def keep_batch(
         span.media for group in groups for e in group.episodes for t in e.threads for s in t.segments for span in s.media
     }:
         store.take(shown, media)
-    credited = [[(s.episode.id, s.advantages, _values_of(s)) for s in row] for row in samples]
+    credited = [[(s.episode.id, s.advantages, _values_of(s), s.observed) for s in row] for row in samples]
     save_state(credited, folder / "credit.pt")
     write_whole(folder / "batch.json", json.dumps({"step": step, "loss": loss}))
     return NonFiniteUpdate(
@@ -77,8 +77,8 @@ def replay(folder: Path) -> dict[str, float]:
     credited = load_state(folder / "credit.pt")
     samples = [
         [
-            CreditedEpisode(episodes[id], advantages, None if values is None else CriticValues(*values))
-            for id, advantages, values in row
+            CreditedEpisode(episodes[id], advantages, None if values is None else CriticValues(*values), *observed)
+            for id, advantages, values, *observed in row
         ]
         for row in credited
     ]
