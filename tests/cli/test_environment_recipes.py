@@ -74,7 +74,11 @@ def test_the_settings_are_the_published_ones() -> None:
     assert (slime.batch.prompts_per_step, slime.batch.group_size, slime.rollout.max_episode_tokens) == (64, 8, 4096)
     assert (slime.algorithm.loss.clip_low, slime.algorithm.loss.clip_high) == (0.2, 0.28)
     assert (slime.optimizer.lr, slime.optimizer.weight_decay, slime.optimizer.betas) == (1e-6, 0.1, (0.9, 0.98))
-    assert slime.tasks.train[0].options["environment"] == {"name": "geo3k", "options": {"max_turns": 3}}
+    assert slime.tasks.train[0].options["environment"] == {
+        "name": "geo3k",
+        "options": {"max_turns": 3, "explain": False},
+    }
+    assert slime.rollout.count_observations
 
 
 def test_vagens_documented_run_is_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:

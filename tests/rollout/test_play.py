@@ -137,6 +137,28 @@ def test_the_episode_budget_truncates_before_a_turn_that_has_no_tokens_left(poli
     assert episode.sampled_tokens == 2 * one
 
 
+def test_the_episode_budget_counts_what_was_shown_where_that_is_asked_for(policy: Policy) -> None:
+    """As slime does: of 100 tokens, a response may have what prompt, responses and observations have left."""
+    asked: list[tuple[int, int]] = []
+
+    def says(request: Request) -> str:
+        asked.append((request.sampling.max_new_tokens, sum(len(policy.chat.layout(s)) for s in request.context)))
+        return "one"
+
+    counting = {"max_turns": 50, "max_episode_tokens": 100, "max_new_tokens": 100}
+    plain = play(policy, lambda task: Counting(50), says, **counting)
+    assert asked[0][0] == 100
+    asked.clear()
+    counted = play(policy, lambda task: Counting(50), says, **counting, count_observations=True)
+    assert len(asked) == len(counted.turns) >= 2
+    assert all(budget == 100 - length > 0 for budget, length in asked)
+    assert (counted.status, plain.status) == (Status.TRUNCATED, Status.TRUNCATED)
+    assert len(counted.turns) < len(plain.turns)
+    short = play(policy, Question, max_episode_tokens=16, count_observations=True)
+    assert (short.status, short.turns, short.info) == (Status.ABORTED, (), {"prompt_too_long": True})
+    assert "rollout.max_episode_tokens" in short.failure
+
+
 def test_the_context_budget_truncates(policy: Policy) -> None:
     episode = play(policy, lambda task: Counting(50), max_turns=50, max_context_tokens=80)
     assert episode.status == Status.TRUNCATED

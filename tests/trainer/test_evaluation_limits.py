@@ -121,7 +121,9 @@ def test_held_out_tasks_have_a_budget_of_their_own(tmp_path: Path) -> None:
 def test_limits_that_contradict_each_other_are_found() -> None:
     def found(*changes: str) -> list[str]:
         recipe = load_recipe("shapes")
-        data = {key: int(value) for key, _, value in (change.partition("=") for change in changes)}
+        data = {
+            key: int(value) if value.isdigit() else True for key, _, value in (change.partition("=") for change in changes)
+        }
         evaluation = recipe.evaluation.model_copy(update={k[5:]: v for k, v in data.items() if k.startswith("eval.")})
         rollout = recipe.rollout.model_copy(update={k[8:]: v for k, v in data.items() if k.startswith("rollout.")})
         return [place for place, _ in problems(recipe.model_copy(update={"evaluation": evaluation, "rollout": rollout}))]
@@ -130,6 +132,10 @@ def test_limits_that_contradict_each_other_are_found() -> None:
     assert found("eval.max_context_tokens=40", "eval.max_new_tokens=40") == ["evaluation.max_new_tokens"]
     assert "evaluation.max_context_tokens" in found("eval.max_context_tokens=15", "eval.max_new_tokens=4")
     assert found("eval.max_new_tokens=300", "rollout.max_episode_tokens=200") == ["evaluation.max_new_tokens"]
+    assert found("rollout.count_observations=yes") == ["rollout.count_observations"]
+    assert found("rollout.count_observations=yes", "rollout.max_episode_tokens=200") == []
+    windowed = ("rollout.count_observations=yes", "rollout.max_episode_tokens=200", "rollout.window=1")
+    assert found(*windowed) == ["rollout.count_observations"]
 
 
 def test_a_longer_context_of_held_out_tasks_is_in_the_forecast_of_memory() -> None:

@@ -141,6 +141,7 @@ def _claim(recipe: Recipe, chunk: int) -> dict[str, Any]:
     """What of recipe and settings decides the samples."""
     section = recipe.evaluation
     data, played = recipe.model_dump(mode="json"), recipe.held_out_rollout.model_dump(mode="json")
+    unset = () if recipe.rollout.count_observations else ("count_observations",)  # folders from before it was there go on
     return {
         "settings": {
             "temperature": section.temperature,
@@ -153,7 +154,7 @@ def _claim(recipe: Recipe, chunk: int) -> dict[str, Any]:
             "family": recipe.model.family,
             "dtype": recipe.model.dtype,
             "tasks": {key: data["tasks"][key] for key in ("evaluate", "on_bad_row")},
-            "rollout": {key: value for key, value in played.items() if key not in TRAINING_ONLY},
+            "rollout": {key: value for key, value in played.items() if key not in TRAINING_ONLY and key not in unset},
             "rewards": data["rewards"],
         },
     }

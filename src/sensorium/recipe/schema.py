@@ -106,6 +106,9 @@ class RolloutSection(Section):
     max_new_tokens: int = Field(default=64, ge=1, description="budget of one turn")
     max_turns: int = Field(default=1, ge=1)
     max_episode_tokens: int = Field(default=0, ge=0, description="tokens the model may write in an episode; 0: no limit")
+    count_observations: bool = Field(
+        default=False, description="max_episode_tokens counts the prompt and what environments show, too, as slime does"
+    )
     max_context_tokens: int = Field(
         default=4096,
         ge=16,
@@ -125,6 +128,13 @@ class RolloutSection(Section):
         default=64, ge=1, le=100_000, description="calls of environments that run at once, in threads"
     )
     mask_truncated: bool = Field(default=False, description="leave truncated episodes out of the loss")
+
+    @property
+    def prompt_limit(self) -> tuple[int, str]:
+        """Tokens that a prompt must stay below, and the recipe's key that says so."""
+        if self.count_observations and self.max_episode_tokens < self.max_context_tokens:
+            return self.max_episode_tokens, "rollout.max_episode_tokens, which counts it (rollout.count_observations),"
+        return self.max_context_tokens, self.context_key
 
     @property
     def context_key(self) -> str:

@@ -193,7 +193,7 @@ class Rollout:
         """Raise PromptTooLong if a question's prompt leaves no room for a response (environments show theirs in play)."""
         if task.environment is None:
             section, length = section or self.section, self.length((self.renderer.start(task.messages),))
-            if length >= section.max_context_tokens:
+            if length >= section.prompt_limit[0]:
                 raise too_long(task, length, section)
 
     def length(self, context: Sequence[Segment]) -> int:
@@ -203,8 +203,8 @@ class Rollout:
 
 def too_long(task: Task, length: int, section: RolloutSection) -> PromptTooLong:
     """The error of a prompt that does not fit."""
-    limit = section.max_context_tokens
-    return PromptTooLong(f"task {task.id}: the prompt takes {length} tokens and {section.context_key} is {limit}.")
+    limit, key = section.prompt_limit
+    return PromptTooLong(f"task {task.id}: the prompt takes {length} tokens and {key} is {limit}.")
 
 
 def _group(members: Sequence["_Play"], episodes: Mapping[str, Episode]) -> Group:
@@ -338,9 +338,10 @@ class _Play:
         """Tokens the next response may have: the least of turn, episode and context budgets."""
         section, length = self.section, self.rollout.length(context)
         room = section.max_context_tokens - length
-        if room <= 0 and not self.turns:
+        if length >= section.prompt_limit[0] and not self.turns:
             raise too_long(self.task, length, section)
-        left = section.max_episode_tokens - written if section.max_episode_tokens else room
+        counted = length if section.count_observations else written
+        left = section.max_episode_tokens - counted if section.max_episode_tokens else room
         return min(self.sampling.max_new_tokens, room, left)
 
     def without_room(self, context: tuple[Segment, ...]) -> str:
