@@ -174,6 +174,8 @@ def test_what_is_as_usual_is_not_named(monkeypatch: pytest.MonkeyPatch, capsys: 
         ("ROLLOUT_MAX_MODEL_LEN", "18k"),
         ("REWARD_PORT", "99999"),
         ("REWARD_SCORE_MODE", "guess"),
+        ("REWARD_NODE_IP", "http://10.0.0.7"),
+        ("REWARD_NODE_IP", "10.0.0.7:19000"),
         ("REWARD_LENGTH_WEIGHT", "inf"),
         ("DATASET", "a.jsonl,b.jsonl"),
         ("REWARD_REMOTE_URL", "http://node:1/get_reward?token=secret"),

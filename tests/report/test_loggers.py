@@ -91,3 +91,7 @@ def test_wandb_writes_where_its_own_variable_says(tmp_path: Path, monkeypatch: p
     logger.finished()
     assert list((tmp_path / "logs" / "here" / "wandb").glob("offline-run-*/*.wandb"))
     assert not (tmp_path / "run" / "wandb").exists()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "file"))
+    with pytest.raises(SensoriumError, match="WANDB_DIR"):
+        logger.started(RunStart("demo", 1, recipe={"steps": 1}))

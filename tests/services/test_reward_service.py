@@ -127,8 +127,7 @@ def test_ours_says_what_was_not_judged_and_legacy_requests_fail_instead_of_a_zer
     reply = http.post("/get_reward", json=legacy)
     assert reply.status_code == 500
     assert "1 of 2 items were not judged" in reply.json()["error"]
-    assert http.post("/get_reward", json={}).json() == {"rewards": []}
-    for wrong in ([], {"captions": []}, {"items": 3}, {"items": [], "mode": "guess"}, {"prompts": "x"}):
+    for wrong in ([], {}, {"captions": []}, {"items": 3}, {"items": [], "mode": "guess"}, {"prompts": "x"}):
         assert http.post("/get_reward", json=wrong).status_code == 400
 
 
@@ -311,6 +310,14 @@ def test_the_command_refuses_what_makes_no_service(
     ):
         assert main(arguments) == 2
         assert told in " ".join(capsys.readouterr().err.split())
+    for name, value in (("SCORE_MODE", "guess"), ("TASK", "audio"), ("WORKER_BASE", "-7"), ("NUM_WORKERS", "0")):
+        with monkeypatch.context() as changed:
+            changed.setenv(f"REWARD_{name}", value)
+            assert main(["serve", "reward", "x", "--port", "0"]) == 2
+            assert value in capsys.readouterr().err
+    for option in ("--format-weight=nan", "--format-weight=inf", "--temperature=nan"):
+        assert main(["serve", "reward", "x", "--port", "0", option]) == 2
+    capsys.readouterr()
     monkeypatch.setenv("REWARD_QA_NUM", "many")
     assert main(["serve", "reward", "x"]) == 2
     assert "REWARD_QA_NUM" in capsys.readouterr().err

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 USAGE = "sensorium serve reward [CHECKPOINT] [--workers N] [--reader URL …] [--mode qa|vl_judge] [--host H] [--port P] …"
 Value = TypeVar("Value", int, float, str)
 WORKER_GAP = 10
+MODES, TASKS = ("qa", "vl_judge"), ("video", "image")
 UNUSED = {
     "FORMAT_MIN_BRACKETS": ("", "timestamps are paid as CapRL's README says, where no number of them is asked for"),
     "FORMAT_MAX_MINUTE": ("599", "a timestamp may have any minute up to 599"),
@@ -49,8 +50,8 @@ def configure(parser: ArgumentParser) -> None:
         "--devices", default="", help="GPUs of the workers, as in 0,1,2,3; default: CUDA_VISIBLE_DEVICES, or all there are"
     )
     parser.add_argument("--worker-option", action="append", default=[], help="further arguments of sensorium serve model")
-    parser.add_argument("--mode", default=_set("REWARD_SCORE_MODE", "qa", str), choices=["qa", "vl_judge"])
-    parser.add_argument("--task", default=_set("REWARD_TASK", "video", str), choices=["video", "image"])
+    parser.add_argument("--mode", default=_set("REWARD_SCORE_MODE", "qa", str), choices=MODES)
+    parser.add_argument("--task", default=_set("REWARD_TASK", "video", str), choices=TASKS)
     parser.add_argument(
         "--qa-num", type=int, default=_set("REWARD_QA_NUM", 8, int), help="questions drawn for a caption; 0: each once"
     )
@@ -111,6 +112,9 @@ def run(arguments: Namespace) -> int:
 
     for notice in unused_variables(os.environ):
         print(notice, file=sys.stderr, flush=True)
+    for option, variable, there in (("mode", "REWARD_SCORE_MODE", MODES), ("task", "REWARD_TASK", TASKS)):
+        if (value := getattr(arguments, option)) not in there:  # argparse does not check defaults
+            raise RecipeError(f"{variable} is '{value:.40}'; there are {' and '.join(there)}.")
     if bool(arguments.checkpoint) == bool(arguments.reader):
         raise RecipeError("serve reward needs a CHECKPOINT (or REWARD_MODEL), or --reader URL, and not both.")
     for name, least, most in (
@@ -119,6 +123,9 @@ def run(arguments: Namespace) -> int:
         ("calls", 1, 1024),
         ("qa_num", 0, 4096),
         ("longest", 1, 10**7),
+        ("format_weight", -1e6, 1e6),
+        ("temperature", 0, 100),
+        ("worker_port", -1, 65535),
     ):
         within("serve reward", f"--{name.replace('_', '-')}", getattr(arguments, name), least, most)
     listening, key = listen(arguments.host, arguments.port)

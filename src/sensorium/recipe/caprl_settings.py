@@ -211,13 +211,19 @@ def _rewards(found: CaprlSettings, terms: Sequence[str]) -> None:
 
 def _addresses(found: CaprlSettings) -> list[str]:
     """The reward servers, as the script puts the address together."""
-    given = found.given
-    node, at = given.get("REWARD_NODE_IP", "127.0.0.1"), found.read("REWARD_PORT", port, PORT)
-    usual = f"http://{f'[{node}]' if ':' in node and not node.startswith('[') else node}:{at}"
-    servers = [url.strip() for url in given.get("REWARD_REMOTE_URL", usual).split(",") if url.strip()]
-    if any("?" in url for url in servers):
+    if address := found.given.get("REWARD_REMOTE_URL", ""):
+        if "?" in address:
+            raise RecipeError(
+                "--caprl-env: REWARD_REMOTE_URL has a query (?…). An address is written into the run's recipe.yaml, and a "
+                "key does not belong there: leave ?token= out and set the environment variable SENSORIUM_SERVICE_KEY."
+            )
+        return [url.strip() for url in address.split(",") if url.strip()]
+    node, at = found.given.get("REWARD_NODE_IP", "127.0.0.1"), found.read("REWARD_PORT", port, PORT)
+    if node.count(":") > 1 and not set(node) & set("[/"):
+        node = f"[{node}]"  # IPv6
+    elif "/" in node or (":" in node and not node.startswith("[")):
         raise RecipeError(
-            "--caprl-env: REWARD_REMOTE_URL has a query (?…). An address is written into the run's recipe.yaml, and a key "
-            "does not belong there: leave ?token= out, and set the environment variable SENSORIUM_SERVICE_KEY to it."
+            f"--caprl-env: REWARD_NODE_IP is '{node:.80}'; it is an address or a name alone. The port is REWARD_PORT, and "
+            "a whole address REWARD_REMOTE_URL."
         )
-    return servers
+    return [f"http://{node}:{at}"]

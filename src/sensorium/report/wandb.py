@@ -53,7 +53,10 @@ class WandbLogger(Watcher):
     def started(self, run: RunStart) -> None:
         """Open the run with its recipe as config."""
         folder = Path(os.environ.get("WANDB_DIR") or self._run_dir)
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SensoriumError(f"wandb cannot write to '{folder}' (WANDB_DIR): {error.strerror}.") from error
         self._run = self._wandb.init(
             project=self._project,
             name=run.name,
