@@ -1,6 +1,6 @@
 """Several samples of a task as one number, held against plain loops."""
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sensorium.evaluation.at_k import best_at_k, majority_at_k, mean_at_k
@@ -37,6 +37,7 @@ def plain_majority(samples: list[Sample]) -> float | None:
 
 
 @given(attempts())
+@example([sample(0, 0, None, "a"), sample(0, 1, None, None)])
 def test_mean_best_and_majority_are_what_plain_loops_find(samples: list[Sample]) -> None:
     right = wrong = 0
     for one in samples:

@@ -44,6 +44,8 @@ def test_what_was_not_judged_is_counted_and_not_wrong() -> None:
     assert (found["missing"], found["failed"], found["episodes"]) == (2, 1, 4)
     assert (found["truncated"], found["truncated_share"], found["length_mean"]) == (1, 0.25, 4.5)
     assert (found["tasks"], found["judged"]) == (4, 2)
+    wrong = summarize([group("x", episode("a", Score("exact", 0.0, correct=False)))], "sampled")
+    assert (wrong["missing"], wrong["reward"], wrong["accuracy"]) == (0, 0.0, 0.0), "a reward of 0 is not missing"
     nothing = summarize([group("x", episode("b", missing))], "sampled")
     assert nothing["accuracy"] is nothing["interval"] is nothing["reward"] is None
     assert nothing["categories"]["x"]["tasks"] == 0

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from sensorium.record.episode_json import read_episodes
 from sensorium.record.run_directory import RunDirectory
+from sensorium.trainer.checkpoint import Best, Checkpoints
 from sensorium.trainer.run import train
 
 from .small import small
@@ -31,3 +32,15 @@ def test_a_run_is_evaluated_on_the_held_out_tasks_and_trained_on_the_others(tmp_
         asked = shown(directory.episodes_of(step))
         assert asked
         assert all("+" in text for text in asked)
+
+
+def test_of_equal_evaluations_the_first_stays_the_best(tmp_path: Path) -> None:
+    """An update that gained nothing is no better, and a checkpoint that others were told of stays in place."""
+    tasks = {
+        side: [{"source": "jsonl", "options": {"path": str(tmp_path / "rows.jsonl")}}] for side in ("train", "evaluate")
+    }
+    checkpoint = {"every": 1, "keep": 1, "best": "eval/reward"}
+    recipe = small(tmp_path / "run", tasks=tasks, evaluation={"every": 1, "limit": 2}, checkpoint=checkpoint)
+    train(recipe)
+    best = Checkpoints(RunDirectory(tmp_path / "run").checkpoints, keep=1).best()
+    assert best == Best(1, 0.0)
