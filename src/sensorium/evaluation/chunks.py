@@ -51,8 +51,8 @@ async def play_chunks(
             rollout.engine.reset_cache()
         before, these = tasks[: chunk.start], tasks[chunk.start : chunk.stop]
         async with GroupScoring(scorer) as scoring:
-            given = {"progress": progress, "before": before, "section": section}
-            async with rollout.stream(these, samples, attempt, sampling, **given) as stream:
+            playing = rollout.stream(these, samples, attempt, sampling, progress=progress, before=before, section=section)
+            async with playing as stream:
                 order = {}
                 async for place, group in stream:
                     scoring.begin(group)
