@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -213,16 +214,72 @@ def test_requests_at_once_share_batches_and_too_many_are_told_when_to_come_back(
         )
         tokens = sum(reply.usage.completion_tokens for reply in replies if reply.usage)
         assert service.host.engine.counters.decode_steps - steps < tokens / 2
-        service.capacity = 0
+        service.open += 64
         try:
             with pytest.raises(openai.InternalServerError) as busy:
                 ask.chat.completions.create(model="tiny", messages=ASK)
         finally:
-            service.capacity = 64
+            service.open -= 64
     assert (busy.value.status_code, busy.value.response.headers["Retry-After"]) == (503, "1")
     page = httpx.get(f"{address}/metrics").text
     assert "sensorium_model_refused_total 1\n" in page
     assert "sensorium_model_open 0\n" in page
+
+
+def test_text_becomes_tokens_beside_the_engine_and_only_where_they_can_fit(tmp_path: Path) -> None:
+    """One whose text is being tokenized lets others pass, and is forgotten when its client goes."""
+    service = make_service(tmp_path)
+    host = service.host
+    render, seen, go_on = host.chat.render, [], threading.Event()
+
+    def watched(messages: Any, **options: Any) -> Any:
+        seen.append((messages[0].text[:5], threading.current_thread().name.partition("_")[0]))
+        if messages[0].text.startswith("wait"):
+            assert go_on.wait(60)
+        return render(messages, **options)
+
+    host.chat.render = watched  # type: ignore[method-assign]
+
+    def body(text: str, **more: Any) -> dict[str, Any]:
+        return {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 2, **more}
+
+    with serving_app(make_model_app(service)) as (address, _), httpx.Client(base_url=address, timeout=60) as http:
+        path = "/v1/chat/completions"
+        for text in ("word " * 2_000_000, "e\u0301" * 5_000):
+            refused = http.post(path, json=body(text))
+            assert (refused.status_code, "tokens" in refused.json()["error"]["message"]) == (400, True)
+        assert seen == [], "no text that is too long is tokenized"
+        longest = max(len(host.chat.token_bytes(token)) for token in range(host.chat.vocab_size))
+        fits = b"".join(host.chat.token_bytes(token) for token in range(host.chat.vocab_size)).decode("utf-8", "ignore")
+        assert http.post(path, json=body(fits[: host.most_context * longest // 4])).status_code in (200, 400)
+        assert seen.pop()[1] == "renderer"
+        for stream in (False, True):
+            with pytest.raises(httpx.ReadTimeout):
+                http.post(path, json=body("wait", stream=stream), timeout=0.5)
+        until = time.monotonic() + 60
+        while service.open and time.monotonic() < until:
+            time.sleep(0.01)
+        assert (service.open, service.counters["withdrawn"]) == (0, 2)
+        assert http.post(path, json=body("quick")).status_code == 200
+        go_on.set()
+        assert seen == [("wait", "renderer"), ("wait", "renderer"), ("quick", "renderer")]
+
+
+def test_what_can_never_be_answered_is_not_told_to_come_back(tmp_path: Path) -> None:
+    service = make_service(tmp_path, capacity=4)
+    with serving_app(make_model_app(service)) as (address, _), client(address) as ask:
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask.chat.completions.create(model="tiny", messages=ASK, n=5)
+        assert "Retry-After" not in refused.value.response.headers
+        assert len(ask.chat.completions.create(model="tiny", messages=ASK, n=4, max_tokens=1).choices) == 4
+        for temperature in (1e-308, 5e-324, 1e-40, 1e-7):
+            with pytest.raises(openai.BadRequestError):
+                ask.chat.completions.create(model="tiny", messages=ASK, temperature=temperature)
+        for fine in ({"temperature": 0}, {"temperature": 1e-6}, {"temperature": 100}, {"top_p": 1e-308}):
+            reply = ask.chat.completions.create(model="tiny", messages=ASK, max_tokens=2, logprobs=True, **fine)
+            logprobs = reply.choices[0].logprobs
+            assert logprobs is not None
+            assert all(math.isfinite(token.logprob) for token in logprobs.content or [])
 
 
 def test_hostile_text_cannot_end_the_question(served: tuple[str, ModelService]) -> None:

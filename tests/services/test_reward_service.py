@@ -127,6 +127,8 @@ def test_ours_says_what_was_not_judged_and_legacy_requests_fail_instead_of_a_zer
     reply = http.post("/get_reward", json=legacy)
     assert reply.status_code == 500
     assert "1 of 2 items were not judged" in reply.json()["error"]
+    for empty in ({"prompts": []}, {"prompts": [], "query": [], "labels": []}, {"samples": []}):
+        assert http.post("/get_reward", json=empty).json() == {"rewards": []}
     for wrong in ([], {}, {"captions": []}, {"items": 3}, {"items": [], "mode": "guess"}, {"prompts": "x"}):
         assert http.post("/get_reward", json=wrong).status_code == 400
 
