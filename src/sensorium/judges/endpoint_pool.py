@@ -5,12 +5,15 @@ key is not asked again. Example of two endpoints: a has 2 calls open, b 1, so b 
 next calls go to a, also if it is busier; when both rest, whoever asks waits for the first to be back.
 """
 
+import sys
 import time
 from dataclasses import dataclass
 
 from sensorium.judges.endpoints import Endpoint
 
 LONGEST_REST_S = 60.0
+NOTED_FAILURES = 3
+"""Failures in a row after which one of several endpoints is named: the others would hide it."""
 DOUBLINGS = 10  # more would rest longer than LONGEST_REST_S anyway, and overflow after a thousand failures
 
 
@@ -55,6 +58,13 @@ class EndpointPool:
         """A call failed; the endpoint rests as long as it asked for, or longer with every failure."""
         member.open -= 1
         member.failures += 1
+        if member.failures == NOTED_FAILURES and len(self.members) > 1:
+            print(
+                f"judge '{member.endpoint.model}': {member.endpoint.place} failed {member.failures} times in a row and "
+                f"is asked less often; {len(self.members) - 1} other endpoints take its questions. Is it running?",
+                file=sys.stderr,
+                flush=True,
+            )
         usual = min(LONGEST_REST_S, 2.0 ** min(member.failures - 1, DOUBLINGS))
         if len(self.members) == 1 and rest_s is None:
             usual = 0.0  # there is no other to go to; who asked waits by itself

@@ -10,6 +10,7 @@ from typing import Any
 
 from sensorium.recipe.activations import activation_bytes, gathered_bytes, head_bytes, longest_prompt, tower_bytes
 from sensorium.recipe.algorithm_sections import OptimizerSection
+from sensorium.recipe.names import table
 from sensorium.recipe.processes import interpreter_bytes, placed_by, placed_processes
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape, read_shape
@@ -357,4 +358,15 @@ def _determinism(recipe: Recipe) -> tuple[bool, str]:
     if recipe.model.device.startswith("cuda"):
         summed = "flash attention's backward pass, and cuDNN's, sums gradients in no fixed order on a GPU"
         return False, f"in order of work, not in last bits: {summed}; on CPU it repeats bit for bit"
+    if foreign := _foreign_environments(recipe):
+        return False, (f"on CPU, if {foreign} repeats, which is not known here: sensorium validate plays it twice to see")
     return True, "yes: on CPU the run, and a resumed run, repeats bit for bit"
+
+
+def _foreign_environments(recipe: Recipe) -> str:
+    """The environments of the recipe's sources that are the user's own or another project's, in words."""
+    known = table("environment")
+    named = [source.options.get("environment") for source in (*recipe.tasks.train, *recipe.tasks.evaluate)]
+    names = dict.fromkeys(name if isinstance(name, str) else getattr(name, "__name__", "") for name in named if name)
+    foreign = [n for n in names if n not in known or any(part in known[n] for part in (".adapters.", ".remote."))]
+    return " and ".join(f"environment '{name}'" for name in foreign)

@@ -204,6 +204,7 @@ class _State:
                 parts.append(f"{name} {self.metrics[metric]:.3f}")
         if "throughput/episodes_per_s" in self.metrics:
             parts.append(f"{self.metrics['throughput/episodes_per_s']:.1f} episodes/s")
+        parts += [f"{self.metrics[name]:.0f} {word}" for name, word in TROUBLES.items() if self.metrics.get(name)]
         if self.left:
             parts.append(self.left)
         return "  ".join(parts)

@@ -24,6 +24,7 @@ from sensorium.vocabulary.plain import attempt
 from sensorium.workers.channel import PickledChannel
 from sensorium.workers.plain_errors import plain_error
 from sensorium.workers.pool import WorkerPool
+from sensorium.workers.python_process import end_descendants
 from sensorium.workers.worker import Call, Worker
 
 SIGN_OF_LIFE = -1
@@ -41,6 +42,7 @@ def serve(open_work: OpenWork) -> None:
         _Serving(PickledChannel(socket.socket(fileno=int(sys.argv[1])))).serve(open_work, folders)
     for folder in folders:  # a driver that was killed cannot remove its own
         shutil.rmtree(folder, ignore_errors=True)
+    end_descendants()  # browsers of environments, for one: a driver that was killed cannot end them
     os._exit(0)
 
 

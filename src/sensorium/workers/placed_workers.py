@@ -199,7 +199,8 @@ class PlacedWorkers:
                 self._turn.release()
 
     def _start(self, worker: PlacedWorker) -> None:
-        process, (frames,) = self._host.start(self._module, 1, self._folder / f"{worker.number}.{worker.replaced}.txt")
+        log = self._folder / f"{worker.number}.{worker.replaced}.txt"
+        process, (frames,) = self._host.start(self._module, 1, log, own_group=True)
         channel = PickledChannel(frames)
         try:
             channel.send((self._settings, str(self._folder)), self._start_s)

@@ -10,9 +10,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
 LAST_LINES = 6
 CLOSE_S = 30.0
+MARK = "SENSORIUM_STARTED_"
+"""Begins the name of an environment variable that a process with a group of its own, and all that it starts, have."""
 SEGMENT = re.compile(r"/dev/shm/psm_\w+(?=\n)")
 """Shared memory by the names that ``multiprocessing.shared_memory`` gives; not one that is removed already."""
 
@@ -20,7 +23,8 @@ SEGMENT = re.compile(r"/dev/shm/psm_\w+(?=\n)")
 class PythonProcess:
     """Runs ``python -m module fd …``. What it prints goes to ``log``; its last lines tell why it died.
 
-    With ``own_group`` it leads a process group, and its end is the end of whatever it started. A PYTHONPATH in
+    With ``own_group`` it leads a process group, and its end is the end of whatever it started: of its group, and of what
+    left the group (browsers do) but still has the mark that it inherited in its environment. A PYTHONPATH in
     ``environment`` goes before this process's own path.
     """
 
@@ -36,6 +40,9 @@ class PythonProcess:
         self._log, self._own_group = log, own_group
         fds = [end.fileno() for end in sockets]
         given = dict(environment or {})
+        self._mark = f"{MARK}{uuid4().hex}" if own_group else ""
+        if own_group:
+            given[self._mark] = "1"
         given["PYTHONPATH"] = os.pathsep.join(filter(None, [given.get("PYTHONPATH", ""), *sys.path]))
         with log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -66,7 +73,7 @@ class PythonProcess:
             self.process.kill()
             self.process.wait()
         if self._own_group:
-            _end_group(self.pid)
+            _end_group(self.pid, self._mark)
 
     def ending(self) -> str:
         """How it ended, as the end of a sentence about it."""
@@ -79,6 +86,15 @@ class PythonProcess:
     def log_text(self) -> str:
         """All that it printed."""
         return self._log.read_text(errors="replace")
+
+
+def end_descendants() -> None:
+    """Kill what this process, started with a group of its own, has started and is still there."""
+    for mark in [name for name in os.environ if name.startswith(MARK)]:
+        for process in _living(os.getpid(), mark):
+            if int(process.name) != os.getpid():
+                with suppress(ProcessLookupError):
+                    os.kill(int(process.name), signal.SIGKILL)
 
 
 def guard_group() -> None:
@@ -104,14 +120,15 @@ def last_words(log: str) -> str:
     return f" It last said: {' / '.join(lines[-LAST_LINES:])}" if lines else ""
 
 
-def _end_group(group: int, wait_s: float = 30.0) -> None:
+def _end_group(group: int, mark: str, wait_s: float = 30.0) -> None:
     """Kill what is left of a process group, and wait: a dying worker holds its memory and its GPU for seconds."""
     until = time.monotonic() + wait_s
-    with suppress(ProcessLookupError):
-        remove_segments(mapped_segments(group))
-        os.killpg(group, signal.SIGKILL)
-        while time.monotonic() < until and any_alive(group):
-            time.sleep(0.05)
+    remove_segments(mapped_segments(group))
+    while (left := list(_living(group, mark))) and time.monotonic() < until:
+        for process in left:
+            with suppress(ProcessLookupError):
+                os.kill(int(process.name), signal.SIGKILL)
+        time.sleep(0.05)
 
 
 def any_alive(group: int) -> bool:
@@ -135,10 +152,19 @@ def remove_segments(segments: Iterable[Path]) -> None:
             segment.unlink(missing_ok=True)
 
 
-def _living(group: int) -> Iterator[Path]:
-    """The folders in /proc of a group's processes. Zombies are left out: whoever adopted them may never collect them."""
+def _living(group: int, mark: str = "") -> Iterator[Path]:
+    """The folders in /proc of a group's processes, and of those that have a mark in their environment.
+
+    Zombies are left out: whoever adopted them may never collect them.
+    """
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, IndexError, ValueError):
             state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state not in "ZX":
+            if state not in "ZX" and (int(its_group) == group or (mark and _has_mark(stat.parent, mark))):
                 yield stat.parent
+
+
+def _has_mark(process: Path, mark: str) -> bool:
+    with suppress(OSError):  # another user's process
+        return f"{mark}=".encode() in (process / "environ").read_bytes()
+    return False

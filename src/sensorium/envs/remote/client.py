@@ -9,6 +9,7 @@ come back in time, or does not know the session any more, the episode fails. A s
 
 import asyncio
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -58,8 +59,8 @@ class EnvironmentClient:
         threading.Thread(target=self._loop.run_forever, name="environment-client", daemon=True).start()
 
     def add(self, address: str) -> "Server":
-        """Ask this server too from now on."""
-        server = Server(Connection(socket_address(address), *self._given))
+        """Ask this server, a worker of the run, too from now on; who started it reports its end."""
+        server = Server(Connection(socket_address(address), *self._given), reported=False)
         self._loop.call_soon_threadsafe(self.servers.append, server)
         return server
 
@@ -97,16 +98,19 @@ class EnvironmentClient:
                     try:
                         reply = await session.ask(operation, max(0.001, until - time.monotonic()))
                         doubtful.discard(session)
+                        server.answers()
                         return session, reply
                     except ConnectionLost as error:  # it may have been opened all the same
                         server.sessions -= 1
                         doubtful.add(session)
                         server.down_until, told = time.monotonic() + DOWN_S, str(error)
+                        server.is_away(told, len(self.servers) - 1)
                     except ServerRefusal as refusal:
                         server.sessions -= 1
                         told = f"{server.connection.url}: {refusal.why}"
                         if refusal.status in NO_ENTRY:  # another may let us in
                             server.down_until, denied = time.monotonic() + DOWN_S, denied + 1
+                            server.is_away(told, len(self.servers) - 1)
                         elif refusal.status != 503:
                             raise EnvironmentFailure(told) from refusal
                 if denied and denied == len(self.servers):
@@ -136,6 +140,7 @@ class EnvironmentClient:
                 return found
             except ConnectionLost as error:
                 told = str(error)
+                server.is_away(told, len(self.servers) - 1)
             except ServerRefusal as refusal:
                 raise RecipeError(f"remote: {refusal.why}") from refusal
         raise RecipeError(f"remote: no server answers: {told}")
@@ -148,10 +153,30 @@ class EnvironmentClient:
 
 
 class Server:
-    """A server, how many sessions are open there, and until when it is taken for down; ``gone``: for ever."""
+    """A server, how many sessions are open there, and until when it is taken for down; ``gone``: for ever.
 
-    def __init__(self, connection: Connection) -> None:
+    If ``reported``, that it is away and that it is back is printed once each, because other servers would hide it.
+    """
+
+    def __init__(self, connection: Connection, *, reported: bool = True) -> None:
         self.connection, self.sessions, self.down_until, self.gone = connection, 0, 0.0, False
+        self.reported, self.away = reported, False
+
+    def is_away(self, why: str, others: int) -> None:
+        """It could not be reached, or lets nobody in."""
+        if self.reported and not self.away:
+            self.away = True
+            print(
+                f"remote environment: {why}. Is it running? It is asked again; servers beside it: {others}.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def answers(self) -> None:
+        """It has answered."""
+        if self.away:
+            self.away = False
+            print(f"remote environment: {self.connection.url} answers again.", file=sys.stderr, flush=True)
 
     def rank(self) -> tuple[bool, int]:
         """The one to ask first has the lowest."""

@@ -81,7 +81,8 @@ class Health:
         self.sight: tuple[SightResult, ...] = ()
         self.held_out: tuple[HeldOutResult, ...] = ()
         self._rows_lost = False
-        self._texts: dict[str, tuple[str, bool]] = {}  # by rule: what was last told, and whether it is grave
+        self._texts: dict[str, tuple[str, bool]] = {}  # by rule: what was last found, and whether it is grave
+        self._told_grave: dict[str, bool] = {}  # by rule: whether it was grave when a notice last named it
 
     @property
     def damaged(self) -> bool:
@@ -93,6 +94,7 @@ class Health:
         record = read_health(self.directory.health)
         for notice in record.notices:
             self._texts[notice.rule] = (notice.text, notice.grave)
+            self._told_grave[notice.rule] = notice.grave
         self.sight = record.sight[-1][1] if record.sight else ()
         self._restore_held_out()
         self.courses.advance(0, [notice.rule for notice in record.notices if notice.step == 0])
@@ -197,10 +199,14 @@ class Health:
         return " ".join(text[:1].upper() + text[1:] + "." for text, _ in known)
 
     def _tell(self, step: int, found: Sequence[Finding], *, looked: bool = True) -> None:
+        worse = [f.rule for f in found if f.grave and f.rule in self.courses.open and self._told_grave.get(f.rule) is False]
         self._texts |= {finding.rule: (finding.text, finding.grave) for finding in found}
-        for rule, state in self.courses.advance(step, [finding.rule for finding in found], looked=looked):
+        told = self.courses.advance(step, [finding.rule for finding in found], looked=looked)
+        told += [(rule, "goes on") for rule in worse if (rule, "goes on") not in told]  # at once, and not when it is due
+        for rule, state in told:
             text, grave = self._texts.get(rule, LOST)
             notice = Notice(step, rule, state, text, grave)
+            self._told_grave[rule] = grave
             write_notice(self.directory.health, notice)
             self.watcher.diagnosed(notice)
 
