@@ -1,6 +1,7 @@
 """A dry run opens what a recipe names and refuses what a run would refuse, without a model and without torch."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -233,6 +234,19 @@ def test_a_run_that_would_not_go_on_is_refused(recipe: Path, tmp_path: Path, cap
     assert code == 2
     assert "optimizer.moments was 'float32' and is now '8-bit'" in err
     assert said(capsys, str(run.path), "--resume", "threads=1")[0] == 0
+
+
+def test_a_run_that_would_not_go_on_is_refused_before_torch_is_imported(recipe: Path, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    begin(load_recipe(recipe, [f"run_dir={run.path}"]), run)
+    done = sensorium("train", str(run.path), "--resume", "seed=5", check="assert 'torch' not in sys.modules")
+    assert done.returncode == 2, done.stderr
+    assert "seed was 0 and is now 5" in done.stderr
+    code = "import sys, sensorium as sn\ntry: sn.resume(sys.argv[1], seed=5)\nexcept sn.SensoriumError as e: print(e)\n"
+    code += "assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code, str(run.path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "seed was 0 and is now 5" in done.stdout
 
 
 def test_a_worker_that_hangs_longer_than_a_deadline_is_told() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sensorium.media.audio import decode_audio
+from sensorium.media.audio import SHARP, decode_audio
 from sensorium.media.making import encode_clip
 from sensorium.media.wav import encode_wav
 from sensorium.vocabulary.decoding import AudioParameters
@@ -148,3 +148,9 @@ def test_no_damage_whatever_raises_anything_but_media_error(data: st.DataObject)
     except MediaError as error:
         if "row 3" not in str(error):
             raise AssertionError(str(error)) from error
+
+
+def test_the_page_names_the_resampler_and_its_filter() -> None:
+    page = (Path(__file__).parents[2] / "docs/media.md").read_text()
+    assert "aresample" in page
+    assert all(f"`{part}`" in page for part in SHARP.split(":"))

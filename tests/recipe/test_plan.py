@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from sensorium.recipe.activations import WHOLE_BYTES, tower_bytes, tower_room
-from sensorium.recipe.plan import estimate_memory, make_plan, without_large_copies
+from sensorium.recipe.plan import estimate_memory, for_tasks, make_plan, without_large_copies
 from sensorium.recipe.recomputation import given_recomputation, least_recomputation
 from sensorium.recipe.schema import LoraSection, Recipe
 from sensorium.recipe.shape import ModelShape, count_parameters, read_shape
 from sensorium.recipe.tiny_sizes import KINDS
+from sensorium.vocabulary import EnvironmentSpec, Media, Task, user
 
 
 def recipe(path: str = "tiny:qwen3_vl", **sections: object) -> Recipe:
@@ -431,3 +432,13 @@ def test_that_a_run_repeats_is_not_claimed_for_environments_that_are_not_ours(na
     assert plan.deterministic is known
     assert plan.determinism.startswith("yes") is known
     assert ("sensorium validate" in plan.determinism) is not known
+
+
+def test_a_vision_tower_takes_no_memory_in_tasks_without_pictures() -> None:
+    plan = make_plan(recipe("tiny:qwen2_5_omni"))
+    assert plan.memory["vision tower"] > 0
+    heard, seen = (Task(kind, (user(Media(kind, "0" * 64)),)) for kind in ("sound", "video"))  # type: ignore[arg-type]
+    assert "vision tower" not in for_tasks(plan, [heard]).memory
+    assert for_tasks(plan, [heard, seen]) == plan
+    assert for_tasks(plan, [heard, Task("e", environment=EnvironmentSpec("mine:Browser"))]) == plan
+    assert for_tasks(plan, []) == plan

@@ -13,6 +13,7 @@ from sensorium.record.lock import lock_run
 from sensorium.record.run_directory import RunDirectory, step_of
 from sensorium.report.watcher import Watcher
 from sensorium.tasks.epochs import resolve_epochs
+from sensorium.trainer.claim import go_on
 from sensorium.vocabulary.errors import RecipeError
 
 
@@ -42,9 +43,11 @@ def resume(run: str | Path | Run, *, show: bool = True, watchers: Iterable[Watch
 
 
 def _train(recipe: Recipe, *, resume: bool, show: bool, watchers: Iterable[Watcher]) -> Run:
+    recipe = resolve_epochs(recipe)  # the console shows the number of steps
+    if resume:
+        go_on(recipe, RunDirectory(recipe.directory))  # before torch is imported, which takes seconds
     from sensorium.trainer.run import train as run_recipe
 
-    recipe = resolve_epochs(recipe)  # the console shows the number of steps
     told = [*_console(recipe), *watchers] if show else list(watchers)
     try:
         return Run(outside_loop(lambda: run_recipe(recipe, resume=resume, watchers=told)))

@@ -47,12 +47,14 @@ def check_model(recipe: Recipe, path: str = "") -> list[str]:
     return check_checkpoint(recipe.model, path)
 
 
-def look_at(recipe: Recipe, *, train: bool = True, named: str = "RECIPE") -> Iterator[str]:
+def look_at(recipe: Recipe, *, train: bool = True, named: str = "RECIPE", seen: list[Task] | None = None) -> Iterator[str]:
     """Open what a recipe names and say what was found, a line each; what a run would refuse of it is refused here.
 
     Of each source only the first rows are read, and no prompt is measured: ``sensorium validate`` does both for all.
     Without ``train`` only what an evaluation needs is looked at. ``named`` is how a command names the recipe.
+    The tasks that were read are added to ``seen``.
     """
+    seen = [] if seen is None else seen
     find_names(recipe)
     engine = recipe.rollout.engine.name
     if engine in ENGINE_CHECKS:
@@ -83,6 +85,7 @@ def look_at(recipe: Recipe, *, train: bool = True, named: str = "RECIPE") -> Ite
     if train:
         sources: list[TaskSource] = []
         few = yield from _look_at_sources(recipe, recipe.tasks.train, "tasks.train", named, sources)
+        seen += few
         weights = [section.weight for section in recipe.tasks.train]
         stream = TaskStream(sources, weights, seed=recipe.seed, shuffle=recipe.tasks.shuffle)
         make_planner(recipe.tasks.planner, stream, MediaStore())
@@ -94,6 +97,7 @@ def look_at(recipe: Recipe, *, train: bool = True, named: str = "RECIPE") -> Ite
                 raise TaskError(f"tasks.train: {problem}")
             yield f"tasks.train: {problem}"
     held_out = yield from _look_at_sources(recipe, recipe.tasks.evaluate, "tasks.evaluate", named)
+    seen += held_out
     if problem := without_answer(terms, held_out):
         yield f"tasks.evaluate: {problem}"
 
@@ -127,7 +131,9 @@ def find_names(recipe: Recipe) -> None:
             try:
                 import_module(name)
             except ImportError as error:
-                raise RecipeError(f"logging.loggers.{i}: '{name}' is not installed; run: pip install {name}") from error
+                raise RecipeError(
+                    f"logging.loggers.{i}: '{name}' is not installed; run: pip install 'sensorium[{name}]'"
+                ) from error
 
 
 def _build_terms(recipe: Recipe) -> tuple[list[tuple[Term, float]], str]:

@@ -1,15 +1,21 @@
 """What several commands print: the resolved recipe, the plan, and where things lie."""
 
+from contextlib import suppress
+
 from rich.console import Console
 from rich.syntax import Syntax
 
 from sensorium.cli.dry_run import check_model, look_at
+from sensorium.media.store import MediaStore
 from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.load import dump_recipe
-from sensorium.recipe.plan import Plan, make_plan
+from sensorium.recipe.plan import TOWER, Plan, for_tasks, make_plan
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import IncompleteConfig, is_ours
 from sensorium.report.tables import disk_note, plan_table
+from sensorium.tasks.mixture import a_few
+from sensorium.vocabulary.errors import SensoriumError
+from sensorium.vocabulary.task import Task
 
 
 def show_dry_run(recipe: Recipe, console: Console, *, train: bool = True, model: str = "", named: str = "RECIPE") -> None:
@@ -19,13 +25,14 @@ def show_dry_run(recipe: Recipe, console: Console, *, train: bool = True, model:
     and ``named`` is how a command names the recipe.
     """
     found = check_model(recipe, model)
-    lines = list(look_at(recipe, train=train, named=named))
+    seen: list[Task] = []
+    lines = list(look_at(recipe, train=train, named=named, seen=seen))
     text = dump_recipe(recipe)
     if console.is_terminal:
         console.print(Syntax(text, "yaml", theme="ansi_dark", background_color="default"))
     else:
         say(text, console)
-    plan = _plan(_with_model(recipe, model))
+    plan = for_tasks(_plan(_with_model(recipe, model)), seen)
     _show(plan, console)
     short = [disk_note(recipe, plan), _memory_note(recipe, plan)] if train else []
     for caution in [*cautions(recipe), *found, *filter(None, short)]:
@@ -52,7 +59,13 @@ def _with_model(recipe: Recipe, path: str) -> Recipe:
 
 def show_plan(recipe: Recipe, console: Console) -> None:
     """The resolved numbers of a run."""
-    _show(_plan(recipe), console)
+    from sensorium.assembly.session import make_sources
+
+    plan, seen = _plan(recipe), []
+    if TOWER in plan.memory:
+        with suppress(SensoriumError):  # which the run meets itself
+            seen = a_few(make_sources([*recipe.tasks.train, *recipe.tasks.evaluate], MediaStore(), "tasks"), each=2)
+    _show(for_tasks(plan, seen), console)
 
 
 def _plan(recipe: Recipe) -> Plan:

@@ -59,6 +59,8 @@ def run(arguments: Namespace) -> int:
         for note in notes:
             say(note, console)
         return 0
+    if arguments.resume:
+        _resumable(recipe)  # before torch is imported, which takes seconds
     from sensorium.report.console import ConsoleWatcher
     from sensorium.trainer.health.monitor import run_untrained
     from sensorium.trainer.run import train

@@ -4,7 +4,8 @@ Memory is an upper estimate: caches and activations are taken as full as the rec
 """
 
 import shutil
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from sensorium.recipe.processes import interpreter_bytes, placed_by, placed_proc
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape, read_shape
 from sensorium.recipe.traits import estimator_traits
+from sensorium.vocabulary.task import Task
 
 BYTES = {"float32": 4, "bfloat16": 2}
 MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8-bit": 1 + 4 / 256}  # the last: a code, and a float32 for 256 of them
@@ -40,6 +42,8 @@ ASYNCHRONOUS = (
     "bit-exact repetition, also of a resumed run; what was drawn is still trained once or on record "
     "as dropped (ledger, table draws)"
 )
+
+TOWER = "vision tower"
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,17 @@ def make_plan(recipe: Recipe, config: dict[str, Any] | None = None) -> Plan:
     )
 
 
+def for_tasks(plan: Plan, tasks: Sequence[Task]) -> Plan:
+    """The plan for tasks like these: where none shows a picture or video, a vision tower computes nothing.
+
+    What environments will show is not known, so with one of them the plan stays as it is.
+    """
+    kinds = {item.kind for task in tasks for message in task.messages for item in message.media}
+    if not tasks or kinds & {"picture", "video"} or any(task.environment is not None for task in tasks):
+        return plan
+    return replace(plan, memory={use: amount for use, amount in plan.memory.items() if use != TOWER})
+
+
 def trained_parameters(recipe: Recipe, shape: ModelShape) -> int:
     """How many parameters learn: those of the adapters, or all that are not frozen."""
     lora = recipe.model.lora
@@ -159,7 +174,7 @@ def estimate_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
         "activations": activation_bytes(recipe, shape),
         "gathered keys and values": gathered_bytes(recipe, shape),
         "logits": head_bytes(recipe, shape),
-        "vision tower": tower_bytes(recipe, shape),
+        TOWER: tower_bytes(recipe, shape),
     }
     return {use: amount for use, amount in uses.items() if amount}
 

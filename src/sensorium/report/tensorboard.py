@@ -18,7 +18,7 @@ class TensorboardLogger(Watcher):
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
             raise SensoriumError(
-                "logging.loggers asks for tensorboard, which is not installed; run: pip install tensorboard"
+                "logging.loggers asks for tensorboard, which is not installed; run: pip install 'sensorium[tensorboard]'"
             ) from error
         self._events, self._summaries = event_pb2, summary_pb2
         self._writer = EventFileWriter(str(run_dir / "tensorboard"))

@@ -44,7 +44,7 @@ class WandbLogger(Watcher):
             import wandb
         except ImportError as error:
             raise SensoriumError(
-                "logging.loggers asks for wandb, which is not installed; run: pip install wandb"
+                "logging.loggers asks for wandb, which is not installed; run: pip install 'sensorium[wandb]'"
             ) from error
         self._wandb: Any = wandb
         self._run_dir, self._project, self._generations = run_dir, logging.project, logging.generations

@@ -14,10 +14,9 @@ from sensorium.recipe.load import dump_recipe, load_recipe
 from sensorium.recipe.own_modules import own_modules, refuse_loaded_elsewhere
 from sensorium.recipe.schema import EngineSection, Recipe
 from sensorium.recipe.traits import estimator_traits
-from sensorium.record.checkpoint_files import why_taken
+from sensorium.record.checkpoint_files import CheckpointFolder, why_taken
 from sensorium.record.durable import read_rows, write_whole
 from sensorium.record.run_directory import RunDirectory
-from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.vocabulary.errors import CheckpointError, RecipeError
 
 MAY_CHANGE = (
@@ -64,7 +63,7 @@ def begin_again(recipe: Recipe, directory: RunDirectory) -> None:
     Judgements that were paid for stay, if the recipe is the same.
     """
     if directory.exists():
-        checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
+        checkpoints = CheckpointFolder(directory.checkpoints)
         checkpoints.set_damaged_aside()
         complete = checkpoints.complete()
         if complete:

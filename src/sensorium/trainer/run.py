@@ -25,7 +25,7 @@ from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.cluster_checks import cluster_notes
 from sensorium.recipe.computing_checks import context_note
 from sensorium.recipe.names import build
-from sensorium.recipe.plan import make_plan
+from sensorium.recipe.plan import for_tasks, make_plan
 from sensorium.recipe.processes import placed_processes
 from sensorium.recipe.schema import Recipe
 from sensorium.record.checkpoint_files import has_digests, refuse_foreign
@@ -126,7 +126,7 @@ def open_trainer(
             found += changed_tasks(directory, [*few, *held_out])
         else:
             remember_tasks(directory, [*few, *held_out])
-        plan = make_plan(recipe, session.policy.model.config.to_dict())
+        plan = for_tasks(make_plan(recipe, session.policy.model.config.to_dict()), [*few, *held_out])
         found += filter(None, [disk_note(recipe, plan), memory_note(recipe, plan)])
         given = {"run_dir": directory.path, "logging": recipe.logging}
         loggers = [build("logger", name, {}, "logging.loggers", **given) for name in recipe.logging.loggers]
