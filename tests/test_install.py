@@ -1,10 +1,15 @@
 """Set-up: uv looks for packages where pip is told to look."""
 
+import json
+import os
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from tools.install import settings_for_uv, settings_of_pip, unloadable
+from tools.install import mend_torchvision, settings_for_uv, settings_of_pip, unloadable
 from tools.obtainable import reason, why_not
 
 
@@ -45,6 +50,31 @@ def test_a_module_that_came_without_its_library_is_found(tmp_path: Path, monkeyp
     assert unloadable(["without_library", "with_library", "not_installed"]) == ["without_library"]
 
 
+def test_stock_transformers_prepares_pictures_in_this_environment_without_our_package(tmp_path: Path) -> None:
+    """Also where torchvision was built for another torch; set-up installs what that takes (tools/install.py)."""
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Qwen2VLImageProcessor"}))
+    code = """
+import sys
+from PIL import Image
+from transformers import AutoImageProcessor
+import torchvision
+pixels = AutoImageProcessor.from_pretrained(".")(images=Image.new("RGB", (56, 56)), return_tensors="pt").pixel_values
+print(*pixels.shape, any(name.partition(".")[0] == "sensorium" for name in sys.modules))
+"""
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=bare, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["16", "1176", "False"], done.stderr[-2000:]
+
+
+def test_a_torchvision_that_does_not_load_is_mended_and_one_that_does_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for unfit in (["torchvision"], []):
+        monkeypatch.setattr("tools.install.unloadable", lambda names, unfit=unfit: unfit)
+        assert mend_torchvision(tmp_path) is bool(unfit)
+        assert len(list(tmp_path.iterdir())) == 2 * len(unfit)
+
+
 def test_a_package_without_a_wheel_for_this_machine_is_told_from_an_install_that_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -55,3 +85,9 @@ def test_a_package_without_a_wheel_for_this_machine_is_told_from_an_install_that
     assert reason("ray", "ERROR: Could not install packages due to an OSError: No space left on device") is None
     unreachable = "WARNING: Retrying: Failed to establish a new connection\nERROR: No matching distribution found for ray"
     assert reason("ray", unreachable) == "no package index can be reached, so ray cannot be installed"
+
+
+def test_who_logs_to_tensorboard_need_not_install_wandb() -> None:
+    extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert (extras["tensorboard"], extras["wandb"]) == (["tensorboard"], ["wandb"])
+    assert extras["loggers"] == ["sensorium[tensorboard,wandb]"]

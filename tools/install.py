@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from ast import literal_eval
 from collections.abc import Iterable
 from pathlib import Path
@@ -81,8 +82,30 @@ def unloadable(names: Iterable[str]) -> list[str]:
     return [name for name in names if _found(name) and not _done([sys.executable, "-c", f"import {name}"], quiet=True)]
 
 
+def mend_torchvision(packages: Path) -> bool:
+    """Let every Python process that finds packages here import torchvision, also one that was built for another torch.
+
+    So stock transformers works in this environment. Returns whether that was needed; a pair that fits is left alone.
+    """
+    module, imported = packages / "sensorium_torchvision.py", packages / "sensorium_torchvision.pth"
+    for file in (imported, module):
+        file.unlink(missing_ok=True)
+    if not unloadable(["torchvision"]):
+        return False
+    shutil.copyfile("src/sensorium/models/torchvision_fix.py", module)
+    imported.write_text("import sensorium_torchvision\n")
+    return True
+
+
 def main(what: str) -> int:
     """Install by uv, or else by pip."""
+    code = _installed(what)
+    if code == 0:
+        mend_torchvision(Path(sysconfig.get_paths()["purelib"]))
+    return code
+
+
+def _installed(what: str) -> int:
     if with_uv(what):
         broken = unloadable(LIBRARY_APART)
         return 0 if not broken or _done([*PIP, "install", "--quiet", "--force-reinstall", "--no-deps", *broken]) else 1

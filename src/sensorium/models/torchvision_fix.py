@@ -1,22 +1,58 @@
-"""Imports torchvision, also where its compiled operators do not load.
+"""Lets torchvision be imported also where its compiled operators do not load.
 
 Importing torchvision registers fake kernels for ``nms`` and ``qnms``, which its C++ library declares. Where that library
 does not load (built for another torch), the import raises "operator torchvision::nms does not exist", and with it every
-image processor of transformers. The processors need neither operator, so declaring their schemas is enough. Where
-torchvision loads, or is not installed, importing this module changes nothing.
+image processor of transformers. The processors need neither operator, so declaring their schemas is enough. Where the
+library loads, or torchvision is not installed, nothing changes.
+
+Importing this module imports neither torch nor anything of ours: it waits for the import of torchvision. So set-up
+(tools/install.py) can copy it beside the installed packages and let a ``.pth`` file import it into every Python process of
+an environment, and ``engines/vllm/startup.py`` into those of vLLM.
 """
 
-import torch
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-LIBRARY: torch.library.Library | None = None  # kept: the schemas live as long as this object
-try:
-    import torchvision
-except RuntimeError as error:
-    if "torchvision::" not in str(error):
-        raise
-    LIBRARY = torch.library.Library("torchvision", "DEF")
+SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+LIBRARIES: list[Any] = []  # kept: schemas live as long as the object that declares them
+
+
+class TorchvisionFinder(MetaPathFinder):
+    """Finds torchvision where Python does, and declares its operators before it is executed."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """The usual spec, whose loader declares what is missing first; only for torchvision."""
+        spec = PathFinder.find_spec(name, path, target) if name == "torchvision" else None
+        if spec is None or spec.loader is None:
+            return None
+        execute, folders = spec.loader.exec_module, list(spec.submodule_search_locations or ())
+
+        def declare_and_execute(module: ModuleType) -> None:
+            _declare_missing(folders)
+            execute(module)
+
+        spec.loader.exec_module = declare_and_execute  # type: ignore[method-assign]
+        return spec
+
+
+def _declare_missing(folders: Sequence[str]) -> None:
+    import torch
+
+    for library in (file for folder in folders for file in Path(folder).glob("_C.*")):
+        try:
+            torch.ops.load_library(str(library))
+        except (ImportError, OSError):  # built for another torch
+            continue
     for operator in ("nms", "qnms"):
-        LIBRARY.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    import torchvision  # noqa: F401
-except ImportError:
-    pass
+        if not hasattr(torch.ops.torchvision, operator):
+            LIBRARIES.append(torch.library.Library("torchvision", "FRAGMENT"))
+            LIBRARIES[-1].define(operator + SCHEMA)
+
+
+if not any(type(finder).__name__ == TorchvisionFinder.__name__ for finder in sys.meta_path):
+    sys.meta_path.insert(0, TorchvisionFinder())

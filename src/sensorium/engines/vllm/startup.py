@@ -9,12 +9,14 @@ a checkout that is only on the path has not.
 import os
 from pathlib import Path
 
+from sensorium.models import torchvision_fix
+
 SITE = """\
 import os
 import runpy
 import sys
 
-import sensorium.engines.vllm.torchvision_import
+import sensorium_torchvision
 
 for folder in sys.path:  # the one that this file stands before
     other = os.path.join(folder, "sitecustomize.py")
@@ -35,6 +37,7 @@ def write_startup(folder: Path) -> Path:
     info = folder / "sensorium_vllm-0.dist-info"
     info.mkdir(parents=True)
     (folder / "sitecustomize.py").write_text(SITE)
+    (folder / "sensorium_torchvision.py").write_bytes(Path(torchvision_fix.__file__).read_bytes())
     (info / "METADATA").write_text(METADATA)
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
     return folder
