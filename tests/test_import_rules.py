@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "workers": {"vocabulary"},
     "recipe": {"vocabulary"},
     "forecast": {"vocabulary", "recipe"},
+    "migration": {"vocabulary", "recipe"},
     "media": {"vocabulary", "caches", "record"},
     "tasks": {*DATA, "workers", "record"},
     "envs": {*DATA, "workers", "rewards"},
@@ -60,12 +61,13 @@ MAY_IMPORT = {
     "record": {"vocabulary"},
     "report": {*DATA, "record"},
     "trainer": BELOW_TRAINER - {"models"},  # it knows weights by the learner's protocol and the session only
-    "cli": {*BELOW_TRAINER, "forecast", "trainer", "services"},
-    "api": {*BELOW_TRAINER, "forecast", "trainer", "services", "cli"},
+    "cli": {*BELOW_TRAINER, "forecast", "migration", "trainer", "services"},
+    "api": {*BELOW_TRAINER, "forecast", "migration", "trainer", "services", "cli"},
 }
 TORCH_FREE = {
     "vocabulary",
     "forecast",
+    "migration",
     "caches",
     "workers",
     "recipe",

@@ -121,12 +121,17 @@ class CaprlSettings:
         return [f"{name}={self.given[name]} has no effect: {why}." for name, why in self.without_effect.items()]
 
 
-def caprl_settings(environment: Mapping[str, str], path: str, recipe: Recipe, changed: Sequence[str] = ()) -> CaprlSettings:
-    """What the variables change in a recipe (``path`` names its file); ``changed``: overrides of the command line."""
+def caprl_settings(
+    environment: Mapping[str, str], path: str, recipe: Recipe, changed: Sequence[str] = (), *, files: bool = True
+) -> CaprlSettings:
+    """What the variables change in a recipe (``path`` names its file); ``changed``: overrides of the command line.
+
+    Without ``files`` the data set may be elsewhere, as where a script is migrated on another machine.
+    """
     given = {name: value.strip() for name, value in environment.items() if value.strip()}
     if lacking := [name for name in NEEDED if name not in given]:
         raise RecipeError(f"--caprl-env: the environment variable {lacking[0]} is needed and not set.")
-    if not Path(given["DATASET"]).is_file():
+    if files and not Path(given["DATASET"]).is_file():
         raise RecipeError(f"--caprl-env: DATASET '{given['DATASET']}' is no file. It is one JSONL or Parquet file.")
     found = CaprlSettings(given)
     found.without_effect.update({name: why for name, why in WITHOUT_EFFECT.items() if name in given})

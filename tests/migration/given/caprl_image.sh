@@ -1,0 +1,2 @@
+data.input_type=image
+data.prompt_key=prompt

@@ -1,0 +1,1 @@
+bash run.sh trainer.logger=["console","wandb"] trainer.project_name=m3_qwen3_vl algorithm.mode=optimize_threshold

@@ -1,0 +1,26 @@
+bash run.sh \
+  data.train_batch_size=32 \
+  actor_rollout_ref.rollout.n=8 \
+  data.train_files=/path/to/train.jsonl \
+  data.val_files=/path/to/val.jsonl \
+  actor_rollout_ref.model.path=/path/to/Qwen3-VL-30B-A3B-Thinking \
+  trainer.default_local_dir=/path/to/output/run_name \
+  trainer.experiment_name=run_name \
+  trainer.save_freq=10 \
+  reward_model.reward_kwargs.memory_length_threshold=5 \
+  reward_model.reward_kwargs.think_penalty=-1.0 \
+  reward_model.reward_kwargs.think_length_threshold=1200 \
+  reward_model.reward_kwargs.correct_reward=0.5 \
+  reward_model.reward_kwargs.wrong_reward=-0.5 \
+  reward_model.reward_kwargs.format_penalty=-1.5 \
+  reward_model.reward_kwargs.memory_token_threshold=150 \
+  reward_model.reward_kwargs.usefulness_scale=0.1 \
+  actor_rollout_ref.actor.policy_loss.loss_mode=gspo \
+  actor_rollout_ref.rollout.calculate_log_probs=True \
+  actor_rollout_ref.actor.use_dynamic_bsz=False \
+  actor_rollout_ref.ref.log_prob_use_dynamic_bsz=False \
+  actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=False \
+  algorithm.adv_estimator=grpo \
+  algorithm.mode=optimize_threshold \
+  data.shuffle=False \
+  data.dataloader_num_workers=0
