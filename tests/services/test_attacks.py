@@ -17,6 +17,7 @@ from sensorium.envs.remote.environment import RemoteEnvironment
 from sensorium.envs.remote.wire import pack
 from sensorium.media.store import MediaStore
 from sensorium.services import environment_service
+from sensorium.services.access import refuse_open
 from sensorium.services.application import Refusal
 from sensorium.services.environment_service import _Exchange, make_app
 from sensorium.services.kept_media import sweep
@@ -25,7 +26,7 @@ from sensorium.services.offers import Offer, Offers
 from sensorium.services.reward_service import make_reward_app
 from sensorium.services.sessions import SessionTable
 from sensorium.vocabulary.content import user
-from sensorium.vocabulary.errors import EnvironmentFailure
+from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 
 from . import test_model_service, test_reward_service
 from .running import make_table, serving, serving_app
@@ -236,3 +237,25 @@ def test_a_client_by_a_name_that_the_server_does_not_have_hears_of_the_option(mo
             both = RemoteEnvironment(MediaStore(), [address, open_to_all], "counting", deadline_s=60)
             assert both.reset(3)[1].messages[0].text == "seed 3"
             both.close()
+
+
+@pytest.mark.parametrize("make", list(ROUTES))
+def test_without_the_key_no_route_is_reached_and_no_body_is_read(make: Callable[..., Any], tmp_path: Path) -> None:
+    with serving_app(make(tmp_path, key="secret")) as (address, _):
+        port = int(address.rpartition(":")[2])
+        for method, path in ROUTES[make]:
+            keyless = path == "/health" or path.endswith("/schema")
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as raw:
+                head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                raw.sendall(f"{head}Content-Length: {0 if keyless else 1 << 20}\r\n\r\n".encode())  # the body never comes
+                assert raw.recv(4096).split()[1] == (b"200" if keyless else b"401"), path
+            if path != "/nowhere":
+                for headers in ({"X-API-Key": "secret"}, {"Authorization": "bearer secret"}):
+                    assert status_of(address, path, method, **headers) not in (401, 403)
+                assert status_of(address, f"{path}?token=secret", method) not in (401, 403)
+
+
+@pytest.mark.parametrize("key", ["abc\n", " ", "schlüssel", "a b"])
+def test_a_key_that_no_client_can_send_is_refused_at_the_start(key: str) -> None:
+    with pytest.raises(RecipeError, match="SENSORIUM_SERVICE_KEY"):
+        refuse_open("127.0.0.1", key)

@@ -48,17 +48,9 @@ def run(arguments: Namespace) -> int:
     """Serve until it is interrupted."""
     try:
         from sensorium.services.application import MIB, listen, serve_until_stopped
-        from sensorium.services.model_service import ModelService, make_model_app
     except ImportError as error:
         raise RecipeError(f"serve needs FastAPI and uvicorn: pip install 'sensorium[serve]' ({error}).") from error
-    import torch
-
     from sensorium.envs.option_checks import within
-    from sensorium.media.limits import MediaLimits
-    from sensorium.media.store import MediaStore
-    from sensorium.models.load import load_policy
-    from sensorium.record.checkpoint_files import checkpoint_of_run
-    from sensorium.services.model_host import ModelHost
 
     within("serve model", "--capacity", arguments.capacity, 1, 10**6)
     within("serve model", "--rows", arguments.rows, 1, 10**5)
@@ -67,6 +59,16 @@ def run(arguments: Namespace) -> int:
     within("serve model", "--drain-s", arguments.drain_s, 0, 86_400)
     listening, key = listen(arguments.host, arguments.port)
     hosts = [arguments.host, *arguments.allowed_host]
+
+    import torch  # after the port is ours: these imports take seconds
+
+    from sensorium.media.limits import MediaLimits
+    from sensorium.media.store import MediaStore
+    from sensorium.models.load import load_policy
+    from sensorium.record.checkpoint_files import checkpoint_of_run
+    from sensorium.services.model_host import ModelHost
+    from sensorium.services.model_service import ModelService, make_model_app
+
     if arguments.until_input_ends:
         threading.Thread(target=_stop_when_input_ends, daemon=True).start()
     if arguments.threads:

@@ -22,7 +22,12 @@ _HOST = r"(?:\[([^\]/@]+)\]|([^\[\]:/@\s]+))(?::(\d*))?"
 
 
 def refuse_open(host: str, key: str) -> None:
-    """Refuse to listen beyond this machine without a key."""
+    """Refuse to listen beyond this machine without a key, and a key that no header can hold."""
+    if not re.fullmatch(r"[!-~]*", key):
+        raise RecipeError(
+            f"{ENVIRONMENT_VARIABLE} has a character that cannot be sent, such as a line's end or a letter beyond ASCII. "
+            "Use letters, digits and signs without spaces, here and at the clients."
+        )
     if not key and not is_loopback(host):
         raise RecipeError(
             f"host {host} can be reached from other machines, and there is no key. Set {ENVIRONMENT_VARIABLE} to a long "
@@ -48,7 +53,8 @@ def allowed(key: str, headers: Mapping[str, str], query: Mapping[str, str]) -> b
     """
     if not key:
         return True
-    given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ") or query.get("token", "")
+    bearer = re.sub(r"(?i)^bearer +", "", headers.get("authorization", ""))
+    given = headers.get("x-api-key") or bearer or query.get("token", "")
     return hmac.compare_digest(given.encode("utf-8", "replace"), key.encode())
 
 

@@ -2,13 +2,14 @@
 
 import asyncio
 import os
+import re
 import socket
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BeforeValidator
@@ -24,6 +25,9 @@ from sensorium.vocabulary.errors import RecipeError, SensoriumError
 Json = dict[str, Any]
 MIB = 1 << 20
 MOST_PORT = 65535
+OPEN = re.compile(r"/health|/openenv/[^/]+/(health|schema)")
+"""Paths that need no key."""
+NO_KEY = "the key is missing or wrong (headers Authorization: Bearer KEY or X-API-Key: KEY, or ?token=KEY in the address)"
 FOREIGN = "the Host is not a name of this service, or a web page of another site asks"
 
 
@@ -51,7 +55,7 @@ def make_application(
     told: Callable[[int, str], Json] | None = None,
     hosts: Sequence[str] = (),
 ) -> tuple[FastAPI, Json]:
-    """An application that refuses as all services do, and what its routes behind the key are declared with.
+    """An application that refuses as all services do, and what its routes are declared with.
 
     ``told`` makes the body of a refusal from status and reason; by default ``{"detail": reason}``. ``hosts`` are names by
     which clients may ask beside the machine's own. The description is behind the key; there are no pages that show it,
@@ -93,42 +97,34 @@ def make_application(
             found = [{key: held[key] for key in ("type", "loc", "msg")} for held in error.errors()]
             return JSONResponse({"detail": found}, 422)
 
-    def with_key(request: Request) -> None:
-        if not allowed(key, request.headers, request.query_params):
-            ways = "headers Authorization: Bearer KEY or X-API-Key: KEY, or ?token=KEY in the address"
-            raise HTTPException(401, f"the key is missing or wrong ({ways})")
-
     responses = {status: {"description": text} for status, text in ({403: FOREIGN} | statuses).items()}
-    keyed: Json = {"dependencies": [Depends(with_key)], "responses": responses}
+    declared: Json = {"responses": responses}
     names = frozenset(name.lower().rstrip(".") for name in hosts)
     app.add_middleware(Door, key=key, names=names, reply=reply)
 
-    @app.get("/openapi.json", include_in_schema=False, **keyed)
+    @app.get("/openapi.json", include_in_schema=False)
     async def description() -> Json:
         return app.openapi()
 
-    return app, keyed
+    return app, declared
 
 
 class Door:
-    """Refuses what web pages of other sites ask, HTTP or WebSocket (``access.foreign``), and WebSockets without the key."""
+    """Refuses what web pages of other sites ask (``access.foreign``), and who lacks the key, before a body is read."""
 
     def __init__(self, app: ASGIApp, key: str, names: frozenset[str], reply: Callable[[int, str], JSONResponse]) -> None:
         self.app, self.key, self.names, self.reply = app, key, names, reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request, or answer it with 403."""
+        """Forward a request, HTTP or WebSocket, or refuse it."""
         if scope["type"] != "lifespan":
             headers, bound = Headers(scope=scope), str((scope.get("server") or ("",))[0])
-            why = foreign(headers.getlist("host"), headers.getlist("origin"), bound, self.key, self.names)
-            if (
-                not why
-                and scope["type"] == "websocket"
-                and not allowed(self.key, headers, QueryParams(scope["query_string"]))
-            ):
-                why = "the key is missing or wrong"
+            status, why = 403, foreign(headers.getlist("host"), headers.getlist("origin"), bound, self.key, self.names)
+            keyless = OPEN.fullmatch(scope["path"]) is not None
+            if not why and not keyless and not allowed(self.key, headers, QueryParams(scope["query_string"])):
+                status, why = 403 if scope["type"] == "websocket" else 401, NO_KEY
             if why:
-                await self.reply(403, why)(scope, receive, send)
+                await self.reply(status, why)(scope, receive, send)
                 await asyncio.sleep(0)  # or uvicorn logs an error: it sees only then that a refused WebSocket is closed
                 return
         await self.app(scope, receive, send)

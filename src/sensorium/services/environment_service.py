@@ -78,7 +78,7 @@ def make_app(table: SessionTable, key: str = "", hosts: Sequence[str] = ()) -> F
         reaper.cancel()
         await table.shut()
 
-    app, keyed = make_application("Sensorium environment service", key, lifespan, STATUSES, hosts=hosts)
+    app, declared = make_application("Sensorium environment service", key, lifespan, STATUSES, hosts=hosts)
     app.add_middleware(BodyLimit, most=MOST_BODY)
 
     @app.get("/health")
@@ -89,23 +89,23 @@ def make_app(table: SessionTable, key: str = "", hosts: Sequence[str] = ()) -> F
         count = len(table.sessions)
         return {"status": "ok", "version": __version__, **table.counts(), **theirs, "active_environments": count, **today}
 
-    @app.put("/v1/sessions/{id}", **keyed)
+    @app.put("/v1/sessions/{id}", **declared)
     async def open_session(id: SessionId, wish: Wish) -> Json:
         return await table.open(id, wish.environment, wish.options, wish.seed)
 
-    @app.post("/v1/sessions/{id}/steps/{number}", **keyed)
+    @app.post("/v1/sessions/{id}/steps/{number}", **declared)
     async def step_session(id: SessionId, number: Annotated[int, Path(ge=1, le=MOST_SEED)], act: Act) -> Json:
         return await table.step(id, number, act.response)
 
-    @app.post("/v1/sessions/{id}/lease", **keyed)
+    @app.post("/v1/sessions/{id}/lease", **declared)
     async def renew_lease(id: SessionId) -> Json:
         return table.renew(id)
 
-    @app.delete("/v1/sessions/{id}", **keyed)
+    @app.delete("/v1/sessions/{id}", **declared)
     async def close_session(id: SessionId) -> Json:
         return await table.close(id)
 
-    @app.get("/v1/media/{digest}", response_class=Response, **keyed)
+    @app.get("/v1/media/{digest}", response_class=Response, **declared)
     async def medium(digest: Annotated[str, Path(pattern="^[0-9a-f]{64}$")]) -> Response:
         try:
             data = table.store.bytes_of(Media("picture", digest))
@@ -118,9 +118,8 @@ def make_app(table: SessionTable, key: str = "", hosts: Sequence[str] = ()) -> F
         await socket.accept()
         await _Exchange(socket, table).serve()
 
-    app.include_router(openenv_routes(table))
-    for routes in (vagen_routes, legacy_routes):
-        app.include_router(routes(table, key))
+    for routes in (openenv_routes, vagen_routes, legacy_routes):
+        app.include_router(routes(table))
     return app
 
 

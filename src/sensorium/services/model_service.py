@@ -143,7 +143,7 @@ def make_model_app(service: ModelService, key: str = "", most_body: int = 64 << 
             yield
         service.host.close()
 
-    app, keyed = make_application("Sensorium model service", key, lifespan, STATUSES, error_body, hosts)
+    app, declared = make_application("Sensorium model service", key, lifespan, STATUSES, error_body, hosts)
     app.add_middleware(BodyLimit, most=most_body)
     streamed = {"description": "the completion, or its parts as events", "content": {"text/event-stream": {}}}
 
@@ -157,18 +157,20 @@ def make_model_app(service: ModelService, key: str = "", most_body: int = 64 << 
             "capacity": service.capacity,
         }
 
-    @app.get("/metrics", response_class=PlainTextResponse, **keyed)
+    @app.get("/metrics", response_class=PlainTextResponse, **declared)
     async def metrics() -> PlainTextResponse:
         return service.counters.page()
 
-    @app.get("/v1/models", **keyed)
+    @app.get("/v1/models", **declared)
     async def models() -> Json:
         modalities = sorted(service.host.chat.modalities)
         model = {"id": service.name, "object": "model", "created": service.started, "owned_by": "sensorium"}
         return {"object": "list", "data": [model | {"modalities": modalities, "max_model_len": service.host.most_context}]}
 
     @app.post(
-        "/v1/chat/completions", response_model=ChatReply, **{**keyed, "responses": keyed["responses"] | {200: streamed}}
+        "/v1/chat/completions",
+        response_model=ChatReply,
+        **{**declared, "responses": declared["responses"] | {200: streamed}},
     )
     async def complete(body: ChatRequest, request: Request) -> Any:
         service.take(body)

@@ -157,7 +157,7 @@ def make_reward_app(
                     yield
         await asyncio.to_thread(service.client.close)
 
-    app, keyed = make_application(
+    app, declared = make_application(
         "Sensorium reward service", key, lifespan, STATUSES, lambda status, why: {"error": why}, hosts
     )
     app.add_middleware(BodyLimit, most=most_body)
@@ -175,11 +175,11 @@ def make_reward_app(
             "workers": workers,
         }
 
-    @app.get("/metrics", response_class=PlainTextResponse, **keyed)
+    @app.get("/metrics", response_class=PlainTextResponse, **declared)
     async def metrics() -> PlainTextResponse:
         return service.counters.page()
 
-    @app.post("/get_reward", response_model=dict[str, Any], **keyed)
+    @app.post("/get_reward", response_model=dict[str, Any], **declared)
     async def get_reward(request: Request, body: Annotated[dict[str, Any], Body()]) -> Any:
         asked, gone = asyncio.ensure_future(service.answer(body)), asyncio.ensure_future(until_gone(request))
         await asyncio.wait({asked, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -12,7 +12,6 @@ from fastapi import APIRouter, Request, Response
 
 from sensorium.envs.remote.wire import Json
 from sensorium.recipe.vagen_settings import environment_of
-from sensorium.services.access import allowed
 from sensorium.services.application import Refusal
 from sensorium.services.sessions import Session, SessionTable, seed_of
 from sensorium.services.shown import paid, pictures, text_of_messages, with_images
@@ -21,7 +20,6 @@ from sensorium.vocabulary.errors import RecipeError
 PREFIX = "vagen-legacy-"
 PAGES = {
     400: ("Bad Request", "The request could not be understood."),
-    401: ("Unauthorized", "The key is missing or wrong."),
     415: ("Unsupported Media Type", "The request's Content-Type was not 'application/json'."),
     500: (
         "Internal Server Error",
@@ -38,7 +36,7 @@ class _Page(Exception):
         self.status = status
 
 
-def legacy_routes(table: SessionTable, key: str) -> APIRouter:
+def legacy_routes(table: SessionTable) -> APIRouter:
     """The routes; bodies are read raw, so they are not in the OpenAPI description."""
     router = APIRouter(include_in_schema=False)
     served = _Environments(table)
@@ -48,8 +46,6 @@ def legacy_routes(table: SessionTable, key: str) -> APIRouter:
 
         async def answer(request: Request) -> Response:
             try:
-                if not allowed(key, request.headers, request.query_params):
-                    raise _Page(401)
                 given: Any = request.path_params.get("id")
                 if field:
                     body = await _json(request)
