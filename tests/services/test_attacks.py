@@ -1,7 +1,10 @@
 """What a hostile or broken client cannot do to the others: block the server, fill its memory, stop its housekeeping."""
 
 import asyncio
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -259,3 +262,29 @@ def test_without_the_key_no_route_is_reached_and_no_body_is_read(make: Callable[
 def test_a_key_that_no_client_can_send_is_refused_at_the_start(key: str) -> None:
     with pytest.raises(RecipeError, match="SENSORIUM_SERVICE_KEY"):
         refuse_open("127.0.0.1", key)
+
+
+def test_a_client_that_sends_half_a_body_does_not_keep_a_stopped_service_alive() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "sensorium.cli.main",
+        "serve",
+        "env",
+        "frozen_lake",
+        "--port",
+        "0",
+        "--deadline-s",
+        "1",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        try:
+            assert server.stdout is not None
+            port = int(server.stdout.readline().partition("http://127.0.0.1:")[2].split()[0])
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as half, httpx.Client() as http:
+                half.sendall(b"PUT /v1/sessions/a HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+                assert http.get(f"http://127.0.0.1:{port}/health").status_code == 200  # it was read before this
+                server.terminate()
+                assert server.wait(50) == 128 + signal.SIGTERM
+        finally:
+            server.kill()

@@ -8,6 +8,7 @@ from typing import Any
 from sensorium.vocabulary.errors import RecipeError
 from sensorium.workers.own_folder import temporary_folder
 
+DRAIN_MARGIN_S = 5.0
 USAGE = "sensorium serve env [NAME | NAME=module:Class | NAME=FILE.yaml …] [--rows NAME=FILE] …"
 
 
@@ -76,5 +77,6 @@ def run(arguments: Namespace) -> int:
     )
     with folder:
         names = ", ".join(sorted(offers.offers))
-        serve_until_stopped(make_app(table, key, hosts), listening, names, key, ws_max_size=MOST_BYTES)
+        drain_s = table.deadline_s + DRAIN_MARGIN_S  # or a client that sends half a body would keep it from ever ending
+        serve_until_stopped(make_app(table, key, hosts), listening, names, key, drain_s, ws_max_size=MOST_BYTES)
     return 0
