@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,7 +115,40 @@ def test_a_config_that_is_no_object_is_refused(content: bytes, model: Path) -> N
     assert "its config.json is damaged" in refused(model)
 
 
-@pytest.mark.parametrize("content", [DEEP, b'{"weight_map": {}}'])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"added_tokens": [{"id": 4_000_000_000, "content": "x"}]}, "4000000000"),
+        (
+            {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}},
+            "cannot load",
+        ),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_is_refused(change: dict[str, Any], said: str, model: Path) -> None:
+    """An id of four billion took 16 GiB and ended the process; the library's errors have no class of their own."""
+    file = model / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    assert said in refused(model)
+
+
+@pytest.mark.parametrize("base", ["other", "../../../../etc", "somebody/model"])
+def test_adapters_beside_weights_are_refused_and_not_added_unseen(base: str, model: Path) -> None:
+    config = {"peft_type": "LORA", "base_model_name_or_path": base, "r": 10**9, "target_modules": ["q_proj"]}
+    (model / "adapter_config.json").write_text(json.dumps(config))
+    assert "merge_and_unload" in refused(model)
+
+
+def test_guards_of_files_hold_without_assertions(model: Path) -> None:
+    """``python -O`` leaves assertions out: what users' files are checked by is none."""
+    (model / SINGLE).unlink()
+    (model / INDEX).write_text('{"weight_map": {"a": 5}}')
+    code = "import sys, pathlib, sensorium.models.weight_files as read; read.weight_files(pathlib.Path(sys.argv[1]))"
+    ended = subprocess.run([sys.executable, "-O", "-c", code, model], capture_output=True, text=True, timeout=60)
+    assert "ModelError" in ended.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("content", [DEEP, b'{"weight_map": {}}', b'{"weight_map": {"a": 5}}'])
 def test_an_index_that_names_nothing_is_refused(content: bytes, model: Path) -> None:
     (model / SINGLE).unlink()
     (model / INDEX).write_bytes(content)

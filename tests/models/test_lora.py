@@ -233,6 +233,10 @@ def test_saved_adapters_come_back_bit_for_bit_and_others_are_refused(
         adapters(load(folders("qwen2"), LoraSection(rank=4, modules=("q_proj",)))).load(tmp_path / "adapter")
     with pytest.raises(CheckpointError, match="holds no adapters"):
         adapters(again).load(tmp_path)
+    saved = tmp_path / "adapter" / "adapter_model.safetensors"
+    saved.write_bytes(saved.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match=saved.name):
+        adapters(again).load(tmp_path / "adapter")
 
 
 def fail_inside(reference: FormerSelf) -> None:

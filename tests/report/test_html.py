@@ -81,6 +81,18 @@ def test_the_page_loads_nothing_and_every_picture_is_there(page: Page) -> None:
     assert len(uses) >= 10
 
 
+def test_the_page_shows_no_key_of_the_recipe(run: RunDirectory) -> None:
+    text = run.recipe.read_text()
+    try:
+        write_whole(
+            run.recipe, text + "tools: [{mcp: {url: 'http://host/mcp', headers: {Authorization: key-in-header}}}]\n"
+        )
+        shown = render_report(run)
+    finally:
+        write_whole(run.recipe, text)
+    assert ("key-in-header" in shown, "Authorization" in shown) == (False, True)
+
+
 def test_each_picture_is_embedded_once_and_is_the_stored_one(run: RunDirectory, page: Page) -> None:
     import base64
 

@@ -1,6 +1,7 @@
 """Optional loggers write what they are told, and say what to install when they cannot."""
 
 import json
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -50,6 +51,26 @@ def test_wandb_stays_offline_unless_told(tmp_path: Path, monkeypatch: pytest.Mon
     logger.stepped(1, {"reward/mean": 0.5})
     logger.finished()
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_wandb_keeps_no_key_of_the_recipe_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("SENSORIUM_SERVICE_KEY", "key-by-variable")
+    tool = {
+        "url": "https://me:key-in-user@host:1/mcp?token=key-in-query",
+        "headers": {"Authorization": "Bearer key-in-header"},
+    }
+    recipe = {"name": "seen-by-all", "tools": [{"mcp": tool}, {"mcp": {"command": "x", "env": {"KEY": "key-in-env"}}}]}
+    monkeypatch.setattr(sys, "argv", ["sensorium", "train", f"tools={json.dumps(recipe['tools'])}"])
+    logger = build("logger", "wandb", {}, "logging.loggers", run_dir=tmp_path, logging=LoggingSection(project="trial"))
+    logger.started(RunStart("demo", 1, recipe=recipe))
+    logger.stepped(1, {"reward/mean": 0.5})
+    logger.finished()
+    files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(b"seen-by-all" in data and b"https://host:1/mcp?***" in data for data in files)
+    assert not any(re.search(rb"key-(in|by)-", data) for data in files)
 
 
 def test_wandb_gets_generations_with_their_pictures_and_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -413,6 +413,9 @@ def test_any_recipe_can_ask_several_servers(
             term.score_group(task, group)
     with pytest.raises(RecipeError, match="servers are addresses"):
         RemoteReward(["10.0.0.1"], context=RewardContext(MediaStore()))
+    with pytest.raises(RecipeError, match="SENSORIUM_SERVICE_KEY") as error:  # recipes are logged and reported
+        RemoteReward(["http://user:word-of-pass@10.0.0.1"], context=RewardContext(MediaStore()))
+    assert "word-of-pass" not in str(error.value)
 
 
 def test_a_server_that_sends_what_none_should_is_no_score(episode_of: Any) -> None:

@@ -3,7 +3,7 @@
 import json
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +207,59 @@ def test_a_parquet_file_that_is_huge_in_memory_is_refused(tmp_path: Path) -> Non
     rows = ParquetRows(str(tmp_path / "bomb.parquet"), MediaStore(), columns={"prompt": "prompt"}, row_group_mib=32)
     with pytest.raises(TaskError, match=r"row group 0 takes more than 32 MiB.*row_group_mib"):
         rows[0]
+
+
+def test_a_value_that_a_dictionary_repeats_is_refused_before_it_fills_memory(tmp_path: Path) -> None:
+    """256 rows at once, each with the same 4 MiB, were 1 GiB before the first look at the bound."""
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 256, pyarrow.int32()), pyarrow.array(["x" * 2**22]))
+    write_table(pyarrow.table({"prompt": column}), tmp_path / "bomb.parquet", store_schema=False)
+    usual = pyarrow.default_memory_pool()
+    pool = pyarrow.proxy_memory_pool(usual)
+    pyarrow.set_memory_pool(pool)
+    try:
+        rows = ParquetRows(str(tmp_path / "bomb.parquet"), MediaStore(), columns={"prompt": "prompt"}, row_group_mib=32)
+        with pytest.raises(TaskError, match="row_group_mib"):
+            rows[0]
+    finally:
+        pyarrow.set_memory_pool(usual)
+    assert 0 < pool.max_memory() < 2**28
+
+
+def hostile_columns() -> Iterator[Any]:
+    import pyarrow
+
+    yield pyarrow.array([2**62], pyarrow.timestamp("us"))
+    yield pyarrow.array([2**30], pyarrow.date32())
+    yield pyarrow.array([1], pyarrow.timestamp("us", tz="No/Such"))
+    offsets = pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0")
+    yield pyarrow.Array.from_buffers(pyarrow.string(), 1, [None, offsets, pyarrow.py_buffer(b"\xff\xfe")])
+    yield pyarrow.StructArray.from_arrays([pyarrow.array([1]), pyarrow.array([2])], names=["x", "x"])
+    yield pyarrow.array([float("nan")])
+
+
+@pytest.mark.parametrize("column", hostile_columns(), ids=lambda column: str(column.type))
+def test_a_parquet_value_that_python_cannot_hold_is_a_bad_row(column: Any, tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    write_table(pyarrow.table({"prompt": ["a"], "answer": column}), tmp_path / "rows.parquet")
+    columns = {"prompt": "prompt", "answer": "answer"}
+    rows = ParquetRows(str(tmp_path / "rows.parquet"), MediaStore(), columns=columns)
+    with pytest.raises(TaskError, match=r"rows\.parquet, row 0: "):
+        rows[0]
+
+
+def test_a_parquet_file_with_a_column_twice_is_refused(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    several = [pyarrow.array([value]) for value in "abc"]
+    write_table(pyarrow.Table.from_arrays(several, names=["prompt", "answer", "answer"]), tmp_path / "rows.parquet")
+    with pytest.raises(TaskError, match="'answer' occurs twice"):
+        ParquetRows(str(tmp_path / "rows.parquet"), MediaStore(), columns={"prompt": "prompt", "answer": "answer"})
 
 
 def test_an_archive_that_unpacks_to_too_much_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ class AdaptiveKL:
                 f"a KL horizon of {self.horizon:g} is too short for steps of {episodes} episodes: one step could take the "
                 f"whole coefficient away. Set algorithm.kl.horizon well above {STEEPEST * episodes:g}."
             )
-        assert isfinite(observed), f"the KL to the reference is {observed}"
+        if not isfinite(observed):
+            raise ValueError(f"the KL to the reference is {observed}; the coefficient cannot follow it.")
         error = min(max(observed / self.target - 1, -STEEPEST), STEEPEST)
         self.coef *= 1 + error * episodes / self.horizon
 

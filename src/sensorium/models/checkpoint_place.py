@@ -78,8 +78,9 @@ def naming(path: str, place: str, *, weights: bool = False) -> Iterator[None]:
     """
     try:
         yield
-    except FOREIGN as error:
-        if isinstance(error, torch.OutOfMemoryError):
+    except Exception as error:
+        bare = type(error) is Exception  # of the library tokenizers
+        if isinstance(error, torch.OutOfMemoryError) or not (bare or isinstance(error, FOREIGN)):
             raise
         raise ModelError(f"model.path '{path}': cannot load the checkpoint: {_reason(error, place, weights)}") from error
 

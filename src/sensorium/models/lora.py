@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -187,7 +188,10 @@ class Adapters:
         path = folder / WEIGHTS
         if not path.is_file():
             raise CheckpointError(f"'{folder}' holds no adapters ({WEIGHTS}); it was not written by a run with model.lora.")
-        found = load_file(path)
+        try:
+            found = load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"'{path}' is cut short or damaged ({error}). Use an earlier checkpoint.") from error
         wanted = {_key(name): parameter.shape for name, parameter in self.parameters.items()}
         if {key: tensor.shape for key, tensor in found.items()} != wanted:
             strange = sorted(found.keys() ^ wanted.keys())[:1] or ["their rank"]

@@ -7,11 +7,17 @@ from typing import Any
 
 from sensorium.vocabulary.errors import ModelError
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""Where transformers finds it, it loads the adapters and the base model that it names, without a word."""
+
 MOST = {
     "num_hidden_layers": 10_000, "num_layers": 10_000, "depth": 10_000, "encoder_layers": 10_000,
     "num_experts": 100_000, "num_local_experts": 100_000, "vocab_size": 100_000_000,
 }  # fmt: skip
 """Numbers of a config by which modules or tables are made one by one, and what no model comes near to."""
+
+MOST_TOKENS = 10_000_000
+"""Token ids and merges of a tokenizer: tables of all ids up to the largest are made, holes included."""
 
 LEAST = dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads", "num_heads", "head_dim"), 1)
 LEAST |= dict.fromkeys((*MOST, "intermediate_size"), 0)
@@ -48,6 +54,30 @@ def check_small_files(path: str, folder: Path) -> None:
                 f"model.path '{path}': its config.json says {name}: {value}, which no model has. Use the config that "
                 "belongs to the weights."
             )
+    if (folder / ADAPTER_CONFIG).exists():
+        raise ModelError(
+            f"model.path '{path}': its {ADAPTER_CONFIG} would have adapters added to the weights, or other weights loaded "
+            "in their place. Merge the adapters into the weights (peft's merge_and_unload) and use the folder that this "
+            f"saves, or remove {ADAPTER_CONFIG} to train the weights as they are."
+        )
+    _check_tokenizer(path, folder / "tokenizer.json")
+
+
+def _check_tokenizer(path: str, file: Path) -> None:
+    """Refuse ids by which the tables of a tokenizer would fill all memory: the library ends the process then."""
+    try:
+        held = json.loads(file.read_bytes())
+        vocabulary = held["model"]["vocab"]
+        ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else [len(vocabulary)])]
+        ids += [token["id"] for token in held.get("added_tokens") or ()]
+        largest = max(ids, default=0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return  # no file, or a damaged one, which is refused where it is read
+    if largest > MOST_TOKENS:
+        raise ModelError(
+            f"model.path '{path}': its tokenizer.json has the token id {largest}, which no model has. Copy or download it "
+            "again."
+        )
 
 
 def _numbers(config: dict[str, Any], above: str) -> Iterator[tuple[str, float]]:

@@ -36,6 +36,11 @@ class StoredTensor:
     start: int
     size: int
 
+    def refuse_other_size(self, size: int) -> None:
+        """Refuse bytes that do not fill its place: the weights behind it would be overwritten or shifted."""
+        if size != self.size:
+            raise ModelError(f"{self.name} has {size} bytes, and its place in the weight file has {self.size}.")
+
 
 @dataclass(frozen=True)
 class WeightFile:
@@ -57,12 +62,12 @@ class WeightFile:
             file.write(self.header)
             for tensor in self.tensors:
                 data = content(tensor)
-                assert len(data) == tensor.size, f"{tensor.name} has {len(data)} bytes, not {tensor.size}"
+                tensor.refuse_other_size(len(data))
                 file.write(data)
 
     def overwrite(self, tensor: StoredTensor, data: bytes | memoryview) -> None:
         """Put other bytes in the place of a tensor's."""
-        assert len(data) == tensor.size, f"{tensor.name} has {len(data)} bytes, not {tensor.size}"
+        tensor.refuse_other_size(len(data))
         with self.path.open("r+b") as file:
             file.seek(tensor.start)
             file.write(data)
@@ -85,9 +90,9 @@ def weight_files(folder: Path) -> list[WeightFile]:
         return [read_weight_file(single)]
     try:
         shards = sorted(set(json.loads(_readable(index))["weight_map"].values()))
-        assert shards
-        assert all(isinstance(shard, str) for shard in shards)
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+        if not shards or not all(isinstance(shard, str) for shard in shards):
+            raise TypeError("no names of files")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"'{index}' is damaged: it does not say which weight is in which file. Copy it again.") from error
     if strange := [shard for shard in shards if Path(shard).name != shard]:
         raise ModelError(f"'{index}' is damaged: it names '{strange[0]}', which is no file of its folder. Copy it again.")

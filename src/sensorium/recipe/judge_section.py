@@ -10,6 +10,7 @@ from urllib.parse import SplitResult, urlsplit
 from pydantic import Field, model_validator
 
 from sensorium.recipe.section import Section
+from sensorium.vocabulary.secrets import holds_key
 
 
 class JudgeEndpointSection(Section):
@@ -27,7 +28,7 @@ class JudgeEndpointSection(Section):
         if bool(self.base_url) == bool(self.azure_endpoint):
             raise ValueError("an endpoint has either base_url or azure_endpoint")
         address = urlsplit(self.base_url or self.azure_endpoint)
-        if "@" in address.netloc or address.query:  # addresses are told in errors and kept in the log of calls
+        if holds_key(self.base_url or self.azure_endpoint):  # errors and the log of calls show addresses, too
             raise ValueError("an endpoint whose address holds no key, user or query (api_key_env names the key)")
         if self.azure_endpoint and not self.api_version:
             raise ValueError("azure_endpoint needs api_version")

@@ -16,7 +16,7 @@ from sensorium.media.decoder import Decoder, open_decoder
 from sensorium.media.store import MediaStore
 from sensorium.recipe.schema import MediaSection
 from sensorium.recipe.traits import estimator_traits
-from sensorium.recipe.yaml import read_yaml
+from sensorium.recipe.yaml import read_yaml, write_yaml
 from sensorium.record.durable import write_whole
 from sensorium.record.findings import read_health
 from sensorium.record.metrics import read_metrics
@@ -31,6 +31,7 @@ from sensorium.report.run_charts import detail_charts, learning_charts, step_axi
 from sensorium.report.stages import stage_table, stages_of, warm_steps, widest_first
 from sensorium.report.tables import interval_text, share
 from sensorium.vocabulary.errors import RecordError, SensoriumError
+from sensorium.vocabulary.secrets import without_keys
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets" / "report"
 MEDIA_BYTES = 4 * 1024 * 1024
@@ -57,6 +58,8 @@ def render_report(directory: RunDirectory, *, media_bytes: int = MEDIA_BYTES, co
     recipe_text = directory.recipe.read_text() if directory.recipe.exists() else ""
     recipe, _ = read_yaml(recipe_text, str(directory.recipe))
     recipe = recipe if isinstance(recipe, dict) else {}
+    if (public := without_keys(recipe)) != recipe:
+        recipe_text = write_yaml(public)
     rows = read_metrics(directory.metrics)
     summaries = directory.summaries()
     decoder = _decoder(directory, recipe)

@@ -11,6 +11,7 @@ from sensorium.report.watcher import Metrics, RunStart, Summary, Watcher
 from sensorium.vocabulary.content import Media, Message, Text, assistant
 from sensorium.vocabulary.episode import Episode, Group
 from sensorium.vocabulary.errors import SensoriumError
+from sensorium.vocabulary.secrets import without_keys
 
 COLUMNS = ["step", "task", "text", "reward", "correct", "status"]
 
@@ -57,12 +58,16 @@ class WandbLogger(Watcher):
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SensoriumError(f"wandb cannot write to '{folder}' (WANDB_DIR): {error.strerror}.") from error
+        config = without_keys(run.recipe)
+        # wandb would keep the command line, whose overrides may hold what the config hides.
+        hidden = {} if config == run.recipe else {"settings": self._wandb.Settings(x_disable_meta=True)}
         self._run = self._wandb.init(
             project=self._project,
             name=run.name,
             dir=str(folder),
-            config=dict(run.recipe),
+            config=config,
             mode=os.environ.get("WANDB_MODE", "offline"),
+            **hidden,
         )
 
     def stepped(self, step: int, metrics: Metrics) -> None:

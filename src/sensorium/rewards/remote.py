@@ -30,7 +30,7 @@ from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RecipeError, RewardFailure, TaskError, nearest
 from sensorium.vocabulary.score import Score
-from sensorium.vocabulary.secrets import masked
+from sensorium.vocabulary.secrets import holds_key, masked
 from sensorium.vocabulary.task import Task
 
 KEY_VARIABLE = "SENSORIUM_SERVICE_KEY"
@@ -68,10 +68,10 @@ class RemoteReward:
             raise RecipeError(
                 f"reward '{name}': servers are addresses such as http://127.0.0.1:18889, not {servers!r:.80}."
             )
-        if any("?" in server for server in given):
+        if any(map(holds_key, given)):
             raise RecipeError(
-                f"reward '{name}': an address of servers has a query (?…). A key does not belong into a recipe: leave "
-                f"?token= out and set the environment variable {key_env}."
+                f"reward '{name}': an address of servers has a user, a password or a query (?…). A key does not belong "
+                f"into a recipe: leave it out and set the environment variable {key_env}."
             )
         usual = {"caprl_qa": "qa_rewards", "caprl_vl_judge": "judge_rewards"}
         self.name, self.protocol, self.mode, self.deadline_s = name, protocol, mode, deadline_s

@@ -72,7 +72,7 @@ def first_row(path: Path) -> Mapping[str, Any]:
             return rows[0] if rows else {}
         with path.open(encoding="utf-8-sig") as lines:
             row = json.loads(next((line for line in lines if line.strip()), "{}"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, OverflowError):
         return {}
     return row if isinstance(row, dict) else {}
 

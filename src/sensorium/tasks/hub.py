@@ -8,6 +8,7 @@ from sensorium.media.files import roots_of
 from sensorium.media.store import MediaStore
 from sensorium.tasks.message_parsing import Place
 from sensorium.tasks.row_options import FileRowOptions, RowReading
+from sensorium.tasks.rows import stored_row
 from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
 from sensorium.vocabulary.task import Task
 
@@ -55,16 +56,8 @@ class HubRows:
         place = Place(
             f"{self.data}, split '{self.split}', row {index}", self.folder, self.store, self._reading.clips, self._roots
         )
-        try:
-            row = stored_row(self._rows, index)
-        except (OSError, ValueError) as error:
-            raise place.error(f"cannot read the row: {error}.") from error
+        row = stored_row(self._rows, index, place)
         return self._reading.format.task(row, f"{self.data}/{self.split}/{index}", place)
-
-
-def stored_row(rows: Any, index: int) -> Any:
-    """A row of a data set in its arrow form, where media are the bytes or paths they are stored as."""
-    return rows[index : index + 1].to_pylist()[0]
 
 
 def _caches() -> list[str]:
@@ -93,5 +86,6 @@ def _loaded(data: str, name: str | None, split: str, revision: str | None) -> An
         if split not in found:
             raise TaskError(f"the data set '{data}' has no split '{split}'{nearest(split, list(map(str, found)))}")
         found = found[split]
-    assert isinstance(found, Dataset), f"{type(found).__name__} is no data set with random access"
+    if not isinstance(found, Dataset):
+        raise TaskError(f"the data set '{data}' is a {type(found).__name__}, whose rows cannot be read in any order.")
     return found

@@ -10,9 +10,9 @@ from PIL import Image
 
 from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
-from sensorium.tasks.hub import stored_row
 from sensorium.tasks.message_parsing import Place
 from sensorium.tasks.row_options import RowOptions, RowReading
+from sensorium.tasks.rows import stored_row
 from sensorium.vocabulary.errors import RecipeError, TaskError
 from sensorium.vocabulary.task import Task
 
@@ -42,12 +42,12 @@ class PassedRows:
     def __getitem__(self, index: int) -> Task:
         if not 0 <= index < self._length:
             raise IndexError(index)
-        row = stored_row(self._rows, index) if self._stored else self._rows[index]
+        place = Place(f"row {index}", Path(), self.store, self._reading.clips)
+        row = stored_row(self._rows, index, place) if self._stored else self._rows[index]
         if isinstance(row, Task):
             return row
         if not isinstance(row, Mapping):
             raise TaskError(f"row {index} of the list of tasks is {type(row).__name__}; give a dict or a Task.")
-        place = Place(f"row {index}", Path(), self.store, self._reading.clips)
         return self._reading.format.task(with_bytes(row), f"row/{index}", place)
 
 

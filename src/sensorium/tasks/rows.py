@@ -16,7 +16,7 @@ from sensorium.media.store import MediaStore
 from sensorium.tasks.message_parsing import Place
 from sensorium.tasks.row_options import FileRowOptions, RowReading
 from sensorium.vocabulary.errors import DataChanged, TaskError, similar_file
-from sensorium.vocabulary.plain import strict_json
+from sensorium.vocabulary.plain import strict_json, words
 from sensorium.vocabulary.task import Task
 
 MIB = 1024 * 1024
@@ -128,7 +128,10 @@ class ParquetRows:
             self._file = ParquetFile(self.path)
         except (OSError, pyarrow.ArrowException) as error:
             raise TaskError(f"{path}: cannot read the Parquet file: {error}") from error
-        self._fields = self._reading.format.fields(self._file.schema_arrow.names, path)
+        names = self._file.schema_arrow.names
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise TaskError(f"{path}: the column '{repeated[0]}' occurs twice, and one would be lost. Rename or drop one.")
+        self._fields = self._reading.format.fields(names, path)
         self._ends: list[int] = []
         for group in range(self._file.metadata.num_row_groups):
             before = self._ends[-1] if self._ends else 0
@@ -151,8 +154,7 @@ class ParquetRows:
         group = bisect_right(self._ends, index)
         table = self._group(group, place)
         within = index - (self._ends[group - 1] if group else 0)
-        row = table.slice(within, 1).to_pylist()[0]
-        return self._reading.format.task(row, f"{self.path.name}:{index}", place)
+        return self._reading.format.task(stored_row(table, within, place), f"{self.path.name}:{index}", place)
 
     def _group(self, group: int, place: Place) -> Any:
         import pyarrow
@@ -161,23 +163,37 @@ class ParquetRows:
             table = self._cache.get(group)
             if table is None:
                 try:
-                    with open_regular(self.path) as file:
-                        if _state(file) != self._state:
-                            raise DataChanged(_changed(self.path))
+                    self._refuse_changed()
                     table = self._read(group, place)
-                except FileNotFoundError as error:
-                    raise DataChanged(_changed(self.path)) from error
+                    self._refuse_changed()
                 except (OSError, pyarrow.ArrowException) as error:
+                    self._refuse_changed()  # then the error is a consequence
                     raise place.error(f"cannot read row group {group}: {error}") from error
                 self._cache.put(group, table)
             return table
 
+    def _refuse_changed(self) -> None:
+        try:
+            with open_regular(self.path) as file:
+                same = _state(file) == self._state
+        except FileNotFoundError as error:
+            raise DataChanged(_changed(self.path)) from error
+        if not same:
+            raise DataChanged(_changed(self.path))
+
     def _read(self, group: int, place: Place) -> Any:
-        """A row group, in parts: what is small on disk may be huge in memory, and then it is refused before it is."""
+        """A row group, in parts: what is small on disk may be huge in memory, and then it is refused before it is.
+
+        A value may be as large as its whole column, and a dictionary repeats it in every row: the larger the column, the
+        fewer rows are read at once.
+        """
         import pyarrow
 
+        stored = self._file.metadata.row_group(group)
+        largest = max(stored.column(i).total_uncompressed_size for i in range(stored.num_columns))
+        rows = min(ROWS_AT_ONCE, max(1, self._group_bound // max(1, largest)))
         parts, size = [], 0
-        for part in self._file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=self._fields):
+        for part in self._file.iter_batches(rows, row_groups=[group], columns=self._fields):
             parts.append(part)
             size += part.nbytes
             if size > self._group_bound:
@@ -186,6 +202,16 @@ class ParquetRows:
                     "smaller row groups, or raise the source's option row_group_mib."
                 )
         return pyarrow.Table.from_batches(parts)
+
+
+def stored_row(rows: Any, index: int, place: Place) -> dict[str, Any]:
+    """A row of an arrow table as Python values; a value that Python cannot hold makes it a bad row."""
+    import pyarrow
+
+    try:
+        return dict(rows[index : index + 1].to_pylist()[0])
+    except (OSError, ValueError, OverflowError, ImportError, pyarrow.ArrowException) as error:
+        raise place.error(f"cannot read the row: {words(error)}.") from error
 
 
 def _state(file: BufferedReader) -> tuple[int, int, int]:

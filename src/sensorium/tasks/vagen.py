@@ -70,7 +70,7 @@ class VagenTasks:
         try:
             with open_regular(self.path):
                 rows = ParquetFile(self.path).read(columns=["data_source", "extra_info"]).to_pylist()
-        except (OSError, pyarrow.ArrowException) as error:
+        except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
             raise TaskError(f"{self.path}: cannot read the Parquet file: {error}") from error
         for number, row in enumerate(rows):
             place, extra = f"{self.path}, row {number}", row.get("extra_info")

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
+from urllib.parse import urlsplit
 
 MASK = "***"
 SHORT = 12
@@ -18,6 +19,10 @@ SHORT = 12
 SHORTEST = 4
 PLACEHOLDERS = frozenset({"none", "null", "empty", "dummy", "test", "token", "true", "false", "secret", "password", "xxxx"})
 """What people write where a server asks for no key. These are ordinary words of answers, and nothing is lost with them."""
+
+HELD_KEYS = ("headers", "env")
+"""Options of tools and environments that hand a key to a server."""
+ADDRESS = re.compile(r"(?:https?|wss?)://\S+\Z")
 
 
 class Secret:
@@ -37,6 +42,28 @@ class Secret:
 
     def __reduce__(self) -> Any:
         raise TypeError("a key is not written anywhere")
+
+
+def holds_key(address: str) -> bool:
+    """Whether an address has a user, password or query. A recipe's must not: recipes are kept, reported and logged."""
+    parts = urlsplit(address)
+    return "@" in parts.netloc or bool(parts.query)
+
+
+def without_keys(recipe: Any) -> Any:
+    """A recipe as others may see it, with ``***`` for what may be a key: values of ``headers`` and ``env``, and all but
+    the host and path of an address that has more."""
+    if isinstance(recipe, Mapping):
+        return {
+            name: dict.fromkeys(held, MASK) if name in HELD_KEYS and isinstance(held, Mapping) else without_keys(held)
+            for name, held in recipe.items()
+        }
+    if isinstance(recipe, list | tuple):
+        return [without_keys(held) for held in recipe]
+    if isinstance(recipe, str) and ADDRESS.match(recipe) and holds_key(recipe):
+        parts = urlsplit(recipe)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}?{MASK}"
+    return recipe
 
 
 def masked(value: Any, keys: Sequence[str]) -> Any:

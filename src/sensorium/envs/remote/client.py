@@ -20,6 +20,7 @@ from sensorium.envs.remote.connection import NO_ENTRY, Connection, ConnectionLos
 from sensorium.envs.remote.wire import Json
 from sensorium.media.store import MediaStore
 from sensorium.vocabulary.errors import EnvironmentFailure, EnvironmentLost, RecipeError
+from sensorium.vocabulary.secrets import holds_key
 
 _clients: dict[tuple[tuple[str, ...], str], "EnvironmentClient"] = {}
 _lock = threading.Lock()
@@ -45,6 +46,11 @@ def socket_address(server: str) -> str:
             server = socket + server.removeprefix(scheme)
     if not server.startswith(("ws://", "wss://")):
         raise RecipeError(f"remote: '{server}' is no address of a server; it is like http://127.0.0.1:8300.")
+    if holds_key(server):
+        raise RecipeError(
+            "remote: an address of servers has a user, a password or a query (?…). A key does not belong into a recipe: "
+            "leave it out and set the environment variable SENSORIUM_SERVICE_KEY."
+        )
     return f"{server.rstrip('/').removesuffix('/v1/ws')}/v1/ws"
 
 
