@@ -2,6 +2,7 @@
 
 import base64
 import json
+import time
 from urllib.parse import quote
 
 import pytest
@@ -59,6 +60,14 @@ def test_short_keys_are_masked_as_whole_words_and_placeholders_are_no_keys() -> 
 def test_of_two_keys_the_longer_one_is_masked_whole() -> None:
     short, long = "sk-0123456789ab", "sk-0123456789ab-and-more"
     assert masked(f"{long} {short}", [short, long]) == "*** ***"
+
+
+@pytest.mark.parametrize("key", [KEY, "\\" * 12 + "key", r"C:\\\\server\\key"])
+def test_masking_takes_time_linear_in_the_text(key: str) -> None:
+    started = time.process_time()
+    assert masked("\\" * 100_000, [key]) == "\\" * 100_000
+    assert time.process_time() - started < 10  # 0.1 to 2 s; without bounds a minute, or for ever
+    assert masked(f"bad {key} {escaped(key)} {json.dumps(key)}", [key]) == 'bad *** *** "***"'
 
 
 def test_a_secret_prints_as_a_mask() -> None:

@@ -17,6 +17,8 @@ MASK = "***"
 SHORT = 12
 """A key of fewer characters is masked as a whole word only: it may be a part of ordinary words."""
 SHORTEST = 4
+BACKSLASHES = r"\\{1,31}"
+"""Those before an escape: JSON within JSON doubles them. Bounded, since a search through n of them would take n² steps."""
 PLACEHOLDERS = frozenset({"none", "null", "empty", "dummy", "test", "token", "true", "false", "secret", "password", "xxxx"})
 """What people write where a server asks for no key. These are ordinary words of answers, and nothing is lost with them."""
 
@@ -93,20 +95,23 @@ def _pattern(keys: tuple[str, ...]) -> re.Pattern[str] | None:
 
 def _spelling(key: str) -> str:
     """A pattern of a key: each character plain or as an escape of JSON, URLs, Python or HTML; or all in base64 or hex."""
-    plain = "".join(_character(character) for character in key)
+    plain = "".join(map(_character, re.findall(r"\\+|[^\\]", key)))
     if len(key) < SHORT:
         return rf"(?<![A-Za-z0-9]){plain}(?![A-Za-z0-9])"
     data = key.encode()
     return "|".join([plain, *map(re.escape, _base64_parts(data)), rf"(?i:{data.hex()})"])
 
 
-def _character(character: str) -> str:
-    code = ord(character)
-    escapes = [re.escape(character), rf"\\+u(?i:{code:04x})", rf"\\+x(?i:{code:02x})", rf"%(?:25)*(?i:{code:02x})"]
+def _character(found: str) -> str:
+    """A pattern of one character, or of backslashes in a row: which of them are the key's own is not tried out."""
+    code, own = ord(found[0]), re.escape(found[0])
+    escapes = [rf"{BACKSLASHES}u(?i:{code:04x})", rf"{BACKSLASHES}x(?i:{code:02x})", rf"%(?:25)*(?i:{code:02x})"]
     escapes += [rf"&#0*{code};", rf"&#[xX]0*(?i:{code:x});"]
-    if character in "\"'\\/":
-        escapes.append(rf"\\+{re.escape(character)}")
-    return f"(?:{'|'.join(escapes)})"
+    if found[0] == "\\":
+        return f"(?:{'|'.join(escapes)}|{BACKSLASHES}+){{1,{len(found)}}}+"
+    if found in "\"'/":
+        escapes.append(BACKSLASHES + own)
+    return f"(?:{own}|{'|'.join(escapes)})"
 
 
 def _base64_parts(data: bytes) -> list[str]:
