@@ -4,8 +4,11 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -213,3 +216,25 @@ def test_an_ended_rendering_leaves_nothing_behind_for_the_next_one(monkeypatch: 
             template_limits.bounded_rendering(endless, 0)
         assert template_limits.bounded_rendering(lambda: "fine", 4) == "fine"
     assert sum(range(10**6)) > 0, "no late exception arrives"
+
+
+def test_a_child_forked_during_a_rendering_renders() -> None:
+    children: list[int] = []
+
+    def fork() -> None:
+        child = os.fork()
+        if not child:
+            os._exit(template_limits.bounded_rendering(lambda: "fine", 4) != "fine")
+        children.append(child)
+
+    with template_limits._WATCH._changed:  # as at the beginning and end of every rendering
+        other = threading.Thread(target=fork)
+        other.start()
+        other.join()
+    deadline = time.monotonic() + 20
+    while (found := os.waitpid(children[0], os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if found == (0, 0):
+        os.kill(children[0], signal.SIGKILL)
+        os.waitpid(children[0], 0)
+    assert found == (children[0], 0)

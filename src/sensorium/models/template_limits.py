@@ -79,16 +79,20 @@ class _Watch:
     """One thread that looks at all renderings of this process, for as long as there are any."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin without renderings, also in a forked child: it has no threads, and its copy of the lock may be held."""
         self._changed = threading.Condition()
         self._running: dict[int, tuple[float, int]] = {}
-        self._process = 0
+        self._looking = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         thread = threading.get_ident()
         with self._changed:
-            if self._process != os.getpid():  # a forked child has no threads
-                self._process, self._running = os.getpid(), {}
+            if not self._looking:
+                self._looking = True
                 threading.Thread(target=self._look, name="chat templates", daemon=True).start()
             self._running[thread] = (time.monotonic(), 0)
             self._changed.notify()
@@ -126,3 +130,4 @@ def resident_bytes() -> int:
 
 
 _WATCH = _Watch()
+os.register_at_fork(after_in_child=_WATCH.forget)
