@@ -26,14 +26,18 @@ def paid(group: list[list[Any]]) -> list[float]:
     """What the responses of a group are paid, by the verdicts and the ranking that were recorded."""
     memories = [written_memory(response(*row[:4]), 8192) for row in group]
     verdicts = [(float(row[4]), float(row[5])) for row in group]
-    good = [i for i, memory in enumerate(memories) if is_correct(PAY, memory, *verdicts[i])]
+    good = [
+        i
+        for i, memory in enumerate(memories)
+        if memory.descriptions and is_correct(PAY, memory.descriptions[0], memory.lengths[0], *verdicts[i])
+    ]
     ranked = sorted((i for i in good if group[i][6] is not None), key=lambda i: group[i][6])
     places = [ranked.index(i) if i in ranked else None for i in good] if len(good) > 1 else [0] * len(good)
     useful: list[float | None] = [None] * len(group)
     for i, value in zip(good, usefulness_of(places), strict=True):
         useful[i] = value
     return [
-        sum(paid_parts(PAY, memory, i in good, bonus).values())
+        sum(paid_parts(PAY, memory, [i in good], bonus).values())
         for i, (memory, bonus) in enumerate(zip(memories, bonuses(PAY, useful), strict=True))
     ]
 

@@ -102,9 +102,7 @@ def test_a_schedule_that_depends_on_the_last_step_is_said_loudly(
 @pytest.mark.parametrize("change", ["optimizer.lr=0.5", "seed=1", "batch.group_size=4", "evaluation.temperature=0.5"])
 def test_what_would_change_the_run_is_refused_by_its_key(change: str, run: Path) -> None:
     before = everything(run)
-    with pytest.raises(
-        CheckpointError, match=rf"{change.partition('=')[0]} was .* and is now .* may change: steps, threads"
-    ):
+    with pytest.raises(CheckpointError, match=rf"{change.partition('=')[0]} was .* and is now .* may change: steps, "):
         train(load_recipe(run, ["steps=4", change]), resume=True)
     assert everything(run) == before
 

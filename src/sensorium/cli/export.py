@@ -20,7 +20,7 @@ from sensorium.cli.best_ties import tie_note
 from sensorium.record.checkpoint_files import checkpoint_of_run, refuse_damaged
 from sensorium.record.durable import drafted, read_json, writing
 from sensorium.record.run_directory import RunDirectory
-from sensorium.vocabulary.errors import CheckpointError, RecordError
+from sensorium.vocabulary.errors import CheckpointError, WriteFailed
 
 if TYPE_CHECKING:
     from sensorium.models.checkpoint_source import CheckpointSource
@@ -117,8 +117,9 @@ def _exporting(target: Path) -> Iterator[Path]:
     try:
         with writing(target), _alone(target), drafted(target) as draft:
             yield draft
-    except RecordError as error:  # of a run it would be gone on with
-        raise RecordError(str(error).replace("go on with --resume", "export again")) from error
+    except WriteFailed as error:
+        error.add_note("Then export again.")
+        raise
 
 
 def _copy(origin: Path, draft: Path) -> None:

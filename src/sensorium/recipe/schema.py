@@ -100,7 +100,7 @@ class RolloutSection(Section):
 
     engine: EngineSection = EngineSection()
     schedule: Literal["auto", "lockstep", "eager"] = "auto"
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=1e-6)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     max_new_tokens: int = Field(default=64, ge=1, description="budget of one turn")
