@@ -169,6 +169,9 @@ def test_a_video_has_one_kind_of_memory(tmp_path: Path) -> None:
     [
         ({"id": "v1"}, "VIDEO\\*KEY"),
         ({"id": "../x*1"}, "VIDEO\\*KEY"),
+        ({"id": "v\0*1"}, "'id'.*printable"),
+        ({"id": "v\ud800*1"}, "'id'.*printable"),
+        ({"id": "v" * 300 + "*1"}, "'id'.*200"),
         ({"type": "other"}, "'type' is 'other'"),
         ({"step": "1"}, "'step' must be a whole number"),
         ({"step": 3}, "before the first"),

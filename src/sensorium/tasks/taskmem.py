@@ -18,6 +18,8 @@ from sensorium.vocabulary.errors import TaskError
 from sensorium.vocabulary.task import Task
 
 MARK = "[Description of the preceding part]:"
+LONGEST_NAME = 200
+"""Bytes of a video's name; file systems take 255, and VIDEO_map.json and temporary names are longer."""
 MOST_BEFORE = 4
 TYPES = ("episodic_on_policy", "semantic")
 
@@ -110,6 +112,11 @@ class TaskMemRows:
         video, star, _ = row["id"].partition("*")
         if not star or not video or "/" in video or video in (".", ".."):
             raise at.error(f"'id' must be VIDEO*KEY, not {row['id']!r:.60}.")
+        if not video.isprintable() or len(video.encode()) > LONGEST_NAME:
+            name = f"{row['id']!r:.60}"
+            raise at.error(
+                f"'id' is {name}: files are named after VIDEO, so it has {LONGEST_NAME} printable bytes at most."
+            )
         before = min(row["step"], MOST_BEFORE)
         if before < 0 or row["video_idx"] < before:
             raise at.error(f"step {row['step']} of clip {row['video_idx']} would need clips before the first.")
