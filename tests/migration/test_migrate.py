@@ -196,6 +196,135 @@ def test_verls_own_examples_start_from_no_system() -> None:
     assert any(outcome.text == "it is given again" for outcome in found.outcomes)
 
 
+VERL = (
+    "python3 -m verl.trainer.main_ppo data.train_files=/a.parquet data.val_files=/b.parquet algorithm.adv_estimator=grpo "
+)
+SLIME = "python3 train.py --hf-checkpoint /m --prompt-data /geo3k/a.parquet --rollout-batch-size 8 "
+
+
+def text_of(found: Migration, key: str) -> str:
+    return next(outcome.text for outcome in found.outcomes if outcome.setting.key == key)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_verl_filters_long_prompts_before_it_refuses_them(swapped: bool) -> None:
+    keys = ["data.filter_overlong_prompts=True", "data.truncation=error"]
+    recipe = recipe_of(
+        migrate(VERL + "actor_rollout_ref.rollout.n=4 " + " ".join(keys[::-1] if swapped else keys), "run.sh")
+    )
+    assert recipe.tasks.on_long_prompt == "skip"
+    alone = recipe_of(migrate(VERL + "actor_rollout_ref.rollout.n=4 data.truncation=error", "run.sh"))
+    assert alone.tasks.on_long_prompt == "refuse"
+
+
+def test_keys_that_verl_is_not_given_have_its_own_defaults() -> None:
+    found = migrate(VERL + "actor_rollout_ref.rollout.n=4 data.train_batch_size=512", "run.sh")
+    recipe = recipe_of(found)
+    assert (recipe.evaluation.temperature, recipe.evaluation.at_start, recipe.algorithm.loss.dual_clip) == (0.0, True, 3.0)
+    assert (recipe.rollout.max_new_tokens, recipe.rollout.max_context_tokens) == (512, 1024)
+    assert (recipe.batch.updates_per_epoch, recipe.epochs) == (2, 30)
+    assert "data.max_response_length" not in kinds(found)
+    assert any("data.max_response_length=512" in note for note in found.notes)
+    bare = recipe_of(migrate("trainer.total_training_steps=5\n", "run.sh"))
+    assert (bare.algorithm.advantage.name, bare.batch.prompts_per_step, bare.batch.group_size) == ("gae", 1024, 1)
+    assert (bare.steps, bare.epochs, bare.algorithm.critic.optimizer.lr) == (5, 0, 1e-5)
+    uneven = migrate(VERL + "actor_rollout_ref.rollout.n=4 data.train_batch_size=300", "run.sh")
+    assert any("ppo_mini_batch_size" in note and "256" in note for note in uneven.notes)
+
+
+@pytest.mark.parametrize(
+    ("given_keys", "temperature", "samples"),
+    [
+        ("do_sample=True temperature=0.7 n=4", 0.7, 4), ("do_sample=True n=4", 0.0, 1), ("temperature=0.7 n=4", 0.0, 1),
+        ("do_sample=False temperature=0.7", 0.0, 1), ("n=1", 0.0, 1),
+    ],
+)  # fmt: skip
+def test_verl_samples_held_out_tasks_only_where_both_keys_say_so(given_keys: str, temperature: float, samples: int) -> None:
+    words = " ".join(f"actor_rollout_ref.rollout.val_kwargs.{key}" for key in given_keys.split())
+    recipe = recipe_of(migrate(f"{VERL} actor_rollout_ref.rollout.n=4 {words}", "run.sh"))
+    assert (recipe.evaluation.temperature, recipe.evaluation.samples) == (temperature, samples)
+
+
+def test_slimes_one_clip_is_both() -> None:
+    both = recipe_of(migrate(SLIME + "--eps-clip 0.1", "run.sh")).algorithm.loss
+    assert (both.clip_low, both.clip_high, both.dual_clip, both.aggregation) == (0.1, 0.1, None, "sequence_mean_token_mean")
+    two = recipe_of(migrate(SLIME + "--eps-clip 0.1 --eps-clip-high 0.3 --calculate-per-token-loss", "run.sh"))
+    loss = two.algorithm.loss
+    assert (loss.clip_low, loss.clip_high, loss.aggregation) == (0.1, 0.3, "token_mean")
+
+
+def test_slime_with_one_turn_does_not_start_from_several() -> None:
+    found = migrate(SLIME + "--adam-beta1 0.8 --adam-beta2 0.98", "run.sh")
+    recipe = recipe_of(found)
+    assert found.start == ""
+    assert (recipe.rollout.max_turns, recipe.rollout.count_observations) == (1, False)
+    assert text_of(found, "--adam-beta1") == text_of(found, "--adam-beta2") == "optimizer.betas=[0.8, 0.98]"
+
+
+def test_from_slime_needs_an_argument_of_slimes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text in {"a.sh": VERL, "b.sh": "ls -l\n", "c.py": "import os\n", "d.yaml": "a: 1\n"}.items():
+        (tmp_path / name).write_text(text)
+        assert main(["migrate", str(tmp_path / name), "--from", "slime"]) == 2, name
+    assert "slime" in capsys.readouterr().err
+
+
+def test_vagen_is_known_by_its_module_and_its_lam_is_both() -> None:
+    found = migrate(
+        "python3 -m vagen.trainer.main_ppo algorithm.adv_estimator=bi_level_gae algorithm.lam=0.9 algorithm.gamma=0.8 "
+        "env=sokoban ~data.image_key ~data.video_key=x\n", "run.sh",
+    )  # fmt: skip
+    advantage = recipe_of(found).algorithm.advantage
+    assert (advantage.lam, advantage.turn_lam, advantage.gamma) == (0.9, 0.9, 0.8)
+    assert kinds(found)["env"] == "unknown"
+    assert {kinds(found)["~data.image_key"], kinds(found)["~data.video_key"]} == {"no place"}
+    plain = migrate("python3 -m vagen.trainer.main_ppo algorithm.adv_estimator=grpo env=frozenlake\n", "run.sh")
+    assert plain.start == "vagen_frozen_lake"
+    assert any("vagen_svg" in note for note in migrate("python -m vagen.trainer.main_ppo data.seed=1", "run.sh").notes)
+    turns = migrate("python -m vagen.x.main_ppo algorithm.adv_estimator=turn_wise_gae algorithm.lam=0.9 env=svg", "run.sh")
+    assert recipe_of(turns).algorithm.advantage.turn_lam == 0.9
+
+
+def test_variables_that_a_script_does_not_export_are_rows() -> None:
+    found = migrate(f"N=4\ncp ~user/a.b c\nA=b make x=1\n{VERL} actor_rollout_ref.rollout.n=$N\n", "run.sh")
+    assert kinds(found)["N"] == "no effect"
+    assert kinds(found)["$ make x=1"] == kinds(found)["$ cp ~user/a.b c"] == "no place"
+
+
+def nemo(data: str, env: str = "") -> Migration:
+    model = "policy: {model_name: Qwen/Qwen2.5-Omni-7B}\n"
+    return migrate(f"grpo: {{num_prompts_per_step: 8, val_period: 5}}\n{model}data: {data}\n{env}", "nemo.yaml")
+
+
+def test_nemo_rl_starts_from_audio_visual_only_for_its_data() -> None:
+    other = nemo("{dataset_name: clevr-cogent}", "env: {clevr-cogent: {reward_functions: [{name: format, weight: 0.3}]}}\n")
+    assert (other.start, kinds(other)["data.dataset_name"]) == ("", "no place")
+    assert "tasks.train.0.source" in text_of(other, "data.dataset_name")
+    assert [(term.name, term.weight) for term in recipe_of(other).rewards.terms] == [("format", 0.3)]
+    assert not any("math" in note for note in other.notes)
+    assert any("math" in note for note in nemo("{dataset_name: clevr-cogent}").notes)
+    half = nemo("{train: {dataset_name: intent-train}, validation: {dataset_name: other}}")
+    assert (half.start, recipe_of(half).tasks.evaluate) == ("audio_visual", ())
+    assert nemo("{train: {dataset_name: other}, validation: {dataset_name: intent-bench}}").start == ""
+
+
+def test_an_unknown_key_names_the_nearest() -> None:
+    found = migrate(VERL + "actor_rollout_ref.rollout.temprature=0.5 trainer.banana_count=7 trainer.save_frequ=1", "run.sh")
+    assert "'actor_rollout_ref.rollout.temperature'" in text_of(found, "actor_rollout_ref.rollout.temprature")
+    assert "'trainer.save_freq'" in text_of(found, "trainer.save_frequ")
+    assert "'" not in text_of(found, "trainer.banana_count")
+    assert "'--eps-clip'" in text_of(migrate(SLIME + "--eps-clop 1", "run.sh"), "--eps-clop")
+
+
+def test_what_the_shipped_recipe_gives_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = of("nemo_overrides.sh")
+    shipped = load_recipe("audio_visual")
+    assert f"batch.group_size={shipped.batch.group_size}" in found.kept
+    assert not any(key.startswith(("tasks.train", "rollout.max_context_tokens")) for key in found.kept)
+    assert main(["migrate", str(GIVEN / "nemo_overrides.sh"), "-o", str(tmp_path / "made.yaml")]) == 0
+    assert "from the recipe audio_visual" in capsys.readouterr().out
+    assert migrate(VERL, "run.sh").kept == []
+
+
 @given(
     st.sampled_from(sorted(RULES)),
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers())),

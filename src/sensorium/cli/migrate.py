@@ -82,6 +82,8 @@ def _show(found: Migration, console: Terminal) -> None:
     console.print(rows)
     for note in found.notes:
         say(f"note: {note}", console)
+    if found.kept:
+        say(f"from the recipe {found.start}, since no given key sets it: {', '.join(found.kept)}", console)
     start = f"the recipe {found.start}" if found.start else "no shipped recipe"
     numbers = ", ".join(f"{number} {kind}" for kind, number in counts.items())
     say(f"{found.framework}, starting from {start}: {len(found.outcomes)} keys, {numbers}", console)

@@ -16,6 +16,7 @@ from sensorium.migration.outcomes import (
     Setting,
     Sheet,
     Why,
+    beta,
     choose_estimator,
     choose_loss,
     chosen,
@@ -37,6 +38,12 @@ PACKED = Why("no effect", "sequences are always packed without padding here")
 ENDLESS = 1_000_000
 """Steps that NeMo-RL's configurations give where the epochs are meant to end a run."""
 SOURCES = {"intent-train": "intent", "intent-bench": "intent", "daily-omni": "daily_omni"}
+FIRST = (
+    "data.dataset_name", "data.train.dataset_name", "data.validation.dataset_name", "grpo.num_prompts_per_step",
+    "grpo.num_generations_per_prompt", "grpo.adv_estimator.name", "loss_fn.use_cispo",
+    "loss_fn.sequence_level_importance_ratios",
+)  # fmt: skip
+"""Keys on which others depend."""
 TERMS = {"format": "format", "exact_alnum": "exact_alnum", "math_expr": "math", "bbox_giou": "bbox_giou"}
 
 
@@ -95,17 +102,18 @@ def migrate_nemo(
     lines = {setting.key: setting.line for setting in overrides}
     found = resolved(given)
     names = [str(value) for key, value in found.items() if key.endswith("dataset_name")]
-    omni = any(name in SOURCES for name in names) or "Omni" in str(found.get("policy.model_name", ""))
+    trained = [str(found[key]) for key in ("data.dataset_name", "data.train.dataset_name") if key in found]
+    own = bool(names) and all(name in SOURCES for name in trained or names)
     bare = not names and "policy.model_name" not in found  # overrides alone, as the guide prints them
-    start = "audio_visual" if omni or bare else ""
+    start = "audio_visual" if own or bare else ""
     sheet = Sheet("NeMo-RL", start, [Setting(key, value, lines.get(key, 0)) for key, value in found.items()], notes)
     if not start:
         sheet.put("optimizer.weight_decay", 0.01)
         sheet.notes.append("its data sets are not read here: name rows under tasks.train (docs/tasks.md).")
-    first = ("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt", "grpo.adv_estimator.name", "loss_fn.use_cispo")
-    order = [key for key in (*first, "loss_fn.sequence_level_importance_ratios") if key in sheet.settings]
-    sheet.settings = {key: sheet.settings[key] for key in [*order, *(key for key in sheet.settings if key not in order)]}
+    sheet.fill({}, FIRST)
     sheet.settle(RULES)
+    if not start and "rewards.terms" not in sheet.changed:
+        sheet.notes.append("no reward function became a term: this recipe has the term math. Others: docs/rewards.md.")
     if not sheet.at("model.path"):
         sheet.put("model.path", "MODEL")
         sheet.notes.append("no policy.model_name was given: model.path says MODEL, which no folder is.")
@@ -175,9 +183,11 @@ def _dataset(side: str) -> Rule:
         if setting.value in SOURCES:
             sheet.became(setting, {f"tasks.{side}.0.source": SOURCES[setting.value]})
         else:
-            sheet.nothing(
-                setting, "no place", f"this data set has no source here: name rows under tasks.{side} (docs/tasks.md)"
-            )
+            if sheet.start and side == "evaluate":  # other data than the shipped recipe's
+                sheet.put("tasks.evaluate", DROP)
+                sheet.put("evaluation", DROP)
+            set_it = f"set tasks.{side}.0.source, and its options path and columns (docs/tasks.md)"
+            sheet.nothing(setting, "no place", f"this data set has no source here: {set_it}")
 
     return rule
 
@@ -301,15 +311,6 @@ def _least_rate(sheet: Sheet, setting: Setting) -> None:
         sheet.became(setting, {"optimizer.final_lr_share": round(setting.value / rate, 6)})
 
 
-def _beta(index: int) -> Rule:
-    def rule(sheet: Sheet, setting: Setting) -> None:
-        betas = list(sheet.at("optimizer.betas", [0.9, 0.999]))
-        betas[index] = setting.value
-        sheet.became(setting, {"optimizer.betas": betas})
-
-    return rule
-
-
 def _torch_schedule(sheet: Sheet, setting: Setting) -> None:
     given = setting.value if isinstance(setting.value, list) else []
     linear = [one for one in given if isinstance(one, dict) and str(one.get("name", "")).endswith("LinearLR")]
@@ -379,6 +380,7 @@ def each(prefix: str, names: str, rule: Rule) -> dict[str, Rule]:
 
 
 ADAM = "policy.megatron_cfg.optimizer"
+BETA = beta((f"{ADAM}.adam_beta1", f"{ADAM}.adam_beta2"))
 RULES: dict[str, Rule] = {
     "grpo.num_prompts_per_step": "batch.prompts_per_step",
     "grpo.num_generations_per_prompt": "batch.group_size",
@@ -501,8 +503,8 @@ RULES: dict[str, Rule] = {
     f"{ADAM}.lr": _megatron("optimizer.lr"),
     f"{ADAM}.min_lr": _megatron(_least_rate),
     f"{ADAM}.weight_decay": _megatron("optimizer.weight_decay"),
-    f"{ADAM}.adam_beta1": _megatron(_beta(0)),
-    f"{ADAM}.adam_beta2": _megatron(_beta(1)),
+    f"{ADAM}.adam_beta1": _megatron(BETA),
+    f"{ADAM}.adam_beta2": _megatron(BETA),
     f"{ADAM}.adam_eps": _megatron("optimizer.eps"),
     f"{ADAM}.clip_grad": _megatron("optimizer.clip_norm"),
     **each(
@@ -551,6 +553,7 @@ RULES: dict[str, Rule] = {
         ENGINE,
     ),
     "policy.*router_replay*": feature("model.precision: matched lets engine and learner agree"),
+    "data.dataset_name": _dataset("train"),
     "data.train.dataset_name": _dataset("train"),
     "data.validation.dataset_name": _dataset("evaluate"),
     "data.train.allowed_problem_types": _problem_types("train"),
@@ -578,7 +581,7 @@ RULES: dict[str, Rule] = {
         "use_multiple_dataloader num_prompts_per_dataloader add_bos add_eos add_generation_prompt default.*",
         feature("tasks.train mixes sources by weight"),
     ),
-    "env.vlm.reward_functions": _terms,
+    "env.*.reward_functions": _terms,
     "env.*.num_workers": Why("no effect", "cluster.rewards and cluster.environments start workers"),
     "env.*": feature("environments and reward terms are named in the recipe (docs/environments.md, docs/rewards.md)"),
     "logger.wandb_enabled": _logger("wandb"),

@@ -20,7 +20,7 @@ from sensorium.recipe.load import check_recipe, read_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.traits import estimator_traits, loss_takes
 from sensorium.recipe.yaml import read_yaml, write_yaml
-from sensorium.vocabulary.errors import RecipeError
+from sensorium.vocabulary.errors import RecipeError, nearest
 
 Kind = Literal["became", "no effect", "no place", "unknown"]
 DROP = object()
@@ -86,6 +86,8 @@ class Migration:
     text: str
     outcomes: list[Outcome]
     notes: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    """What the recipe has from the shipped one, since no given key sets it."""
     recipe: Recipe | None = None
     problem: str = ""
 
@@ -100,6 +102,7 @@ class Sheet:
         self.notes = list(notes)
         self.outcomes: dict[str, Outcome] = {}
         self.changed: dict[str, Any] = {}
+        self.filled: set[str] = set()
         self.data: dict[str, Any] = copy.deepcopy(GENERAL) if not start else read_recipe(start)[0]
         for setting in settings:
             if setting is not self.settings[setting.key]:
@@ -108,6 +111,13 @@ class Sheet:
     def value(self, key: str, usual: Any = None) -> Any:
         """The value of a setting, or the usual one."""
         return self.settings[key].value if key in self.settings and not unset(self.settings[key].value) else usual
+
+    def fill(self, defaults: Mapping[str, Any], first: Sequence[str] = ()) -> None:
+        """Add the trainer's own defaults of keys that were left out, and put the keys first on which others depend."""
+        self.filled = set(defaults) - set(self.settings)
+        self.settings |= {key: Setting(key, value) for key, value in defaults.items() if key in self.filled}
+        order = [key for key in first if key in self.settings]
+        self.settings = {key: self.settings[key] for key in dict.fromkeys([*order, *self.settings])}
 
     def at(self, place: str, usual: Any = None) -> Any:
         """What the recipe has at a dotted place so far."""
@@ -156,8 +166,13 @@ class Sheet:
             if setting.key in self.outcomes:
                 continue
             rule = next((rule for pattern, rule in rules.items() if fnmatchcase(setting.key, pattern)), None)
-            if rule is None:
-                self.nothing(setting, "unknown", f"not known here as a key of {self.framework}; nothing was made of it")
+            if setting.key.startswith("~"):
+                self.nothing(setting, "no place", f"a recipe has no deletions; leave {setting.key[1:]} out of the command")
+            elif rule is None:
+                near = _nearest_key(setting.key, rules)
+                self.nothing(
+                    setting, "unknown", f"not known here as a key of {self.framework}; nothing was made of it{near}"
+                )
             elif isinstance(rule, Why):
                 self.nothing(setting, rule.kind, rule.text)
             elif unset(setting.value):
@@ -182,16 +197,28 @@ class Sheet:
                 f"{section}.max_new_tokens."
             )
 
+    def _kept(self) -> list[str]:
+        """Keys of the shipped recipe that nothing changed, with their values where these are short."""
+        shipped = flat(read_recipe(self.start)[0]) if self.start else {}
+        touched = {".".join(place.split(".")[:i]) for place in self.changed for i in range(1, place.count(".") + 2)}
+        inside = tuple(f"{place}." for place in self.changed)
+        same = {key: value for key, value in shipped.items() if key not in touched and not f"{key}.".startswith(inside)}
+        return [key if isinstance(value, list) else f"{key}={_plain(value)}" for key, value in same.items()]
+
     def finish(self, named: str) -> Migration:
         """The recipe as text, checked."""
         self._leave_room("rollout")
         self._leave_room("evaluation")
+        defaults = [self.outcomes.pop(key) for key in self.settings if key in self.filled]
+        became = [f"{one.setting.key}={one.setting.shown}" for one in defaults if one.kind == "became"]
+        if became:
+            self.notes.append(f"left out, so {self.framework}'s own defaults were taken: {', '.join(became)}.")
         self.data = {key: value for key, value in self.data.items() if value != {}}
         start = f"the recipe {self.start}" if self.start else "no shipped recipe"
         text = f"# Made by sensorium migrate from {named} ({self.framework}), starting from {start}.\n" + write_yaml(
             self.data
         )
-        migration = Migration(self.framework, self.start, text, list(self.outcomes.values()), self.notes)
+        migration = Migration(self.framework, self.start, text, list(self.outcomes.values()), self.notes, self._kept())
         try:
             migration.recipe = check_recipe(copy.deepcopy(self.data), "the migrated recipe")
         except RecipeError as error:
@@ -221,6 +248,18 @@ def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{key}"] = value
     return found
+
+
+def _nearest_key(key: str, rules: Mapping[str, Any]) -> str:
+    """A suggestion for a key that is not known: one of its section first, else one much like it; or nothing."""
+    section, _, last = key.rpartition(".")
+    names = [rule for rule in rules if not set(rule) & set("*[")]
+    beside = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section]
+    near = nearest(last, beside, 0.7).partition(" Known:")[0]
+    if "'" in near:
+        return near.replace("'", f"'{section}." if section else "'", 1)
+    near = nearest(key, names, 0.9).partition(" Known:")[0]
+    return near if "'" in near else ""
 
 
 def run_name(sheet: Sheet, setting: Setting) -> None:
@@ -308,6 +347,17 @@ def of_critic(place: str) -> Callable[[Sheet, Setting], None]:
             sheet.nothing(setting, "no effect", f"the estimator {name} has no critic")
         else:
             sheet.became(setting, {place: setting.value})
+
+    return rule
+
+
+def beta(keys: Sequence[str]) -> Callable[[Sheet, Setting], None]:
+    """A rule for AdamW's two betas, each a key of its own."""
+
+    def rule(sheet: Sheet, setting: Setting) -> None:
+        usual = sheet.at("optimizer.betas", [0.9, 0.999])
+        betas = [sheet.value(key, value) for key, value in zip(keys, usual, strict=True)]
+        sheet.became(setting, {"optimizer.betas": betas})
 
     return rule
 

@@ -7,6 +7,7 @@ grpo: {num_prompts_per_step: 32}                                        → nemo
 """
 
 import ast
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from sensorium.migration.nemo_rl import migrate_nemo, read_config, read_with_ref
 from sensorium.migration.outcomes import Migration, Outcome, Setting, flat, parsed
 from sensorium.migration.shell import Command, Script
 from sensorium.migration.slime import arguments, data_of_download, migrate_slime, python_arguments, turns_of
-from sensorium.migration.verl import migrate_environments, migrate_verl, split_override
+from sensorium.migration.verl import VAGEN_COMMAND, migrate_environments, migrate_verl, split_override
 from sensorium.vocabulary.errors import RecipeError
 
+SECTIONED = re.compile(r"[./]|^--config-")
+"""In a key: it is of a configuration with sections, not a variable."""
 FRAMEWORKS = ("verl", "caprl", "slime", "nemo_rl")
 NEMO_SECTIONS = {"grpo", "policy", "loss_fn", "checkpointing", "cluster", "env", "logger", "reward_penalties"}
 BUILTINS = (
@@ -114,6 +117,9 @@ def _migrate_script(text: str, named: str, framework: str, folder: Path | None) 
         migration = migrate_verl(overrides, text, named, script.notes)
         taken = set()
     migration.outcomes += [_of_variable(one) for one in variables if one.key not in taken]
+    told = {outcome.setting.key for outcome in migration.outcomes}
+    inside = [Setting(name, value) for name, value in script.variables.items() if name not in told]
+    migration.outcomes += [Outcome(one, "no effect", "not exported: it counts where the script uses it") for one in inside]
     migration.outcomes += [_of_command(command) for command in others]
     return migration
 
@@ -138,8 +144,8 @@ def _take_download(
     for i, outcome in enumerate(made.outcomes):
         if outcome.setting.key == "--prompt-data":
             made.outcomes[i] = Outcome(download, outcome.kind, outcome.text)
-    migration.text, migration.recipe, migration.problem, migration.outcomes = (
-        made.text, made.recipe, made.problem, made.outcomes
+    migration.text, migration.recipe, migration.problem, migration.outcomes, migration.kept = (
+        made.text, made.recipe, made.problem, made.outcomes, made.kept
     )  # fmt: skip
 
 
@@ -152,6 +158,11 @@ def _settings(script: Script) -> tuple[list[Setting], list[Setting], list[Settin
     for command in script.commands:
         variables += [Setting(name, value, command.line) for name, value in command.variables.items()]
         found = [pair for word in command.words if (pair := split_override(word))]
+        launches = any("main_ppo" in word for word in command.words)
+        if not launches and not any(
+            SECTIONED.search(key) for key, _ in found if key[0] != "~"
+        ):  # NAME=value of other commands
+            found = []
         overrides += [Setting(key, parsed(value), command.line) for key, value in found]
         words = list(command.words)
         if "--" in words:  # ray job submit … -- python3 train.py …
@@ -187,7 +198,7 @@ def _kind(text: str, overrides: set[str], options: set[str], variables: set[str]
         return "nemo_rl"
     if SLIME & options or any(name.startswith("SLIME_SCRIPT_") for name in variables):
         return "slime"
-    if {"data", "algorithm"} & roots:
+    if {"data", "algorithm"} & roots or VAGEN_COMMAND.search(text):
         return "verl"
     return "verl" if "M3_API_CONFIG" in variables else "nemo_rl" if "cluster" in roots else ""
 

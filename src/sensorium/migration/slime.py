@@ -7,6 +7,7 @@ max_turns: 3                                                             → rol
 import ast
 import shlex
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from sensorium.migration.outcomes import (
     Setting,
     Sheet,
     Why,
+    beta,
     choose_estimator,
     choose_loss,
     divide_batch,
@@ -26,11 +28,18 @@ from sensorium.migration.outcomes import (
     parsed,
     run_name,
 )
+from sensorium.recipe.traits import loss_takes, loss_traits
+from sensorium.vocabulary.errors import RecipeError
 
 MEGATRON = Why("no place", "GPUs are divided by the section cluster (docs/scale_out.md)")
 SGLANG = Why("no place", "the engine here is native, or vLLM with options of its own (docs/engines.md)")
 SHAPE = Why("no effect", "the checkpoint's config.json says how the model is built")
 KL = {"kl": "k1", "k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
+SEVERAL_TURNS = {
+    "max_turns", "rollout_interaction_env_path", "--custom-generate-function-path", "--custom-config-path"
+}  # fmt: skip
+DEFAULTS: dict[str, Any] = {"--eps-clip": 0.2, "--eps-clip-c": None, "--calculate-per-token-loss": False}
+"""slime's own values of arguments that a command leaves out, where a recipe's are others."""
 ENVIRONMENTS = {"examples.geo3k_vlm_multi_turn.env_geo3k": "geo3k"}
 
 
@@ -125,18 +134,15 @@ class _Strings(ast.NodeVisitor):
 def migrate_slime(settings: Sequence[Setting], text: str, named: str, notes: Sequence[str] = ()) -> Migration:
     """The recipe of slime's arguments, of its YAML of several turns, or of the variables of its example."""
     keys = {setting.key for setting in settings}
-    turns = "geo3k" in text or {"max_turns", "rollout_interaction_env_path", "--custom-generate-function-path"} & keys
-    start = "geo3k_multi_turn" if turns else ""
+    if not any(fnmatchcase(key, pattern) for key in keys for pattern in RULES):
+        raise RecipeError(
+            f"{named}: none of slime's arguments is in it. Give the script or the command that has them "
+            f"(--hf-checkpoint, --rollout-batch-size, …), or say whose it is with another --from."
+        )
+    example = "geo3k_vlm_multi_turn" in text and "--rollout-batch-size" not in keys  # which names no arguments
+    start = "geo3k_multi_turn" if example or keys & SEVERAL_TURNS else ""
     sheet = Sheet("slime", start, settings, notes)
-    if start and "--rollout-batch-size" in keys and not {"--custom-generate-function-path", "--custom-config-path"} & keys:
-        sheet.put("tasks.train.0.options.environment", DROP)
-        sheet.put("rewards.terms", [{"name": "math"}])
-        for key in ("max_turns", "max_episode_tokens"):
-            sheet.put(f"rollout.{key}", DROP)
-    first = [
-        key for key in ("--rollout-batch-size", "--n-samples-per-prompt", "--advantage-estimator") if key in sheet.settings
-    ]
-    sheet.settings = {key: sheet.settings[key] for key in [*first, *(key for key in sheet.settings if key not in first)]}
+    sheet.fill({} if start else DEFAULTS, ("--rollout-batch-size", "--n-samples-per-prompt", "--advantage-estimator"))
     sheet.settle(RULES)
     if not sheet.at("model.path"):
         sheet.put("model.path", "MODEL")
@@ -239,13 +245,22 @@ def _kl_reward(sheet: Sheet, setting: Setting) -> None:
         sheet.nothing(setting, "no effect", "no KL in the reward")
 
 
-def _beta(index: int) -> Rule:
-    def rule(sheet: Sheet, setting: Setting) -> None:
-        betas = list(sheet.at("optimizer.betas", [0.9, 0.999]))
-        betas[index] = setting.value
-        sheet.became(setting, {"optimizer.betas": betas})
+def _clip(sheet: Sheet, setting: Setting) -> None:
+    name = sheet.at("algorithm.loss.name", "clip")
+    sides = ["low"] if "--eps-clip-high" in sheet.settings else ["low", "high"]
+    if not loss_takes(name, "clip_low"):
+        sheet.nothing(setting, "no effect", f"the loss {name} has no use for it")
+    else:
+        sheet.became(setting, {f"algorithm.loss.clip_{side}": setting.value for side in sides})
 
-    return rule
+
+def _aggregation(sheet: Sheet, setting: Setting) -> None:
+    name, wanted = sheet.at("algorithm.loss.name", "clip"), "token_mean" if setting.value else "sequence_mean_token_mean"
+    allowed = loss_traits(name).aggregations
+    if allowed and wanted not in allowed:
+        sheet.nothing(setting, "no place", f"the loss {name} is defined over whole sequences: {allowed[0]}")
+    else:
+        sheet.became(setting, {"algorithm.loss.aggregation": wanted})
 
 
 def _recompute(sheet: Sheet, setting: Setting) -> None:
@@ -367,14 +382,12 @@ RULES: dict[str, Rule] = {
     "--kl-loss-type": _kl_loss,
     "--kl-coef": _kl_reward,
     "--entropy-coef": lambda sheet, setting: sheet.became(setting, {"algorithm.loss.entropy_coef": float(setting.value)}),
-    "--eps-clip": of_loss("clip_low"),
+    "--eps-clip": _clip,
     "--eps-clip-high": of_loss("clip_high"),
     "--eps-clip-c": of_loss("dual_clip"),
     "--gamma": "algorithm.advantage.gamma",
     "--lambd": "algorithm.advantage.lam",
-    "--calculate-per-token-loss": lambda sheet, setting: sheet.became(
-        setting, {"algorithm.loss.aggregation": "token_mean"}
-    ),
+    "--calculate-per-token-loss": _aggregation,
     "--disable-grpo-std-normalization": lambda sheet, setting: sheet.became(setting, {"algorithm.advantage.std": False}),
     "--use-tis": lambda sheet, setting: sheet.became(setting, {"algorithm.correction.weights": "token"}),
     "--tis-clip": lambda sheet, setting: (
@@ -396,8 +409,7 @@ RULES: dict[str, Rule] = {
     ),
     "--lr-warmup-iters": "optimizer.warmup_steps",
     "--weight-decay": "optimizer.weight_decay",
-    "--adam-beta1": _beta(0),
-    "--adam-beta2": _beta(1),
+    "--adam-beta[12]": beta(("--adam-beta1", "--adam-beta2")),
     "--adam-eps": "optimizer.eps",
     "--clip-grad": "optimizer.clip_norm",
     "--recompute-granularity": _recompute,

@@ -54,6 +54,9 @@ VAGEN_RECIPES = {
     "navigation": "vagen_navigation",
 }  # fmt: skip
 
+VAGEN_COMMAND = re.compile(r"-m\s+vagen\.\w|\bvagen/\S*main_ppo\.py")
+"""A command that starts VAGEN."""
+
 TASKMEM_REWARD = {
     "think_length_threshold", "think_penalty", "memory_token_threshold", "memory_length_threshold", "usefulness_scale",
     "correct_reward", "wrong_reward", "format_penalty",
@@ -68,6 +71,7 @@ OFFLOAD = Why("no place", "cluster.offload keeps weights and moments of several 
 PACKED = Why("no effect", "sequences are always packed without padding here")
 LAUNCH = Why("no place", "how verl is launched; here: sensorium train RECIPE")
 MEASURED = Why("no place", "profiling; metrics time/* and throughput/* are always written")
+NOTHING_HELD_OUT = "nothing is held out: name rows under tasks.evaluate first (data.val_files)"
 STORED = Why("no effect", "a checkpoint here always holds model, optimizer and the run's state")
 
 
@@ -79,7 +83,8 @@ def system_of(settings: Mapping[str, Any], text: str) -> str:
     if str(settings.get("data.input_type", "")) in ("image", "video"):
         return f"caprl_{settings['data.input_type']}"
     turns = any(key.startswith("rollout_manager.") for key in settings) or "algorithm.high_level_gamma" in settings
-    if turns or settings.get("algorithm.adv_estimator") in ("bi_level_gae", "masked_gae", "turn_wise_gae"):
+    turns = turns or settings.get("algorithm.adv_estimator") in ("bi_level_gae", "masked_gae", "turn_wise_gae")
+    if turns or VAGEN_COMMAND.search(text):
         named = [recipe for word, recipe in VAGEN_RECIPES.items() if word in text.lower().replace("-", "_")]
         found = named[0] if named else "vagen_svg"
         trico = settings.get("algorithm.adv_estimator") == "bi_level_gae" and found == "vagen_svg"
@@ -98,9 +103,14 @@ def migrate_verl(settings: Sequence[Setting], text: str, named: str, notes: Sequ
         sheet.notes.append(
             "verl chooses a reward by each row's data_source; this recipe has the term math. Others: docs/rewards.md."
         )
-    first = [key for key in FIRST if key in sheet.settings]
-    sheet.settings = {key: sheet.settings[key] for key in [*first, *(key for key in sheet.settings if key not in first)]}
+    bounded = {"trainer.total_epochs"} if sheet.value("trainer.total_training_steps") else set()
+    sheet.fill({} if start else {key: value for key, value in DEFAULTS.items() if key not in bounded}, FIRST)
     sheet.settle({**(VAGEN if start.startswith("vagen") else {}), **RULES})
+    if start in ("vagen_svg", "vagen_trico_svg") and "svg" not in text.lower():
+        sheet.notes.append(f"no environment of VAGEN's is named: the recipe has that of {start} (docs/systems/vagen.md).")
+    size = "actor_rollout_ref.actor.ppo_mini_batch_size"
+    if size in sheet.filled and sheet.outcomes[size].kind == "no place":
+        sheet.notes.append(f"{size} was left out, which is {DEFAULTS[size]} in verl: {sheet.outcomes[size].text}.")
     if not start and not sheet.at("model.path"):
         sheet.put("model.path", "MODEL")
         sheet.notes.append("no actor_rollout_ref.model.path was given: model.path says MODEL, which no folder is.")
@@ -208,7 +218,9 @@ def _context(sheet: Sheet, setting: Setting) -> None:
 
 
 def _truncation(sheet: Sheet, setting: Setting) -> None:
-    if setting.value == "error":
+    if sheet.value("data.filter_overlong_prompts", False):
+        sheet.nothing(setting, "no effect", "long prompts are left out before (data.filter_overlong_prompts)")
+    elif setting.value == "error":
         sheet.became(setting, {"tasks.on_long_prompt": "refuse"})
     else:
         sheet.nothing(setting, "no place", "prompts are never cut; tasks.on_long_prompt: skip leaves long ones out")
@@ -299,8 +311,12 @@ def _loss_mode(sheet: Sheet, setting: Setting) -> None:
 def _of_estimator(option: str) -> Rule:
     def rule(sheet: Sheet, setting: Setting) -> None:
         name = sheet.at("algorithm.advantage.name", "grpo")
-        if option in estimator_traits(name).settings:
-            sheet.became(setting, {f"algorithm.advantage.{option}": setting.value})
+        options = [option]
+        if option == "lam" and "algorithm.high_level_lam" not in sheet.settings:  # VAGEN's one lam is both
+            options.append("turn_lam")
+        taken = [one for one in options if one in estimator_traits(name).settings]
+        if taken:
+            sheet.became(setting, {f"algorithm.advantage.{one}": setting.value for one in taken})
         else:
             sheet.nothing(setting, "no effect", f"the estimator {name} has no use for it")
 
@@ -336,17 +352,27 @@ def _steps(sheet: Sheet, setting: Setting) -> None:
     sheet.became(setting, {"steps": setting.value, **epochs})
 
 
-def _greedy(sheet: Sheet, setting: Setting) -> None:
-    if setting.value:
-        sheet.nothing(setting, "no effect", "held-out tasks are sampled at evaluation.temperature")
+def _held_out(sheet: Sheet, setting: Setting) -> None:
+    """How held-out tasks are answered: greedily, unless ``do_sample`` and a temperature are given."""
+    section, usual = "actor_rollout_ref.rollout.val_kwargs", sheet.at("evaluation.temperature", 0.0)
+    samples = sheet.value(f"{section}.do_sample", bool(sheet.start))
+    temperature = float(sheet.value(f"{section}.temperature", usual)) if samples else 0.0
+    if not sheet.at("tasks.evaluate"):
+        sheet.nothing(setting, "no place", NOTHING_HELD_OUT)
+    elif setting.key.endswith(".n"):
+        note = "answers are greedy, so more would be the same; do_sample=True with a temperature samples them"
+        alike = not temperature and setting.value != 1
+        sheet.became(setting, {"evaluation.samples": 1 if alike else setting.value}, note if alike else "")
+    elif setting.key.endswith("temperature") and not samples:
+        sheet.nothing(setting, "no effect", "answers are greedy without val_kwargs.do_sample=True")
     else:
-        sheet.became(setting, {"evaluation.temperature": 0.0})
+        sheet.became(setting, {"evaluation.temperature": temperature})
 
 
 def _evaluated(place: str) -> Rule:
     def rule(sheet: Sheet, setting: Setting) -> None:
         if not sheet.at("tasks.evaluate"):
-            sheet.nothing(setting, "no place", "nothing is held out: name rows under tasks.evaluate first (data.val_files)")
+            sheet.nothing(setting, "no place", NOTHING_HELD_OUT)
         elif place == "logging.generations" and "wandb" not in sheet.value("trainer.logger", []):
             sheet.nothing(setting, "no effect", "generations are sent to wandb only, which trainer.logger does not name")
         else:
@@ -461,6 +487,22 @@ FIRST = (
     "data.val_files", "data.max_response_length", "data.max_prompt_length", "trainer.logger",
 )  # fmt: skip
 """Keys on which others depend."""
+
+DEFAULTS: dict[str, Any] = {
+    "algorithm.adv_estimator": "gae",
+    "data.train_batch_size": 1024,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    "actor_rollout_ref.rollout.n": 1,
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": False,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
+    "actor_rollout_ref.actor.clip_ratio_c": 3.0,
+    "critic.optim.lr": 1e-5,
+    "critic.optim.weight_decay": 0.01,
+    "trainer.val_before_train": True,
+    "trainer.total_epochs": 30,
+}
+"""verl's own values of keys that a command leaves out, where a recipe's are others."""
 
 VAGEN: dict[str, Rule] = {
     "rollout_manager.max_turns": _turns,
@@ -641,9 +683,7 @@ RULES: dict[str, Rule] = {
     ),
     "actor_rollout_ref.rollout.calculate_log_probs": Why("no effect", "the engine's log-probs are always kept"),
     "actor_rollout_ref.rollout.log_prob_*": MICRO,
-    "actor_rollout_ref.rollout.val_kwargs.temperature": _evaluated("evaluation.temperature"),
-    "actor_rollout_ref.rollout.val_kwargs.n": _evaluated("evaluation.samples"),
-    "actor_rollout_ref.rollout.val_kwargs.do_sample": _greedy,
+    **each("actor_rollout_ref.rollout.val_kwargs", "temperature n do_sample", _held_out),
     "actor_rollout_ref.rollout.val_kwargs.*": Why(
         "no place", "held-out tasks are sampled with the rollout's top_p and top_k"
     ),
@@ -774,8 +814,10 @@ RULES: dict[str, Rule] = {
 
 
 def split_override(word: str) -> tuple[str, str] | None:
-    """Key and value of an override such as ``++a.b=1`` or ``data.shuffle=False``; None for other words."""
+    """Key and value of an override such as ``++a.b=1``, of a deletion (``~a.b``) or of a group (``env=x``); else None."""
+    if deleted := re.fullmatch(r"(~[A-Za-z_][\w./@-]*)(?:=.*)?", word, re.DOTALL):
+        return deleted[1], ""
     found = re.fullmatch(
-        r"(?:\+\+?|~)?((?:--config-(?:path|name|dir))|[A-Za-z_][\w-]*(?:[./][\w@-]+)+)=(.*)", word, re.DOTALL
+        r"(?:\+\+?)?((?:--config-(?:path|name|dir))|[A-Za-z_][\w-]*(?:[./][\w@-]+)*)=(.*)", word, re.DOTALL
     )
     return (found[1], found[2]) if found else None

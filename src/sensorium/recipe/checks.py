@@ -228,11 +228,11 @@ def _limits(recipe: Recipe) -> Iterator[Problem]:
             long = f"max_new_tokens {section.max_new_tokens} leaves no room for a prompt"
             yield section.new_tokens_key, f"{long} in max_context_tokens {section.max_context_tokens}."
     if recipe.rollout.count_observations and not most:
-        nothing = "it counts what is shown into max_episode_tokens, which is 0: no limit"
-        yield "rollout.count_observations", f"{nothing}. Give rollout.max_episode_tokens, or leave it out."
+        nothing = "it counts what is shown into max_episode_tokens, which is 0: no limit. Give rollout.max_episode_tokens"
+        yield "rollout.count_observations", f"{nothing}, or set rollout.count_observations: false."
     if recipe.rollout.count_observations and recipe.rollout.window:
         gone = "it counts the tokens of the one thread that an episode is, and with rollout.window older turns leave it"
-        yield "rollout.count_observations", f"{gone}. Set rollout.window: 0, or leave it out."
+        yield "rollout.count_observations", f"{gone}. Set rollout.window: 0, or rollout.count_observations: false."
     if 0 < evaluation.max_context_tokens < LEAST_CONTEXT:
         yield "evaluation.max_context_tokens", f"it must be {LEAST_CONTEXT} at least, or 0 for that of rollout."
     if 0 < most < evaluation.max_new_tokens:
