@@ -99,6 +99,9 @@ def test_a_judge_that_fails_is_not_taken_for_rows_without_an_answer() -> None:
         assert reason in rules["nothing_scored"].cause
 
 
+MEMORIES = {"tasks": {"train": [{"source": "shapes"}], "planner": "causal_history", "shuffle": False}}
+
+
 CASES: dict[str, tuple[StepFacts, str]] = {
     "failed_episodes": (
         facts(HEALTHY, group(*(episode(i, None, status=Status.FAILED) for i in range(4)))),
@@ -140,6 +143,10 @@ CASES: dict[str, tuple[StepFacts, str]] = {
     "truncated": (
         facts(HEALTHY, group(*(cut_off(episode(i, float(i % 2))) for i in range(8)))),
         "reached rollout.max_new_tokens 3",
+    ),
+    "no_memory": (
+        facts(HEALTHY, group(*(episode(i, 0.5, "a red square") for i in range(4))), sections=MEMORIES),
+        "none of 4",
     ),
     "bad_rows": (facts(HEALTHY | {"tasks/skipped_bad": 5}), "5 rows were skipped to play 1"),
     "learning_rate": (facts(HEALTHY | {"policy/lr": 1e10}), "the learning rate is 1e+10"),
@@ -379,3 +386,18 @@ def test_responses_that_may_not_end_are_not_to_be_taught_to() -> None:
     endless = {"rollout": {"max_new_tokens": 3, "ignore_stop_tokens": True}}
     for sections, advised in (({}, "teach the model to end"), (endless, "rollout.ignore_stop_tokens: false")):
         assert advised in found(facts(HEALTHY, cut, sections=sections))["truncated"].advice
+
+
+def test_one_memory_that_can_be_parsed_is_enough_and_other_planners_need_none() -> None:
+    lists, text = '</think>{"description": ["red", "left"]}', '</think>{"description": "red"}'
+    nothing, one, several = (
+        group(*(episode(i, i / 4, written if i == 3 else "red") for i in range(4))) for written in ("red", text, lists)
+    )
+    assert "no_memory" in found(facts(HEALTHY, nothing, sections=MEMORIES))
+    assert "no_memory" not in found(facts(HEALTHY, nothing))
+    assert "no_memory" not in found(facts(HEALTHY, nothing, one, sections=MEMORIES))
+    assert "no_memory" in found(facts(HEALTHY, several, sections=MEMORIES)), "a list is a memory of semantic rows only"
+    semantic = replace(several, task=replace(several.task, metadata={"type": "semantic"}))
+    assert "no_memory" not in found(facts(HEALTHY, semantic, sections=MEMORIES))
+    cut = group(*(cut_off(episode(i, 0.5, "red")) for i in range(4)))
+    assert "rollout.max_new_tokens 3" in found(facts(HEALTHY, cut, sections=MEMORIES))["no_memory"].advice

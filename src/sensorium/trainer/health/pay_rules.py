@@ -12,6 +12,7 @@ from sensorium.report.terminal import visible
 from sensorium.rewards.answer import tagged
 from sensorium.trainer.health.facts import RECENT, StepFacts, lacks_answer, was_judged
 from sensorium.vocabulary.episode import Episode, Status
+from sensorium.vocabulary.memory import parse_facts, parse_memory
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 
@@ -256,6 +257,27 @@ def _let_end(facts: StepFacts) -> str:
     """The way out where the recipe keeps the model from ending its responses."""
     ignored = facts.recipe.rollout.ignore_stop_tokens
     return "Set rollout.ignore_stop_tokens: false, so that the model may end its responses" if ignored else ""
+
+
+def no_memory(facts: StepFacts) -> Finding | None:
+    """No memory of the step could be parsed, so that later clips are shown a history without it."""
+    played = facts.played
+    if facts.supervised or facts.recipe.tasks.planner.name != "causal_history" or not played:
+        return None
+    if any(_has_memory(task, episode) for task, episode in played):
+        return None
+    what = f"none of {len(played)} responses has a memory that can be parsed, so the history has none of these clips"
+    form = 'thoughts</think>{"description": "…"}'
+    cause = f"a memory is written as {form}, and no response is, such as {_quoted(played[0][1].response)}"
+    advice = "Ask for that form in the rows' text, or show it in a warm start"
+    if cut := sum(_was_cut(episode) for _, episode in played):
+        advice += f"; {cut} of them were cut off: raise rollout.max_new_tokens {facts.recipe.rollout.max_new_tokens}"
+    return Finding("no_memory", what, cause, advice)
+
+
+def _has_memory(task: Task, episode: Episode) -> bool:
+    semantic = task.metadata.get("type") == "semantic"
+    return (parse_facts if semantic else parse_memory)(episode.response) is not None
 
 
 def bad_rows(facts: StepFacts) -> Finding | None:

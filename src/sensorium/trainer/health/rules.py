@@ -37,6 +37,7 @@ RULES = (
     Rule(pay_rules.no_variance, hides=("constant_term",)),
     Rule(pay_rules.constant_term),
     Rule(pay_rules.truncated),
+    Rule(pay_rules.no_memory),
     Rule(pay_rules.bad_rows),
     Rule(learning_rules.gradient),
     Rule(learning_rules.held_out_fall),
