@@ -125,7 +125,9 @@ def test_bad_rows_and_clips_that_nobody_writes() -> None:
     skipping = planner_of(("bad", 0), ("a", 0), bad="skip").draw(1)
     assert ([task.id for task in skipping.tasks], skipping.skipped[0].reason) == (["a*0"], "this row is bad")
     with pytest.raises(TaskError, match="needs the memory of clip 0, and no row writes it"):
-        planner_of(("a", 1), ("b", 0)).draw(2)
+        planner_of(("a", 1), ("b", 0))
+    skipping = planner_of(("a", 1), ("b", 0), bad="skip").draw(1)
+    assert ([task.id for task in skipping.tasks], [skip.row for skip in skipping.skipped]) == (["b*0"], [0])
 
 
 def test_wrong_settings_are_refused() -> None:

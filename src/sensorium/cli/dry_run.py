@@ -87,7 +87,8 @@ def look_at(recipe: Recipe, *, train: bool = True, named: str = "RECIPE", seen: 
         few = yield from _look_at_sources(recipe, recipe.tasks.train, "tasks.train", named, sources)
         seen += few
         weights = [section.weight for section in recipe.tasks.train]
-        stream = TaskStream(sources, weights, seed=recipe.seed, shuffle=recipe.tasks.shuffle)
+        section = recipe.tasks
+        stream = TaskStream(sources, weights, seed=recipe.seed, shuffle=section.shuffle, on_bad_row=section.on_bad_row)
         make_planner(recipe.tasks.planner, stream, MediaStore())
         refuse_without_demonstrations(recipe, few)
         yield from start_notes(recipe, few)

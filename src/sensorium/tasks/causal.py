@@ -65,6 +65,19 @@ def untold(source: TaskSource, row: int, planner: str) -> Task:
     return source[row]
 
 
+def gaps(source: CausalSource) -> dict[int, str]:
+    """The rows that need the memory of a clip that no row writes, each with what is wrong."""
+    places = [source.place_of(row) for row in range(len(source))]
+    written = {(place.video, place.clip) for place in places}
+    lost = {row: [clip for clip in place.needs if (place.video, clip) not in written] for row, place in enumerate(places)}
+    return {
+        row: f"row {row + 1} of the clips (clip {places[row].clip} of video '{places[row].video}') needs the memory of "
+        f"clip {clips[0]}, and no row writes it. Add the row, or begin the video at an earlier clip."
+        for row, clips in lost.items()
+        if clips
+    }
+
+
 class CausalHistory:
     """Draws rows in order, each once the memories it needs are settled, and keeps what was written.
 
@@ -91,7 +104,9 @@ class CausalHistory:
         self.stream, self.choice, self.attempts = stream, choice, attempts
         self.source: CausalSource = stream.sources[0]
         self._places = [self.source.place_of(row) for row in range(len(self.source))]
-        self._rows = {(place.video, place.clip) for place in self._places}
+        self._gaps = gaps(self.source)
+        if self._gaps and stream.on_bad_row == "refuse":
+            raise with_way_out(TaskError(next(iter(self._gaps.values()))))
         self.first = 0
         """The first position that was not settled yet; positions count on from pass to pass."""
         self.settled: set[int] = set()
@@ -172,21 +187,17 @@ class CausalHistory:
         turn, row = divmod(position, len(self._places))
         place = self._places[row]
         known = self.history.get((turn, place.video), {})
-        lost = [clip for clip in place.needs if clip not in known]
-        if lost:
-            raise TaskError(
-                f"row {row + 1} of the clips (clip {place.clip} of video '{place.video}') needs the memory of clip "
-                f"{lost[0]}, and no row writes it. Add the row, or begin the video at an earlier clip."
-            )
+        if row in self._gaps:
+            raise TaskError(self._gaps[row])
         memories = {clip: memory for clip in place.needs if (memory := known[clip]) is not None}
         return self.source.with_history(row, memories)
 
     def _ready(self, position: int) -> bool:
-        """True if every memory a row needs is settled, or never will be."""
+        """True if every memory a row needs is settled, or one never will be."""
         turn, row = divmod(position, len(self._places))
         place = self._places[row]
         known = self.history.get((turn, place.video), {})
-        return all(clip in known or (place.video, clip) not in self._rows for clip in place.needs)
+        return row in self._gaps or all(clip in known for clip in place.needs)
 
     def _chosen(self, outcome: GroupOutcome, position: int) -> Memory | None:
         """The memory of a group that is kept."""
