@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from sensorium.cli.dry_run import look_at
 from sensorium.cli.main import main
 from sensorium.cli.random_play import example_arguments
 from sensorium.cli.validation import Finding, validate
 from sensorium.cli.without_model import model_free_session
 from sensorium.envs.tools.arguments import misfit
 from sensorium.recipe.load import parse_recipe
+from sensorium.vocabulary.errors import TaskError
 
 SOKOBAN = {"source": "environments", "options": {"environment": "sokoban", "size": 6, "options": {"max_turns": 5}}}
 
@@ -254,3 +256,44 @@ def test_rows_that_need_a_history_and_terms_that_ask_judges_are_no_errors(tmp_pa
     checked = findings(tasks=tasks, rewards={"terms": terms}, model={"path": "package:memory_clips"})
     assert checked["tasks.train.0 rows"].level == "ok"
     assert not [found for found in checked.values() if found.level == "error"]
+
+
+@pytest.mark.parametrize(("treatment", "level"), [("refuse", "error"), ("skip", "warning")])
+def test_a_clip_whose_memory_no_row_writes_is_found_by_validate_and_by_a_dry_run(
+    treatment: str, level: str, tmp_path: Path
+) -> None:
+    from tests.tasks.test_taskmem import row_of, write_rows
+
+    path = write_rows(tmp_path, row_of(0), row_of(2))
+    tasks: dict[str, Any] = {"train": [{"source": "taskmem", "options": {"path": path}}], "on_bad_row": treatment}
+    tasks |= {"shuffle": False, "planner": {"name": "causal_history"}}
+    model, rewards = {"path": "package:memory_clips"}, {"terms": [{"name": "format"}]}
+    found = findings(tasks=tasks, rewards=rewards, model=model)["tasks.train.0 rows"]
+    assert (found.level, "memory of clip 1" in found.found) == (level, True)
+    recipe = parse_recipe(
+        json.dumps({"name": "gap", "steps": 1, "model": model, "tasks": tasks, "rewards": rewards}), "test"
+    )
+    if treatment == "skip":
+        assert list(look_at(recipe))
+        return
+    with pytest.raises(TaskError, match="memory of clip 1"):
+        list(look_at(recipe))
+
+
+def test_contexts_are_measured_with_responses_as_long_as_a_run_lets_them_be(tmp_path: Path) -> None:
+    short = {"prompt": "Which letter comes first?", "answer": "A", "demonstration": "A long answer that is cut."}
+    tasks = {
+        "train": rows(tmp_path / "t.jsonl", short),
+        "evaluate": rows(tmp_path / "e.jsonl", short | {"prompt": "Which letter comes last of all?"}),
+    }
+    limits: dict[str, Any] = {"rollout": {"max_new_tokens": 4}, "rewards": {"terms": [{"name": "exact"}]}}
+    wide = findings(tasks=tasks, **limits)
+    length = int(wide["tasks.evaluate.0 prompt lengths"].found.split()[2])
+    for check in ("prompt lengths", "context lengths"):
+        assert "rollout.max_context_tokens" in wide[f"tasks.evaluate.0 {check}"].found, "evaluation's own is not set"
+    for most, fits in ((length + 4, True), (length + 3, False)):
+        found = findings(tasks=tasks, evaluation={"max_context_tokens": most}, **limits)
+        for check in ("prompt lengths", "context lengths"):
+            finding = found[f"tasks.evaluate.0 {check}"]
+            assert (finding.level == "ok", "evaluation.max_context_tokens" in finding.found) == (fits, True)
+        assert f"up to {length + 4} of {most}" in found["tasks.evaluate.0 context lengths"].found

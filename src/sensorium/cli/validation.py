@@ -19,10 +19,10 @@ from sensorium.recipe.task_sections import SourceSection
 from sensorium.rewards.judge_parts import NO_CLIENT
 from sensorium.rollout.modalities import media_of
 from sensorium.rollout.threads import Renderer
-from sensorium.tasks.causal import untold
+from sensorium.tasks.causal import CausalSource, gaps, untold
 from sensorium.tasks.mixture import permuted
 from sensorium.tasks.source import TaskSource
-from sensorium.vocabulary.episode import Episode, Group, Status
+from sensorium.vocabulary.episode import Episode, Group, Segment, Status
 from sensorium.vocabulary.errors import MediaError, SensoriumError, TaskError
 from sensorium.vocabulary.plain import attempt, words
 from sensorium.vocabulary.score import by_name
@@ -101,6 +101,8 @@ def _check_source(
             tasks.append(untold(source, row, planner))
         except (TaskError, MediaError) as error:
             bad.append(str(error))
+    if planner == "causal_history" and isinstance(source, CausalSource):
+        bad += gaps(source).values()
     told = f"{section.source}: {count:,} of {len(source):,} read"
     skips = session.recipe.tasks.on_bad_row == "skip"
     yield Finding(where, "rows", *_counted(told, bad, "warning" if skips else "error"))
@@ -298,15 +300,24 @@ def _lengths(
     section: RolloutSection,
 ) -> Iterator[Finding]:
     """The longest context that was played, and the longest demonstration, against their budgets."""
-    contexts, cut = [], []
+    contexts: list[int] = []
+    cut, tight = [], []
+
+    def taken(segment: Segment) -> int:
+        """Tokens of a segment; a response was written without a limit here, and a run would end it at its own."""
+        length = len(session.chat.layout(segment))
+        return min(length, section.max_new_tokens) if segment.author == "model" else length
+
     for episode in (*demonstrated, *random):
         if episode.info.get("prompt_too_long") or episode.info.get("out_of_context"):
             cut.append(episode.failure)
-        for thread in episode.threads:
-            contexts.append(sum(len(session.chat.layout(segment)) for segment in thread.segments))
+        lengths = [sum(map(taken, thread.segments)) for thread in episode.threads]
+        contexts += lengths
+        if lengths and max(lengths) > section.max_context_tokens:
+            tight.append(f"task {episode.task_id} takes {max(lengths)}, so a response would be cut")
     if contexts:
-        told = f"up to {max(contexts):,} of {section.max_context_tokens:,} tokens"
-        yield Finding(where, "context lengths", *_counted(told, cut))
+        told = f"up to {max(contexts):,} of {section.max_context_tokens:,} tokens ({section.context_key})"
+        yield Finding(where, "context lengths", *_counted(told, [*cut, *tight], "error" if cut else "warning"))
     written = [len(turn.response.tokens) for episode in demonstrated for turn in episode.turns]
     if written:
         told = f"demonstrations take up to {max(written):,} tokens; {section.new_tokens_key} is {section.max_new_tokens:,}"

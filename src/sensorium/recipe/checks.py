@@ -226,7 +226,9 @@ def _limits(recipe: Recipe) -> Iterator[Problem]:
     for section in (recipe.rollout, *([recipe.held_out_rollout] if own else [])):
         if section.max_new_tokens >= section.max_context_tokens:
             long = f"max_new_tokens {section.max_new_tokens} leaves no room for a prompt"
-            yield section.new_tokens_key, f"{long} in max_context_tokens {section.max_context_tokens}."
+            keys = (section.new_tokens_key, section.context_key)
+            key = next((key for key in keys if key.startswith("evaluation")), keys[0])  # of two, the one that differs
+            yield key, f"{long} in max_context_tokens {section.max_context_tokens}."
     if recipe.rollout.count_observations and not most:
         nothing = "it counts what is shown into max_episode_tokens, which is 0: no limit. Give rollout.max_episode_tokens"
         yield "rollout.count_observations", f"{nothing}, or set rollout.count_observations: false."

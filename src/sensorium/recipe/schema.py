@@ -150,15 +150,17 @@ class RolloutSection(Section):
 class HeldOutRollout(RolloutSection):
     """How held-out tasks are played: as ``rollout`` says, within the limits of ``evaluation``. Not a section of its own."""
 
+    own: frozenset[str] = Field(default=frozenset(), exclude=True, description="limits that evaluation itself sets")
+
     @property
     def context_key(self) -> str:
-        """The key of evaluation's own limit."""
-        return "evaluation.max_context_tokens"
+        """The key of evaluation's own limit, or of rollout's where that counts."""
+        return f"{'evaluation' if 'max_context_tokens' in self.own else 'rollout'}.max_context_tokens"
 
     @property
     def new_tokens_key(self) -> str:
-        """The key of evaluation's own limit."""
-        return "evaluation.max_new_tokens"
+        """The key of evaluation's own limit, or of rollout's where that counts."""
+        return f"{'evaluation' if 'max_new_tokens' in self.own else 'rollout'}.max_new_tokens"
 
 
 class ScheduleSection(Section):
@@ -364,12 +366,9 @@ class Recipe(Section):
     @property
     def held_out_rollout(self) -> HeldOutRollout:
         """The section ``rollout`` as held-out tasks are played, with the limits of ``evaluation``."""
-        section, own = self.rollout, self.evaluation
-        limits = {
-            "max_context_tokens": own.max_context_tokens or section.max_context_tokens,
-            "max_new_tokens": own.max_new_tokens or section.max_new_tokens,
-        }
-        return HeldOutRollout.model_construct(**dict(section) | limits)
+        names = ("max_context_tokens", "max_new_tokens")
+        limits = {name: limit for name in names if (limit := getattr(self.evaluation, name))}
+        return HeldOutRollout.model_construct(**dict(self.rollout) | limits, own=frozenset(limits))
 
     @property
     def total_steps(self) -> int:
