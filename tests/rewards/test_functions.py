@@ -115,6 +115,14 @@ def test_a_function_that_returns_a_bool_says_right_or_wrong(form: Any, right: bo
     assert (other.value, other.correct) == (0.25, right)
 
 
+@pytest.mark.parametrize("form", [bool, np.bool_, torch.tensor])
+@pytest.mark.parametrize("right", [True, False])
+def test_a_bool_by_name_says_right_or_wrong_and_a_number_does_not(form: Any, right: bool, episode_of: MakeEpisode) -> None:
+    term = as_term(lambda task, episode: {"right": form(right), "short": 0.5}, name="mine")
+    found = {score.name: (score.value, score.correct) for score in scores(term, episode_of("3"))}
+    assert found == {"mine/right": (float(right), right), "mine/short": (0.5, None)}
+
+
 def test_options_that_a_function_does_not_take_are_refused_with_the_right_name() -> None:
     assert "did you mean 'scale'" in wrong_options("reward", f"{HERE}:brevity", {"scael": 1})[1]
     with pytest.raises(RecipeError, match="did you mean 'scale'"):

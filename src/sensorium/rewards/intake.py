@@ -1,7 +1,7 @@
 """What a reward term returned, as scores: numbers are converted, everything else is refused by name and value.
 
 A term may return a number, one Score, a tuple or list of Scores, or ``{name: number}``, one score each. True and False are
-the numbers 1 and 0, and also say right or wrong; a Score without a name gets the term's.
+the numbers 1 and 0, and also say right or wrong, alone and in ``{name: …}``; a Score without a name gets the term's.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -96,7 +96,7 @@ def _refuse(returned: Any) -> tuple[Score, ...]:
 def _named(term: str, key: Any, value: Any) -> Score:
     try:
         name = text_of(key)
-        return _finite(Score(name if name == term else f"{term}/{name}", number_of(value)))
+        return _finite(Score(name if name == term else f"{term}/{name}", number_of(value), correct=_verdict(value)))
     except ValueError as error:
         raise ValueError(f"it returned an object in which {error}; its keys are texts and its values numbers") from error
 
