@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from sensorium.cli.main import main
 from sensorium.cli.train import _from_environment
 from sensorium.recipe.caprl_settings import WITHOUT_EFFECT, caprl_settings
 from sensorium.recipe.load import load_recipe
@@ -111,6 +112,14 @@ def test_every_documented_variable_is_taken_or_named(
         return
     before = facts(load_recipe("caprl_video", _from_environment("caprl_video")))
     assert (facts(recipe) == before) == (becomes is None), f"{name} changes {facts(recipe)}"
+
+
+def test_a_source_that_reads_no_file_is_named_with_dataset(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "tiny/caprl_image", "--caprl-env", "--dry-run"]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "DATASET 'rows.jsonl'" in shown
+    assert "'captioned_shapes'" in shown
+    assert "override" not in shown
 
 
 def test_all_documented_variables_at_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

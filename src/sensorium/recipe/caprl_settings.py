@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sensorium.recipe.names import wrong_options
 from sensorium.recipe.schema import Recipe, RolloutSection
 from sensorium.vocabulary.errors import RecipeError
 
@@ -133,6 +134,16 @@ def caprl_settings(
         raise RecipeError(f"--caprl-env: the environment variable {lacking[0]} is needed and not set.")
     if files and not Path(given["DATASET"]).is_file():
         raise RecipeError(f"--caprl-env: DATASET '{given['DATASET']}' is no file. It is one JSONL or Parquet file.")
+    source = recipe.tasks.train[0].source
+    if (
+        not any(key.startswith("tasks.train") for key in changed)
+        and wrong_options("source", source, {"path": ""})[0] == "path"
+    ):
+        raise RecipeError(
+            f"--caprl-env: DATASET '{given['DATASET']}' cannot be read by '{path}': its tasks.train.0 has the source "
+            f"'{source}', which has no option path. Name a recipe with the source caprl (caprl_image, "
+            "caprl_video), or train this one without --caprl-env."
+        )
     found = CaprlSettings(given)
     found.without_effect.update({name: why for name, why in WITHOUT_EFFECT.items() if name in given})
     for name, (key, kind) in KEYS.items():
