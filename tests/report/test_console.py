@@ -231,6 +231,23 @@ def test_where_nothing_is_right_or_wrong_the_held_out_reward_is_told(clock: Cloc
     assert "reward 0.388 → reward 0.705  at step 40" in shown.export_text()
 
 
+@pytest.mark.parametrize(
+    ("summary", "cause"),
+    [
+        ({"tasks": 0, "episodes": 0, "failed": 0}, "no held-out task could be played"),
+        ({"tasks": 2, "episodes": 4, "failed": 4}, "all 4 episodes failed"),
+        ({"tasks": 2, "episodes": 4, "failed": 1}, "no episode has a reward"),
+    ],
+)
+def test_an_evaluation_that_measured_nothing_names_its_cause(summary: dict[str, int], cause: str) -> None:
+    watcher = ConsoleWatcher(Console(file=io.StringIO(), width=100))
+    watcher.started(RunStart("clips", 40))
+    watcher.evaluated(40, {"name": "eval", "accuracy": None, "reward": None, "judged": 0, **summary})
+    shown = watcher.console.file.getvalue()  # type: ignore[attr-defined]
+    assert cause in shown
+    assert "right or wrong" not in shown
+
+
 def test_findings_are_printed_when_they_begin_last_and_end() -> None:
     stream = io.StringIO()
     watcher = ConsoleWatcher(Console(file=stream, width=60))

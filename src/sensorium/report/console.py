@@ -328,4 +328,8 @@ def _measured(summary: Summary) -> str:
         return f"accuracy {share_or_reward(summary)}"
     if summary.get("reward") is not None:
         return f"{share_or_reward(summary)} (no reward term said right or wrong)"
-    return "accuracy none judged (no reward term said right or wrong)"
+    if not summary.get("tasks"):
+        return "measured nothing (no held-out task could be played)"
+    if summary.get("failed") and summary["failed"] == summary.get("episodes"):
+        return f"measured nothing (all {summary['failed']} episodes failed)"
+    return "measured nothing (no episode has a reward)"
