@@ -122,6 +122,12 @@ def test_what_cannot_be_said_is_refused_by_name(model: sn.Model, tmp_path: Path)
         model.chat([{"role": "usr", "content": "?"}])
     with pytest.raises(sn.SensoriumError, match=r"none\.png"):
         model.chat([tmp_path / "none.png", "?"])
+    for alone in (Path("a.wav"), b"RIFF", Image.new("RGB", (4, 4))):
+        with pytest.raises(sn.SensoriumError, match=r"in a list.*chat\(\["):
+            model.chat(alone)
+    for strange in (np.zeros((8, 8, 3), np.uint8), np.zeros(16, np.float32), 7):
+        with pytest.raises(sn.SensoriumError, match=rf"block 0.*{type(strange).__name__}.*PIL.*Path.*bytes"):
+            model.chat([strange, "?"])
     with pytest.raises(sn.SensoriumError, match="no run"):
         sn.load(tmp_path)
 

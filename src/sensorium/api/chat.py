@@ -121,6 +121,9 @@ def conversation(given: Any, store: Any) -> tuple[Message, ...]:
     """Messages from what ``chat`` takes."""
     if isinstance(given, str):
         return (Message("user", (_whole(given, "the message"),)),)
+    if isinstance(given, Path | bytes | bytearray) or hasattr(given, "getbands"):  # a picture, without importing PIL
+        shown = f"{given!r:.60}" if isinstance(given, Path) else f"a medium ({type(given).__name__})"
+        raise TaskError(f"chat was given {shown} alone. Put it in a list with a question: chat([medium, 'What is this?']).")
     if not isinstance(given, list | tuple) or not given:
         raise TaskError(f"chat takes a text, a list of texts and media, or a list of messages; not {given!r:.60}.")
     if all(isinstance(item, Message) or (isinstance(item, Mapping) and "role" in item) for item in given):
@@ -161,6 +164,12 @@ def _block(block: Any, origin: str, store: Any) -> Text | Media:
         (message,) = messages_of([{"role": "user", "content": [with_bytes(block)]}], place)
         return message.content[0]
     source = with_bytes(block)
+    if not isinstance(source, Path | bytes | bytearray | memoryview):
+        raise TaskError(
+            f"{origin} is of type {type(block).__module__}.{type(block).__name__}, which chat does not take. Give a text, "
+            "a PIL image (of an array: Image.fromarray), the Path of a picture, video or sound, or the bytes of such a "
+            "file (samples of a sound: write them as a WAV file)."
+        )
     if isinstance(source, Path):
         kind = kind_of(_head(source) or b"", source.name)
     else:
