@@ -54,7 +54,7 @@ def test_texts_and_names_of_json_are_masked_and_numbers_stay() -> None:
 
 def test_short_keys_are_masked_as_whole_words_and_placeholders_are_no_keys() -> None:
     assert masked("key hunter2 of hunter22", ["hunter2"]) == "key *** of hunter22"
-    assert masked("none of it is empty", ["none", "EMPTY", ""]) == "none of it is empty"
+    assert masked("none of it is empty, ollama", ["none", "EMPTY", "ollama", ""]) == "none of it is empty, ollama"
 
 
 def test_of_two_keys_the_longer_one_is_masked_whole() -> None:

@@ -19,7 +19,27 @@ SHORT = 12
 SHORTEST = 4
 BACKSLASHES = r"\\{1,31}"
 """Those before an escape: JSON within JSON doubles them. Bounded, since a search through n of them would take n² steps."""
-PLACEHOLDERS = frozenset({"none", "null", "empty", "dummy", "test", "token", "true", "false", "secret", "password", "xxxx"})
+PLACEHOLDERS = frozenset(
+    [
+        "none",
+        "null",
+        "empty",
+        "dummy",
+        "test",
+        "token",
+        "true",
+        "false",
+        "secret",
+        "password",
+        "xxxx",
+        "local",
+        "vllm",
+        "ollama",
+        "sglang",
+        "not-needed",
+        "no-key",
+    ]
+)
 """What people write where a server asks for no key. These are ordinary words of answers, and nothing is lost with them."""
 
 HELD_KEYS = ("headers", "env")
