@@ -5,6 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from sensorium.cli.serve import add_host_options
 from sensorium.vocabulary.errors import RecipeError
 from sensorium.workers.own_folder import temporary_folder
 
@@ -27,14 +28,7 @@ def configure(parser: ArgumentParser) -> None:
         metavar="NAME=FILE",
         help="offer the rows of a source, which FILE describes in YAML as a recipe does: {source: parquet, options: {…}}",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; beyond this machine a key is needed")
-    parser.add_argument(
-        "--allowed-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a further name that clients use, such as a proxy's",
-    )
+    add_host_options(parser)
     parser.add_argument("--port", type=int, default=8300)
     parser.add_argument("--capacity", type=int, default=1024, help="sessions that may be open at once")
     parser.add_argument("--lease-s", type=float, default=3600.0, help="a session that nobody asks for so long is closed")

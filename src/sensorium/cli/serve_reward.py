@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from sensorium.cli.serve import add_host_options
 from sensorium.vocabulary.errors import RecipeError
 from sensorium.workers.own_folder import temporary_folder
 
@@ -71,14 +72,7 @@ def configure(parser: ArgumentParser) -> None:
         default=None,
         help="number that CapRL's and OpenRLHF's clients get for what was not judged; default: the request fails",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; beyond this machine a key is needed")
-    parser.add_argument(
-        "--allowed-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a further name that clients use, such as a proxy's",
-    )
+    add_host_options(parser)
     parser.add_argument("--port", type=int, default=_set("REWARD_PORT", 18889, int), help="0: any free one")
     parser.add_argument(
         "--worker-port",
