@@ -257,6 +257,7 @@ def test_slime_with_one_turn_does_not_start_from_several() -> None:
     found = migrate(SLIME + "--adam-beta1 0.8 --adam-beta2 0.98", "run.sh")
     recipe = recipe_of(found)
     assert found.start == ""
+    assert any("batch.group_size" in note for note in found.notes)
     assert (recipe.rollout.max_turns, recipe.rollout.count_observations) == (1, False)
     assert text_of(found, "--adam-beta1") == text_of(found, "--adam-beta2") == "optimizer.betas=[0.8, 0.98]"
 
@@ -275,7 +276,8 @@ def test_vagen_is_known_by_its_module_and_its_lam_is_both() -> None:
     )  # fmt: skip
     advantage = recipe_of(found).algorithm.advantage
     assert (advantage.lam, advantage.turn_lam, advantage.gamma) == (0.9, 0.9, 0.8)
-    assert kinds(found)["env"] == "unknown"
+    assert (found.start, kinds(found)["env"]) == ("vagen_sokoban", "became")
+    assert kinds(migrate(VERL + "env=x", "run.sh"))["env"] == "unknown"
     assert {kinds(found)["~data.image_key"], kinds(found)["~data.video_key"]} == {"no place"}
     plain = migrate("python3 -m vagen.trainer.main_ppo algorithm.adv_estimator=grpo env=frozenlake\n", "run.sh")
     assert plain.start == "vagen_frozen_lake"
@@ -285,8 +287,11 @@ def test_vagen_is_known_by_its_module_and_its_lam_is_both() -> None:
 
 
 def test_variables_that_a_script_does_not_export_are_rows() -> None:
-    found = migrate(f"N=4\ncp ~user/a.b c\nA=b make x=1\n{VERL} actor_rollout_ref.rollout.n=$N\n", "run.sh")
-    assert kinds(found)["N"] == "no effect"
+    arrays = "UNUSED=(a.b=1)\nTAKEN=(data.seed=3)\necho ${TAKEN[@]}\n"
+    others = "cp ~user/a.b c\nA=b make x=1\n"
+    found = migrate(f"N=4\n{arrays}{others}{VERL} actor_rollout_ref.rollout.n=$N\n", "run.sh")
+    assert kinds(found)["N"] == kinds(found)["UNUSED"] == "no effect"
+    assert "TAKEN" not in kinds(found)
     assert kinds(found)["$ make x=1"] == kinds(found)["$ cp ~user/a.b c"] == "no place"
 
 

@@ -136,6 +136,10 @@ def test_limits_that_contradict_each_other_are_found() -> None:
     assert found("rollout.count_observations=yes", "rollout.max_episode_tokens=200") == []
     windowed = ("rollout.count_observations=yes", "rollout.max_episode_tokens=200", "rollout.window=1")
     assert found(*windowed) == ["rollout.count_observations"]
+    shapes = load_recipe("shapes")
+    counting = shapes.rollout.model_copy(update={"count_observations": True})
+    [(place, text)] = problems(shapes.model_copy(update={"rollout": counting}))
+    assert text.startswith(place), "named also where the error has no line of a file"
 
 
 def test_a_longer_context_of_held_out_tasks_is_in_the_forecast_of_memory() -> None:

@@ -120,6 +120,8 @@ def _migrate_script(text: str, named: str, framework: str, folder: Path | None) 
     told = {outcome.setting.key for outcome in migration.outcomes}
     inside = [Setting(name, value) for name, value in script.variables.items() if name not in told]
     migration.outcomes += [Outcome(one, "no effect", "not exported: it counts where the script uses it") for one in inside]
+    unused = [Setting(name, " ".join(items)) for name, items in script.arrays.items() if name not in script.used]
+    migration.outcomes += [Outcome(one, "no effect", "no command of the script takes this array") for one in unused]
     migration.outcomes += [_of_command(command) for command in others]
     return migration
 

@@ -52,6 +52,8 @@ class Script:
         self.commands: list[Command] = []
         self.variables: dict[str, str] = {}
         self.arrays: dict[str, list[str]] = {}
+        self.used: set[str] = set()
+        """Names of arrays that a command or another array takes."""
         self.exported: dict[str, int] = {}
         """Names that the script exports, with their lines."""
         self.notes: list[str] = []
@@ -169,6 +171,7 @@ class Script:
 
     def _items(self, name: str) -> list[str]:
         """The items of an array; none of one that the script does not set, which is noted."""
+        self.used.add(name)
         if name not in self.arrays:
             note = f"the array {name} is not set in this file; what another file puts into it is not in the table"
             self.notes += [note] if note not in self.notes else []

@@ -40,6 +40,8 @@ SEVERAL_TURNS = {
 }  # fmt: skip
 DEFAULTS: dict[str, Any] = {"--eps-clip": 0.2, "--eps-clip-c": None, "--calculate-per-token-loss": False}
 """slime's own values of arguments that a command leaves out, where a recipe's are others."""
+UNSURE = {"--n-samples-per-prompt": "batch.group_size", "--rollout-max-response-len": "rollout.max_new_tokens"}
+"""Arguments that a run hangs on and whose defaults are not filled in."""
 ENVIRONMENTS = {"examples.geo3k_vlm_multi_turn.env_geo3k": "geo3k"}
 
 
@@ -144,6 +146,9 @@ def migrate_slime(settings: Sequence[Setting], text: str, named: str, notes: Seq
     sheet = Sheet("slime", start, settings, notes)
     sheet.fill({} if start else DEFAULTS, ("--rollout-batch-size", "--n-samples-per-prompt", "--advantage-estimator"))
     sheet.settle(RULES)
+    own = [place for key, place in UNSURE.items() if not start and key not in keys]
+    if own:
+        sheet.notes.append(f"left out, so the recipe has its own value, which may not be slime's: {', '.join(own)}.")
     if not sheet.at("model.path"):
         sheet.put("model.path", "MODEL")
         sheet.notes.append("no --hf-checkpoint was given: model.path says MODEL, which no folder is.")

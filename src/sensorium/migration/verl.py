@@ -505,6 +505,11 @@ DEFAULTS: dict[str, Any] = {
 """verl's own values of keys that a command leaves out, where a recipe's are others."""
 
 VAGEN: dict[str, Rule] = {
+    "env": lambda sheet, setting: (
+        sheet.nothing(setting, "became", f"the recipe that the migration starts from: {sheet.start}")
+        if VAGEN_RECIPES.get(str(setting.value).lower()) == sheet.start
+        else sheet.nothing(setting, "no place", "name the environment under tasks.train (docs/environments.md)")
+    ),
     "rollout_manager.max_turns": _turns,
     "rollout_manager.window_size": "rollout.window",
     "rollout_manager.use_multi_turn_reward": "rewards.terms.0.options.per_turn",

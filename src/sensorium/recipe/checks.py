@@ -230,11 +230,13 @@ def _limits(recipe: Recipe) -> Iterator[Problem]:
             key = next((key for key in keys if key.startswith("evaluation")), keys[0])  # of two, the one that differs
             yield key, f"{long} in max_context_tokens {section.max_context_tokens}."
     if recipe.rollout.count_observations and not most:
-        nothing = "it counts what is shown into max_episode_tokens, which is 0: no limit. Give rollout.max_episode_tokens"
-        yield "rollout.count_observations", f"{nothing}, or set rollout.count_observations: false."
+        nothing = "rollout.count_observations counts what is shown into rollout.max_episode_tokens, which is 0: no limit"
+        yield "rollout.count_observations", f"{nothing}. Give max_episode_tokens, or set count_observations: false."
     if recipe.rollout.count_observations and recipe.rollout.window:
-        gone = "it counts the tokens of the one thread that an episode is, and with rollout.window older turns leave it"
-        yield "rollout.count_observations", f"{gone}. Set rollout.window: 0, or rollout.count_observations: false."
+        gone = (
+            "rollout.count_observations counts the tokens of an episode's one thread, and rollout.window drops older turns"
+        )
+        yield "rollout.count_observations", f"{gone}. Set window: 0, or count_observations: false."
     if 0 < evaluation.max_context_tokens < LEAST_CONTEXT:
         yield "evaluation.max_context_tokens", f"it must be {LEAST_CONTEXT} at least, or 0 for that of rollout."
     if 0 < most < evaluation.max_new_tokens:
