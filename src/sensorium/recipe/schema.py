@@ -9,7 +9,7 @@ from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic import BeforeValidator, Field, PlainSerializer, PrivateAttr
 
 from sensorium.recipe.algorithm_sections import AlgorithmSection, OptimizerSection
 from sensorium.recipe.judge_section import JudgesSection
@@ -150,17 +150,17 @@ class RolloutSection(Section):
 class HeldOutRollout(RolloutSection):
     """How held-out tasks are played: as ``rollout`` says, within the limits of ``evaluation``. Not a section of its own."""
 
-    own: frozenset[str] = Field(default=frozenset(), exclude=True, description="limits that evaluation itself sets")
+    _own = PrivateAttr(default=frozenset[str]())  # names of the limits that evaluation itself sets
 
     @property
     def context_key(self) -> str:
         """The key of evaluation's own limit, or of rollout's where that counts."""
-        return f"{'evaluation' if 'max_context_tokens' in self.own else 'rollout'}.max_context_tokens"
+        return f"{'evaluation' if 'max_context_tokens' in self._own else 'rollout'}.max_context_tokens"
 
     @property
     def new_tokens_key(self) -> str:
         """The key of evaluation's own limit, or of rollout's where that counts."""
-        return f"{'evaluation' if 'max_new_tokens' in self.own else 'rollout'}.max_new_tokens"
+        return f"{'evaluation' if 'max_new_tokens' in self._own else 'rollout'}.max_new_tokens"
 
 
 class ScheduleSection(Section):
@@ -366,9 +366,12 @@ class Recipe(Section):
     @property
     def held_out_rollout(self) -> HeldOutRollout:
         """The section ``rollout`` as held-out tasks are played, with the limits of ``evaluation``."""
-        names = ("max_context_tokens", "max_new_tokens")
-        limits = {name: limit for name in names if (limit := getattr(self.evaluation, name))}
-        return HeldOutRollout.model_construct(**dict(self.rollout) | limits, own=frozenset(limits))
+        own = self.evaluation
+        limits = {"max_context_tokens": own.max_context_tokens, "max_new_tokens": own.max_new_tokens}
+        limits = {name: limit for name, limit in limits.items() if limit}
+        section = HeldOutRollout.model_construct(**dict(self.rollout) | limits)
+        section._own = frozenset(limits)
+        return section
 
     @property
     def total_steps(self) -> int:
