@@ -21,6 +21,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from websockets.sync.client import connect
 
 from sensorium.envs.remote.client import EnvironmentClient, shared_client, socket_address
 from sensorium.envs.remote.environment import KEY, RemoteEnvironment
@@ -279,7 +280,6 @@ HTTP = httpx.Client()
 @given(st.lists(FRAMES, max_size=4), st.booleans())
 def test_no_frame_breaks_the_service(server: str, frames: list[bytes], as_text: bool) -> None:
     from websockets.exceptions import ConnectionClosed
-    from websockets.sync.client import connect
 
     with connect(server.replace("http", "ws") + "/v1/ws", max_size=None) as socket:
         try:
@@ -327,6 +327,28 @@ def test_a_client_is_shared_and_addresses_are_checked() -> None:
     assert shared_client(["http://a:1"], "") is shared_client(["ws://a:1/v1/ws"], "")
     with pytest.raises(RecipeError, match="no address"):
         EnvironmentClient([socket_address("a:1")])
+    for server in ("http://user:word-of-pass@a:1", "ws://a:1/v1/ws?token=word-of-pass"):  # recipes are logged and reported
+        with pytest.raises(RecipeError, match="SENSORIUM_SERVICE_KEY") as refused:
+            RemoteEnvironment(MediaStore(), ["http://a:1", server], "counting")
+        assert "word-of-pass" not in str(refused.value)
+
+
+@pytest.mark.parametrize("seed", [-1, True, "seven", 7.5, None, 2**63])
+def test_no_operation_takes_a_seed_that_is_no_whole_number_from_0(server: str, seed: Any) -> None:
+    wish = {"session": "s", "environment": "counting", "options": {}}
+    operations = [
+        {"id": 0, "op": "open", "seed": seed, **wish},
+        {"id": 1, "op": "content_keys", "seeds": [0, seed], **wish},
+        {"id": 2, "op": "lease", "session": "s"},
+    ]
+    statuses = {}
+    with connect(server.replace("http", "ws") + "/v1/ws") as socket:
+        socket.send(pack({"ops": operations}, {}))
+        while len(statuses) < len(operations):
+            replies = unpack(socket.recv(timeout=30))[0]["replies"]  # type: ignore[arg-type]
+            statuses |= {reply["id"]: reply.get("status") for reply in replies}
+    assert statuses == {0: 422, 1: 422, 2: 404}
+    assert HTTP.put(f"{server}/v1/sessions/s", json={"environment": "counting", "seed": seed}).status_code == 422
 
 
 def test_many_sessions_step_at_once_and_fast_enough_to_notice_a_stall(server: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.vocabulary.secrets import Secret, masked
+from sensorium.vocabulary.secrets import Secret, holds_key, masked, without_keys
 
 KEY = "sk-0123/abc+DEF=456789"
 keys = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=12, max_size=40)
@@ -72,3 +72,20 @@ def test_masking_takes_time_linear_in_the_text(key: str) -> None:
 
 def test_a_secret_prints_as_a_mask() -> None:
     assert (repr(Secret(KEY)), str(Secret(KEY)), Secret(KEY).reveal()) == ("***", "***", KEY)
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("http://me:word@host:1/a", "http://host:1/a?***"),
+        ("WSS://word@host", "WSS://host?***"),
+        ("https://host/a?token=word#b", "https://host/a?***"),
+        ("http://me:word@[::1", "http://[::1?***"),
+        ("http://[::1", "http://[::1"),
+        ("http://host:1/a@b#c?d", "http://host:1/a@b#c?d"),
+        ("Look at http://host?q", "Look at http://host?q"),
+    ],
+)
+def test_an_address_is_shown_without_its_key_however_broken_it_is(address: str, shown: str) -> None:
+    assert without_keys({"servers": [address]}) == {"servers": [shown]}
+    assert holds_key(address) is (address != shown)

@@ -210,9 +210,9 @@ async def perform(table: SessionTable, operation: Json) -> Json:
 
 
 async def _content_keys(table: SessionTable, environment: str, options: Json, seeds: list[Any]) -> Json:
-    if len(seeds) > 1000 or not all(isinstance(seed, int) and 0 <= seed <= MOST_SEED for seed in seeds):
-        raise Refusal(422, "up to 1000 seeds, whole numbers from 0")
-    return {"keys": await table.content_keys(environment, options, seeds)}
+    if len(seeds) > 1000:
+        raise Refusal(422, "up to 1000 seeds")
+    return {"keys": await table.content_keys(environment, options, [seed_of(seed) for seed in seeds])}
 
 
 async def _reap(table: SessionTable) -> None:

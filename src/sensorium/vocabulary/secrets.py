@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
-from urllib.parse import urlsplit
 
 MASK = "***"
 SHORT = 12
@@ -44,7 +43,8 @@ PLACEHOLDERS = frozenset(
 
 HELD_KEYS = ("headers", "env")
 """Options of tools and environments that hand a key to a server."""
-ADDRESS = re.compile(r"(?:https?|wss?)://\S+\Z")
+ADDRESS = re.compile(r"(?i)(?P<scheme>(?:http|ws)s?://)(?P<user>[^/?#]*@)?(?P<place>[^?#]*)(?P<query>\?[^#]+)?.*")
+"""Reads also what is no good address, where urllib would fail: ``http://[::1`` is refused by who uses it."""
 
 
 class Secret:
@@ -68,8 +68,8 @@ class Secret:
 
 def holds_key(address: str) -> bool:
     """Whether an address has a user, password or query. A recipe's must not: recipes are kept, reported and logged."""
-    parts = urlsplit(address)
-    return "@" in parts.netloc or bool(parts.query)
+    found = ADDRESS.match(address)
+    return found is not None and bool(found["user"] or found["query"])
 
 
 def without_keys(recipe: Any) -> Any:
@@ -82,9 +82,8 @@ def without_keys(recipe: Any) -> Any:
         }
     if isinstance(recipe, list | tuple):
         return [without_keys(held) for held in recipe]
-    if isinstance(recipe, str) and ADDRESS.match(recipe) and holds_key(recipe):
-        parts = urlsplit(recipe)
-        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}?{MASK}"
+    if isinstance(recipe, str) and not re.search(r"\s", recipe) and holds_key(recipe):
+        return ADDRESS.sub(rf"\g<scheme>\g<place>?{MASK}", recipe)
     return recipe
 
 
