@@ -3,10 +3,15 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from sensorium.cli.main import main
+from sensorium.media.wav import encode_wav
+from sensorium.tasks.png import indexed_png
 
 SMALL = ["model.path=Qwen/Qwen2.5-VL-3B-Instruct", "rollout.max_context_tokens=8192", "steps=1000", "epochs=0"]
 ASKED = ["plan", "caprl_image", *SMALL, "--gpus", "8", "--kind", "h100", "--response-tokens", "300", "--engines", "3"]
@@ -83,3 +88,30 @@ def test_planning_imports_no_torch() -> None:
     code = "import sys; from sensorium.cli.main import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, *ASKED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["sound", "picture"])
+def test_the_vision_tower_counts_only_where_tasks_show_something(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.wav").write_bytes(encode_wav(np.zeros(1600, np.float32)))
+    (tmp_path / "a.png").write_bytes(indexed_png(np.zeros((8, 8), np.uint8), [(0, 0, 0), (9, 9, 9)]))
+    medium, mark = {"sound": ("a.wav", "<audio>"), "picture": ("a.png", "<image>")}[kind]
+    rows, gone = tmp_path / "rows.jsonl", tmp_path / "gone.jsonl"
+    rows.write_text(json.dumps({"prompt": f"{mark}What is it?", "answer": "A", "media": [medium]}))
+
+    def planned(path: Path) -> dict[str, Any]:
+        options = {"path": str(path), "columns": {"prompt": "prompt", "answer": "answer", f"{kind}s": "media"}}
+        sources = [
+            f"tasks.{side}={json.dumps([{'source': 'jsonl', 'options': options}])}" for side in ("train", "evaluate")
+        ]
+        asked = [*sources, "model.path=tiny:qwen2_5_omni", "--gpus", "1", "--kind", "h200", "--json"]
+        assert main(["plan", "sight_and_sound", *asked]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    found, unread = planned(rows), planned(gone)
+    assert ("vision tower" in found["rank"]["uses"]) == (kind == "picture")
+    assert "vision tower" not in {note["what"] for note in found["notes"]}
+    assert "vision tower" in unread["rank"]["uses"]
+    assert [str(gone) in note["words"] for note in unread["notes"] if note["what"] == "vision tower"] == [True]

@@ -1,6 +1,7 @@
 """Memory that does not suffice: said before the run by its forecast, and in one paragraph when it runs out."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from sensorium.cli.main import main
 from sensorium.learner.learner import Learner
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.load import dump_recipe
-from sensorium.recipe.plan import make_plan
+from sensorium.recipe.plan import for_tasks, make_plan
+from sensorium.recipe.recomputation import least_recomputation
 from sensorium.trainer.run import train
+from sensorium.vocabulary import Media, Task, user
 from sensorium.vocabulary.errors import MemoryExhausted
 from tests.trainer.small import small
 from tests.trainer.test_going_on import Notes, assert_equal
@@ -85,6 +88,24 @@ def test_a_forecast_above_what_is_there_is_said_before_anything_is_spent(
     notes = Notes()
     train(recipe, watchers=[notes])
     assert any("ATTENTION: the run may take" in note for note in notes.texts)
+
+
+def test_a_gpu_that_chooses_what_to_recompute_needs_no_memory_for_a_tower_that_sees_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny("qwen2_5_omni", tmp_path / "model")
+    recipe = small(tmp_path / "run", f"model.path={model}", "model.gradient_checkpointing=auto", "model.dtype=bfloat16")
+    plan = make_plan(recipe)
+    heard = for_tasks(plan, [Task("heard", (user(Media("sound", "0" * 64)),))])
+    gpu = SimpleNamespace(total_memory=1 << 40)
+    assert plan.model is not None
+    needed = least_recomputation(recipe, plan.model, gpu.total_memory).forecast
+    monkeypatch.setattr(memory, "find_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(memory, "_memory_there", lambda _: needed - 1)
+    assert memory_note(recipe, plan).startswith("ATTENTION")
+    assert memory_note(recipe, heard) == ""
+    assert 0 < memory._forecast(recipe, heard, torch.device("cuda", 0)) == needed - plan.memory["vision tower"]
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import torch
 from sensorium.models.load import find_device
 from sensorium.models.load_checks import free_memory
 from sensorium.recipe.lowering_settings import lowering_settings
-from sensorium.recipe.plan import Plan, without_large_copies
+from sensorium.recipe.plan import TOWER, Plan, without_large_copies
 from sensorium.recipe.recomputation import learners_memory, least_recomputation
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import is_ours
@@ -35,11 +35,12 @@ def memory_note(recipe: Recipe, plan: Plan) -> str:
         return ""
     uses = sorted(plan.memory, key=lambda use: -plan.memory[use])[:2]
     most = " and ".join(f"{use} {plan.memory[use] / GIB:.1f}" for use in uses)
+    pictures = " that are all picture" if TOWER in plan.memory else ""
     return (
         f"ATTENTION: the run may take {needed / GIB:.1f} GiB of memory (most of it: {most}), and {there / GIB:.1f} GiB of "
         f"{_name(device)} are there for it. It ends when memory runs out, and goes on from its last checkpoint. The "
         f"forecast takes every budget as full, prompts of {recipe.rollout.max_context_tokens} tokens "
-        f"(rollout.max_context_tokens) that are all picture among them; what stays below takes less. {ways_out(recipe)}"
+        f"(rollout.max_context_tokens){pictures} among them; what stays below takes less. {ways_out(recipe)}"
     )
 
 

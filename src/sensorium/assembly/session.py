@@ -27,7 +27,6 @@ from sensorium.models.fast_paths import fallbacks, given_up
 from sensorium.models.policy import Policy
 from sensorium.recipe.names import build, resolve
 from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection
-from sensorium.recipe.task_sections import SourceSection
 from sensorium.record.processes import ProcessRow
 from sensorium.rewards.answer import without_answer
 from sensorium.rewards.context import RewardContext
@@ -36,9 +35,7 @@ from sensorium.rewards.judgements import JudgementCache, term_identity
 from sensorium.rewards.scorer import Scorer
 from sensorium.rollout.modalities import refuse_strange_environments
 from sensorium.rollout.play import Rollout
-from sensorium.tasks.bounded import bounded
-from sensorium.tasks.mixture import TaskStream
-from sensorium.tasks.source import TaskSource
+from sensorium.tasks.mixture import TaskStream, make_sources
 from sensorium.vocabulary.errors import RecipeError, TaskError
 from sensorium.vocabulary.task import Task
 
@@ -230,14 +227,6 @@ def make_scorer(
             for (term, _), asked in zip(terms, section.terms, strict=True)
         },
     )
-
-
-def make_sources(sections: Sequence[SourceSection], store: MediaStore, where: str) -> list[TaskSource]:
-    """The sources of a mixture."""
-    return [
-        bounded(build("source", s.source, s.options, f"{where}.{i}", store=store), s.source, f"{where}.{i}")
-        for i, s in enumerate(sections)
-    ]
 
 
 def make_stream(recipe: Recipe, store: MediaStore) -> TaskStream:

@@ -1,7 +1,8 @@
 """Forecast a recipe on so many GPUs of a kind: memory on each, the parts of a step, tokens a second, and cost by a price.
 
-Nothing is loaded or run. Figures come from a cost model that is fitted to measurements on one H200, and from a simulation
-of the schedule; what was measured and what is scaled or assumed is said with them. docs/scaling.md tells more.
+No model is loaded and nothing is run; of the tasks two rows of each source are read, where a vision tower would learn.
+Figures come from a cost model that is fitted to measurements on one H200, and from a simulation of the schedule; what was
+measured and what is scaled or assumed is said with them. docs/scaling.md tells more.
 """
 
 import json
@@ -12,11 +13,13 @@ from importlib import import_module
 from rich.table import Table
 from rich.text import Text
 
-from sensorium.cli.show import say
+from sensorium.cli.show import read_a_few, say
 from sensorium.forecast.forecast import Asked, Forecast, forecast
 from sensorium.forecast.machine import kinds
 from sensorium.forecast.memory import GpuMemory
+from sensorium.forecast.published_shapes import planned_shape
 from sensorium.forecast.simulator import SCHEDULES, Deployment
+from sensorium.recipe.activations import tower_bytes
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.report.tables import bytes_text, count_text
@@ -78,7 +81,8 @@ def run(arguments: Namespace) -> int:
         except ValueError as error:
             raise RecipeError(f"rollout.engine.options: {error}.") from error
     asked = Asked(**{name: getattr(arguments, name) for name in Asked.__dataclass_fields__})
-    found = forecast(recipe, asked)
+    tower = tower_bytes(recipe, planned_shape(recipe.model, asked.shape)[0])
+    found = forecast(recipe, asked, *(read_a_few(recipe) if tower else ()))
     if arguments.json:
         print(json.dumps(as_json(found), indent=1, ensure_ascii=False))
         return 0

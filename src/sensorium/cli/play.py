@@ -39,9 +39,8 @@ def configure(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Play."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    from sensorium.assembly.session import make_sources
     from sensorium.cli.without_model import model_free_session
-    from sensorium.tasks.mixture import each_once
+    from sensorium.tasks.mixture import each_once, make_sources
     from sensorium.workers.event_loop import run_async
 
     sides = {"evaluate": recipe.tasks.evaluate, "train": recipe.tasks.train}

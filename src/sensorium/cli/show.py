@@ -1,7 +1,5 @@
 """What several commands print: the resolved recipe, the plan, and where things lie."""
 
-from contextlib import suppress
-
 from rich.console import Console
 from rich.syntax import Syntax
 
@@ -13,7 +11,7 @@ from sensorium.recipe.plan import TOWER, Plan, for_tasks, make_plan
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import IncompleteConfig, is_ours
 from sensorium.report.tables import disk_note, plan_table
-from sensorium.tasks.mixture import a_few
+from sensorium.tasks.mixture import a_few, make_sources
 from sensorium.vocabulary.errors import SensoriumError
 from sensorium.vocabulary.task import Task
 
@@ -58,14 +56,23 @@ def _with_model(recipe: Recipe, path: str) -> Recipe:
 
 
 def show_plan(recipe: Recipe, console: Console) -> None:
-    """The resolved numbers of a run."""
-    from sensorium.assembly.session import make_sources
+    """The resolved numbers of a run. Why tasks cannot be read is said by the run itself."""
+    plan = _plan(recipe)
+    _show(for_tasks(plan, read_a_few(recipe)[0]) if TOWER in plan.memory else plan, console)
 
-    plan, seen = _plan(recipe), []
-    if TOWER in plan.memory:
-        with suppress(SensoriumError):  # which the run meets itself
-            seen = a_few(make_sources([*recipe.tasks.train, *recipe.tasks.evaluate], MediaStore(), "tasks"), each=2)
-    _show(for_tasks(plan, seen), console)
+
+def read_a_few(recipe: Recipe) -> tuple[list[Task], str]:
+    """Two tasks of every source, to see which media they have; none and the reason, if those of one cannot be read."""
+    tasks: list[Task] = []
+    for where, sections in (("tasks.train", recipe.tasks.train), ("tasks.evaluate", recipe.tasks.evaluate)):
+        try:
+            for i, source in enumerate(make_sources(sections, MediaStore(), where)):
+                if not (found := a_few([source], each=2)):
+                    return [], f"{where}.{i}: the rows that were tried are bad; sensorium validate names them"
+                tasks += found
+        except (SensoriumError, TypeError) as error:  # the latter of a source without a length
+            return [], str(error)
+    return tasks, ""
 
 
 def _plan(recipe: Recipe) -> Plan:

@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sensorium.assembly.session import EnvironmentMaker, make_sources
+from sensorium.assembly.session import EnvironmentMaker
 from sensorium.cli.random_play import RandomPlay, try_tools
 from sensorium.cli.without_model import ModelFreeSession
 from sensorium.models.tiny_processors import PUBLISHED_PIXELS
@@ -20,7 +20,7 @@ from sensorium.rewards.judge_parts import NO_CLIENT
 from sensorium.rollout.modalities import media_of
 from sensorium.rollout.threads import Renderer
 from sensorium.tasks.causal import CausalSource, gaps, untold
-from sensorium.tasks.mixture import permuted
+from sensorium.tasks.mixture import make_sources, permuted
 from sensorium.tasks.source import TaskSource
 from sensorium.vocabulary.episode import Episode, Group, Segment, Status
 from sensorium.vocabulary.errors import MediaError, SensoriumError, TaskError

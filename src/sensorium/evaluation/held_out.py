@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sensorium.assembly.determinism import surroundings, warn_if_changed
-from sensorium.assembly.session import Session, make_sources, model_session, sampling_of
+from sensorium.assembly.session import Session, model_session, sampling_of
 from sensorium.evaluation.chunks import cut, play_chunks
 from sensorium.evaluation.evaluate import attempt_of
 from sensorium.evaluation.folder import EvaluationFolder, Journal
@@ -20,7 +20,7 @@ from sensorium.record.durable import read_rows
 from sensorium.record.episode_json import task_to_json
 from sensorium.report.evaluations import markdown, summary_grid
 from sensorium.rewards.scorer import Scorer
-from sensorium.tasks.mixture import each_once, with_way_out
+from sensorium.tasks.mixture import each_once, make_sources, with_way_out
 from sensorium.tasks.source import table_columns
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import PromptTooLong, TaskError

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sensorium.assembly.session import make_sources, model_session
+from sensorium.assembly.session import model_session
 from sensorium.evaluation.evaluate import evaluate
 from sensorium.recipe.schema import Recipe
-from sensorium.tasks.mixture import each_once
+from sensorium.tasks.mixture import each_once, make_sources
 from sensorium.workers.event_loop import run_async
 
 

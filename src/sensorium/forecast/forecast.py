@@ -1,22 +1,24 @@
 """A recipe on so many GPUs of a kind: memory on each, the parts of a step, tokens a second and cost."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
 from sensorium.forecast.costs import Costs, Push, Recomputation, costs_of
 from sensorium.forecast.machine import Kind, assumed, kind_named, machine
 from sensorium.forecast.memory import GpuMemory, engine_memory, fitting_memory
-from sensorium.forecast.provenance import assumed_prompts, notes_of
+from sensorium.forecast.provenance import assumed_media, assumed_prompts, notes_of
 from sensorium.forecast.published_shapes import planned_shape
 from sensorium.forecast.savings import ways_out
 from sensorium.forecast.simulator import Deployment, ScheduleName, SimulatedRun, simulate
 from sensorium.forecast.step_work import StepWork, work_of
-from sensorium.recipe.plan import BYTES, GIB, engine_rows, trained_parameters
+from sensorium.recipe.plan import BYTES, GIB, engine_rows, shape_for_tasks, trained_parameters
 from sensorium.recipe.recomputation import SHARE, vllm_share
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape
 from sensorium.recipe.traits import estimator_traits
 from sensorium.vocabulary.errors import RecipeError
+from sensorium.vocabulary.task import Task
 
 ENGINE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 """Shares of the GPUs that are tried for engines where nobody says how many."""
@@ -63,12 +65,16 @@ class Forecast:
     notes: tuple[tuple[str, str, str], ...]
 
 
-def forecast(recipe: Recipe, asked: Asked) -> Forecast:
-    """Plan a recipe; raises RecipeError, with the ways out, where it cannot fit."""
+def forecast(recipe: Recipe, asked: Asked, tasks: Sequence[Task] = (), unread: str = "") -> Forecast:
+    """Plan a recipe; raises RecipeError, with the ways out, where it cannot fit.
+
+    ``tasks`` are a few of the recipe's, ``unread`` why there are none: they tell which towers compute anything.
+    """
     if asked.gpus < 1:
         raise RecipeError(f"--gpus {asked.gpus}: a plan needs at least one.")
     kind = kind_named(asked.kind)
     shape, source = planned_shape(recipe.model, asked.shape)
+    shape = shape_for_tasks(shape, tasks)
     schedule = asked.schedule or recipe.schedule.name
     if asked.prompt_tokens:
         recipe = _shorter(recipe, asked.prompt_tokens)
@@ -86,7 +92,7 @@ def forecast(recipe: Recipe, asked: Asked) -> Forecast:
     planned, refusal = [], None
     for deployment in tried:
         try:
-            planned.append(_planned(recipe, shape, kind, work, deployment, asked))
+            planned.append(_planned(recipe, shape, kind, work, deployment, asked, unread))
         except RecipeError as error:
             refusal = refusal or error
     if not planned:
@@ -118,6 +124,7 @@ def forecast(recipe: Recipe, asked: Asked) -> Forecast:
                 prompts_given=asked.prompt_tokens > 0,
                 responses_given=asked.response_tokens > 0,
                 experts="moe" in shape.family,
+                unread=unread,
             )
         ),
     )
@@ -179,10 +186,11 @@ Planned = tuple[Deployment, Recipe, GpuMemory, GpuMemory | None, SimulatedRun]
 
 
 def _planned(
-    recipe: Recipe, shape: ModelShape, kind: Kind, work: StepWork, deployment: Deployment, asked: Asked
+    recipe: Recipe, shape: ModelShape, kind: Kind, work: StepWork, deployment: Deployment, asked: Asked, unread: str
 ) -> Planned:
     """One way to divide the GPUs: what it holds and how long its steps take."""
     assumption = "" if asked.prompt_tokens else f" Here {assumed_prompts(work)}."
+    assumption += f" And {assumed_media(unread)}." if unread else ""
     recipe, rank = _fitting_rank(recipe, shape, kind, deployment, assumption)
     engine = None
     if deployment.apart:

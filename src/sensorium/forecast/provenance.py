@@ -19,6 +19,7 @@ def notes_of(
     prompts_given: bool,
     responses_given: bool,
     experts: bool,
+    unread: str,
 ) -> Iterator[Note]:
     """What, how it is known, and more of it."""
     if kind.measured:
@@ -45,6 +46,8 @@ def notes_of(
         yield "turns", "computed", "an episode of several turns counts as one response; environments' own time is not in it"
     if not prompts_given:
         yield "prompts", "assumed", assumed_prompts(work)
+    if unread:
+        yield "vision tower", "assumed", assumed_media(unread)
     if not responses_given:
         yield "responses", "assumed", f"each fills its budget ({work.response:g} tokens); --response-tokens says the mean"
     if plan.learners == 1:
@@ -104,6 +107,11 @@ def assumed_prompts(work: StepWork) -> str:
         f"every prompt fills its context ({work.prompt:,} tokens): `sensorium validate RECIPE` measures prompts, "
         "--prompt-tokens says how long the longest is"
     )
+
+
+def assumed_media(unread: str) -> str:
+    """What is assumed of tasks that cannot be read, and why they cannot."""
+    return f"the tasks cannot be read here, so prompts are taken to show pictures ({unread.rstrip('.')})"
 
 
 def _pushed(plan: Deployment) -> str:

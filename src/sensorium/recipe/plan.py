@@ -136,14 +136,21 @@ def make_plan(recipe: Recipe, config: dict[str, Any] | None = None) -> Plan:
 
 
 def for_tasks(plan: Plan, tasks: Sequence[Task]) -> Plan:
-    """The plan for tasks like these: where none shows a picture or video, a vision tower computes nothing.
+    """The plan for tasks like these, without a vision tower's activations where they need none."""
+    if plan.model is None or (shape := shape_for_tasks(plan.model, tasks)) is plan.model:
+        return plan
+    return replace(plan, model=shape, memory={use: amount for use, amount in plan.memory.items() if use != TOWER})
 
-    What environments will show is not known, so with one of them the plan stays as it is.
+
+def shape_for_tasks(shape: ModelShape, tasks: Sequence[Task]) -> ModelShape:
+    """The shape to forecast with: where no task shows a picture or video, the vision tower is held but computes nothing.
+
+    What environments will show is not known, so with one of them, or without any task, every tower counts.
     """
     kinds = {item.kind for task in tasks for message in task.messages for item in message.media}
     if not tasks or kinds & {"picture", "video"} or any(task.environment is not None for task in tasks):
-        return plan
-    return replace(plan, memory={use: amount for use, amount in plan.memory.items() if use != TOWER})
+        return shape
+    return replace(shape, tower_depth=0)
 
 
 def trained_parameters(recipe: Recipe, shape: ModelShape) -> int:

@@ -15,9 +15,9 @@ from fractions import Fraction
 
 from sensorium.media.store import MediaStore
 from sensorium.recipe.load import check_recipe
-from sensorium.recipe.names import build, resolve
+from sensorium.recipe.names import resolve
 from sensorium.recipe.schema import Recipe
-from sensorium.tasks.bounded import bounded
+from sensorium.tasks.mixture import make_sources
 from sensorium.vocabulary.errors import RecipeError
 
 
@@ -46,15 +46,13 @@ def resolve_epochs(recipe: Recipe) -> Recipe:
 
 def count_rows(recipe: Recipe) -> int:
     """Rows of all training sources together."""
-    total, store = 0, MediaStore()
-    for i, section in enumerate(recipe.tasks.train):
-        at = f"tasks.train.{i}"
-        source = bounded(build("source", section.source, section.options, at, store=store), section.source, at)
+    total = 0
+    for i, source in enumerate(make_sources(recipe.tasks.train, MediaStore(), "tasks.train")):
         try:
             total += len(source)
         except TypeError as error:
             raise RecipeError(
-                f"epochs: source '{section.source}' ({at}) has no length, so that nobody knows when a pass over it ends. "
-                "Give it __len__, or give steps instead of epochs."
+                f"epochs: source '{recipe.tasks.train[i].source}' (tasks.train.{i}) has no length, so that "
+                "nobody knows when a pass over it ends. Give it __len__, or give steps instead of epochs."
             ) from error
     return total

@@ -13,6 +13,10 @@ from fractions import Fraction
 from math import ceil
 from typing import Literal
 
+from sensorium.media.store import MediaStore
+from sensorium.recipe.names import build
+from sensorium.recipe.task_sections import SourceSection
+from sensorium.tasks.bounded import bounded
 from sensorium.tasks.source import TaskSource
 from sensorium.vocabulary.errors import MediaError, PromptTooLong, TaskError
 from sensorium.vocabulary.task import Task
@@ -194,6 +198,14 @@ def none_left(found: str, skipped: Sequence[SkippedRow]) -> TaskError:
             "Raise rollout.max_context_tokens, or shorten the prompts; media take fewer tokens where they are smaller."
         )
     return TaskError(f"{found}, and none can be played. The last: {skipped[-1].reason.rstrip('.')}. {' '.join(ways)}")
+
+
+def make_sources(sections: Sequence[SourceSection], store: MediaStore, where: str) -> list[TaskSource]:
+    """The sources of a mixture; ``where`` is the recipe's key that lists them."""
+    return [
+        bounded(build("source", s.source, s.options, f"{where}.{i}", store=store), s.source, f"{where}.{i}")
+        for i, s in enumerate(sections)
+    ]
 
 
 def a_few(sources: Sequence[TaskSource], each: int = 8) -> list[Task]:

@@ -14,7 +14,6 @@ from sensorium.assembly.local_learner import LearnerMaker, local_learner
 from sensorium.assembly.memory import memory_exhausted, memory_note
 from sensorium.assembly.models import load_trained, recorded_sampling, write_source
 from sensorium.assembly.session import (
-    make_sources,
     make_stream,
     open_session,
     open_store,
@@ -38,7 +37,7 @@ from sensorium.report.html import write_report
 from sensorium.report.tables import disk_note
 from sensorium.report.watcher import Watcher, Watchers
 from sensorium.tasks.epochs import resolve_epochs
-from sensorium.tasks.mixture import a_few, each_once
+from sensorium.tasks.mixture import a_few, each_once, make_sources
 from sensorium.tasks.planner import make_planner
 from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.claim import begin, begin_again, change_recipe, go_on, no_checkpoint, refuse_fewer_steps
