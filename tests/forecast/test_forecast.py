@@ -274,3 +274,17 @@ def test_memory_of_a_kind_is_what_torch_reports_not_the_gigabytes_of_the_datashe
     assert sold_as.keys() == kinds().keys()
     for name, gigabytes in sold_as.items():
         assert 0.92 * gigabytes < kinds()[name].memory / GIB < gigabytes, name
+
+
+def test_observations_that_are_trained_take_their_part_of_an_update() -> None:
+    def planned(turns: int, mask: bool) -> tuple[float, int, set[str]]:
+        fitting = ["model.gradient_checkpointing=true", "rollout.max_new_tokens=64"]
+        made = recipe(f"rollout.max_turns={turns}", f"algorithm.loss_mask={str(mask).lower()}", *fitting)
+        found = forecast(made, Asked(gpus=8, kind="h200", engines=4))
+        return found.run.update_s, found.work.observed, {what for what, _, _ in found.notes}
+
+    (masked_s, none, _), (trained_s, observed, notes) = planned(4, True), planned(4, False)
+    assert (none, observed) == (0, 8192 - 4 * 64)
+    assert trained_s > 1.01 * masked_s
+    assert "observations" in notes
+    assert planned(1, False) == planned(1, True), "nothing is observed after the only response"

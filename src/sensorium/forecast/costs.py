@@ -121,7 +121,8 @@ class Costs:
         kind, by, model = self.machine.kind, self.machine.constants, self.model
         tokens = groups * work.prompt + written
         times = model.layer_times + 2 * model.forwards
-        flops = times * model.layers * tokens + (model.head_times + 2 * model.forwards) * model.head * written
+        rows = written + groups * work.group * work.observed
+        flops = times * model.layers * tokens + (model.head_times + 2 * model.forwards) * model.head * rows
         flops += model.tower_times * model.tower * groups * work.patches
         per_pair = 4 * model.depth * model.queries * (BACKWARD_OF_ATTENTION + model.forwards)
         pairs = groups * work.prompt**2 / 2 + written * (work.prompt + written / max(1.0, groups * work.group) / 2)

@@ -44,6 +44,9 @@ def notes_of(
         )
     if recipe.rollout.max_turns > 1:
         yield "turns", "computed", "an episode of several turns counts as one response; environments' own time is not in it"
+    if work.observed:
+        words = f"algorithm.loss_mask is false: all {work.observed:,} tokens of a prompt count as trained in each episode"
+        yield "observations", "assumed", words
     if not prompts_given:
         yield "prompts", "assumed", assumed_prompts(work)
     if unread:

@@ -16,7 +16,8 @@ class StepWork:
     """The work of one step. ``response`` is the mean length; ``tail`` the longest over the mean, 1: all alike.
 
     ``prompt`` counts the tokens of a prompt with its media; ``patches`` those of its pictures, videos and sounds that a
-    tower computes. Episodes of several turns are taken as one response with the longest prompt.
+    tower computes. Episodes of several turns are taken as one response with the longest prompt. ``observed`` are the tokens
+    of that prompt which are trained in every episode, as observations under ``algorithm.loss_mask: false``.
     """
 
     prompts: int
@@ -28,6 +29,7 @@ class StepWork:
     updates: int = 1
     epochs: int = 1
     tokens_per_microbatch: int = 16384
+    observed: int = 0
 
     @property
     def episodes(self) -> int:
@@ -38,11 +40,6 @@ class StepWork:
     def sampled(self) -> float:
         """Tokens that a step writes, on average."""
         return self.episodes * self.response
-
-    @property
-    def trained_tokens(self) -> float:
-        """Tokens that an epoch of updates computes: prompts once a group, and what was written."""
-        return self.prompts * self.prompt + self.sampled
 
     def lengths(self, groups: int, seed: int) -> np.ndarray:
         """Response lengths of so many groups, a row each: from a heavy tail that is cut at ``tail`` times the mean."""
@@ -81,4 +78,5 @@ def work_of(recipe: Recipe, prompt_tokens: int = 0, response_tokens: float = 0) 
         updates=batch.updates_per_epoch,
         epochs=batch.epochs_per_step,
         tokens_per_microbatch=batch.tokens_per_microbatch,
+        observed=prompt if rollout.max_turns > 1 and not recipe.algorithm.loss_mask else 0,
     )
