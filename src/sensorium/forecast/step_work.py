@@ -41,6 +41,11 @@ class StepWork:
         """Tokens that a step writes, on average."""
         return self.episodes * self.response
 
+    @property
+    def trained_tokens(self) -> float:
+        """Tokens that an epoch of updates computes: prompts once a group, and what was written."""
+        return self.prompts * self.prompt + self.sampled
+
     def lengths(self, groups: int, seed: int) -> np.ndarray:
         """Response lengths of so many groups, a row each: from a heavy tail that is cut at ``tail`` times the mean."""
         if self.tail == 1:
