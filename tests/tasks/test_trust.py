@@ -13,11 +13,12 @@ import pytest
 from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
 from sensorium.recipe.load import parse_recipe
+from sensorium.recipe.names import resolve
 from sensorium.tasks import manifest
 from sensorium.tasks.hub import HubRows
 from sensorium.tasks.manifest import unpack_once
 from sensorium.tasks.mixture import each_once
-from sensorium.tasks.rows import JsonlRows, ParquetRows
+from sensorium.tasks.rows import JsonlRows, ParquetRows, content_digest
 from sensorium.vocabulary.errors import DataChanged, MediaError, RecipeError, TaskError
 from sensorium.vocabulary.task import EnvironmentSpec
 
@@ -149,7 +150,9 @@ def test_a_file_that_is_changed_under_a_run_ends_it_and_a_touched_one_does_not(t
     assert rows[1].id == "2"
     text = path.read_text()
     path.write_text(text.replace('"1"', '"one"'))
-    with pytest.raises(DataChanged, match=r"rows\.jsonl: the file was changed or removed while the run reads it"):
+    with pytest.raises(
+        DataChanged, match=r"rows\.jsonl: the file was changed, removed or made unreadable while the run reads it"
+    ):
         rows[1]
     with pytest.raises(DataChanged):
         each_once([rows], on_bad_row="skip")
@@ -163,15 +166,110 @@ def test_a_file_that_is_changed_under_a_run_ends_it_and_a_touched_one_does_not(t
         each_once([rows], on_bad_row="skip")
 
 
-def test_a_parquet_file_that_is_changed_under_a_run_ends_it(tmp_path: Path) -> None:
+def test_a_parquet_file_that_is_changed_under_a_run_ends_it_and_a_touched_one_does_not(tmp_path: Path) -> None:
     from datasets import Dataset
 
-    path = tmp_path / "rows.parquet"
+    path, copy = tmp_path / "rows.parquet", tmp_path / "copy.parquet"
     Dataset.from_list([{"prompt": "a", "answer": "b"}]).to_parquet(path)
+    copy.write_bytes(path.read_bytes())
+    rows = ParquetRows(str(path), MediaStore(), columns={"prompt": "prompt"})
+    os.utime(path, (1, 1))
+    assert rows[0].messages[0].text == "a"
+    rows = ParquetRows(str(path), MediaStore(), columns={"prompt": "prompt"})
+    copy.rename(path)
+    assert rows[0].messages[0].text == "a", "another file with the same content"
     rows = ParquetRows(str(path), MediaStore(), columns={"prompt": "prompt"})
     Dataset.from_list([{"prompt": "other", "answer": "b"}] * 9).to_parquet(path)
     with pytest.raises(DataChanged, match=r"rows\.parquet"):
         rows[0]
+    path.unlink()
+    with pytest.raises(DataChanged, match=r"rows\.parquet"):
+        each_once([rows], on_bad_row="skip")
+
+
+@pytest.mark.parametrize("other", ["z", "a"])
+def test_a_parquet_file_that_is_changed_within_a_read(other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read while the file was written to is not used; where the content is the same again, it is read again."""
+    from datasets import Dataset
+
+    path, new = tmp_path / "rows.parquet", tmp_path / "new.parquet"
+    Dataset.from_list([{"prompt": "a"}]).to_parquet(path)
+    Dataset.from_list([{"prompt": other}]).to_parquet(new)
+    rows = ParquetRows(str(path), MediaStore(), columns={"prompt": "prompt"})
+    readings = []
+
+    def read(*given: Any) -> Any:
+        table = usual(*given)
+        if not readings:
+            path.write_bytes(new.read_bytes())
+            os.utime(path, (1, 1))
+        readings.append(table)
+        return table
+
+    usual = rows._read
+    monkeypatch.setattr(rows, "_read", read)
+    if other == "a":
+        assert rows[0].messages[0].text == "a" and len(readings) == 2
+    else:
+        with pytest.raises(DataChanged):
+            rows[0]
+
+
+def test_a_large_file_is_digested_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the bound every byte counts; beyond it the size, evenly spread blocks and the end."""
+
+    def flip(path: Path, place: int) -> None:
+        with path.open("r+b") as file:
+            file.seek(place)
+            (byte,) = file.read(1)
+            file.seek(place)
+            file.write(bytes([byte ^ 1]))
+
+    path = tmp_path / "rows"
+    path.write_bytes(bytes(3 * 2**20))
+    whole = content_digest(path)
+    flip(path, 2**20 + 7)
+    assert content_digest(path) != whole
+    monkeypatch.setattr("sensorium.tasks.rows.WHOLE_DIGEST", 2**21)
+    monkeypatch.setattr("sensorium.tasks.rows.DIGEST_TAIL", 2**20)
+    path.write_bytes(bytes(4 * 2**20))
+    part = content_digest(path)
+    for place, seen in ((7, True), (2**20 + 7, False), (4 * 2**20 - 1, True)):
+        flip(path, place)
+        assert (content_digest(path) != part) == seen
+        flip(path, place)
+    with path.open("ab") as file:
+        file.write(b"\0")
+    assert content_digest(path) != part
+
+
+@pytest.mark.parametrize("kind", ["hub", "svg_files", "vagen", "caprl", "daily_omni"])
+def test_a_source_of_files_knows_its_content(kind: str, tmp_path: Path) -> None:
+    """By which a resumed run finds rows that were rewritten; times are no content."""
+    names = {"svg_files": "a.svg", "vagen": "envs.yaml", "daily_omni": "qa.json"}
+    path = tmp_path / "data" / names.get(kind, "train.jsonl")
+    (path.parent / "Videos").mkdir(parents=True)
+    path.write_text(
+        {
+            "hub": '{"q": "one"}\n',
+            "svg_files": "<svg>one</svg>",
+            "vagen": "envs: [{name: sokoban, n_envs: 1, seed_list: [1]}] # one",
+            "caprl": '{"prompt": "one"}\n',
+            "daily_omni": '[{"Question": "one"}]',
+        }[kind]
+    )
+    options: dict[str, Any] = {"hub": {"columns": {"prompt": "q"}}, "svg_files": {"split": "all"}}.get(kind, {})
+    whole = kind in ("hub", "svg_files", "daily_omni")
+
+    def digests() -> dict[str, str]:
+        source = resolve("source", kind)(str(path.parent if whole else path), store=MediaStore(), **options)
+        return dict(source.row_digests)
+
+    before = digests()
+    os.utime(path, (1, 1))
+    assert digests() == before and len(before) == 1
+    path.write_text(path.read_text().replace("one", "two"))
+    assert before.keys() == digests().keys() and digests() != before
 
 
 def test_an_empty_file_is_named(tmp_path: Path) -> None:

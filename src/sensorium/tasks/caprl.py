@@ -46,6 +46,11 @@ class CaptionRows:
         self.path = path
         self._rows: JsonlRows | ParquetRows = (ParquetRows if in_parquet else JsonlRows)(path, store, **options)
 
+    @property
+    def row_digests(self) -> dict[str, str]:
+        """The digest of the file."""
+        return self._rows.row_digests
+
     def __len__(self) -> int:
         return len(self._rows)
 

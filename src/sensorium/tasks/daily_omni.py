@@ -14,6 +14,7 @@ from sensorium.tasks.choices import LETTER, options_of, question
 from sensorium.tasks.clip_options import ClipOptions
 from sensorium.tasks.manifest import read_manifest, text_of, unpack_once
 from sensorium.tasks.message_parsing import Place
+from sensorium.tasks.rows import content_digest
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import TaskError
 from sensorium.vocabulary.task import Task
@@ -53,7 +54,9 @@ class DailyOmni:
         self._clips = ClipOptions(video, sound, "daily_omni")
         self._clips.refuse_other_sound("daily_omni")
         self._roots = roots_of(self.folder / "Videos", media_roots)
-        self._rows = read_manifest(self.folder / "qa.json")[: limit or None]
+        manifest = self.folder / "qa.json"
+        self._rows = read_manifest(manifest)[: limit or None]
+        self.row_digests = {str(manifest): content_digest(manifest)}
         unpack_once(self.folder / "Videos.tar", self.folder)
         if not (self.folder / "Videos").is_dir():
             raise TaskError(

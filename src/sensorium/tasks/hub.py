@@ -8,7 +8,7 @@ from sensorium.media.files import roots_of
 from sensorium.media.store import MediaStore
 from sensorium.tasks.message_parsing import Place
 from sensorium.tasks.row_options import FileRowOptions, RowReading
-from sensorium.tasks.rows import stored_row
+from sensorium.tasks.rows import content_digest, stored_row
 from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
 from sensorium.vocabulary.task import Task
 
@@ -37,6 +37,9 @@ class HubRows:
         self._reading = RowReading(options, data)
         rows = _loaded(data, name, split, revision)
         fields = self._reading.format.fields(rows.column_names, f"{data}, split '{split}'")
+        # The library names its files by their times, so the split is named instead. One held in memory has no files.
+        files = [content_digest(Path(file["filename"])) for file in rows.cache_files]
+        self.row_digests = {f"{data}, split '{split}'": " ".join(files)} if files else {}
         # The arrow form of a row holds a medium's bytes or path as they are.
         self._rows = rows.select_columns(fields).with_format("arrow")
         self._length = self._reading.length(len(rows))

@@ -14,6 +14,7 @@ from sensorium.tasks.choices import LETTER, LETTERS, NUMBER, WORDS, YES_OR_NO, o
 from sensorium.tasks.clip_options import ClipOptions
 from sensorium.tasks.manifest import read_manifest, text_of, unpack_once
 from sensorium.tasks.message_parsing import Place
+from sensorium.tasks.rows import content_digest
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
 from sensorium.vocabulary.task import Task
@@ -63,8 +64,11 @@ class Intent:
             raise RecipeError("intent: with_sound: false and video: {use_audio_in_video: true} contradict each other.")
         self._roots = roots_of(self.folder, media_roots)
         self._rows: list[tuple[str, int, Any]] = []
+        self.row_digests: dict[str, str] = {}
         for manifest in manifests or self._present():
-            for number, row in enumerate(read_manifest(self.folder / manifest)):
+            rows = read_manifest(self.folder / manifest)
+            self.row_digests[str(self.folder / manifest)] = content_digest(self.folder / manifest)
+            for number, row in enumerate(rows):
                 # A row that cannot be read is kept, to be refused or skipped by the recipe's policy when it comes up.
                 if not isinstance(row, Mapping) or row.get("problem_type", "multiple choice") in problem_types:
                     self._rows.append((manifest, number, row))

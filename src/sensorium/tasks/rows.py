@@ -21,6 +21,10 @@ from sensorium.vocabulary.task import Task
 
 MIB = 1024 * 1024
 ROWS_AT_ONCE = 256
+WHOLE_DIGEST = 256 * MIB
+DIGEST_TAIL = 16 * MIB
+READINGS = 3
+"""How often a read is repeated while the file is touched during it."""
 
 
 class JsonlRows:
@@ -43,6 +47,11 @@ class JsonlRows:
         if not self._starts:
             raise TaskError(f"{path}: the file has no rows; a JSONL file has one JSON object a line.")
 
+    @property
+    def row_digests(self) -> dict[str, str]:
+        """The digest of the rows that are used, by file."""
+        return {str(self.path): self._scanned[1]}
+
     def __len__(self) -> int:
         return len(self._starts)
 
@@ -60,9 +69,15 @@ class JsonlRows:
         place = self._place(index)
         try:
             with open_regular(self.path) as file:
-                self._refuse_changed(file)
-                file.seek(self._starts[index])
-                row = strict_json(file.readline().decode("utf-8-sig"))
+                for _ in range(READINGS):
+                    self._refuse_changed(file)
+                    file.seek(self._starts[index])
+                    line = file.readline()
+                    if _state(file) == self._state:
+                        break
+                else:
+                    raise DataChanged(_changed(self.path))
+            row = strict_json(line.decode("utf-8-sig"))
         except json.JSONDecodeError as error:
             raise place.error(f"malformed JSON: {error.msg} at column {error.colno}. Mend or delete the line.") from error
         except FileNotFoundError as error:
@@ -92,6 +107,7 @@ class JsonlRows:
         """Refuse a file that is not what was scanned: rows would begin at other places. A mere touch is no change."""
         if (state := _state(file)) == self._state:
             return
+        file.seek(0)
         digest, left = hashlib.blake2b(digest_size=16), self._scanned[0]
         while left and (read := file.read(min(left, MIB))):
             digest.update(read)
@@ -125,6 +141,7 @@ class ParquetRows:
         try:
             with open_regular(self.path) as opened:
                 self._state = _state(opened)
+            self.row_digests = {str(self.path): content_digest(self.path)}
             self._file = ParquetFile(self.path)
         except (OSError, pyarrow.ArrowException) as error:
             raise TaskError(f"{path}: cannot read the Parquet file: {error}") from error
@@ -162,24 +179,35 @@ class ParquetRows:
         with self._lock:
             table = self._cache.get(group)
             if table is None:
-                try:
+                for _ in range(READINGS):
                     self._refuse_changed()
-                    table = self._read(group, place)
-                    self._refuse_changed()
-                except (OSError, pyarrow.ArrowException) as error:
-                    self._refuse_changed()  # then the error is a consequence
-                    raise place.error(f"cannot read row group {group}: {error}") from error
+                    failure = None
+                    try:
+                        table = self._read(group, place)
+                    except (OSError, pyarrow.ArrowException) as error:
+                        failure = error
+                    if not self._refuse_changed():
+                        break
+                else:
+                    raise DataChanged(_changed(self.path))
+                if failure is not None:
+                    raise place.error(f"cannot read row group {group}: {failure}") from failure
                 self._cache.put(group, table)
             return table
 
-    def _refuse_changed(self) -> None:
+    def _refuse_changed(self) -> bool:
+        """Refuse a file whose content is not what it was at the start. True if it was touched since the last look."""
         try:
             with open_regular(self.path) as file:
-                same = _state(file) == self._state
-        except FileNotFoundError as error:
+                state = _state(file)
+            if state == self._state:
+                return False
+            if content_digest(self.path) != self.row_digests[str(self.path)]:
+                raise DataChanged(_changed(self.path))
+        except OSError as error:
             raise DataChanged(_changed(self.path)) from error
-        if not same:
-            raise DataChanged(_changed(self.path))
+        self._state = state
+        return True
 
     def _read(self, group: int, place: Place) -> Any:
         """A row group, in parts: what is small on disk may be huge in memory, and then it is refused before it is.
@@ -214,6 +242,27 @@ def stored_row(rows: Any, index: int, place: Place) -> dict[str, Any]:
         raise place.error(f"cannot read the row: {words(error)}.") from error
 
 
+def content_digest(path: Path) -> str:
+    """The digest of a file's content: of all of it up to 256 MiB, which takes a second or two.
+
+    Of a larger file, so that a start is not delayed: its size, 240 blocks of 1 MiB spread evenly over it, and its last
+    16 MiB, which in a Parquet file hold the sizes and statistics of all columns.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > WHOLE_DIGEST:
+            digest.update(str(size).encode())
+            blocks = (WHOLE_DIGEST - DIGEST_TAIL) // MIB
+            for block in range(blocks):
+                file.seek(block * (size - DIGEST_TAIL) // blocks)
+                digest.update(file.read(MIB))
+            file.seek(size - DIGEST_TAIL)
+        while read := file.read(MIB):
+            digest.update(read)
+    return digest.hexdigest()
+
+
 def _state(file: BufferedReader) -> tuple[int, int, int]:
     seen = os.fstat(file.fileno())
     return seen.st_ino, seen.st_size, seen.st_mtime_ns
@@ -221,7 +270,7 @@ def _state(file: BufferedReader) -> tuple[int, int, int]:
 
 def _changed(path: Path) -> str:
     return (
-        f"{path}: the file was changed or removed while the run reads it, so its rows are no longer those the run began "
+        f"{path}: the file was changed, removed or made unreadable while the run reads it, so its rows are no longer those the run began "
         "with. Put it back as it was and resume, or start a new run with the new file. Train on a copy of a file that is "
         "written to."
     )

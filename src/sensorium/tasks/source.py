@@ -9,7 +9,8 @@ from sensorium.vocabulary.task import Task
 class TaskSource(Protocol):
     """Random access to tasks. ``__getitem__`` may raise TaskError or MediaError for a bad row; the policy decides.
 
-    A source whose categories have names in a published table says so in ``table_columns`` {category: name}.
+    A source whose categories have names in a published table says so in ``table_columns`` {category: name}. One that reads
+    rows from files has ``row_digests`` {file: digest of its content}: a resumed run reports a file that was rewritten.
     """
 
     def __len__(self) -> int: ...

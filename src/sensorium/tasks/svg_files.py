@@ -3,6 +3,8 @@
 Train and test are told apart by a hash of the file's bytes, and equal files are one task, so the sides share nothing.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -42,14 +44,17 @@ class SvgFiles:
             raise RecipeError(f"svg_files: {problem}")
         files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in (".svg", *PICTURES))
         seen: set[str] = set()
+        digest = hashlib.blake2b(digest_size=16)
         self._tasks = []
         for file in files:
             if not file.resolve().is_relative_to(folder.resolve()):
                 raise TaskError(f"svg_files: '{file}' is a link that leads out of its folder; copy the file there.")
             held, task = self._task(file, str(file.relative_to(folder)), store)
+            digest.update(json.dumps([task.id, held]).encode())
             if held not in seen and split in ("all", side(held)):
                 self._tasks.append(task)
             seen.add(held)
+        self.row_digests = {path: digest.hexdigest()}
         if not self._tasks:
             raise TaskError(
                 f"svg_files: of {len(files)} SVG files and pictures in '{path}' none is on side '{split}' of the split; "

@@ -53,6 +53,11 @@ class TaskMemRows:
                     "rows into a file and a run of their own."
                 )
 
+    @property
+    def row_digests(self) -> dict[str, str]:
+        """The digest of the file."""
+        return self._lines.row_digests
+
     def __len__(self) -> int:
         return len(self._lines)
 

@@ -18,6 +18,7 @@ from sensorium.media.store import MediaStore
 from sensorium.recipe.names import check, closed_options, parameters_of, plays_for_anybody, resolve, table, wrong_options
 from sensorium.recipe.vagen_settings import entry_name, environment_of, seeds_of, without_client
 from sensorium.tasks.environment_tasks import EnvironmentTasks
+from sensorium.tasks.rows import content_digest
 from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
 from sensorium.vocabulary.task import EnvironmentSpec, Task
 
@@ -54,6 +55,7 @@ class VagenTasks:
             self._take_yaml(store)
         else:
             raise RecipeError(f"vagen: '{path}' is no .parquet, .yaml or .yml file.")
+        self.row_digests = {path: content_digest(self.path)}
         if not self._tasks:
             raise TaskError(f"{path}: there are no tasks of split '{split}' in it.")
 
