@@ -209,7 +209,8 @@ def test_a_parquet_file_that_is_changed_within_a_read(other: str, tmp_path: Path
     usual = rows._read
     monkeypatch.setattr(rows, "_read", read)
     if other == "a":
-        assert rows[0].messages[0].text == "a" and len(readings) == 2
+        assert rows[0].messages[0].text == "a"
+        assert len(readings) == 2
     else:
         with pytest.raises(DataChanged):
             rows[0]
@@ -267,9 +268,11 @@ def test_a_source_of_files_knows_its_content(kind: str, tmp_path: Path) -> None:
 
     before = digests()
     os.utime(path, (1, 1))
-    assert digests() == before and len(before) == 1
+    assert digests() == before
+    assert len(before) == 1
     path.write_text(path.read_text().replace("one", "two"))
-    assert before.keys() == digests().keys() and digests() != before
+    assert before.keys() == digests().keys()
+    assert digests() != before
 
 
 def test_an_empty_file_is_named(tmp_path: Path) -> None:

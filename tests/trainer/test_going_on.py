@@ -154,6 +154,45 @@ def test_a_picture_that_was_replaced_by_another_is_told_when_the_run_goes_on(tmp
     assert any("of 2 tasks that were looked at when the run began, 1 have changed" in text for text in other.texts)
 
 
+def test_rows_that_were_rewritten_are_reported_once_when_the_run_goes_on(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    data, held_out = tmp_path / "rows.jsonl", tmp_path / "held_out.parquet"
+    rows = [{"messages": [{"role": "user", "content": f"{n}?"}], "answer": str(n)} for n in range(40)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    questions = [{"prompt": f"{n}?", "answer": str(n)} for n in range(40)]
+    Dataset.from_list(questions).to_parquet(held_out)
+    columns = {"prompt": "prompt", "answer": "answer"}
+    tasks = {
+        "train": [{"source": "jsonl", "options": {"path": str(data)}}],
+        "evaluate": [{"source": "parquet", "options": {"path": str(held_out), "columns": columns}}],
+    }
+    run = train(small(tmp_path / "run", steps=1, tasks=tasks, evaluation={"limit": 1, "every": 9}))
+
+    def attentions() -> list[str]:
+        notes = Notes()
+        train(load_recipe(run, []), resume=True, watchers=[notes])
+        return [text for text in notes.texts if "ATTENTION" in text]
+
+    for path in (data, held_out):
+        os.utime(path, (1, 1))
+    assert attentions() == [], "a touch is no change"
+    first = data.read_text()
+    data.write_text(first.replace('"1?"', '"one"'))
+    (told,) = attentions()
+    assert str(data) in told
+    assert str(held_out) not in told
+    assert "looked at" not in told, "row 1 is none of the sampled rows"
+    data.write_text(first)
+    Dataset.from_list([*questions[:30], *questions[:10]]).to_parquet(held_out)
+    (told,) = attentions()
+    assert str(held_out) in told
+    assert str(data) not in told
+    record = run / "tasks.json"
+    record.write_text(json.dumps(json.loads(record.read_text())["tasks"]))
+    assert attentions() == [], "an earlier version kept no digests of files"
+
+
 def test_what_cannot_change_the_run_may_differ(run: Path) -> None:
     free = ["steps=3", "checkpoint.every=2", "checkpoint.keep=9", "logging.episodes=1", "media.threads=1", "threads=2"]
     free += ["tasks.on_bad_row=skip", "tasks.on_long_prompt=skip"]

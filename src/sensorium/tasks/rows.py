@@ -270,7 +270,7 @@ def _state(file: BufferedReader) -> tuple[int, int, int]:
 
 def _changed(path: Path) -> str:
     return (
-        f"{path}: the file was changed, removed or made unreadable while the run reads it, so its rows are no longer those the run began "
-        "with. Put it back as it was and resume, or start a new run with the new file. Train on a copy of a file that is "
-        "written to."
+        f"{path}: the file was changed, removed or made unreadable while the run reads it, so its rows are no longer those "
+        "the run began with. Put it back as it was and resume, or start a new run with the new file. Train on a "
+        "copy of a file that is written to."
     )

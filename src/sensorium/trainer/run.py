@@ -122,9 +122,9 @@ def open_trainer(
         if not resume or not directory.source.exists():
             write_source(recipe, directory, sampling)
         if resume:
-            found += changed_tasks(directory, [*few, *held_out])
+            found += changed_tasks(directory, [*few, *held_out], [*stream.sources, *sources])
         else:
-            remember_tasks(directory, [*few, *held_out])
+            remember_tasks(directory, [*few, *held_out], [*stream.sources, *sources])
         plan = for_tasks(make_plan(recipe, session.policy.model.config.to_dict()), [*few, *held_out])
         found += filter(None, [disk_note(recipe, plan), memory_note(recipe, plan)])
         given = {"run_dir": directory.path, "logging": recipe.logging}
