@@ -108,3 +108,11 @@ def test_a_drifting_policy_raises_the_coefficient_and_a_still_one_lowers_it() ->
 def test_a_horizon_that_could_turn_the_coefficient_around_is_refused(observed: float) -> None:
     with pytest.raises(ValueError, match=r"algorithm\.kl\.horizon"):
         AdaptiveKL(0.1, target=0.1, horizon=10).update(observed, 64)
+
+
+@pytest.mark.parametrize("observed", [float("nan"), float("inf")])
+def test_a_kl_that_is_no_number_moves_no_coefficient(observed: float) -> None:
+    control = AdaptiveKL(0.1, target=0.05, horizon=1000)
+    with pytest.raises(ValueError, match="KL"):
+        control.update(observed, 1)
+    assert control.coef == 0.1

@@ -22,7 +22,7 @@ from sensorium.models import template_limits
 from sensorium.models.checkpoint_check import check_checkpoint
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
-from sensorium.models.weight_files import INDEX, SINGLE
+from sensorium.models.weight_files import INDEX, SINGLE, read_weight_file
 from sensorium.recipe.schema import ModelSection
 from sensorium.recipe.shape import read_shape
 from sensorium.vocabulary.errors import ModelError, RecipeError
@@ -149,6 +149,15 @@ def test_guards_of_files_hold_without_assertions(model: Path) -> None:
     code = "import sys, pathlib, sensorium.models.weight_files as read; read.weight_files(pathlib.Path(sys.argv[1]))"
     ended = subprocess.run([sys.executable, "-O", "-c", code, model], capture_output=True, text=True, timeout=60)
     assert "ModelError" in ended.stderr.splitlines()[-1]
+
+
+def test_bytes_that_do_not_fill_a_weights_place_are_not_written(model: Path) -> None:
+    file, before = read_weight_file(model / SINGLE), (model / SINGLE).read_bytes()
+    with pytest.raises(ModelError):
+        file.overwrite(file.tensors[0], bytes(file.tensors[0].size + 1))
+    with pytest.raises(ModelError):
+        file.write_like(model / "other.safetensors", lambda tensor: file.bytes_of(tensor)[:-1])
+    assert (model / SINGLE).read_bytes() == before
 
 
 @pytest.mark.parametrize("content", [DEEP, b'{"weight_map": {}}', b'{"weight_map": {"a": 5}}'])

@@ -4,6 +4,9 @@ import asyncio
 import base64
 import io
 import math
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -331,3 +334,13 @@ def test_no_service_listens_beyond_this_machine_without_a_key(
     for host in ("0.0.0.0", "::", "192.0.2.1"):
         assert main(["serve", *what, "--host", host, "--port", "0"]) == 2
         assert "Set SENSORIUM_SERVICE_KEY" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", [["model", "tiny:qwen2_5_omni"], ["reward", "tiny:qwen2_5_omni"], ["env", "frozen_lake"]])
+def test_a_port_in_use_is_reported_before_torch_is_imported(what: list[str]) -> None:
+    code = "import sys; from sensorium.cli.main import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-c", code, "serve", *what, "--port", port]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert (ended.stdout.split(), f"127.0.0.1:{port}" in ended.stderr) == (["2", "False"], True)

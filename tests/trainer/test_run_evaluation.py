@@ -1,10 +1,15 @@
 """Evaluation during a run: on the held-out tasks and no others, when it is due, and on record."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from sensorium.record.episode_json import read_episodes
 from sensorium.record.run_directory import RunDirectory
+from sensorium.report.watcher import Watcher
 from sensorium.trainer.checkpoint import Best, Checkpoints
 from sensorium.trainer.run import train
 
@@ -44,3 +49,30 @@ def test_of_equal_evaluations_the_first_stays_the_best(tmp_path: Path) -> None:
     train(recipe)
     best = Checkpoints(RunDirectory(tmp_path / "run").checkpoints, keep=1).best()
     assert best == Best(1, 0.0)
+
+
+class Order(Watcher):
+    """The numbers of steps as they end, and "best" wherever a note names checkpoint.best."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def noted(self, text: str) -> None:
+        self.events += ["best"] * ("checkpoint.best" in text)
+
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.events.append(step)
+
+
+@pytest.mark.parametrize(("at_start", "order"), [(True, ["best", 1, 2]), (False, [1, "best", 2])])
+def test_rewards_without_accuracy_are_reported_with_the_first_and_not_at_the_first_evaluation(
+    at_start: bool, order: list[Any], tmp_path: Path
+) -> None:
+    rows = [{"source": "jsonl", "options": {"path": str(tmp_path / "rows.jsonl")}}]
+    evaluation = {"every": 2, "limit": 2, "at_start": at_start}
+    heard = Order()
+    train(
+        small(tmp_path / "run", tasks={"train": rows, "evaluate": rows}, steps=2, evaluation=evaluation), watchers=[heard]
+    )
+    assert heard.events == order
+    assert Checkpoints(RunDirectory(tmp_path / "run").checkpoints, keep=1).best() == Best(2, 0.0, "eval/reward")
