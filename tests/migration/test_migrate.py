@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sensorium.cli.main import main
@@ -334,6 +334,7 @@ def test_what_the_shipped_recipe_gives_is_listed(tmp_path: Path, capsys: pytest.
     st.sampled_from(sorted(RULES)),
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers())),
 )
+@example("data.val_files", [])
 @settings(max_examples=300, deadline=None)
 def test_any_value_of_any_key_is_told_and_none_crashes(pattern: str, value: Any) -> None:
     key = pattern.replace("*", "x").replace("[em]", "e")

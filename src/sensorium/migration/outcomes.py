@@ -183,7 +183,7 @@ class Sheet:
             else:
                 try:
                     rule(self, setting)
-                except (TypeError, ValueError):  # a text where a number belongs, and the like
+                except (TypeError, ValueError, IndexError):  # a text where a number belongs, an empty list, and the like
                     self.nothing(setting, "no place", "its value is not one that this key has; nothing was made of it")
 
     def _leave_room(self, section: str) -> None:
