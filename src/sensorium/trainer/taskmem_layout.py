@@ -9,7 +9,9 @@ Checkpoints are linked, not copied. Each file is whole or absent. A run that was
 last checkpoint; when it goes on, they are removed and the history is that of the checkpoint.
 """
 
+import hashlib
 import json
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,10 +23,13 @@ from sensorium.record.durable import write_whole, writing
 from sensorium.record.episode_json import read_groups
 from sensorium.record.run_directory import RunDirectory, step_of
 from sensorium.tasks.causal import Memory
+from sensorium.tasks.taskmem import LONGEST_NAME
 from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.vocabulary.episode import Episode, Group
 from sensorium.vocabulary.errors import RecordError, SensoriumError
 from sensorium.vocabulary.score import by_name
+
+UNSAFE = re.compile(r"[\x00-\x1f\x7f/\\\ud800-\udfff]|%(?=[0-9A-F]{2})")
 
 
 class TaskMemLayout:
@@ -42,9 +47,9 @@ class TaskMemLayout:
                 log.unlink()
             if not any(later.iterdir()):
                 later.rmdir()
-        known = latest_history(planner_state)
+        known = {file_name(video) for video in latest_history(planner_state)}
         for path in (self.folder / "history").glob("*.json"):
-            if path.stem not in known:
+            if path.name not in known:
                 path.unlink()
         self._written = {}
         self.write_history(planner_state)
@@ -53,14 +58,14 @@ class TaskMemLayout:
     def write_step(self, step: int, groups: Sequence[Group]) -> None:
         """Write what became of a step's memories, a file for each video."""
         for video, log in step_logs(step, groups).items():
-            _write(self.folder / str(step) / f"{video}.json", log)
+            _write(self.folder / str(step) / file_name(video), log)
 
     def write_history(self, planner_state: dict[str, Any]) -> None:
         """Write the memories of the videos that have new ones."""
         for video, memories in latest_history(planner_state).items():
             plain = {str(clip): memory for clip, memory in memories.items()}
             if self._written.get(video) != plain:
-                _write(self.folder / "history" / f"{video}.json", plain)
+                _write(self.folder / "history" / file_name(video), plain)
                 self._written[video] = plain
 
     def link_checkpoints(self) -> None:
@@ -123,6 +128,19 @@ def step_logs(step: int, groups: Sequence[Group]) -> dict[str, dict[str, Any]]:
         }
         for video, members in found.items()
     }
+
+
+def file_name(video: str) -> str:
+    """The file of a video, in one folder whatever its source calls it: ``v1.json``, and ``a%2Fb.json`` of ``a/b``.
+
+    Characters that cannot be in a name are written as in URLs, and so is a % that could be taken for one of those. Of a
+    name that is too long for a file, a digest replaces the end.
+    """
+    name = UNSAFE.sub(lambda found: "".join(f"%{byte:02X}" for byte in found[0].encode(errors="surrogatepass")), video)
+    if len(name.encode()) > LONGEST_NAME:
+        digest = hashlib.sha256(video.encode(errors="surrogatepass")).hexdigest()[:32]
+        name = f"{name.encode()[: LONGEST_NAME - 33].decode(errors='ignore')}-{digest}"
+    return f"{name}.json"
 
 
 def _item(group: Group, episode: Episode) -> dict[str, Any]:
