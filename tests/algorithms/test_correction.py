@@ -118,3 +118,17 @@ def test_mismatch_equals_a_plain_loop(rows: Sequences) -> None:
     assert got.maximum == pytest.approx(max(abs(g) for g in every), rel=1e-12)
     assert got.sequence_max == pytest.approx(max(ratios), rel=1e-9)
     assert got.sequence_min == pytest.approx(min(ratios), rel=1e-9)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("mode", ["truncate", "band"])
+def test_a_token_that_no_engine_sampled_weighs_one_and_counts_in_no_sequence(level: str, mode: str) -> None:
+    """Observed text that is trained (loss_mask: false) has NaN for the engine's log-prob."""
+    settings = {"weights": level, "mode": mode, "low": 0.1, "high": 9.0}
+    known: Sequences = [[(-1.0, -1.5), (-2.0, -1.7)], [(-1.0, -2.0)]]
+    given: Sequences = [[known[0][0], (-3.0, math.nan), known[0][1]], [(-4.0, math.nan), known[1][0]]]
+    first, second, third = weights(*tensors(known), **settings).tolist()
+    assert weights(*tensors(given), **settings).tolist() == pytest.approx([first, 1.0, second, 1.0, third])
+    for by in ("mean", "max"):
+        kept = {"by": by, "estimator": "k2", "above": 0.2}
+        assert rejected(*tensors(given), **kept).tolist() == rejected(*tensors(known), **kept).tolist() == [False, True]

@@ -66,6 +66,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rewards.terms.0.options.format_penalty": -1.5,
         "rewards.terms.0.options.memory_token_threshold": 150,
         "rewards.terms.0.options.usefulness_scale": 0.1,
+        "rewards.terms.0.options.memory_length_threshold": 5,
+        "logging.layout": "taskmem",
         "algorithm.advantage.name": "grpo",
         "algorithm.advantage.post": "optimize_threshold",
         "algorithm.loss.name": "gspo",
