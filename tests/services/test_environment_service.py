@@ -226,6 +226,29 @@ def test_no_act_is_lost_or_doubled_by_delays_dropped_connections_and_a_kill(
     assert all(played[seed + 1000].url == left for seed in range(256) if played[seed].failed)
 
 
+def test_a_session_from_before_a_restart_fails_and_the_next_one_is_played(unused_ports: list[int]) -> None:
+    port = unused_ports[0]
+    environment = RemoteEnvironment(MediaStore(), f"http://127.0.0.1:{port}", "frozen_lake", deadline_s=60, retry_s=30)
+    servers = []
+    try:
+        servers.append(started(port, "frozen_lake"))
+        first = environment.reset(3)[1].messages
+        assert not environment.step("<answer>Up</answer>").done
+        servers[0].kill()
+        servers[0].wait()
+        servers.append(started(port, "frozen_lake"))
+        with pytest.raises(EnvironmentFailure, match=str(port)):
+            environment.step("<answer>Up</answer>")
+        environment.close()
+        assert environment.reset(3)[1].messages == first
+        assert httpx.get(f"http://127.0.0.1:{port}/health").json()["active_environments"] == 1
+    finally:
+        environment.close()
+        for server in servers:
+            server.kill()
+            server.wait()
+
+
 @pytest.fixture
 def unused_ports() -> list[int]:
     import socket

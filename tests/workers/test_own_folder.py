@@ -49,6 +49,19 @@ def test_a_killed_service_leaves_no_media_behind(tmp_path: Path, monkeypatch: py
     assert temporary_folder() == own
 
 
+def test_a_link_in_the_temporary_folder_leads_to_no_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody may put links there: one that is named as a folder left behind, or whose lock is one."""
+    shared, precious = tmp_path / "tmp", tmp_path / "precious"
+    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(shared))
+    for folder in (shared, precious):
+        folder.mkdir()
+    (precious / module.LOCK).write_text("kept")
+    (shared / f"{module.PREFIX}link").symlink_to(precious)
+    own = temporary_folder()
+    assert (precious / module.LOCK).read_text() == "kept"
+    assert (own.parent, own.is_symlink(), own.stat().st_mode & 0o777) == (shared, False, 0o700)
+
+
 def test_without_room_or_shared_memory_the_disk_is_used(
     shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
