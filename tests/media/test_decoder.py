@@ -13,10 +13,8 @@ import pytest
 from PIL import Image
 
 from sensorium.media import decoder as decoding
-from sensorium.media.container import Source
 from sensorium.media.decoded_cache import Clip, DiskCache
 from sensorium.media.decoder import Decoder, open_decoder
-from sensorium.media.limits import MediaLimits
 from sensorium.media.making import encode_clip
 from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
@@ -104,9 +102,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     gate = threading.Event()
     real = decoding.decode
 
-    def slow(source: Source, media: Media, limits: MediaLimits) -> Clip:
+    def slow(store: MediaStore, media: Media) -> Clip:
         assert gate.wait(300)
-        return real(source, media, limits)
+        return real(store, media)
 
     monkeypatch.setattr(decoding, "decode", slow)
     return gate
@@ -211,4 +209,28 @@ def test_many_threads_may_ask(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda i: len(frames(decoder.get(media[i % 6]))), range(120)))
     assert found == [1 + i % 6 for i in range(120)]
+    decoder.close()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_clip_that_is_changed_while_it_is_decoded_is_refused(
+    whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was decoded of it, or what was wrong with it, belongs to no content that has a hash."""
+    clip = tmp_path / "clip.mp4"
+    clip.write_bytes(CLIP)
+    store = MediaStore(tmp_path / "media")
+    media = store.put_file(clip, "video", "row 1", middle(frames=2))
+    usual = decoding.decode_video
+
+    def changed(*given: Any) -> Any:
+        clip.write_bytes(CLIP[: None if whole else 100] + b"more")
+        return usual(*given)
+
+    monkeypatch.setattr(decoding, "decode_video", changed)
+    cache = DiskCache(tmp_path / "decoded", 2**30)
+    decoder = Decoder(store, cache)
+    with pytest.raises(MediaError, match=r"row 1.*changed or damaged"):
+        decoder.get(media)
+    assert cache.get(media.key) is None
     decoder.close()

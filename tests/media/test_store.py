@@ -3,6 +3,7 @@
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +126,75 @@ def test_a_linked_clip_that_was_changed_in_place_is_refused(tmp_path: Path) -> N
     clip.write_bytes(b"two")
     with pytest.raises(MediaError, match=r"row 1.*changed or damaged"):
         store.source_of(media)
+
+
+def test_a_clip_of_the_same_size_and_time_is_another_one(tmp_path: Path) -> None:
+    """Archives set the times of what they unpack, and sounds often have one length."""
+    clip = tmp_path / "clip.wav"
+    store = MediaStore(tmp_path / "media")
+    found = []
+    for content in (b"one", b"two"):
+        clip.write_bytes(content)
+        os.utime(clip, (1, 1))
+        found.append(store.put_file(clip, "sound", "row 1"))
+    assert [media.hash for media in found] == [hashlib.sha256(content).hexdigest() for content in (b"one", b"two")]
+    with pytest.raises(MediaError, match="row 1"):
+        store.source_of(found[0])
+    copy = tmp_path / "copy.wav"
+    copy.write_bytes(b"one")
+    assert store.bytes_of(store.put_file(copy, "sound")) == b"one", "put again, it takes the place of what is wrong"
+
+
+@pytest.mark.parametrize("linked", [True, False])
+@pytest.mark.parametrize("by_symlink", [True, False])
+def test_a_clip_that_is_replaced_between_its_hash_and_its_link_is_refused(
+    linked: bool, by_symlink: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clip, other = tmp_path / "clip.mp4", tmp_path / "other.mp4"
+    clip.write_bytes(b"one")
+    other.write_bytes(b"two")
+    usual = os.link
+
+    def replaced(source: Path, target: Path) -> None:
+        clip.unlink()
+        if by_symlink:
+            clip.symlink_to(other)
+        else:
+            other.rename(clip)
+        if not linked:
+            raise OSError(18, "Invalid cross-device link")
+        usual(source, target)
+
+    monkeypatch.setattr(os, "link", replaced)
+    store = MediaStore(tmp_path / "media")
+    with pytest.raises(MediaError, match=r"row 1.*being written to"):
+        store.put_file(clip, "video", "row 1")
+    assert list((tmp_path / "media").iterdir()) == []
+    monkeypatch.setattr(os, "link", usual)
+    assert store.bytes_of(store.put_file(clip, "video", "row 1")) == b"two"
+
+
+def test_a_picture_that_is_written_to_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, writes = tmp_path / "a.png", [b"new, new", b"half"]
+    path.write_bytes(b"old")
+
+    class Written(FileIO):
+        """A file that is written to before it has been read."""
+
+        def read(self, count: int | None = -1) -> bytes:
+            if writes:
+                path.write_bytes(writes.pop())
+                os.utime(path, (len(writes), 1))
+            return super().read(-1 if count is None else count)
+
+    monkeypatch.setattr("sensorium.media.sources.open_regular", lambda path: Written(path))
+    store = MediaStore()
+    assert store.bytes_of(store.put_file(path, "picture")) == b"new, new"
+    writes[:] = [b"x" * n for n in range(9)]
+    with pytest.raises(MediaError, match=r"a\.png.*being written to"):
+        store.put_file(path, "picture")
 
 
 def test_a_clip_is_copied_where_it_cannot_be_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

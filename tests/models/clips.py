@@ -52,7 +52,7 @@ def tone(store: MediaStore, seed: int, seconds: float = 0.5) -> Media:
 
 def decoded(store: MediaStore, media: Media) -> Any:
     """A medium as the media package decodes it."""
-    return store.picture(media) if media.kind == "picture" else decode(store.bytes_of(media), media)
+    return store.picture(media) if media.kind == "picture" else decode(store, media)
 
 
 def heard_clip(store: MediaStore, seed: int = 0, seconds: float = 4.0, sound_s: float | None = None, **asked: Any) -> Media:

@@ -1,5 +1,6 @@
 """Rows are data: they run no code, open no file outside of their folder, and cannot be changed under a run."""
 
+import hashlib
 import json
 import os
 import zipfile
@@ -14,7 +15,7 @@ from sensorium.media.picture import encode_png
 from sensorium.media.store import MediaStore
 from sensorium.recipe.load import parse_recipe
 from sensorium.recipe.names import resolve
-from sensorium.tasks import manifest
+from sensorium.tasks import manifest, message_parsing
 from sensorium.tasks.hub import HubRows
 from sensorium.tasks.manifest import unpack_once
 from sensorium.tasks.mixture import each_once
@@ -140,6 +141,28 @@ def test_what_is_no_regular_file_is_refused_at_once(kind: str, tmp_path: Path) -
     for index, what in enumerate(["a pipe", "a folder", "a device", "", "No such file", "", ""]):
         with pytest.raises(MediaError, match=rf"rows\.jsonl:{index + 1}, .*{what}"):
             rows[index]
+
+
+def test_a_link_that_is_switched_after_the_check_of_its_folder_leads_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, link = tmp_path / "data", tmp_path / "data" / "a.png"
+    data.mkdir()
+    (data / "own.png").write_bytes(RED)
+    (tmp_path / "secret.png").write_bytes(encode_png(np.zeros((4, 4, 3), np.uint8)))
+    link.symlink_to("own.png")
+    rows = rows_of(data, showing("a.png", "image"))
+    usual = message_parsing.inside
+
+    def switched(path: Path, roots: tuple[Path, ...]) -> bool:
+        allowed = usual(path, roots)
+        link.unlink()
+        link.symlink_to(tmp_path / "secret.png")
+        return allowed
+
+    monkeypatch.setattr(message_parsing, "inside", switched)
+    (medium,) = rows[0].messages[0].media
+    assert medium.hash == hashlib.sha256(RED).hexdigest()
 
 
 def test_a_file_that_is_changed_under_a_run_ends_it_and_a_touched_one_does_not(tmp_path: Path) -> None:

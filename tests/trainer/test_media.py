@@ -1,6 +1,10 @@
 """Media through a whole run: decoded once, counted, refused or skipped by policy, never cut, and replayed."""
 
 import asyncio
+import hashlib
+import itertools
+import os
+import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -282,3 +286,44 @@ def test_a_batch_with_video_and_sound_is_kept_without_loading_it_and_replayed(
     straight = run(tmp_path / "straight", tasks=tasks)
     assert again["policy/grad_norm"] == straight[0]["policy/grad_norm"] > 0
     assert not (kept / "decoded").exists()
+
+
+def test_media_that_are_replaced_during_a_run_are_never_mixed(tmp_path: Path) -> None:
+    """Whatever a row's file holds when it is read, the run's copy has the hash that its episodes show."""
+    rows = clips(tmp_path)
+    over = threading.Event()
+    contents = {f"{i}.mp4": [video_bytes(i), video_bytes(i + 50)] for i in range(4)}
+    contents |= {f"{i}.wav": [sound_bytes(i), sound_bytes(i + 50)] for i in range(4)}
+    allowed = {hashlib.sha256(data).hexdigest() for several in contents.values() for data in several}
+
+    def attack() -> None:
+        for turn in itertools.count():
+            for name, several in contents.items():
+                path, new = tmp_path / name, tmp_path / f".{name}"
+                if turn % 7 == 5 and name.startswith("0"):
+                    path.unlink()
+                elif name.startswith("2"):
+                    if turn < 2:
+                        (tmp_path / f"{turn}-{name}").write_bytes(several[turn])
+                    new.symlink_to(f"{turn % 2}-{name}")
+                    new.rename(path)
+                else:
+                    cut = 60 if turn % 7 == 6 and name.startswith("1") else None
+                    new.write_bytes(several[turn % 2][:cut])
+                    os.utime(new, (1, 1))
+                    new.rename(path)
+            if over.wait(0.002):
+                return
+
+    attacker = threading.Thread(target=attack)
+    attacker.start()
+    try:
+        run(tmp_path / "run", tasks=rows_of(tmp_path, rows) | {"on_bad_row": "skip"}, steps=4)
+    finally:
+        over.set()
+        attacker.join()
+    media = shown(tmp_path / "run")
+    assert media
+    assert {item.hash for item in media} <= allowed
+    for item in media:
+        assert hashlib.sha256((tmp_path / "run/media" / item.hash).read_bytes()).hexdigest() == item.hash

@@ -6,13 +6,14 @@ from typing import Any
 
 from PIL import Image
 
-from sensorium.media.audio import decode_audio
+from sensorium.media.audio import DecodedAudio
+from sensorium.media.decoder import decode
 from sensorium.media.mime import mime_type
 from sensorium.media.store import MediaStore
-from sensorium.media.video import decode_video
+from sensorium.media.video import DecodedVideo
 from sensorium.media.wav import encode_wav
 from sensorium.vocabulary.content import Media, Message, Text
-from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
+from sensorium.vocabulary.decoding import VideoParameters
 from sensorium.vocabulary.errors import MediaError
 
 MEDIUM_TOKENS = 300
@@ -59,8 +60,8 @@ def _picture(data: bytes, mime: str) -> dict[str, Any]:
 
 def _frames(media: Media, store: MediaStore) -> list[dict[str, Any]]:
     """Frames as pictures, each after its time."""
-    assert isinstance(media.parameters, VideoParameters)
-    clip = decode_video(store.source_of(media), media.parameters, media.name, store.limits)
+    clip = decode(store, media)
+    assert isinstance(clip, DecodedVideo)
     parts: list[dict[str, Any]] = []
     for time_s, frame in zip(clip.times_s.tolist(), clip.frames, strict=True):
         buffer = BytesIO()
@@ -105,8 +106,8 @@ def _video_as_image(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sound(media: Media, store: MediaStore) -> dict[str, Any]:
-    assert isinstance(media.parameters, AudioParameters)
-    clip = decode_audio(store.source_of(media), media.parameters, media.name, store.limits)
+    clip = decode(store, media)
+    assert isinstance(clip, DecodedAudio)
     data = encode_wav(clip.samples, clip.sample_rate)
     return {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": "wav"}}
 

@@ -15,9 +15,8 @@ from PIL import Image
 
 from sensorium.caches.lru import LRU
 from sensorium.media.audio import decode_audio
-from sensorium.media.container import BadClip, Source
+from sensorium.media.container import BadClip
 from sensorium.media.decoded_cache import Clip, DiskCache
-from sensorium.media.limits import MediaLimits
 from sensorium.media.store import MIB, MediaStore
 from sensorium.media.video import decode_video
 from sensorium.vocabulary.content import Media
@@ -119,7 +118,7 @@ class Decoder:
                 return self.store.picture(media)
             clip = self.cache.get(media.key) if self.cache is not None else None
             if clip is None:
-                clip = decode(self.store.source_of(media), media, self.store.limits)
+                clip = decode(self.store, media)
                 with self._lock:
                     self._decoded += 1
                 if self.cache is not None:
@@ -142,13 +141,16 @@ def open_decoder(store: MediaStore, folder: Path | None, *, cache_gib: float, me
     return Decoder(store, cache, memory_mib=memory_gib * 1024, threads=threads)
 
 
-def decode(source: Source, media: Media, limits: MediaLimits | None = None) -> Clip:
-    """Decode a video or sound as its parameters ask, within limits."""
-    limits = limits or MediaLimits()
-    if isinstance(media.parameters, VideoParameters):
-        return decode_video(source, media.parameters, media.name, limits)
-    assert isinstance(media.parameters, AudioParameters), "a picture has no parameters"
-    return decode_audio(source, media.parameters, media.name, limits)
+def decode(store: MediaStore, media: Media) -> Clip:
+    """Decode a video or sound as its parameters ask. A file that is changed meanwhile is refused, whatever was decoded."""
+    source = store.source_of(media)
+    try:
+        if isinstance(media.parameters, VideoParameters):
+            return decode_video(source, media.parameters, media.name, store.limits)
+        assert isinstance(media.parameters, AudioParameters), "a picture has no parameters"
+        return decode_audio(source, media.parameters, media.name, store.limits)
+    finally:
+        store.source_of(media)
 
 
 def _done(clip: Clip) -> "Future[Decoded]":

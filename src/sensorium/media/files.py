@@ -31,6 +31,19 @@ def open_regular(path: Path) -> BufferedReader:
         raise
 
 
+def file_state(seen: os.stat_result) -> tuple[int, ...]:
+    """What changes when a file is replaced or written to; its last number also when only links or rights change.
+
+    That one, the time of the last change, cannot be set: a file of the same size with a copied time is another one.
+    """
+    return seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
+
+
+def busy() -> OSError:
+    """The error of a file that keeps changing while it is read."""
+    return OSError(errno.EBUSY, "it is being written to")
+
+
 def roots_of(folder: Path, opened: Sequence[str] = ()) -> tuple[Path, ...]:
     """The folders that media may lie in: the data's own and those the recipe opens, with links resolved.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from sensorium.media.files import open_regular
+from sensorium.media.files import busy, file_state, open_regular
 from sensorium.media.limits import MediaLimits
 from sensorium.vocabulary.content import MediaKind
 from sensorium.vocabulary.errors import MediaError
@@ -37,10 +37,16 @@ def read_bytes(path: Path, kind: MediaKind, origin: str, limits: MediaLimits | N
     """The bytes of a regular file; one that is missing, unreadable or too large is an error that names it."""
     try:
         with open_regular(path) as file:
-            problem = (limits or MediaLimits()).refuse_file(os.fstat(file.fileno()).st_size)
-            if problem:
-                raise MediaError(f"{origin}: cannot read the {kind} '{path}': {problem}")
-            return file.read()
+            for _ in range(3):
+                state = file_state(os.fstat(file.fileno()))
+                problem = (limits or MediaLimits()).refuse_file(os.fstat(file.fileno()).st_size)
+                if problem:
+                    raise MediaError(f"{origin}: cannot read the {kind} '{path}': {problem}")
+                data = file.read()
+                if file_state(os.fstat(file.fileno())) == state:
+                    return data
+                file.seek(0)
+            raise busy()
     except (OSError, ValueError) as error:
         raise unreadable(path, kind, origin, error) from error
 

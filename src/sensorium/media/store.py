@@ -6,17 +6,17 @@ there is and nothing is forgotten. Videos and sounds given as files are never lo
 once while they do not change, and linked into the folder, or copied where no link can be made. Threads may share it.
 """
 
-import errno
 import hashlib
 import os
 import shutil
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from PIL import Image
 
 from sensorium.caches.lru import LRU
-from sensorium.media.files import open_regular
+from sensorium.media.files import busy, file_state, open_regular
 from sensorium.media.limits import MediaLimits
 from sensorium.media.picture import decode_picture
 from sensorium.media.sources import read_bytes, unreadable
@@ -43,7 +43,7 @@ class MediaStore:
         self._bytes: LRU[str, bytes] = LRU(bound, len)
         self._pictures: LRU[str, Image.Image] = LRU(memory_mib * MIB, lambda image: image.width * image.height * 3)
         self._files: dict[str, Path] = {}
-        self._digests: LRU[str, str] = LRU(HASHES_KEPT)
+        self._digests: LRU[tuple[int, ...], str] = LRU(HASHES_KEPT)
         self.stored_bytes = 0
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,11 @@ class MediaStore:
         if isinstance(source, bytes):
             self.put(source, media.kind)
         elif self.folder is not None:
-            self._link(self.folder, media.hash, source)
+            try:
+                self._digests.add(file_state(source.stat()), media.hash)  # the other store has just checked it
+                self._link(self.folder, media.hash, source)
+            except OSError as error:
+                raise MediaError(f"{_who(media)} is not in the store '{source.parent}': {error.strerror}.") from error
         else:
             self._files[media.hash] = source
 
@@ -162,29 +166,39 @@ class MediaStore:
         return data
 
     def _digest(self, path: Path) -> str:
-        """The hash of a file's content, remembered while size and time of the file stay as they are."""
-        for _ in range(3):
-            state = _state(path)
-            known = self._digests.get(state)
-            if known is not None:
-                return known
-            with open_regular(path) as file:
+        """The hash of a file's content, remembered while the file stays as it is."""
+        with open_regular(path) as file:
+            for _ in range(3):
+                state = file_state(os.fstat(file.fileno()))
+                known = self._digests.get(state)
+                if known is not None:
+                    return known
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if _state(path) == state:  # else it was written to meanwhile
-                self._digests.add(state, digest)
-                return digest
-        raise OSError(errno.EBUSY, "it is being written to")
+                if file_state(os.fstat(file.fileno())) == state:  # else it was written to meanwhile
+                    self._digests.add(state, digest)
+                    return digest
+                file.seek(0)
+        raise busy()
 
     def _link(self, folder: Path, digest: str, path: Path) -> None:
+        """Have a file that was hashed in the folder; one that was replaced since is refused, whatever came of it."""
         place = folder / digest
-        if place.exists() and place.stat().st_size == path.stat().st_size:
-            return
+        with suppress(OSError):
+            if self._digest(place) == digest:
+                return
+        hashed = file_state(path.stat())
         with drafted(place, flushed=False, shared=True) as draft:
             try:
                 os.link(path, draft)
             except OSError:  # another file system, or somebody else's file
                 shutil.copyfile(path, draft)
                 self._count(draft.stat().st_size)
+        found = file_state(place.lstat())
+        if found[:-1] == hashed[:-1] and self._digests.get(hashed) == digest:  # a link changes only the last of its state
+            self._digests.add(found, digest)
+        elif place.is_symlink() or self._digest(place) != digest:
+            place.unlink()
+            raise busy()
 
     def _count(self, size: int) -> None:
         with self._counting:
@@ -202,14 +216,13 @@ class MediaStore:
         self._count(len(data))
 
 
-def _state(path: Path) -> str:
-    seen = path.stat()
-    return f"{path}:{seen.st_ino}:{seen.st_size}:{seen.st_mtime_ns}"
-
-
 def _who(media: Media) -> str:
     return f"{media.kind} {media.hash[:12]} ({media.origin or 'unknown origin'})"
 
 
 def _refuse_changed(media: Media, path: Path) -> Path:
-    raise MediaError(f"{_who(media)}: its file in '{path.parent}' was changed or damaged. Delete it and run again.")
+    raise MediaError(
+        f"{_who(media)}: its file in '{path.parent}' was changed or damaged. A clip there is a link to the data's own file "
+        "where possible, so one that is written over in place changes there too. Put the original back and run again; "
+        "replace files by renaming new ones over them."
+    )

@@ -76,6 +76,8 @@ class Place:
         if "'" not in item:  # else it names its file already
             origin += f" '{source if isinstance(source, str | Path) else found}'"
         try:
+            if self.roots is not None:
+                found = found.resolve()  # once: a link may be switched between the check and the reading
             allowed = self.roots is None or inside(found, self.roots)
         except (OSError, ValueError, RuntimeError) as error:  # a circle of links, or a name that no file can have
             raise MediaError(f"{origin}: cannot read the {kind} '{found}': {error}.") from error
@@ -87,7 +89,7 @@ class Place:
             )
         if not allowed:
             raise MediaError(
-                f"{origin}: '{found.resolve()}' lies outside of the data's folder '{self.folder}', and a row may not point "
+                f"{origin}: '{found}' lies outside of the data's folder '{self.folder}', and a row may not point "
                 "anywhere. Move it there, or open its folder in the recipe: the source's option media_roots: [FOLDER]."
             )
         return found, origin

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from sensorium.caches.lru import LRU
-from sensorium.media.files import open_regular, roots_of
+from sensorium.media.files import file_state, open_regular, roots_of
 from sensorium.media.store import MediaStore
 from sensorium.tasks.message_parsing import Place
 from sensorium.tasks.row_options import FileRowOptions, RowReading
@@ -263,9 +263,8 @@ def content_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _state(file: BufferedReader) -> tuple[int, int, int]:
-    seen = os.fstat(file.fileno())
-    return seen.st_ino, seen.st_size, seen.st_mtime_ns
+def _state(file: BufferedReader) -> tuple[int, ...]:
+    return file_state(os.fstat(file.fileno()))
 
 
 def _changed(path: Path) -> str:
