@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -13,6 +14,7 @@ from sensorium.cli.random_play import example_arguments
 from sensorium.cli.validation import Finding, validate
 from sensorium.cli.without_model import model_free_session
 from sensorium.envs.tools.arguments import misfit
+from sensorium.media.wav import encode_wav
 from sensorium.recipe.load import parse_recipe
 from sensorium.vocabulary.errors import TaskError
 
@@ -145,6 +147,42 @@ def test_prompts_and_demonstrations_are_held_against_their_budgets(tmp_path: Pat
         rewards={"terms": [{"name": "exact"}]},
     )
     assert found["tasks.train.0 prompt lengths"].level == "error"
+
+
+@pytest.mark.parametrize("treatment", ["refuse", "skip"])
+def test_prompts_are_measured_as_a_run_measures_them(treatment: str, tmp_path: Path) -> None:
+    texts = {"fits": "Which?", "cut": "Which of them is it?", "long": "word " * 200}
+    asked = [{"id": name, "prompt": text, "answer": "A", "demonstration": "A"} for name, text in texts.items()]
+
+    def measured(limit: int, *names: str) -> dict[str, Finding]:
+        source = rows(tmp_path / "rows.jsonl", *(row for row in asked if row["id"] in names))
+        tasks = {"train": source, "on_long_prompt": treatment}
+        limits = {"max_context_tokens": limit, "max_new_tokens": 4}
+        return findings(tasks=tasks, rollout=limits, rewards={"terms": [{"name": "exact"}]})
+
+    check = "tasks.train.0 prompt lengths"
+    length = int(measured(4096, "fits", "cut")[check].found.split()[2])
+    levels = [measured(length + room, "fits", "cut")[check].level for room in (4, 3, 1)]
+    assert levels == ["ok", "warning", "warning"], "a run shortens the response"
+    worst = "error" if treatment == "refuse" else "warning"
+    assert measured(length, "fits", "cut")[check].level == worst, "there is no room for any"
+    both = measured(length + 4, "fits", "long")
+    assert both[check].level == worst
+    assert {found.level for where, found in both.items() if "play" in where} <= {worst, "ok"}
+    assert ("error" in {found.level for found in both.values()}) == (treatment == "refuse")
+    assert "tasks.train tasks left" not in both
+    none = measured(length + 4, "long")
+    assert "error" in {found.level for found in none.values()}, "a run would have nothing to train on"
+
+
+def test_media_that_a_run_leaves_out_are_no_error(tmp_path: Path) -> None:
+    (tmp_path / "bad.wav").write_bytes(b"no sound")
+    (tmp_path / "good.wav").write_bytes(encode_wav(np.zeros(1600, np.float32)))
+    asked = ({"prompt": "<audio>What?", "answer": "A", "audios": [f"{name}.wav"]} for name in ("bad", "good"))
+    tasks = {"train": rows(tmp_path / "rows.jsonl", *asked), "on_bad_row": "skip"}
+    found = findings(model={"path": "tiny:qwen2_5_omni"}, tasks=tasks, rewards={"terms": [{"name": "exact"}]})
+    assert found["tasks.train.0 media readable"].level == "warning"
+    assert "error" not in {told.level for told in found.values()}
 
 
 def test_only_what_is_trained_on_needs_demonstrations(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ Tasks are played twice: as they are demonstrated, and at random. What is wrong i
 """
 
 import hashlib
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,8 +20,9 @@ from sensorium.rewards.judge_parts import NO_CLIENT
 from sensorium.rollout.modalities import media_of
 from sensorium.rollout.threads import Renderer
 from sensorium.tasks.causal import CausalSource, gaps, untold
-from sensorium.tasks.mixture import make_sources, permuted
+from sensorium.tasks.mixture import Treatment, make_sources, permuted
 from sensorium.tasks.source import TaskSource
+from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.episode import Episode, Group, Segment, Status
 from sensorium.vocabulary.errors import MediaError, SensoriumError, TaskError
 from sensorium.vocabulary.plain import attempt, words
@@ -48,10 +49,14 @@ class Finding:
 
 @dataclass
 class Split:
-    """The tasks of one side of a recipe, by their content; ``failed`` where one of its sources could not be read."""
+    """The tasks of one side of a recipe, by their content; ``failed`` where one of its sources could not be read.
+
+    ``left`` counts those that a run would not leave out.
+    """
 
     place: str
     failed: bool = False
+    left: int = 0
     tasks: list[Task] = field(default_factory=list)
     contents: list[str] = field(default_factory=list)
 
@@ -80,6 +85,9 @@ def validate(session: ModelFreeSession, rows: int = 0, episodes: int = 16) -> It
                 split.failed = True
                 continue
             yield from _check_source(session, where, section, source, split, rows, episodes)
+        if not split.left and (split.tasks or (split.failed and recipe.tasks.on_bad_row == "skip")):
+            told = "every task that was read would be left out"
+            yield Finding(place, "tasks left", told, "error" if place == "tasks.train" else "warning")
     yield from _check_splits(*splits)
 
 
@@ -104,18 +112,24 @@ def _check_source(
     if planner == "causal_history" and isinstance(source, CausalSource):
         bad += gaps(source).values()
     told = f"{section.source}: {count:,} of {len(source):,} read"
-    skips = session.recipe.tasks.on_bad_row == "skip"
-    yield Finding(where, "rows", *_counted(told, bad, "warning" if skips else "error"))
+    yield Finding(where, "rows", *_counted(told, bad, _treated(session.recipe.tasks.on_bad_row)))
     split.tasks += tasks
     split.contents += [content_of(task) for task in tasks]
     if not tasks:
         split.failed = split.failed or bool(bad)
         return
-    yield from _check_media(session, where, tasks)
+    tasks = yield from _check_media(session, where, tasks)
     limits = session.recipe.rollout if split.place == "tasks.train" else session.recipe.held_out_rollout
-    yield from _check_questions(session, where, tasks, limits)
-    played = [tasks[permuted(nth, len(tasks), "play")] for nth in range(min(episodes, len(tasks)))]
-    yield from _check_play(session, where, played, limits)
+    tasks = yield from _check_questions(session, where, tasks, limits)
+    split.left += len(tasks)
+    if tasks:
+        played = [tasks[permuted(nth, len(tasks), "play")] for nth in range(min(episodes, len(tasks)))]
+        yield from _check_play(session, where, played, limits)
+
+
+def _treated(treatment: Treatment) -> Level:
+    """How bad it is what a run refuses or, if the recipe has it skipped, leaves out and counts."""
+    return "warning" if treatment == "skip" else "error"
 
 
 def _counted(told: str, problems: Sequence[str], level: Level = "error") -> tuple[str, Level]:
@@ -156,39 +170,56 @@ def _check_splits(train: Split, held_out: Split) -> Iterator[Finding]:
     yield Finding("tasks", "splits disjoint", told, "error" if shared else "ok")
 
 
-def _check_media(session: ModelFreeSession, where: str, tasks: Sequence[Task]) -> Iterator[Finding]:
+def _check_media(session: ModelFreeSession, where: str, tasks: list[Task]) -> Generator[Finding, None, list[Task]]:
+    """Returns the tasks that a run would not leave out for their media."""
     media = list(dict.fromkeys(media_of(message for task in tasks for message in task.messages)))
     if not media:
-        return
+        return tasks
+    treatment = session.recipe.tasks.on_bad_row
     problems: list[str] = []
+    unreadable: set[Media] = set()
+    level = _treated(treatment)
     for start in range(0, len(media), MEDIA_AT_ONCE):
         some = media[start : start + MEDIA_AT_ONCE]
         found, error = attempt(session.chat.prepare, some)
-        problems += [str(each) for each in found.values()] if error is None else [words(error)]
+        if error is not None:  # which is not of one medium, and no run leaves it out
+            problems, level = [*problems, words(error)], "error"
+            continue
+        problems += [str(each) for each in found.values()]
+        unreadable |= set(found)
     kinds = ", ".join(f"{sum(item.kind == kind for item in media):,} {kind}s" for kind in sorted({m.kind for m in media}))
-    yield Finding(where, "media readable", *_counted(kinds, problems))
+    yield Finding(where, "media readable", *_counted(kinds, problems, level))
+    if treatment == "refuse":
+        return tasks
+    return [task for task in tasks if unreadable.isdisjoint(media_of(task.messages))]
 
 
 def _check_questions(
-    session: ModelFreeSession, where: str, tasks: Sequence[Task], section: RolloutSection
-) -> Iterator[Finding]:
-    questions = [task for task in tasks if task.environment is None]
-    if not questions:
-        return
-    renderer = Renderer(session.chat)
-    lengths, long = [], []
-    for task in questions:
+    session: ModelFreeSession, where: str, tasks: list[Task], section: RolloutSection
+) -> Generator[Finding, None, list[Task]]:
+    """Measure the prompts of questions as a run does. Returns the tasks that it would not leave out for their length."""
+    renderer, treatment = Renderer(session.chat), session.recipe.tasks.on_long_prompt
+    limit, key = section.prompt_limit
+    lengths, long, short, fitting = [], [], [], []
+    for task in tasks:
+        fitting.append(task)
+        if task.environment is not None:
+            continue
         length, error = attempt(lambda asked=task: len(session.chat.layout(renderer.start(asked.messages))))
         if error is not None:
             continue  # its media cannot be read, which was found above
         lengths.append(length)
-        if length + section.max_new_tokens > section.max_context_tokens:
-            long.append(f"task {task.id} takes {length}")
+        if length >= limit:
+            long.append(f"task {task.id} takes {length} and is {'left out' if treatment == 'skip' else 'refused'}")
+            if treatment == "skip":
+                fitting.pop()
+        elif length + section.max_new_tokens > limit:
+            short.append(f"task {task.id} takes {length}, so its response is cut at {limit - length}")
     if lengths:
-        most = f"{section.max_context_tokens:,} ({section.context_key})"
+        most = f"{limit:,} ({key.rstrip(',')})"
         told = f"up to {max(lengths):,} tokens and {section.max_new_tokens:,} to write, of {most}"
-        skips = session.recipe.tasks.on_long_prompt == "skip"
-        yield Finding(where, "prompt lengths", *_counted(told, long, "warning" if skips else "error"))
+        yield Finding(where, "prompt lengths", *_counted(told, [*long, *short], _treated(treatment) if long else "warning"))
+    return fitting
 
 
 def _check_play(session: ModelFreeSession, where: str, tasks: list[Task], section: RolloutSection) -> Iterator[Finding]:
@@ -255,12 +286,14 @@ def _outcome(
         needs = "which warm_start.steps needs" if learns else "which only a warm start needs"
         yield Finding(where, check, f"there are no demonstrations, {needs}", "error" if learns else "ok")
         return
-    failed = [episode.failure for episode in episodes if episode.status in (Status.FAILED, Status.ABORTED)]
+    failed = [episode for episode in episodes if episode.status in (Status.FAILED, Status.ABORTED)]
     turns = [len(episode.turns) for episode in episodes]
     correct = [episode.correct for episode in episodes if episode.correct is not None]
     told = f"{len(episodes)} of {asked} tasks, {min(turns)} to {max(turns)} turns"
     told += f", {sum(correct)} of {len(correct)} correct" if correct else ""
-    found, level = _counted(told, failed)
+    long = all(episode.info.get("prompt_too_long") for episode in failed)  # of environments, which show theirs in play
+    worst = _treated(session.recipe.tasks.on_long_prompt) if long else "error"
+    found, level = _counted(told, [episode.failure for episode in failed], worst)
     wrong = [e for e in episodes if e.correct is False] if check == DEMONSTRATED else []
     if wrong:
         found += f"\ndemonstrations that are judged wrong teach what gets no reward: {', '.join(e.task_id for e in wrong)}"
@@ -301,7 +334,7 @@ def _lengths(
 ) -> Iterator[Finding]:
     """The longest context that was played, and the longest demonstration, against their budgets."""
     contexts: list[int] = []
-    cut, tight = [], []
+    beyond, cut, tight = [], [], []
 
     def taken(segment: Segment) -> int:
         """Tokens of a segment; a response was written without a limit here, and a run would end it at its own."""
@@ -309,7 +342,9 @@ def _lengths(
         return min(length, section.max_new_tokens) if segment.author == "model" else length
 
     for episode in (*demonstrated, *random):
-        if episode.info.get("prompt_too_long") or episode.info.get("out_of_context"):
+        if episode.info.get("prompt_too_long"):
+            beyond.append(episode.failure)
+        if episode.info.get("out_of_context"):  # a run counts the episode as truncated and goes on
             cut.append(episode.failure)
         lengths = [sum(map(taken, thread.segments)) for thread in episode.threads]
         contexts += lengths
@@ -317,7 +352,8 @@ def _lengths(
             tight.append(f"task {episode.task_id} takes {max(lengths)}, so a response would be cut")
     if contexts:
         told = f"up to {max(contexts):,} of {section.max_context_tokens:,} tokens ({section.context_key})"
-        yield Finding(where, "context lengths", *_counted(told, [*cut, *tight], "error" if cut else "warning"))
+        level = _treated(session.recipe.tasks.on_long_prompt) if beyond else "warning"
+        yield Finding(where, "context lengths", *_counted(told, [*beyond, *cut, *tight], level))
     written = [len(turn.response.tokens) for episode in demonstrated for turn in episode.turns]
     if written:
         told = f"demonstrations take up to {max(written):,} tokens; {section.new_tokens_key} is {section.max_new_tokens:,}"
