@@ -94,14 +94,18 @@ def test_weights_multiply_the_policy_loss(section: CorrectionSection, checkpoint
 
 
 @pytest.mark.parametrize("section", [TOKENS, SEQUENCES], ids=["token", "sequence"])
+@pytest.mark.parametrize("updates", [{"epochs_per_step": 3}, {"updates_per_epoch": 3}], ids=["epochs", "updates"])
 def test_weights_are_of_the_log_probs_before_the_step_in_every_update(
-    section: CorrectionSection, checkpoints: dict[str, Path]
+    updates: dict[str, int], section: CorrectionSection, checkpoints: dict[str, Path]
 ) -> None:
     folder = checkpoints["qwen2_5_vl"]
-    _, weights_N, _ = ratios(folder, section)
-    row, _ = step(folder, None, section, BatchSection(tokens_per_microbatch=60, epochs_per_step=3))
-    assert row["policy/kl_old"] > 1e-5, "the policy has moved between the updates"
-    assert row["correction/weight"] == pytest.approx(float(weights_N.double().mean()), rel=1e-5)
+    groups, weights_N, _ = ratios(folder, section)
+    row, _ = step(folder, None, section, BatchSection(tokens_per_microbatch=60, **updates))
+    assert row["policy/kl_old"] > 5e-6, "the policy has moved between the updates"
+    lengths = [sum(len(a) for sample in group for a in sample.advantages) for group in groups]
+    of_updates = weights_N.double().split(lengths) if "updates_per_epoch" in updates else [weights_N.double()]
+    expected = sum(float(part.mean()) for part in of_updates) / len(of_updates)
+    assert row["correction/weight"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"])
