@@ -1,12 +1,15 @@
 """Libraries are compiled once and kept; what is wrong with compilers, folders and users is told in words, once."""
 
+import itertools
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from sensorium.compiled import library
+from sensorium.compiled.kept_files import cache_folder, keep, read_kept
 from sensorium.compiled.library import NoLibrary, load_library
 
 
@@ -159,3 +162,40 @@ def test_where_temporary_files_may_not_be_executed_the_kept_one_is_loaded(
 
     monkeypatch.setattr(library.ctypes, "CDLL", load)
     assert load_library(sources).answer() == 42
+
+
+def test_kept_code_is_read_from_the_folder_that_was_checked(tmp_path: Path) -> None:
+    """A link on the way to the cache is switched all the time between our folder and one that anybody can write to."""
+    ours, theirs, link, over = tmp_path / "ours", tmp_path / "theirs", tmp_path / "link", threading.Event()
+    for folder in (ours, theirs):
+        folder.mkdir()
+        keep(folder.name.encode(), folder / "code")
+    theirs.chmod(0o777)
+    assert read_kept(theirs / "code") is None
+    keep(b"more", theirs / "more")
+    assert not (theirs / "more").exists(), "nothing is written where others may replace it"
+    link.symlink_to(ours)
+
+    def switch() -> None:
+        for turn in itertools.cycle((theirs, ours)):
+            (tmp_path / "new").symlink_to(turn)
+            (tmp_path / "new").rename(link)
+            if over.is_set():
+                return
+
+    attacker = threading.Thread(target=switch)
+    attacker.start()
+    try:
+        found = {read_kept(link / "code") for _ in range(20_000)}
+    finally:
+        over.set()
+        attacker.join()
+    assert found <= {b"ours", None}
+
+
+def test_a_cache_folder_is_named_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled library is loaded by its path after the check."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "sensorium").symlink_to("own")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path.resolve() / "own"
