@@ -118,6 +118,9 @@ def test_a_config_that_is_no_object_is_refused(content: bytes, model: Path) -> N
     assert "its config.json is damaged" in refused(model)
 
 
+DOUBLED = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -126,6 +129,9 @@ def test_a_config_that_is_no_object_is_refused(content: bytes, model: Path) -> N
             {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}},
             "cannot load",
         ),
+        ({"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 10**6}}, "1e+06"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [DOUBLED] * 30}}, "1.07e+09"),
+        ({"decoder": {"type": "Sequence", "decoders": [DOUBLED | {"pattern": {"Regex": ""}}] * 30}}, "2.06e+14"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_is_refused(change: dict[str, Any], said: str, model: Path) -> None:

@@ -19,6 +19,9 @@ MOST = {
 MOST_TOKENS = 10_000_000
 """Token ids and merges of a tokenizer: tables of all ids up to the largest are made, holes included."""
 
+MOST_GROWTH = 1000
+"""How many times as long a normalizer or decoder may make a text."""
+
 LEAST = dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads", "num_heads", "head_dim"), 1)
 LEAST |= dict.fromkeys((*MOST, "intermediate_size"), 0)
 """Numbers of a config that say how many there are of something, and the least of it."""
@@ -71,6 +74,7 @@ def _check_tokenizer(path: str, file: Path) -> None:
         ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else [len(vocabulary)])]
         ids += [token["id"] for token in held.get("added_tokens") or ()]
         largest = max(ids, default=0)
+        growth = max(_growth(held.get("normalizer")), _growth(held.get("decoder")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return  # no file, or a damaged one, which is refused where it is read
     if largest > MOST_TOKENS:
@@ -78,6 +82,27 @@ def _check_tokenizer(path: str, file: Path) -> None:
             f"model.path '{path}': its tokenizer.json has the token id {largest}, which no model has. Copy or download it "
             "again."
         )
+    if growth > MOST_GROWTH:
+        raise ModelError(
+            f"model.path '{path}': the normalizer or decoder in its tokenizer.json may make texts {growth:.3g} times as "
+            f"long, which would fill all memory; no tokenizer needs more than {MOST_GROWTH}. Use the published one."
+        )
+
+
+def _growth(part: Any) -> float:
+    """How many times as long the replacements of a normalizer or decoder, one after the other, can make a text."""
+    if not isinstance(part, dict):
+        return 1.0
+    grown = 1.0
+    for inner in part.get("normalizers") or part.get("decoders") or ():
+        grown *= _growth(inner)
+    if part.get("type") == "Replace":
+        replaced = part["pattern"].get("String")
+        # A regular expression may match nothing at all, between any two characters.
+        grown *= max(1.0, len(part["content"]) / len(replaced)) if replaced else 1.0 + len(part["content"])
+    if part.get("type") == "Prepend":
+        grown *= 1.0 + len(part["prepend"])
+    return grown
 
 
 def _numbers(config: dict[str, Any], above: str) -> Iterator[tuple[str, float]]:
