@@ -102,10 +102,15 @@ def test_clips_that_were_not_opened_are_not_called_read(tmp_path: Path, capsys: 
     row = {"messages": [{"role": "user", "content": blocks}], "answer": "A", "demonstration": "A"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     place = json.dumps({"source": "jsonl", "options": {"path": str(tmp_path / "rows.jsonl")}})
-    assert main(["train", "sight_and_sound", f"tasks.train=[{place}]", "--dry-run"]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "tasks.train.0" in line]
+    heard = ["sight_and_sound", f"tasks.train=[{place}]", f"tasks.evaluate=[{place}]"]
+    assert main(["train", *heard, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    (line,) = [line for line in out.splitlines() if "tasks.train.0" in line]
     assert "1 sound found and not decoded" in line
     assert "sensorium validate" in line
+    assert "vision tower" not in out  # it computes nothing in tasks without pictures
+    assert main(["train", "sight_and_sound", "--dry-run"]) == 0
+    assert "vision tower" in capsys.readouterr().out
 
 
 def test_it_loads_no_torch(recipe: Path) -> None:

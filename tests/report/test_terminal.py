@@ -73,8 +73,10 @@ def test_a_hostile_path_in_a_row_reaches_no_terminal(tmp_path: Path, command: st
 
 def test_tracebacks_and_warnings_are_guarded(tmp_path: Path) -> None:
     code = (
-        "import warnings, sys; from sensorium.report.terminal import guard_streams; guard_streams();"
-        f"warnings.warn({CLIPBOARD!r}); print({CLIPBOARD!r}); raise ValueError({CLIPBOARD!r})"
+        "import warnings, sensorium.cli.main as program\n"
+        f"def fail(): warnings.warn({CLIPBOARD!r}); print({CLIPBOARD!r}); raise ValueError({CLIPBOARD!r})\n"
+        "program.main = fail\n"
+        "program.entry()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "\x07" not in done.stdout + done.stderr

@@ -24,6 +24,7 @@ from sensorium.record.judge_transcripts import read_transcripts
 from sensorium.record.ledger import Ledger
 from sensorium.rewards.context import RewardContext
 from sensorium.rewards.functions import build_term
+from sensorium.rewards.memory_reward import MemoryPay
 from sensorium.rewards.scorer import Scorer
 from sensorium.rewards.scoring import score_groups
 from sensorium.vocabulary.content import user
@@ -362,6 +363,9 @@ def test_the_facts_of_a_semantic_memory_are_judged_one_by_one(tmp_path: Path) ->
         return truthful(request)
 
     with judge_server(judge) as server:
+        assert (
+            build_term("episodic_memory", {"correctness": "judge"}, "test", RewardContext(MediaStore())).pay == MemoryPay()
+        )
         options = {"correctness": "judge", "memory_length_threshold": 2}
         with scorer_of([("episodic_memory", options)], section_of(server.url), tmp_path) as (scorer, _):
             episodes = scored(scorer, [facts_group()])

@@ -22,6 +22,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from websockets.sync.client import connect
+from websockets.sync.server import serve
 
 from sensorium.envs.remote.client import EnvironmentClient, shared_client, socket_address
 from sensorium.envs.remote.environment import KEY, RemoteEnvironment
@@ -331,6 +332,23 @@ def test_a_frame_is_read_as_it_was_written(body: dict[str, Any], blobs: list[byt
     if media and any(media.values()):
         with pytest.raises(WireError):
             unpack(frame[:-1] + bytes([frame[-1] ^ 1]))
+
+
+def test_a_server_that_sends_the_key_back_gets_it_into_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "sk-0123456789ab"
+    monkeypatch.setenv(KEY, secret)
+
+    def answer(socket: Any) -> None:
+        for frame in socket:
+            whys = [{"id": asked["id"], "status": 422, "why": f"bad: {secret}"} for asked in unpack(frame)[0]["ops"]]
+            socket.send(pack({"replies": whys}, {}))
+
+    with serve(answer, "127.0.0.1", 0) as hostile:
+        threading.Thread(target=hostile.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{hostile.socket.getsockname()[1]}"
+        with pytest.raises(EnvironmentFailure, match="bad") as refused:
+            RemoteEnvironment(MediaStore(), address, "counting", deadline_s=20).reset(1)
+        assert secret not in str(refused.value)
 
 
 def test_one_of_two_servers_that_is_away_is_named_once(server: str, capsys: pytest.CaptureFixture[str]) -> None:
