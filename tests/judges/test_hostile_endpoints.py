@@ -260,3 +260,11 @@ def test_an_address_that_holds_a_key_is_refused(address: str, tmp_path: Path) ->
     assert "hush" not in str(refused.value)
     with pytest.raises(RecipeError, match="holds no key, user or query"):
         load_recipe("shapes", [f"judges.endpoints={{judge: [{{base_url: '{address}'}}]}}"])
+
+
+def test_endpoints_that_are_named_twice_are_refused_and_none_is_dropped(tmp_path: Path) -> None:
+    row = '"judge": {"base_url": "http://127.0.0.1:9/v1", "api_key": "hush"}'
+    (tmp_path / "api.json").write_text(f"{{{row}, {row}}}")
+    with pytest.raises(RecipeError, match=r"api\.json.*'judge'") as refused:
+        read_config(tmp_path / "api.json")
+    assert "hush" not in str(refused.value)

@@ -81,6 +81,15 @@ def test_caprl_video_and_image_rows(tmp_path: Path) -> None:
     assert (picture.id, [block.kind for block in picture.messages[0].media]) == ("p0", ["picture"])
 
 
+def test_questions_with_a_key_twice_are_a_bad_row(tmp_path: Path) -> None:
+    truth = json.dumps(ASKED).replace('"answer"', '"answer": "A", "answer"')
+    Image.new("RGB", (32, 32)).save(tmp_path / "red.png")
+    row = {"id": "p", "image": "red.png", "prompt": "<image>", "reward_model": {"ground_truth": truth}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with pytest.raises(TaskError, match=r"row 0: reward_model\.ground_truth: .*'answer'"):
+        CaptionRows(str(tmp_path / "rows.jsonl"), MediaStore())[0]
+
+
 def test_pictures_and_their_questions_agree_and_splits_share_nothing() -> None:
     store = MediaStore()
     for kind in ("picture", "video"):

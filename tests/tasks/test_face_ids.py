@@ -80,7 +80,7 @@ def test_maps_are_read_and_bad_ones_refused(tmp_path: Path) -> None:
     assert read_face_maps(path) == {}
     path.write_text(json.dumps({"3": {"[face_7]": "<face_1>"}}))
     assert read_face_maps(path) == {3: {7: 1}}
-    for wrong in ("{", "[]", '{"3": {"x": "<face_1>"}}', '{"a": {}}'):
+    for wrong in ("{", "[]", '{"3": {"x": "<face_1>"}}', '{"a": {}}', '{"3": {}, "3": {"[face_7]": "<face_1>"}}'):
         path.write_text(wrong)
         with pytest.raises(TaskError, match="face maps"):
             read_face_maps(path)

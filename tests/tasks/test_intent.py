@@ -195,10 +195,20 @@ def test_folders_and_manifests_that_are_not_there_are_named(tmp_path: Path, trai
         opened(tmp_path / "nowhere")
     with pytest.raises(TaskError, match=r"gone\.json: cannot read"):
         opened(train, manifests=["gone.json"])
-    for body, what in (("{", "no JSON"), ("{}", "a list of rows")):
+    for body, what in (("{", "no JSON"), ("{}", "a list of rows"), ('[{"answer": "A", "answer": "B"}]', "'answer'")):
         (train / "bad.json").write_text(body)
         with pytest.raises(TaskError, match=rf"bad\.json: .*{what}"):
             opened(train, manifests=["bad.json"])
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_an_answer_that_is_no_finite_number_is_a_bad_row(number: float, train: Path) -> None:
+    rewrite(train, {"answer": number, "unread": number})
+    source = opened(train)
+    with pytest.raises(TaskError, match=r"emer_rewrite\.json, row 0: 'answer'"):
+        source[0]
+    rewrite(train, {"answer": 7})
+    assert opened(train)[0].answer == "7", "what is in a field that nobody reads does no harm"
 
 
 def test_a_look_alike_is_the_same_every_time(tmp_path: Path) -> None:

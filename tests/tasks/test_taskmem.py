@@ -76,6 +76,9 @@ def test_by_itself_a_row_takes_a_folder_of_memories_or_none(tmp_path: Path) -> N
     (tmp_path / "v1.json").write_text("{}")
     with pytest.raises(TaskError, match="no memory of clip 0"):
         kept[1]
+    (tmp_path / "v1.json").write_text('{"0": "sits", "0": "stands"}')
+    with pytest.raises(TaskError, match=r"v1\.json.*'0'"):
+        kept[1]
 
 
 def test_pictures_alone_are_read(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ A key is read from the environment or a file when an endpoint is first called. I
 ``***``: it reaches no log, no recipe dump, no error and no cache.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from pydantic import ValidationError
 
 from sensorium.recipe.judge_section import JudgeEndpointSection, JudgesSection
 from sensorium.vocabulary.errors import RecipeError, UnknownJudge
+from sensorium.vocabulary.plain import strict_json
 from sensorium.vocabulary.secrets import Secret
 
 CONFIG_VARIABLE = "M3_API_CONFIG"
@@ -98,7 +98,7 @@ def read_config(path: Path) -> dict[str, tuple[Endpoint, ...]]:
     """The endpoints of an ``api_config.json``: each model has one object or a list of them."""
     where = f"judges.config: '{path}'"
     try:
-        rows = json.loads(path.expanduser().read_text())
+        rows = strict_json(path.expanduser().read_text())
     except OSError as error:
         raise RecipeError(f"{where} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:

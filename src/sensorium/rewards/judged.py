@@ -1,6 +1,5 @@
 """Judge: a model says how well an answer meets a criterion, of the whole episode or of a tagged part of it."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from sensorium.rewards.context import RewardContext
 from sensorium.rewards.judge_parts import client_of, needed, question_media, question_text
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RecipeError, RewardFailure
+from sensorium.vocabulary.plain import strict_json
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 
@@ -122,7 +122,7 @@ def _schema_form(schema: dict[str, Any] | str, weights: dict[str, float], name: 
     try:
         if isinstance(schema, str):
             where += f" '{schema}'"
-            schema = json.loads(Path(schema).expanduser().read_text())
+            schema = strict_json(Path(schema).expanduser().read_text())
         form = SchemaAnswer(schema)  # type: ignore[arg-type]
         for field in weights:
             form.bounds(field)

@@ -17,6 +17,7 @@ from sensorium.tasks.row_options import FileRowOptions
 from sensorium.tasks.rows import JsonlRows, ParquetRows
 from sensorium.vocabulary.caption_questions import CaptionQuestion, question_of
 from sensorium.vocabulary.errors import RecipeError, TaskError
+from sensorium.vocabulary.plain import strict_json
 from sensorium.vocabulary.task import Task
 
 COLUMNS = {
@@ -93,7 +94,7 @@ def _kind(row: Mapping[str, Any], in_parquet: bool) -> str:
 def ground_truth(raw: Any) -> list[CaptionQuestion]:
     """The questions of a row: a list of them, or that as JSON text. Or ValueError."""
     if isinstance(raw, str):
-        raw = json.loads(raw)
+        raw = strict_json(raw)
     if not isinstance(raw, list) or not raw:
         raise ValueError(f"it is a list of questions, not {raw!r:.60}")
     return [question_of(one) for one in raw]

@@ -13,13 +13,13 @@ so the result depends on the input alone. An id that a clip's map does not know 
 than nine digits is no id.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sensorium.vocabulary.errors import TaskError
+from sensorium.vocabulary.plain import strict_json
 
 TAG = re.compile(
     r"<\s*face[\s_-]*(\d+)\s*>|\[\s*face[\s_-]*(\d+)\s*\]|\(\s*face[\s_-]*(\d+)\s*\)"
@@ -78,7 +78,7 @@ def _local(found: re.Match[str]) -> int | None:
 def read_face_maps(path: Path) -> dict[int, dict[int, int]]:
     """The maps of a video, ``{clip: {"[face_G]": "<face_L>"}}``; none where there is no file."""
     try:
-        raw = json.loads(path.read_text())
+        raw = strict_json(path.read_text())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

@@ -1,6 +1,5 @@
 """Manifests: a JSON file that lists the rows of a data set whose media lie beside it, perhaps still in an archive."""
 
-import json
 import shutil
 import tarfile
 import zipfile
@@ -9,11 +8,13 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from math import inf
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from sensorium.record.durable import drafted
 from sensorium.vocabulary.errors import TaskError
+from sensorium.vocabulary.plain import strict_json
 
 MIB = 1024 * 1024
 SMALL = 64 * MIB
@@ -26,10 +27,10 @@ MEMBERS = 1_000_000
 def read_manifest(path: Path) -> list[Any]:
     """The rows of a manifest; a file that is missing or no JSON list is an error that names it."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+        rows = strict_json(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise TaskError(f"{path}: cannot read the manifest: {error.strerror}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TaskError(f"{path}: the manifest is no JSON: {error}.") from error
     if not isinstance(rows, list) or not rows:
         raise TaskError(f"{path}: a manifest is a list of rows, not {rows!r:.60}.")
@@ -37,9 +38,10 @@ def read_manifest(path: Path) -> list[Any]:
 
 
 def text_of(row: Mapping[str, Any], field: str) -> str:
-    """A field that must hold text (or a number), or an empty text if it does not."""
+    """A field that must hold text (or a finite number), or an empty text if it does not."""
     value = row.get(field)
-    return str(value).strip() if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < inf
+    return str(value).strip() if number or isinstance(value, str) else ""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from sensorium.tasks.row_options import FileRowOptions
 from sensorium.tasks.rows import JsonlRows
 from sensorium.vocabulary.content import Block, Message, Text
 from sensorium.vocabulary.errors import TaskError
+from sensorium.vocabulary.plain import strict_json
 from sensorium.vocabulary.task import Task
 
 MARK = "[Description of the preceding part]:"
@@ -237,6 +238,6 @@ def _formatted(text: str, fillings: tuple[str, str], step: int, at: Place) -> st
 
 def _read(path: Path, at: Place) -> Any:
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        return strict_json(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise at.error(f"cannot read '{path}': {error}.") from error

@@ -112,8 +112,11 @@ def json_of(value: Any, depth: int = 0) -> Any:
         raise ValueError(f"{shown(value)} is no number, text, list or object of these") from error
 
 
-def strict_json(text: str) -> Any:
-    """The value of a JSON text; ValueError also where an object has a key twice, of which one would be lost."""
+def strict_json(text: str | bytes) -> Any:
+    """The value of a JSON text; ValueError also where an object has a key twice, of which one would be lost.
+
+    NaN and numbers beyond a float's range are left to the reader of a field: in fields that nobody reads they do no harm.
+    """
     return json.loads(text, object_pairs_hook=_without_repeats)
 
 

@@ -141,6 +141,14 @@ def test_what_is_missing_is_said(tasks: str, tmp_path: Path, monkeypatch: pytest
         build("environment", "ai2thor", {"tasks": str(tmp_path / "bad.json")}, "x", store=MediaStore())
     with pytest.raises(RecipeError, match="cannot be read"):
         build("environment", "ai2thor", {"tasks": str(tmp_path)}, "x", store=MediaStore())
+    sound = Path(tasks).read_text()
+    for place, (old, new) in enumerate(
+        (('"x": 5.0', '"x": NaN'), ('"x": 5.0', '"x": 1e999'), ('"y": 0', '"x": 3, "y": 0'))
+    ):
+        path = tmp_path / f"bad{place}.json"  # task files are cached by name
+        path.write_text(sound.replace(old, new))
+        with pytest.raises(RecipeError, match="'x'" if "3" in new else "task 1 of"):
+            build("environment", "ai2thor", {"tasks": str(path)}, "x", store=MediaStore())
 
 
 def test_the_real_package_has_what_is_used_of_it() -> None:

@@ -24,7 +24,7 @@ from sensorium.envs.option_checks import within
 from sensorium.media.files import open_regular
 from sensorium.media.store import MediaStore
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
-from sensorium.vocabulary.plain import words
+from sensorium.vocabulary.plain import strict_json, words
 
 NAME = "ai2thor"
 MOVES = ("MoveAhead", "MoveBack", "MoveRight", "MoveLeft")
@@ -190,7 +190,7 @@ def task_list(path: str) -> tuple[Mapping[str, Any], ...]:
     """The tasks of a file; one that is not as it should be is refused by its place."""
     try:
         with open_regular(Path(path)) as file:
-            held = json.load(file)
+            held = strict_json(file.read())
     except (OSError, ValueError, RecursionError) as error:
         raise RecipeError(f"{NAME}: the task file '{path}' cannot be read: {error}") from error
     listed = held.get("tasks") if isinstance(held, Mapping) else None
@@ -200,7 +200,7 @@ def task_list(path: str) -> tuple[Mapping[str, Any], ...]:
         try:
             pose, goal = task["agentPose"], task["target_position"]
             wanted = [*(pose["position"][axis] for axis in "xyz"), pose["rotation"], pose["horizon"], goal["x"], goal["z"]]
-            right = all(isinstance(value, int | float) for value in wanted)
+            right = all(isinstance(value, int | float) and abs(value) < math.inf for value in wanted)
             right = right and isinstance(task["scene"], str) and isinstance(task["instruction"], str)
         except (KeyError, TypeError):
             right = False
