@@ -333,6 +333,41 @@ def test_a_parquet_file_that_is_huge_in_memory_is_refused(tmp_path: Path) -> Non
         rows[0]
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_row_that_repeats_a_value_in_a_list_is_refused_before_it_fills_memory(nested: bool, tmp_path: Path) -> None:
+    """One row of 100 times the same 4 MiB, in a file of 200 KB."""
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    values = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 100, pyarrow.int32()), pyarrow.array(["x" * 2**22]))
+    held = pyarrow.StructArray.from_arrays([values], ["content"]) if nested else values
+    column = pyarrow.ListArray.from_arrays(pyarrow.array([0, 100], pyarrow.int32()), held)
+    write_table(pyarrow.table({"prompt": column}), tmp_path / "bomb.parquet", store_schema=False)
+    usual = pyarrow.default_memory_pool()
+    pool = pyarrow.proxy_memory_pool(usual)
+    pyarrow.set_memory_pool(pool)
+    try:
+        rows = ParquetRows(str(tmp_path / "bomb.parquet"), MediaStore(), columns={"prompt": "prompt"}, row_group_mib=32)
+        with pytest.raises(TaskError, match="row_group_mib"):
+            rows[0]
+    finally:
+        pyarrow.set_memory_pool(usual)
+    assert 0 < pool.max_memory() < 2**26
+
+
+def test_a_long_list_of_texts_within_the_bound_is_read(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    said = [
+        {"role": "user", "content": "x" * 2**12},
+        {"role": "assistant", "content": "y"},
+        {"role": "user", "content": "?"},
+    ]
+    Dataset.from_list([{"prompt": said}] * 300).to_parquet(tmp_path / "rows.parquet")
+    rows = ParquetRows(str(tmp_path / "rows.parquet"), MediaStore(), columns={"prompt": "prompt"}, row_group_mib=2)
+    assert len(rows[299].messages) == 3
+
+
 def test_a_value_that_a_dictionary_repeats_is_refused_before_it_fills_memory(tmp_path: Path) -> None:
     """256 rows at once, each with the same 4 MiB, were 1 GiB before the first look at the bound."""
     import pyarrow
