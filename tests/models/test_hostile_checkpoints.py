@@ -1,5 +1,6 @@
 """Files made to do harm, or damaged beyond what a cut leaves: one paragraph each, at once, in little memory."""
 
+import ctypes
 import errno
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +233,47 @@ def test_an_ended_rendering_leaves_nothing_behind_for_the_next_one(monkeypatch: 
             template_limits.bounded_rendering(endless, 0)
         assert template_limits.bounded_rendering(lambda: "fine", 4) == "fine"
     assert sum(range(10**6)) > 0, "no late exception arrives"
+
+
+def test_a_rendering_inside_of_another_leaves_the_outer_bound_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "MOST_S", 0.3)
+    deadline = time.monotonic() + 10
+
+    def nested() -> str:
+        while time.monotonic() < deadline:
+            template_limits.bounded_rendering(lambda: "inner", 5)
+        return "ended by itself"
+
+    with pytest.raises(template_limits.TemplateBeyondBounds):
+        template_limits.bounded_rendering(nested, 100)
+    assert template_limits.bounded_rendering(lambda: "fine", 4) == "fine"
+
+
+def test_a_rendering_that_is_ended_at_its_end_does_not_keep_the_lock() -> None:
+    watch, finish, ended = template_limits._WATCH, threading.Event(), threading.Event()
+
+    def render() -> None:
+        with suppress(template_limits.TemplateBeyondBounds):
+            template_limits.bounded_rendering(lambda: str(finish.wait(20)), 0)
+        ended.set()
+
+    other = threading.Thread(target=render, daemon=True)
+    other.start()
+    deadline = time.monotonic() + 20
+    while other.ident not in watch._running and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with watch._changed:
+        finish.set()
+        while sys._current_frames()[other.ident or 0].f_code.co_name not in ("watching", "__enter__"):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        del watch._running[other.ident or 0]
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(other.ident or 0), ctypes.py_object(template_limits.TemplateBeyondBounds)
+        )
+    assert ended.wait(20)
+    assert watch._lock.acquire(timeout=20)
+    watch._lock.release()
 
 
 def test_a_child_forked_during_a_rendering_renders() -> None:

@@ -83,14 +83,21 @@ class _Watch:
 
     def forget(self) -> None:
         """Begin without renderings, also in a forked child: it has no threads, and its copy of the lock may be held."""
-        self._changed = threading.Condition()
+        # Threads that render take the lock itself: Condition.__enter__ is Python code, and an exception that ends a
+        # rendering could come between its two lines and leave the lock held.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._running: dict[int, tuple[float, int]] = {}
         self._looking = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
+        """Bound what this thread renders. A rendering inside of another is part of that one, which began earlier."""
         thread = threading.get_ident()
-        with self._changed:
+        if thread in self._running:
+            yield
+            return
+        with self._lock:
             if not self._looking:
                 self._looking = True
                 threading.Thread(target=self._look, name="chat templates", daemon=True).start()
@@ -99,7 +106,7 @@ class _Watch:
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 if self._running.pop(thread, None) is None:  # it was ended: an exception that is still to come must not
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
 
