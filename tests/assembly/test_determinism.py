@@ -32,10 +32,10 @@ def test_a_run_in_bfloat16_computes_the_same_from_its_first_product_on() -> None
     assert torch.equal(product(), before)
 
 
-def test_a_run_that_goes_on_with_another_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_a_run_that_goes_on_elsewhere_warns_of_what_changed() -> None:
     recorded = surroundings()
     assert warn_if_changed(recorded) == []
-    monkeypatch.setenv("CC", "/no/such/compiler")
-    with pytest.warns(UserWarning, match="resumed elsewhere.*C compiler: .* then, no C compiler now"):
-        assert len(warn_if_changed(recorded)) == 1
+    with pytest.warns(UserWarning, match="resumed elsewhere"):
+        assert len(warn_if_changed(recorded | {"torch": "1.0"})) == 1
+    with pytest.warns(UserWarning, match="C compiler"):  # recorded by versions that had C code
+        assert len(warn_if_changed(recorded | {"C compiler": "gcc 12"})) == 1

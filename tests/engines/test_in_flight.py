@@ -16,7 +16,7 @@ from sensorium.vocabulary.episode import VersionSpan
 
 from .conftest import Bench, ask
 
-LONG = Sampling(max_new_tokens=40, stop_tokens=False)  # more than a call of the compiled step draws
+LONG = Sampling(max_new_tokens=40, stop_tokens=False)
 
 
 @contextmanager

@@ -129,7 +129,7 @@ def test_turns_continue_on_kept_keys_and_pages_are_given_back(vision: Bench) -> 
                 thread.append(policy.chat.extend([user(vision.picture(7), "and now?")], after=response.segment))
         return threads
 
-    expected = NativeEngine(policy, compile=False)
+    expected = NativeEngine(policy)
     engine = paged(vision)
     for one, other in zip(play(engine), play(expected), strict=True):
         assert [segment.tokens for segment in one] == [segment.tokens for segment in other]

@@ -1,7 +1,6 @@
 """A recording computes with the weights of the moment, whichever changes and however alike they were when it was made."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from sensorium.engines.native.engine import NativeEngine
-from sensorium.engines.native.recording import record
 from sensorium.engines.native.steps import Steps, feed
 from sensorium.engines.protocol import Sampling
 from sensorium.media.store import MediaStore
@@ -53,7 +51,7 @@ def few_rows(policy: Policy, rows: int = 3, reach: int = 6) -> SimpleNamespace:
 
 
 def recorded_steps(policy: Policy, batch: Any) -> Steps:
-    steps = Steps(policy, record=True, compile=False)
+    steps = Steps(policy, record=True)
     for _ in range(RECORD_AFTER + 1):
         steps.feed(batch)
     return steps
@@ -123,7 +121,7 @@ def test_fresh_adapters_are_followed_through_updates(fresh: Callable[..., Policy
     """An evaluation records while every B is zero; then training moves each of them."""
     policy = fresh("qwen2", lora=LORA)
     assert policy.adapters is not None
-    engine = NativeEngine(policy, compile=False)
+    engine = NativeEngine(policy)
     prompt = policy.chat.render([user("what colour is it?")])
     sampling = Sampling(max_new_tokens=RECORD_AFTER + 8, stop_tokens=False)
     requests = [ask(f"{i}", [prompt], sampling, order=(i,), key=i) for i in range(3)]
@@ -182,7 +180,7 @@ def test_what_cannot_be_recorded_is_said_where_the_engine_is_told_to(
 ) -> None:
     policy = fresh("qwen3_vl_moe")
     policy.model.set_experts_implementation("eager")
-    steps, told = Steps(policy, record=True, compile=False), list[str]()
+    steps, told = Steps(policy, record=True), list[str]()
     steps.noted = told.append
     batch = few_rows(policy)
     with torch.no_grad():
@@ -192,27 +190,3 @@ def test_what_cannot_be_recorded_is_said_where_the_engine_is_told_to(
     assert len(told) == 1
     assert "without a recording" in told[0]
     assert not [warning for warning in recwarn if "without a recording" in str(warning.message)]
-
-
-@torch.no_grad()
-def test_known_layers_are_recorded_in_fewer_operations(fresh: Callable[..., Policy]) -> None:
-    policy = fresh("qwen2_5_vl")
-    batch = few_rows(policy)
-    recorded = recorded_steps(policy, batch)._feed
-    assert recorded is not None
-    stock = record(partial(feed, policy), [batch.fed()], [policy.adapter.language_model, policy.adapter.head])
-    lean_calls, stock_calls = (str(one._trace.inlined_graph).count("aten::") for one in (recorded, stock))
-    assert lean_calls < 0.7 * stock_calls
-
-
-@torch.no_grad()
-def test_angles_that_depend_on_the_longest_row_are_left_to_the_stock_layers(
-    fresh: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = fresh("qwen2")
-    monkeypatch.setattr(policy.adapter.language_model.rotary_emb, "rope_type", "proportional")
-    batch = few_rows(policy)
-    steps = recorded_steps(policy, batch)
-    assert steps._feed is not None
-    assert steps._table is None
-    assert torch.equal(steps.feed(batch), feed(policy, *batch.fed()))

@@ -45,7 +45,7 @@ def test_recorded_steps_equal_plain_ones_bit_for_bit(
 ) -> None:
     plain = generate(NativeEngine(vision.policy, record=False), *crowd(vision, kinds))
     seen = calls(vision, monkeypatch)
-    engine = NativeEngine(vision.policy, compile=False)
+    engine = NativeEngine(vision.policy)
     recorded = generate(engine, *crowd(vision, kinds))
     assert [r.segment for r in recorded] == [r.segment for r in plain]
     assert len(seen) < engine.counters.decode_steps  # most steps never entered Python
@@ -53,7 +53,7 @@ def test_recorded_steps_equal_plain_ones_bit_for_bit(
 
 def test_a_recording_sees_weights_that_change_in_place_and_notices_replaced_ones(bench: Bench) -> None:
     policy = bench.policy
-    engine = NativeEngine(policy, compile=False)
+    engine = NativeEngine(policy)
     requests = crowd(bench, [Sampling(stop_tokens=False)] * 3)
     generate(engine, *requests)
     layer = policy.adapter.language_model.layers[0].mlp.down_proj

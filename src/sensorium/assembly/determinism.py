@@ -10,7 +10,6 @@ import numpy
 import torch
 import transformers
 
-from sensorium.compiled.library import compiler_name
 from sensorium.recipe.schema import Recipe
 
 KNOWN = (".*defaults to a non-deterministic algorithm", "Attempting to run cuBLAS, but there was no current CUDA context")
@@ -47,9 +46,8 @@ def _settle_products(dtype: str) -> None:
 
 
 def surroundings() -> dict[str, str]:
-    """What else than recipe and seed the numbers depend on; on a CPU the C compiler, too."""
-    compiler = {} if torch.cuda.is_available() else {"C compiler": compiler_name()}
-    return compiler | {
+    """What else than recipe and seed the numbers depend on."""
+    return {
         "python": sys.version.split()[0],
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
@@ -62,7 +60,9 @@ def surroundings() -> dict[str, str]:
 def warn_if_changed(recorded: dict[str, str]) -> list[str]:
     """Warn where the surroundings of a resumed run differ from those of its checkpoint; returns what differs."""
     now = surroundings()
-    changed = [f"{key}: {recorded[key]} then, {now[key]} now" for key in recorded if recorded[key] != now.get(key)]
+    # Earlier versions ran C code on CPUs, and recorded its compiler.
+    pairs = [(key, recorded[key], now.get(key, "not used")) for key in recorded]
+    changed = [f"{key}: {then} then, {current} now" for key, then, current in pairs if then != current]
     if changed:
         warnings.warn(f"resumed elsewhere; numbers may differ in their last bits ({'; '.join(changed)})", stacklevel=2)
     return changed

@@ -1,4 +1,4 @@
-"""How long this process has been compiling code on its first use: C, CUDA and Triton, and graphs of decode steps.
+"""How long this process has been compiling code on its first use: CUDA and Triton, and graphs of decode steps.
 
 Where several compile side by side, or one inside the other, the time that went by counts once.
 """

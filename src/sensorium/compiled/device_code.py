@@ -1,14 +1,20 @@
 """CUDA sources of this package, compiled for the GPU at hand when they are first needed, and kept in the user's cache.
 
 The compiler is NVRTC, which comes with torch; the driver loads and launches what it gives.
+
+A file of the cache is named by a hash of all that its code was made from. Behind the code in it stands the SHA-256 of its
+bytes, so that a file that was cut off or changed is not used. Processes that compile at the same time write to files of
+their own; the last one to be renamed stays, and they are alike.
 """
 
 import ctypes
 import hashlib
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from ctypes import POINTER, Structure, addressof, byref, c_char, c_int, c_size_t, c_uint, c_void_p, create_string_buffer
 from enum import Flag, auto
 from functools import cache
@@ -17,11 +23,12 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from sensorium.compiled.compile_time import compiling
-from sensorium.compiled.kept_files import cache_folder, keep, read_kept
 
 SOURCES = Path(__file__).parent / "cuda"
+DIGEST_BYTES = hashlib.sha256().digest_size
 EXPLAINED = 300  # characters of what the compiler says
 # The driver's numbers of attributes: of a function, of a device, and two of a launch.
 MAX_SHARED_BYTES, SHARED_BYTES, COOPERATIVE, AHEAD = 8, 97, 2, 6
@@ -40,6 +47,16 @@ class _Launch(Structure):
         *((f"{what}_{axis}", c_uint) for what in ("grid", "block") for axis in "xyz"),
         ("shared_bytes", c_uint), ("stream", c_void_p), ("attributes", POINTER(_Attribute)), ("count", c_uint),
     ]  # fmt: skip
+
+
+def pointers(names: str) -> list[tuple[str, type]]:
+    """Fields of a structure that hold a tensor's address, or NULL."""
+    return [(name, c_void_p) for name in names.split()]
+
+
+def addresses(*tensors: Tensor | None) -> tuple[int | None, ...]:
+    """Where tensors lie; they must be contiguous, and outlive the launch."""
+    return tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
 
 
 class DeviceCode:
@@ -118,6 +135,51 @@ def _compiled(source: Path, numbers: tuple[tuple[str, int], ...], architecture: 
             code = _compile(compiler, text, source.name, options)
         keep(code, kept)
     return code
+
+
+def cache_folder() -> Path:
+    """Where this user's compiled code is kept. Links are resolved: one that is switched later leads nowhere else."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        return ((Path(given) if os.path.isabs(given) else Path("~/.cache").expanduser()) / "sensorium").resolve()
+    except RuntimeError:  # a user without a home folder, as in some containers
+        return Path(os.devnull) / "sensorium"  # where nothing is kept
+
+
+def read_kept(file: Path) -> bytes | None:
+    """The code in a file, if it is whole and nobody but this user or root could have written it: what it holds is run.
+
+    The folder and the file that are checked are those that are read, even where a link on the way is switched meanwhile.
+    """
+    try:
+        folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            descriptor = os.open(file.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+            with os.fdopen(descriptor, "rb") as opened:
+                trusted = _only_ours(os.fstat(folder)) and _only_ours(os.fstat(descriptor))
+                content = opened.read() if trusted else b""
+        finally:
+            os.close(folder)
+    except OSError:
+        return None
+    code, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
+    return code if hashlib.sha256(code).digest() == digest else None
+
+
+def keep(code: bytes, file: Path) -> None:
+    """A copy for later processes, where the cache folder is this user's; they compile it themselves otherwise."""
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not _only_ours(file.parent.stat()):
+            return
+        with tempfile.TemporaryDirectory(dir=file.parent) as own:
+            whole = Path(own) / file.name
+            whole.write_bytes(code + hashlib.sha256(code).digest())
+            os.replace(whole, file)
+
+
+def _only_ours(seen: os.stat_result) -> bool:
+    return seen.st_uid in (0, os.geteuid()) and not seen.st_mode & 0o002
 
 
 def _compile(compiler: ctypes.CDLL, text: bytes, name: str, options: list[str]) -> bytes:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sensorium.learner.packing import MicroBatch, Packing, media_of
-from sensorium.learner.token_logprobs import FORBIDDEN, CompiledLogprobs, TokenLogprobs, compiled_logprobs_are_right
+from sensorium.learner.token_logprobs import FORBIDDEN, TokenLogprobs
 from sensorium.learner.token_shares import SlotShare
 from sensorium.learner.tower_passes import TowerPasses
 from sensorium.models.fast_paths import fall_back
@@ -222,15 +222,10 @@ class LogprobScorer:
 
     def _chunk(self, hidden_MH: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
         logits_MV = self.policy.logits(hidden_MH)
-        given = (logits_MV, targets_M, self._bias_V, self.temperature)
-        if self._exact and logits_MV.numel() and compiled_logprobs_are_right():
-            logprobs_M, entropies_M, sizes_M = CompiledLogprobs.apply(*given)
-            self.scale = max(self.scale, float(sizes_M.max()))
-            return logprobs_M, entropies_M
         if self._exact and logits_MV.numel():
             least, largest = torch.stack(logits_MV.detach().aminmax()).tolist()
             self.scale = max(self.scale, -least / self.temperature, largest / self.temperature)
-        logprobs_M, entropies_M = TokenLogprobs.apply(*given)
+        logprobs_M, entropies_M = TokenLogprobs.apply(logits_MV, targets_M, self._bias_V, self.temperature)
         return logprobs_M, entropies_M
 
     def _recomputed(self, hidden_MH: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:

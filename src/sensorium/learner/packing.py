@@ -7,14 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sensorium.learner.compiled_tree import CompiledTree
 from sensorium.learner.credited_episode import CreditedEpisode, Groups
 from sensorium.learner.matched_tree import MatchedTree
 from sensorium.learner.positions import LayOut, Positions
 from sensorium.learner.shared_attention import SharedAttention
 from sensorium.learner.token_shares import SlotShare, TokenGroup, share_tokens, slot_share
 from sensorium.learner.tree import Node, Part, ask_values, grow, split
-from sensorium.learner.tree_attention import TokenRun, arrange
+from sensorium.learner.tree_attention import TokenRun, TreeAttention, arrange
 from sensorium.learner.tree_levels import LevelAttention, arrange_levels
 from sensorium.models.matched_ops import MatchedOps
 from sensorium.models.segment_layout import Slot
@@ -33,7 +32,7 @@ class MicroBatch:
 
     ids_T: Tensor
     positions_3T: Tensor
-    attention: CompiledTree | LevelAttention | SharedAttention
+    attention: TreeAttention | LevelAttention | SharedAttention
     slots: tuple[Slot, ...] | tuple[SlotShare, ...]
     states_M: Tensor
     targets_M: Tensor
@@ -221,7 +220,7 @@ class _Row:
         )  # fmt: skip
 
     def microbatch(
-        self, attention: CompiledTree | LevelAttention | SharedAttention, device: torch.device, silent: bool
+        self, attention: TreeAttention | LevelAttention | SharedAttention, device: torch.device, silent: bool
     ) -> MicroBatch:
         """The micro-batch on its device."""
         named = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
@@ -231,10 +230,10 @@ class _Row:
 
 def _attention(
     batches: list[list[TokenRun]], device: torch.device, matched: MatchedOps | None
-) -> CompiledTree | LevelAttention:
+) -> TreeAttention | LevelAttention:
     if matched is not None:
         return MatchedTree(batches, device, matched)
-    return LevelAttention(batches, device) if device.type == "cuda" else CompiledTree(batches, device)
+    return LevelAttention(batches, device) if device.type == "cuda" else TreeAttention(batches, device)
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Decoder layers with fused norms, rotation and gate: the linear layers of the stock modules, ``layer_ops`` between them.
 
-Used on CUDA, and in float32 on a CPU, in place of a stock layer's own forward, with its parameters and signature. The
+Used on CUDA in place of a stock layer's own forward, with its parameters and signature. The
 residual stream is float32 between them, so that 72 sums are not rounded to eight bits one after the other: most of the
 difference between two ways to compute the same log-prob in bfloat16 came from there. Each kind of layer is held against its
 stock forward, values and gradients, before it is used; where they disagree, or the layer is not known, the stock layers are
@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sensorium.compiled.library import NoLibrary
 from sensorium.models.attention import Attention, MaskedAttention
-from sensorium.models.fast_paths import fall_back, without_compiled_parts
+from sensorium.models.fast_paths import fall_back
 from sensorium.models.fused_products import GatedBlock, NormedProducts, RotatedProducts, is_plain
 from sensorium.models.layer_functions import AddNorm, Gate, Norm, Rotate
 from sensorium.models.layer_parts import GatedMLP, LayerParts, NormWeights, UnknownLayer, norm_of, parts_of
@@ -144,9 +143,6 @@ def fused_layers(model: Any, rotary: Callable[[Tensor, Tensor], tuple[Tensor, Te
         last = norm_of(model.norm)
         for i in kinds.values():
             check(layers[i], fused[i], rotary)
-    except NoLibrary as error:
-        without_compiled_parts(str(error))
-        return LayerStack(layers, model.norm)
     except Exception as error:  # a kernel that this GPU or Triton cannot build is a reason to be slow, not to stop
         fall_back(f"the language model runs through its stock layers, which is slower: {str(error).splitlines()[0]}")
         return LayerStack(layers, model.norm)

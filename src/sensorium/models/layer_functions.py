@@ -60,21 +60,6 @@ class Rotate(torch.autograd.Function):
         return ops_of(cos_BTD).rotated(gradients[0], cos_BTD, sin_BTD, back=True), None, None
 
 
-class SplitRotate(torch.autograd.Function):
-    """(joined [N, 3 · H · D], cos [N, D], sin, H) → rotated queries [N, H, D], rotated keys, values."""
-
-    @staticmethod
-    def forward(ctx: Any, joined_NW: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        cos_ND, sin_ND = cos_ND.contiguous(), sin_ND.contiguous()
-        ctx.save_for_backward(cos_ND, sin_ND)
-        return ops_of(joined_NW).split_rotated(joined_NW.contiguous(), cos_ND, sin_ND, heads)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        query, key, value = (gradient.contiguous() for gradient in gradients)
-        return ops_of(query).joined_gradients(query, key, value, *ctx.saved_tensors), None, None, None
-
-
 class Gate(torch.autograd.Function):
     """(gate, up) → silu(gate) · up."""
 

@@ -1,4 +1,4 @@
-"""What lies between the products of a decoder layer, as few passes over memory: kernels on CUDA, C on a CPU.
+"""What lies between the products of a decoder layer, as few passes over memory: kernels for CUDA (``layer_kernels``).
 
 Axes: N rows, W width, F inner size, H query heads, D head size.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 interpreted = False
-"""Take Triton's kernels for tensors of a CPU too: for tests, in its interpreter."""
+"""Whether a CPU takes the kernels too, in Triton's interpreter: for tests. Otherwise its layers are the stock ones."""
 
 
 class NormGradients(NamedTuple):
@@ -74,13 +74,8 @@ class LayerOps(Protocol):
 
 
 def ops_of(x: Tensor) -> LayerOps:
-    """The operations where a tensor is. Raises what an import or ``load_library`` raises."""
-    if x.is_cuda or interpreted:
-        from sensorium.models import layer_kernels
+    """The operations for a tensor's device. Raises ImportError without Triton."""
+    assert x.is_cuda or interpreted, "layers on a CPU are the stock ones"
+    from sensorium.models import layer_kernels
 
-        return layer_kernels
-    if x.dtype != torch.float32:  # C would read past its end
-        raise TypeError(f"the compiled layers of a CPU compute in float32, and were given {x.dtype}; leave out autocast.")
-    from sensorium.models import cpu_layer_ops
-
-    return cpu_layer_ops
+    return layer_kernels

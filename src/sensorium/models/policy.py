@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from sensorium.models import layer_ops
 from sensorium.models.attention import Attention
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.counts import MediaCounts, count_media
@@ -173,16 +174,15 @@ class Policy:
         return stack.norm(hidden_BTH)
 
     def _stack(self) -> LayerStack:
-        """The decoder layers: fused where they give what the stock ones give; matched where that is asked."""
+        """The decoder layers: fused on CUDA, where they give what the stock ones give; matched where that is asked."""
         model = self.adapter.language_model
         if self.sharding is not None:
             if self.matched is not None:
                 raise ModelError("model.precision 'matched' is not built for a sharded learner; use model.precision: fast.")
             return LayerStack(model.layers, model.norm)
-        if self.device.type != "cuda" and self.dtype != torch.float32:
-            return LayerStack(model.layers, model.norm)
         if self._fused is None:
-            self._fused = fused_layers(model, self.adapter.rotary)
+            on_cpu = self.device.type == "cpu" and not layer_ops.interpreted
+            self._fused = LayerStack(model.layers, model.norm) if on_cpu else fused_layers(model, self.adapter.rotary)
         return self._fused
 
     @property

@@ -1,6 +1,6 @@
 """Blocks of the vision towers: norm, rotation and gate as one kernel each, attention in one call for all segments.
 
-On CUDA in 16 bits these are Triton's kernels, on a CPU in float32 they are compiled C. The modules here take over the
+On CUDA in 16 bits these are Triton's kernels; a CPU runs the stock blocks. The modules here take over the
 layers and settings of the stock ones, so checkpoints stay the same, and compute as the stock ones do until ``fused`` is
 set. ``choose`` sets it once a block has been held against itself, values and gradients. On CUDA blocks of Qwen2.5's kind
 (RMSNorm, gated MLP) are then one function each (``tower_products``), unless their layers have adapters.
@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sensorium.compiled.library import NoLibrary
-from sensorium.models import layer_ops
-from sensorium.models.fast_paths import fall_back, without_compiled_parts
-from sensorium.models.layer_functions import Gate, Norm, Rotate, SplitRotate
-from sensorium.models.tower_segments import by_flash, by_length
+from sensorium.models.fast_paths import fall_back
+from sensorium.models.layer_functions import Gate, Norm
+from sensorium.models.tower_segments import by_flash
 
 # How far values and gradients of a block may be from the stock one's, relative to the largest.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -113,16 +111,12 @@ class TowerAttention(nn.Module):
             given = {"position_embeddings": position_embeddings, "max_seqlen": max_seqlen}
             stock: Tensor = self.stock(self, hidden_states, cu_seqlens, **given, **rest)
             return stock
-        if hidden_states.is_cuda or layer_ops.interpreted:
-            query, key, value = self._rotated_in_place(hidden_states, position_embeddings)
-            seen_PHD = by_flash(query, key, value, cu_seqlens, max_seqlen, self.scaling)
-        else:
-            query, key, value = self._rotated(hidden_states, position_embeddings)
-            seen_PHD = by_length(query, key, value, cu_seqlens, self.scaling)
+        query, key, value = self._rotated(hidden_states, position_embeddings)
+        seen_PHD = by_flash(query, key, value, cu_seqlens, max_seqlen, self.scaling)
         projected: Tensor = self.proj(seen_PHD.flatten(1))
         return projected
 
-    def _rotated_in_place(self, hidden: Tensor, angles: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
+    def _rotated(self, hidden: Tensor, angles: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
         """Queries and keys rotated where they lie, and values, [P, heads, D]."""
         from sensorium.models.tower_kernels import RotateSlots
 
@@ -131,15 +125,6 @@ class TowerAttention(nn.Module):
             return slots.view(len(slots), 3, self.num_heads, -1).unbind(1)
         rotated = [RotateSlots.apply(part(hidden), *angles, 1, 1) for part in (self.q, self.k)]
         return [part.view(len(part), self.num_heads, -1) for part in (*rotated, self.v(hidden))]
-
-    def _rotated(self, hidden: Tensor, angles: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
-        """The same, in tensors of their own."""
-        if hasattr(self, "qkv"):
-            split: tuple[Tensor, ...] = SplitRotate.apply(self.qkv(hidden), *angles, self.num_heads)
-            return split
-        query, key, value = (part(hidden).unflatten(-1, (self.num_heads, -1)) for part in (self.q, self.k, self.v))
-        cos_1PD, sin_1PD = (angle[None] for angle in angles)
-        return [*(Rotate.apply(part[None], cos_1PD, sin_1PD)[0] for part in (query, key)), value]
 
 
 class TowerBlock(GradientCheckpointingLayer):
@@ -224,10 +209,7 @@ def choose(tower: Any) -> None:
         return
     for each in tower.blocks:
         _set(each, False, False)  # what was chosen for weights of another kind, or elsewhere
-    if not weight.is_cuda:
-        _choose_on_cpu(tower)
-        return
-    if weight.dtype == torch.float32:
+    if not weight.is_cuda or weight.dtype == torch.float32:
         return  # flash attention takes 16 bits; on CUDA a tower in float32 is for checks
     try:
         if find_spec("triton") is None:
@@ -247,23 +229,6 @@ def choose(tower: Any) -> None:
         fall_back(f"blocks of the vision tower run part by part, which is slower: {_reason(error)}")
     for each in tower.blocks:
         _set(each, True, whole)
-
-
-def _choose_on_cpu(tower: Any) -> None:
-    """As ``choose``; parts of sharded blocks, and other kinds than float32, are as the library has them."""
-    weight = tower.blocks[0].norm1.weight
-    if weight.dtype != torch.float32 or hasattr(weight, "full_tensor"):
-        return
-    try:
-        _check(tower.blocks[0], whole=False)
-    except NoLibrary as error:
-        without_compiled_parts(str(error))
-        return
-    except Exception as error:
-        fall_back(f"the vision tower runs through its stock blocks, which is slower: {_reason(error)}")
-        return
-    for each in tower.blocks:
-        _set(each, True, False)
 
 
 def _check(block: Any, whole: bool) -> None:

@@ -9,12 +9,10 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
 
-from sensorium.models.fused import LayerStack
 from studies.fork_server import ForkServer
 
 from ...forked import forked_python
@@ -107,15 +105,8 @@ def test_two_ranks_that_share_tokens_compute_what_one_process_does(name: str, fo
 
 
 def test_ranks_that_share_a_long_video_keep_half_of_its_activations_each(folder: Path) -> None:
-    """Layers a little less: one process keeps the prefixes of responses too. Towers half: the video is cut in time.
-
-    Of the layers, the attention and the towers that ranks run, which keep more than those of one process.
-    """
-    layers = patch("sensorium.models.policy.fused_layers", lambda model, rotary: LayerStack(model.layers, model.norm))
-    attention = patch("sensorium.learner.compiled_tree._is_right", lambda *shape: False)
-    towers = patch("sensorium.models.tower.choose", lambda tower: None)
-    with layers, attention, towers:
-        whole = compute(SCENARIOS["long video"], folder)
+    """Layers a little less: one process keeps the prefixes of responses too. Towers half: the video is cut in time."""
+    whole = compute(SCENARIOS["long video"], folder)
     for rank in range(2):
         found = outcome(folder, 2, rank, "long video@2")
         assert found.kept <= 0.51 * whole.kept

@@ -187,8 +187,8 @@ CASES: dict[str, tuple[StepFacts, str]] = {
         "(engines replaced 5, responses sampled again 4 since the run began; 1 of 2 engines work)",
     ),
     "slower_computing": (
-        facts(HEALTHY, given_up=("no C compiler was found.", "a kernel\nfailed")),
-        "given up, so the run is slower than it could be: no C compiler was found; a kernel failed. What is computed",
+        facts(HEALTHY, given_up=("Triton is not installed.", "a kernel\nfailed")),
+        "given up, so the run is slower than it could be: Triton is not installed; a kernel failed. What is computed",
     ),
 }
 

@@ -18,8 +18,16 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from sensorium.compiled.calls import addresses, pointers
-from sensorium.compiled.device_code import DeviceCode, NoDeviceCode, Start, compile_ahead, launch, shared_bytes
+from sensorium.compiled.device_code import (
+    DeviceCode,
+    NoDeviceCode,
+    Start,
+    addresses,
+    compile_ahead,
+    launch,
+    pointers,
+    shared_bytes,
+)
 from sensorium.models.layer_parts import GatedMLP, LayerParts, NormWeights
 from sensorium.recipe.plan import LEAST_PACKED, PACKED_ROWS, PACKED_SHARE
 

@@ -13,10 +13,10 @@ class WriterOptions(TypedDict, total=False):
     (default: what the model allows). ``keep_bytes`` bounds the keys and values, and likewise the features, kept between
     turns (default: 1 GiB, or a sixteenth of the GPU); what does not fit is computed again. ``record`` lets decoding run
     from recordings where they pay (see ``steps``); the bits are the same. On a GPU it lets steps run fused and from CUDA
-    graphs (see ``graphs``). ``compile`` lets small models on the CPU decode by steps compiled from C (see
-    ``compiled_step``), and steps on a GPU attend in one launch (see ``row_attention``) and, of few rows, read a second
-    copy of the weights, in 12 bits (see ``half_layers``), if ``record`` is true as well; the last bits differ. ``kv``
-    says how keys and values are held: a block of rows (on the CPU), or pages with steps launched ahead (on a GPU).
+    graphs (see ``graphs``). ``compile``, on a GPU: lets steps attend in one launch (see ``row_attention``) and, of few
+    rows, read a second copy of the weights, in 12 bits (see ``half_layers``), if ``record`` is true as well; the last
+    bits differ. ``kv`` says how keys and values are held: a block of rows (on the CPU), or pages with steps launched
+    ahead (on a GPU).
     """
 
     max_rows: int
@@ -48,4 +48,7 @@ def completed(options: WriterOptions, device: str, *, matched: bool = False) -> 
     kv = full.pop("kv")
     if matched and kv == "rows":
         raise ValueError("kv is 'rows', but model.precision: matched attends over pages; use auto or pages")
-    return full, kv == "pages" or matched or (kv == "auto" and device == "cuda")
+    paged = kv == "pages" or matched or (kv == "auto" and device == "cuda")
+    if not paged:
+        full.pop("compile")
+    return full, paged

@@ -141,9 +141,7 @@ class PagedWriter(Writer):
         record: bool,
         compile: bool,
     ) -> None:
-        super().__init__(
-            policy, max_rows=max_rows, max_context=max_context, keep_bytes=keep_bytes, record=False, compile=False
-        )
+        super().__init__(policy, max_rows=max_rows, max_context=max_context, keep_bytes=keep_bytes, record=False)
         block = self._cache.block
         self._pool = PagePool(block.shape[0], block.shape[3], block.shape[5], block.dtype, block.device)
         self._runner = DecodeRunner(
@@ -344,7 +342,7 @@ class PagedWriter(Writer):
             if row.job.future.done():
                 self.counters.dropped_tokens += 1
                 continue
-            finish = row.take((int(token),), (logprob,), (sampled,), self._policy)
+            finish = row.take(int(token), logprob, sampled, self._policy)
             self.counters.decoded_tokens += 1
             if logprob != logprob:
                 row.job.fail(EngineError(f"the logits of '{row.job.request.name}' are not finite; are the weights?"))

@@ -88,13 +88,8 @@ class Recording:
 
 
 @torch.no_grad()
-def record(
-    function: TensorFunction,
-    trials: Sequence[Inputs],
-    modules: Iterable[nn.Module] = (),
-    reference: TensorFunction | None = None,
-) -> Recording:
-    """Record a function on the first trial, and hold it against the reference (itself) on all. Raises CannotRecord."""
+def record(function: TensorFunction, trials: Sequence[Inputs], modules: Iterable[nn.Module] = ()) -> Recording:
+    """Record a function on the first trial, and hold the recording against it on all. Raises CannotRecord."""
     state = ModuleState(modules)
     count = len(state)
 
@@ -107,7 +102,7 @@ def record(
         explicit(*given)
     recording = Recording(_traced(explicit, (*state.tensors(), *_copies(trials[0]))), state)
     for trial in (*trials, trials[0]):
-        if not _agree(reference or function, recording, trial):
+        if not _agree(function, recording, trial):
             raise CannotRecord("its recording gives other numbers for batches of other sizes")
     return recording
 

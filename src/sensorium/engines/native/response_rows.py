@@ -14,7 +14,6 @@ from sensorium.engines.scheduler import Job, WrittenPart
 from sensorium.models.policy import Policy
 
 AHEAD = 16  # steps whose random numbers are computed at once
-UNSEEN = 4  # tokens of a response that may be drawn before it is known whether they hold a stop string
 
 
 class StopStrings:
@@ -73,32 +72,14 @@ class Row:
         own = WrittenPart(version, tuple(self.tokens), tuple(self.logprobs), tuple(self.sampled_logprobs))
         return (*self.job.carried, own)
 
-    def take(
-        self, tokens: Sequence[int], logprobs: Sequence[float], sampled: Sequence[float], policy: Policy
-    ) -> FinishReason | None:
-        """Append drawn tokens up to the one that ends the response; the reason if one does."""
-        kept = self._up_to_a_stop(tokens, policy)
-        self.tokens += tokens[:kept]
-        self.logprobs += logprobs[:kept]
-        self.sampled_logprobs += sampled[:kept]
-        if kept is not None:
+    def take(self, token: int, logprob: float, sampled: float, policy: Policy) -> FinishReason | None:
+        """Append a sampled token; the reason why the response ends, if it does."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.sampled_logprobs.append(sampled)
+        if token in self._stop_ids or (self._stops is not None and self._stops.feed(policy.chat.token_bytes(token))):
             return "stop"
         return "length" if len(self.tokens) >= self.budget else None
-
-    def _up_to_a_stop(self, tokens: Sequence[int], policy: Policy) -> int | None:
-        """How many tokens there are up to a stop, with it; None if there is none."""
-        if self._stops is None and self._stop_ids.isdisjoint(tokens):
-            return None
-        for i, token in enumerate(tokens, 1):
-            if token in self._stop_ids or (self._stops is not None and self._stops.feed(policy.chat.token_bytes(token))):
-                return i
-        return None
-
-    @property
-    def steps_ahead(self) -> int:
-        """Tokens that may be drawn before the host looks at them."""
-        left = self.budget - len(self.tokens)
-        return left if self._stops is None else min(left, UNSEEN)
 
     def prefix_after(self, key: str) -> tuple[PrefixEntry, ...]:
         """The thread's segments with the response behind the context."""
@@ -135,7 +116,6 @@ class Batch:
         self.write_N = write_places(cache, 0, lengths_B, 1)
         self.bias_B11S = causal_bias(cache, lengths_B, 1, cache.capacity)
         self.see_B = torch.arange(len(rows), device=device) * cache.capacity + lengths_B
-        self.stops_B = torch.tensor([row.sampling.stop_tokens for row in rows], dtype=torch.uint8)
         self.sampling = SamplingRows.of([row.sampling for row in rows], forbidden_F, stop_S, vocab_size)
 
     def fed(self) -> tuple[Tensor, ...]:
@@ -146,11 +126,11 @@ class Batch:
         """What ``steps.draw`` takes besides logits and sampling parameters."""
         return self.tokens_B, self.positions_B, self.write_N, self.see_B, self.bias_B11S
 
-    def take_uniforms(self, most: int = 1) -> Tensor:
-        """Random numbers [T, B], one a row for each of its next tokens; at least for one of them."""
+    def next_uniforms(self) -> Tensor:
+        """Random numbers [B], for the next token of each row."""
         if not len(self._uniforms_TB):
             ahead_T1 = torch.arange(AHEAD, device=self._keys_B.device)[:, None]
             self._uniforms_TB = uniforms(self._keys_B, self._counts_B + ahead_T1)
             self._counts_B += AHEAD
-        taken_TB, self._uniforms_TB = self._uniforms_TB[:most], self._uniforms_TB[most:]
-        return taken_TB
+        taken_B, self._uniforms_TB = self._uniforms_TB[0], self._uniforms_TB[1:]
+        return taken_B

@@ -13,8 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sensorium.compiled.calls import addresses, pointers
-from sensorium.compiled.device_code import DeviceCode, NoDeviceCode, Start, launch
+from sensorium.compiled.device_code import DeviceCode, NoDeviceCode, Start, addresses, launch, pointers
 from sensorium.engines.native.decode_ops import Unplaced
 from sensorium.engines.native.decode_state import DecodeRows
 from sensorium.engines.native.pages import PAGE

@@ -87,7 +87,6 @@ class Writer:
         max_context: int | None,
         keep_bytes: int | None,
         record: bool,
-        compile: bool,
     ) -> None:
         config = policy.model.config.get_text_config()
         keep_bytes = spare_bytes(policy.device) if keep_bytes is None else keep_bytes
@@ -99,7 +98,7 @@ class Writer:
         self._cache = KVCache(config.num_hidden_layers, config.num_key_value_heads, head_dim, policy.dtype, policy.device)
         self._features = FeatureCache(policy, keep_bytes)
         self._prefix_cache = PrefixCache(keep_bytes)
-        self._steps = Steps(policy, record, compile)
+        self._steps = Steps(policy, record)
         self._on_cpu = policy.device.type == "cpu"
         self.version = policy.version
         self._stop_ids = frozenset(policy.chat.stop_ids)
@@ -126,10 +125,11 @@ class Writer:
         room = max(0, self._max_rows - len(self._rows))
         joining = waiting[:room]
         with plain_products if self._on_cpu else nullcontext():
-            if not joining:
-                self._write()
-                return 0
             logits = [self._decode()] if self._rows else []
+            if not joining:
+                if logits:
+                    self._draw(logits[0])
+                return 0
         joined, first_NV = self._admit(joining)
         if joined:
             self._rows += joined
@@ -282,33 +282,18 @@ class Writer:
 
     # Feeding and drawing.
 
-    def _write(self) -> None:
-        """Advance every row by a token, or by several where nobody joins and one call does that."""
-        if self._rows:
-            batch = self._laid_out()
-            most = min(row.steps_ahead for row in self._rows)
-            drawn_T3B = self._steps.write(batch, min(most, self._cache.capacity - batch.reach))
-            self.counters.decode_steps += len(drawn_T3B)
-            self._take(drawn_T3B)
-
     def _decode(self) -> Tensor:
         """Feed every row its last token; the logits of the next."""
         self.counters.decode_steps += 1
         return self._steps.feed(self._laid_out())
 
     def _draw(self, logits_BV: Tensor) -> None:
-        """Draw the next token of every row."""
-        self._take(self._steps.draw(self._laid_out(), logits_BV)[None])
-
-    def _take(self, drawn_T3B: Tensor) -> None:
-        """Append what was drawn to the rows, and end the responses that end. What was drawn past an end is dropped."""
-        for row, (tokens, logprobs, sampled) in zip(self._rows, drawn_T3B.permute(2, 1, 0).tolist(), strict=True):
-            before = len(row.tokens)
-            finish = row.take([int(token) for token in tokens], logprobs, sampled, self._policy)
-            taken = len(row.tokens) - before
-            self.counters.decoded_tokens += taken
-            self.counters.dropped_tokens += len(tokens) - taken
-            if isnan(sum(row.logprobs[before:])):
+        """Draw the next token of every row, and end the responses that end."""
+        drawn_3B = self._steps.draw(self._laid_out(), logits_BV)
+        for row, token, logprob, sampled in zip(self._rows, *drawn_3B.tolist(), strict=True):
+            finish = row.take(int(token), logprob, sampled, self._policy)
+            self.counters.decoded_tokens += 1
+            if isnan(logprob):
                 row.job.fail(EngineError(f"the logits of '{row.job.request.name}' are not finite; are the weights?"))
             elif finish:
                 self._finish(row, finish)
