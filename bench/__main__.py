@@ -5,6 +5,7 @@ python -m bench step --workload W0|W1|W2|W3|OMNI [--steps 3] [--tokens-per-micro
 python -m bench engines --workload W1|W2|W3 [--steps 3] [--only native|vllm] [--push auto|ipc|file] [--limit-s 900] [--tiny]
 python -m bench curves
 python -m bench rollout --workload W1|W3 [--prompts 64] [--rounds 2] [--max-rows 512] [--profile]
+python -m bench kernels --workload W1|W2|W3 [--steps 3] [--limit-s 500] [--known FILE] [--out kernels.json]
 python -m bench export [--prompts 1] [--lora 0] [--scratch FOLDER] [--tiny]
 
 ``--sharing off`` also times the update with every episode as a group of its own, in the same process: each pays its prompt,
@@ -19,6 +20,7 @@ time, ``--push`` is how vLLM gets its weights, and ``--tiny`` runs it with a tin
 
 The others need a CUDA GPU. Weights are random: speed does not depend on their values.
 SENSORIUM_BENCH_MODELS=FOLDER keeps the models that are made, so that several commands make them once.
+``kernels`` times steps with every kernel switched off in turn (``bench/kernel_times.py``).
 ``export`` measures memory and needs 60 GiB of disk (without a LoRA rank 110 to save the optimizer too); ``--tiny`` runs it
 on a tiny model and any machine.
 """
@@ -41,7 +43,7 @@ RECOMPUTE: dict[str, bool | str] = {"none": False, "selective": "selective", "fu
 def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", choices=["step", "engines", "rollout", "curves", "export"])
+    parser.add_argument("what", choices=["step", "engines", "rollout", "curves", "kernels", "export"])
     parser.add_argument("--workload", default="W1", choices=["W0", "W1", "W2", "W3", "OMNI"])
     parser.add_argument("--prompts", type=int, help="prompts a step, instead of the workload's")
     parser.add_argument("--steps", type=int, default=3)
@@ -59,7 +61,9 @@ def main() -> None:
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains all weights")
     parser.add_argument("--only", choices=["native", "vllm"], help="of the engines")
     parser.add_argument("--push", default="auto", choices=["auto", "ipc", "file"], help="how vLLM gets its weights")
-    parser.add_argument("--limit-s", type=float, default=900.0, help="for each engine, its start included")
+    parser.add_argument("--limit-s", type=float, default=900.0, help="for each engine, its start included; of kernels")
+    parser.add_argument("--known", type=Path, help="kernels: an earlier result; what it settles is left out")
+    parser.add_argument("--out", type=Path, default=Path("kernels.json"), help="kernels: where the table goes")
     parser.add_argument("--scratch", type=Path, help="where the export writes; default: a temporary folder")
     parser.add_argument("--tiny", action="store_true", help="export and engines: on a tiny model")
     given = parser.parse_args()
@@ -114,6 +118,12 @@ def main() -> None:
             given.sharing,
         )
         result |= {"peers": peers} if given.peers else {}
+    elif given.what == "kernels":
+        from kernel_times import time_kernels
+
+        result = time_kernels(
+            given.workload, work, given.steps, given.tokens_per_microbatch, given.limit_s, given.known, given.out
+        )
     elif given.what == "engines":
         result = _engines(given, work)
     else:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from kernels import host_of, kernels_of
+from profiles import host_of, kernels_of
 from workload import QUESTION, Workload, write_model
 
 from sensorium.engines.native.engine import NativeEngine

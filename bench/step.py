@@ -7,18 +7,20 @@ import sys
 import tempfile
 import time
 import warnings
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from kernels import host_of, kernels_of
+from profiles import host_of, kernels_of
 from workload import QWEN2_5_OMNI_7B, Workload, recipe_for, write_model
 
 from sensorium.models.policy import Policy
 from sensorium.recipe.plan import make_plan
+from sensorium.recipe.schema import Recipe
 from sensorium.record.episode_json import read_episodes
 from sensorium.record.metrics import read_metrics
 from sensorium.record.run_directory import RunDirectory
@@ -90,23 +92,18 @@ def _cut_responses(engine: Any, work: Workload) -> None:
     engine.generate = cut
 
 
-def time_steps(
-    name: str,
+@contextmanager
+def opened(
     work: Workload,
-    steps: int,
     tokens_per_microbatch: int,
     recompute: bool | str,
     moments: str,
-    profile: bool,
     precision: str = "fast",
-    sharing: str = "on",
-) -> dict[str, Any]:
-    """The medians of some steps, the first left out, and what the first took: it compiles and captures."""
-    alone = sharing == "none"
-    if alone:
-        work = replace(work, prompts=work.episodes, group=1)
+    alone: bool = False,
+) -> Iterator[tuple[Any, RunDirectory, Recipe]]:
+    """A trainer of a workload, its run directory and its recipe. ``alone``: advantages that need no group."""
     warnings.filterwarnings("ignore", message=".*deterministic.*")
-    with tempfile.TemporaryDirectory() as scratch, ExitStack() as closing:
+    with tempfile.TemporaryDirectory() as scratch:
         shape = ("qwen2_5_omni", QWEN2_5_OMNI_7B) if work.clip else ()
         model = write_model(Path(scratch) / "model", *shape)
         directory = RunDirectory(Path(scratch) / "run").create()
@@ -125,8 +122,29 @@ def time_steps(
             _cut_responses(trainer.session.engine, work)
         gc.collect()
         gc.freeze()  # as a run does when it starts
+        try:
+            yield trainer, directory, recipe
+        finally:
+            trainer.close()  # tasks of the next step are being drawn
+
+
+def time_steps(
+    name: str,
+    work: Workload,
+    steps: int,
+    tokens_per_microbatch: int,
+    recompute: bool | str,
+    moments: str,
+    profile: bool,
+    precision: str = "fast",
+    sharing: str = "on",
+) -> dict[str, Any]:
+    """The medians of some steps, the first left out, and what the first took: it compiles and captures."""
+    alone = sharing == "none"
+    if alone:
+        work = replace(work, prompts=work.episodes, group=1)
+    with opened(work, tokens_per_microbatch, recompute, moments, precision, alone) as (trainer, directory, recipe):
         loop = asyncio.new_event_loop()
-        closing.callback(trainer.close)  # tasks of the next step are being drawn
         seconds, before = [], torch.cuda.memory_stats()
         for i in range(1 + steps):
             if i == 1:

@@ -2,6 +2,7 @@
 
 import asyncio
 import runpy
+from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -91,3 +92,24 @@ def test_the_peer_of_w0_is_timed_without_the_deterministic_algorithms_of_our_run
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+def test_kernels_of_rollout_and_update_are_switched_off_together_and_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    bench = runpy.run_path(str(BENCH / "kernel_times.py"))
+    table = bench["operations"]()
+    assert len({each.name for each in table}) == len(table)
+    pairs = bench["pairs_of"](table)
+    assert sorted(each.name for pair in pairs for each in pair) == sorted(each.name for each in table)
+    assert all({each.phase for each in pair} in ({"rollout", "update"}, {pair[0].phase}) for pair in pairs)
+    on, off = bench["Measured"](3.0, 1.5, 1.5, ()), bench["Measured"](4.0, 1.8, 2.1, ())
+    found = {each.phase: bench["row_of"](each, off, on)["ratio"] for each in table}
+    assert found == {"rollout": 1.1, "update": 1.2, "both": 1.3}
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_every_kernel_can_be_switched_off_and_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    for each in runpy.run_path(str(BENCH / "kernel_times.py"))["operations"]():
+        with each.off():  # refuses a place that is no longer there
+            assert each.places or each.towers is not None

@@ -86,7 +86,7 @@ def test_engine_learner_and_peft_agree_and_the_engine_follows_an_update(
         asked = requests(bench)
         in_python.clear()
         written = [response.segment for response in generate(engine, *asked)]
-        assert len(in_python) <= RECORD_AFTER + 6, "most steps run from a recording"
+        assert len(in_python) <= RECORD_AFTER + 8, "most steps run from a recording, which takes a few to make"
         plain = [response.segment for response in generate(NativeEngine(policy, record=False), *asked)]
         assert written == plain
         assert all(len(segment.tokens) > RECORD_AFTER for segment in written)
