@@ -204,6 +204,14 @@ HOSTILE_TEMPLATES = {
     "a huge number": "{{ (9 ** 999999999) % 7 }}",
     "a text that doubles": "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}"
     "{% endfor %}",
+    "a sum that doubles": "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "a wide text": "{{ 'a'.ljust(10000000000) }}",
+    "a wide filter": "{{ 'a'|center(10000000000) }}",
+    "a wide format": "{{ '%10000000000d' % 1 }}",
+    "a wide formatter": "{{ '{:>10000000000}'.format(1) }}",
+    "replacements that grow": "{{ ('a' * 9999999).replace('a', 'b' * 9999999) }}",
+    "a join that grows": "{{ range(99999)|join('b' * 9999999) }}",
+    "a method that joins": "{{ ('b' * 9999999).join(['c'] * 99999) }}",
     "a long output": "{% for i in range(9999) %}{{ 'a' * 9999 }}{% endfor %}",
 }
 
@@ -218,7 +226,7 @@ def test_a_template_without_bounds_is_refused_in_little_time_and_memory(
     before = template_limits.resident_bytes()
     with pytest.raises(ModelError, match=r"chat_template\.jinja"):
         load_policy(str(model), store=MediaStore())
-    assert template_limits.resident_bytes() - before < 2 << 30
+    assert template_limits.resident_bytes() - before < 1 << 30
 
 
 def test_an_ended_rendering_leaves_nothing_behind_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:

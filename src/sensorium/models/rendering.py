@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from sensorium.models.family import HearsInVideo, MediaFormat
-from sensorium.models.template_limits import TemplateBeyondBounds, bound_products, bounded_rendering
+from sensorium.models.template_limits import TemplateBeyondBounds, bound_texts, bounded_rendering
 from sensorium.models.token_bytes import TokenTable
 from sensorium.vocabulary.content import Media, MediaKind, Message, Text
 from sensorium.vocabulary.episode import MediaSpan, Segment
@@ -43,7 +43,7 @@ class ChatRenderer:
                 f"checkpoint '{tokenizer.name_or_path}' has no chat template; give it one (chat_template.jinja)."
             )
         if isinstance(owner.chat_template, str):
-            bound_products(owner.chat_template)
+            bound_texts(owner.chat_template)
         self._kind_of = {token: kind for kind, token in placeholders.items()}
         self._special = {**table.special, **media_format.stand_ins}
         self._guard = _Guard(self._special)

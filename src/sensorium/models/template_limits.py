@@ -2,16 +2,18 @@
 
 transformers renders templates in a sandbox that has no such bounds: two nested loops of 99,999 rounds never end, and
 ``'a' * 10**10`` takes 10 GB. Here a watching thread ends a rendering that takes too long or too much memory by an exception
-in the thread that renders, and products of texts are bounded before they are made.
+in the thread that renders, and texts that one operation would make are bounded before it does.
 """
 
 import ctypes
 import operator
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ MOST_S = 20.0
 MOST_BYTES = 1 << 30
 """Growth of the process while one conversation is rendered, looked at from ``LOOK_S`` on."""
 MOST_CHARACTERS = 1 << 24
-"""Characters that a rendering may have beyond those of its messages; also the longest product of a text or list."""
+"""Characters that a rendering may have beyond those of its messages."""
+MOST_TEXT = 1 << 26
+"""The longest text or list that one operation may make."""
 LOOK_S = 0.05
 
 
@@ -31,32 +35,62 @@ class TemplateBeyondBounds(Exception):
         return self.args[0] if self.args else f"it took more than {MOST_S:g} s or {MOST_BYTES >> 20} MiB of memory"
 
 
-def bound_products(template: str) -> None:
-    """Compile a template, once, so that products of texts and lists in it are bounded.
+def bound_texts(template: str) -> None:
+    """Compile a template, once, so that no single operation of it makes a text or list beyond ``MOST_TEXT``.
 
+    The watching thread ends a template between operations only: a text that doubles takes 4 GB in its 32nd one.
     transformers keeps compiled templates, and decides what an operator does when it compiles: so its sandbox is changed
     for that moment only.
     """
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.sandbox import ImmutableSandboxedEnvironment as sandbox  # noqa: N813
     from transformers.utils import chat_template_utils
 
     with _COMPILING:
-        usual = ImmutableSandboxedEnvironment.intercepted_binops
-        ImmutableSandboxedEnvironment.intercepted_binops = frozenset({"*", "**"})
+        usual = sandbox.intercepted_binops, sandbox.code_generator_class
+        sandbox.intercepted_binops = frozenset({"*", "**", "+", "%"})
+        sandbox.code_generator_class = _without_constants(usual[1])
         try:
             compiled = chat_template_utils._compile_jinja_template(template)
         finally:
-            ImmutableSandboxedEnvironment.intercepted_binops = usual
-    compiled.environment.binop_table |= {"*": _product, "**": _power}
+            sandbox.intercepted_binops, sandbox.code_generator_class = usual
+    environment: Any = compiled.environment
+    environment.binop_table |= {"*": _product, "**": _power, "+": _sum, "%": _remainder}
+    compiled.root_render_func.__globals__.update(str_join=_joined, markup_join=_joined)
+    environment.call = partial(_bounded_call, environment.call)
+    for name in ("center", "format", "indent", "join", "replace", "wordwrap"):
+        environment.filters[name] = _bounded_filter(name, environment.filters[name])
+
+
+def _without_constants(usual: Any) -> Any:
+    """Jinja's code generator, which computes nothing itself: ``'a'|center(10**10)`` waits until it is bounded."""
+    from jinja2 import nodes
+
+    class Generator(usual):
+        def __init__(self, environment: Any, name: Any, filename: Any, *rest: Any) -> None:
+            super().__init__(environment, name, filename, *rest[:2], optimized=False)
+
+        def _output_child_to_const(self, node: Any, frame: Any, finalize: Any) -> str:
+            if not isinstance(node, nodes.TemplateData):
+                raise nodes.Impossible
+            return super()._output_child_to_const(node, frame, finalize)
+
+    return Generator
 
 
 _COMPILING = threading.Lock()
+WIDTH = re.compile(r"\d{8,}|\*")
+"""In a format: a width of 10 million characters or more, or one that is given beside it."""
+
+
+def _within(size: int) -> None:
+    if size > MOST_TEXT:
+        raise TemplateBeyondBounds(f"it asks for a text or list of {size:,} parts")
 
 
 def _product(left: Any, right: Any) -> Any:
     for one, other in ((left, right), (right, left)):
-        if isinstance(one, str | list | tuple) and isinstance(other, int) and len(one) * other > MOST_CHARACTERS:
-            raise TemplateBeyondBounds(f"it asks for a text of {len(one) * other:,} characters")
+        if isinstance(one, str | list | tuple) and isinstance(other, int):
+            _within(len(one) * other)
     return operator.mul(left, right)
 
 
@@ -64,6 +98,68 @@ def _power(left: Any, right: Any) -> Any:
     if isinstance(right, int) and abs(right) > 64:
         raise TemplateBeyondBounds(f"it asks for a power of {right}")
     return operator.pow(left, right)
+
+
+def _sum(left: Any, right: Any) -> Any:
+    if isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
+        _within(len(left) + len(right))
+    return operator.add(left, right)
+
+
+def _remainder(left: Any, right: Any) -> Any:
+    if isinstance(left, str):
+        _within(_size("format", left, ()))
+    return operator.mod(left, right)
+
+
+def _joined(parts: Iterable[Any]) -> str:
+    texts = [str(part) for part in parts]
+    _within(sum(map(len, texts)))
+    return "".join(texts)
+
+
+def _bounded_call(usual: Callable[..., Any], context: Any, function: Any, *given: Any, **named: Any) -> Any:
+    """A call of a template: methods of texts are bounded by what they would make."""
+    method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
+    text = getattr(method, "__self__", None)
+    if isinstance(text, str):
+        if method.__name__ == "join" and given:
+            given = ([str(part) for part in given[0]], *given[1:])
+        _within(_size(method.__name__, text, (*given, *named.values())))
+    return usual(context, function, *given, **named)
+
+
+def _bounded_filter(name: str, usual: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(usual)  # jinja marks some of them to be given the environment first
+    def bounded(*given: Any, **named: Any) -> Any:
+        at = 1 if hasattr(usual, "jinja_pass_arg") else 0
+        text, rest = given[at], given[at + 1 :]
+        if name == "join":
+            text = list(text)
+            given = (*given[:at], text, *rest)
+            glue = str(rest[0]) if rest else str(named.get("d", ""))
+            _within(sum(len(str(part)) for part in text) + len(glue) * len(text))
+        else:
+            _within(_size(name, str(text), (*rest, *named.values())))
+        return usual(*given, **named)
+
+    return bounded
+
+
+def _size(name: str, text: str, given: Sequence[Any]) -> int:
+    """Characters that a method of a text may make, at most."""
+    numbers = [one for one in given if isinstance(one, int)]
+    if name == "replace" and len(given) > 1:
+        return len(text) + text.count(str(given[0])) * len(str(given[1]))
+    if name == "join" and given:
+        return sum(map(len, given[0])) + len(text) * len(given[0])
+    if name == "translate" and given and isinstance(given[0], dict):
+        return len(text) * max((len(one) for one in given[0].values() if isinstance(one, str)), default=1)
+    if name in ("format", "format_map") and WIDTH.search(text):
+        return MOST_TEXT + 1
+    if name in ("indent", "expandtabs"):
+        return len(text) * max([1, *numbers])
+    return max([len(text), *numbers])
 
 
 def bounded_rendering(render: Callable[[], str], characters: int) -> str:
