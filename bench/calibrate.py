@@ -19,10 +19,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from measured_cases import CPU_CASES, GPU_BUCKETS, H200, W1, cpu_costs, cpu_work, gpu_costs
 
-from sensorium.forecast.costs import Costs
+from sensorium.forecast.costs import Costs, StepWork
 from sensorium.forecast.machine import Constants
-from sensorium.forecast.sampling import SHARING_ROWS, Engine, PlayedGroup, play
-from sensorium.forecast.step_work import StepWork
+from sensorium.forecast.simulator import SHARING_ROWS, Engine, PlayedGroup, play
 
 MUCH = 1e30
 RATES = {

@@ -42,8 +42,8 @@ def _step(work: Any, model: Path, folder: Path) -> dict[str, float]:
     import torch
     from workload import recipe_for
 
-    from sensorium.record.metrics import read_metrics
-    from sensorium.record.run_directory import RunDirectory
+    from sensorium.runs.metrics import read_metrics
+    from sensorium.runs.run_directory import RunDirectory
     from sensorium.trainer.run import open_trainer
 
     directory = RunDirectory(folder).create()

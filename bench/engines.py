@@ -81,8 +81,8 @@ def _in_child(engine: str, work: Workload, steps: int, tiny: bool, push: str, li
 def timed(engine: str, work: Workload, steps: int, tiny: bool, push: str, folder: Path) -> dict[str, Any]:
     """Medians over the steps after the first, of one engine."""
     from sensorium.models.tiny import make_tiny
-    from sensorium.record.metrics import read_metrics
-    from sensorium.record.run_directory import RunDirectory
+    from sensorium.runs.metrics import read_metrics
+    from sensorium.runs.run_directory import RunDirectory
     from sensorium.trainer.run import open_trainer
 
     model = make_tiny("qwen2_5_vl", folder / "model", **W0_SIZES) if tiny else write_model(folder / "model")
@@ -150,7 +150,7 @@ def main(asked: dict[str, Any]) -> None:
         found = timed(asked["engine"], work, asked["steps"], asked["tiny"], asked["push"], Path(scratch))
     versions = {"torch": torch.__version__, "sensorium": sensorium.__version__}
     if asked["engine"] == "vllm":
-        from sensorium.engines.vllm.versions import installed_version
+        from sensorium.engines.vllm.recipe_checks import installed_version
 
         versions["vllm"] = installed_version().name
     device = "cpu" if asked["tiny"] else torch.cuda.get_device_name()

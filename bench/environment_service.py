@@ -17,9 +17,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from sensorium.data.media_store import MediaStore
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.envs.remote.client import EnvironmentClient, socket_address
-from sensorium.media.store import MediaStore
 from sensorium.vocabulary.content import user
 
 SESSIONS, ROUNDS, ALONE = 64, 100, 500

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 from workload import Workload
 
-from sensorium.record.metrics import read_metrics
+from sensorium.runs.metrics import read_metrics
 
 Phase = Literal["rollout", "update", "both"]
 CLEAR = 1.08
@@ -103,7 +103,7 @@ def plain_norm_gradients(
     again: bool = False,
 ) -> Any:
     """``layer_kernels.norm_gradients``."""
-    from sensorium.models.layer_ops import NormGradients
+    from sensorium.kernels.layer_ops import NormGradients
 
     scale = scale_N.view(*x.shape[:-1], 1)
     normed = x.float() * scale
@@ -218,7 +218,7 @@ def plain_add_product(ops: Any, layer: Any, x_BK: Tensor, residual_BW: Tensor, n
     """``TritonOps.add_product`` with its product, and torch for the rest."""
     from sensorium.engines.native.decode_kernels import fits, product_parts
     from sensorium.engines.native.decode_ops import TorchOps
-    from sensorium.models.layer_parts import FINE_SCALE
+    from sensorium.kernels.layer_parts import FINE_SCALE
 
     if not fits([layer], x_BK):
         return TorchOps.add_product(ops, layer, x_BK, residual_BW, norm, kind)

@@ -5,12 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sensorium.forecast.costs import Costs, ModelCosts, Recomputation, costs_of
-from sensorium.forecast.machine import Constants, Kind, Machine, kinds
-from sensorium.forecast.published_shapes import published_configs
-from sensorium.forecast.step_work import StepWork
-from sensorium.recipe.shape import shape_by_config
-from sensorium.recipe.tiny_sizes import tiny_config
+from sensorium.forecast.costs import Costs, ModelCosts, Recomputation, StepWork, costs_of
+from sensorium.forecast.machine import Constants, Kind, Machine, kinds, published_configs
+from sensorium.recipe.shape import shape_by_config, tiny_config
 
 FOLDER = Path(__file__).parent / "baselines"
 H200: dict[str, Any] = json.loads((FOLDER / "h200.json").read_text())

@@ -64,7 +64,7 @@ def _train(place: Path, tiny: bool, prompts: int, lora: int) -> dict[str, Any]:
     import torch
     from workload import OMNI, recipe_for
 
-    from sensorium.record.run_directory import RunDirectory
+    from sensorium.runs.run_directory import RunDirectory
     from sensorium.trainer.run import open_trainer
 
     work = replace(OMNI, prompts=prompts, group=4, new_tokens=8 if tiny else 32, pixels=56 if tiny else OMNI.pixels)

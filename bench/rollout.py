@@ -12,14 +12,14 @@ import torch
 from profiles import host_of, kernels_of
 from workload import QUESTION, Workload, write_model
 
-from sensorium.engines.native.engine import NativeEngine
+from sensorium.cluster.event_loop import set_aside, set_aside_more
+from sensorium.data.media_store import MediaStore
+from sensorium.data.pictures import encode_png
+from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.protocol import LiveEpisodes, Request, Sampling
-from sensorium.media.picture import encode_png
-from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Precision
 from sensorium.vocabulary import user
-from sensorium.workers.lasting import set_aside, set_aside_more
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from sensorium.forecast.costs import Costs, costs_of
-from sensorium.forecast.machine import kinds, machine
-from sensorium.forecast.published_shapes import published_configs
+from sensorium.forecast.costs import Costs, StepWork, costs_of
+from sensorium.forecast.machine import kinds, machine, published_configs
 from sensorium.forecast.simulator import Deployment, ScheduleName, SimulatedRun, simulate
-from sensorium.forecast.step_work import StepWork
 from sensorium.recipe.shape import shape_by_config
 
 MODEL, KIND = "Qwen2.5-VL-7B", "h200"

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from workload import W0, W0_SIZES, Workload, recipe_for
 
 from sensorium.models.tiny import make_tiny
-from sensorium.record.metrics import read_metrics
-from sensorium.record.run_directory import RunDirectory
+from sensorium.runs.metrics import read_metrics
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.run import open_trainer
 
 STEPS = 4

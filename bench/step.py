@@ -21,9 +21,9 @@ from workload import QWEN2_5_OMNI_7B, Workload, recipe_for, write_model
 from sensorium.models.policy import Policy
 from sensorium.recipe.plan import make_plan
 from sensorium.recipe.schema import Recipe
-from sensorium.record.episode_json import read_episodes
-from sensorium.record.metrics import read_metrics
-from sensorium.record.run_directory import RunDirectory
+from sensorium.runs.episodes import read_episodes
+from sensorium.runs.metrics import read_metrics
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.run import open_trainer
 
 PEAK = 989e12  # bf16 operations a second of an H200, as NVIDIA states them

@@ -23,8 +23,8 @@ import torch
 from workload import W0, W0_SIZES, recipe_for
 
 from sensorium.models.tiny import make_tiny
-from sensorium.record.metrics import read_metrics
-from sensorium.record.run_directory import RunDirectory
+from sensorium.runs.metrics import read_metrics
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.run import open_trainer
 
 MICROBATCHES = (8, 16, 32, 64)

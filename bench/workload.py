@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from sensorium.media.picture import encode_png
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
+from sensorium.data.pictures import encode_png
 from sensorium.recipe.schema import Recipe
 from sensorium.vocabulary import Episode, Score, Task, user
 
@@ -112,8 +112,8 @@ class NoiseClips(NoisePictures):
     """Tasks with a silent video of 8 frames at 2 a second and a sound of 30 seconds each."""
 
     def __getitem__(self, index: int) -> Task:
-        from sensorium.media.making import encode_clip
-        from sensorium.media.wav import encode_wav
+        from sensorium.data.made_media import encode_clip
+        from sensorium.data.sound import encode_wav
 
         rng = np.random.default_rng(index)
         frames = rng.integers(0, 255, (8, self.pixels, self.pixels, 3), dtype=np.uint8)

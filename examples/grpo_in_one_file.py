@@ -29,10 +29,10 @@ import transformers
 from PIL import Image
 from torch import Tensor
 
-from sensorium.media.store import MediaStore
-from sensorium.models.checkpoint_place import find_checkpoint
-from sensorium.tasks.mixture import TaskStream
-from sensorium.tasks.shapes import Shapes
+from sensorium.data.media_store import MediaStore
+from sensorium.data.mixture import TaskStream
+from sensorium.data.shapes import Shapes
+from sensorium.models.checkpoint_path import find_checkpoint
 from sensorium.vocabulary.task import Task
 
 CHECKPOINT = "package:shapes"

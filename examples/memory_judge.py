@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from sensorium.media.store import MediaStore
-from sensorium.tasks.memory_clips import ClipTruth, MemoryClips
+from sensorium.data.media_store import MediaStore
+from sensorium.systems.taskmem.memory_clips import ClipTruth, MemoryClips
 
 
 def judged(request: Mapping[str, Any], truths: Mapping[str, ClipTruth]) -> str:

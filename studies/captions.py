@@ -26,14 +26,13 @@ from typing import Any
 from urllib.request import urlopen
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from sensorium.data.media_store import MediaStore
 from sensorium.evaluation.held_out import evaluate_into
-from sensorium.media.store import MediaStore
 from sensorium.recipe.load import load_recipe
-from sensorium.record.checkpoint_files import checkpoint_of_run
 from sensorium.report.console import ConsoleWatcher
+from sensorium.runs.checkpoint_layout import checkpoint_of_run
 from sensorium.services.model_workers import free_port
-from sensorium.tasks.caption_reading import CaptionReading
-from sensorium.tasks.captioned_shapes import CaptionedShapes
+from sensorium.systems.caprl.generated import CaptionedShapes, CaptionReading
 from sensorium.trainer.run import train
 from studies.seeds import chosen_seeds, circumstances, cpu_minutes
 from studies.word_reader import letter_of, word_reader

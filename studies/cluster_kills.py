@@ -31,9 +31,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from sensorium.recipe.schema import Recipe
-from sensorium.record.ledger import Ledger
-from sensorium.record.metrics import read_metrics
-from sensorium.record.processes import alive, read_processes
+from sensorium.runs.ledger import Ledger
+from sensorium.runs.metrics import read_metrics
+from sensorium.runs.process_table import alive, read_processes
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import LearnerLost
 from studies.fork_server import ForkServer
@@ -43,7 +43,7 @@ from tests.trainer.small import small
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "studies" / "results" / "cluster_kills.json"
-PRELOADED = ("sensorium.cluster.rank", "sensorium.services.environment_worker", "sensorium.rewards.worker", "uvicorn")
+PRELOADED = ("sensorium.assembly.ranks", "sensorium.services.environment_worker", "sensorium.rewards.worker", "uvicorn")
 STEPS, PROMPTS, SIZE = 6, 2, 2
 STREAM = ("schedule.name=asynchronous", "algorithm.correction.weights=token")
 NUMBERS: dict[str, Any] = {

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from sensorium.evaluation.variants import Variant
+from sensorium.evaluation.evaluate import Variant
 from sensorium.recipe.load import load_recipe
 from sensorium.report.console import ConsoleWatcher
 from sensorium.trainer.checkpoint import Checkpoints
-from sensorium.trainer.run import train
-from sensorium.trainer.study import measure
+from sensorium.trainer.run import measure, train
 from studies.seeds import SEEDS, by_name, chosen_seeds, circumstances, cpu_minutes, over_seeds
 
 RESULT = Path(__file__).parent / "results" / "engines.json"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from sensorium.evaluation.variants import SAMPLED_AND_GREEDY, Variant, measure
+from sensorium.evaluation.evaluate import SAMPLED_AND_GREEDY, Variant, measure
 from sensorium.recipe.load import load_recipe
 from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.run import train

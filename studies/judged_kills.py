@@ -36,11 +36,11 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from examples.memory_judge import serving
-from sensorium.judges.cache import AnswerCache
-from sensorium.media.store import MediaStore
-from sensorium.record.judge_transcripts import TRANSCRIPTS
-from sensorium.record.metrics import read_metrics
-from sensorium.tasks.memory_clips import MemoryClips
+from sensorium.data.media_store import MediaStore
+from sensorium.rewards.judges.cache import AnswerCache
+from sensorium.runs.episodes import TRANSCRIPTS
+from sensorium.runs.metrics import read_metrics
+from sensorium.systems.taskmem.memory_clips import MemoryClips
 from studies.fork_server import CALL, Forked, ForkServer
 from studies.kills import TRAIN, kill_and_resume
 from studies.memory import histories_held

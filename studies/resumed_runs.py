@@ -16,8 +16,8 @@ from typing import Any
 from safetensors.torch import load_file
 
 from sensorium.recipe.load import load_recipe
-from sensorium.record.metrics import read_metrics, repeatable
 from sensorium.report.watcher import Metrics, Watcher
+from sensorium.runs.metrics import read_metrics, repeatable
 from sensorium.trainer.run import train
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from sensorium.evaluation.variants import SAMPLED_AND_GREEDY, Variant
+from sensorium.evaluation.evaluate import SAMPLED_AND_GREEDY, Variant
 from sensorium.recipe.load import load_recipe
 from sensorium.report.console import ConsoleWatcher
-from sensorium.trainer.study import study
+from sensorium.trainer.run import study
 from studies.seeds import add_run, by_name, chosen_seeds, circumstances, cpu_minutes
 
 RESULTS = Path(__file__).parent / "results"

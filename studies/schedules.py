@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from sensorium.evaluation.variants import SAMPLED_AND_GREEDY, Variant, measure
+from sensorium.evaluation.evaluate import SAMPLED_AND_GREEDY, Variant, measure
 from sensorium.recipe.load import load_recipe
-from sensorium.record.metrics import read_metrics
-from sensorium.record.run_directory import RunDirectory
 from sensorium.report.console import ConsoleWatcher
+from sensorium.runs.metrics import read_metrics
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.run import train
 from studies.seeds import add_run, by_name, chosen_seeds, circumstances, cpu_minutes

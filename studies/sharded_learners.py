@@ -25,8 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from sensorium.cluster.processes import ProcessRanks
-from sensorium.cluster.ray_ranks import RayRanks
+from sensorium.assembly.rank_processes import ProcessRanks, RayRanks
 from sensorium.recipe.load import load_recipe
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import LearnerLost
@@ -39,7 +38,7 @@ from tests.trainer.small import small
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "studies" / "results" / "sharded_learners.json"
-PRELOADED = ("sensorium.cluster.rank", "torch.distributed.checkpoint")
+PRELOADED = ("sensorium.assembly.ranks", "torch.distributed.checkpoint")
 PICTURES = {"path": "tiny:qwen2_5_vl", "device": "cpu"}
 SHAPES = {"train": [{"source": "shapes", "options": {"size": 8, "picture_size": 56}}]}
 WARM = {"steps": 1, "prompts_per_step": 2}

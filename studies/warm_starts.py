@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.recipe.load import load_recipe
 from sensorium.report.console import ConsoleWatcher

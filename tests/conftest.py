@@ -61,14 +61,14 @@ def _tiny_models(common: Path) -> None:
 @pytest.fixture(autouse=True)
 def _nothing_given_up() -> None:
     """Fast ways to compute that an earlier test of this process gave up are not told of the next one's run."""
-    if (fast_paths := sys.modules.get("sensorium.models.fast_paths")) is not None:
+    if (fast_paths := sys.modules.get("sensorium.kernels.fallbacks")) is not None:
         fast_paths._taken.clear()
 
 
 @pytest.fixture(scope="session")
 def fork_server(common: Path) -> Iterator[ForkServer]:
     """One for all workers, which the first test that wants it starts."""
-    modules = ("studies.resumed_runs", "sensorium.cli.main", "sensorium.engines.process.child", "sensorium.cluster.rank")
+    modules = ("studies.resumed_runs", "sensorium.cli.main", "sensorium.engines.process.child", "sensorium.assembly.ranks")
     with ForkServer(*modules, "torch.distributed.checkpoint", shared=common / "forks") as server:
         yield server
 

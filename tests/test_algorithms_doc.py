@@ -10,19 +10,22 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from sensorium.algorithms.tokens import Tokens
-from sensorium.learner.objective import Objective
-from sensorium.recipe.algorithm_sections import (
+from sensorium.algorithms.losses import Tokens
+from sensorium.learner.update import Objective
+from sensorium.recipe.load import parse_recipe
+from sensorium.recipe.names import NAMES
+from sensorium.recipe.schema import (
     AdvantageSection,
     AlgorithmSection,
     CorrectionSection,
     CriticSection,
     KLSection,
+    LoraSection,
     LossSection,
+    Recipe,
+    Section,
+    SelectionSection,
 )
-from sensorium.recipe.load import parse_recipe
-from sensorium.recipe.names import NAMES
-from sensorium.recipe.schema import LoraSection, Recipe, Section, SelectionSection
 from sensorium.recipe.traits import ESTIMATORS, LOSSES, SEQUENCE_MEAN
 from sensorium.recipe.yaml import read_yaml, write_yaml
 from sensorium.trainer.credit import estimate

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from sensorium.recipe.load import load_recipe
-from sensorium.tasks.lookalikes import make_daily_omni, make_intent
+from sensorium.systems.audio_visual.generated import make_daily_omni, make_intent
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import NothingTrained
 

@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from sensorium.assembly.session import Session
-from sensorium.compiled import compile_time
-from sensorium.compiled.compile_time import compile_seconds, compiling, count_triton, take_untold_seconds
-from sensorium.trainer.clock import Clock
+from sensorium.kernels import compile_time
+from sensorium.kernels.compile_time import compile_seconds, compiling, count_triton, take_untold_seconds
+from sensorium.trainer.step_metrics import Clock
 
 
 class Watch:

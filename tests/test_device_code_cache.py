@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sensorium.compiled.device_code import cache_folder, keep, read_kept
+from sensorium.kernels.device_code import cache_folder, keep, read_kept
 
 
 @pytest.fixture

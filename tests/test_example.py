@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
 from sensorium.recipe.load import load_recipe
-from sensorium.record.metrics import read_metrics
-from sensorium.record.run_directory import RunDirectory
+from sensorium.runs.metrics import read_metrics
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.run import open_trainer
 from sensorium.vocabulary import Group
 
@@ -37,7 +37,7 @@ def library(
             await trainer.advance()
 
     asyncio.run(advance())
-    from sensorium.record.episode_json import read_groups
+    from sensorium.runs.episodes import read_groups
 
     groups = [read_groups(directory.episodes_of(step)) for step in range(1, STEPS + 1)]
     trainer.close()

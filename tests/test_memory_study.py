@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sensorium.judges.client import LEASE_S
+from sensorium.rewards.judges.client import LEASE_S
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("best", "first", "early_best", "early_first")

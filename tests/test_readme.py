@@ -9,7 +9,7 @@ import pytest
 
 from sensorium.recipe.load import parse_recipe
 from sensorium.recipe.names import NAMES, table
-from sensorium.record.metrics import read_metrics
+from sensorium.runs.metrics import read_metrics
 from sensorium.trainer.run import train
 
 README = Path(__file__).parents[1] / "README.md"

@@ -9,14 +9,14 @@ import pytest
 import yaml
 from PIL import Image
 
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
+from sensorium.data.row_format import FIELDS, PARTS
+from sensorium.data.rows import JsonlRows
 from sensorium.recipe.names import GIVEN, parameters_of, resolve, table
-from sensorium.record.episode_json import read_groups
 from sensorium.rewards.functions import build_term
 from sensorium.rewards.scorer import Scorer
-from sensorium.tasks.caprl import CaptionRows
-from sensorium.tasks.row_format import FIELDS, PARTS
-from sensorium.tasks.rows import JsonlRows
+from sensorium.runs.episodes import read_groups
+from sensorium.systems.caprl.rows import CaptionRows
 from sensorium.trainer.health.rules import RULES
 from sensorium.trainer.run import train
 from tests.rewards.conftest import (

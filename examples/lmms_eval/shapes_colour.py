@@ -31,8 +31,8 @@ def judged(row: dict[str, Any], results: list[str]) -> dict[str, float]:
 
 def main(size: int = 32) -> None:
     """Write the rows: held-out pictures of the source ``shapes`` that are asked for a colour."""
-    from sensorium.media.store import MediaStore
-    from sensorium.tasks.shapes import Shapes
+    from sensorium.data.media_store import MediaStore
+    from sensorium.data.shapes import Shapes
 
     store = MediaStore()
     source = Shapes(store=store, split="test", size=size, kinds=["colour"], picture_size=64)

@@ -7,12 +7,12 @@ Importing it is cheap: what a name stands for is imported when it is first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from sensorium.moved_modules import install
+
 if TYPE_CHECKING:
     from sensorium.api.chat import Model, Reply, load
-    from sensorium.api.evaluate import Evaluation, evaluate
-    from sensorium.api.run import Run
-    from sensorium.api.table import Table
-    from sensorium.api.train import resume, train
+    from sensorium.api.run import Run, Table
+    from sensorium.api.train import Evaluation, evaluate, resume, train
     from sensorium.recipe import Recipe, load_recipe, register
     from sensorium.vocabulary import Episode, Score, Task, reward
     from sensorium.vocabulary.errors import SensoriumError
@@ -25,16 +25,16 @@ __all__ = [
 
 _PLACES = {
     "Episode": "sensorium.vocabulary",
-    "Evaluation": "sensorium.api.evaluate",
+    "Evaluation": "sensorium.api.train",
     "Model": "sensorium.api.chat",
     "Recipe": "sensorium.recipe",
     "Reply": "sensorium.api.chat",
     "Run": "sensorium.api.run",
     "Score": "sensorium.vocabulary",
     "SensoriumError": "sensorium.vocabulary.errors",
-    "Table": "sensorium.api.table",
+    "Table": "sensorium.api.run",
     "Task": "sensorium.vocabulary",
-    "evaluate": "sensorium.api.evaluate",
+    "evaluate": "sensorium.api.train",
     "load": "sensorium.api.chat",
     "load_recipe": "sensorium.recipe",
     "register": "sensorium.recipe",
@@ -42,6 +42,8 @@ _PLACES = {
     "reward": "sensorium.vocabulary",
     "train": "sensorium.api.train",
 }
+
+install()
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ from random import Random
 import torch
 from hypothesis import strategies as st
 
-from sensorium.algorithms.episodes import Episodes, SpanScores, TermScores
+from sensorium.algorithms.advantages import Episodes, SpanScores, TermScores
 
 
 @dataclass(frozen=True)

@@ -9,23 +9,10 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sensorium.algorithms import (
-    bi_level_gae,
-    gae,
-    gdpo,
-    gpg,
-    grpo,
-    masked_gae,
-    opo,
-    pass_at_k,
-    reinforce_plus_plus,
-    remax,
-    rloo,
-    turn_wise_gae,
-)
-from sensorium.algorithms.episodes import Episodes
-from sensorium.recipe.algorithm_sections import LossSection
+from sensorium.algorithms import advantages
+from sensorium.algorithms.advantages import Episodes
 from sensorium.recipe.names import resolve
+from sensorium.recipe.schema import LossSection
 from sensorium.recipe.traits import ESTIMATORS, LOSSES
 from sensorium.vocabulary.score import LARGEST
 from tests.algorithms.batches import Batch, of_rewards
@@ -34,23 +21,23 @@ from tests.algorithms.updates import Token, slopes, whole
 ONE = {"gamma": 1.0, "lam": 1.0}
 TURNS = {"turn_gamma": 0.9, "turn_lam": 0.9}
 ESTIMATES: dict[str, Callable] = {
-    "grpo": grpo.estimate,
-    "grpo without std": lambda e: grpo.estimate(e, std=False),
-    "grpo leave one out": lambda e: grpo.estimate(e, leave_one_out=True),
-    "grpo leave one out without std": lambda e: grpo.estimate(e, std=False, leave_one_out=True),
-    "rloo": rloo.estimate,
-    "opo": opo.estimate,
-    "remax": remax.estimate,
-    "gpg": gpg.estimate,
-    "pass_at_k": pass_at_k.estimate,
-    "gdpo": gdpo.estimate,
-    "gdpo leave one out": lambda e: gdpo.estimate(e, leave_one_out=True),
-    "reinforce_plus_plus": lambda e: reinforce_plus_plus.estimate(e, gamma=1.0),
-    "reinforce_plus_plus_baseline": reinforce_plus_plus.estimate_with_baseline,
-    "gae": lambda e: gae.estimate(e, **ONE),
-    "masked_gae": lambda e: masked_gae.estimate(e, **ONE),
-    "turn_wise_gae": lambda e: turn_wise_gae.estimate(e, **TURNS),
-    "bi_level_gae": lambda e: bi_level_gae.estimate(e, **ONE, **TURNS),
+    "grpo": advantages.grpo,
+    "grpo without std": lambda e: advantages.grpo(e, std=False),
+    "grpo leave one out": lambda e: advantages.grpo(e, leave_one_out=True),
+    "grpo leave one out without std": lambda e: advantages.grpo(e, std=False, leave_one_out=True),
+    "rloo": advantages.rloo,
+    "opo": advantages.opo,
+    "remax": advantages.remax,
+    "gpg": advantages.gpg,
+    "pass_at_k": advantages.pass_at_k,
+    "gdpo": advantages.gdpo,
+    "gdpo leave one out": lambda e: advantages.gdpo(e, leave_one_out=True),
+    "reinforce_plus_plus": lambda e: advantages.reinforce_plus_plus(e, gamma=1.0),
+    "reinforce_plus_plus_baseline": advantages.reinforce_plus_plus_baseline,
+    "gae": lambda e: advantages.gae(e, **ONE),
+    "masked_gae": lambda e: advantages.masked_gae(e, **ONE),
+    "turn_wise_gae": lambda e: advantages.turn_wise_gae(e, **TURNS),
+    "bi_level_gae": lambda e: advantages.bi_level_gae(e, **ONE, **TURNS),
 }
 ROUNDING = 1.01
 """Means of numbers that differ in their twelfth digit are known to three."""

@@ -8,8 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sensorium.algorithms.correction import rejected, weights
-from sensorium.algorithms.mismatch import mismatch
+from sensorium.algorithms.correction import mismatch, rejected, weights
 
 logprob = st.floats(-8, 0)
 pair = st.tuples(logprob, logprob) | logprob.map(lambda p: (p, p))

@@ -8,9 +8,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sensorium.algorithms import clip_cov, kl_cov
-from sensorium.algorithms.covariance import first_share
-from sensorium.algorithms.tokens import Tokens
+from sensorium.algorithms import losses
+from sensorium.algorithms.losses import Tokens, first_share
 from tests.algorithms.test_losses import plain_clip
 from tests.algorithms.updates import Token, Update, differences, flat, ranges, ratio, slopes, updates, whole
 
@@ -37,7 +36,7 @@ def test_clip_cov_equals_a_plain_loop(
     for i in candidates[: max(int(share * len(tokens)), 1)]:
         expected[i] = (0.0, 0.0, True)
     given = whole(update)
-    out = clip_cov.loss(given, cov_share=share, clip_low=low, clip_high=high, cov_low=cov_low, cov_high=cov_high)
+    out = losses.clip_cov(given, cov_share=share, clip_low=low, clip_high=high, cov_low=cov_low, cov_high=cov_high)
     assert out.loss_N.tolist() == pytest.approx([value for value, _, _ in expected], rel=1e-9, abs=1e-12)
     assert slopes(out, given).tolist() == pytest.approx([slope for _, slope, _ in expected], rel=1e-9, abs=1e-12)
     assert out.clipped_N.tolist() == [clipped for _, _, clipped in expected]
@@ -51,7 +50,7 @@ def test_rejected_tokens_count_in_no_mean_and_no_share(name: str, update: Update
     left = [sequence for sequence, out in zip(update, rejected, strict=True) if not out]
     assume(any(left))
     settings = {"cov_share": data.draw(shares)} | ({"cov_low": 0.01} if name == "clip_cov" else {})
-    function = {"clip_cov": clip_cov.loss, "kl_cov": kl_cov.loss}[name]
+    function = {"clip_cov": losses.clip_cov, "kl_cov": losses.kl_cov}[name]
     given, alone = whole(update), whole(left)
     kept_N = ~torch.tensor(rejected)[given.sequences_N]
     found = function(replace(given, update=replace(given.update, kept_U=kept_N)), **settings)
@@ -64,8 +63,8 @@ def test_rejected_tokens_count_in_no_mean_and_no_share(name: str, update: Update
 def test_an_update_with_everything_rejected_holds_nobody() -> None:
     tokens = whole([[Token(-i / 25, -i / 25 - 0.1, 1.0 if i < 50 else -1.0, i / 100) for i in range(100)]])
     nobody = replace(tokens, update=replace(tokens.update, kept_U=torch.zeros(100, dtype=torch.bool)))
-    assert kl_cov.loss(nobody, cov_share=1.0).loss_N.equal(kl_cov.loss(nobody, cov_kl_coef=0.0).loss_N)
-    assert not clip_cov.loss(nobody, cov_share=1.0).clipped_N.any()
+    assert losses.kl_cov(nobody, cov_share=1.0).loss_N.equal(losses.kl_cov(nobody, cov_kl_coef=0.0).loss_N)
+    assert not losses.clip_cov(nobody, cov_share=1.0).clipped_N.any()
 
 
 def plain_kl_cov(token: Token, held: bool, coef: float) -> tuple[float, float]:
@@ -87,7 +86,7 @@ def test_kl_cov_equals_a_plain_loop(update: Update, share: float, coef: float) -
     assume(all(cov[i] - cov[j] > 1e-9 or alike(tokens[i], tokens[j]) for i in held for j in rest))
     expected = [plain_kl_cov(token, i in held, coef) for i, token in enumerate(tokens)]
     given = whole(update)
-    out = kl_cov.loss(given, cov_share=share, cov_kl_coef=coef)
+    out = losses.kl_cov(given, cov_share=share, cov_kl_coef=coef)
     assert out.loss_N.tolist() == pytest.approx([value for value, _ in expected], rel=1e-9, abs=1e-12)
     assert slopes(out, given).tolist() == pytest.approx([slope for _, slope in expected], rel=1e-9, abs=1e-12)
     assert out.clipped_N.tolist() == [ratio(token) > 20 and token.advantage != 0 for token in tokens]
@@ -101,7 +100,7 @@ def alike(one: Token, other: Token) -> bool:
 def test_slopes_of_kl_cov_are_those_of_the_plain_value(update: Update, coef: float) -> None:
     """With every token held; who is held is a constant of the update, so it does not move with one token's log-prob."""
     given = whole(update)
-    out = kl_cov.loss(given, cov_share=1.0, cov_kl_coef=coef)
+    out = losses.kl_cov(given, cov_share=1.0, cov_kl_coef=coef)
     for token, slope in zip(flat(update), slopes(out, given).tolist(), strict=True):
         if 0 < abs(token.gap) < 1e-3:
             continue
@@ -120,7 +119,7 @@ def spread() -> Tokens:
 def test_a_larger_share_leaves_out_more_and_keeps_who_was_out() -> None:
     before = torch.zeros(100, dtype=torch.bool)
     for share, number in [(1e-4, 1), (0.05, 5), (0.2, 20), (1.0, 50)]:
-        out = clip_cov.loss(spread(), cov_share=share, cov_low=1.0, cov_high=5.0)
+        out = losses.clip_cov(spread(), cov_share=share, cov_low=1.0, cov_high=5.0)
         assert int(out.clipped_N.sum()) == number
         assert bool((before <= out.clipped_N).all())
         assert not out.loss_N[out.clipped_N].any()
@@ -131,7 +130,7 @@ def test_equal_keys_are_taken_in_order() -> None:
     assert first_share(torch.tensor([3.0, 1.0, 1.0, 1.0, 2.0]), 0.4).tolist() == [False, True, True, False, False]
 
 
-@pytest.mark.parametrize("function", [clip_cov.loss, kl_cov.loss])
+@pytest.mark.parametrize("function", [losses.clip_cov, losses.kl_cov])
 def test_gradcheck_with_the_choice_held_still(function) -> None:
     tokens = whole([[Token(-1.0, -1.1, 1.0, 0.3), Token(-2.0, -1.9, -2.0, 0.1)], [Token(-4.0, -3.2, -1.5, 0.7)]])
 
@@ -142,7 +141,7 @@ def test_gradcheck_with_the_choice_held_still(function) -> None:
     torch.autograd.gradcheck(of, tokens.logprobs_N)
 
 
-@pytest.mark.parametrize("function", [clip_cov.loss, kl_cov.loss])
+@pytest.mark.parametrize("function", [losses.clip_cov, losses.kl_cov])
 def test_without_the_update_it_refuses_to_run(function) -> None:
     tokens = spread()
     with pytest.raises(AssertionError, match="whole update"):

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sensorium.algorithms.episodes import Episodes
-from sensorium.recipe.algorithm_sections import AdvantageSection
+from sensorium.algorithms.advantages import Episodes
 from sensorium.recipe.names import NAMES, resolve
+from sensorium.recipe.schema import AdvantageSection
 from sensorium.recipe.traits import ESTIMATORS
 from tests.algorithms.batches import of_rewards
 from tests.algorithms.test_spans import SETTINGS, estimate

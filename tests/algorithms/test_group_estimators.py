@@ -8,21 +8,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.algorithms import gdpo, gpg, grpo, opo, pass_at_k, reinforce_plus_plus, remax, rloo
-from sensorium.algorithms.tokens import Tokens
+from sensorium.algorithms import advantages, losses
+from sensorium.algorithms.losses import Tokens
 from tests.algorithms import plain
 from tests.algorithms.batches import Batch, batches, float64, of_rewards, per_episode
 
 COMPARING = {
-    "grpo": grpo.estimate,
-    "grpo without std": lambda e: grpo.estimate(e, std=False),
-    "grpo leave one out": lambda e: grpo.estimate(e, leave_one_out=True),
-    "rloo": rloo.estimate,
-    "opo": opo.estimate,
-    "gpg": gpg.estimate,
-    "pass_at_k": pass_at_k.estimate,
-    "gdpo": gdpo.estimate,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus.estimate_with_baseline,
+    "grpo": advantages.grpo,
+    "grpo without std": lambda e: advantages.grpo(e, std=False),
+    "grpo leave one out": lambda e: advantages.grpo(e, leave_one_out=True),
+    "rloo": advantages.rloo,
+    "opo": advantages.opo,
+    "gpg": advantages.gpg,
+    "pass_at_k": advantages.pass_at_k,
+    "gdpo": advantages.gdpo,
+    "reinforce_plus_plus_baseline": advantages.reinforce_plus_plus_baseline,
 }
 comparing = pytest.mark.parametrize("estimate", COMPARING.values(), ids=COMPARING.keys())
 
@@ -48,7 +48,7 @@ varies = plain.by_group(lambda i, scores, lengths: 1.0)
 
 @given(batches(), st.booleans(), st.booleans())
 def test_grpo(batch: Batch, std: bool, leave_one_out: bool) -> None:
-    got = grpo.estimate(batch.episodes(), std=std, leave_one_out=leave_one_out)
+    got = advantages.grpo(batch.episodes(), std=std, leave_one_out=leave_one_out)
     close(got.advantages_P, plain.compared(batch, plain_grpo(std, leave_one_out)))
     assert got.targets_P is None
 
@@ -56,7 +56,7 @@ def test_grpo(batch: Batch, std: bool, leave_one_out: bool) -> None:
 @given(batches())
 def test_rloo(batch: Batch) -> None:
     compare = plain.by_group(lambda i, scores, _: scores[i] - plain.mean(scores[:i] + scores[i + 1 :]))
-    close(rloo.estimate(batch.episodes()).advantages_P, plain.compared(batch, compare))
+    close(advantages.rloo(batch.episodes()).advantages_P, plain.compared(batch, compare))
 
 
 @given(batches())
@@ -64,7 +64,7 @@ def test_opo(batch: Batch) -> None:
     def member(i: int, scores: list[float], lengths: list[int]) -> float:
         return scores[i] - math.fsum(n * s for n, s in zip(lengths, scores, strict=True)) / max(sum(lengths), 1)
 
-    close(opo.estimate(batch.episodes()).advantages_P, plain.compared(batch, plain.by_group(member)))
+    close(advantages.opo(batch.episodes()).advantages_P, plain.compared(batch, plain.by_group(member)))
 
 
 @given(batches())
@@ -75,12 +75,12 @@ def test_gpg_scales_by_the_share_of_the_step_that_was_paid(batch: Batch) -> None
         paid = max(sum(abs(s) > 1e-12 for s in scores), 1)
         return [len(scores) / paid * v for v in centred(scores, groups, lengths)]
 
-    close(gpg.estimate(batch.episodes()).advantages_P, plain.compared(batch, compare))
+    close(advantages.gpg(batch.episodes()).advantages_P, plain.compared(batch, compare))
 
 
 def test_gpg_counts_over_all_groups() -> None:
     batch = of_rewards([1.0, 0.0], [0.0, 0.0, 0.0], [2.0, 2.0, 2.0])
-    got = per_episode(batch, gpg.estimate(batch.episodes()).advantages_P)
+    got = per_episode(batch, advantages.gpg(batch.episodes()).advantages_P)
     assert got == [2 * 0.5, 2 * -0.5, 0, 0, 0, 0, 0, 0]
 
 
@@ -88,7 +88,7 @@ def test_gpg_counts_over_all_groups() -> None:
 def test_gpg_loss_is_the_plain_policy_gradient(rows: list[tuple[float, float]]) -> None:
     logprobs, advantages = torch.tensor(rows, dtype=torch.float64).T
     logprobs = logprobs.clone().requires_grad_()
-    out = gpg.loss(Tokens(logprobs, logprobs.detach() - 1, advantages, torch.zeros(len(rows), dtype=torch.long)))
+    out = losses.gpg(Tokens(logprobs, logprobs.detach() - 1, advantages, torch.zeros(len(rows), dtype=torch.long)))
     out.loss_N.sum().backward()
     assert out.loss_N.tolist() == [-a * logp for logp, a in rows]
     assert logprobs.grad.tolist() == [-a for _, a in rows]
@@ -101,12 +101,12 @@ def test_pass_at_k(batch: Batch) -> None:
         lead = scores[i] - max(scores[:i] + scores[i + 1 :])
         return lead / (plain.std(scores) + 1e-6) if lead > 1e-12 else 0.0
 
-    close(pass_at_k.estimate(batch.episodes()).advantages_P, plain.compared(batch, plain.by_group(member)))
+    close(advantages.pass_at_k(batch.episodes()).advantages_P, plain.compared(batch, plain.by_group(member)))
 
 
 def test_pass_at_k_credits_nobody_when_the_best_is_shared() -> None:
     batch = of_rewards([1.0, 0.0, 1.0], [0.0, 3.0, 1.0])
-    got = per_episode(batch, pass_at_k.estimate(batch.episodes()).advantages_P)
+    got = per_episode(batch, advantages.pass_at_k(batch.episodes()).advantages_P)
     assert got == pytest.approx([0, 0, 0, 0, 2 / (math.sqrt(7 / 3) + 1e-6), 0], rel=1e-12)
 
 
@@ -126,14 +126,14 @@ def test_gdpo(batch: Batch, std: bool, leave_one_out: bool) -> None:
         summed = [s + weight * v for s, v in zip(summed, compare(scores, batch.groups, lengths), strict=True)]
     signal = varies(summed, batch.groups, lengths)
     expected = plain.with_spans(batch, plain.everywhere(batch, over_the_step(summed, signal)), compare_span)
-    close(gdpo.estimate(batch.episodes(), std=std, leave_one_out=leave_one_out).advantages_P, expected)
+    close(advantages.gdpo(batch.episodes(), std=std, leave_one_out=leave_one_out).advantages_P, expected)
 
 
 def test_gdpo_leaves_out_who_a_term_did_not_judge() -> None:
     batch = of_rewards([0.0, 0.0, 0.0], [0.0, 0.0])
     nan = float("nan")
     judged = Batch(batch.played, terms=((1.0, (1.0, nan, 0.0, 0.5, 0.5)),))
-    got = per_episode(judged, gdpo.estimate(judged.episodes()).advantages_P)
+    got = per_episode(judged, advantages.gdpo(judged.episodes()).advantages_P)
     assert got == pytest.approx([got[0], 0, -got[0], 0, 0], abs=1e-12)
     assert got[0] > 1
 
@@ -142,7 +142,7 @@ def test_gdpo_gives_nothing_to_a_group_whose_terms_cancel() -> None:
     """Others in the step that were paid unevenly would shift it by the step's mean."""
     batch = of_rewards([1.0, 1.0], [1.0, 0.0, 0.0])
     crossed = replace(batch, terms=((1.0, (1.0, 0.0, 1.0, 0.0, 0.0)), (1.0, (0.0, 1.0, 0.0, 0.0, 0.0))))
-    got = per_episode(crossed, gdpo.estimate(crossed.episodes(), leave_one_out=True).advantages_P)
+    got = per_episode(crossed, advantages.gdpo(crossed.episodes(), leave_one_out=True).advantages_P)
     assert got[:2] == [0.0, 0.0]
     assert all(got[2:])
 
@@ -150,7 +150,7 @@ def test_gdpo_gives_nothing_to_a_group_whose_terms_cancel() -> None:
 def test_gdpo_takes_no_signal_from_a_term_that_is_only_watched() -> None:
     batch = of_rewards([1.0, 0.0, 0.2], [0.5, 0.5])
     watched = replace(batch, terms=(*batch.terms, (0.0, (0.0, 1.0, 3.0, 0.0, 1.0))))
-    one, other = (gdpo.estimate(b.episodes(), leave_one_out=True).advantages_P for b in (batch, watched))
+    one, other = (advantages.gdpo(b.episodes(), leave_one_out=True).advantages_P for b in (batch, watched))
     assert torch.equal(one, other)
     assert other[3:].tolist() == [0.0, 0.0]
 
@@ -158,14 +158,14 @@ def test_gdpo_takes_no_signal_from_a_term_that_is_only_watched() -> None:
 @given(batches())
 def test_remax(batch: Batch) -> None:
     main = plain.everywhere(batch, [p.reward - p.greedy for p in batch.played])
-    close(remax.estimate(batch.episodes()).advantages_P, plain.with_spans(batch, main, plain.over_the_step))
+    close(advantages.remax(batch.episodes()).advantages_P, plain.with_spans(batch, main, plain.over_the_step))
 
 
 def test_remax_gives_exactly_zero_for_the_same_pay_summed_otherwise() -> None:
     episodes = replace(of_rewards([0.1 + 0.2]).episodes(), greedy_S=float64([0.3]))
-    assert remax.estimate(episodes).advantages_P.tolist() == [0.0]
+    assert advantages.remax(episodes).advantages_P.tolist() == [0.0]
     unknown = replace(episodes, greedy_S=float64([float("nan")]))
-    assert remax.estimate(unknown).advantages_P.isnan().all()
+    assert advantages.remax(unknown).advantages_P.isnan().all()
 
 
 @given(batches())
@@ -176,7 +176,7 @@ def test_reinforce_plus_plus_with_baseline(batch: Batch) -> None:
     white = iter(plain.whitened([values[i] for i, p in batch.positions if p.written]))
     spread = [next(white) if p.written else 0.0 for _, p in batch.positions]
     main = [v if signal[i] else 0.0 for v, (i, _) in zip(spread, batch.positions, strict=True)]
-    got = reinforce_plus_plus.estimate_with_baseline(batch.episodes())
+    got = advantages.reinforce_plus_plus_baseline(batch.episodes())
     close(got.advantages_P, plain.with_spans(batch, main, plain.over_the_step))
 
 
@@ -209,7 +209,7 @@ def test_a_difference_of_one_in_a_billion_is_variance(estimate) -> None:
 def test_a_missing_reward_is_not_taken_for_zero(estimate) -> None:
     batch = of_rewards([float("nan"), 1.0, 0.0])
     got = estimate(batch.episodes()).advantages_P
-    assert got.isnan().any() if estimate is not gdpo.estimate else got[0] == 0 and got[1] > 0  # a term may not apply
+    assert got.isnan().any() if estimate is not advantages.gdpo else got[0] == 0 and got[1] > 0  # a term may not apply
 
 
 @comparing

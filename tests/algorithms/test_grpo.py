@@ -2,13 +2,13 @@
 
 import pytest
 
-from sensorium.algorithms import grpo
+from sensorium.algorithms import advantages
 from tests.algorithms.batches import of_rewards, per_episode
 
 
 def grpo_of(*groups: list[float], **settings: bool) -> list[float]:
     batch = of_rewards(*groups, tokens=3)
-    return per_episode(batch, grpo.estimate(batch.episodes(), **settings).advantages_P)
+    return per_episode(batch, advantages.grpo(batch.episodes(), **settings).advantages_P)
 
 
 def test_known_vectors() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sensorium.algorithms import kl
-from sensorium.algorithms.kl_control import AdaptiveKL
+from sensorium.algorithms.kl import AdaptiveKL
 
 logprob = st.floats(-8, 0)
 pairs = st.lists(st.tuples(logprob, logprob), min_size=1, max_size=16)

@@ -10,8 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sensorium.algorithms.aggregation import sequence_weights
-from sensorium.recipe.algorithm_sections import LossSection
 from sensorium.recipe.names import resolve, table
+from sensorium.recipe.schema import LossSection
 from sensorium.recipe.traits import LOSSES
 from tests.algorithms.updates import Token, Update, counts, cuts, flat, part, slopes, updates, whole
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.algorithms import cispo, clip, dppo, likelihood, sapo
-from sensorium.algorithms.tokens import Tokens
+from sensorium.algorithms import losses
+from sensorium.algorithms.losses import Tokens
 from tests.algorithms.updates import Token, Update, differences, flat, ranges, ratio, slopes, updates, whole
 
 
@@ -41,7 +41,7 @@ def plain_clip(token: Token, low: float, high: float, dual: float | None = None)
 @given(updates(), ranges, ranges, st.none() | st.floats(1.1, 5))
 def test_clip_equals_a_plain_loop(update: Update, low: float, high: float, dual: float | None) -> None:
     assert_equal(
-        lambda tokens: clip.loss(tokens, clip_low=low, clip_high=high, dual_clip=dual),
+        lambda tokens: losses.clip(tokens, clip_low=low, clip_high=high, dual_clip=dual),
         update,
         lambda token: plain_clip(token, low, high, dual),
         lambda token: min(abs(ratio(token) - edge) for edge in (1 - low, 1 + high, dual or 1e9)),
@@ -56,7 +56,7 @@ def plain_cispo(token: Token, low: float, high: float) -> tuple[float, float, bo
 @given(updates(), ranges, ranges)
 def test_cispo_equals_a_plain_loop(update: Update, low: float, high: float) -> None:
     assert_equal(
-        lambda tokens: cispo.loss(tokens, clip_low=low, clip_high=high),
+        lambda tokens: losses.cispo(tokens, clip_low=low, clip_high=high),
         update,
         lambda token: plain_cispo(token, low, high),
         lambda token: min(abs(ratio(token) - 1 + low), abs(ratio(token) - 1 - high)),
@@ -73,7 +73,7 @@ def plain_sapo(token: Token, positive: float, negative: float) -> tuple[float, f
 @given(updates(), st.floats(0.5, 3), st.floats(0.5, 3))
 def test_sapo_equals_a_plain_loop(update: Update, positive: float, negative: float) -> None:
     assert_equal(
-        lambda tokens: sapo.loss(tokens, tau_positive=positive, tau_negative=negative),
+        lambda tokens: losses.sapo(tokens, tau_positive=positive, tau_negative=negative),
         update,
         lambda token: plain_sapo(token, positive, negative),
         lambda token: 1.0,
@@ -97,7 +97,7 @@ def test_dppo_equals_a_plain_loop(update: Update, low: float, high: float, cap: 
     near = [[token for token in sequence if edge(token) > 1e-9] for sequence in update]
     if any(near):
         assert_equal(
-            lambda tokens: dppo.loss(tokens, clip_low=low, clip_high=high, ratio_cap=cap),
+            lambda tokens: losses.dppo(tokens, clip_low=low, clip_high=high, ratio_cap=cap),
             near,
             lambda token: plain_dppo(token, low, high, cap),
             lambda token: 1.0,
@@ -109,14 +109,14 @@ def test_dppo_looks_at_how_far_the_probability_moved_and_not_the_ratio() -> None
     old_N = torch.tensor([0.2, 0.4, 0.00001, 0.7, 0.4], dtype=torch.float64).log()
     advantages_N = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
     tokens = Tokens(logprobs_N, old_N, advantages_N, torch.zeros(5).long())
-    out = dppo.loss(tokens, clip_low=0.1, clip_high=0.25, ratio_cap=20.0)
+    out = losses.dppo(tokens, clip_low=0.1, clip_high=0.25, ratio_cap=20.0)
     assert slopes(out, tokens).tolist() == pytest.approx([-1.5, 0.0, -20.0, 0.0, 2.25])
     assert out.clipped_N.tolist() == [False, True, False, True, False]
 
 
 @given(updates())
 def test_likelihood_is_minus_log_p_whatever_the_advantage(update: Update) -> None:
-    assert_equal(likelihood.loss, update, lambda token: (-token.logp, -1.0, False), lambda token: 1.0)
+    assert_equal(losses.likelihood, update, lambda token: (-token.logp, -1.0, False), lambda token: 1.0)
 
 
 @pytest.mark.parametrize("name", ["clip", "sapo"])
@@ -131,7 +131,7 @@ def test_slopes_are_those_of_the_plain_value(name: str, update: Update, low: flo
     settings = (
         {"clip_low": low, "clip_high": high} if name == "clip" else {"tau_positive": 1 + low, "tau_negative": 1 + high}
     )
-    out = {"clip": clip.loss, "sapo": sapo.loss}[name](tokens, **settings)
+    out = {"clip": losses.clip, "sapo": losses.sapo}[name](tokens, **settings)
     for token, slope in zip(flat(update), slopes(out, tokens).tolist(), strict=True):
         if min(abs(ratio(token) - edge) for edge in (1 - low, 1 + high, 10)) < 1e-2:
             continue
@@ -139,7 +139,7 @@ def test_slopes_are_those_of_the_plain_value(name: str, update: Update, low: flo
         assert [slope] == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
-@pytest.mark.parametrize("function", [clip.loss, sapo.loss])
+@pytest.mark.parametrize("function", [losses.clip, losses.sapo])
 def test_gradcheck_on_smooth_stretches(function: Callable) -> None:
     old_N = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5], dtype=torch.float64)
     advantages_N = torch.tensor([1.0, -2.0, 0.5, -1.0, 3.0], dtype=torch.float64)
@@ -149,7 +149,7 @@ def test_gradcheck_on_smooth_stretches(function: Callable) -> None:
     )
 
 
-@pytest.mark.parametrize("function", [clip.loss, cispo.loss, sapo.loss, dppo.loss])
+@pytest.mark.parametrize("function", [losses.clip, losses.cispo, losses.sapo, losses.dppo])
 def test_a_log_ratio_of_thousands_stays_finite(function: Callable) -> None:
     logprobs_N = torch.tensor([0.0, 0.0, 0.0, -5000.0, -5000.0, -5000.0], requires_grad=True)
     old_N = torch.tensor([-5000.0, -5000.0, -5000.0, 0.0, 0.0, 0.0])

@@ -5,9 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.algorithms.groups import grouped
-from sensorium.algorithms.scan import discounted, last_of
-from sensorium.algorithms.whitening import standardise, whiten
+from sensorium.algorithms.advantages import discounted, grouped, last_of, standardise, whiten
 from tests.algorithms import plain
 
 lengths = st.lists(st.integers(1, 9), max_size=8)

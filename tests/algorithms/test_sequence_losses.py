@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given
 from torch import Tensor
 
-from sensorium.algorithms import gmpo, gspo
-from sensorium.algorithms.tokens import TokenLoss, Tokens
+from sensorium.algorithms import losses
+from sensorium.algorithms.losses import TokenLoss, Tokens
 from tests.algorithms.updates import Token, Update, differences, flat, per_sequence, ranges, slopes, updates, whole
 
 DUAL = 2.5
@@ -44,7 +44,7 @@ def on_an_edge(update: Update, low: float, high: float, margin: float, dual: flo
 
 
 def run(name: str, tokens: Tokens, low: float, high: float, dual: float | None) -> TokenLoss:
-    return {"gspo": gspo.loss, "gmpo": gmpo.loss}[name](tokens, clip_low=low, clip_high=high, dual_clip=dual)
+    return {"gspo": losses.gspo, "gmpo": losses.gmpo}[name](tokens, clip_low=low, clip_high=high, dual_clip=dual)
 
 
 def total(name: str, update: Update, logprobs: list[float], low: float, high: float, dual: float) -> float:

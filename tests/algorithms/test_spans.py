@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.algorithms.episodes import Credit, Episodes
+from sensorium.algorithms.advantages import Credit, Episodes
 from sensorium.recipe.names import NAMES, resolve
 from sensorium.recipe.traits import estimator_traits
 from tests.algorithms.batches import Batch, Span, batches, of_rewards

@@ -7,10 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.algorithms import bi_level_gae, gae, masked_gae, reinforce_plus_plus, turn_wise_gae
-from sensorium.algorithms.episodes import Credit
-from sensorium.algorithms.scan import last_of
-from sensorium.algorithms.written import written_only
+from sensorium.algorithms import advantages
+from sensorium.algorithms.advantages import Credit, last_of, written_only
 from tests.algorithms import plain
 from tests.algorithms.batches import Batch, Played, Position, batches
 
@@ -46,7 +44,7 @@ def test_reinforce_plus_plus(batch: Batch, gamma: float) -> None:
     for played in batch.played:
         rewards = [p.reward for p in played.written]
         returns += plain.gae(rewards, [0.0] * len(rewards), 0.0, gamma, 1.0)
-    got = reinforce_plus_plus.estimate(batch.episodes(), gamma=gamma)
+    got = advantages.reinforce_plus_plus(batch.episodes(), gamma=gamma)
     check(got, batch, at_written(batch, plain.whitened(returns)), None)
 
 
@@ -58,7 +56,7 @@ def test_gae_goes_over_observations_too(batch: Batch, gamma: float, lam: float) 
         raw += plain.gae(rewards, values, plain.bootstrap(played), gamma, lam)
     white = plain.whitened([a for a, (_, p) in zip(raw, batch.positions, strict=True) if p.written])
     targets = [a + p.value for a, (_, p) in zip(raw, batch.positions, strict=True)]
-    check(gae.estimate(batch.episodes(), gamma=gamma, lam=lam), batch, at_written(batch, white), targets)
+    check(advantages.gae(batch.episodes(), gamma=gamma, lam=lam), batch, at_written(batch, white), targets)
 
 
 @given(batches(), unit, unit)
@@ -69,7 +67,7 @@ def test_masked_gae_goes_over_written_positions(batch: Batch, gamma: float, lam:
         raw += plain.gae([p.reward for p in played.written], own, plain.bootstrap(played), gamma, lam)
         values += own
     targets = at_written(batch, [a + v for a, v in zip(raw, values, strict=True)])
-    got = masked_gae.estimate(batch.episodes(), gamma=gamma, lam=lam)
+    got = advantages.masked_gae(batch.episodes(), gamma=gamma, lam=lam)
     check(got, batch, at_written(batch, plain.whitened(raw)), targets)
 
 
@@ -85,7 +83,7 @@ def test_turn_wise_gae_goes_over_turn_ends(batch: Batch, turn_gamma: float, turn
         ends += values
     white = [a for a, n in zip(plain.whitened(raw), lengths, strict=True) for _ in range(n)]
     targets = [t for a, v, n in zip(raw, ends, lengths, strict=True) for t in [NAN] * (n - 1) + [a + v]]
-    got = turn_wise_gae.estimate(batch.episodes(), turn_gamma=turn_gamma, turn_lam=turn_lam)
+    got = advantages.turn_wise_gae(batch.episodes(), turn_gamma=turn_gamma, turn_lam=turn_lam)
     check(got, batch, at_written(batch, white), at_written(batch, targets))
 
 
@@ -94,32 +92,32 @@ def test_bi_level_gae(batch: Batch, gamma: float, lam: float, turn_gamma: float,
     raw = [a for played in batch.played for a in plain.bi_level(played, gamma, lam, turn_gamma, turn_lam)]
     values = [p.value for played in batch.played for p in played.written]
     targets = at_written(batch, [a + v for a, v in zip(raw, values, strict=True)])
-    got = bi_level_gae.estimate(batch.episodes(), gamma=gamma, lam=lam, turn_gamma=turn_gamma, turn_lam=turn_lam)
+    got = advantages.bi_level_gae(batch.episodes(), gamma=gamma, lam=lam, turn_gamma=turn_gamma, turn_lam=turn_lam)
     check(got, batch, at_written(batch, plain.whitened(raw)), targets)
 
 
 @given(batches(inside=False))
 def test_bi_level_gae_without_discounts_is_masked_gae(batch: Batch) -> None:
-    ours = bi_level_gae.estimate(batch.episodes(), gamma=1, lam=1, turn_gamma=1, turn_lam=1)
-    masked = masked_gae.estimate(batch.episodes(), gamma=1, lam=1)
+    ours = advantages.bi_level_gae(batch.episodes(), gamma=1, lam=1, turn_gamma=1, turn_lam=1)
+    masked = advantages.masked_gae(batch.episodes(), gamma=1, lam=1)
     close(ours.advantages_P, masked.advantages_P.tolist())
     close(ours.targets_P, masked.targets_P.tolist())
 
 
 def test_bi_level_gae_with_a_turn_discount_is_not_masked_gae() -> None:
     batch = two_turns(truncated=True)
-    ours = bi_level_gae.estimate(batch.episodes(), gamma=1, lam=1, turn_gamma=0.9, turn_lam=1)
-    masked = masked_gae.estimate(batch.episodes(), gamma=1, lam=1)
+    ours = advantages.bi_level_gae(batch.episodes(), gamma=1, lam=1, turn_gamma=0.9, turn_lam=1)
+    masked = advantages.masked_gae(batch.episodes(), gamma=1, lam=1)
     assert not torch.allclose(ours.advantages_P, masked.advantages_P)
 
 
 @given(batches(), unit, unit, unit, unit)
 def test_a_turn_end_gets_exactly_the_turn_s_advantage(batch, gamma, lam, turn_gamma, turn_lam) -> None:
     episodes = written_only(batch.episodes())
-    raw_P = bi_level_gae.unwhitened(episodes, gamma=gamma, lam=lam, turn_gamma=turn_gamma, turn_lam=turn_lam)
+    raw_P = advantages.unwhitened(episodes, gamma=gamma, lam=lam, turn_gamma=turn_gamma, turn_lam=turn_lam)
     ends_P = last_of(episodes.turns_P)
-    values_P, after_S = gae.values_of(episodes)
-    turns_T = gae.generalised(
+    values_P, after_S = advantages.values_of(episodes)
+    turns_T = advantages.generalised(
         episodes.rewards_P[ends_P], values_P[ends_P], episodes.sequences_P[ends_P], after_S, gamma=turn_gamma, lam=turn_lam
     )
     assert raw_P[ends_P].tolist() == turns_T.tolist()
@@ -144,21 +142,21 @@ def two_turns(truncated: bool) -> Batch:
 
 
 def test_by_hand_a_turn_without_reward_is_still_a_turn() -> None:
-    got = turn_wise_gae.estimate(two_turns(False).episodes(), turn_gamma=0.5, turn_lam=1.0)
+    got = advantages.turn_wise_gae(two_turns(False).episodes(), turn_gamma=0.5, turn_lam=1.0)
     close(got.targets_P, [NAN, 1.0, NAN, NAN, 0.0])  # 1 + 0.5·0; 0
-    got = turn_wise_gae.estimate(two_turns(True).episodes(), turn_gamma=0.5, turn_lam=1.0)
+    got = advantages.turn_wise_gae(two_turns(True).episodes(), turn_gamma=0.5, turn_lam=1.0)
     close(got.targets_P, [NAN, 2.25, NAN, NAN, 2.5])  # 1 + 0.5·2.5; 0.5·5
 
 
 def test_by_hand_bi_level_targets() -> None:
-    got = bi_level_gae.estimate(two_turns(True).episodes(), gamma=0.5, lam=1.0, turn_gamma=0.5, turn_lam=1.0)
+    got = advantages.bi_level_gae(two_turns(True).episodes(), gamma=0.5, lam=1.0, turn_gamma=0.5, turn_lam=1.0)
     close(got.targets_P, [1.125, 2.25, NAN, 1.25, 2.5])
 
 
 def test_by_hand_gae_sees_the_observation() -> None:
-    got = gae.estimate(two_turns(False).episodes(), gamma=0.5, lam=0.0)
+    got = advantages.gae(two_turns(False).episodes(), gamma=0.5, lam=0.0)
     close(got.targets_P, [1.0, 5.5, 1.5, 2.0, 0.0])
-    got = masked_gae.estimate(two_turns(False).episodes(), gamma=0.5, lam=0.0)
+    got = advantages.masked_gae(two_turns(False).episodes(), gamma=0.5, lam=0.0)
     close(got.targets_P, [1.0, 2.5, NAN, 2.0, 0.0])
 
 
@@ -166,6 +164,6 @@ def test_by_hand_gae_sees_the_observation() -> None:
 def test_the_value_after_an_episode_counts_only_where_it_was_truncated(batch: Batch, gamma: float, lam: float) -> None:
     ended = Batch(tuple(Played(p.group, False, p.positions, after=NAN) for p in batch.played))
     zero = Batch(tuple(Played(p.group, True, p.positions, after=0.0) for p in batch.played))
-    for estimate in (gae.estimate, masked_gae.estimate):
+    for estimate in (advantages.gae, advantages.masked_gae):
         one, other = (estimate(b.episodes(), gamma=gamma, lam=lam) for b in (ended, zero))
         assert one.advantages_P.tolist() == other.advantages_P.tolist()

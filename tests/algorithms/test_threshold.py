@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from sensorium.algorithms import grpo
-from sensorium.algorithms.threshold import optimize_threshold
+from sensorium.algorithms import advantages
+from sensorium.algorithms.advantages import optimize_threshold
 from tests.algorithms.batches import Batch, batches, of_rewards, per_episode
 
 NAN = float("nan")
@@ -18,7 +18,7 @@ def thresholded(rewards: list[float], correct: list[float]) -> list[float]:
     batch = of_rewards(rewards, tokens=2)
     batch = Batch(tuple(replace(p, correct=c) for p, c in zip(batch.played, correct, strict=True)))
     episodes = batch.episodes()
-    return per_episode(batch, optimize_threshold(episodes, grpo.estimate(episodes)).advantages_P)
+    return per_episode(batch, optimize_threshold(episodes, advantages.grpo(episodes)).advantages_P)
 
 
 def test_known_vectors() -> None:
@@ -40,7 +40,7 @@ def test_who_is_left_alone() -> None:
 @given(batches())
 def test_equals_a_plain_loop(batch: Batch) -> None:
     episodes = batch.episodes()
-    credit = grpo.estimate(episodes)
+    credit = advantages.grpo(episodes)
     expected = []
     for (i, _), advantage in zip(batch.positions, credit.advantages_P.tolist(), strict=True):
         own = batch.played[i]
@@ -52,5 +52,5 @@ def test_equals_a_plain_loop(batch: Batch) -> None:
 
 def test_targets_stay() -> None:
     episodes = of_rewards([0.1, 0.5]).episodes()
-    credit = replace(grpo.estimate(episodes), targets_P=torch.ones(2))
+    credit = replace(advantages.grpo(episodes), targets_P=torch.ones(2))
     assert optimize_threshold(episodes, credit).targets_P is credit.targets_P

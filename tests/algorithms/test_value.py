@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.algorithms.value import value_loss
+from sensorium.algorithms.losses import value_loss
 from tests.algorithms.updates import differences
 
 number = st.floats(-3, 3)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sensorium.algorithms.aggregation import sequence_weights
-from sensorium.algorithms.tokens import TokenLoss, Tokens, UpdateTokens
+from sensorium.algorithms.losses import TokenLoss, Tokens, UpdateTokens
 
 ranges = st.floats(0.05, 0.5)
 """Clip ranges; none so narrow that every token sits on an edge."""

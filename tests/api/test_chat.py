@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 import sensorium as sn
-from sensorium.media.making import encode_clip
-from sensorium.media.store import MediaStore
-from sensorium.media.wav import encode_wav
-from sensorium.tasks.shapes import Shapes
+from sensorium.data.made_media import encode_clip
+from sensorium.data.media_store import MediaStore
+from sensorium.data.shapes import Shapes
+from sensorium.data.sound import encode_wav
 
 
 @pytest.fixture(scope="module")

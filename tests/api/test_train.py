@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import sensorium as sn
-from sensorium.record.lock import lock_run
-from sensorium.record.metrics import repeatable
 from sensorium.report.watcher import Metrics, Watcher
+from sensorium.runs.lock import lock_run
+from sensorium.runs.metrics import repeatable
 from tests.api.small import small_recipe
 
 

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.assembly.engine_gpus import gpus_of_engines, visible_gpus
-from sensorium.assembly.engines import open_engine
-from sensorium.cluster.sharded_learner import rank_settings
+from sensorium.assembly.engines import gpus_of_engines, open_engine, visible_gpus
+from sensorium.assembly.sharded_learner import rank_settings
+from sensorium.cluster.python_process import ProcessHost, ThisMachine
 from sensorium.recipe.schema import Recipe
-from sensorium.record.run_directory import RunDirectory
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.errors import RecipeError
-from sensorium.workers.hosts import ProcessHost, ThisMachine
 from tests.trainer.small import small
 
 Settings = Callable[..., Recipe]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sensorium.cli.main import main
-from sensorium.record.processes import ProcessRow, RunEnd, read_processes, write_processes
+from sensorium.runs.process_table import ProcessRow, RunEnd, read_processes, write_processes
 from sensorium.trainer.heartbeat import Heartbeat, run_end
 from sensorium.vocabulary.errors import LearnerLost
 

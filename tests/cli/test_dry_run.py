@@ -11,10 +11,10 @@ import pytest
 from sensorium.cli.dry_run import look_at
 from sensorium.cli.main import main
 from sensorium.recipe import plan
+from sensorium.recipe.checks import wrong_metric
 from sensorium.recipe.load import load_recipe
-from sensorium.recipe.metric_names import wrong_metric
-from sensorium.record.run_directory import RunDirectory
-from sensorium.trainer.claim import begin
+from sensorium.runs.run_directory import RunDirectory
+from sensorium.trainer.run import begin
 from sensorium.vocabulary import Episode, Task
 from tests.cli.test_main import sensorium
 
@@ -163,7 +163,7 @@ def test_ray_is_missed_before_it_is_needed(
     recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "ray", raising=False)
-    monkeypatch.setattr("sensorium.workers.ray_cluster.find_spec", lambda name: None)
+    monkeypatch.setattr("sensorium.cluster.ray_cluster.find_spec", lambda name: None)
     code, _, err = said(capsys, str(recipe), "cluster.learners=2", "cluster.placement=ray")
     assert code == 2
     assert "the package ray is not installed: pip install 'sensorium[ray]'" in err

@@ -11,7 +11,7 @@ from PIL import Image
 
 from sensorium.cli.main import main
 from sensorium.recipe.load import load_recipe
-from sensorium.record.run_directory import RunDirectory
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import NothingTrained
 

@@ -10,7 +10,7 @@ import pytest
 
 from sensorium.cli.export import export
 from sensorium.cli.main import main
-from sensorium.record.checkpoint_files import checkpoint_of_run
+from sensorium.runs.checkpoint_layout import checkpoint_of_run
 from sensorium.vocabulary.errors import CheckpointError, RecordError
 
 from ..file_limit import small_files_only
@@ -53,7 +53,7 @@ def adapted(run: Path) -> Path:
     """A checkpoint of a tiny text model with adapters, as a trainer leaves it."""
     import torch
 
-    from sensorium.media.store import MediaStore
+    from sensorium.data.media_store import MediaStore
     from sensorium.models.load import load_policy
     from sensorium.recipe.schema import LoraSection
 
@@ -75,7 +75,7 @@ def test_adapters_are_exported_added_in_or_alone(tmp_path: Path) -> None:
     from peft import PeftConfig, PeftModel
     from transformers import AutoModelForCausalLM
 
-    from sensorium.models.checkpoint_place import find_checkpoint
+    from sensorium.models.checkpoint_path import find_checkpoint
 
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "model")]) == 0
     assert main(["export", str(source), str(tmp_path / "alone"), "--adapter"]) == 0
@@ -208,7 +208,7 @@ def test_a_full_disk_is_told_with_the_way_out_and_nothing_is_left(tmp_path: Path
 
 
 def test_a_tiny_model_is_written_as_a_checkpoint_like_any_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from sensorium.media.store import MediaStore
+    from sensorium.data.media_store import MediaStore
     from sensorium.models.load import load_policy
 
     assert main(["export", "tiny:qwen2:3", str(tmp_path / "model")]) == 0

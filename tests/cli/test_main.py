@@ -10,7 +10,7 @@ import pytest
 
 import sensorium as package
 from sensorium.cli.main import COMMANDS, MODULES, main, warning_text
-from sensorium.record.run_directory import RunDirectory
+from sensorium.runs.run_directory import RunDirectory
 
 SOURCES = str(Path(package.__file__).resolve().parents[1])
 ENVIRONMENT = os.environ | {"PYTHONPATH": SOURCES}

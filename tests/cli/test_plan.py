@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from sensorium.cli.main import main
-from sensorium.media.wav import encode_wav
-from sensorium.tasks.png import indexed_png
+from sensorium.data.pictures import indexed_png
+from sensorium.data.sound import encode_wav
 
 SMALL = ["model.path=Qwen/Qwen2.5-VL-3B-Instruct", "rollout.max_context_tokens=8192", "steps=1000", "epochs=0"]
 ASKED = ["plan", "caprl_image", *SMALL, "--gpus", "8", "--kind", "h100", "--response-tokens", "300", "--engines", "3"]

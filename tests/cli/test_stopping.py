@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import sensorium as package
-from sensorium.record.metrics import read_metrics
+from sensorium.runs.metrics import read_metrics
 from studies.fork_server import ForkServer
 
 from ..cpu_budget import count
@@ -96,11 +96,11 @@ def test_a_terminated_run_says_how_to_go_on_and_can_be_gone_on_with(tmp_path: Pa
 
 SCORING = """\
 import gc, os, signal
-from sensorium.cli.stopping import stopping_in_order
+from sensorium.cli.train import stopping_in_order
 from sensorium.rewards.scorer import Scorer
-from sensorium.rewards.scoring import score_groups
+from sensorium.rewards.scorer import score_groups
 from sensorium.vocabulary import Episode, Group, Status, Task
-from sensorium.workers.event_loop import run_async
+from sensorium.cluster.event_loop import run_async
 
 class Judge:
     name, instant = "judge", False

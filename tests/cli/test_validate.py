@@ -10,11 +10,9 @@ from PIL import Image
 
 from sensorium.cli.dry_run import look_at
 from sensorium.cli.main import main
-from sensorium.cli.random_play import example_arguments
-from sensorium.cli.validation import Finding, validate
-from sensorium.cli.without_model import model_free_session
-from sensorium.envs.tools.arguments import misfit
-from sensorium.media.wav import encode_wav
+from sensorium.cli.validate import Finding, example_arguments, model_free_session, validate
+from sensorium.data.sound import encode_wav
+from sensorium.envs.tool_use import misfit
 from sensorium.recipe.load import parse_recipe
 from sensorium.vocabulary.errors import TaskError
 
@@ -282,7 +280,7 @@ def test_example_arguments_fit_their_schema() -> None:
 
 
 def test_rows_that_need_a_history_and_terms_that_ask_judges_are_no_errors(tmp_path: Path) -> None:
-    from tests.tasks.test_taskmem import row_of, write_rows
+    from tests.data.test_taskmem import row_of, write_rows
 
     path = write_rows(tmp_path, *(row_of(clip) for clip in range(3)))
     tasks = {
@@ -300,7 +298,7 @@ def test_rows_that_need_a_history_and_terms_that_ask_judges_are_no_errors(tmp_pa
 def test_a_clip_whose_memory_no_row_writes_is_found_by_validate_and_by_a_dry_run(
     treatment: str, level: str, tmp_path: Path
 ) -> None:
-    from tests.tasks.test_taskmem import row_of, write_rows
+    from tests.data.test_taskmem import row_of, write_rows
 
     path = write_rows(tmp_path, row_of(0), row_of(2))
     tasks: dict[str, Any] = {"train": [{"source": "taskmem", "options": {"path": path}}], "on_bad_row": treatment}

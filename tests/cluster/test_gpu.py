@@ -7,7 +7,7 @@ import pytest
 
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import ClusterSection
-from sensorium.record.metrics import read_metrics
+from sensorium.runs.metrics import read_metrics
 from sensorium.trainer.run import train
 
 pytestmark = pytest.mark.gpu

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from sensorium.envs.remote.placed import PlacedEnvironment
+from sensorium.cluster.ray_host import ProcessActor, RayHost
+from sensorium.envs.remote.remote_environment import PlacedEnvironment
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
-from sensorium.record.ledger import Ledger
-from sensorium.record.metrics import read_metrics
+from sensorium.runs.ledger import Ledger
+from sensorium.runs.metrics import read_metrics
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import EngineLost, RecipeError, WorkersLost
-from sensorium.workers.ray_host import ProcessActor, RayHost
 from tests.cluster.killed_engine import kill_an_engine
 from tests.cluster.test_workers import NUMBERS, answers_though_one_hangs, fates_of, killing
 from tests.engines.test_vllm import engine_core
@@ -112,6 +112,6 @@ def test_a_cluster_that_is_too_small_busy_or_of_another_version_is_told_in_time(
     with pytest.raises(EngineLost, match=r"did not place an engine within 2 s \(cluster.start_s\).*Free now"):
         host.start("sensorium.engines.process.child", 1, tmp_path / "log.txt")
     host = RayHost("", needs, None, "an engine", EngineLost, cpus=0.0)
-    monkeypatch.setattr("sensorium.workers.versions.versions", lambda: {"sensorium": "9", "torch": "9", "python": "9"})
+    monkeypatch.setattr("sensorium.cluster.ray_cluster.versions", lambda: {"sensorium": "9", "torch": "9", "python": "9"})
     with pytest.raises(EngineLost, match=r"an engine runs sensorium .*, and the driver 9"):
         host.start("sensorium.engines.process.child", 1, tmp_path / "log.txt")

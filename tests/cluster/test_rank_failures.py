@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from sensorium.cluster import sharded_learner
-from sensorium.cluster.messages import Answer, failed
-from sensorium.cluster.rank_failures import SharedError, judged, refuse_other_versions
+from sensorium.assembly import sharded_learner
+from sensorium.assembly.ranks import Answer, SharedError, failed, judged, refuse_other_versions
+from sensorium.cluster.ray_cluster import connect, refuse_small, send_token, short
 from sensorium.vocabulary.errors import LearnerLost, ModelError, NonFiniteUpdate, RecipeError
-from sensorium.workers.ray_cluster import connect, refuse_small, send_token, short
 
 FINE = Answer(1)
 

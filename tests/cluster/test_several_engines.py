@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from sensorium.recipe.schema import Recipe
-from sensorium.record.ledger import Ledger
-from sensorium.record.metrics import read_metrics
-from sensorium.record.processes import read_processes
+from sensorium.runs.ledger import Ledger
+from sensorium.runs.metrics import read_metrics
+from sensorium.runs.process_table import read_processes
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import EngineLost, RecipeError
 from tests.cluster.killed_engine import kill_an_engine

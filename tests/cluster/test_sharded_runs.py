@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sensorium.cluster.processes import ProcessRanks
+from sensorium.assembly.rank_processes import ProcessRanks
 from sensorium.recipe.schema import Recipe
-from sensorium.record.processes import read_processes
+from sensorium.runs.process_table import read_processes
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import LearnerLost
 

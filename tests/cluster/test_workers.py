@@ -13,21 +13,20 @@ from typing import Any
 
 import pytest
 
-from sensorium.assembly.environment_workers import EnvironmentWorkers
-from sensorium.assembly.run_workers import RunWorkers
+from sensorium.assembly.workers import EnvironmentWorkers, RunWorkers
+from sensorium.cluster.placed_workers import PlacedWorker, PlacedWorkers
+from sensorium.cluster.python_process import HostedProcess, ProcessHost, ThisMachine
+from sensorium.data.media_store import MediaStore
 from sensorium.envs.remote.client import socket_address
-from sensorium.envs.remote.placed import PlacedEnvironment
-from sensorium.media.store import MediaStore
-from sensorium.record.ledger import Ledger
-from sensorium.record.metrics import UNREPEATABLE, read_metrics
-from sensorium.record.processes import read_processes
+from sensorium.envs.remote.remote_environment import PlacedEnvironment
 from sensorium.report.console import ConsoleWatcher
+from sensorium.runs.ledger import Ledger
+from sensorium.runs.metrics import UNREPEATABLE, read_metrics
+from sensorium.runs.process_table import read_processes
 from sensorium.trainer.run import train
 from sensorium.vocabulary.content import Message, Text
 from sensorium.vocabulary.errors import RecipeError, RewardFailure, WorkersLost, WorkGivenUp
 from sensorium.vocabulary.task import EnvironmentSpec, Task
-from sensorium.workers.hosts import HostedProcess, ProcessHost, ThisMachine
-from sensorium.workers.placed_workers import PlacedWorker, PlacedWorkers
 from tests.trainer.small import small
 
 NUMBERS = {
@@ -240,8 +239,8 @@ def test_what_a_worker_has_started_ends_with_it(killed: bool) -> None:
 DRIVER = """
 import sys, time
 from sensorium.vocabulary.errors import RewardFailure
-from sensorium.workers.hosts import ThisMachine
-from sensorium.workers.placed_workers import PlacedWorkers
+from sensorium.cluster.python_process import ThisMachine
+from sensorium.cluster.placed_workers import PlacedWorkers
 parrots = PlacedWorkers(ThisMachine(), "tests.cluster.parroting_worker", {}, 1, "parrot", RewardFailure)
 parrots.start()
 print(parrots.ask("child"), flush=True)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from sensorium.data.media_store import MediaStore
 from sensorium.engines.native import steps
-from sensorium.engines.native.engine import NativeEngine
+from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.protocol import LiveEpisodes, Request, Response, Sampling
-from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import KINDS, make_tiny

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from sensorium.engines.native.decode_ops import TorchOps
 from sensorium.engines.native.decode_state import DecodeRows, DecodeState, RowLayout
-from sensorium.engines.native.pages import PAGE
+from sensorium.engines.native.key_values import PAGE
 from sensorium.engines.protocol import Sampling
-from sensorium.models.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights
+from sensorium.kernels.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights
 
 pytestmark = [pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")]
 if torch.cuda.is_available():
@@ -174,7 +174,7 @@ def test_products_in_parts_are_products(kernels: TorchOps, dtype: torch.dtype, r
 
 @pytest.mark.parametrize("parts", [3, 4, 7])
 def test_parts_need_not_divide_the_inner_size(kernels: TorchOps, parts: int) -> None:
-    from sensorium.engines.native.product_kernels import Tiling, product_parts
+    from sensorium.kernels.product_triton import Tiling, product_parts
 
     x, weights = normal(5, 640), [normal(64, 640, seed=1), normal(128, 640, seed=2)]
     found_PBN = product_parts(x, weights, Tiling(64, 128, parts, 4, 2))
@@ -240,7 +240,7 @@ def test_projections_in_parts_go_to_their_places(kernels: TorchOps, dtype: torch
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_entries_go_to_their_pages(kernels: TorchOps, dtype: torch.dtype) -> None:
-    from sensorium.engines.native.attention_kernels import write_entries
+    from sensorium.kernels.attention_triton import write_entries
 
     new, pages = normal(5, 3, 24, dtype=dtype), normal(4, 3, PAGE, 24, dtype=dtype, seed=1)
     page, offset = (torch.tensor(values, device=DEVICE) for values in ([1, 1, 3, 2, 1], [0, 5, PAGE - 1, 7, 6]))
@@ -252,7 +252,7 @@ def test_entries_go_to_their_pages(kernels: TorchOps, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pages_are_copied_within_a_pool_and_into_it(kernels: TorchOps, dtype: torch.dtype) -> None:
-    from sensorium.engines.native.attention_kernels import copy_pages
+    from sensorium.kernels.attention_triton import copy_pages
 
     pool, other = (normal(3, 2, pages, 2, PAGE, 40, dtype=dtype, seed=pages) for pages in (9, 3))
     expected = pool.clone()

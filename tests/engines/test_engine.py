@@ -6,10 +6,9 @@ from collections import Counter
 import pytest
 import torch
 
-from sensorium.engines.native.engine import NativeEngine
+from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.native.response_rows import StopStrings
-from sensorium.engines.protocol import Request, Response, Sampling
-from sensorium.engines.random_keys import response_key
+from sensorium.engines.protocol import Request, Response, Sampling, response_key
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import EngineError, SpanMismatch

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sensorium.engines.native.engine import NativeEngine
+from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.protocol import Sampling
 from sensorium.vocabulary.content import Message, system, user
 from sensorium.vocabulary.episode import Segment

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from sensorium.data.media_store import MediaStore
 from sensorium.engines.native import half_layers
-from sensorium.engines.native.engine import NativeEngine
-from sensorium.engines.native.randomness import uniforms
+from sensorium.engines.native.native_engine import NativeEngine
+from sensorium.engines.native.sampler import uniforms
 from sensorium.engines.protocol import Request, Sampling
-from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.schema import LoraSection

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from sensorium.compiled.device_code import NoDeviceCode
 from sensorium.engines.native import half_layers
 from sensorium.engines.native.half_layers import HalfLayers, Packed, Sizes
-from sensorium.models.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights
+from sensorium.kernels.device_code import NoDeviceCode
+from sensorium.kernels.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights
 
 SHAPES = [(256, 320, 704, 192, 64), (2048, 2048, 11008, 2048, 256), (512, 384, 1088, 512, 48)]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.engines.native.engine import NativeEngine
+from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.protocol import Response, Sampling
 from sensorium.models.policy import Policy
 from sensorium.vocabulary.content import user

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from sensorium.engines.native.kv_cache import CachedAttention, FreshAttention, KVCache, causal_bias, write_places
+from sensorium.engines.native.key_values import CachedAttention, FreshAttention, KVCache, causal_bias, write_places
 from sensorium.models.attention import masked_attention
 
 LAYERS, HEADS, KV_HEADS, SIZE, SCALE = 2, 4, 2, 8, 0.3

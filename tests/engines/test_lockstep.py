@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from sensorium.engines.native.engine import NativeEngine
-from sensorium.engines.protocol import LiveEpisodes, Request, Response, Sampling
-from sensorium.engines.random_keys import response_key
+from sensorium.engines.native.native_engine import NativeEngine
+from sensorium.engines.protocol import LiveEpisodes, Request, Response, Sampling, response_key
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import EngineError

@@ -6,15 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.engines.native.engine import NativeEngine
+from sensorium.data.media_store import MediaStore
+from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.protocol import Request, Sampling
 from sensorium.learner.learner import CreditedEpisode, Learner
-from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
-from sensorium.recipe.algorithm_sections import AlgorithmSection, LossSection, OptimizerSection
-from sensorium.recipe.schema import BatchSection, LoraSection
+from sensorium.recipe.schema import AlgorithmSection, BatchSection, LoraSection, LossSection, OptimizerSection
 from sensorium.vocabulary import Episode, Status, Thread, Turn, user
 from sensorium.vocabulary.episode import Segment
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from sensorium.engines.native.engine import NativeEngine
-from sensorium.engines.process.engine import ProcessEngine
-from sensorium.engines.vllm.engine import VllmEngine
+from sensorium.engines.native.native_engine import NativeEngine
+from sensorium.engines.process.parent import ProcessEngine
+from sensorium.engines.vllm.vllm_engine import VllmEngine
 from sensorium.recipe.names import parameters_of
 from studies.pages import follow
 

@@ -11,20 +11,20 @@ import pytest
 import torch
 
 from sensorium.assembly.session import Session
-from sensorium.engines.native import decode_step, graphs, pipeline
+from sensorium.engines.native import graphs, pipeline
+from sensorium.engines.native import graphs as decode_step
 from sensorium.engines.native.decode_state import RowLayout, read_again
-from sensorium.engines.native.decode_step import FusedStep
-from sensorium.engines.native.engine import NativeEngine
-from sensorium.engines.native.graphs import BUCKETS, bucket_of, buckets_to_capture
-from sensorium.engines.native.pages import PAGE, PagePool
+from sensorium.engines.native.graphs import BUCKETS, FusedStep, bucket_of, buckets_to_capture
+from sensorium.engines.native.key_values import PAGE, PagePool
+from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.native.prefill import PrefillRows, SharedContext
 from sensorium.engines.native.prefix_cache import PrefixEntry
 from sensorium.engines.protocol import LiveEpisodes, Request, Response, Sampling
 from sensorium.engines.scheduler import Job
-from sensorium.models.fast_paths import fallbacks
-from sensorium.models.layer_parts import UnknownLayer
+from sensorium.kernels.fallbacks import fallbacks
+from sensorium.kernels.layer_parts import UnknownLayer
 from sensorium.models.policy import Policy
-from sensorium.trainer.clock import Clock
+from sensorium.trainer.step_metrics import Clock
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import EngineError

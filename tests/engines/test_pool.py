@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
-from sensorium.assembly.run_workers import process_work
+from sensorium.assembly.workers import process_work
 from sensorium.engines.pool import EnginePool, group_of
 from sensorium.engines.protocol import Capabilities, LiveEpisodes, Request, Response, Sampling
 from sensorium.vocabulary.episode import Segment

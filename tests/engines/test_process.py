@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.engines.native.engine import NativeEngine
+from sensorium.cluster.channel import Channel
+from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.process.child import serve
-from sensorium.engines.process.engine import ProcessEngine
+from sensorium.engines.process.parent import ProcessEngine
 from sensorium.engines.protocol import LiveEpisodes, Request, Sampling
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import EngineError, EngineLost, MediaError
-from sensorium.workers.channel import Channel
 from studies.fork_server import ForkServer
 
 from ..forked import forked_python

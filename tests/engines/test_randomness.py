@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.engines.native.randomness import signed64, uniforms
-from sensorium.engines.random_keys import response_key
+from sensorium.engines.native.sampler import signed64, uniforms
+from sensorium.engines.protocol import response_key
 
 WORD = (1 << 64) - 1
 

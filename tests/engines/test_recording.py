@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sensorium.engines.native.engine import NativeEngine
+from sensorium.data.media_store import MediaStore
+from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.native.steps import Steps, feed
 from sensorium.engines.protocol import Sampling
-from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import KINDS, make_tiny

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from sensorium.engines.options import refuse_unable
 from sensorium.engines.protocol import SAMPLING_OPTIONS, Capabilities
-from sensorium.engines.requirements import refuse_unable
 from sensorium.recipe.schema import EngineSection, RolloutSection
 from sensorium.vocabulary.errors import RecipeError
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from sensorium.engines.native import row_attention
 from sensorium.engines.native.decode_ops import TorchOps, Unplaced
 from sensorium.engines.native.decode_state import DecodeRows, DecodeState, RowLayout
-from sensorium.engines.native.pages import PAGE
+from sensorium.engines.native.key_values import PAGE
 from sensorium.engines.native.row_attention import RowAttention
 from sensorium.engines.protocol import Sampling
-from sensorium.models.layer_parts import LayerParts, NormWeights
+from sensorium.kernels.layer_parts import LayerParts, NormWeights
 
 pytestmark = pytest.mark.gpu
 SCALING = 0.09

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sensorium.engines.native.engine import NativeEngine
+from sensorium.data.media_store import MediaStore
+from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.protocol import Sampling
-from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny

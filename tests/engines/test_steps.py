@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sensorium.engines.native.engine import NativeEngine
+from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.native.steps import RECORD_AFTER
 from sensorium.engines.protocol import Request, Sampling
 from sensorium.vocabulary.content import user

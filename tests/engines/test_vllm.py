@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 import torch
 
+from sensorium.cluster.python_process import any_alive
+from sensorium.data.media_store import MediaStore
 from sensorium.engines.protocol import Response, Sampling
-from sensorium.engines.vllm.engine import VllmEngine
-from sensorium.engines.vllm.versions import installed_version
-from sensorium.media.store import MediaStore
+from sensorium.engines.vllm.recipe_checks import installed_version
+from sensorium.engines.vllm.vllm_engine import VllmEngine
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary.content import Message, user
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import EngineError, EngineLost
-from sensorium.workers.python_process import any_alive
 
 from .conftest import Bench, ask, make_bench
 

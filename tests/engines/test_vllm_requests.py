@@ -13,22 +13,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sensorium.engines.native.options import check_options as check_native_options
 from sensorium.engines.native.response_rows import StopStrings
+from sensorium.engines.options import check_vllm_options
+from sensorium.engines.options import check_writer_options as check_native_options
 from sensorium.engines.protocol import Sampling
-from sensorium.engines.vllm import engine as engine_module
-from sensorium.engines.vllm import known_arguments, recipe_checks, versions
+from sensorium.engines.vllm import recipe_checks
+from sensorium.engines.vllm import recipe_checks as known_arguments
+from sensorium.engines.vllm import recipe_checks as versions
+from sensorium.engines.vllm import vllm_engine as engine_module
 from sensorium.engines.vllm.actor import Actor
 from sensorium.engines.vllm.actor_process import ActorProcess, cause_in
 from sensorium.engines.vllm.arguments import EngineSettings
-from sensorium.engines.vllm.known_arguments import check_arguments
-from sensorium.engines.vllm.one_kind import OneKindAtATime
-from sensorium.engines.vllm.options import check_options
-from sensorium.engines.vllm.parity import Difference, difference, make_probes, policy_logprobs, refuse_apart
-from sensorium.engines.vllm.prompts import EnginePrompt, check_prompt, lay_out, tower_fields
-from sensorium.engines.vllm.recipe_checks import look_at, refuse_dtype
-from sensorium.engines.vllm.requests import RequestSender
-from sensorium.engines.vllm.versions import installed_version, version_of
+from sensorium.engines.vllm.prompts import EnginePrompt, RequestSender, check_prompt, lay_out, tower_fields
+from sensorium.engines.vllm.recipe_checks import check_arguments, installed_version, look_at, refuse_dtype, version_of
+from sensorium.engines.vllm.vllm_engine import (
+    Difference,
+    OneKindAtATime,
+    difference,
+    make_probes,
+    policy_logprobs,
+    refuse_apart,
+)
 from sensorium.engines.vllm.weight_backend import BROADCAST, FILE, SHARED
 from sensorium.engines.vllm.weights import ChangedWeights, layer_of, published
 from sensorium.recipe.names import wrong_options
@@ -183,17 +188,17 @@ def test_versions_differ_by_a_small_table(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_options_that_cannot_be_are_refused() -> None:
-    check_options({"max_rows": 4, "engine_args": {"swap_space": 0}})
+    check_vllm_options({"max_rows": 4, "engine_args": {"swap_space": 0}})
     wrong = {"max_rows": 0, "gpu_share": 1.5, "push": "carrier pigeon", "engine_args": {"logprobs_mode": "raw_logprobs"}}
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=name):
-            check_options({name: value})
+            check_vllm_options({name: value})
     with pytest.raises(ValueError, match="engine_args"):
-        check_options({"engine_args": {1: 2}})
+        check_vllm_options({"engine_args": {1: 2}})
     for name in ("parity_bound", "start_s", "reply_s", "gpu_share"):  # nan would pass every parity, 1e30 overflow a clock
         for number in (float("nan"), float("inf"), 1e30):
             with pytest.raises(ValueError, match=name):
-                check_options({name: number})
+                check_vllm_options({name: number})
     for number in (float("nan"), 1e30):
         with pytest.raises(ValueError, match="patience_s"):
             check_native_options({"patience_s": number})

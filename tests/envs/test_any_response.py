@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sensorium.data.media_store import MediaStore
 from sensorium.envs.protocol import StepResult
-from sensorium.media.store import MediaStore
 from sensorium.recipe.names import build, parameters_of, resolve, table
-from sensorium.rollout.intake import checked_step
+from sensorium.rollout.live import checked_step
 from sensorium.vocabulary import Task
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import RecipeError

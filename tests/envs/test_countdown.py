@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.envs.arithmetic import NotArithmetic, evaluate, in_words, numbers_in
+from sensorium.data.media_store import MediaStore
+from sensorium.envs.calculator import NotArithmetic, evaluate, in_words, numbers_in
 from sensorium.envs.countdown import Countdown, problem
-from sensorium.media.store import MediaStore
 from sensorium.vocabulary.errors import EnvironmentFailure
 
 

@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sensorium.data.media_store import MediaStore
 from sensorium.envs.actions import ActionTurn
-from sensorium.envs.frozen_lake import FrozenLake
-from sensorium.envs.frozen_lake.drawing import COLOURS, PLAYER
-from sensorium.envs.frozen_lake.maps import ACTIONS, lake, safe_way
-from sensorium.media.store import MediaStore
+from sensorium.envs.frozen_lake import ACTIONS, COLOURS, PLAYER, FrozenLake, lake, safe_way
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 
 pytest.importorskip("gymnasium")

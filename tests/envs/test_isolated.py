@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from sensorium.data.media_store import MediaStore
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.envs.remote.isolated import IsolatedEnvironment
 from sensorium.envs.sokoban import Sokoban
-from sensorium.media.store import MediaStore
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 

@@ -13,19 +13,17 @@ import pytest
 from PIL import Image
 
 from sensorium.cli.main import main
+from sensorium.data.media_store import MediaStore
+from sensorium.data.pictures import encode_png
 from sensorium.engines.protocol import Request, Sampling
 from sensorium.engines.scripted import ScriptedEngine
-from sensorium.envs.tools.calls import ToolCall
-from sensorium.envs.tools.protocol import ToolContext
-from sensorium.envs.tools.toolbox import Toolbox
-from sensorium.media.picture import encode_png
-from sensorium.media.store import MediaStore
+from sensorium.envs.tool_use import Toolbox, ToolCall, ToolContext
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import RolloutSection
-from sensorium.rewards.environment import EnvironmentReward
 from sensorium.rewards.scorer import Scorer
+from sensorium.rewards.terms import EnvironmentReward
 from sensorium.rollout.play import Attempt, Rollout
 from sensorium.trainer.run import train
 from sensorium.vocabulary import EnvironmentSpec, Status, Task, user

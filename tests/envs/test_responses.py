@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sensorium.envs.actions import ActionGrammar
-from sensorium.envs.pay import TurnPay
+from sensorium.envs.actions import ActionGrammar, TurnPay, describe, share_right
 from sensorium.envs.responses import LAYOUTS, REQUIRED, ResponseFormat
-from sensorium.envs.state_description import describe, share_right
 from sensorium.vocabulary.errors import RecipeError
 
 FORMS = {

@@ -8,11 +8,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sensorium.envs.sokoban import Sokoban
-from sensorium.envs.sokoban.drawing import BOX, BOX_ON_TARGET, FLOOR, PLAYER, TARGET, WALL, draw_png, draw_text
-from sensorium.envs.sokoban.rooms import ACTIONS, Position, Room, positions_at, room_of, solution
-from sensorium.media.store import MediaStore
-from sensorium.tasks.environment_tasks import EnvironmentTasks
+from sensorium.data.environment_tasks import EnvironmentTasks
+from sensorium.data.media_store import MediaStore
+from sensorium.envs.sokoban import (
+    ACTIONS,
+    BOX,
+    BOX_ON_TARGET,
+    FLOOR,
+    PLAYER,
+    TARGET,
+    WALL,
+    Position,
+    Room,
+    Sokoban,
+    draw_png,
+    draw_text,
+    positions_at,
+    room_of,
+    solution,
+)
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 
 

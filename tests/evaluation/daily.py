@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sensorium.tasks.lookalikes import make_daily_omni
+from sensorium.systems.audio_visual.generated import make_daily_omni
 
 LOTTERY = {"name": "tests.evaluation.lottery:Lottery", "weight": 0.8}
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from sensorium.evaluation.folder import EvaluationFolder
-from sensorium.evaluation.sample import Sample, row_of
+from sensorium.evaluation.samples import Sample, row_of
 from sensorium.evaluation.summary import summarize_samples
-from sensorium.report.evaluations import markdown, summary_grid
+from sensorium.report.tables import markdown, summary_grid
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user
 
 

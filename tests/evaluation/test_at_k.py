@@ -3,8 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sensorium.evaluation.at_k import best_at_k, majority_at_k, mean_at_k
-from sensorium.evaluation.sample import Sample
+from sensorium.evaluation.samples import Sample, best_at_k, majority_at_k, mean_at_k
 from sensorium.evaluation.summary import summarize_samples
 from tests.evaluation.made import sample
 

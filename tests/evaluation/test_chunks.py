@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from sensorium.assembly.determinism import settle
 from sensorium.assembly.models import load_model
 from sensorium.assembly.session import open_session, sampling_of
-from sensorium.evaluation.chunks import cut, play_chunks
-from sensorium.evaluation.evaluate import attempt_of
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
+from sensorium.data.mixture import each_once, make_sources
+from sensorium.evaluation.evaluate import attempt_of, cut, play_chunks
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.plan import CLIPS_AT_ONCE
-from sensorium.tasks.mixture import each_once, make_sources
 from sensorium.vocabulary import Media, Task, user
 from tests.evaluation.daily import write_daily
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from sensorium.cli.main import main
-from sensorium.evaluation.places import default_folder
+from sensorium.evaluation.folder import default_folder
 from sensorium.recipe.load import load_recipe
-from sensorium.record.episode_json import task_from_json
+from sensorium.runs.episodes import task_from_json
 from sensorium.vocabulary import Media
 from sensorium.vocabulary.decoding import VideoParameters
 from tests.evaluation.daily import LOTTERY, write_daily

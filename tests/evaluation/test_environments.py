@@ -6,7 +6,7 @@ from pathlib import Path
 from sensorium.evaluation.comparison import compare_folders
 from sensorium.evaluation.folder import EvaluationFolder
 from sensorium.evaluation.held_out import evaluate_into
-from sensorium.record.episode_json import task_from_json
+from sensorium.runs.episodes import task_from_json
 from sensorium.vocabulary import Media
 from tests.recipes import parsed, quick
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sensorium.evaluation.folder import EvaluationFolder, Key
-from sensorium.record.durable import to_line
+from sensorium.runs.durable import to_line
 from sensorium.vocabulary.errors import CheckpointError
 
 KEYS: list[list[Key]] = [[(f"t{p}", p, s) for p in places for s in (0, 1)] for places in ((0, 1), (2, 3), (4,))]

@@ -6,9 +6,8 @@ import pytest
 
 from sensorium.forecast.costs import costs_of
 from sensorium.forecast.forecast import Asked, forecast
-from sensorium.forecast.machine import assumed, kind_named, kinds
+from sensorium.forecast.machine import assumed, kind_named, kinds, planned_shape, published_configs
 from sensorium.forecast.memory import fitting_memory, rank_memory, stock_layer_bytes
-from sensorium.forecast.published_shapes import planned_shape, published_configs
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.plan import estimate_memory
 from sensorium.recipe.schema import Recipe

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from sensorium.forecast.costs import Recomputation
+from sensorium.forecast.costs import Recomputation, StepWork
 from sensorium.forecast.machine import Constants, calibration
 from sensorium.forecast.simulator import Deployment, SimulatedRun, simulate
-from sensorium.forecast.step_work import StepWork
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))

@@ -5,12 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from sensorium.forecast.costs import Costs, costs_of
-from sensorium.forecast.machine import kinds, machine
-from sensorium.forecast.published_shapes import published_configs
-from sensorium.forecast.sampling import Engine, PlayedGroup, play
-from sensorium.forecast.simulator import Deployment, simulate
-from sensorium.forecast.step_work import StepWork
+from sensorium.forecast.costs import Costs, StepWork, costs_of
+from sensorium.forecast.machine import kinds, machine, published_configs
+from sensorium.forecast.simulator import Deployment, Engine, PlayedGroup, play, simulate
 from sensorium.recipe.shape import shape_by_config
 
 WORK = StepWork(prompts=16, group=8, prompt=276, response=256, tail=4.0, patches=1024)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sensorium.models.tiny import make_tiny
-from sensorium.recipe.tiny_sizes import KINDS
+from sensorium.recipe.shape import KINDS
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sensorium.data.media_store import MediaStore
 from sensorium.learner.learner import CreditedEpisode, Learner
-from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
-from sensorium.recipe.algorithm_sections import AlgorithmSection, OptimizerSection
-from sensorium.recipe.schema import BatchSection
+from sensorium.recipe.schema import AlgorithmSection, BatchSection, OptimizerSection
 from sensorium.vocabulary import Episode, Media, Segment, Status, Thread, Turn, system, user
 
 from ..models.clips import clip, heard_clip, noise, row_inputs, tone

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.learner.balance import divide
+from sensorium.learner.team import divide
 
 
 def test_the_example() -> None:

@@ -11,8 +11,7 @@ from sensorium.algorithms import correction
 from sensorium.learner.credited_episode import sampled_tokens
 from sensorium.learner.learner import CreditedEpisode
 from sensorium.models.policy import Policy
-from sensorium.recipe.algorithm_sections import AlgorithmSection, CorrectionSection, LossSection, OptimizerSection
-from sensorium.recipe.schema import BatchSection
+from sensorium.recipe.schema import AlgorithmSection, BatchSection, CorrectionSection, LossSection, OptimizerSection
 
 from .played import Groups, Player, make_learner, open_policy
 

@@ -10,7 +10,7 @@ import torch
 
 from sensorium.learner.credited_episode import CreditedEpisode, CriticValues, with_observations
 from sensorium.models.policy import Policy
-from sensorium.recipe.algorithm_sections import AlgorithmSection, OptimizerSection
+from sensorium.recipe.schema import AlgorithmSection, OptimizerSection
 
 from .played import Player, distribution, make_learner, open_policy, stock_model, stock_rows
 

@@ -12,8 +12,7 @@ from sensorium.learner.credited_episode import CreditedEpisode, CriticValues
 from sensorium.learner.critic import Critic
 from sensorium.learner.learner import Learner
 from sensorium.models.policy import Policy
-from sensorium.recipe.algorithm_sections import AdvantageSection, AlgorithmSection, CriticSection, OptimizerSection
-from sensorium.recipe.schema import BatchSection
+from sensorium.recipe.schema import AdvantageSection, AlgorithmSection, BatchSection, CriticSection, OptimizerSection
 from sensorium.vocabulary import Status
 from sensorium.vocabulary.errors import NonFiniteUpdate
 

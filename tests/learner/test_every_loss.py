@@ -7,20 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from sensorium.algorithms import clip
-from sensorium.algorithms.tokens import TokenLoss, Tokens
+from sensorium.algorithms import losses
+from sensorium.algorithms.losses import TokenLoss, Tokens
+from sensorium.data.media_store import MediaStore
 from sensorium.learner.update import corrections
-from sensorium.media.store import MediaStore
-from sensorium.models.policy import Policy
-from sensorium.models.reference import FrozenCopy
-from sensorium.recipe.algorithm_sections import (
+from sensorium.models.policy import FrozenCopy, Policy
+from sensorium.recipe.schema import (
     AlgorithmSection,
+    BatchSection,
     CorrectionSection,
     KLSection,
     LossSection,
     OptimizerSection,
 )
-from sensorium.recipe.schema import BatchSection
 from sensorium.recipe.traits import LOSSES
 
 from .played import Groups, Player, make_learner, open_policy
@@ -108,7 +107,7 @@ class Watched:
     @classmethod
     def loss(cls, tokens: Tokens) -> TokenLoss:
         cls.seen.append((tokens.logprobs_N - tokens.old_N).detach())
-        return clip.loss(tokens)
+        return losses.clip(tokens)
 
 
 def watched(tokens: Tokens) -> TokenLoss:

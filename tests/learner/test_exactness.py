@@ -9,12 +9,10 @@ from torch import Tensor
 
 from sensorium.learner import forward
 from sensorium.learner.learner import CreditedEpisode, Learner
-from sensorium.models.policy import Policy
-from sensorium.models.reference import FrozenCopy
+from sensorium.models.policy import FrozenCopy, Policy
 from sensorium.models.tiny import make_tiny
-from sensorium.recipe.algorithm_sections import AlgorithmSection, KLSection, LossSection, OptimizerSection
-from sensorium.recipe.schema import BatchSection
-from sensorium.recipe.tiny_sizes import KINDS
+from sensorium.recipe.schema import AlgorithmSection, BatchSection, KLSection, LossSection, OptimizerSection
+from sensorium.recipe.shape import KINDS
 
 from .played import Groups, Player, distribution, make_learner, open_policy, stock_model, stock_rows
 

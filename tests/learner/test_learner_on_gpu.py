@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from sensorium.learner.learner import CreditedEpisode
-from sensorium.recipe.algorithm_sections import OptimizerSection
-from sensorium.recipe.schema import BatchSection
+from sensorium.recipe.schema import BatchSection, OptimizerSection
 
 from .played import Player, distribution, make_learner, open_policy, stock_model, stock_rows
 

@@ -6,12 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
 from sensorium.models.load import load_policy
-from sensorium.models.policy import Policy
-from sensorium.models.reference import FormerSelf, FrozenCopy, Reference
-from sensorium.recipe.algorithm_sections import AlgorithmSection, KLSection, LossSection, OptimizerSection
-from sensorium.recipe.schema import BatchSection, LoraSection
+from sensorium.models.policy import FormerSelf, FrozenCopy, Policy, Reference
+from sensorium.recipe.schema import AlgorithmSection, BatchSection, KLSection, LoraSection, LossSection, OptimizerSection
 from sensorium.vocabulary.errors import RecipeError
 
 from .played import Player, make_learner

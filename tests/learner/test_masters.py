@@ -12,8 +12,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sensorium.learner import eight_bits
-from sensorium.learner.adam import ParameterState, Rates, step_all
-from sensorium.learner.masters import join, noise_bits, noise_key, rounded_at_random, split
+from sensorium.learner.optimizer import (
+    ParameterState,
+    Rates,
+    join,
+    noise_bits,
+    noise_key,
+    rounded_at_random,
+    split,
+    step_all,
+)
 
 RATES = Rates(lr=3e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.01)
 ONE = torch.tensor(1.0)

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from sensorium.engines.native.engine import NativeEngine
+from sensorium.data.media_store import MediaStore
+from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.protocol import Sampling
+from sensorium.kernels.matched_ops import KeyStore, MatchedProduct, QueryTiles, TorchMatched, tree_sum
 from sensorium.learner.forward import LogprobScorer
 from sensorium.learner.learner import CreditedEpisode
 from sensorium.learner.packing import pack
-from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
-from sensorium.models.matched_ops import KeyStore, MatchedProduct, QueryTiles, TorchMatched, tree_sum
 from sensorium.models.matched_towers import MatchedLinears
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import LoraSection

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from sensorium.learner.objective import SUPERVISED, Objective
-from sensorium.recipe.algorithm_sections import AlgorithmSection, LossSection
+from sensorium.learner.update import SUPERVISED, Objective
+from sensorium.recipe.schema import AlgorithmSection, LossSection
 from sensorium.recipe.traits import LOSSES
 
 SILENT, LOUD = SimpleNamespace(silent=True), SimpleNamespace(silent=False)

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sensorium.learner.masters import split
-from sensorium.learner.optimizer import Optimizer, rate_share
-from sensorium.recipe.algorithm_sections import AlgorithmSection, KLSection, LossSection, OptimizerSection
+from sensorium.learner.optimizer import Optimizer, rate_share, split
+from sensorium.recipe.schema import AlgorithmSection, KLSection, LossSection, OptimizerSection
 from sensorium.vocabulary.errors import CheckpointError, RecipeError
 
 from .played import Player, make_learner, open_policy

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
-from sensorium.recipe.algorithm_sections import AlgorithmSection, OptimizerSection
-from sensorium.recipe.schema import BatchSection
+from sensorium.recipe.schema import AlgorithmSection, BatchSection, OptimizerSection
 from sensorium.vocabulary.errors import RecipeError
 
 from .played import Groups, Player, make_learner, open_policy

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sensorium.learner.forward import rows_taken
 from sensorium.learner.packing import MicroBatch
-from sensorium.learner.sharded.shared_towers import divide_media
+from sensorium.learner.sharded.sharding import divide_media
 from sensorium.learner.shared_attention import SharedAttention
 from sensorium.learner.token_shares import share_tokens, slot_share
 from sensorium.learner.tree_attention import TokenRun, TreeAttention, arrange

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sensorium.learner.credited_episode import CreditedEpisode
-from sensorium.learner.tower_passes import TowerPasses, choose_apart, choose_passes
+from sensorium.learner.forward import TowerPasses, choose_apart, choose_passes
 from sensorium.models import encoding
 from sensorium.recipe.activations import TowerRoom
 from sensorium.recipe.schema import BatchSection

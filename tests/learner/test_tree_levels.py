@@ -12,15 +12,15 @@ from hypothesis.strategies import sampled_from
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sensorium.learner import tree_levels
-from sensorium.learner.tree_attention import TokenRun
-from sensorium.learner.tree_levels import (
+from sensorium.learner import tree_attention
+from sensorium.learner.tree_attention import (
     BLOCK,
     BOUND,
     LONG,
     LONGEST,
     LevelAttention,
     Part,
+    TokenRun,
     TorchFlash,
     arrange_levels,
     trial,
@@ -196,11 +196,11 @@ def test_flash_attention_on_the_gpu(heads: int, kv_heads: int, size: int, dtype:
 
 @pytest.mark.gpu
 def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_levels, "BOUND", 1e-9)
-    tree_levels.usable.cache_clear()
+    monkeypatch.setattr(tree_attention, "BOUND", 1e-9)
+    tree_attention.usable.cache_clear()
     with pytest.warns(UserWarning, match="rectangles.*off"):
         assert usable(torch.device("cuda", 0), torch.bfloat16, 16, 2, 128) is None
-    tree_levels.usable.cache_clear()
+    tree_attention.usable.cache_clear()
 
 
 @pytest.mark.gpu
@@ -208,19 +208,19 @@ def test_without_cudnn_all_is_flash_attention(monkeypatch: pytest.MonkeyPatch) -
     def refuses(*_: object) -> None:
         raise RuntimeError("no plan")
 
-    monkeypatch.setattr(tree_levels, "block_gradients", refuses)
-    tree_levels.usable.cache_clear()
+    monkeypatch.setattr(tree_attention, "block_gradients", refuses)
+    tree_attention.usable.cache_clear()
     with pytest.warns(UserWarning, match="not computed by cuDNN.*no plan"):
         flash = usable(torch.device("cuda", 0), torch.bfloat16, 16, 2, 128)
     assert isinstance(flash, TorchFlash)
     assert flash.often is None
-    tree_levels.usable.cache_clear()
+    tree_attention.usable.cache_clear()
 
 
 @pytest.mark.gpu
 def test_the_first_use_may_be_inside_a_recomputed_layer() -> None:
     device = torch.device("cuda", 0)
-    tree_levels.usable.cache_clear()
+    tree_attention.usable.cache_clear()
     prompt = TokenRun(40, None)
     row = LevelAttention(arrange_levels([prompt, TokenRun(9, prompt), TokenRun(30, prompt)]), device)
     generator = torch.Generator().manual_seed(0)

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from sensorium.learner.learner import CreditedEpisode, _partition
 from sensorium.learner.update import Objective
-from sensorium.models.policy import Policy
-from sensorium.models.reference import FrozenCopy
-from sensorium.recipe.algorithm_sections import AlgorithmSection, KLSection, LossSection, OptimizerSection
-from sensorium.recipe.schema import BatchSection
+from sensorium.models.policy import FrozenCopy, Policy
+from sensorium.recipe.schema import AlgorithmSection, BatchSection, KLSection, LossSection, OptimizerSection
 from sensorium.vocabulary import Episode, Segment, Status, Turn
 from sensorium.vocabulary.errors import ModelError, NonFiniteUpdate
 

@@ -10,17 +10,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from sensorium.media.audio import DecodedAudio
-from sensorium.media.decoder import decode
-from sensorium.media.making import encode_clip
-from sensorium.media.store import MediaStore
-from sensorium.media.video import DecodedVideo
-from sensorium.media.wav import encode_wav
+from sensorium.data.decoder import decode
+from sensorium.data.made_media import encode_clip
+from sensorium.data.media_store import MediaStore
+from sensorium.data.sound import DecodedAudio, encode_wav
+from sensorium.data.video import DecodedVideo
+from sensorium.models.families.qwen2_5_omni import frame_size
 from sensorium.models.policy import Policy
-from sensorium.models.qwen2_5_omni import frame_size
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.decoding import VideoParameters
-from tests.media.clips import middle
+from tests.data.clips import middle
 
 from .trained_positions import with_trained_positions
 

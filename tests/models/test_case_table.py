@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from sensorium.media.making import encode_clip
+from sensorium.data.made_media import encode_clip
 from sensorium.vocabulary.content import Media, Message, Text, assistant, system, user
 from sensorium.vocabulary.decoding import VideoParameters
 

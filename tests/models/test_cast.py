@@ -24,7 +24,7 @@ def test_a_kernel_that_fails_or_is_wrong_is_not_used_and_that_is_said(
     cast: object, said: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     monkeypatch.setattr(attention, "find_spec", lambda name: name)
-    monkeypatch.setitem(sys.modules, "sensorium.models.cast_kernels", SimpleNamespace(cast=cast))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "sensorium.kernels.attention_triton", SimpleNamespace(cast=cast))  # type: ignore[arg-type]
     attention._kernel_casts.cache_clear()
     try:
         if said:

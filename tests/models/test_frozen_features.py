@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from sensorium.media.store import MediaStore
-from sensorium.models.frozen_features import FrozenFeatures, WeightsVersion
+from sensorium.data.media_store import MediaStore
+from sensorium.models.encoding import FrozenFeatures, WeightsVersion
 from sensorium.models.load import load_policy
-from sensorium.models.policy import Policy
-from sensorium.models.reference import FormerSelf
+from sensorium.models.policy import FormerSelf, Policy
 from sensorium.models.segment_layout import Features
 from sensorium.recipe.schema import LoraSection
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from sensorium.media.store import MediaStore
-from sensorium.models import fused, layer_ops
+from sensorium.data.media_store import MediaStore
+from sensorium.kernels import layer_ops
+from sensorium.kernels.layer_parts import UnknownLayer, parts_of
+from sensorium.models import fused
 from sensorium.models.attention import MaskedAttention
 from sensorium.models.fused import check, fused_layers
-from sensorium.models.layer_parts import UnknownLayer, parts_of
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
 from sensorium.models.attention import MaskedAttention, as_kind, causal_attention, masked_attention
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import KINDS, make_tiny

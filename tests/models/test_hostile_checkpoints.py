@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
 from sensorium.models import template_limits
 from sensorium.models.checkpoint_check import check_checkpoint
 from sensorium.models.load import load_policy

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sensorium.assembly.models import load_trained, write_source
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
 from sensorium.models.checkpoint_source import describe_source
 from sensorium.models.load import load_policy
 from sensorium.models.load_chat import load_chat_processor
@@ -17,7 +17,7 @@ from sensorium.models.weight_files import INDEX
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import LoraSection
 from sensorium.recipe.shape import read_shape
-from sensorium.record.run_directory import RunDirectory
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.errors import ModelError, RecipeError
 
 NAME = "some/model"

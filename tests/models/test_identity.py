@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sensorium.media.store import MediaStore
-from sensorium.models.identity import identity
+from sensorium.data.media_store import MediaStore
+from sensorium.models.checkpoint_source import identity
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
 

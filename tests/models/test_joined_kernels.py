@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from sensorium.models import layer_ops
+from sensorium.kernels import layer_ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -17,7 +17,7 @@ gpu_too = pytest.mark.gpu if DEVICE == "cuda" else lambda test: test
 @needs_triton
 @pytest.mark.parametrize(("rows", "size"), [(1, 20), (70, 300)])
 def test_a_gate_beside_its_up(rows: int, size: int) -> None:
-    from sensorium.models.gate_kernels import gate_pair_gradients, gated_pair
+    from sensorium.kernels.layer_triton import gate_pair_gradients, gated_pair
 
     generator = torch.Generator().manual_seed(0)
     both = torch.randn(rows, 2 * size, generator=generator).to(DEVICE).requires_grad_()
@@ -37,7 +37,7 @@ def test_a_gate_beside_its_up(rows: int, size: int) -> None:
 
 @pytest.mark.gpu
 def test_a_gate_of_more_rows_than_a_second_dimension_has_programs() -> None:
-    from sensorium.models.gate_kernels import gated_pair
+    from sensorium.kernels.layer_triton import gated_pair
 
     both = torch.randn(8 * 65_535 + 9, 6, device=DEVICE)
     gate, up = both.chunk(2, 1)
@@ -50,8 +50,8 @@ def test_a_gate_of_more_rows_than_a_second_dimension_has_programs() -> None:
 def test_queries_keys_and_values_split_and_rotated(
     heads: int, kv_heads: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sensorium.models.layer_functions import Rotate
-    from sensorium.models.layer_kernels import joined_gradients, split_rotated
+    from sensorium.kernels.layer_ops import Rotate
+    from sensorium.kernels.layer_triton import joined_gradients, split_rotated
 
     monkeypatch.setattr(layer_ops, "interpreted", DEVICE == "cpu")
     generator = torch.Generator().manual_seed(0)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2_5OmniConfig, Qwen2_5OmniThinkerForConditionalGeneration
 
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
 from sensorium.models.attention import IMPLEMENTATION
 from sensorium.models.load import find_device, load_policy
 from sensorium.models.load_chat import family_of
@@ -124,7 +124,7 @@ def test_what_a_family_of_no_adapter_would_need_is_told(config: str, says: str) 
 
 
 def test_a_family_of_ones_own_is_found_by_name(folder: Path) -> None:
-    register("family", "my_family", "sensorium.models.text:TextModel")
+    register("family", "my_family", "sensorium.models.families.text:TextModel")
     try:
         assert load(folder, family="my_family").family == "my_family"  # type: ignore[attr-defined]
     finally:

@@ -11,12 +11,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
+from sensorium.models.families.qwen3_vl import Qwen3VL
 from sensorium.models.load import load_policy
 from sensorium.models.lora import Adapters, choose_layers
-from sensorium.models.policy import Policy
-from sensorium.models.qwen3_vl import Qwen3VL
-from sensorium.models.reference import FormerSelf, FrozenCopy
+from sensorium.models.policy import FormerSelf, FrozenCopy, Policy
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary.content import Message, user

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.models.matched_ops import KeyStore, QueryTiles, TorchMatched
+from sensorium.kernels.matched_ops import KeyStore, QueryTiles, TorchMatched
 
 pytestmark = [pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")]
 if torch.cuda.is_available():
@@ -18,9 +18,9 @@ ERRORS = {torch.float32: 2e-6, torch.bfloat16: 0.01}
 
 @pytest.fixture(scope="module")
 def kernels() -> Any:
-    from sensorium.models import matched_kernels
+    from sensorium.kernels import matched_triton
 
-    return matched_kernels
+    return matched_triton
 
 
 def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

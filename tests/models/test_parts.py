@@ -7,15 +7,15 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
 from sensorium.models.attention import MaskedAttention
+from sensorium.models.families.smolvlm import patch_places
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.prepared_media import Extent, TowerInput
 from sensorium.models.segment_layout import Features, Placement
-from sensorium.models.smolvlm import patch_places
 from sensorium.models.tiny import make_tiny
-from sensorium.recipe.tiny_sizes import KINDS
+from sensorium.recipe.shape import KINDS
 from sensorium.vocabulary.content import Message, assistant, system, user
 from sensorium.vocabulary.episode import Segment
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
 from sensorium.models.attention import MaskedAttention
 from sensorium.models.load import load_policy
 from sensorium.models.prepared_media import Extent, PreparedMedia, TowerInput

@@ -10,14 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sensorium.media.audio import DecodedAudio
-from sensorium.media.wav import encode_wav
+from sensorium.data.sound import DecodedAudio, encode_wav
 from sensorium.models.prepared_media import Extent
 from sensorium.models.preprocessing import SoundPreprocessor, sound_tokens
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.decoding import AudioParameters
 from sensorium.vocabulary.errors import MediaError
-from tests.media.clips import middle
+from tests.data.clips import middle
 
 from .clips import clip, stock_inputs
 from .stock_pair import Pair
@@ -85,7 +84,7 @@ def test_the_same_file_sampled_otherwise_is_another_medium(pairs: Pairs) -> None
 
 def test_the_omni_processor_s_own_frame_sizes_hold_unless_the_checkpoint_allows_less(pairs: Pairs) -> None:
     """With a video processor like the published one, the library's processor overrides its sizes; so do we."""
-    from sensorium.models.qwen2_5_omni import frame_size
+    from sensorium.models.families.qwen2_5_omni import frame_size
 
     policy = pairs("qwen2_5_omni").policy
     processor = policy.chat.processor

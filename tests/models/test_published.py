@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
 from sensorium.models.chat_processor import ChatProcessor
+from sensorium.models.families.qwen2_5_vl import WRITTEN_TOKENS
 from sensorium.models.policy import Policy
-from sensorium.models.qwen2_5_vl import WRITTEN_TOKENS
 from sensorium.recipe.names import resolve
 from sensorium.vocabulary.content import Message, assistant, user
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import sensorium as sn
 from sensorium.cli.export import export
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
 from sensorium.models.checkpoint_source import describe_source
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
@@ -20,7 +20,7 @@ from sensorium.models.published_layout import match_weights, write_published
 from sensorium.models.tiny import make_tiny
 from sensorium.models.weight_files import read_weight_file, weight_files
 from sensorium.recipe.load import dump_recipe, load_recipe
-from sensorium.record.contents import contents_of
+from sensorium.runs.checkpoint_layout import contents_of
 from sensorium.vocabulary.errors import CheckpointError
 
 from .published_layouts import LAYOUTS, make_published

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from sensorium.media.picture import encode_png
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
+from sensorium.data.pictures import encode_png
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
 from sensorium.models.policy import Policy
 from sensorium.models.rendering import ChatRenderer
 from sensorium.models.token_bytes import TokenTable

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
 from sensorium.models.load_chat import load_chat_processor
 from sensorium.models.prepared_media import Extent
 from sensorium.recipe.names import resolve

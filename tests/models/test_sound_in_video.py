@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from sensorium.media.making import encode_clip
-from sensorium.media.store import MediaStore
+from sensorium.data.made_media import encode_clip
+from sensorium.data.media_store import MediaStore
 from sensorium.models.load_chat import load_chat_processor
 from sensorium.models.prepared_media import Extent
 from sensorium.vocabulary.content import Message, assistant, user

@@ -12,7 +12,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.gpu if DEVICE == "cuda" else lambda test: test
 @pytest.mark.parametrize(("rows", "width"), [(1, 130), (70, 128), (333, 20)])
 def test_column_sums(rows: int, width: int) -> None:
-    from sensorium.models.layer_kernels import column_sums
+    from sensorium.kernels.layer_triton import column_sums
 
     x = torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     assert torch.allclose(column_sums(x), x.sum(0), atol=1e-4)

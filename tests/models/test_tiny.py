@@ -11,11 +11,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 import sensorium.models.torchvision_fix  # noqa: F401
-from sensorium.media.store import MediaStore
-from sensorium.models.checkpoint_place import find_checkpoint
+from sensorium.data.media_store import MediaStore
+from sensorium.models.checkpoint_path import find_checkpoint
 from sensorium.models.load_chat import load_chat_processor
-from sensorium.models.tiny import KINDS, make_tiny
-from sensorium.models.tiny_tokenizer import TAGS, special_tokens
+from sensorium.models.tiny import KINDS, TAGS, make_tiny, special_tokens
 from sensorium.recipe.shape import read_shape
 from sensorium.vocabulary.errors import ModelError, RecipeError
 
@@ -142,7 +141,7 @@ def test_a_tiny_model_has_as_many_layers_as_its_name_says() -> None:
 
 @pytest.mark.usefixtures("forked_python")
 def test_one_that_was_made_on_the_spot_goes_when_its_process_ends(tmp_path: Path) -> None:
-    code = "import sys, tempfile; tempfile.tempdir = sys.argv[1]; from sensorium.models.checkpoint_place import *; "
+    code = "import sys, tempfile; tempfile.tempdir = sys.argv[1]; from sensorium.models.checkpoint_path import *; "
     code += "print(find_checkpoint('tiny:qwen2'))"
     command = [sys.executable, "-c", code, str(tmp_path)]
     made = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from sensorium.media.store import MediaStore
-from sensorium.models import layer_ops, tower_blocks
+from sensorium.data.media_store import MediaStore
+from sensorium.kernels import layer_ops
+from sensorium.models import tower_blocks
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny

@@ -7,13 +7,13 @@ import torch
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from sensorium.engines.native.engine import NativeEngine
+from sensorium.data.media_store import MediaStore
+from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.protocol import Sampling
 from sensorium.learner.learner import CreditedEpisode
-from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
-from sensorium.recipe.tiny_sizes import KINDS
+from sensorium.recipe.shape import KINDS
 from sensorium.vocabulary import Episode, Status, Thread, Turn, user
 from tests.engines.conftest import ask, generate
 from tests.learner.played import make_learner

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sensorium.models.checkpoint_place import find_checkpoint
+from sensorium.models.checkpoint_path import find_checkpoint
 from sensorium.vocabulary.errors import ModelError
 
 

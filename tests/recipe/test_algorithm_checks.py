@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from sensorium.recipe.algorithm_checks import algorithm_problems, cautions
-from sensorium.recipe.algorithm_sections import CriticSection, LossSection
 from sensorium.recipe.load import dump_recipe
-from sensorium.recipe.schema import Recipe
+from sensorium.recipe.schema import CriticSection, LossSection, Recipe
 from sensorium.recipe.traits import CLIP, ESTIMATORS, LOSSES, LossTraits
 from sensorium.recipe.yaml import read_yaml
 

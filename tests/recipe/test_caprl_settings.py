@@ -7,9 +7,9 @@ import pytest
 
 from sensorium.cli.main import main
 from sensorium.cli.train import _from_environment
-from sensorium.recipe.caprl_settings import WITHOUT_EFFECT, caprl_settings
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
+from sensorium.systems.caprl.settings import WITHOUT_EFFECT, caprl_settings
 from sensorium.vocabulary.errors import RecipeError
 
 REMOTE, STAMPS, LENGTH = range(3)

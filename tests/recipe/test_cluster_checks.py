@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.recipe.cluster_checks import cluster_notes, cluster_problems
+from sensorium.recipe.checks import cluster_notes, cluster_problems
 from sensorium.recipe.schema import ClusterSection
 
 from .test_computing_checks import recipe

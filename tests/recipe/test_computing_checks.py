@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sensorium.models.tiny import make_tiny
-from sensorium.recipe.computing_checks import computing_notes
+from sensorium.recipe.plan import computing_notes
 from sensorium.recipe.schema import Recipe
 from sensorium.vocabulary.errors import RecipeError
 

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from sensorium.recipe import parse_recipe
-from sensorium.recipe.linears import ends_in
 from sensorium.recipe.plan import estimate_memory, make_plan
 from sensorium.recipe.schema import LoraSection
-from sensorium.recipe.shape import linears_by_config, read_shape
+from sensorium.recipe.shape import ends_in, linears_by_config, read_shape
 from sensorium.vocabulary.errors import RecipeError
 
 from .test_load import GOOD, refused

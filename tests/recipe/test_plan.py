@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 
 from sensorium.recipe.activations import WHOLE_BYTES, tower_bytes, tower_room
-from sensorium.recipe.plan import estimate_memory, for_tasks, make_plan, without_large_copies
-from sensorium.recipe.recomputation import given_recomputation, least_recomputation
+from sensorium.recipe.plan import (
+    estimate_memory,
+    for_tasks,
+    given_recomputation,
+    least_recomputation,
+    make_plan,
+    without_large_copies,
+)
 from sensorium.recipe.schema import LoraSection, Recipe
-from sensorium.recipe.shape import ModelShape, count_parameters, read_shape
-from sensorium.recipe.tiny_sizes import KINDS
+from sensorium.recipe.shape import KINDS, ModelShape, count_parameters, read_shape
 from sensorium.vocabulary import EnvironmentSpec, Media, Task, user
 
 

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from sensorium.recipe.descriptions import DESCRIPTIONS
-from sensorium.recipe.reference_page import description, reference
-from sensorium.recipe.section import Section
+from sensorium.recipe.reference_page import DESCRIPTIONS, description, reference
+from sensorium.recipe.schema import Section
 
 PAGE = Path(__file__).parents[2] / "docs/recipe.md"
 SECTIONS = Section.__subclasses__()

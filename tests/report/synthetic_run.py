@@ -4,12 +4,12 @@ from math import exp
 from pathlib import Path
 from random import Random
 
-from sensorium.media.store import MediaStore
-from sensorium.record.durable import write_whole
-from sensorium.record.episode_json import write_episodes
-from sensorium.record.metrics import MetricsFile
-from sensorium.record.run_directory import RunDirectory
-from sensorium.tasks.shapes import ANSWERS, Shapes
+from sensorium.data.media_store import MediaStore
+from sensorium.data.shapes import ANSWERS, Shapes
+from sensorium.runs.durable import write_whole
+from sensorium.runs.episodes import write_episodes
+from sensorium.runs.metrics import MetricsFile
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn
 
 RECIPE = """\
@@ -125,8 +125,7 @@ def make_run(folder: Path, steps: int = 120, warm: int = 0) -> RunDirectory:
 
 def walk(store: MediaStore, seed: int, group: str, index: int, careless: float) -> tuple[Task, Episode]:
     """A walk over a frozen lake that mostly knows the way."""
-    from sensorium.envs.frozen_lake import FrozenLake
-    from sensorium.envs.frozen_lake.maps import ACTIONS
+    from sensorium.envs.frozen_lake import ACTIONS, FrozenLake
     from sensorium.vocabulary.task import EnvironmentSpec
 
     random, environment = Random(seed * 100 + index), FrozenLake(store)

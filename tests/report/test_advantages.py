@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-from sensorium.record.credits import EpisodeCredit
-from sensorium.record.durable import write_whole
-from sensorium.record.episode_json import write_episodes
-from sensorium.record.run_directory import RunDirectory
-from sensorium.report.advantages import tinted
-from sensorium.report.html import render_report
+from sensorium.report.cards import tinted
+from sensorium.report.page import render_report
+from sensorium.runs.durable import write_whole
+from sensorium.runs.episodes import EpisodeCredit, write_episodes
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user
 
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from sensorium.media.decoder import open_decoder
-from sensorium.media.making import encode_clip
-from sensorium.media.store import MediaStore
-from sensorium.media.wav import encode_wav
-from sensorium.record.episode_json import write_episodes
-from sensorium.record.run_directory import RunDirectory
-from sensorium.report.html import render_report
+from sensorium.data.decoder import open_decoder
+from sensorium.data.made_media import encode_clip
+from sensorium.data.media_store import MediaStore
+from sensorium.data.sound import encode_wav
+from sensorium.report.page import render_report
+from sensorium.runs.episodes import write_episodes
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary import Episode, Group, Media, MediaSpan, Segment, Status, Task, Thread, Turn, user
 from sensorium.vocabulary.decoding import AudioParameters, FrameRule, VideoParameters
-from tests.media.clips import middle, numbered, tone
+from tests.data.clips import middle, numbered, tone
 
 from .test_html import Page
 
@@ -129,7 +129,7 @@ def test_a_page_finds_what_its_run_has_decoded(tmp_path: Path, monkeypatch: pyte
     for folder in shared.values():
         open_decoder(store, folder, cache_gib=1, memory_gib=0, threads=1).get(video)
     run = run_with(tmp_path / "run", video)
-    monkeypatch.setattr("sensorium.media.decoder.decode", lambda *_: pytest.fail("it was decoded again"))
+    monkeypatch.setattr("sensorium.data.decoder.decode", lambda *_: pytest.fail("it was decoded again"))
     assert "3 frames" in Page(render_report(run)).text
     (tmp_path / "run" / "recipe.yaml").write_text(f"name: r\nmodel: {{path: x}}\nmedia: {{cache: {shared['shared']}}}\n")
     for entry in shared["default"].iterdir():
@@ -153,7 +153,7 @@ def test_names_of_clips_are_text_and_never_markup(tmp_path: Path) -> None:
 
 
 def test_episodes_keep_what_was_asked_of_a_clip(tmp_path: Path) -> None:
-    from sensorium.record.episode_json import read_groups
+    from sensorium.runs.episodes import read_groups
 
     asked: Any = middle(fps=3.0, max_frames=4, start=0.5)
     video = MediaStore(tmp_path / "media").put(CLIP, "video", "row 1", asked)

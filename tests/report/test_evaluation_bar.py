@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from sensorium.report.evaluation_bar import EvaluationBar
+from sensorium.report.console import EvaluationBar
 
 
 @pytest.mark.parametrize(

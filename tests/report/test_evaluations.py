@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from sensorium.evaluation.summary import summarize_samples
-from sensorium.report.evaluations import markdown, print_grid, summary_grid
+from sensorium.report.tables import markdown, print_grid, summary_grid
 from tests.evaluation.made import sample
 
 

@@ -13,17 +13,16 @@ from random import Random
 import pytest
 from PIL import Image
 
-from sensorium.media.store import MediaStore
-from sensorium.record.durable import write_whole
-from sensorium.record.episode_json import read_episodes, write_episodes
-from sensorium.record.findings import Notice, SightResult, write_notice, write_sight
-from sensorium.record.run_directory import RunDirectory
+from sensorium.data.media_store import MediaStore
+from sensorium.data.shapes import Shapes
 from sensorium.report.cards import candidate_number
+from sensorium.report.charts import Series, line_chart, ticks
 from sensorium.report.examples import Comparison, choose, compare_evaluations, training_groups
-from sensorium.report.html import render_report, write_report
-from sensorium.report.stages import stage_table
-from sensorium.report.svg import Series, line_chart, ticks
-from sensorium.tasks.shapes import Shapes
+from sensorium.report.page import render_report, stage_table, write_report
+from sensorium.runs.durable import write_whole
+from sensorium.runs.episodes import read_episodes, write_episodes
+from sensorium.runs.findings import Notice, SightResult, write_notice, write_sight
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary import Episode, Group, Media, Score, Segment, Status, Task, Thread, Turn, user
 
 from .synthetic_run import attempt, make_run, make_walks

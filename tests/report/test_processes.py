@@ -1,7 +1,7 @@
 """A run's page says which processes there were, who waited for whom, how old episodes were and who was replaced."""
 
-from sensorium.report.processes import processes_section
-from sensorium.report.svg import Axis
+from sensorium.report.charts import Axis
+from sensorium.report.page import processes_section
 
 AXIS = Axis(1.0, 4.0)
 CLUSTER = {"learners": 2, "engines": 2, "environments": 1, "rewards": 0, "placement": "ray"}

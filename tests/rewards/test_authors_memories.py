@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sensorium.rewards.judge_ranking import usefulness_of
-from sensorium.rewards.memory_reward import MemoryPay, bonuses, is_correct, paid_parts, written_memory
+from sensorium.rewards.judge_terms import usefulness_of
+from sensorium.systems.taskmem.reward import MemoryPay, bonuses, is_correct, paid_parts, written_memory
 from sensorium.vocabulary.episode import Segment
 
 RECORDED = json.loads((Path(__file__).parent / "authors_memories.json").read_text())

@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 
-from sensorium.judges.client import JudgeClient
-from sensorium.media.store import MediaStore
-from sensorium.recipe.judge_section import JudgeEndpointSection, JudgesSection
-from sensorium.rewards.caption_judge import PICTURE_WEIGHTS, WEIGHTS
-from sensorium.rewards.caption_qa import CaptionQA, Reading
-from sensorium.rewards.context import RewardContext
-from sensorium.rewards.timestamps import timestamp_format
-from sensorium.rewards.token_length import TokenLength
-from sensorium.vocabulary.caption_questions import (
+from sensorium.data.media_store import MediaStore
+from sensorium.recipe.schema import JudgeEndpointSection, JudgesSection
+from sensorium.rewards.judges.client import JudgeClient
+from sensorium.rewards.protocol import RewardContext
+from sensorium.rewards.terms import TokenLength, timestamp_format
+from sensorium.systems.caprl.questions import (
     CANNOT,
     CAPRL_CANNOT,
     CaptionQuestion,
@@ -26,6 +23,7 @@ from sensorium.vocabulary.caption_questions import (
     question_of,
     question_of_block,
 )
+from sensorium.systems.caprl.terms import PICTURE_WEIGHTS, WEIGHTS, CaptionQA, Reading
 from sensorium.vocabulary.errors import JudgeFailure, RecipeError, TaskError
 from sensorium.vocabulary.score import Score, total
 from sensorium.vocabulary.task import Task

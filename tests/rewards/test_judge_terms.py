@@ -15,25 +15,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sensorium.judges.client import JudgeClient
-from sensorium.media.making import encode_clip
-from sensorium.media.store import MediaStore
-from sensorium.recipe.judge_section import JudgesSection
+from sensorium.data.made_media import encode_clip
+from sensorium.data.media_store import MediaStore
 from sensorium.recipe.load import load_recipe
-from sensorium.record.judge_transcripts import read_transcripts
-from sensorium.record.ledger import Ledger
-from sensorium.rewards.context import RewardContext
+from sensorium.recipe.schema import JudgesSection
 from sensorium.rewards.functions import build_term
-from sensorium.rewards.memory_reward import MemoryPay
-from sensorium.rewards.scorer import Scorer
-from sensorium.rewards.scoring import score_groups
+from sensorium.rewards.judges.client import JudgeClient
+from sensorium.rewards.protocol import RewardContext
+from sensorium.rewards.scorer import Scorer, score_groups
+from sensorium.runs.episodes import read_transcripts
+from sensorium.runs.ledger import Ledger
+from sensorium.systems.taskmem.reward import MemoryPay
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.decoding import VideoParameters
 from sensorium.vocabulary.episode import Episode, Group, Segment, Status, Thread, Turn
 from sensorium.vocabulary.errors import JudgeOffline, RecipeError, UnknownJudge
 from sensorium.vocabulary.score import by_name
 from sensorium.vocabulary.task import Task
-from tests.judges.server import Answer, Judge, JudgeServer, judge_server, said, section_of
+from tests.rewards.judges.server import Answer, Judge, JudgeServer, judge_server, said, section_of
 
 RATE = {"model": "judge", "prompt": "Does it name a cat?"}
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from sensorium.record.ledger import Ledger
-from sensorium.rewards.judgements import JudgementMemory, judgement_keys, term_identity
-from sensorium.rewards.scorer import Scorer
+from sensorium.rewards.scorer import JudgementMemory, Scorer, judgement_keys, term_identity
+from sensorium.runs.ledger import Ledger
 from sensorium.vocabulary import Episode, Group, Media, Score, Status, Task, user
 from tests.rewards.conftest import MakeEpisode
 

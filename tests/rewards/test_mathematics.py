@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from sensorium.rewards.mathematics import Mathematics
+from sensorium.rewards.terms import Mathematics
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RewardFailure
 from sensorium.vocabulary.task import Task

@@ -2,8 +2,9 @@
 
 import pytest
 
-from sensorium.rewards.judge_ranking import usefulness_of
-from sensorium.rewards.memory_reward import (
+from sensorium.data.causal_history import faces_are_spelled, parse_facts, parse_memory
+from sensorium.rewards.judge_terms import usefulness_of
+from sensorium.systems.taskmem.reward import (
     MemoryPay,
     WrittenMemory,
     bonuses,
@@ -13,7 +14,6 @@ from sensorium.rewards.memory_reward import (
     written_memory,
 )
 from sensorium.vocabulary.episode import Segment
-from sensorium.vocabulary.memory import faces_are_spelled, parse_facts, parse_memory
 
 PAY = MemoryPay()
 

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from sensorium.rewards.environment import EnvironmentReward
-from sensorium.rewards.match import Exact
 from sensorium.rewards.protocol import RewardTerm
 from sensorium.rewards.scorer import Scorer
+from sensorium.rewards.terms import EnvironmentReward, Exact
 from sensorium.vocabulary.episode import Episode, Status
 from sensorium.vocabulary.errors import RecordError, RewardFailure
 from sensorium.vocabulary.score import Score

@@ -5,8 +5,7 @@ import threading
 
 import pytest
 
-from sensorium.rewards.scorer import Scorer
-from sensorium.rewards.scoring import GroupScoring, score_groups
+from sensorium.rewards.scorer import GroupScoring, Scorer, score_groups
 from sensorium.vocabulary import Episode, Group, Score, Task
 from sensorium.vocabulary.errors import RecordError
 from tests.rewards.conftest import MakeEpisode

@@ -12,14 +12,21 @@ from hypothesis import strategies as st
 from sensorium.recipe.names import build
 from sensorium.rewards.answer import boxed, tagged
 from sensorium.rewards.boxes import BoxIoU
-from sensorium.rewards.by_type import AccuracyByType
-from sensorium.rewards.environment import EnvironmentReward
-from sensorium.rewards.format import Format
-from sensorium.rewards.match import Choice, Exact, Numeric, alphanumeric, choice_letter, number
-from sensorium.rewards.mathematics import mathematical_answer
-from sensorium.rewards.overlong import Overlong
 from sensorium.rewards.protocol import ComparingTerm, RewardTerm
 from sensorium.rewards.scorer import Scorer
+from sensorium.rewards.terms import (
+    Choice,
+    EnvironmentReward,
+    Exact,
+    Format,
+    Numeric,
+    Overlong,
+    alphanumeric,
+    choice_letter,
+    mathematical_answer,
+    number,
+)
+from sensorium.systems.audio_visual.by_type import AccuracyByType
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RecipeError, RewardFailure, TaskError
 from sensorium.vocabulary.score import total

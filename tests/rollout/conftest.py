@@ -2,7 +2,7 @@
 
 import pytest
 
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny

@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 
-from sensorium.engines.native.engine import NativeEngine
+from sensorium.data.media_store import MediaStore
+from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.protocol import Sampling
 from sensorium.engines.scripted import ScriptedEngine
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.envs.question import Question
-from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.schema import RolloutSection
-from sensorium.rollout.early_stop import CANCELLED, EarlyStop
-from sensorium.rollout.play import Attempt, Rollout
+from sensorium.rollout.play import CANCELLED, Attempt, EarlyStop, Rollout
 from sensorium.vocabulary import Group, Message, Status, Task, system, user
 from sensorium.vocabulary.errors import EnvironmentFailure
 

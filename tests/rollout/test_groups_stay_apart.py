@@ -9,18 +9,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sensorium.data.media_store import MediaStore
 from sensorium.engines.protocol import Request, Sampling
 from sensorium.engines.scripted import ScriptedEngine
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.envs.remote.environment import RemoteEnvironment
-from sensorium.media.store import MediaStore
+from sensorium.envs.remote.remote_environment import RemoteEnvironment
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import RolloutSection
-from sensorium.rewards.environment import EnvironmentReward
 from sensorium.rewards.scorer import Scorer
+from sensorium.rewards.terms import EnvironmentReward
 from sensorium.rollout.play import Attempt, Rollout
-from sensorium.services.offers import Offer, Offers
-from sensorium.services.sessions import SessionTable
+from sensorium.services.sessions import Offer, Offers, SessionTable
 from sensorium.vocabulary import EnvironmentSpec, Status, Task
 from sensorium.vocabulary.content import user
 from tests.services.running import serving

@@ -10,14 +10,12 @@ import torch
 from sensorium.engines.protocol import Request, Sampling
 from sensorium.engines.scripted import ScriptedEngine
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.learner.assessment import Assessment
-from sensorium.learner.positions import find_positions
+from sensorium.learner.credited_episode import Assessment, find_positions
 from sensorium.models.policy import Policy
-from sensorium.recipe.algorithm_sections import AdvantageSection, AlgorithmSection
-from sensorium.recipe.schema import RolloutSection
+from sensorium.recipe.schema import AdvantageSection, AlgorithmSection, RolloutSection
 from sensorium.recipe.traits import ESTIMATORS
-from sensorium.rewards.environment import EnvironmentReward
 from sensorium.rewards.scorer import Scorer
+from sensorium.rewards.terms import EnvironmentReward
 from sensorium.rollout.play import Attempt, Rollout
 from sensorium.trainer.credit import credit
 from sensorium.vocabulary import EnvironmentSpec, Group, Task

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from sensorium.data.media_store import MediaStore
 from sensorium.engines.protocol import Capabilities, LiveEpisodes, Request, Response, Sampling
 from sensorium.engines.scripted import ScriptedEngine
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.envs.question import Question
-from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
-from sensorium.rollout import preparing
-from sensorium.rollout.preparing import Preparation
+from sensorium.rollout import live
+from sensorium.rollout.live import Preparation
 from sensorium.vocabulary import Media
 from sensorium.vocabulary.errors import MediaError, ModelError
 
@@ -97,7 +97,7 @@ def test_waiting_leaves_the_loop_free_and_who_gives_up_takes_nothing_from_others
 
 
 def test_many_go_lot_by_lot_and_the_first_do_not_wait_for_the_last(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "TOGETHER", 4)
+    monkeypatch.setattr(live, "TOGETHER", 4)
     watched = Watched(policy)
     media = [noise(policy.chat.store, i) for i in range(10)]
     ready = Preparation(watched)  # type: ignore[arg-type]

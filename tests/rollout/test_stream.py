@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from sensorium.data.media_store import MediaStore
 from sensorium.engines.protocol import Sampling
 from sensorium.engines.scripted import ScriptedEngine
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.evaluation.chunks import cut, play_chunks
-from sensorium.media.store import MediaStore
+from sensorium.evaluation.evaluate import cut, play_chunks
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from sensorium.media.picture import encode_png
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
+from sensorium.data.pictures import encode_png
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
-from sensorium.rollout.threads import Renderer, ThreadBuilder
+from sensorium.rollout.play import Renderer, ThreadBuilder
 from sensorium.vocabulary import Segment, system, user
 
 

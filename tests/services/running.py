@@ -13,11 +13,10 @@ from typing import Any
 
 import uvicorn
 
+from sensorium.data.media_store import MediaStore
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.media.store import MediaStore
 from sensorium.services.environment_service import make_app
-from sensorium.services.offers import Offer, Offers
-from sensorium.services.sessions import SessionTable
+from sensorium.services.sessions import Offer, Offers, SessionTable
 from sensorium.vocabulary.content import system, user
 
 ACTS: Counter[tuple[int, int]] = Counter()

@@ -15,19 +15,16 @@ import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
+from sensorium.data.media_store import MediaStore
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.envs.remote.environment import RemoteEnvironment
+from sensorium.envs.remote.remote_environment import RemoteEnvironment
 from sensorium.envs.remote.wire import pack
-from sensorium.media.store import MediaStore
 from sensorium.services import environment_service
-from sensorium.services.access import refuse_open
-from sensorium.services.application import Refusal
+from sensorium.services.application import Refusal, refuse_open, sweep
 from sensorium.services.environment_service import _Exchange, make_app
-from sensorium.services.kept_media import sweep
 from sensorium.services.model_service import make_model_app
-from sensorium.services.offers import Offer, Offers
-from sensorium.services.reward_service import make_reward_app
-from sensorium.services.sessions import SessionTable
+from sensorium.services.sessions import Offer, Offers, SessionTable
+from sensorium.systems.caprl.service import make_reward_app
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.recipe.load import load_recipe
-from sensorium.record.judge_transcripts import TRANSCRIPTS
-from sensorium.record.metrics import read_metrics
-from sensorium.record.run_directory import RunDirectory
+from sensorium.runs.episodes import TRANSCRIPTS
+from sensorium.runs.metrics import read_metrics
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.services.model_host import ModelHost
 from sensorium.services.model_service import ModelService, make_model_app
-from sensorium.services.reward_service import make_reward_app
+from sensorium.systems.caprl.service import make_reward_app
 from sensorium.trainer.run import train
 
 from .running import serving_app

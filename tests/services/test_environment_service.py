@@ -24,17 +24,17 @@ from hypothesis import strategies as st
 from websockets.sync.client import connect
 from websockets.sync.server import serve
 
+from sensorium.cluster.pool import WorkerPool
+from sensorium.data.environment_tasks import EnvironmentTasks
+from sensorium.data.media_store import MediaStore
 from sensorium.envs.remote.client import EnvironmentClient, shared_client, socket_address
-from sensorium.envs.remote.environment import KEY, RemoteEnvironment
+from sensorium.envs.remote.remote_environment import KEY, RemoteEnvironment
 from sensorium.envs.remote.wire import WireError, pack, unpack
 from sensorium.envs.sokoban import Sokoban
-from sensorium.media.store import MediaStore
 from sensorium.rollout.live import Deadlines, LiveEnvironment
-from sensorium.services.access import refuse_open
-from sensorium.tasks.environment_tasks import EnvironmentTasks
+from sensorium.services.application import refuse_open
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 from sensorium.vocabulary.task import EnvironmentSpec, Task
-from sensorium.workers.pool import WorkerPool
 
 from .running import make_table, serving
 

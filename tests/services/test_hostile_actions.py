@@ -8,9 +8,8 @@ import httpx
 import pytest
 from websockets.sync.client import connect
 
-from sensorium.media.store import MediaStore
-from sensorium.services.offers import Offer, Offers
-from sensorium.services.sessions import SessionTable
+from sensorium.data.media_store import MediaStore
+from sensorium.services.sessions import Offer, Offers, SessionTable
 
 from .running import serving
 from .test_other_protocols import asked, at, form, parts

@@ -20,14 +20,13 @@ import pytest
 from PIL import Image
 
 from sensorium.cli.main import main
-from sensorium.engines.protocol import Request, Sampling
-from sensorium.engines.random_keys import response_key
-from sensorium.media.making import encode_clip
-from sensorium.media.store import MediaStore
-from sensorium.media.wav import encode_wav
+from sensorium.data.made_media import encode_clip
+from sensorium.data.media_store import MediaStore
+from sensorium.data.sound import encode_wav
+from sensorium.engines.protocol import Request, Sampling, response_key
 from sensorium.models.load import load_policy
-from sensorium.services.access import refuse_open
-from sensorium.services.chat_replies import WrittenText
+from sensorium.services.application import refuse_open
+from sensorium.services.chat import WrittenText
 from sensorium.services.model_host import ModelHost
 from sensorium.services.model_service import ModelService, make_model_app
 from sensorium.vocabulary.content import user

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from sensorium.cli.serve_reward import judges_section
-from sensorium.judges.client import JudgeClient
-from sensorium.media.store import MediaStore
-from sensorium.rewards.caption_qa import Reading
+from sensorium.data.media_store import MediaStore
+from sensorium.data.shapes import COLOURS, SHAPES, Thing
+from sensorium.rewards.judges.client import JudgeClient
 from sensorium.services.model_workers import model_workers
-from sensorium.services.reward_service import RewardService, RewardSettings
-from sensorium.tasks.captioned_shapes import CaptionedScene
-from sensorium.tasks.shapes import COLOURS, SHAPES, Thing
+from sensorium.systems.caprl.generated import CaptionedScene
+from sensorium.systems.caprl.service import RewardService, RewardSettings
+from sensorium.systems.caprl.terms import Reading
 
 from .test_reward_service import serving
 

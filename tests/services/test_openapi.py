@@ -11,7 +11,7 @@ from schemathesis import GenerationMode, checks
 
 from sensorium.services.environment_service import make_app
 from sensorium.services.model_service import make_model_app
-from sensorium.services.reward_service import make_reward_app
+from sensorium.systems.caprl.service import make_reward_app
 
 from . import test_model_service, test_reward_service
 from .running import make_table, serving_app

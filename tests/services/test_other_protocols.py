@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
+from sensorium.data.media_store import MediaStore
 from sensorium.envs.adapters.openenv import OpenEnvironment
 from sensorium.envs.sokoban import Sokoban
-from sensorium.media.store import MediaStore
-from sensorium.recipe.vagen_settings import CURRENT_DEFAULTS
+from sensorium.systems.vagen.settings import CURRENT_DEFAULTS
 
 from .running import ACTS, make_table, serving
 

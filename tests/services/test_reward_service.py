@@ -24,18 +24,17 @@ from PIL import Image
 
 from sensorium.cli.main import main
 from sensorium.cli.serve_reward import configure, judges_section, unused_variables, workers_of
-from sensorium.judges.client import JudgeClient
-from sensorium.media.making import encode_clip
-from sensorium.media.store import MediaStore
-from sensorium.rewards.caption_qa import Reading
-from sensorium.rewards.context import RewardContext
-from sensorium.rewards.remote import RemoteReward
+from sensorium.data.made_media import encode_clip
+from sensorium.data.media_store import MediaStore
+from sensorium.rewards.judges.client import JudgeClient
+from sensorium.rewards.protocol import RewardContext
 from sensorium.services.application import Refusal
-from sensorium.services.chat_requests import ChatRequest, conversation
+from sensorium.services.chat import ChatRequest, conversation
 from sensorium.services.model_workers import ModelWorker, ModelWorkers, free_port
-from sensorium.services.reward_protocols import response_in
-from sensorium.services.reward_service import RewardService, RewardSettings, make_reward_app
-from sensorium.vocabulary.caption_questions import question_of
+from sensorium.systems.caprl.questions import question_of
+from sensorium.systems.caprl.remote import RemoteReward
+from sensorium.systems.caprl.service import RewardService, RewardSettings, make_reward_app, response_in
+from sensorium.systems.caprl.terms import Reading
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import RecipeError, RewardFailure, SensoriumError
 from sensorium.vocabulary.task import Task

@@ -18,7 +18,7 @@ import pytest
 from sensorium.cli.main import run_command
 from sensorium.services.application import serve_until_stopped
 from sensorium.services.model_workers import ModelWorker, ModelWorkers, free_port
-from sensorium.services.reward_service import make_reward_app
+from sensorium.systems.caprl.service import make_reward_app
 from sensorium.vocabulary.errors import EngineLost, RecipeError
 
 from . import text_reader

@@ -9,19 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sensorium.judges.client import JudgeClient
-from sensorium.media.decoder import Decoder
-from sensorium.media.store import MediaStore
-from sensorium.recipe.judge_section import JudgesSection
-from sensorium.record.judge_transcripts import TRANSCRIPTS, read_transcripts
-from sensorium.record.ledger import Ledger
+from sensorium.data.decoder import Decoder
+from sensorium.data.media_store import MediaStore
+from sensorium.recipe.schema import JudgesSection
 from sensorium.report.album import Album
 from sensorium.report.cards import group_card
 from sensorium.report.examples import LoggedGroup
-from sensorium.rewards.context import RewardContext
-from sensorium.rewards.remote import MOST_REPLY, RemoteReward
+from sensorium.rewards.judges.client import JudgeClient
+from sensorium.rewards.protocol import RewardContext
 from sensorium.rewards.scorer import Scorer
-from sensorium.rewards.service_transcripts import ServiceAnswer, transcript_json
+from sensorium.runs.episodes import TRANSCRIPTS, read_transcripts
+from sensorium.runs.ledger import Ledger
+from sensorium.systems.caprl.remote import MOST_REPLY, RemoteReward, ServiceAnswer, transcript_json
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.task import Task

@@ -10,14 +10,13 @@ import pytest
 import yaml
 from websockets.sync.client import connect
 
-from sensorium.envs.remote.environment import RemoteEnvironment
-from sensorium.envs.rows import RowsEnvironment
-from sensorium.envs.tools.calls import write_call
-from sensorium.media.picture import encode_png
-from sensorium.media.store import MediaStore
-from sensorium.services.offers import Offers, rows_offer
-from sensorium.services.sessions import SessionTable
-from sensorium.tasks.environment_tasks import EnvironmentTasks, side
+from sensorium.data.environment_tasks import EnvironmentTasks, side
+from sensorium.data.media_store import MediaStore
+from sensorium.data.pictures import encode_png
+from sensorium.envs.question import RowsEnvironment
+from sensorium.envs.remote.remote_environment import RemoteEnvironment
+from sensorium.envs.tool_use import write_call
+from sensorium.services.sessions import Offers, SessionTable, rows_offer
 from sensorium.vocabulary.errors import RecipeError
 
 from .running import serving

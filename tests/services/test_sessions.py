@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
 from sensorium.services import sessions
-from sensorium.services.kept_media import sweep
-from sensorium.services.offers import Offer, Offers, environment_offer, usual_offers
-from sensorium.services.sessions import Refusal, SessionTable
+from sensorium.services.application import sweep
+from sensorium.services.sessions import Offer, Offers, Refusal, SessionTable, environment_offer, usual_offers
 from sensorium.vocabulary.errors import RecipeError
 
 from .running import ACTS, make_table

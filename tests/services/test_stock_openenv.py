@@ -19,8 +19,8 @@ from urllib.request import urlopen
 import pytest
 
 from bench.environment_service import STOCK_SERVER
+from sensorium.data.media_store import MediaStore
 from sensorium.envs.adapters.openenv import OpenEnvironment
-from sensorium.media.store import MediaStore
 
 from .running import make_table, serving
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from sensorium.record.run_directory import RunDirectory
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.run import train
 from tests.recipes import parsed, quick
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from sensorium.data.made_media import encode_clip
+from sensorium.data.media_store import MediaStore
+from sensorium.data.sound import encode_wav
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.media.making import encode_clip
-from sensorium.media.store import MediaStore
-from sensorium.media.wav import encode_wav
 from sensorium.recipe.schema import Recipe
 from sensorium.vocabulary import Episode, Media, Message, Score, Task, system, user
-from tests.media.clips import middle
+from tests.data.clips import middle
 from tests.recipes import parsed, quick
 
 HERE = "tests.trainer.cinema"

@@ -5,8 +5,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from sensorium.data.media_store import MediaStore
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.media.store import MediaStore
 from sensorium.vocabulary import Episode, Message, Task, system, user
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from sensorium.engines.scripted import ScriptedEngine
 from sensorium.models.policy import Policy
-from sensorium.record.run_directory import RunDirectory
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.loop import Trainer
 from sensorium.trainer.run import open_trainer
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from sensorium.record.metrics import read_metrics, repeatable
+from sensorium.runs.metrics import read_metrics, repeatable
 
 
 def outcome(run: Path, step: int) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from sensorium.data.media_store import MediaStore
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.media.store import MediaStore
 from sensorium.vocabulary import Episode, Media, Message, Score, Task, Text, system, user
 
 

@@ -15,18 +15,18 @@ import pytest
 import torch
 import yaml
 
-from sensorium.engines.native.engine import NativeEngine
+from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.learner.credited_episode import CreditedEpisode
 from sensorium.recipe.plan import make_plan
 from sensorium.recipe.schema import Recipe
-from sensorium.record.ledger import Ledger
-from sensorium.record.metrics import read_metrics
+from sensorium.runs.ledger import Ledger
+from sensorium.runs.metrics import read_metrics
 from sensorium.trainer.asynchronous import AsynchronousSchedule, OpenGroup
 from sensorium.trainer.health.facts import StepFacts
 from sensorium.trainer.health.rules import examine
 from sensorium.trainer.run import train
 from sensorium.trainer.selection import Selection
-from sensorium.trainer.staleness import staleness_metrics
+from sensorium.trainer.step_metrics import staleness_metrics
 from sensorium.vocabulary import Episode, Group, Segment, Status, Task, Turn
 from sensorium.vocabulary.episode import VersionSpan
 from sensorium.vocabulary.errors import RecipeError

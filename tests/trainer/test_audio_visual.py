@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from sensorium.recipe.load import load_recipe
-from sensorium.record.episode_json import read_groups
-from sensorium.record.metrics import read_metrics
-from sensorium.tasks.daily_omni import COLUMNS
-from sensorium.tasks.lookalikes import make_daily_omni, make_intent
+from sensorium.runs.episodes import read_groups
+from sensorium.runs.metrics import read_metrics
+from sensorium.systems.audio_visual.generated import make_daily_omni, make_intent
+from sensorium.systems.audio_visual.sources import COLUMNS
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import NothingTrained
 

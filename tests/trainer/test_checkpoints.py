@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from sensorium.assembly.local_learner import LocalLearner
-from sensorium.learner.plain_state import load_state, save_state
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
+from sensorium.learner.saved_state import load_state, save_state
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
-from sensorium.record.run_directory import RunDirectory
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer import checkpoint
 from sensorium.trainer.checkpoint import Best, Checkpoints
 from sensorium.vocabulary.errors import CheckpointError, NonFiniteModel, RecordError

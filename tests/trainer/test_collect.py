@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from sensorium.data.media_store import MediaStore
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.media.store import MediaStore
-from sensorium.record.episode_json import read_episodes
-from sensorium.record.ledger import Ledger
-from sensorium.record.metrics import read_metrics
-from sensorium.record.run_directory import RunDirectory
-from sensorium.rollout.early_stop import CANCELLED
+from sensorium.rollout.play import CANCELLED
+from sensorium.runs.episodes import read_episodes
+from sensorium.runs.ledger import Ledger
+from sensorium.runs.metrics import read_metrics
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.collect import BASELINE, CollectedStep
 from sensorium.trainer.run import open_trainer, train
 from sensorium.trainer.selection import NO_SIGNAL, TOO_ALIKE, UNUSED

@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sensorium.learner.credited_episode import find_positions
 from sensorium.learner.learner import Assessment
-from sensorium.learner.positions import find_positions
-from sensorium.recipe.algorithm_sections import AdvantageSection, AlgorithmSection, KLSection
-from sensorium.trainer.credit import credit
-from sensorium.trainer.placement import place
+from sensorium.recipe.schema import AdvantageSection, AlgorithmSection, KLSection
+from sensorium.trainer.credit import credit, place
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn
 
 GRPO = AlgorithmSection()

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from sensorium.cli.export import export
 from sensorium.recipe.load import load_recipe
-from sensorium.record.checkpoint_files import checkpoint_of_run
-from sensorium.record.metrics import read_metrics, repeatable
-from sensorium.record.run_directory import RunDirectory
-from sensorium.report.html import write_report
+from sensorium.report.page import write_report
+from sensorium.runs.checkpoint_layout import checkpoint_of_run
+from sensorium.runs.metrics import read_metrics, repeatable
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import SensoriumError
 from tests.trainer.small import small

@@ -9,13 +9,13 @@ import torch
 
 from sensorium.engines.native import steps
 from sensorium.recipe.schema import Recipe
-from sensorium.record.episode_json import read_episodes
-from sensorium.record.findings import Notice
-from sensorium.record.metrics import read_metrics
-from sensorium.record.run_directory import RunDirectory
 from sensorium.report.watcher import Watcher
+from sensorium.runs.episodes import read_episodes
+from sensorium.runs.findings import Notice
+from sensorium.runs.metrics import read_metrics
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.health.facts import StepFacts
-from sensorium.trainer.health.learning_rules import ROUNDING, mismatch
+from sensorium.trainer.health.rules import ROUNDING, mismatch
 from sensorium.trainer.run import train
 from tests.recipes import parsed, quick
 
@@ -136,7 +136,7 @@ def test_the_correction_weighs_by_the_probability_that_top_p_kept(tmp_path: Path
 def test_old_over_truncated_by_hand() -> None:
     from sensorium.learner.credited_episode import SampledTokens
     from sensorium.learner.update import corrections
-    from sensorium.recipe.algorithm_sections import CorrectionSection
+    from sensorium.recipe.schema import CorrectionSection
 
     policy_N, truncated_N = torch.tensor([0.54, 0.27]).log(), torch.tensor([2 / 3, 1 / 3]).log()
     counts_S = torch.tensor([2])

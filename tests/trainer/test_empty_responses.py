@@ -7,7 +7,7 @@ import yaml
 from sensorium.engines.protocol import Capabilities, LiveEpisodes, Request, Response, WeightSource
 from sensorium.models.policy import Policy
 from sensorium.recipe.load import parse_recipe
-from sensorium.record.metrics import read_metrics
+from sensorium.runs.metrics import read_metrics
 from sensorium.trainer.run import train
 from sensorium.vocabulary import Episode, Score, Task
 from tests.recipes import quick

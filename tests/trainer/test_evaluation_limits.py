@@ -8,21 +8,18 @@ import numpy as np
 import pytest
 from transformers import AutoProcessor
 
-from sensorium.cli.validation import Finding, validate
-from sensorium.cli.without_model import model_free_session
+from sensorium.cli.validate import Finding, model_free_session, validate
+from sensorium.data.made_media import encode_clip
 from sensorium.evaluation.held_out import evaluate_into
-from sensorium.media.making import encode_clip
-from sensorium.models.tiny import make_tiny
-from sensorium.models.tiny_processors import take_published_sizes
+from sensorium.models.tiny import make_tiny, take_published_sizes
 from sensorium.recipe.checks import problems
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.plan import cached_tokens
 from sensorium.recipe.schema import Recipe
-from sensorium.record.episode_json import read_groups
-from sensorium.record.metrics import read_metrics
-from sensorium.record.run_directory import RunDirectory
-from sensorium.tasks.lookalikes import make_daily_omni, make_intent
-from sensorium.tasks.sight_and_sound import tone_samples
+from sensorium.runs.episodes import read_groups
+from sensorium.runs.metrics import read_metrics
+from sensorium.runs.run_directory import RunDirectory
+from sensorium.systems.audio_visual.generated import make_daily_omni, make_intent, tone_samples
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import NothingTrained, TaskError
 from tests.recipes import HELD_OUT, SHAPES, parsed, quick

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from sensorium.data.media_store import MediaStore
+from sensorium.data.pictures import encode_png
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.media.picture import encode_png
-from sensorium.media.store import MediaStore
 from sensorium.models.policy import Policy
 from sensorium.recipe.load import parse_recipe
-from sensorium.record.episode_json import read_episodes
-from sensorium.record.ledger import Ledger
-from sensorium.record.metrics import read_metrics
-from sensorium.record.processes import alive
-from sensorium.record.run_directory import RunDirectory
+from sensorium.runs.episodes import read_episodes
+from sensorium.runs.ledger import Ledger
+from sensorium.runs.metrics import read_metrics
+from sensorium.runs.process_table import alive
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.kept_batch import replay
 from sensorium.trainer.run import open_trainer, train
 from sensorium.vocabulary import Episode, Message, Score, Status, Task, system, user
@@ -186,7 +186,7 @@ def test_features_that_do_not_fit_name_task_turn_and_item(tmp_path: Path, monkey
 
 
 def test_a_non_finite_update_keeps_the_batch_and_is_reproduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sensorium.algorithms.clip as clip
+    import sensorium.algorithms.losses as clip
 
     right = clip.loss
 
@@ -286,7 +286,7 @@ def test_a_run_none_of_whose_media_is_sound_ends_with_the_last_reason(tmp_path: 
 def test_a_frozen_group_does_not_move_and_others_do(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    from sensorium.models.checkpoint_place import find_checkpoint
+    from sensorium.models.checkpoint_path import find_checkpoint
 
     terms = [{"name": f"{HERE}:ByIndex"}]
     model = {"path": "package:shapes", "freeze": ["vision"]}

@@ -6,8 +6,8 @@ import pytest
 
 from sensorium.assembly.models import recorded_sampling
 from sensorium.models.checkpoint_source import CheckpointSource
-from sensorium.record.run_directory import RunDirectory
-from sensorium.trainer.seen_tasks import refuse_other_frames
+from sensorium.runs.run_directory import RunDirectory
+from sensorium.trainer.task_loader import refuse_other_frames
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.decoding import VideoParameters
 from sensorium.vocabulary.errors import CheckpointError

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from sensorium.recipe.load import dump_recipe, load_recipe
-from sensorium.record.checkpoint_files import problems_of
 from sensorium.report.watcher import Watcher
+from sensorium.runs.checkpoint_layout import problems_of
 from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import RecordError

@@ -16,12 +16,11 @@ from PIL import Image
 
 from sensorium.cli.main import main
 from sensorium.recipe.load import load_recipe
-from sensorium.record.checkpoint_files import checkpoint_of_run, is_complete, refuse_damaged
-from sensorium.record.contents import contents_of
-from sensorium.record.findings import Notice, write_notice
-from sensorium.record.metrics import read_metrics
 from sensorium.report.console import ConsoleWatcher
 from sensorium.report.watcher import RunStart, Watcher
+from sensorium.runs.checkpoint_layout import checkpoint_of_run, contents_of, is_complete, refuse_damaged
+from sensorium.runs.findings import Notice, write_notice
+from sensorium.runs.metrics import read_metrics
 from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import CheckpointError, RecipeError, RecordError

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from sensorium.record.episode_json import read_episodes
-from sensorium.record.metrics import read_metrics
+from sensorium.runs.episodes import read_episodes
+from sensorium.runs.metrics import read_metrics
 from sensorium.vocabulary import Episode, Status
 from tests.recipes import quick
 

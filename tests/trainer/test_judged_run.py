@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 
 from sensorium.cli.main import main
-from sensorium.judges.cache import AnswerCache
-from sensorium.record.checkpoint_files import Best, CheckpointFolder
-from sensorium.record.durable import read_rows
-from sensorium.record.episode_json import read_groups
-from sensorium.record.judge_transcripts import TRANSCRIPTS, read_transcripts
-from sensorium.record.ledger import Ledger
-from sensorium.record.metrics import read_metrics, repeatable
 from sensorium.report.watcher import Watcher
+from sensorium.rewards.judges.cache import AnswerCache
+from sensorium.runs.checkpoint_layout import Best, CheckpointFolder
+from sensorium.runs.durable import read_rows
+from sensorium.runs.episodes import TRANSCRIPTS, read_groups, read_transcripts
+from sensorium.runs.ledger import Ledger
+from sensorium.runs.metrics import read_metrics, repeatable
 from sensorium.trainer.run import train
-from tests.judges.server import Answer, JudgeServer, judge_server, said
 from tests.recipes import HELD_OUT, SHAPES, parsed, quick
+from tests.rewards.judges.server import Answer, JudgeServer, judge_server, said
 
 
 def opinion(request: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sensorium.recipe.load import load_recipe
-from sensorium.record.metrics import read_metrics
+from sensorium.runs.metrics import read_metrics
 from sensorium.trainer.run import train
 from studies.algorithms import ALGORITHMS, QUIET, flip
 

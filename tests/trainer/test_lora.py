@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from sensorium.cli.main import main
 from sensorium.recipe.schema import Recipe
-from sensorium.record.metrics import read_metrics
 from sensorium.report.watcher import Watcher
+from sensorium.runs.metrics import read_metrics
 from sensorium.trainer.kept_batch import replay
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import NonFiniteUpdate
@@ -41,7 +41,7 @@ class Breaker(Watcher):
 
 
 def test_a_run_leaves_whole_models_and_a_kept_batch_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sensorium.algorithms.clip as clip
+    import sensorium.algorithms.losses as clip
 
     directory = train(recipe(tmp_path / "run"))
     rows = read_metrics(directory / "metrics.jsonl")
@@ -74,7 +74,7 @@ def _is_a_whole_model(directory: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText
 
-    from sensorium.models.checkpoint_place import find_checkpoint
+    from sensorium.models.checkpoint_path import find_checkpoint
 
     merged, adapter = tmp_path / "merged", tmp_path / "adapter"
     assert main(["export", str(directory), str(merged), "--as-trained"]) == 0  # the source is in bfloat16

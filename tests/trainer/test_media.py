@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from sensorium.engines.native.engine import NativeEngine
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
+from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.models.policy import Policy
-from sensorium.record.episode_json import read_episodes
-from sensorium.record.metrics import read_metrics
-from sensorium.record.run_directory import RunDirectory
+from sensorium.runs.episodes import read_episodes
+from sensorium.runs.metrics import read_metrics
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.kept_batch import replay
 from sensorium.trainer.run import open_trainer, train
 from sensorium.vocabulary import Episode, Media, Status
@@ -262,7 +262,7 @@ def test_a_modality_that_family_or_engine_lacks_is_refused_at_start(
 def test_a_batch_with_video_and_sound_is_kept_without_loading_it_and_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sensorium.algorithms.clip as clip
+    import sensorium.algorithms.losses as clip
 
     right = clip.loss
 

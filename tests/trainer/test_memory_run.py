@@ -15,19 +15,19 @@ from typing import Any
 import pytest
 
 from examples.memory_judge import judged, serving
-from sensorium.judges.cache import AnswerCache
-from sensorium.media.store import MediaStore
+from sensorium.data.causal_history import parse_memory
+from sensorium.data.media_store import MediaStore
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
-from sensorium.record.episode_json import read_groups
-from sensorium.record.metrics import repeatable
-from sensorium.tasks.memory_clips import ClipTruth, MemoryClips
+from sensorium.rewards.judges.cache import AnswerCache
+from sensorium.runs.episodes import read_groups
+from sensorium.runs.metrics import repeatable
+from sensorium.systems.taskmem.layout import write_layout
+from sensorium.systems.taskmem.memory_clips import ClipTruth, MemoryClips
 from sensorium.trainer.run import train
-from sensorium.trainer.taskmem_layout import write_layout
 from sensorium.vocabulary.errors import JudgeOffline
-from sensorium.vocabulary.memory import parse_memory
 from studies.memory import histories_held
-from tests.judges.server import judge_server
+from tests.rewards.judges.server import judge_server
 
 STEPS, VIDEOS = 3, 4
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from sensorium.data.media_store import MediaStore
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.media.store import MediaStore
-from sensorium.record.episode_json import read_episodes
-from sensorium.record.metrics import read_metrics
-from sensorium.record.run_directory import RunDirectory
-from sensorium.report.html import write_report
+from sensorium.report.page import write_report
+from sensorium.runs.episodes import read_episodes
+from sensorium.runs.metrics import read_metrics
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.run import train
 from sensorium.vocabulary import Message, system, user
 from tests.recipes import parsed, quick

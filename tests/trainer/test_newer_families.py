@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from sensorium.cli.export import export
 from sensorium.models.weight_files import weight_files
 from sensorium.recipe.load import load_recipe, parse_recipe
-from sensorium.record.metrics import read_metrics, repeatable
+from sensorium.runs.metrics import read_metrics, repeatable
 from sensorium.trainer.run import train
 from tests.models.published_layouts import make_published
 from tests.recipes import quick

@@ -14,8 +14,7 @@ from sensorium.cli.main import main
 from sensorium.learner.learner import Learner
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.load import dump_recipe
-from sensorium.recipe.plan import for_tasks, make_plan
-from sensorium.recipe.recomputation import least_recomputation
+from sensorium.recipe.plan import for_tasks, least_recomputation, make_plan
 from sensorium.trainer.run import train
 from sensorium.vocabulary import Media, Task, user
 from sensorium.vocabulary.errors import MemoryExhausted

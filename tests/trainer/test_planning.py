@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from sensorium.data.mixture import TaskStream
+from sensorium.data.planner import GroupOutcome, MixturePlanner, PlannedTasks
 from sensorium.recipe.load import parse_recipe
 from sensorium.recipe.schema import Recipe
-from sensorium.record.contents import digest_of
-from sensorium.record.episode_json import read_groups
-from sensorium.record.run_directory import RunDirectory
-from sensorium.tasks.mixture import TaskStream
-from sensorium.tasks.planner import GroupOutcome, MixturePlanner, PlannedTasks
+from sensorium.runs.checkpoint_layout import digest_of
+from sensorium.runs.episodes import read_groups
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.checkpoint import STATE
 from sensorium.trainer.run import open_trainer, train
 from sensorium.vocabulary.content import Message, Text

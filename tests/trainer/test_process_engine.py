@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sensorium.engines.native.engine import NativeEngine
+from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.recipe.schema import Recipe
-from sensorium.record.processes import RunEnd, read_processes
 from sensorium.report.watcher import Watcher
+from sensorium.runs.process_table import RunEnd, read_processes
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import EngineLost
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.record.durable import read_rows
+from sensorium.runs.durable import read_rows
 from sensorium.trainer import loop
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import RewardFailure

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sensorium.record.metrics import read_metrics
+from sensorium.runs.metrics import read_metrics
 from studies.fork_server import ROOT, ForkServer
 from studies.kills import KILLED, TRAIN, kill_and_resume
 from studies.recipes import RESUMED, STEPS

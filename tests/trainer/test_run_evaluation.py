@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from sensorium.record.episode_json import read_episodes
-from sensorium.record.run_directory import RunDirectory
 from sensorium.report.watcher import Watcher
+from sensorium.runs.episodes import read_episodes
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.checkpoint import Best, Checkpoints
 from sensorium.trainer.run import train
 

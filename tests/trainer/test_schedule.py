@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
+from sensorium.cluster.event_loop import run_async
 from sensorium.recipe.plan import make_plan
 from sensorium.recipe.schema import Recipe
-from sensorium.record.metrics import read_metrics
-from sensorium.record.run_directory import RunDirectory
-from sensorium.trainer.claim import begin
-from sensorium.trainer.run import open_trainer, train
+from sensorium.runs.metrics import read_metrics
+from sensorium.runs.run_directory import RunDirectory
+from sensorium.trainer.run import begin, open_trainer, train
 from sensorium.vocabulary.errors import RecipeError
-from sensorium.workers.event_loop import run_async
 from studies.resumed_runs import differences
 
 from .small import small

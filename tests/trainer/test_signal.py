@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sensorium.recipe.algorithm_sections import AdvantageSection, AlgorithmSection
+from sensorium.recipe.schema import AdvantageSection, AlgorithmSection
 from sensorium.recipe.traits import ESTIMATORS
 from sensorium.trainer.credit import credit, groups_with_signal
 from sensorium.vocabulary import Episode, Group, Score

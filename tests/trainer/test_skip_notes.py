@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from sensorium.data.media_store import MediaStore
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.media.store import MediaStore
 from sensorium.trainer.run import train
 from sensorium.vocabulary import Message, user
 from sensorium.vocabulary.errors import NothingTrained

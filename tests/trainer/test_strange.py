@@ -10,20 +10,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sensorium.data.media_store import MediaStore
 from sensorium.engines.protocol import Sampling
 from sensorium.engines.scripted import ScriptedEngine
 from sensorium.envs.protocol import Observation
-from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.schema import RolloutSection
-from sensorium.record.durable import to_line
-from sensorium.record.episode_json import episode_from_json, episode_row, read_episodes
-from sensorium.record.ledger import Ledger
-from sensorium.record.metrics import read_metrics
 from sensorium.rewards.scorer import Scorer
 from sensorium.rollout.play import Attempt, Rollout
+from sensorium.runs.durable import to_line
+from sensorium.runs.episodes import episode_from_json, episode_row, read_episodes
+from sensorium.runs.ledger import Ledger
+from sensorium.runs.metrics import read_metrics
 from sensorium.trainer.run import train
 from sensorium.vocabulary import Episode, Status, Task, system, user
 from tests.recipes import parsed, quick

@@ -9,12 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from sensorium.assembly.local_learner import LearnerMaker, local_learner
-from sensorium.learner.plain_state import load_state
+from sensorium.cluster.event_loop import run_async
+from sensorium.learner.saved_state import load_state
 from sensorium.recipe.schema import Recipe
-from sensorium.record.run_directory import RunDirectory
-from sensorium.trainer.claim import begin
-from sensorium.trainer.run import open_trainer
-from sensorium.workers.event_loop import run_async
+from sensorium.runs.run_directory import RunDirectory
+from sensorium.trainer.run import begin, open_trainer
 
 from .small import small
 from .threaded import ThreadedLearner

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from sensorium.workers.python_process import any_alive
+from sensorium.cluster.python_process import any_alive
 
 from ..engines.test_vllm import NEEDS_VLLM, engine_core
 

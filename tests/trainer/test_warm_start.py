@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 
 from sensorium.recipe.plan import make_plan
 from sensorium.recipe.schema import Recipe
-from sensorium.record.metrics import read_metrics
-from sensorium.record.run_directory import RunDirectory
+from sensorium.runs.metrics import read_metrics
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.run import train
 from tests.recipes import HELD_OUT, SHAPES, parsed, quick
 

@@ -15,10 +15,9 @@ from torch import Tensor
 from sensorium.assembly.local_learner import LocalLearner
 from sensorium.assembly.models import load_trained
 from sensorium.assembly.session import Session, open_store
-from sensorium.learner.assessment import Assessment
-from sensorium.learner.credited_episode import Groups
+from sensorium.learner.credited_episode import Assessment, Groups
 from sensorium.recipe.schema import Recipe
-from sensorium.record.run_directory import RunDirectory
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.episode import Episode
 
 

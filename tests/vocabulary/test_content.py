@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
 from sensorium.vocabulary.content import Text, assistant, system, user
 
 

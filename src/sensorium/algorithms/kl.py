@@ -1,9 +1,12 @@
 """Estimators of the KL divergence from per-token log-probs of sampled tokens."""
 
+from dataclasses import dataclass
+from math import isfinite
+
 import torch
 from torch import Tensor
 
-from sensorium.algorithms.ratio import LOG_RATIO_LIMIT, log_ratio
+from sensorium.algorithms.losses import LOG_RATIO_LIMIT, log_ratio
 
 K3_LIMIT = 10.0
 STRAIGHT_THROUGH = "_straight_through"
@@ -59,3 +62,35 @@ def k3(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
 
 
 _ESTIMATORS = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}
+
+
+STEEPEST = 0.2
+
+
+@dataclass
+class AdaptiveKL:
+    """The coefficient, moved towards the one that holds the KL at ``target``. Only ``coef`` changes and is state."""
+
+    coef: float
+    target: float
+    horizon: float
+
+    def update(self, observed: float, episodes: int) -> None:
+        """coef *= 1 + clip(observed/target - 1, ±0.2)·episodes/horizon, after a step of so many episodes."""
+        if STEEPEST * episodes >= self.horizon:
+            raise ValueError(
+                f"a KL horizon of {self.horizon:g} is too short for steps of {episodes} episodes: one step could take the "
+                f"whole coefficient away. Set algorithm.kl.horizon well above {STEEPEST * episodes:g}."
+            )
+        if not isfinite(observed):
+            raise ValueError(f"the KL to the reference is {observed}; the coefficient cannot follow it.")
+        error = min(max(observed / self.target - 1, -STEEPEST), STEEPEST)
+        self.coef *= 1 + error * episodes / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on where ``state`` was taken."""
+        self.coef = state["coef"]

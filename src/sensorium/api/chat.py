@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sensorium.api.outside import outside_loop
 from sensorium.api.run import Run
-from sensorium.media.files import open_regular
-from sensorium.media.mime import HEAD_BYTES, kind_of
+from sensorium.api.train import outside_loop
+from sensorium.data.media_files import HEAD_BYTES, kind_of, open_regular
 from sensorium.vocabulary.content import Media, Message, Text
 from sensorium.vocabulary.errors import SensoriumError, TaskError
 
@@ -32,9 +31,9 @@ class Model:
     def __init__(
         self, path: str, *, device: str, dtype: str, max_context_tokens: int, unused_weights: Sequence[str] = ()
     ) -> None:
-        from sensorium.engines.native.engine import NativeEngine
+        from sensorium.data.media_store import MediaStore
+        from sensorium.engines.native.native_engine import NativeEngine
         from sensorium.envs.question import Question
-        from sensorium.media.store import MediaStore
         from sensorium.models.load import load_policy
         from sensorium.recipe.schema import RolloutSection
         from sensorium.rollout.play import Rollout
@@ -69,7 +68,7 @@ class Model:
         attempt = Attempt(seed, 0, "chat")
 
         def play() -> Any:
-            from sensorium.workers.event_loop import run_async
+            from sensorium.cluster.event_loop import run_async
 
             return run_async(self._rollout.stream([task], 1, attempt, sampling).in_order())
 
@@ -132,7 +131,7 @@ def conversation(given: Any, store: Any) -> tuple[Message, ...]:
 
 
 def _message(raw: Mapping[str, Any], number: int, store: Any) -> Message:
-    from sensorium.tasks.message_parsing import ROLES
+    from sensorium.data.message_parsing import ROLES
 
     role, content = raw.get("role"), raw.get("content", "")
     if role not in ROLES:
@@ -150,8 +149,8 @@ def _blocks(content: Any, number: int, store: Any) -> tuple[Text | Media, ...]:
 
 def _block(block: Any, origin: str, store: Any) -> Text | Media:
     """A text, a medium in any of its forms, or a block as rows have it."""
-    from sensorium.tasks.message_parsing import Place, messages_of
-    from sensorium.tasks.passed import with_bytes
+    from sensorium.data.message_parsing import Place, messages_of
+    from sensorium.data.rows import with_bytes
 
     if isinstance(block, str):
         if not any(letter.isspace() for letter in block) and kind_of(b"", block):

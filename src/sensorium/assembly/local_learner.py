@@ -7,27 +7,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sensorium.assembly.models import load_beside
-from sensorium.assembly.reference import begin_reference, resume_reference, write_reference
+from sensorium.assembly.models import WholeModels, begin_reference, load_beside, resume_reference, write_reference
 from sensorium.assembly.session import Session
-from sensorium.assembly.whole_models import WholeModels
-from sensorium.learner.assessment import Assessment
-from sensorium.learner.credited_episode import CreditedEpisode, Groups
+from sensorium.learner.credited_episode import Assessment, CreditedEpisode, Groups
 from sensorium.learner.critic import Critic
 from sensorium.learner.learner import Learner
 from sensorium.learner.protocol import RunLearner
-from sensorium.learner.saved_state import STATE, read_learner_state, write_learner_state
-from sensorium.learner.shards import local_of
+from sensorium.learner.saved_state import STATE, local_of, read_learner_state, write_learner_state
 from sensorium.models.fused import Recomputation
-from sensorium.models.policy import Policy
-from sensorium.models.reference import Reference
+from sensorium.models.policy import Policy, Reference
 from sensorium.recipe.activations import TowerRoom
-from sensorium.recipe.plan import GIB
-from sensorium.recipe.recomputation import given_recomputation, learners_memory, least_recomputation
+from sensorium.recipe.plan import GIB, given_recomputation, learners_memory, least_recomputation
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import read_shape
 from sensorium.recipe.traits import estimator_traits
-from sensorium.record.run_directory import RunDirectory
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import CheckpointError, RecipeError
 

@@ -6,10 +6,8 @@ from pathlib import Path
 import torch
 
 from sensorium.models.load import find_device
-from sensorium.models.load_checks import free_memory
-from sensorium.recipe.lowering_settings import lowering_settings
-from sensorium.recipe.plan import TOWER, Plan, without_large_copies
-from sensorium.recipe.recomputation import learners_memory, least_recomputation
+from sensorium.models.weight_files import free_memory
+from sensorium.recipe.plan import TOWER, Plan, learners_memory, least_recomputation, lowering_settings, without_large_copies
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import is_ours
 from sensorium.vocabulary.errors import MemoryExhausted, ModelError

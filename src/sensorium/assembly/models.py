@@ -1,18 +1,20 @@
 """The models of a run: loaded as the recipe holds them, from the recipe's own path or from what a run has written."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sensorium.media.decoder import Decoder, open_decoder
-from sensorium.media.store import MediaStore
+from sensorium.data.decoder import Decoder, open_decoder
+from sensorium.data.media_store import MediaStore
+from sensorium.learner.team import ALONE, Team
 from sensorium.models.checkpoint_source import CheckpointSource, describe_source
 from sensorium.models.load import load_policy
 from sensorium.models.lora import FOLDER
-from sensorium.models.policy import Policy
+from sensorium.models.policy import FormerSelf, FrozenCopy, Policy, Reference
 from sensorium.recipe.schema import LoraSection, MediaSection, Recipe
-from sensorium.record.checkpoint_files import refuse_damaged
-from sensorium.record.durable import write_whole
-from sensorium.record.run_directory import RunDirectory
+from sensorium.runs.checkpoint_layout import refuse_damaged
+from sensorium.runs.durable import drafted, write_whole
+from sensorium.runs.run_directory import RunDirectory
 
 GIB = 1 << 30
 DECODED_SHARE = 0.25
@@ -114,3 +116,44 @@ def _commit_of_run(recipe: Recipe, checkpoint: Path | None) -> str:
             source = CheckpointSource.read(directory.source)
             return source.revision if source.path == recipe.model.path else ""
     return ""
+
+
+class WholeModels:
+    """Every model is whole, and its only rank is this process."""
+
+    team: Team = ALONE
+
+    def hold(self, policy: Policy, freeze: Sequence[str]) -> Policy:
+        """A model that was just loaded, as it is held from now on; groups of ``freeze`` will not learn."""
+        return policy
+
+    def copy(self, policy: Policy, freeze: Sequence[str]) -> Policy:
+        """A copy of a model that is held."""
+        return policy.copy()
+
+
+def write_reference(recipe: Recipe, policy: Policy, directory: RunDirectory) -> None:
+    """Write the policy to disk as RL begins, where a reference is asked for and no other file holds it."""
+    if recipe.algorithm.kl.coef and recipe.warm_start.steps:
+        with drafted(directory.reference) as draft:
+            (policy if policy.adapters is None else policy.adapters).save(draft)
+
+
+def begin_reference(recipe: Recipe, policy: Policy, models: WholeModels) -> Reference | None:
+    """The policy as RL begins. Without LoRA it is a copy of the model; with it, at most a copy of the adapters."""
+    if recipe.algorithm.kl.coef == 0:
+        return None
+    if policy.adapters is not None:
+        return FormerSelf(policy, policy.adapters.snapshot() if recipe.warm_start.steps else None)
+    return FrozenCopy(models.copy(policy, list(policy.groups())))
+
+
+def resume_reference(recipe: Recipe, policy: Policy, directory: RunDirectory, models: WholeModels) -> Reference | None:
+    """The reference of a run that had begun RL, from disk."""
+    if recipe.algorithm.kl.coef == 0:
+        return None
+    warm = recipe.warm_start.steps > 0
+    if policy.adapters is not None:
+        return FormerSelf(policy, policy.adapters.read(directory.reference) if warm else None)
+    loaded = load_beside(recipe, str(directory.reference) if warm else recipe.model.path, policy)
+    return FrozenCopy(models.hold(loaded, list(loaded.groups())))

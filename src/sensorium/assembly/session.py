@@ -11,31 +11,29 @@ from torch import Tensor
 
 from sensorium.assembly.determinism import settle
 from sensorium.assembly.engines import open_engine
-from sensorium.assembly.environment_workers import EnvironmentWorkers
 from sensorium.assembly.models import load_model
-from sensorium.assembly.run_workers import RunWorkers, open_workers, process_work
-from sensorium.compiled.compile_time import count_triton
+from sensorium.assembly.workers import EnvironmentWorkers, RunWorkers, open_workers, process_work
+from sensorium.data.decoder import Decoder
+from sensorium.data.media_files import MediaLimits
+from sensorium.data.media_store import MediaStore
+from sensorium.data.mixture import TaskStream, make_sources
 from sensorium.engines.pool import EnginePool, PooledEngine
 from sensorium.engines.protocol import Engine, InFlightEngine, Sampling
 from sensorium.envs.protocol import Environment
-from sensorium.judges.client import JudgeClient
-from sensorium.media.decoder import Decoder
-from sensorium.media.limits import MediaLimits
-from sensorium.media.store import MediaStore
-from sensorium.models.counts import MediaCounts
-from sensorium.models.fast_paths import fallbacks, given_up
+from sensorium.kernels.compile_time import count_triton
+from sensorium.kernels.fallbacks import fallbacks, given_up
+from sensorium.models.encoding import MediaCounts
 from sensorium.models.policy import Policy
 from sensorium.recipe.names import build, resolve
 from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection
-from sensorium.record.processes import ProcessRow
 from sensorium.rewards.answer import without_answer
-from sensorium.rewards.context import RewardContext
 from sensorium.rewards.functions import build_term
-from sensorium.rewards.judgements import JudgementCache, term_identity
-from sensorium.rewards.scorer import Scorer
-from sensorium.rollout.modalities import refuse_strange_environments
+from sensorium.rewards.judges.client import JudgeClient
+from sensorium.rewards.protocol import RewardContext
+from sensorium.rewards.scorer import JudgementCache, Scorer, term_identity
+from sensorium.rollout.live import refuse_strange_environments
 from sensorium.rollout.play import Rollout
-from sensorium.tasks.mixture import TaskStream, make_sources
+from sensorium.runs.process_table import ProcessRow
 from sensorium.vocabulary.errors import RecipeError, TaskError
 from sensorium.vocabulary.task import Task
 

@@ -19,8 +19,8 @@ def run(arguments: Namespace) -> int:
     """Compare."""
     from sensorium.evaluation.comparison import compare_folders
     from sensorium.evaluation.folder import EvaluationFolder
-    from sensorium.record.durable import write_whole
-    from sensorium.report.evaluations import comparison_grid, markdown, print_grid
+    from sensorium.report.tables import comparison_grid, markdown, print_grid
+    from sensorium.runs.durable import write_whole
 
     console = Terminal()
     found = compare_folders(EvaluationFolder(arguments.a), EvaluationFolder(arguments.b))

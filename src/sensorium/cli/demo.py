@@ -7,11 +7,11 @@ from sensorium.cli.show import say, show_dry_run, show_plan
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.yaml import read_yaml
-from sensorium.record.lock import lock_run
-from sensorium.record.run_directory import RunDirectory
-from sensorium.report.html import write_report
+from sensorium.report.page import write_report
 from sensorium.report.tables import comparison_table
 from sensorium.report.terminal import Terminal
+from sensorium.runs.lock import lock_run
+from sensorium.runs.run_directory import RunDirectory
 
 INTRO = (
     "A tiny Qwen-VL model looks at pictures of coloured shapes and answers questions about them. It knows the form of an "
@@ -36,9 +36,9 @@ def run(arguments: Namespace) -> int:
     console.print(INTRO, highlight=False)
     show_plan(recipe, console)
     _clear_earlier(recipe)
-    from sensorium.evaluation.variants import SAMPLED_AND_GREEDY, Variant
+    from sensorium.evaluation.evaluate import SAMPLED_AND_GREEDY, Variant
     from sensorium.report.console import ConsoleWatcher
-    from sensorium.trainer.study import study
+    from sensorium.trainer.run import study
 
     taken_away = (Variant("blank", 1.0, {"picture": "blank"}), Variant("swapped", 1.0, {"picture": "swapped"}))
     try:

@@ -9,29 +9,25 @@ from importlib import import_module
 from inspect import signature
 from shlex import quote
 
-from sensorium.judges.client import JudgeClient
-from sensorium.media.store import MediaStore
-from sensorium.recipe.cluster_checks import cluster_notes, gpus_seen
-from sensorium.recipe.computing_checks import computing_notes
+from sensorium.cluster.ray_cluster import found_cluster, refuse_without_ray, unanswered, unfound
+from sensorium.data.causal_history import untold
+from sensorium.data.media_store import MediaStore
+from sensorium.data.mixture import TaskSource, TaskStream, bounded
+from sensorium.data.planner import make_planner
+from sensorium.recipe.checks import cluster_notes, gpus_seen
 from sensorium.recipe.names import build, resolve, table, wrong_options
-from sensorium.recipe.schema import Recipe
+from sensorium.recipe.plan import computing_notes
+from sensorium.recipe.schema import Recipe, SourceSection
 from sensorium.recipe.shape import is_ours
-from sensorium.recipe.task_sections import SourceSection
 from sensorium.rewards.answer import without_answer
-from sensorium.rewards.context import RewardContext
 from sensorium.rewards.functions import build_term
+from sensorium.rewards.judges.client import JudgeClient
 from sensorium.rewards.placed import placeable
-from sensorium.rewards.protocol import Term
-from sensorium.tasks.bounded import bounded
-from sensorium.tasks.causal import untold
-from sensorium.tasks.mixture import TaskStream
-from sensorium.tasks.planner import make_planner
-from sensorium.tasks.source import TaskSource
-from sensorium.trainer.health.at_start import refuse_without_demonstrations, start_notes
+from sensorium.rewards.protocol import RewardContext, Term
+from sensorium.trainer.health.monitor import refuse_without_demonstrations, start_notes
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError, TaskError, UnknownJudge
 from sensorium.vocabulary.task import Task
-from sensorium.workers.ray_cluster import found_cluster, refuse_without_ray, unanswered, unfound
 
 ROWS = 8
 ENGINE_CHECKS = {"vllm": "sensorium.engines.vllm.recipe_checks"}

@@ -7,14 +7,14 @@ import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from sensorium.cli.best_ties import tie_note
 from sensorium.cli.show import say, show_dry_run
-from sensorium.evaluation.places import default_folder, evaluated_model
+from sensorium.cli.train import tie_note
+from sensorium.evaluation.folder import default_folder, evaluated_model
 from sensorium.recipe.load import load_recipe
-from sensorium.record.durable import write_whole
-from sensorium.report.evaluation_bar import EvaluationBar
-from sensorium.report.evaluations import print_grid, summary_grid
+from sensorium.report.console import EvaluationBar
+from sensorium.report.tables import print_grid, summary_grid
 from sensorium.report.terminal import Terminal
+from sensorium.runs.durable import write_whole
 from sensorium.vocabulary.errors import RecipeError, RecordError
 
 
@@ -52,8 +52,8 @@ def run(arguments: Namespace) -> int:
     if arguments.dry_run:
         show_dry_run(recipe, console, train=False, model=model, named=arguments.recipe)
         return 0
+    from sensorium.evaluation.folder import told
     from sensorium.evaluation.held_out import evaluate_into
-    from sensorium.evaluation.judge_costs import told
 
     folder = arguments.out or default_folder(recipe, model)
     say(f"evaluating {model} into {folder}", console)

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sensorium.cli.best_ties import tie_note
-from sensorium.record.checkpoint_files import checkpoint_of_run, refuse_damaged
-from sensorium.record.durable import drafted, read_json, writing
-from sensorium.record.run_directory import RunDirectory
+from sensorium.cli.train import tie_note
+from sensorium.runs.checkpoint_layout import checkpoint_of_run, refuse_damaged
+from sensorium.runs.durable import drafted, read_json, writing
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.errors import CheckpointError, WriteFailed
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _write_tiny(arguments: Namespace) -> int:
     _refuse_present(arguments.target)
     from sensorium.models.quiet import quiet
     from sensorium.models.tiny import make_tiny
-    from sensorium.recipe.tiny_sizes import family_and_layers
+    from sensorium.recipe.shape import family_and_layers
 
     family, layers = family_and_layers(arguments.source.removeprefix("tiny:"))
     with _exporting(arguments.target) as draft, quiet():

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from sensorium import __version__
-from sensorium.cli.stopping import end_without_hung_threads, stopping_in_order
-from sensorium.record.durable import cannot_write, full_disk_error
+from sensorium.cli.train import end_without_hung_threads, stopping_in_order
 from sensorium.report.terminal import Terminal, guard_streams
+from sensorium.runs.durable import cannot_write, full_disk_error
 from sensorium.vocabulary.errors import SensoriumError, nearest
 
 COMMANDS = {

@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from sensorium.cli.show import say
-from sensorium.migration.outcomes import Migration
-from sensorium.migration.recognition import FRAMEWORKS, migrate
-from sensorium.record.durable import write_whole
 from sensorium.report.terminal import Terminal
+from sensorium.runs.durable import write_whole
+from sensorium.systems.migration.outcomes import Migration
+from sensorium.systems.migration.recognition import FRAMEWORKS, migrate
 from sensorium.vocabulary.errors import RecipeError, similar_file
 
 USAGE = "sensorium migrate FILE|- [--from NAME] [-o RECIPE.yaml]"

@@ -8,23 +8,22 @@ measured and what is scaled or assumed is said with them. docs/scaling.md tells 
 import json
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
-from importlib import import_module
 
 from rich.table import Table
 from rich.text import Text
 
 from sensorium.cli.show import read_a_few, say
+from sensorium.data.epochs import resolve_epochs
+from sensorium.engines.options import check_vllm_options, check_writer_options
 from sensorium.forecast.forecast import Asked, Forecast, forecast
-from sensorium.forecast.machine import kinds
+from sensorium.forecast.machine import kinds, planned_shape
 from sensorium.forecast.memory import GpuMemory
-from sensorium.forecast.published_shapes import planned_shape
 from sensorium.forecast.simulator import SCHEDULES, Deployment
 from sensorium.recipe.activations import tower_bytes
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.report.tables import bytes_text, count_text
 from sensorium.report.terminal import Terminal
-from sensorium.tasks.epochs import resolve_epochs
 from sensorium.vocabulary.errors import MediaError, RecipeError, TaskError
 
 USAGE = "sensorium plan RECIPE [key=value …] --gpus N --kind h200 [--engines K] [--schedule NAME] [--price P] [--json]"
@@ -33,9 +32,7 @@ MOST = {
     "network": 1e9,
 }  # fmt: skip
 """What a plan takes at most. Every GPU and every group that may be open is simulated."""
-ENGINE_OPTIONS = dict.fromkeys(("native", "process"), "sensorium.engines.native.options")
-ENGINE_OPTIONS["vllm"] = "sensorium.engines.vllm.options"
-"""Modules that check an engine's options without torch."""
+ENGINE_OPTIONS = {"native": check_writer_options, "process": check_writer_options, "vllm": check_vllm_options}
 STYLES = {"measured": "green", "scaled": "yellow", "computed": "yellow", "assumed": "yellow", "not run": "red"}
 
 
@@ -77,7 +74,7 @@ def run(arguments: Namespace) -> int:
         uncounted = str(error)
     if recipe.rollout.engine.name in ENGINE_OPTIONS:
         try:
-            import_module(ENGINE_OPTIONS[recipe.rollout.engine.name]).check_options(recipe.rollout.engine.options)
+            ENGINE_OPTIONS[recipe.rollout.engine.name](recipe.rollout.engine.options)
         except ValueError as error:
             raise RecipeError(f"rollout.engine.options: {error}.") from error
     asked = Asked(**{name: getattr(arguments, name) for name in Asked.__dataclass_fields__})

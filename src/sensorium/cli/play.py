@@ -39,9 +39,9 @@ def configure(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Play."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    from sensorium.cli.without_model import model_free_session
-    from sensorium.tasks.mixture import each_once, make_sources
-    from sensorium.workers.event_loop import run_async
+    from sensorium.cli.validate import model_free_session
+    from sensorium.cluster.event_loop import run_async
+    from sensorium.data.mixture import each_once, make_sources
 
     sides = {"evaluate": recipe.tasks.evaluate, "train": recipe.tasks.train}
     splits = [arguments.split] if arguments.split else [side for side in sides if sides[side]]
@@ -80,7 +80,7 @@ class Screen:
     """Shows a person what the model would see, asks for responses, and saves the pictures."""
 
     def __init__(self, recipe: Recipe, folder: Path, pictures: str, session: Any) -> None:
-        from sensorium.cli.terminal_pictures import usual_way
+        from sensorium.cli.show import usual_way
 
         self.console = Terminal(highlight=False)
         self.recipe, self.folder, self.session = recipe, folder, session
@@ -91,7 +91,7 @@ class Screen:
     async def play(self, task: Task, *, demonstrate: bool) -> Any:
         """One episode."""
         from sensorium.assembly.session import EnvironmentMaker
-        from sensorium.cli.without_model import WatchedEnvironment
+        from sensorium.cli.validate import WatchedEnvironment
 
         made = EnvironmentMaker(self.session.store)
         self.task, self.turn = task, 0
@@ -132,7 +132,7 @@ class Screen:
 
     def show_medium(self, media: Media) -> None:
         """A picture in the terminal and as a file; of other media where they come from."""
-        from sensorium.cli.terminal_pictures import drawn
+        from sensorium.cli.show import drawn
 
         if media.kind != "picture":
             self.say(f"({media.kind} {media.name})", "dim")

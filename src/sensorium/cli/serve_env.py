@@ -6,8 +6,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from sensorium.cli.serve import add_host_options
+from sensorium.cluster.temporary_folder import temporary_folder
 from sensorium.vocabulary.errors import RecipeError
-from sensorium.workers.own_folder import temporary_folder
 
 DRAIN_MARGIN_S = 5.0
 USAGE = "sensorium serve env [NAME | NAME=module:Class | NAME=FILE.yaml …] [--rows NAME=FILE] …"
@@ -44,11 +44,10 @@ def run(arguments: Namespace) -> int:
         from sensorium.services.environment_service import make_app
     except ImportError as error:
         raise RecipeError(f"serve needs FastAPI and uvicorn: pip install 'sensorium[serve]' ({error}).") from error
-    from sensorium.envs.option_checks import within
+    from sensorium.data.media_store import MediaStore
+    from sensorium.envs.protocol import within
     from sensorium.envs.remote.wire import MOST_BYTES
-    from sensorium.media.store import MediaStore
-    from sensorium.services.offers import Offers, environment_offer, rows_offer, usual_offers
-    from sensorium.services.sessions import SessionTable
+    from sensorium.services.sessions import Offers, SessionTable, environment_offer, rows_offer, usual_offers
 
     named = dict(environment_offer(given) for given in arguments.environments)
     rows = dict(rows_offer(given) for given in arguments.rows)

@@ -9,8 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from sensorium.cli.serve import add_host_options
+from sensorium.cluster.temporary_folder import temporary_folder
 from sensorium.vocabulary.errors import RecipeError
-from sensorium.workers.own_folder import temporary_folder
 
 USAGE = "sensorium serve model CHECKPOINT [--name N] [--host H] [--port P] [--capacity N] [--media-root FOLDER …] …"
 
@@ -44,7 +44,7 @@ def run(arguments: Namespace) -> int:
         from sensorium.services.application import MIB, listen, serve_until_stopped
     except ImportError as error:
         raise RecipeError(f"serve needs FastAPI and uvicorn: pip install 'sensorium[serve]' ({error}).") from error
-    from sensorium.envs.option_checks import within
+    from sensorium.envs.protocol import within
 
     within("serve model", "--capacity", arguments.capacity, 1, 10**6)
     within("serve model", "--rows", arguments.rows, 1, 10**5)
@@ -56,10 +56,10 @@ def run(arguments: Namespace) -> int:
 
     import torch  # after the port is ours: these imports take seconds
 
-    from sensorium.media.limits import MediaLimits
-    from sensorium.media.store import MediaStore
+    from sensorium.data.media_files import MediaLimits
+    from sensorium.data.media_store import MediaStore
     from sensorium.models.load import load_policy
-    from sensorium.record.checkpoint_files import checkpoint_of_run
+    from sensorium.runs.checkpoint_layout import checkpoint_of_run
     from sensorium.services.model_host import ModelHost
     from sensorium.services.model_service import ModelService, make_model_app
 

@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sensorium.cli.serve import add_host_options
+from sensorium.cluster.temporary_folder import temporary_folder
 from sensorium.vocabulary.errors import RecipeError
-from sensorium.workers.own_folder import temporary_folder
 
 if TYPE_CHECKING:
     from sensorium.services.model_workers import ModelWorkers
@@ -96,13 +96,13 @@ def run(arguments: Namespace) -> int:
     """Serve until it is interrupted."""
     try:
         from sensorium.services.application import MIB, listen, serve_until_stopped
-        from sensorium.services.reward_service import RewardService, RewardSettings, make_reward_app
+        from sensorium.systems.caprl.service import RewardService, RewardSettings, make_reward_app
     except ImportError as error:
         raise RecipeError(f"serve needs FastAPI and uvicorn: pip install 'sensorium[serve]' ({error}).") from error
-    from sensorium.envs.option_checks import within
-    from sensorium.judges.client import JudgeClient
-    from sensorium.media.store import MediaStore
-    from sensorium.rewards.caption_qa import Reading
+    from sensorium.data.media_store import MediaStore
+    from sensorium.envs.protocol import within
+    from sensorium.rewards.judges.client import JudgeClient
+    from sensorium.systems.caprl.terms import Reading
 
     for notice in unused_variables(os.environ):
         print(notice, file=sys.stderr, flush=True)
@@ -196,7 +196,7 @@ def judges_section(urls: list[str], served: str, key_env: str, cache: Path | Non
     """The readers as the client of judges knows them."""
     from pydantic import ValidationError
 
-    from sensorium.recipe.judge_section import JudgeEndpointSection, JudgesSection
+    from sensorium.recipe.schema import JudgeEndpointSection, JudgesSection
 
     try:
         endpoints = tuple(JudgeEndpointSection(base_url=url, model=served, api_key_env=key_env) for url in urls)

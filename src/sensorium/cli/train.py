@@ -1,17 +1,31 @@
-"""Train a model by a recipe: a YAML file, a shipped recipe by name, or a run directory to go on with."""
+"""How a command ends by a signal: SIGTERM ends it as Ctrl-C does, in an orderly way.
+
+A run started with SIGINT ignored (``nohup``, a background job of a script) goes on ignoring it, as whoever started it so
+wants; SIGTERM ends it all the same.
+"""
 
 import os
+import signal
+import sys
+import threading
+import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from sensorium.cli.show import say, show_dry_run, show_plan
+from sensorium.cluster.event_loop import interrupt_here
+from sensorium.data.epochs import resolve_epochs
 from sensorium.recipe.load import load_recipe, shipped_recipes
 from sensorium.recipe.schema import Recipe
-from sensorium.record.checkpoint_files import why_taken
-from sensorium.record.run_directory import RunDirectory
 from sensorium.report.terminal import Terminal
-from sensorium.tasks.epochs import resolve_epochs
+from sensorium.runs.checkpoint_layout import CheckpointFolder, why_taken
+from sensorium.runs.metrics import read_metrics
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.errors import (
     CheckpointError,
     EngineLost,
@@ -19,9 +33,100 @@ from sensorium.vocabulary.errors import (
     MemoryExhausted,
     NothingTrained,
     RecipeError,
+    RecordError,
     TaskError,
     nearest,
 )
+
+LINGER_S = 30.0
+"""How long a command that is over waits for threads that others started before it ends without them."""
+
+
+@dataclass
+class Stop:
+    """Which signal ended the command: the exit code that says so, and a word for people."""
+
+    number: int = signal.SIGINT
+
+    @property
+    def code(self) -> int:
+        """128 and the number of the signal, as shells count."""
+        return 128 + self.number
+
+    @property
+    def word(self) -> str:
+        """What happened."""
+        return "terminated" if self.number == signal.SIGTERM else "interrupted"
+
+
+@contextmanager
+def stopping_in_order() -> Iterator[Stop]:
+    """While this lasts, SIGTERM raises KeyboardInterrupt the way Ctrl-C does."""
+    stop = Stop()
+    before = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.SIG_DFL:
+        yield stop
+        return
+
+    def terminate(number: int, frame: object) -> None:
+        stop.number = signal.SIGTERM
+        interrupt = signal.getsignal(signal.SIGINT)
+        if not callable(interrupt):  # ignored, so asyncio has put no handler of its own in its place
+            if interrupt_here():
+                return
+            raise KeyboardInterrupt
+        interrupt(signal.SIGINT, frame)  # type: ignore[arg-type]  # an event loop's own, which ends its tasks first
+
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def end_without_hung_threads(code: int) -> None:
+    """See to it that the process ends with this code soon, also if a thread of a user's code never does.
+
+    At exit Python waits for every thread that is no daemon, such as those of a ``ThreadPoolExecutor`` in a reward term.
+    """
+
+    def leave() -> None:
+        time.sleep(LINGER_S)
+        others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+        hung = [thread.name for thread in others if not thread.daemon]
+        told = f"{len(hung)} threads that an environment, a reward or a source started do not end ({', '.join(hung[:5])})"
+        print(f"{told}; the process ends without them.", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(code)
+
+    threading.Thread(target=leave, name="leave", daemon=True).start()
+
+
+def tie_note(run: Path) -> str:
+    """A sentence that names the steps that tie with the best; empty where there are none, or no run is there.
+
+    It only informs, so a recipe or metrics that cannot be read are passed over here.
+    """
+    directory = RunDirectory(run)
+    try:
+        best = CheckpointFolder(directory.checkpoints).best()
+        if best is None:
+            return ""
+        metric = best.metric or yaml.safe_load(directory.recipe.read_text())["checkpoint"]["best"]
+        rows = [row for row in read_metrics(directory.metrics) if row["step"] > best.step]
+        later = sorted({row["step"] for row in rows if row.get(metric) == best.value})
+    except (OSError, UnicodeError, yaml.YAMLError, LookupError, TypeError, RecordError):
+        return ""
+    told = (
+        f"step {best.step} is the first with the best {metric}, {best.value:.4g}; later steps tie with it: {_listed(later)}"
+    )
+    return told if later else ""
+
+
+def _listed(steps: list[int], most: int = 8) -> str:
+    more = f" and {len(steps) - most} more" if len(steps) > most else ""
+    return f"{', '.join(map(str, steps[:most]))}{more}"
+
 
 USAGE = "sensorium train RECIPE [key=value …] [--dry-run] [--resume | --restart]"
 UNTRAINED = 3
@@ -81,14 +186,14 @@ def run(arguments: Namespace) -> int:
 
 def _resumable(recipe: Recipe) -> list[str]:
     """Refuse to go on with a run by another recipe, as the run itself would; returns what it would say."""
-    from sensorium.trainer.claim import go_on
+    from sensorium.trainer.run import go_on
 
     return go_on(recipe, RunDirectory(recipe.directory))
 
 
 def _from_environment(recipe: str, overrides: Sequence[str] = ()) -> list[str]:
     """What CapRL's environment variables change in a recipe; those without effect are printed."""
-    from sensorium.recipe.caprl_settings import caprl_settings
+    from sensorium.systems.caprl.settings import caprl_settings
 
     found = caprl_settings(os.environ, recipe, load_recipe(recipe), overrides)
     for notice in found.notices():

@@ -1,15 +1,4 @@
-"""Several engines of one kind as one: requests are spread over them, and one that dies is replaced.
-
-Each has weights of its own, in processes of its own, on this machine. A new group goes to the engine with the fewest open
-groups, and all its episodes to the same one, which computes their prompt once. For example, with two engines:
-
-    groups a b c begin    a → 0, b → 1, c → 0
-    engine 0 dies         open responses of a and c are sampled again by 1; another engine 0 starts beside that
-    group d begins        d → 0, as soon as that is ready
-
-Invariants: all engines that take requests have weights of one version. A response is of one engine: of one that died
-nothing is kept. The turns that an episode has finished stay, for they are tokens.
-"""
+"""The error of an engine whose process has ended."""
 
 import threading
 from collections.abc import Callable
@@ -17,8 +6,25 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from sensorium.cluster.python_process import HostedProcess, last_words
 from sensorium.engines.protocol import Engine, LiveEpisodes, Request, Response, WeightSource
 from sensorium.vocabulary.errors import EngineLost
+
+
+def process_lost(process: HostedProcess) -> EngineLost:
+    """What to raise when an engine's process is gone."""
+    return EngineLost(
+        f"the engine process (pid {process.pid}) {process.ending()}, so nothing more can be sampled. Resume the run from "
+        f"its last checkpoint.{last_words(process.log_text())}"
+    )
+
+
+# Each has weights of its own, in processes of its own, on this machine. A new group goes to the engine with the fewest
+# open groups, and all its episodes to the same one, which computes their prompt once. For example, with two engines:
+# groups a b c begin a → 0, b → 1, c → 0 engine 0 dies open responses of a and c are sampled again by 1; another engine
+# 0 starts beside that group d begins d → 0, as soon as that is ready Invariants: all engines that take requests have
+# weights of one version. A response is of one engine: of one that died nothing is kept. The turns that an episode has
+# finished stay, for they are tokens.
 
 
 @dataclass(eq=False)

@@ -1,21 +1,26 @@
-"""The engine protocol: tokens in, tokens out, with log-probs.
+"""The random keys of responses: a response's random numbers depend on its task and turn, not on the order of events."""
 
-The life of an engine, as a run drives it:
-
-    engine = NAME(policy=…, lockstep=…, **options)   rollout.engine in the recipe; nothing heavy happens yet
-    engine.start()                                   ready to sample, with the weights of ``policy``
-    await engine.generate(request, episodes)         any number at once, of one rollout or of several
-    engine.release(thread)                           that thread will not be continued
-    engine.update_weights(source, version)           between rollouts: what follows is sampled with these weights
-    engine.close()                                   processes and memory are given back
-"""
-
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from sensorium.vocabulary.episode import Segment, VersionSpan
 from sensorium.vocabulary.errors import EngineError
+
+
+def response_key(seed: int, step: int, task_id: str, episode: int, turn: int) -> int:
+    """The 64-bit key (as a signed integer) of one response of a run."""
+    body = repr((seed, step, task_id, episode, turn)).encode()
+    return int.from_bytes(hashlib.blake2b(body, digest_size=8).digest(), "little", signed=True)
+
+
+# The life of an engine, as a run drives it: engine = NAME(policy=…, lockstep=…, **options) rollout.engine in the
+# recipe; nothing heavy happens yet engine.start() ready to sample, with the weights of ``policy`` await
+# engine.generate(request, episodes) any number at once, of one rollout or of several engine.release(thread) that thread
+# will not be continued engine.update_weights(source, version) between rollouts: what follows is sampled with these
+# weights engine.close() processes and memory are given back
+
 
 FinishReason = Literal["stop", "length"]
 SAMPLING_OPTIONS = frozenset(["temperature", "greedy", "top_p", "top_k", "stop", "ignore_stop_tokens"])

@@ -1,26 +1,53 @@
-"""Weights by broadcast: a process group of one sender and its receivers, over gloo or NCCL, beside any other group.
+"""Tensors for another process: in a file that its reader or its writer deletes."""
 
-Tensors go as bytes in buffers that both sides cut alike, from what is said of the tensors beforehand:
-
-    told              a bfloat16 [64, 64], b float32 [8], c bfloat16 [4096, 4096]
-    buffers           a and b; c alone, since together they would pass BUFFER bytes
-    a receiver has    the same bytes, and views of them as a, b and c
-"""
-
+import os
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from math import prod
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 
-from sensorium.vocabulary.errors import EngineError
+from sensorium.cluster.temporary_folder import memory_folder
+from sensorium.vocabulary.errors import EngineError, RecordError
+
+
+def write_tensors(tensors: Mapping[str, Tensor], what: str = "weights", folder: Path | None = None) -> Path:
+    """A safetensors file in ``folder``; without one in shared memory, where there is room for it.
+
+    One that cannot be written is no fault of an episode, and would fail all that follow: the RecordError ends the run.
+    """
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    place = str(folder or memory_folder(size) or tempfile.gettempdir())
+    file = None
+    try:
+        handle, file = tempfile.mkstemp(".safetensors", f"sensorium-{what}-", place)
+        os.close(handle)
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
+    except Exception as error:
+        if file is not None:
+            with suppress(OSError):
+                os.unlink(file)
+        raise RecordError(
+            f"the {what} ({size / 2**20:,.1f} MiB) cannot be handed to the engine process by a file in '{place}': {error}. "
+            "Make room there, or set TMPDIR to a disk that has some. A run that has begun goes on with --resume."
+        ) from error
+    return Path(file)
+
+
+# Tensors go as bytes in buffers that both sides cut alike, from what is said of the tensors beforehand: told a bfloat16
+# [64, 64], b float32 [8], c bfloat16 [4096, 4096] buffers a and b; c alone, since together they would pass BUFFER bytes
+# a receiver has the same bytes, and views of them as a, b and c
+
 
 BUFFER = 256 * 2**20
 SENDER = 0

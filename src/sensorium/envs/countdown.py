@@ -6,12 +6,11 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from sensorium.envs.arithmetic import NotArithmetic, evaluate, in_words, numbers_in
-from sensorium.envs.option_checks import within
-from sensorium.envs.pay import TurnPay
-from sensorium.envs.protocol import Observation, StepResult
+from sensorium.data.media_store import MediaStore
+from sensorium.envs.actions import TurnPay
+from sensorium.envs.calculator import NotArithmetic, evaluate, in_words, numbers_in
+from sensorium.envs.protocol import Observation, StepResult, within
 from sensorium.envs.responses import ResponseFormat
-from sensorium.media.store import MediaStore
 from sensorium.vocabulary.content import Message, system, user
 from sensorium.vocabulary.errors import EnvironmentFailure
 

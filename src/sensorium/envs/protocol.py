@@ -1,10 +1,11 @@
 """The environment protocol. A single-turn question is an environment that ends after one step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sensorium.vocabulary.content import Message
+from sensorium.vocabulary.errors import RecipeError, nearest
 
 
 @dataclass(frozen=True)
@@ -56,3 +57,15 @@ class Environment(Protocol):
     def close(self) -> None:
         """Give everything back."""
         ...
+
+
+def one_of(environment: str, option: str, value: str, known: Sequence[str]) -> None:
+    """Refuse a value that is not one of those known."""
+    if value not in known:
+        raise RecipeError(f"{environment}: option {option} cannot be '{value}'{nearest(str(value), list(known))}")
+
+
+def within(environment: str, option: str, value: float, low: float, high: float) -> None:
+    """Refuse a number outside of its range."""
+    if not low <= value <= high:
+        raise RecipeError(f"{environment}: option {option} is {value}; it must lie between {low} and {high}.")

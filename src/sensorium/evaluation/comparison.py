@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sensorium.evaluation.at_k import mean_at_k
 from sensorium.evaluation.folder import EvaluationFolder
 from sensorium.evaluation.intervals import mean_interval, paired_interval, sign_test
-from sensorium.evaluation.sample import Sample
+from sensorium.evaluation.samples import Sample, mean_at_k
 from sensorium.evaluation.summary import by_task
 from sensorium.vocabulary.errors import TaskError
 

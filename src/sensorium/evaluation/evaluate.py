@@ -1,17 +1,71 @@
-"""Evaluation: play held-out tasks greedily or sampled, score them, and say how sure we can be."""
+"""Evaluation in chunks: a bound on what is decoded at once, and on what a kill costs.
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+Invariant: where chunks are cut depends on the list of tasks alone, and nothing that an earlier chunk left in the engine
+reaches a later one. So a chunk gives the same samples whichever were played before it in this process.
+"""
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from sensorium.assembly.session import Session, sampling_of
-from sensorium.evaluation.chunks import cut, play_chunks
-from sensorium.evaluation.sample import sample_of
+from sensorium.assembly.session import Session, model_session, sampling_of
+from sensorium.cluster.event_loop import run_async
+from sensorium.data.mixture import each_once, make_sources
+from sensorium.engines.protocol import Sampling
+from sensorium.evaluation.samples import sample_of
 from sensorium.evaluation.summary import summarize_samples
-from sensorium.recipe.schema import Recipe
-from sensorium.rollout.play import Attempt
+from sensorium.recipe.plan import CLIPS_AT_ONCE
+from sensorium.recipe.schema import Recipe, RolloutSection
+from sensorium.rewards.scorer import GroupScoring, Scorer
+from sensorium.rollout.play import Attempt, Rollout
 from sensorium.vocabulary.episode import Episode, Group
 from sensorium.vocabulary.task import Task
+
+
+def cut(tasks: Sequence[Task], most: int = 0) -> list[range]:
+    """Positions of the tasks of each chunk: ``most`` tasks (0: any number), and not more clips than may be held at once."""
+    chunks: list[range] = []
+    start, held = 0, set[str]()
+    for position, task in enumerate(tasks):
+        clips = {item.key for message in task.messages for item in message.media if item.kind != "picture"}
+        full = bool(most) and position - start >= most
+        if position > start and (full or len(held | clips) > CLIPS_AT_ONCE):
+            chunks.append(range(start, position))
+            start, held = position, set()
+        held |= clips
+    return [*chunks, range(start, len(tasks))] if tasks else []
+
+
+async def play_chunks(
+    rollout: Rollout,
+    scorer: Scorer,
+    tasks: Sequence[Task],
+    chunks: Sequence[range],
+    samples: int,
+    attempt: Attempt,
+    sampling: Sampling,
+    section: RolloutSection,
+    progress: Callable[[int], None] | None = None,
+) -> AsyncIterator[list[Group]]:
+    """Play and score some chunks of a list of tasks; ids and random numbers are those of the whole list played at once.
+
+    Groups are scored as they are complete, and come in the tasks' order. ``section`` has the limits of held-out tasks.
+    ``progress`` hears how many episodes of a chunk are done.
+    """
+    for i, chunk in enumerate(chunks):
+        if i:
+            rollout.engine.reset_cache()
+        before, these = tasks[: chunk.start], tasks[chunk.start : chunk.stop]
+        async with GroupScoring(scorer) as scoring:
+            playing = rollout.stream(these, samples, attempt, sampling, progress=progress, before=before, section=section)
+            async with playing as stream:
+                order = {}
+                async for place, group in stream:
+                    scoring.begin(group)
+                    order[place] = group.id
+            scored = await scoring.finish()
+        yield [scored[order[place]] for place in sorted(order)]
+
 
 Extract = Callable[[Task, Episode], str | None]
 
@@ -71,3 +125,32 @@ def summarize(
         for episode in group.episodes
     ]
     return summarize_samples(samples, name, columns)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to look at the held-out tasks: a temperature (0: greedy) and changed options of their sources."""
+
+    name: str
+    temperature: float
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+SAMPLED_AND_GREEDY = (Variant("sampled", 1.0), Variant("greedy", 0.0))
+
+
+def measure(recipe: Recipe, model_path: str, variants: Sequence[Variant]) -> tuple[dict[str, Any], ...]:
+    """Evaluate one checkpoint on the recipe's held-out tasks in every variant."""
+
+    async def all_variants() -> tuple[dict[str, Any], ...]:
+        summaries = []
+        for variant in variants:
+            sections = [s.model_copy(update={"options": {**s.options, **variant.options}}) for s in recipe.tasks.evaluate]
+            sources = make_sources(sections, session.store, "tasks.evaluate")
+            tasks, _ = each_once(sources, limit=recipe.evaluation.limit, on_bad_row=recipe.tasks.on_bad_row)
+            found = await evaluate(session, recipe, tasks, name=variant.name, temperature=variant.temperature)
+            summaries.append(found.summary)
+        return tuple(summaries)
+
+    with model_session(recipe, model_path) as session:
+        return run_async(all_variants())

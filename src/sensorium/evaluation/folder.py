@@ -1,22 +1,84 @@
-"""The folder of one evaluation: whose it is, its samples so far, and what was found.
-
-Invariants: ``evaluation.json`` is written first and never changes; a folder of another model, recipe or setting is refused.
-The samples of a chunk are appended at once and flushed to the disk. A kill leaves a part of a chunk at most, which is taken
-away and played again whole. ``summary.json`` is there only when every sample is.
-"""
+"""Which model an evaluation is of, and the folder it goes to if nothing else is said."""
 
 import fcntl
 import json
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sensorium.evaluation.sample import Row, Sample, sample_from
-from sensorium.record.durable import flush, read_json, read_rows, to_line, write_all, write_whole, writing
+from sensorium.evaluation.samples import Row, Sample, sample_from
+from sensorium.recipe.schema import Recipe
+from sensorium.runs.checkpoint_layout import checkpoint_of_run
+from sensorium.runs.durable import flush, read_json, read_rows, to_line, write_all, write_whole, writing
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.errors import CheckpointError, RecordError
+
+
+def evaluated_model(given: str | None, recipe: Recipe, source: Path | None) -> str:
+    """The model that is meant: of a run its best or last checkpoint, else the path as it is."""
+    place = Path(given) if given is not None else source
+    if place is not None and place.is_dir() and not (place / "config.json").exists():
+        return str(checkpoint_of_run(place))
+    return given if given is not None else recipe.model.path
+
+
+def default_folder(recipe: Recipe, model: str) -> Path:
+    """Where an evaluation goes if nothing else is said: into the run a checkpoint belongs to, else runs/eval_…"""
+    section, path = recipe.evaluation, Path(model)
+    drawn = "greedy" if section.temperature == 0 else f"t{section.temperature:g}"
+    many = f"_x{section.samples}" if section.samples > 1 else ""
+    limit = f"_first{section.limit}" if section.limit else ""
+    name = f"{re.sub(r'[^A-Za-z0-9._-]+', '_', path.name)}_{drawn}{many}{limit}"
+    run = RunDirectory(path.parent.parent)
+    if path.parent.name == run.checkpoints.name and run.exists():
+        return run.path / "evaluations" / name
+    return Path("runs") / f"eval_{recipe.name}_{name}"
+
+
+MEAN, LONGEST = "latency_mean_s", "latency_max_s"
+TOLD = ("calls", "cache_hits", "failures", "input_tokens", "output_tokens", "cost")
+
+
+def add_costs(path: Path, row: Mapping[str, float]) -> None:
+    """Add what judges cost (``judge/MODEL/…``) to the file; nothing was asked: nothing is written."""
+    if not row:
+        return
+    sums = read_json(path, "Remove it; costs are then counted from now on.") if path.exists() else {}
+    for name, value in row.items():
+        model, _, what = name.rpartition("/")
+        if what == MEAN:
+            before, now = sums.get(f"{model}/calls", 0) - row[f"{model}/calls"], row[f"{model}/calls"]
+            sums[name] = (sums.get(name, 0.0) * before + value * now) / (before + now)
+        elif what == LONGEST:
+            sums[name] = max(sums.get(name, 0.0), value)
+        else:
+            sums[name] = sums.get(name, 0) + value
+    write_whole(path, json.dumps(sums, indent=1) + "\n")
+
+
+def told(path: Path) -> str:
+    """The costs in one line, empty where no judge was asked."""
+    if not path.exists():
+        return ""
+    sums = read_json(path, "Remove it.")
+    models = sorted({name.split("/")[1] for name in sums})
+    return "judges: " + "; ".join(_told(model, {name: sums[f"judge/{model}/{name}"] for name in TOLD}) for model in models)
+
+
+def _told(model: str, cost: Mapping[str, float]) -> str:
+    answers = f"{cost['cache_hits']:,} answers from the cache, {cost['failures']:,} questions without one"
+    tokens = f"{cost['input_tokens']:,} tokens read, {cost['output_tokens']:,} written"
+    return f"{model} was called {cost['calls']:,} times ({answers}; {tokens}), cost {cost['cost']:g}"
+
+
+# Invariants: ``evaluation.json`` is written first and never changes; a folder of another model, recipe or setting is
+# refused. The samples of a chunk are appended at once and flushed to the disk. A kill leaves a part of a chunk at most,
+# which is taken away and played again whole. ``summary.json`` is there only when every sample is.
+
 
 Claim = Mapping[str, Any]
 """What an evaluation is of: model, weights, settings, recipe, tasks, surroundings."""

@@ -8,25 +8,21 @@ from typing import Any
 
 from sensorium.assembly.determinism import surroundings, warn_if_changed
 from sensorium.assembly.session import Session, model_session, sampling_of
-from sensorium.evaluation.chunks import cut, play_chunks
-from sensorium.evaluation.evaluate import attempt_of
-from sensorium.evaluation.folder import EvaluationFolder, Journal
-from sensorium.evaluation.judge_costs import add_costs
-from sensorium.evaluation.sample import Row, row_of, sample_of
+from sensorium.cluster.event_loop import lasting_objects, run_async
+from sensorium.data.mixture import each_once, make_sources, table_columns, with_way_out
+from sensorium.evaluation.evaluate import attempt_of, cut, play_chunks
+from sensorium.evaluation.folder import EvaluationFolder, Journal, add_costs
+from sensorium.evaluation.samples import Row, row_of, sample_of
 from sensorium.evaluation.summary import summarize_samples
-from sensorium.models.identity import identity
+from sensorium.models.checkpoint_source import identity
 from sensorium.recipe.schema import Recipe
-from sensorium.record.durable import read_rows
-from sensorium.record.episode_json import task_to_json
-from sensorium.report.evaluations import markdown, summary_grid
+from sensorium.report.tables import markdown, summary_grid
 from sensorium.rewards.scorer import Scorer
-from sensorium.tasks.mixture import each_once, make_sources, with_way_out
-from sensorium.tasks.source import table_columns
+from sensorium.runs.durable import read_rows
+from sensorium.runs.episodes import task_to_json
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import PromptTooLong, TaskError
 from sensorium.vocabulary.task import Task
-from sensorium.workers.event_loop import run_async
-from sensorium.workers.lasting import lasting_objects
 
 TRAINING_ONLY = {"temperature", "top_p", "top_k", "mask_truncated"}
 Progress = Callable[[int, int], None]

@@ -7,9 +7,8 @@ task as its unit: samples of one task are alike, so that more of them make a tas
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sensorium.evaluation.at_k import best_at_k, majority_at_k, mean_at_k
 from sensorium.evaluation.intervals import mean_interval
-from sensorium.evaluation.sample import Sample
+from sensorium.evaluation.samples import Sample, best_at_k, majority_at_k, mean_at_k
 from sensorium.vocabulary.episode import Status
 
 Tasks = Sequence[Sequence[Sample]]

@@ -11,13 +11,16 @@ from sensorium.recipe.activations import activation_bytes, gathered_bytes, head_
 from sensorium.recipe.plan import (
     BYTES,
     PACKED,
+    SHARE,
+    WAYS,
+    Way,
     cached_tokens,
     estimate_memory,
     packed_bytes,
     trained_parameters,
+    vllm_share,
     without_large_copies,
 )
-from sensorium.recipe.recomputation import SHARE, WAYS, Way, vllm_share
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape
 

@@ -19,10 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sensorium.learner.adam import ParameterState, Rates
-from sensorium.learner.masters import noise_key
-from sensorium.learner.shards import local_of
-from sensorium.models.transfers import sent_to
+from sensorium.learner.optimizer import ParameterState, Rates, noise_key
+from sensorium.learner.saved_state import local_of
+from sensorium.models.segment_layout import sent_to
 
 BLOCK, BLOCKS = 2048, 8  # numbers at a time, and how often a program takes so many
 

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sensorium.algorithms.value import value_loss
+from sensorium.algorithms.losses import value_loss
 from sensorium.learner.credited_episode import AskedValues
 from sensorium.learner.forward import UpdateFeatures, hidden_states
 from sensorium.learner.optimizer import Optimizer, rate_share
 from sensorium.learner.packing import MicroBatch, Packing
-from sensorium.learner.shards import copy_state, distinct_state
+from sensorium.learner.saved_state import copy_state, distinct_state
 from sensorium.learner.team import ALONE, Team
 from sensorium.models.policy import Policy
-from sensorium.recipe.algorithm_sections import CriticSection
+from sensorium.recipe.schema import CriticSection
 
 HEAD = "value_head"
 

@@ -8,29 +8,27 @@ import torch
 from torch import Tensor
 
 from sensorium.algorithms import correction, kl
-from sensorium.algorithms.kl_control import AdaptiveKL
-from sensorium.algorithms.mismatch import mismatch
-from sensorium.learner.assessment import Assessment
+from sensorium.algorithms.correction import mismatch
+from sensorium.algorithms.kl import AdaptiveKL
 from sensorium.learner.credited_episode import (
+    Assessment,
     CreditedEpisode,
     Groups,
+    Positions,
     asked_values,
+    find_positions,
     sampled_tokens,
     uncredited,
     with_observations,
 )
 from sensorium.learner.critic import Critic
 from sensorium.learner.forward import LogprobScorer
-from sensorium.learner.objective import Objective
 from sensorium.learner.optimizer import Optimizer, rate_share
 from sensorium.learner.packing import Packing, pack
-from sensorium.learner.positions import Positions, find_positions
 from sensorium.learner.team import ALONE, Team
-from sensorium.learner.update import Shares, UpdateBatch, UpdateResult, corrections, update
-from sensorium.models.policy import Policy
-from sensorium.models.reference import Reference
-from sensorium.recipe.algorithm_sections import AlgorithmSection, OptimizerSection
-from sensorium.recipe.schema import BatchSection
+from sensorium.learner.update import Objective, Shares, UpdateBatch, UpdateResult, corrections, update
+from sensorium.models.policy import Policy, Reference
+from sensorium.recipe.schema import AlgorithmSection, BatchSection, OptimizerSection
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import ModelError, NonFiniteUpdate, RecipeError
 

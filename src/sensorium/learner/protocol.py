@@ -15,8 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sensorium.learner.assessment import Assessment
-from sensorium.learner.credited_episode import Groups
+from sensorium.learner.credited_episode import Assessment, Groups
 from sensorium.vocabulary.episode import Episode
 
 

@@ -1,25 +1,133 @@
-"""A learner's state on disk: ``learner.pt`` with what is plain, and ``shards/`` with what was spread over ranks.
+"""State on disk as plain containers, numbers, texts and tensors only, so that reading it cannot run anybody's code."""
 
-Each rank writes its own rows (torch.distributed.checkpoint, as safetensors: reading them runs no code). Where a spread
-tensor stood in the state, ``learner.pt`` has its name. Whoever reads takes the rows it needs. So one process or four ranks
-go on from a checkpoint of two ranks, and any number from that of one process:
-
-    state         {"moments": {"w": {"exp_avg": DTensor}}}
-    learner.pt    {"moments": {"w": {"exp_avg": {"spread": "moments.w.exp_avg"}}}}
-    shards/       moments.w.exp_avg, some rows of it in each rank's file
-"""
-
+import pickle
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
-from sensorium.learner.plain_state import load_state, save_state
-from sensorium.learner.shards import is_sharded
 from sensorium.learner.team import ALONE, Team
 from sensorium.vocabulary.errors import CheckpointError
+
+PLAIN = (str, int, float, bool, type(None))
+
+
+def save_state(state: Any, path: Path) -> None:
+    """Write a state; whatever is not plain is a bug, since it could not be read back."""
+    problem = not_plain(state, "state")
+    assert not problem, problem
+    torch.save(state, path)
+
+
+def load_state(path: Path) -> Any:
+    """A state as it was written, on the CPU. A file with anything else in it is refused before it is run."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"'{path}' holds Python objects, and reading those could run any code, so it is refused. An older version "
+            "wrote such files: go on with that version, or start a new run from the weights beside it (model.path). If "
+            "nobody here wrote it with an older version, do not trust it."
+        ) from error
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"'{path}' cannot be read: {reason} Use an earlier checkpoint.") from error
+
+
+def not_plain(state: Any, place: str) -> str:
+    """Which part of a state is neither a plain value nor a tensor, in words; empty if all of it can be read back."""
+    if isinstance(state, dict):
+        strange = [key for key in state if not isinstance(key, PLAIN)]
+        if strange:
+            return f"{place} has the key {strange[0]!r}"
+        return next(filter(None, (not_plain(value, f"{place}.{key}") for key, value in state.items())), "")
+    if isinstance(state, list | tuple):
+        return next(filter(None, (not_plain(value, f"{place}.{i}") for i, value in enumerate(state))), "")
+    fits = type(state) in PLAIN or isinstance(state, Tensor)
+    return "" if fits else f"{place} is {type(state).__name__}, which is not plain"
+
+
+# whole parameter [5, 8] on two ranks rank 0 holds rows 0–2, rank 1 rows 3–4 local_of(parameter) [3, 8] on rank 0: the
+# rows themselves, to be written to spread_like(local, parameter) a DTensor [5, 8] again, for a checkpoint
+# part_for(whole, parameter) the rows of a whole tensor that belong here A whole parameter is its own only part, so what
+# is written for shards also serves one process.
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is spread over ranks. Asked without importing torch's distributed tensors, which takes a second."""
+    return hasattr(tensor, "to_local")
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, not a copy."""
+    shard: Any = tensor.detach()
+    return shard.to_local() if is_sharded(tensor) else shard
+
+
+def spread_like(local: Tensor, parameter: Tensor) -> Tensor:
+    """The rows of a tensor that stand here, as the spread tensor that all ranks hold together."""
+    if not is_sharded(parameter):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    sharded: Any = parameter
+    spread: Tensor = DTensor.from_local(
+        local,
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )
+    return spread
+
+
+def part_for(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """The rows of a tensor, whole or spread, that belong to what this rank holds of a parameter."""
+    if is_sharded(tensor):
+        return local_of(tensor) if is_sharded(parameter) else whole_of(tensor)
+    if not is_sharded(parameter):
+        return tensor
+    sharded: Any = parameter
+    mesh = sharded.device_mesh
+    rows = -(-tensor.shape[0] // mesh.size())
+    start = min(mesh.get_local_rank() * rows, tensor.shape[0])
+    return tensor[start : start + rows]
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """All rows of a tensor. Of a spread one every rank must ask at the same time."""
+    spread: Any = tensor.detach()
+    whole: Tensor = spread.full_tensor() if is_sharded(tensor) else spread
+    return whole
+
+
+def distinct_state(model: nn.Module) -> dict[str, Tensor]:
+    """A model's state dict with tied weights once."""
+    named = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    return {name: tensor for name, tensor in model.state_dict().items() if name in named}
+
+
+@torch.no_grad()
+def copy_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Give a model the parameters and buffers of a state dict, each of them whole or spread; tied ones may come twice."""
+    own = distinct_state(model)
+    if missing := own.keys() - state.keys():
+        raise ValueError(f"a state of another model: it lacks {min(missing)}")
+    for name, tensor in own.items():
+        local_of(tensor).copy_(part_for(state[name], tensor))
+
+
+# Each rank writes its own rows (torch.distributed.checkpoint, as safetensors: reading them runs no code). Where a
+# spread tensor stood in the state, ``learner.pt`` has its name. Whoever reads takes the rows it needs. So one process
+# or four ranks go on from a checkpoint of two ranks, and any number from that of one process: state {"moments": {"w":
+# {"exp_avg": DTensor}}} learner.pt {"moments": {"w": {"exp_avg": {"spread": "moments.w.exp_avg"}}}} shards/
+# moments.w.exp_avg, some rows of it in each rank's file
+
 
 STATE, SHARDS = "learner.pt", "shards"
 MARK = "spread"

@@ -5,7 +5,7 @@ backward pass they are gathered again, and their gradients are summed and go bac
 what a rank keeps of a micro-batch is its own tokens' alone.
 
 In 16 bits on CUDA a rank makes two calls of flash attention: each of its pieces sees itself causally, and pieces below the
-same ancestors see those whole; both results are merged (``learner/tree_levels.py``). Otherwise by rectangles.
+same ancestors see those whole; both results are merged (``learner/tree_attention.py``). Otherwise by rectangles.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from sensorium.learner.token_shares import TokenGroup, TokenShares
-from sensorium.learner.tree_attention import TokenRun, TreeAttention, arrange
-from sensorium.learner.tree_levels import Flash, Part, segment_ends, usable
+from sensorium.learner.tree_attention import Flash, Part, TokenRun, TreeAttention, arrange, segment_ends, usable
 from sensorium.models.attention import as_kind, finer, one_row
 
 

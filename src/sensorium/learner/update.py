@@ -1,14 +1,18 @@
-"""One update: every micro-batch forward and backward, one tower backward, one step of each optimizer.
+"""What an update minimises: the policy loss with its settings, KL, entropy, correction, and who learns.
 
-The loss is a sum over tokens with weights from whole-update counts; what is measured is measured over whole-update vectors
-in canonical order. So neither depends on how the update was packed. All gradients, the critic's too, are found and checked
-before anything moves.
+Example. ``algorithm.loss: {name: clip, clip_low: 0.2, clip_high: 0.28, entropy_coef: 0.01}`` gives
+
+    objective.loss          the function ``clip`` with the settings it takes: clip_low, clip_high, dual_clip
+    objective.aggregation   the recipe's, or what the loss's line in ``recipe/traits.py`` says where that is ``auto``
+    objective.idles(batch)  False: the entropy bonus gives every token a gradient, also where all advantages are 0
 """
 
 import hashlib
-from contextlib import ExitStack
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import isfinite
 
 import torch
@@ -16,20 +20,131 @@ from torch import Tensor
 
 from sensorium.algorithms import correction, kl
 from sensorium.algorithms.aggregation import sequence_weights
-from sensorium.algorithms.mismatch import effective_share
-from sensorium.algorithms.ratio import log_ratio
-from sensorium.algorithms.tokens import Tokens, UpdateTokens
+from sensorium.algorithms.correction import effective_share
+from sensorium.algorithms.losses import TokenLoss, Tokens, UpdateTokens, log_ratio
+from sensorium.algorithms.router import RouterLoad, balance_loss, load_metrics, router_load
 from sensorium.learner.credited_episode import AskedValues, SampledTokens
 from sensorium.learner.critic import Critic, ValuePass
-from sensorium.learner.forward import LogprobScorer, UpdateFeatures, hidden_states
-from sensorium.learner.objective import Objective
+from sensorium.learner.forward import LogprobScorer, TowerPasses, UpdateFeatures, hidden_states, tower_passes
 from sensorium.learner.optimizer import Optimizer
 from sensorium.learner.packing import MicroBatch, Packing
-from sensorium.learner.routers import Routers
 from sensorium.learner.team import ALONE, Team
-from sensorium.learner.tower_passes import TowerPasses, tower_passes
-from sensorium.recipe.algorithm_sections import CorrectionSection
+from sensorium.models.policy import Policy
+from sensorium.recipe.names import resolve
+from sensorium.recipe.schema import AlgorithmSection, CorrectionSection
+from sensorium.recipe.traits import loss_traits
 from sensorium.vocabulary.errors import NonFiniteUpdate
+
+LossFunction = Callable[[Tokens], TokenLoss]
+SUPERVISED = "likelihood"
+
+
+@dataclass(frozen=True)
+class Objective:
+    """``kl_coef`` is the present weight of the KL in the loss. ``policy_learns``: False while only the critic warms up."""
+
+    name: str
+    algorithm: AlgorithmSection
+    kl_coef: float = 0.0
+    policy_learns: bool = True
+
+    @property
+    def supervised(self) -> bool:
+        """Nothing was sampled by an engine, so there is no KL, no clip and no mismatch."""
+        return self.name == SUPERVISED
+
+    @property
+    def over(self) -> str:
+        """What the loss must know whole: its tokens, their sequences, or the update."""
+        return loss_traits(self.name).over
+
+    @property
+    def aggregation(self) -> str:
+        """How token losses are weighted."""
+        named = self.algorithm.loss.aggregation
+        return loss_traits(self.name).aggregation if named == "auto" or self.supervised else named
+
+    @property
+    def entropy_coef(self) -> float:
+        """Weight of the entropy bonus."""
+        return 0.0 if self.supervised else self.algorithm.loss.entropy_coef
+
+    @cached_property
+    def loss(self) -> LossFunction:
+        """The named loss, with those of the recipe's settings that are parameters of it."""
+        function = resolve("loss", self.name, "algorithm.loss.name")
+        settings = self.algorithm.loss.model_dump()
+        taken = {key: settings[key] for key in inspect.signature(function).parameters if key in settings}
+        return partial(function, **taken)
+
+    def idles(self, microbatch: MicroBatch) -> bool:
+        """True if a micro-batch gives the policy no gradient: all advantages are 0, and no other term has a gradient."""
+        if not self.policy_learns:
+            return True
+        pulled = self.kl_coef or self.entropy_coef or self.algorithm.router_coef
+        return microbatch.silent and loss_traits(self.name).credited_only and not pulled
+
+
+# Each token computed counts once, however often a split group computes it again, so neither the loss nor the loads
+# depend on packing. The loss needs the whole update's loads beforehand; an update of several micro-batches finds them
+# by looking ahead.
+
+
+class Routers:
+    """Measures the routers of a policy; without experts there are none, and no metrics."""
+
+    def __init__(self, policy: Policy, objective: Objective, team: Team = ALONE) -> None:
+        self._policy, self._team = policy, team
+        self._coef = objective.algorithm.router_coef
+        self._experts = policy.experts_per_token
+        self._ahead: RouterLoad | None = None
+        self._whole: RouterLoad | None = None
+        self._part: RouterLoad | None = None
+
+    @property
+    def pull(self) -> bool:
+        """True if the routers add to the loss."""
+        return bool(self._experts) and self._coef > 0
+
+    @contextmanager
+    def watch(self, microbatch: MicroBatch, *, ahead: bool = False) -> Iterator[None]:
+        """Count what the routers do in the pass inside."""
+        if not self._experts:
+            yield
+            return
+        with self._policy.watch_routers() as seen:
+            yield
+        self._part = router_load(seen, self._experts, microbatch.fresh_T)
+        told = self._part.detach()
+        if ahead:
+            self._ahead = told if self._ahead is None else self._ahead + told
+        else:
+            self._whole = told if self._whole is None else self._whole + told
+
+    def close_ahead(self) -> None:
+        """Looking ahead is over: what was counted is now of the whole update, on all ranks."""
+        self._ahead = self._over_ranks(self._ahead)
+
+    def loss(self) -> Tensor:
+        """The share of the last pass in the load-balancing loss, weighted."""
+        if not self.pull or self._part is None:
+            return torch.zeros((), device=self._policy.device)
+        return self._coef * balance_loss(self._part, self._ahead if self._ahead is not None else self._part.detach())
+
+    def metrics(self) -> dict[str, float]:
+        """How evenly the experts were used over the whole update."""
+        whole = self._over_ranks(self._whole)
+        return {} if whole is None else load_metrics(whole)
+
+    def _over_ranks(self, load: RouterLoad | None) -> RouterLoad | None:
+        if load is None:
+            return None
+        return RouterLoad(*(self._team.sum(part) for part in (load.chosen_LE, load.probabilities_E, load.rows)))
+
+
+# The loss is a sum over tokens with weights from whole-update counts; what is measured is measured over whole-update
+# vectors in canonical order. So neither depends on how the update was packed. All gradients, the critic's too, are
+# found and checked before anything moves.
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from sensorium.models.fast_paths import fall_back
+from sensorium.kernels.fallbacks import fall_back
 
 IMPLEMENTATION = "sensorium"
 
@@ -70,7 +70,7 @@ def as_kind(x: Tensor, kind: torch.dtype) -> Tensor:
     """``x.to(kind)``, faster on CUDA."""
     if x.dtype == kind or not x.is_cuda or not x.is_contiguous() or not _kernel_casts(x.device):
         return x.to(kind)
-    from sensorium.models.cast_kernels import cast
+    from sensorium.kernels.attention_triton import cast
 
     return cast(x, kind)
 
@@ -81,7 +81,7 @@ def _kernel_casts(device: torch.device) -> bool:
     if find_spec("triton") is None:  # said by who needs it more
         return False
     try:
-        from sensorium.models.cast_kernels import cast
+        from sensorium.kernels.attention_triton import cast
 
         given = torch.linspace(-6e4, 6e4, 257, device=device).bfloat16()
         wrong = "" if cast(given, torch.float16).equal(given.half()) else "it gives other numbers than torch"

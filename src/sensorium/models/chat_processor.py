@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sensorium.media.decoder import Decoder
-from sensorium.media.store import MediaStore
+from sensorium.data.decoder import Decoder
+from sensorium.data.media_store import MediaStore
 from sensorium.models.family import MediaFormat
 from sensorium.models.prepared_media import PreparedMedia
 from sensorium.models.rendering import ChatRenderer

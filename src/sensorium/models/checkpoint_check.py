@@ -10,17 +10,22 @@ from typing import Any
 
 import torch
 
-from sensorium.media.store import MediaStore
-from sensorium.models.checkpoint_place import find_checkpoint, is_hub_id, naming
-from sensorium.models.hub_files import has_weights
+from sensorium.data.media_store import MediaStore
+from sensorium.models.checkpoint_path import (
+    LOADING,
+    concrete_class,
+    find_checkpoint,
+    has_weights,
+    is_hub_id,
+    may_be_hub_id,
+    naming,
+    own_config,
+)
 from sensorium.models.load import DTYPES, find_device, loading_options, refuse_dropout
 from sensorium.models.load_chat import CheckpointConfig, chat_processor_of, config_at, of_its_family
-from sensorium.models.load_checks import check_memory, refuse_unfit, whole_weights
 from sensorium.models.lora import choose_layers
-from sensorium.models.model_classes import LOADING, concrete_class, own_config
 from sensorium.models.quiet import quiet
-from sensorium.models.weight_files import WeightFile
-from sensorium.models.wrong_path import may_be_hub_id
+from sensorium.models.weight_files import WeightFile, check_memory, refuse_unfit, whole_weights
 from sensorium.recipe.schema import ModelSection
 from sensorium.recipe.shape import cached_folder, is_ours
 from sensorium.vocabulary.errors import ModelError

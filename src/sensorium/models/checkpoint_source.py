@@ -1,11 +1,17 @@
 """The checkpoint that a run started from, written down so that it is found again when the run is exported."""
 
+import hashlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from os import cpu_count
 from pathlib import Path
 
-from sensorium.models.checkpoint_place import find_checkpoint, find_weights
-from sensorium.models.hub_files import cached_commit
+import torch
+from torch import Tensor
+
+from sensorium.models.checkpoint_path import cached_commit, find_checkpoint, find_weights
+from sensorium.models.policy import Policy
 from sensorium.recipe.shape import is_ours
 from sensorium.vocabulary.errors import CheckpointError, ModelError
 
@@ -56,3 +62,29 @@ def describe_source(path: str, revision: str = "") -> CheckpointSource:
     if folder.is_dir():
         return CheckpointSource(path, str(folder.resolve()))
     return CheckpointSource(path, revision=cached_commit(path, revision) or revision)
+
+
+NOT_THE_MODEL = ("transformers_version", "_name_or_path")
+
+
+def identity(policy: Policy) -> str:
+    """A digest of everything that decides the model's input and output."""
+    named = sorted(policy.model.state_dict().items())
+    with ThreadPoolExecutor(max_workers=cpu_count() or 1) as pool:
+        weights = list(pool.map(_digest, (tensor for _, tensor in named)))
+    digest = hashlib.blake2b(digest_size=16)
+    for (name, tensor), content in zip(named, weights, strict=True):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {content}\n".encode())
+    config = {key: value for key, value in policy.model.config.to_dict().items() if key not in NOT_THE_MODEL}
+    chat = policy.chat
+    processing = chat.processor.to_json_string() if chat.processor is not None else ""
+    tokens = chat.tokenizer.backend_tokenizer.to_str()
+    said = json.dumps(config, sort_keys=True, default=str)
+    for part in (said, chat.owner.chat_template, processing, tokens, chat.stop_ids):
+        digest.update(f"{part}\n".encode())
+    return digest.hexdigest()
+
+
+def _digest(tensor: Tensor) -> str:
+    flat = tensor.detach().contiguous().cpu().flatten()
+    return hashlib.blake2b(flat.view(torch.uint8).numpy().data, digest_size=16).hexdigest()

@@ -1,17 +1,101 @@
-"""From media to features: one pass of each tower over what is new to it, with counts of what it cost."""
+"""What a run's media cost: decodings, hits and evictions of caches, and items encoded by towers."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
+from torch import nn
 
+from sensorium.data.decoder import DecodeCounters
+from sensorium.data.lru import LRU
+from sensorium.kernels.matched_ops import MatchedOps
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.family import Family, Tower
-from sensorium.models.frozen_features import FrozenFeatures, WeightsVersion, spare_bytes
-from sensorium.models.matched_ops import MatchedOps
 from sensorium.models.matched_towers import TowerCompany
+from sensorium.models.prepared_media import PreparedMedia
 from sensorium.models.segment_layout import Features, mismatch
 from sensorium.vocabulary.content import Media
+
+# Features are cached under the version of the weights that computed them. The version changes as soon as a weight is
+# written to, so cached features can be dropped but never be wrong. A copy of a model starts with the version of its
+# original. Example. A frozen tower, its weights written to between the second and the third call: version =
+# tower.current_version() v1 v1 v2 cache.get(version, picture) miss hit miss: computed anew, and the features under v1
+# are dropped
+
+
+class FrozenFeatures:
+    """Features by version of the weights and medium; the least recently used go first. Copies of a model share it."""
+
+    def __init__(self, capacity: int) -> None:
+        self._features: LRU[tuple[object, Media], Features] = LRU(capacity, lambda features: features.nbytes)
+
+    @property
+    def hits(self) -> int:
+        """How often features were found."""
+        return self._features.hits
+
+    @property
+    def evictions(self) -> int:
+        """How many were dropped because the bound was reached."""
+        return self._features.evictions
+
+    @property
+    def held(self) -> int:
+        """Bytes of all cached features."""
+        return self._features.held
+
+    def get(self, version: object, media: Media) -> Features | None:
+        """Features of a medium under a version of the weights, if they are cached."""
+        return self._features.get((version, media))
+
+    def add(self, version: object, media: Media, features: Features) -> None:
+        """Cache the features of a medium under a version of the weights."""
+        # A copy of each: a view would keep the features of a whole batch alive.
+        copies = Features(features.embeds_NH.clone(), tuple(level.clone() for level in features.deepstack_NH))
+        self._features.put((version, media), copies)
+
+    def forget(self, version: object) -> None:
+        """Drop features computed with weights that have since changed."""
+        for key, _ in self._features.items():
+            if key[0] is version:
+                self._features.pop(key)
+
+
+class WeightsVersion:
+    """Tells whether a module's weights changed: the version is the same object as long as they did not."""
+
+    def __init__(self, module: nn.Module, version: object = None) -> None:
+        self._module = module
+        self._state = self._fingerprint()
+        self._version = version if version is not None else object()
+
+    @property
+    def learning(self) -> bool:
+        """Whether any weight is trained. Not remembered: freezing and adapters come later than the model."""
+        return any(parameter.requires_grad for parameter in self._module.parameters())
+
+    def current_version(self) -> object:
+        """The version now: a new one if a weight was written to. Weights asked for gradients count as written to."""
+        state = self._fingerprint()
+        if state != self._state or (torch.is_grad_enabled() and self.learning):
+            self._state, self._version = state, object()
+        return self._version
+
+    def _fingerprint(self) -> tuple[int, ...]:
+        """Identity, address and torch's count of in-place writes of each tensor, and which adapters are switched off."""
+        tensors = [part for p in self._module.parameters() for part in (id(p), p.data_ptr(), p._version)]
+        off = [id(part) for part in self._module.modules() if getattr(part, "disable_adapters", False)]
+        return (*tensors, *off)
+
+
+def spare_bytes(device: torch.device) -> int:
+    """Bytes to spend on cached features: a sixteenth of a GPU's memory, or 1 GiB on a CPU."""
+    if device.type == "cuda":
+        properties: Any = torch.cuda.get_device_properties(device)
+        return int(properties.total_memory) // 16
+    return 1 << 30
+
 
 # Of one pass at most, unless a single medium has more. A block of Qwen2.5-VL's tower holds 6 GiB of so many at a time on a
 # GPU. A CPU gains nothing from large passes, and 16,384 patches are 100 MB before the tower has looked at them.
@@ -136,3 +220,59 @@ class Encoder:
             if expected != given:
                 raise mismatch(item, f"{expected} placeholder tokens for {given} features of the tower")
         return dict(zip(media, features, strict=True))
+
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class MediaCounts:
+    """Counts since a policy was loaded, those of the copies that share its media included.
+
+    ``decoded`` pictures, videos and sounds; ``hits`` found decoded on disk, ``damaged`` there and
+    decoded anew; ``memory_hits`` answered from memory, decoded or preprocessed. ``tower_items`` went through a tower,
+    ``tower_hits`` did not have to, because it is frozen.
+    """
+
+    decoded: int
+    preprocessed: int
+    hits: int
+    memory_hits: int
+    evictions: int
+    memory_evictions: int
+    damaged: int
+    tower_items: int
+    tower_hits: int
+    tower_evictions: int
+    cache_bytes: int
+    memory_bytes: int
+
+    def since(self, before: "MediaCounts") -> dict[str, float]:
+        """What happened since, by name."""
+        return {name: getattr(self, name) - getattr(before, name) for name in COUNTS}
+
+    @property
+    def sizes(self) -> dict[str, float]:
+        """What is kept now: decoded on disk, and in memory."""
+        return {"cache_gib": self.cache_bytes / GIB, "memory_gib": self.memory_bytes / GIB}
+
+
+COUNTS = tuple(field.name for field in fields(MediaCounts) if not field.name.endswith("_bytes"))
+
+
+def count_media(decoding: DecodeCounters, media: PreparedMedia, encoder: Encoder) -> MediaCounts:
+    """The counts of one policy's decoder, prepared media and towers."""
+    return MediaCounts(
+        decoded=decoding.decoded,
+        preprocessed=media.preprocessed,
+        hits=decoding.disk_hits,
+        memory_hits=decoding.memory_hits + decoding.shared + media.hits,
+        evictions=decoding.disk_evictions,
+        memory_evictions=decoding.memory_evictions + media.evictions,
+        damaged=decoding.disk_damaged,
+        tower_items=encoder.counters.tower_items,
+        tower_hits=encoder.cache.hits,
+        tower_evictions=encoder.cache.evictions,
+        cache_bytes=decoding.disk_bytes,
+        memory_bytes=decoding.memory_bytes + media.held,
+    )

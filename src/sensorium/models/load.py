@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 
-from sensorium.media.decoder import Decoder
-from sensorium.media.store import MediaStore
-from sensorium.models.checkpoint_place import is_hub_id, naming
+from sensorium.data.decoder import Decoder
+from sensorium.data.media_store import MediaStore
+from sensorium.models.checkpoint_path import LOADING, builder_of, is_hub_id, model_class, naming
 from sensorium.models.load_chat import CheckpointConfig, chat_processor_of, of_its_family, read_config
-from sensorium.models.load_checks import announced, check_memory, refuse_not_finite, refuse_unfit, whole_weights
 from sensorium.models.lora import add_adapters
-from sensorium.models.model_classes import LOADING, builder_of, model_class
 from sensorium.models.policy import Policy, Precision
 from sensorium.models.quiet import quiet
+from sensorium.models.weight_files import announced, check_memory, refuse_not_finite, refuse_unfit, whole_weights
 from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary.errors import ModelError, nearest
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sensorium.kernels.layer_parts import GatedMLP, LayerParts, UnknownLayer, norm_of, parts_of
+from sensorium.kernels.matched_ops import MatchedOps, matched_linear, refuse_unknown
 from sensorium.models.attention import Attention
 from sensorium.models.fused import LayerStack
-from sensorium.models.layer_parts import GatedMLP, LayerParts, UnknownLayer, norm_of, parts_of
-from sensorium.models.matched_ops import MatchedOps, matched_linear, refuse_unknown
 from sensorium.models.token_probs import integer_weights, log_probs
 from sensorium.vocabulary.errors import ModelError
 

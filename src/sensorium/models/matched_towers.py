@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
+from sensorium.kernels.fallbacks import fall_back
+from sensorium.kernels.matched_ops import MatchedOps, MatchedProduct
 from sensorium.models.family import Tower
-from sensorium.models.fast_paths import fall_back
-from sensorium.models.matched_ops import MatchedOps, MatchedProduct
 from sensorium.models.prepared_media import TowerInput
 from sensorium.models.segment_layout import Features
 from sensorium.models.tower import VisionTower

@@ -1,12 +1,9 @@
-"""A loaded model in parts: towers, language model and head as separate calls, and beside them its chat processor.
+"""A loaded model in parts: towers, language model and head as separate calls, and beside them its chat processor."""
 
-The parts are stock transformers modules. The loop over the decoder layers is written here rather than taken from the
-library, so that attention, deepstack features and recomputation are the caller's, without hooks or masks on the side.
-"""
-
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -15,25 +12,53 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sensorium.models import layer_ops
+from sensorium.kernels import layer_ops
+from sensorium.kernels.matched_ops import matched_linear, matched_ops
 from sensorium.models.attention import Attention
 from sensorium.models.chat_processor import ChatProcessor
-from sensorium.models.counts import MediaCounts, count_media
-from sensorium.models.encoding import Counters, Encoder
+from sensorium.models.encoding import Counters, Encoder, MediaCounts, count_media
 from sensorium.models.family import Family, group_of
 from sensorium.models.fused import LayerStack, Recomputation, fused_layers
 from sensorium.models.lora import FOLDER, Adapters
 from sensorium.models.matched import matched_layers
-from sensorium.models.matched_ops import matched_linear, matched_ops
 from sensorium.models.quiet import quiet
-from sensorium.models.recomputing import keeping_blocks, recompute_blocks
-from sensorium.models.routing import routers_of, watched
-from sensorium.models.segment_layout import Features, Placement
-from sensorium.models.transfers import sent_to
+from sensorium.models.segment_layout import Features, Placement, sent_to
+from sensorium.models.tower_blocks import keeping_blocks, recompute_blocks
 from sensorium.models.weight_files import saving_weights
 from sensorium.recipe.activations import TowerRoom
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import ModelError, SpanMismatch
+
+
+def routers_of(language_model: Any) -> list[nn.Module]:
+    """The router of each layer that has experts, in order."""
+    blocks = [layer.mlp for layer in language_model.layers]
+    return [block.gate for block in blocks if hasattr(block, "gate") and hasattr(block, "experts")]
+
+
+@contextmanager
+def watched(routers: list[nn.Module]) -> Iterator[list[Tensor]]:
+    """Collects the logits [T, E] of routers in the order they run: of one forward inside, a tensor per layer with experts.
+
+    The stock block computes them and keeps them to itself, so they are read by hooks, which are there only inside. A layer
+    that is recomputed in a backward pass outside is not read twice.
+    """
+    seen: list[Tensor] = []
+
+    def note(router: nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
+        seen.append(output[0])
+
+    hooks = [router.register_forward_hook(note) for router in routers]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# The parts are stock transformers modules. The loop over the decoder layers is written here rather than taken from the
+# library, so that attention, deepstack features and recomputation are the caller's, without hooks or masks on the side.
+
 
 Precision = Literal["fast", "matched"]
 SHARD_BYTES = 2 << 30
@@ -328,3 +353,49 @@ def _refuse_sliding_window(config: Any) -> None:
         raise ModelError(
             "this checkpoint uses sliding-window attention, which is not supported; use one with full attention."
         )
+
+
+class Reference(Protocol):
+    """``with reference.active() as policy:`` gives the policy to score with; outside it must not be used."""
+
+    def active(self) -> AbstractContextManager[Policy]: ...
+
+
+@dataclass(frozen=True)
+class FrozenCopy:
+    """A separate policy that is never trained, copied or loaded. Its towers are frozen, so their features are cached."""
+
+    policy: Policy
+
+    def __post_init__(self) -> None:
+        self.policy.model.requires_grad_(False)
+
+    @contextmanager
+    def active(self) -> Iterator[Policy]:
+        """As it always is."""
+        yield self.policy
+
+
+@dataclass(frozen=True)
+class FormerSelf:
+    """The trained policy with the adapters it had when RL began; None: it had fresh ones, and is its base model then.
+
+    While it is active nothing may be sampled or updated. Towers, language model and head all are those of the reference.
+    """
+
+    policy: Policy
+    adapters: Mapping[str, Tensor] | None
+
+    @contextmanager
+    def active(self) -> Iterator[Policy]:
+        """The former self; afterwards, whatever happened, the policy is bit for bit what it was."""
+        policy, own = self.policy, self.policy.adapters
+        assert own is not None, "a policy without adapters cannot be its former self"
+        version, counters = policy.version, policy.counters
+        with own.off() if self.adapters is None else own.holding(self.adapters):
+            try:
+                # Caches by version must not mistake it for the policy; media it encodes do not count as the policy's work.
+                policy.version, policy.counters = -1, Counters()
+                yield policy
+            finally:
+                policy.version, policy.counters = version, counters

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from sensorium.caches.lru import LRU
+from sensorium.data.lru import LRU
 from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.errors import MediaError, ModelError
 

@@ -17,8 +17,8 @@ from sensorium.vocabulary.errors import MediaError
 if TYPE_CHECKING:
     from PIL import Image
 
-    from sensorium.media.audio import DecodedAudio
-    from sensorium.media.video import DecodedVideo
+    from sensorium.data.sound import DecodedAudio
+    from sensorium.data.video import DecodedVideo
 
 # Frames processed at once: in float32 and cut into patches they take four times as much, several times over.
 CLIP_BYTES = 1 << 26

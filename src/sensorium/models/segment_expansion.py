@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sensorium.caches.lru import LRU
+from sensorium.data.lru import LRU
 from sensorium.models.family import HearsInVideo, MediaFormat
 from sensorium.models.prepared_media import Extent, PreparedMedia
 from sensorium.models.segment_layout import Layout, Slot, mismatch

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import torch
 from torch import Tensor
 
 from sensorium.vocabulary.content import Media
@@ -116,3 +117,10 @@ def mismatch(media: Media, what: str) -> SpanMismatch:
 
 def _total(runs: Runs) -> int:
     return sum(count for _, count in runs)
+
+
+def sent_to(device: torch.device, table: Tensor) -> Tensor:
+    """A table of the CPU on a device. From pinned memory: a copy from elsewhere waits until all work before it is done."""
+    if device.type != "cuda":
+        return table.to(device)
+    return table.pin_memory().to(device, non_blocking=True)

@@ -7,7 +7,7 @@ library loads, or torchvision is not installed, nothing changes.
 
 Importing this module imports neither torch nor anything of ours: it waits for the import of torchvision. So set-up
 (tools/install.py) can copy it beside the installed packages and let a ``.pth`` file import it into every Python process of
-an environment, and ``engines/vllm/startup.py`` into those of vLLM.
+an environment, and ``engines/vllm/actor_process.py`` into those of vLLM.
 """
 
 import sys

@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import AttentionInterface
 
-from sensorium.caches.lru import LRU
+from sensorium.data.lru import LRU
 from sensorium.models.prepared_media import Grid, TowerInput
-from sensorium.models.segment_layout import Features
-from sensorium.models.tower_blocks import choose, taken_over
-from sensorium.models.tower_segments import attend_in_segments
-from sensorium.models.transfers import sent_to
+from sensorium.models.segment_layout import Features, sent_to
+from sensorium.models.tower_blocks import attend_in_segments, choose, taken_over
 
 # The towers hand over the whole batch with the ends of its segments to any implementation with "flash" in its name.
 SEGMENTS = "sensorium_flash_segments"

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from sensorium.models.gate_kernels import gate_pair_gradients, gated_pair
-from sensorium.models.layer_kernels import add_normed, column_sums, norm_gradients, normed
-from sensorium.models.tower_kernels import rotate_into
-from sensorium.models.window_kernels import LONGEST, attend_windows, window_gradients
+from sensorium.kernels.layer_triton import add_normed, column_sums, gate_pair_gradients, gated_pair, norm_gradients, normed
+from sensorium.kernels.tower_triton import LONGEST, attend_windows, rotate_into, window_gradients
 
 # Inner sizes are padded to multiples of this. Of 3,424, 3,456 and 3,584 for Qwen2.5-VL's 3,420 the first is the fastest.
 ALIGNED = 32

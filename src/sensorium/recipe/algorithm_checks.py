@@ -5,10 +5,8 @@ A setting that the named estimator or loss does not take is refused when it diff
 
 from collections.abc import Iterator, Sequence
 
-from sensorium.recipe.algorithm_sections import CriticSection
 from sensorium.recipe.names import PARAMETER_GROUPS
-from sensorium.recipe.schema import Recipe, ScheduleSection
-from sensorium.recipe.section import Section
+from sensorium.recipe.schema import CriticSection, Recipe, ScheduleSection, Section
 from sensorium.recipe.traits import CLIP, ESTIMATORS, LOSSES, PPO_CLIP, estimator_traits, loss_takes, loss_traits
 from sensorium.vocabulary.errors import nearest
 

@@ -1,51 +1,158 @@
-"""The table of names: name → where it lives. Torch-free; what a name stands for is imported when it is built."""
+"""Python objects that a recipe names: as ``module:Name`` where any process can import them, else as ``python:NAME``.
 
-from collections.abc import Mapping, Sequence
+Example: ``def brevity(task, episode)`` in my_rewards.py is ``my_rewards:brevity`` in the recipe. The same function typed
+into a notebook, or a lambda, is ``python:brevity``: only the process that passed it knows it, so a resumed run needs it
+passed again, and says so.
+"""
+
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from inspect import Parameter, signature
 from types import NoneType, UnionType
-from typing import Any, Unpack, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Unpack, get_args, get_origin, get_type_hints
 
-from sensorium.recipe.function_signatures import reward_style, takes_context, wrong_function_options
-from sensorium.recipe.objects import SCHEME, passed_object
 from sensorium.recipe.own_modules import searched_folders
 from sensorium.recipe.traits import ESTIMATORS, LOSSES, EstimatorTraits, LossTraits, estimator_places, loss_places
 from sensorium.vocabulary.errors import RecipeError, nearest
 
+SCHEME = "python:"
+_passed: dict[str, dict[str, Any]] = {}
+
+
+def importable_name(thing: Any) -> str:
+    """``module:Name`` of a class or function that any process can import; empty for lambdas, local and notebook ones."""
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
+    if not module or module == "__main__" or not name or "." in name or "<" in name:
+        return ""
+    return f"{module}:{name}" if getattr(sys.modules.get(module), name, None) is thing else ""
+
+
+def own_name(thing: Any) -> str:
+    """What to call an object: its own name, or that of its class."""
+    name = str(getattr(thing, "__name__", "") or type(thing).__name__)
+    return "lambda" if name == "<lambda>" else name
+
+
+def pass_object(kind: str, wanted: str, thing: Any, taken: Collection[str] = ()) -> str:
+    """Keep an object for this process; returns the name a recipe has for it. Names in ``taken`` get a number."""
+    name, count = f"{SCHEME}{wanted}", 1
+    while name in taken:
+        count += 1
+        name = f"{SCHEME}{wanted}_{count}"
+    _passed.setdefault(kind, {})[name] = thing
+    return name
+
+
+def passed_object(kind: str, name: str, where: str = "") -> Any:
+    """What was passed under a name in this process; what was not is an error that says how to pass it again."""
+    try:
+        return _passed[kind][name]
+    except KeyError:
+        raise RecipeError(
+            f"{where or kind}: '{name}' is a Python object that was passed when the run began; a file cannot hold it. "
+            f"Pass it again, as in sensorium.resume(run_dir, {_argument(kind)}), or put it into a module that can be "
+            "imported and start the run with that."
+        ) from None
+
+
+def _argument(kind: str) -> str:
+    return {"reward": "rewards=[…]", "planner": "tasks={'planner': …}"}.get(kind, "tasks=…")
+
+
+# ``def brevity(task, episode, scale=1.0)`` is asked episode by episode, ``def ranks(task, episodes)`` about a whole
+# group; ``def brevity(prompts, completions, **columns)`` is TRL's form, asked with lists. Everything else under
+# ``module:name`` is a class, or a function that builds a term.
+
+
+Style = Literal["episode", "episodes", "completions", ""]
+
+WRAPPING = {
+    "episode": ("name", "instant"),
+    "episodes": ("name", "instant"),
+    "completions": ("name", "instant", "messages", "group"),
+}
+"""Options that the wrapper of a function takes itself, unless the function has a parameter of that name."""
+
+
+def reward_style(target: Any) -> Style:
+    """How a reward function wants to be called; empty for a class, or a function that builds a reward term."""
+    if isinstance(target, type) or not callable(target):
+        return ""
+    parameters = list(function_parameters(target))
+    if "completions" in parameters:
+        return "completions"
+    if parameters[:2] == ["task", "episodes"]:
+        return "episodes"
+    return "episode" if parameters[:2] == ["task", "episode"] else ""
+
+
+def takes_context(target: Any) -> bool:
+    """True for a class or function with a keyword-only parameter ``context``: it is given one, and it is no option."""
+    parameter = function_parameters(target).get("context") if callable(target) else None
+    return parameter is not None and parameter.kind == Parameter.KEYWORD_ONLY
+
+
+def function_parameters(target: Callable[..., Any]) -> dict[str, Parameter]:
+    """The parameters of a callable by name; none where Python cannot tell (some built-in functions)."""
+    try:
+        return dict(signature(target).parameters)
+    except (TypeError, ValueError):
+        return {}
+
+
+def wrong_function_options(name: str, target: Any, style: Style, options: Mapping[str, Any]) -> tuple[str, str]:
+    """Which option of a recipe a reward function does not take, and why; both empty if all fit."""
+    parameters = function_parameters(target)
+    given = ["prompts", "completions", "completion_ids"] if style == "completions" else list(parameters)[:2]
+    given += ["context"] if takes_context(target) else []
+    own = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    known = [*(key for key in own if key not in given), *WRAPPING[style]]
+    open_ended = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+    for option in options:
+        if option in given or (option not in known and not open_ended):
+            return option, f"reward function '{name}' has no option '{option}'{nearest(option, known)}"
+    if style != "completions":
+        for key in own:
+            if key not in given and key not in options and parameters[key].default is Parameter.empty:
+                return key, f"reward function '{name}' needs the option '{key}'."
+    return "", ""
+
+
 NAMES: dict[str, dict[str, str]] = {
     "family": {
-        "internvl": "sensorium.models.internvl:InternVL",
-        "llava_onevision": "sensorium.models.llava_onevision:LlavaOnevision",
-        "qwen2_5_omni": "sensorium.models.qwen2_5_omni:Qwen25Omni",
-        "qwen2_5_vl": "sensorium.models.qwen2_5_vl:Qwen25VL",
-        "qwen3_omni_moe": "sensorium.models.qwen3_omni:Qwen3Omni",
-        "qwen3_vl": "sensorium.models.qwen3_vl:Qwen3VL",
-        "qwen3_vl_moe": "sensorium.models.qwen3_vl:Qwen3VL",
-        "smolvlm": "sensorium.models.smolvlm:SmolVLM",
-        "qwen2": "sensorium.models.text:TextModel",
-        "qwen3": "sensorium.models.text:TextModel",
+        "internvl": "sensorium.models.families.internvl:InternVL",
+        "llava_onevision": "sensorium.models.families.llava_onevision:LlavaOnevision",
+        "qwen2_5_omni": "sensorium.models.families.qwen2_5_omni:Qwen25Omni",
+        "qwen2_5_vl": "sensorium.models.families.qwen2_5_vl:Qwen25VL",
+        "qwen3_omni_moe": "sensorium.models.families.qwen3_omni:Qwen3Omni",
+        "qwen3_vl": "sensorium.models.families.qwen3_vl:Qwen3VL",
+        "qwen3_vl_moe": "sensorium.models.families.qwen3_vl:Qwen3VL",
+        "smolvlm": "sensorium.models.families.smolvlm:SmolVLM",
+        "qwen2": "sensorium.models.families.text:TextModel",
+        "qwen3": "sensorium.models.families.text:TextModel",
     },
     "source": {
-        "shapes": "sensorium.tasks.shapes:Shapes",
-        "jsonl": "sensorium.tasks.rows:JsonlRows",
-        "parquet": "sensorium.tasks.rows:ParquetRows",
-        "hub": "sensorium.tasks.hub:HubRows",
-        "environments": "sensorium.tasks.environment_tasks:EnvironmentTasks",
-        "vagen": "sensorium.tasks.vagen:VagenTasks",
-        "svg_files": "sensorium.tasks.svg_files:SvgFiles",
-        "intent": "sensorium.tasks.intent:Intent",
-        "daily_omni": "sensorium.tasks.daily_omni:DailyOmni",
-        "caprl": "sensorium.tasks.caprl:CaptionRows",
-        "captioned_shapes": "sensorium.tasks.captioned_shapes:CaptionedShapes",
-        "caption_reading": "sensorium.tasks.caption_reading:CaptionReading",
-        "sight_and_sound": "sensorium.tasks.sight_and_sound:SightAndSound",
-        "taskmem": "sensorium.tasks.taskmem:TaskMemRows",
-        "memory_clips": "sensorium.tasks.memory_clips:MemoryClips",
+        "shapes": "sensorium.data.shapes:Shapes",
+        "jsonl": "sensorium.data.rows:JsonlRows",
+        "parquet": "sensorium.data.rows:ParquetRows",
+        "hub": "sensorium.data.rows:HubRows",
+        "environments": "sensorium.data.environment_tasks:EnvironmentTasks",
+        "vagen": "sensorium.systems.vagen.tasks:VagenTasks",
+        "svg_files": "sensorium.data.environment_tasks:SvgFiles",
+        "intent": "sensorium.systems.audio_visual.sources:Intent",
+        "daily_omni": "sensorium.systems.audio_visual.sources:DailyOmni",
+        "caprl": "sensorium.systems.caprl.rows:CaptionRows",
+        "captioned_shapes": "sensorium.systems.caprl.generated:CaptionedShapes",
+        "caption_reading": "sensorium.systems.caprl.generated:CaptionReading",
+        "sight_and_sound": "sensorium.systems.audio_visual.generated:SightAndSound",
+        "taskmem": "sensorium.systems.taskmem.rows:TaskMemRows",
+        "memory_clips": "sensorium.systems.taskmem.memory_clips:MemoryClips",
     },
     "planner": {
-        "mixture": "sensorium.tasks.planner:MixturePlanner",
-        "success_curriculum": "sensorium.tasks.success_curriculum:SuccessCurriculum",
-        "causal_history": "sensorium.tasks.causal:CausalHistory",
+        "mixture": "sensorium.data.planner:MixturePlanner",
+        "success_curriculum": "sensorium.data.success_curriculum:SuccessCurriculum",
+        "causal_history": "sensorium.data.causal_history:CausalHistory",
     },
     "environment": {
         "question": "sensorium.envs.question:Question",
@@ -54,59 +161,65 @@ NAMES: dict[str, dict[str, str]] = {
         "countdown": "sensorium.envs.countdown:Countdown",
         "svg": "sensorium.envs.svg:SvgDrawing",
         "navigation": "sensorium.envs.navigation:Navigation",
-        "ai2thor": "sensorium.envs.navigation:ThorNavigation",
+        "ai2thor": "sensorium.envs.ai2thor:ThorNavigation",
         "primitive_skill": "sensorium.envs.primitive_skill:PrimitiveSkills",
-        "tools": "sensorium.envs.tools.environment:ToolUse",
-        "geo3k": "sensorium.envs.tools.geo3k:Geo3k",
-        "geometry": "sensorium.envs.tools.geometry:Geometry",
+        "tools": "sensorium.envs.tool_use:ToolUse",
+        "geo3k": "sensorium.systems.geo3k.environment:Geo3k",
+        "geometry": "sensorium.systems.geo3k.environment:Geometry",
         "gymnasium": "sensorium.envs.adapters.gymnasium:GymnasiumEnvironment",
-        "slime": "sensorium.envs.adapters.slime:SlimeEnvironment",
-        "vagen": "sensorium.envs.adapters.vagen:VagenEnvironment",
+        "slime": "sensorium.systems.geo3k.slime_adapter:SlimeEnvironment",
+        "vagen": "sensorium.systems.vagen.adapter:VagenEnvironment",
         "openenv": "sensorium.envs.adapters.openenv:OpenEnvironment",
-        "rows": "sensorium.envs.rows:RowsEnvironment",
-        "remote": "sensorium.envs.remote.environment:RemoteEnvironment",
+        "rows": "sensorium.envs.question:RowsEnvironment",
+        "remote": "sensorium.envs.remote.remote_environment:RemoteEnvironment",
         "isolated": "sensorium.envs.remote.isolated:IsolatedEnvironment",
     },
+    "environment_routes": {
+        "openenv": "sensorium.services.openenv_routes:openenv_routes",
+        "vagen": "sensorium.systems.vagen.routes:vagen_routes",
+        "vagen_legacy": "sensorium.systems.vagen.routes:legacy_routes",
+    },
     "tool": {
-        "calculator": "sensorium.envs.tools.calculator:Calculator",
-        "crop": "sensorium.envs.tools.crop:Crop",
+        "calculator": "sensorium.envs.calculator:Calculator",
+        "crop": "sensorium.envs.crop:Crop",
     },
     "similarity": {
         "dino": "sensorium.models.picture_similarity:mean_similarity",
         "dreamsim": "sensorium.models.picture_similarity:dreamsim_similarity",
     },
     "reward": {
-        "format": "sensorium.rewards.format:Format",
-        "exact": "sensorium.rewards.match:Exact",
-        "exact_alnum": "sensorium.rewards.match:exact_alnum",
-        "exact_alnum_with_fallback": "sensorium.rewards.match:exact_alnum_with_fallback",
-        "choice": "sensorium.rewards.match:Choice",
-        "numeric": "sensorium.rewards.match:Numeric",
-        "accuracy_by_type": "sensorium.rewards.by_type:AccuracyByType",
+        "format": "sensorium.rewards.terms:Format",
+        "exact": "sensorium.rewards.terms:Exact",
+        "exact_alnum": "sensorium.rewards.terms:exact_alnum",
+        "exact_alnum_with_fallback": "sensorium.rewards.terms:exact_alnum_with_fallback",
+        "choice": "sensorium.rewards.terms:Choice",
+        "numeric": "sensorium.rewards.terms:Numeric",
+        "accuracy_by_type": "sensorium.systems.audio_visual.by_type:AccuracyByType",
         "bbox_iou": "sensorium.rewards.boxes:BoxIoU",
         "bbox_giou": "sensorium.rewards.boxes:BoxGIoU",
-        "math": "sensorium.rewards.mathematics:Mathematics",
-        "environment": "sensorium.rewards.environment:EnvironmentReward",
-        "overlong": "sensorium.rewards.overlong:Overlong",
-        "timestamps": "sensorium.rewards.timestamps:Timestamps",
-        "token_length": "sensorium.rewards.token_length:TokenLength",
-        "judge": "sensorium.rewards.judged:Judge",
-        "judge_ranking": "sensorium.rewards.judge_ranking:JudgeRanking",
-        "episodic_memory": "sensorium.rewards.episodic_memory:EpisodicMemory",
-        "caption_qa": "sensorium.rewards.caption_qa:CaptionQA",
-        "caption_judge": "sensorium.rewards.caption_judge:CaptionJudge",
-        "remote": "sensorium.rewards.remote:RemoteReward",
+        "math": "sensorium.rewards.terms:Mathematics",
+        "environment": "sensorium.rewards.terms:EnvironmentReward",
+        "overlong": "sensorium.rewards.terms:Overlong",
+        "timestamps": "sensorium.rewards.terms:Timestamps",
+        "token_length": "sensorium.rewards.terms:TokenLength",
+        "judge": "sensorium.rewards.judge_terms:Judge",
+        "judge_ranking": "sensorium.rewards.judge_terms:JudgeRanking",
+        "episodic_memory": "sensorium.systems.taskmem.reward:EpisodicMemory",
+        "caption_qa": "sensorium.systems.caprl.terms:CaptionQA",
+        "caption_judge": "sensorium.systems.caprl.terms:CaptionJudge",
+        "remote": "sensorium.systems.caprl.remote:RemoteReward",
     },
     "engine": {
-        "native": "sensorium.engines.native.engine:NativeEngine",
-        "process": "sensorium.engines.process.engine:ProcessEngine",
-        "vllm": "sensorium.engines.vllm.engine:VllmEngine",
+        "native": "sensorium.engines.native.native_engine:NativeEngine",
+        "process": "sensorium.engines.process.parent:ProcessEngine",
+        "vllm": "sensorium.engines.vllm.vllm_engine:VllmEngine",
     },
     "advantage": estimator_places(),
     "loss": loss_places(),
+    "layout": {"taskmem": "sensorium.systems.taskmem.layout:TaskMemLayout"},
     "logger": {
-        "tensorboard": "sensorium.report.tensorboard:TensorboardLogger",
-        "wandb": "sensorium.report.wandb:WandbLogger",
+        "tensorboard": "sensorium.report.loggers:TensorboardLogger",
+        "wandb": "sensorium.report.loggers:WandbLogger",
     },
 }
 

@@ -1,22 +1,94 @@
-"""What a recipe will do and need, told before anything is spent: batch numbers, memory, and whether it repeats exactly.
-
-Memory is an upper estimate: caches and activations are taken as full as the recipe's budgets allow.
-"""
+"""The processes that a recipe places beside the driver, in words, and what they take before they hold anything."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from sensorium.recipe.activations import activation_bytes, gathered_bytes, head_bytes, longest_prompt, tower_bytes
-from sensorium.recipe.algorithm_sections import OptimizerSection
+from sensorium.recipe.activations import (
+    LEAST_ROOM,
+    TowerRoom,
+    activation_bytes,
+    gathered_bytes,
+    head_bytes,
+    kept_tower_bytes,
+    longest_prompt,
+    may_keep_tower,
+    tower_bytes,
+    tower_learns,
+    tower_room,
+)
 from sensorium.recipe.names import table
-from sensorium.recipe.processes import interpreter_bytes, placed_by, placed_processes
-from sensorium.recipe.schema import Recipe
-from sensorium.recipe.shape import ModelShape, read_shape
+from sensorium.recipe.schema import LoraSection, OptimizerSection, Recipe
+from sensorium.recipe.shape import IncompleteConfig, ModelShape, read_shape
 from sensorium.recipe.traits import estimator_traits
+from sensorium.vocabulary.errors import RecipeError
 from sensorium.vocabulary.task import Task
+
+MIB = 1 << 20
+WITH_TORCH = 460 * MIB
+"""Of a driver, a learner rank or an engine of ours: 450 to 466 MiB resident after steps of a tiny model."""
+WORKER = 75 * MIB
+"""Of a worker, which imports no torch: 57 (rewards) and 76 MiB (environments)."""
+VLLM_ACTOR, VLLM_WORKER = 710 * MIB, 640 * MIB
+"""Of vLLM 0.32 on a CPU: our actor, and each process that computes. Measured on Linux x86-64, as the others."""
+
+
+def interpreter_bytes(recipe: Mapping[str, Any]) -> dict[str, int]:
+    """The machine's memory that Python and its libraries take, by part; weights and all else come on top."""
+    taken = {"driver": WITH_TORCH}
+    engine = (recipe.get("rollout") or {}).get("engine")
+    for kind, count, told in _placed(recipe.get("cluster") or {}, section_name(engine, "native")):
+        if kind == "vllm":
+            sharing = (engine.get("options") or {}).get("tensor_parallel") if isinstance(engine, Mapping) else None
+            taken[told] = count * (VLLM_ACTOR + (sharing if isinstance(sharing, int) else 1) * VLLM_WORKER)
+        else:
+            taken[told] = count * (WORKER if kind == "worker" else WITH_TORCH)
+    return taken
+
+
+def placed_processes(recipe: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a recipe, as a mapping, places beside the driver, as in ``2 engines (vllm)``; often nothing."""
+    engine = section_name((recipe.get("rollout") or {}).get("engine"), "native")
+    return tuple(told for _, _, told in _placed(recipe.get("cluster") or {}, engine))
+
+
+def computing_processes(recipe: Mapping[str, Any]) -> dict[str, int]:
+    """Those of them that compute with a model, by what they are called: learner ranks and engines, not workers."""
+    engine = section_name((recipe.get("rollout") or {}).get("engine"), "native")
+    return {told: count for kind, count, told in _placed(recipe.get("cluster") or {}, engine) if kind != "worker"}
+
+
+def placed_by(recipe: Mapping[str, Any]) -> str:
+    """Who places them, where it is not the driver itself: an addition to the list."""
+    return ", placed by Ray" if (recipe.get("cluster") or {}).get("placement") == "ray" else ""
+
+
+def section_name(section: Any, default: str) -> str:
+    """The name of a section that may be given by its name alone."""
+    return str(section.get("name", default)) if isinstance(section, Mapping) else str(section or default)
+
+
+def _placed(cluster: Mapping[str, Any], engine: str) -> Iterator[tuple[str, int, str]]:
+    """Kind, number and words of each part: learner, vllm, engine or worker."""
+    learners = int(cluster.get("learners", 1))
+    if learners > 1 or cluster.get("placement") == "ray":
+        yield "learner", learners, _counted(learners, "learner rank")
+    if engine != "native":
+        engines = int(cluster.get("engines", 1))
+        yield "vllm" if engine == "vllm" else "engine", engines, f"{_counted(engines, 'engine')} ({engine})"
+    for kind in ("environments", "rewards"):
+        if count := int(cluster.get(kind, 0)):
+            yield "worker", count, _counted(count, f"{kind[:-1]} worker")
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count} {name}{'' if count == 1 else 's'}"
+
+
+# Memory is an upper estimate: caches and activations are taken as full as the recipe's budgets allow.
+
 
 BYTES = {"float32": 4, "bfloat16": 2}
 MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8-bit": 1 + 4 / 256}  # the last: a code, and a float32 for 256 of them
@@ -392,3 +464,180 @@ def _foreign_environments(recipe: Recipe) -> str:
     names = dict.fromkeys(name if isinstance(name, str) else getattr(name, "__name__", "") for name in named if name)
     foreign = [n for n in names if n not in known or any(part in known[n] for part in (".adapters.", ".remote."))]
     return " and ".join(f"environment '{name}'" for name in foreign)
+
+
+Way = bool | Literal["selective"]
+WAYS: tuple[Way, ...] = (False, "selective", True)
+SHARE = 0.9  # of the GPU that a forecast may fill: it is within 15 % of what was measured, and torch keeps some for itself
+
+
+VLLM_SHARE = 0.4
+"""The part of a GPU's memory that vLLM may take where a recipe does not say."""
+
+
+def vllm_share(recipe: Recipe) -> float:
+    """The part of a GPU's memory that vLLM may take, weights included."""
+    return float(recipe.rollout.engine.options.get("gpu_share", VLLM_SHARE))
+
+
+def learners_memory(recipe: Recipe, memory: int) -> int:
+    """What the learner has of a GPU of ``memory`` bytes: all of it, or what vLLM leaves where it is on the same GPU."""
+    cluster = recipe.cluster
+    alone = not cluster.share_gpus and (cluster.engines > 1 or cluster.placement == "ray")
+    if recipe.rollout.engine.name != "vllm" or alone:
+        return memory
+    return round(memory * (1 - vllm_share(recipe)))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is recomputed of the language model, and the forecast in bytes.
+
+    ``room`` is what is left for the vision tower; None if it does not learn, or is shared by ranks.
+    """
+
+    way: Way
+    forecast: int
+    room: TowerRoom | None = None
+
+
+def least_recomputation(recipe: Recipe, shape: ModelShape, memory: int) -> Choice:
+    """The way that recomputes least of those whose forecast fits a GPU of ``memory`` bytes, beside vLLM if it is there.
+
+    Where none fits it is whole layers: the run may still go through, since forecasts take every budget as full. What is
+    free is the vision tower's, which may keep its activations where no layer is recomputed.
+    """
+    limit = _limit(recipe, memory)
+    for way in WAYS:
+        forecast, free = _forecast(recipe, shape, memory, way)
+        kept = kept_tower_bytes(recipe, shape) if way is False and may_keep_tower(recipe, shape) else 0
+        if kept and kept <= free:  # also where many pictures take less by micro-batch than recomputed
+            return Choice(way, limit - free + kept, tower_room(shape, free))
+        if forecast <= limit:
+            break
+    return Choice(way, forecast, _room(recipe, shape, free, keeps=kept > 0))
+
+
+def given_recomputation(recipe: Recipe, shape: ModelShape, memory: int, way: Way) -> Choice:
+    """What the recipe says is recomputed, and the vision tower in any case."""
+    forecast, free = _forecast(recipe, shape, memory, way)
+    return Choice(way, forecast, _room(recipe, shape, free, keeps=False))
+
+
+def _limit(recipe: Recipe, memory: int) -> int:
+    return round(SHARE * learners_memory(recipe, memory))
+
+
+def _forecast(recipe: Recipe, shape: ModelShape, memory: int, way: Way) -> tuple[int, int]:
+    """Bytes on a GPU of ``memory`` bytes, and how many of those that may be filled all but the vision tower leaves free."""
+    model = recipe.model.model_copy(update={"gradient_checkpointing": way})
+    uses = without_large_copies(estimate_memory(recipe.model_copy(update={"model": model}), shape), memory)
+    forecast = sum(uses.values())
+    return forecast, _limit(recipe, memory) - forecast + uses.get("vision tower", 0)
+
+
+def _room(recipe: Recipe, shape: ModelShape, free: int, *, keeps: bool) -> TowerRoom | None:
+    if not tower_learns(recipe, shape) or recipe.cluster.shared:
+        return None
+    return tower_room(shape, max(free, LEAST_ROOM), keeps=keeps)
+
+
+ROWS = (256, 128, 64, 32)
+LORA_RANK = 16
+
+
+def lowering_settings(recipe: Recipe, ranks: int, *, samples: bool) -> dict[str, tuple[Any, ...]]:
+    """Settings that lower memory, each with ever stronger values; first those that leave the result as it is."""
+    model, tokens = recipe.model, recipe.batch.tokens_per_microbatch
+    context = recipe.rollout.max_context_tokens  # which is a micro-batch of its own where it is longer
+    halved = [max(context, tokens // part) for part in (2, 4)]
+    moments = {"float32": ("bfloat16", "8-bit"), "bfloat16": ("8-bit",)}.get(recipe.optimizer.moments, ())
+    rows = engine_rows(recipe) if samples and recipe.rollout.engine.name != "vllm" else 0
+    found: dict[str, tuple[Any, ...]] = {
+        "model.gradient_checkpointing": () if model.gradient_checkpointing in (True, "auto") else ("auto",),
+        "batch.tokens_per_microbatch": tuple(fewer for fewer in dict.fromkeys(halved) if fewer < tokens),
+        "rollout.engine.options.max_rows": tuple(fewer for fewer in ROWS if fewer < rows),
+    }
+    if ranks > 1:
+        sharing = (n for n in range(recipe.cluster.sequence_parallel + 1, ranks + 1) if ranks % n == 0)
+        found["cluster.sequence_parallel"] = tuple(sharing)[:1]
+        found["cluster.offload"] = (True,)
+        moments = tuple(held for held in moments if held != "8-bit")  # ranks do not hold them so
+    found["optimizer.moments"] = moments
+    found["model.lora.rank"] = () if model.lora.rank else (LORA_RANK,)
+    return found
+
+
+EIGHT_BITS_APART = (
+    "optimizer.moments is '8-bit', and the learner is spread over ranks: blocks of 256 numbers would be cut where its rows "
+    "are. Use optimizer.moments: bfloat16."
+)
+
+
+def computing_notes(recipe: Recipe) -> Iterator[str]:
+    """Refuse what ``model.precision: matched`` or ranks have no way to compute; say what runs without a fast path."""
+    try:
+        shape = read_shape(recipe.model.path, recipe.model.revision)
+    except IncompleteConfig:  # sizes are left to defaults: then the load tells
+        shape = None
+    experts = shape is not None and "moe" in shape.family
+    if recipe.model.precision == "matched":
+        engine = recipe.rollout.engine.name
+        if experts:
+            raise RecipeError(
+                "model.precision is 'matched', and a mixture of experts computes a token together with others. Use "
+                "model.precision: fast."
+            )
+        if engine == "vllm":
+            raise RecipeError(
+                f"model.precision is 'matched', and engine '{engine}' does not compute as the learner does. Use "
+                "rollout.engine: native or process, or model.precision: fast."
+            )
+        if recipe.cluster.shared:
+            why = f"learners is {recipe.cluster.learners}" if recipe.cluster.learners > 1 else "placement is 'ray'"
+            raise RecipeError(
+                f"model.precision is 'matched', and cluster.{why}: a sharded learner runs the stock layers. Use "
+                "model.precision: fast."
+            )
+        if recipe.rollout.engine.options.get("kv") == "rows":
+            raise RecipeError(
+                "rollout.engine.options.kv is 'rows', and model.precision: matched attends over pages. Use auto or pages."
+            )
+    sections = (recipe.optimizer, recipe.warm_start.optimizer, recipe.algorithm.critic.optimizer)
+    if recipe.cluster.shared and any(section.moments == "8-bit" for section in sections):
+        raise RecipeError(EIGHT_BITS_APART)
+    if experts and recipe.model.device != "cpu":
+        yield (
+            "model: on a GPU, decode steps of a mixture of experts run without CUDA graphs, which is slower: its routing "
+            "is read on the host"
+        )
+    if shape is not None and (beyond := context_note(recipe, shape)):
+        yield beyond
+    frozen = {"vision", "audio"} & set(recipe.model.freeze)
+    if frozen and "projector" not in recipe.model.freeze and not recipe.model.lora.rank:
+        named = " and ".join(sorted(frozen, reverse=True))
+        yield (
+            f"model.freeze has {named} without projector, so media go through their tower in every step: features are kept "
+            "only where the projector, which is a part of the tower, does not learn either. Freeze both to have each "
+            "medium encoded once"
+        )
+    plain = recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": LoraSection()})})
+    if recipe.model.lora.rank and shape is not None and packed_bytes(plain, shape):
+        yield (
+            f"model: on a GPU, decode steps of at most {PACKED_ROWS} rows read weights in 16 bits instead of 12, since "
+            "layers have adapters; they take up to a third longer. Attention takes several launches instead of one, which "
+            "is up to a tenth of a step"
+        )
+
+
+def context_note(recipe: Recipe, shape: ModelShape) -> str:
+    """What is said where prompts and responses may be longer than the model was made for; empty where they may not."""
+    held_out = recipe.tasks.evaluate and recipe.held_out_rollout.max_context_tokens > recipe.rollout.max_context_tokens
+    section = recipe.held_out_rollout if held_out else recipe.rollout
+    longest = section.max_context_tokens
+    if not shape.positions or longest <= shape.positions:
+        return ""
+    return (
+        f"{section.context_key} is {longest}, and the model was made for {shape.positions} "
+        "(max_position_embeddings in its config.json): what it writes behind that is likely to be noise. Lower it"
+    )

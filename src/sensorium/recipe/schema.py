@@ -1,20 +1,284 @@
-"""The typed recipe. Each section is read by the package it is named after; a key that nothing reads is a bug (tested).
-
-Sections are frozen; unknown keys are refused. Names (families, sources, environments, terms, losses) are checked
-against ``recipe.names`` before anything is built.
-"""
+"""What every section of a recipe has in common."""
 
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import SplitResult, urlsplit
 
-from pydantic import BeforeValidator, Field, PlainSerializer, PrivateAttr
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PrivateAttr,
+    model_validator,
+)
 
-from sensorium.recipe.algorithm_sections import AlgorithmSection, OptimizerSection
-from sensorium.recipe.judge_section import JudgesSection
-from sensorium.recipe.section import Section, named
-from sensorium.recipe.task_sections import TasksSection
+from sensorium.recipe.traits import estimator_traits, loss_takes, loss_traits
+from sensorium.vocabulary.secrets import holds_key
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def _name_alone(given: Any) -> Any:
+    return {"name": given} if isinstance(given, str) else given
+
+
+named = model_validator(mode="before")(_name_alone)
+"""For sections of a name and options: a plain text is short for the name alone."""
+
+
+FORMER_NAMES = {"worlds": "environments"}
+"""Sources that had another name, which recipes and run directories may still say."""
+
+
+class SourceSection(Section):
+    """One source of tasks and its share of a mixture."""
+
+    source: Annotated[str, AfterValidator(lambda name: FORMER_NAMES.get(name, name))]
+    weight: float = Field(default=1.0, gt=0)
+    options: dict[str, Any] = Field(default={})
+
+
+class PlannerSection(Section):
+    """What decides which training task comes next. A plain text is short for the name alone: `planner: mixture`."""
+
+    name: str = "mixture"
+    options: dict[str, Any] = Field(default={})
+
+    _from_name = named
+
+
+class TasksSection(Section):
+    """Tasks to train on and to evaluate on. Bad rows and over-long prompts are refused, or skipped and counted."""
+
+    train: tuple[SourceSection, ...] = Field(min_length=1)
+    evaluate: tuple[SourceSection, ...] = ()
+    on_bad_row: Literal["refuse", "skip"] = "refuse"
+    on_long_prompt: Literal["refuse", "skip"] = "refuse"
+    shuffle: bool = True
+    planner: PlannerSection = PlannerSection()
+
+
+# A recipe never holds a key: it names an environment variable or a file that does.
+
+
+class JudgeEndpointSection(Section):
+    """Where a model is reached: ``base_url`` of an OpenAI-compatible server, or ``azure_endpoint`` with ``api_version``."""
+
+    base_url: str = Field(default="", description="of an OpenAI-compatible server, with its /v1")
+    azure_endpoint: str = Field(default="", description="of an Azure resource, instead of base_url")
+    api_version: str = Field(default="", description="of Azure's API; needed with azure_endpoint")
+    model: str = Field(default="", description="the model's name there (Azure: deployment); empty: as judges call it")
+    api_key_env: str = Field(default="", description="environment variable that holds the key; empty: none is sent")
+    api_key_file: Path | None = Field(default=None, description="file that holds the key alone, instead of api_key_env")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if bool(self.base_url) == bool(self.azure_endpoint):
+            raise ValueError("an endpoint has either base_url or azure_endpoint")
+        address = urlsplit(self.base_url or self.azure_endpoint)
+        if holds_key(self.base_url or self.azure_endpoint):  # errors and the log of calls show addresses, too
+            raise ValueError("an endpoint whose address holds no key, user or query (api_key_env names the key)")
+        if self.azure_endpoint and not self.api_version:
+            raise ValueError("azure_endpoint needs api_version")
+        if self.api_key_env and self.api_key_file:
+            raise ValueError("an endpoint has api_key_env or api_key_file, not both")
+        if address.scheme not in ("http", "https") or not address.hostname or not _port_fits(address):
+            raise ValueError("an endpoint has an address such as http://127.0.0.1:8000/v1")
+        return self
+
+
+def _port_fits(address: SplitResult) -> bool:
+    try:
+        return address.port != 0
+    except ValueError:
+        return False
+
+
+class PriceSection(Section):
+    """What a model costs, for the metrics."""
+
+    input: float = Field(default=0.0, ge=0, description="for a million tokens that it reads")
+    output: float = Field(default=0.0, ge=0, description="for a million tokens that it writes")
+
+
+class JudgesSection(Section):
+    """Models that judge, by name; a judge term says which one it asks. Judgements are cached by content; docs/judges.md."""
+
+    config: Path | None = Field(
+        default=None,
+        description="JSON file of endpoints by model name; default: the file M3_API_CONFIG names; without it, and without "
+        "endpoints, configs/api_config.json",
+    )
+    endpoints: dict[str, tuple[JudgeEndpointSection, ...]] = Field(
+        default={}, description="endpoints by model name; they come before those of config"
+    )
+    fallbacks: dict[str, tuple[str, ...]] = Field(default={}, description="models to ask, in turn, where one cannot answer")
+    cache: Path | None = Field(
+        default=None, description="SQLite file that runs may share; default: judges.sqlite of the run"
+    )
+    offline: bool = Field(default=False, description="answer from the cache alone; what it lacks ends the run")
+    deadline_s: float = Field(default=60.0, gt=0, description="for one call of an endpoint")
+    total_deadline_s: float = Field(default=300.0, gt=0, description="for one judgement, with all its calls and waits")
+    retries: int = Field(
+        default=5, ge=0, description="calls made again for one judgement: no answer, or HTTP 408, 429, 5xx"
+    )
+    malformed_retries: int = Field(default=2, ge=0, description="calls made again where an answer is not in its form")
+    concurrency: int = Field(default=32, ge=1, le=1024, description="calls at once, of all models")
+    requests_per_minute: dict[str, float] = Field(default={}, description="by model; shared by all processes of a run")
+    tokens_per_minute: dict[str, float] = Field(default={}, description="by model, read and written; shared likewise")
+    limits: Path | None = Field(
+        default=None, description="SQLite file of these limits, for runs that share them; default: one of the run"
+    )
+    prices: dict[str, PriceSection] = Field(default={}, description="what models cost, by name; for judge/MODEL/cost")
+    structured: Literal["auto", "never"] = Field(
+        default="auto", description="auto: send the JSON schema of the answer along, and stop where an endpoint refuses it"
+    )
+
+
+class OptimizerSection(Section):
+    """AdamW with warm-up, a schedule and clipping; rates by parameter group."""
+
+    lr: float = Field(default=1e-6, gt=0)
+    group_lr: dict[str, float] = Field(default={})
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    final_lr_share: float = Field(default=0.0, ge=0, le=1)
+    clip_norm: float = Field(default=1.0, gt=0)
+    moments: Literal["float32", "bfloat16", "8-bit"] = "float32"
+
+
+class AdvantageSection(Section):
+    """Which estimator turns rewards into advantages. ``recipe.traits`` says which of the settings it takes."""
+
+    name: str = "grpo"
+    std: bool = True
+    leave_one_out: bool = False
+    gamma: float = Field(default=1.0, ge=0, le=1, description="discount from token to token")
+    lam: float = Field(default=1.0, ge=0, le=1, description="GAE's λ from token to token")
+    turn_gamma: float = Field(default=1.0, ge=0, le=1, description="discount from turn to turn (Γ)")
+    turn_lam: float = Field(default=1.0, ge=0, le=1, description="GAE's λ from turn to turn")
+    post: Literal["none", "optimize_threshold"] = "none"
+
+
+class LossSection(Section):
+    """Which policy loss, and its settings. ``recipe.traits`` says which of them it takes.
+
+    ``clip_low`` and ``clip_high`` that are left out become the published ones of the loss, where it clips at all.
+    """
+
+    name: str = "clip"
+    clip_low: float | None = Field(default=None, ge=0, description="left out: as published with the loss")
+    clip_high: float | None = Field(default=None, ge=0, description="left out: as published with the loss")
+    dual_clip: float | None = Field(default=10.0, gt=1, description="bound of the ratio where A < 0; null: none")
+    tau_positive: float = Field(default=1.0, gt=0)
+    tau_negative: float = Field(default=1.05, gt=0)
+    ratio_cap: float = Field(default=20.0, gt=0)
+    cov_share: float = Field(default=2e-4, gt=0, le=1)
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+    cov_kl_coef: float = Field(default=1.0, ge=0)
+    aggregation: Literal["auto", "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "auto"
+    aggregation_constant: float = Field(default=1.0, gt=0)
+    entropy_coef: float = 0.0
+
+    @model_validator(mode="after")
+    def _published_clip(self) -> Self:
+        for key, published in zip(("clip_low", "clip_high"), loss_traits(self.name).clip, strict=True):
+            if getattr(self, key) is None and loss_takes(self.name, key):
+                self.__dict__[key] = published  # the section is frozen, and not yet anybody's
+        return self
+
+
+class KLSection(Section):
+    """KL to the model as it was when RL began, in the loss or in the reward. Coefficient 0: no reference is kept.
+
+    ``adaptive`` moves the coefficient towards ``target``, within ``horizon`` episodes.
+    """
+
+    coef: float = Field(default=0.0, ge=0)
+    estimator: Literal["k1", "abs", "k2", "k3", "k1_straight_through", "k3_straight_through"] = "k3"
+    place: Literal["loss", "reward"] = "loss"
+    control: Literal["fixed", "adaptive"] = "fixed"
+    target: float = Field(default=0.1, gt=0)
+    horizon: float = Field(default=10_000, gt=0)
+
+
+class CorrectionSection(Section):
+    """What is done about ρ = old / engine. ``truncate`` caps weights at ``high``; ``band`` drops those outside [low, high].
+
+    ``weights`` are of each token, of the whole sequence (the product) or its geometric mean. ``reject`` leaves out
+    sequences whose mean or largest ``estimator`` of the mismatch is above ``reject_above``. ``engine_logprobs`` are of the
+    whole policy, or of what was ``sampled`` from: the policy cut off by top-p and top-k.
+    """
+
+    weights: Literal["none", "token", "sequence", "geometric"] = "none"
+    mode: Literal["truncate", "band"] = "truncate"
+    low: float = Field(default=0.5, ge=0)
+    high: float = Field(default=2.0, gt=0)
+    reject: Literal["none", "mean", "max"] = "none"
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    reject_above: float = Field(default=1.0, gt=0)
+    engine_logprobs: Literal["policy", "sampled"] = "policy"
+
+
+class CriticSection(Section):
+    """The value model: a trunk of its own, or a head on the policy's trunk. For the first steps only it learns.
+
+    ``trunk_coef``: how much of the value loss a shared trunk sees; 0: none. ``path``: where an own trunk starts;
+    empty: as the policy does when RL begins.
+    """
+
+    trunk: Literal["own", "shared"] = "own"
+    path: str = ""
+    trunk_coef: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    value_clip: float | None = Field(default=0.5, gt=0)
+    freeze: tuple[str, ...] = ()
+    optimizer: OptimizerSection = OptimizerSection(lr=1e-5)
+
+
+class AlgorithmSection(Section):
+    """Credit and loss. ``critic`` may be left out where the estimator needs none, and has its defaults where it does."""
+
+    advantage: AdvantageSection = AdvantageSection()
+    loss: LossSection = LossSection()
+    kl: KLSection = KLSection()
+    correction: CorrectionSection = CorrectionSection()
+    router_coef: float = Field(default=0.0, ge=0, description="weight of the load-balancing loss of a mixture of experts")
+    critic: CriticSection = CriticSection()
+    loss_mask: bool = Field(
+        default=True, description="train on what the model wrote only; false: on the text of observations after it, too"
+    )
+    gae_mask: bool = Field(
+        default=True, description="run GAE over what the model wrote only; false: over observations, too"
+    )
+
+    @property
+    def masked(self) -> bool:
+        """Whether credit is a matter of the model's own tokens alone."""
+        return self.loss_mask and self.gae_mask
+
+    @property
+    def sees_observations(self) -> bool:
+        """Whether credit has positions at the environment's tokens."""
+        return not self.masked or estimator_traits(self.advantage.name).observations
+
+
+# Sections are frozen; unknown keys are refused. Names (families, sources, environments, terms, losses) are checked
+# against ``recipe.names`` before anything is built.
+
 
 MOST_S = 1e7
 """Seconds that a wait may be given, some hundred days: at much more, clocks and sockets overflow."""

@@ -1,7 +1,7 @@
-"""The table of estimators and losses: a line here and a file in ``algorithms/`` are all that a new one needs.
+"""The table of estimators and losses: a line here and a function in ``algorithms/`` are all that a new one needs.
 
-A line says what it needs and takes, for checks at start, the learner and docs/algorithms.md. The function is ``estimate``
-or ``loss`` of the file of that name, unless ``place`` says otherwise. Free of torch. A name of the user's own
+A line says what it needs and takes, for checks at start, the learner and docs/algorithms.md. The function has
+that name in ``algorithms/advantages.py`` or ``algorithms/losses.py``. Free of torch. A name of the user's own
 (``module:attribute``) has the default traits: no critic, groups of any size, single tokens.
 """
 
@@ -18,7 +18,7 @@ class EstimatorTraits:
     """``settings``: keys of algorithm.advantage it takes. ``compares``: its episodes against others of their group.
 
     ``critic``: it needs values; ``observations``: also those at the environment's tokens. ``greedy``: it needs each task
-    played once greedily. ``per_term``: it works on the terms apart. ``place``: where the function is.
+    played once greedily. ``per_term``: it works on the terms apart.
     """
 
     settings: tuple[str, ...] = ()
@@ -27,7 +27,6 @@ class EstimatorTraits:
     observations: bool = False
     greedy: bool = False
     per_term: bool = False
-    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class LossTraits:
 
     Empty: any. The first is what ``aggregation: auto`` means; token_mean where any is allowed. ``clip``: the published
     (clip_low, clip_high), which are meant where a recipe leaves them out. ``credited_only``: a token without an advantage
-    has no gradient, so that where there is no advantage no backward pass is needed. ``place``: where the function is.
+    has no gradient, so that where there is no advantage no backward pass is needed.
     """
 
     settings: tuple[str, ...] = ()
@@ -44,7 +43,6 @@ class LossTraits:
     aggregations: tuple[str, ...] = ()
     clip: tuple[float, float] = PPO_CLIP
     credited_only: bool = False
-    place: str = ""
 
     @property
     def aggregation(self) -> str:
@@ -65,9 +63,7 @@ ESTIMATORS: dict[str, EstimatorTraits] = {
     "pass_at_k": EstimatorTraits(compares=True),
     "gdpo": EstimatorTraits(("std", "leave_one_out"), compares=True, per_term=True),
     "reinforce_plus_plus": EstimatorTraits(("gamma",)),
-    "reinforce_plus_plus_baseline": EstimatorTraits(
-        compares=True, place="sensorium.algorithms.reinforce_plus_plus:estimate_with_baseline"
-    ),
+    "reinforce_plus_plus_baseline": EstimatorTraits(compares=True),
     "gae": EstimatorTraits(("gamma", "lam"), critic=True, observations=True),
     "masked_gae": EstimatorTraits(("gamma", "lam"), critic=True),
     "turn_wise_gae": EstimatorTraits(TURN, critic=True),
@@ -109,9 +105,9 @@ def loss_traits(name: str) -> LossTraits:
 
 def estimator_places() -> dict[str, str]:
     """Where each estimator of the table is."""
-    return {name: traits.place or f"sensorium.algorithms.{name}:estimate" for name, traits in ESTIMATORS.items()}
+    return {name: f"sensorium.algorithms.advantages:{name}" for name in ESTIMATORS}
 
 
 def loss_places() -> dict[str, str]:
     """Where each loss of the table is."""
-    return {name: traits.place or f"sensorium.algorithms.{name}:loss" for name, traits in LOSSES.items()}
+    return {name: f"sensorium.algorithms.losses:{name}" for name in LOSSES}

@@ -1,29 +1,31 @@
-"""The console: a live display of a run where there is a terminal, and now and then a plain line where there is none.
-
-A log is never flooded: without a terminal a line is printed for the first step, for evaluations, for the last step, and
-otherwise at most every ten seconds.
-"""
+"""How far an evaluation is: a bar on a terminal, and now and then a plain line where there is none."""
 
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.measure import Measurement
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from sensorium.record.findings import Notice
-from sensorium.report.curves import bounds, chart, smooth, sparkline
-from sensorium.report.first_group import first_group_lines
+from sensorium.report.charts import bounds, chart, smooth, sparkline
+from sensorium.report.examples import first_group_lines
 from sensorium.report.tables import count_text, interval_text, share_or_reward
 from sensorium.report.terminal import Terminal
 from sensorium.report.watcher import Metrics, RunStart, Summary, Watcher
+from sensorium.runs.findings import Notice
 from sensorium.vocabulary.episode import Group as EpisodeGroup
+
+# A log is never flooded: without a terminal a line is printed for the first step, for evaluations, for the last step,
+# and otherwise at most every ten seconds.
+
 
 QUIET_S = 10.0
 PHASES = ("draw", "rollout", "score", "credit", "update", "record")
@@ -333,3 +335,38 @@ def _measured(summary: Summary) -> str:
     if summary.get("failed") and summary["failed"] == summary.get("episodes"):
         return f"measured nothing (all {summary['failed']} episodes failed)"
     return "measured nothing (no episode has a reward)"
+
+
+class EvaluationBar:
+    """Hears how many tasks are done (``tell``), between entering and leaving; ``quiet_s`` lies between two lines."""
+
+    def __init__(self, console: Console, quiet_s: float = QUIET_S) -> None:
+        parts = (TextColumn("tasks"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self.console, self.quiet_s = console, quiet_s
+        self.progress = Progress(*parts, console=console, transient=True, disable=not console.is_terminal)
+        self.bar = self.progress.add_task("tasks", total=None)
+        self.heard = False
+        self._last_line = 0.0
+
+    def __enter__(self) -> "EvaluationBar":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+    def tell(self, done: int, of: int) -> None:
+        """So many tasks are done; what was done before the first call, an earlier evaluation did."""
+        now = time.monotonic()
+        if not self.heard:
+            self.heard, self._last_line = True, now
+            if done:
+                self._print(f"{done:,} of {of:,} tasks were done before")
+        elif self.progress.disable and done < of and now - self._last_line >= self.quiet_s:
+            self._last_line = now
+            self._print(f"{done:,} of {of:,} tasks")
+        self.progress.update(self.bar, completed=done, total=of)
+
+    def _print(self, line: str) -> None:
+        with suppress(OSError, ValueError):  # a console that is closed, full or of few letters ends no evaluation
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)

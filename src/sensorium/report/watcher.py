@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sensorium.media.store import MediaStore
-from sensorium.record.findings import Notice
+from sensorium.data.media_store import MediaStore
+from sensorium.runs.findings import Notice
 from sensorium.vocabulary.episode import Group
 
 Metrics = Mapping[str, float]

@@ -13,10 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, isawaitable
 from typing import Any
 
-from sensorium.recipe.function_signatures import Style, parameters_of, reward_style, takes_context, wrong_function_options
-from sensorium.recipe.names import build, resolve
-from sensorium.rewards.context import RewardContext
-from sensorium.rewards.protocol import Term
+from sensorium.recipe.names import (
+    Style,
+    build,
+    function_parameters,
+    resolve,
+    reward_style,
+    takes_context,
+    wrong_function_options,
+)
+from sensorium.rewards.protocol import RewardContext, Term
 from sensorium.vocabulary.content import Message, Text
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RecipeError, RewardFailure, TaskError
@@ -72,7 +78,7 @@ class _Function:
     """What functions of every signature have in common."""
 
     def __init__(self, function: Callable[..., Any], style: Style, name: str, options: Mapping[str, Any]) -> None:
-        parameters = parameters_of(function)
+        parameters = function_parameters(function)
         kept = dict(options)
         wrapping = ("name", "instant", "messages", "group")
         own = {key: kept.pop(key) for key in wrapping if key in kept and key not in parameters}
@@ -207,7 +213,7 @@ def _name_of(thing: Any) -> str:
 
 def _style_by_count(thing: Any, name: str) -> Style:
     """A callable that is surely a reward may call its two parameters what it likes."""
-    parameters = parameters_of(thing).values()
+    parameters = function_parameters(thing).values()
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(needed) == 2 or any(p.kind == p.VAR_POSITIONAL for p in parameters):
         return "episode"

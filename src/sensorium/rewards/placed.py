@@ -10,16 +10,14 @@ media and the judges of the run are the driver's.
 from collections.abc import Sequence
 from typing import Any
 
-from sensorium.recipe.function_signatures import takes_context
-from sensorium.recipe.names import resolve
+from sensorium.cluster.placed_workers import PlacedWorkers
+from sensorium.recipe.names import resolve, takes_context
 from sensorium.recipe.schema import RewardsSection
-from sensorium.rewards.judgements import judgement_keys
 from sensorium.rewards.protocol import ComparingTerm, Term
-from sensorium.rewards.scorer import judges_groups
+from sensorium.rewards.scorer import judgement_keys, judges_groups
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RecipeError
 from sensorium.vocabulary.task import Task
-from sensorium.workers.placed_workers import PlacedWorkers
 
 MODULE = "sensorium.rewards.worker"
 COPIED = ("version", "deterministic", "needs_answer")

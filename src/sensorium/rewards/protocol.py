@@ -1,8 +1,11 @@
 """The reward-term protocol: a named function of a task and an episode."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from sensorium.data.media_store import MediaStore
+from sensorium.rewards.judges.client import JudgeClient
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.task import Task
 
@@ -52,3 +55,15 @@ class ComparingTerm(RewardTerm, Protocol):
     """
 
     def extract(self, task: Task, episode: Episode) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class RewardContext:
+    """Given to a term whose constructor (or function) has a keyword-only parameter ``context``.
+
+    ``store`` gives the pictures, videos and sounds that a task or an environment showed, ``judges`` asks the models of the
+    recipe's section ``judges``.
+    """
+
+    store: MediaStore
+    judges: JudgeClient | None = None

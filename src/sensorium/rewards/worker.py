@@ -1,17 +1,17 @@
 """A worker of a run that scores: it has the recipe's terms, and is asked for one call of one of them at a time or many.
 
-``python -m sensorium.rewards.worker FD``; ``workers/placed_main.py`` has the rest.
+``python -m sensorium.rewards.worker FD``; ``cluster/placed_main.py`` has the rest.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sensorium.cluster.placed_main import Answer, serve
 from sensorium.rewards.functions import build_term
 from sensorium.rewards.scorer import asked_of
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.task import Task
-from sensorium.workers.placed_main import Answer, serve
 
 TermSettings = tuple[str, dict[str, Any], str]
 """A term's name in the recipe, its options, and where it stands."""

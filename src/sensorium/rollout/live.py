@@ -1,25 +1,216 @@
-"""A live environment: created, asked and closed in one thread of its own, each call under guard and deadline.
+"""What an environment returned, checked: numbers are converted, everything else is an EnvironmentFailure that names it.
 
-Invariants: whatever the environment does, the episode hears an EnvironmentFailure (or a MediaError) and nothing else. What
-the clock decided is handed to ``Deadlines``, so that a resumed run repeats it. An ``instant`` environment is plain
-computation and runs in place. One that hangs is closed from another thread all the same: that may be what ends it.
+So a wrong type costs the episode, where it would else end the run in the renderer, the learner or the log.
 """
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import isawaitable
-from typing import Any
+from itertools import islice
+from typing import Any, get_args
 
+from sensorium.cluster.pool import Worker, WorkerFailure, WorkerPool
+from sensorium.engines.protocol import Engine
 from sensorium.envs.protocol import Environment, Observation, StepResult
-from sensorium.rollout.intake import checked_demonstration, checked_reset, checked_step
-from sensorium.vocabulary.content import Message
-from sensorium.vocabulary.errors import EnvironmentFailure, EnvironmentLost, MediaError, SensoriumError, SpanMismatch
-from sensorium.vocabulary.plain import attempt, printable, words
+from sensorium.models.chat_processor import ChatProcessor
+from sensorium.vocabulary.content import Media, MediaKind, Message, Role, Text
+from sensorium.vocabulary.errors import (
+    EnvironmentFailure,
+    EnvironmentLost,
+    MediaError,
+    ModelError,
+    RecipeError,
+    SensoriumError,
+    SpanMismatch,
+)
+from sensorium.vocabulary.plain import attempt, json_of, number_of, printable, shown, text_of, truth_of, words
 from sensorium.vocabulary.task import Task
-from sensorium.workers.pool import WorkerFailure, WorkerPool
-from sensorium.workers.worker import Worker
+
+ROLES: tuple[str, ...] = get_args(Role)
+KINDS: tuple[str, ...] = get_args(MediaKind)
+
+MOST_TEXT = 4_000_000
+"""Characters that an environment may show at once. No context holds more, and to cut tens of megabytes into tokens takes
+the memory of the whole machine."""
+
+
+def checked_reset(returned: Any, environment: str) -> tuple[tuple[Message, ...], Observation]:
+    """The head and the first observation."""
+    found: tuple[tuple[Message, ...], Observation] = _checked(_reset, returned, environment, "reset")
+    return found
+
+
+def checked_step(returned: Any, environment: str) -> StepResult:
+    """The outcome of a turn, every field of the type it is declared with."""
+    found: StepResult = _checked(_step, returned, environment, "step")
+    return found
+
+
+def checked_demonstration(returned: Any, environment: str) -> str:
+    """A worked response."""
+    said: str = _checked(text_of, returned, environment, "demonstrate")
+    return said
+
+
+def _checked(check: Callable[[Any], Any], returned: Any, environment: str, what: str) -> Any:
+    value, error = attempt(check, returned)
+    if error is not None:  # of ours, or of what was returned: an object may raise when it is read
+        told = printable(str(error)) if type(error) is ValueError else words(error)
+        raise EnvironmentFailure(f"environment '{environment}' failed in {what}: {told}") from error
+    return value
+
+
+def _reset(returned: Any) -> tuple[tuple[Message, ...], Observation]:
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise ValueError(f"it must return the head and the first observation, not {shown(returned)}")
+    head, observation = returned
+    found = _observation(observation)
+    if found is None:
+        raise ValueError("the first observation is None")
+    return _messages(head, "the head"), found
+
+
+def _step(returned: Any) -> StepResult:
+    field = ""
+    try:
+        if not isinstance(returned, StepResult):
+            raise ValueError(f"it must return a StepResult, not {shown(returned)}")
+        observation = _observation(returned.observation)
+        field = "the reward: "
+        reward = None if returned.reward is None else _pay(returned.reward)
+        field = "done: "
+        done = truth_of(returned.done)
+        field = "truncated: "
+        truncated = truth_of(returned.truncated)
+        field = "success: "
+        success = None if returned.success is None else truth_of(returned.success)
+        field = "info: "
+        info = json_of(returned.info)
+        if not isinstance(info, dict):
+            raise ValueError(f"{shown(returned.info)} is no object")
+    except ValueError as error:
+        raise ValueError(f"{field}{error}") from error
+    return replace(
+        returned, observation=observation, reward=reward, done=done, truncated=truncated, success=success, info=info
+    )
+
+
+def _pay(reward: Any) -> float | dict[str, float]:
+    """A number, or named numbers; no pay at all is None and not an empty mapping."""
+    if not isinstance(reward, Mapping):
+        return number_of(reward)
+    parts = {text_of(name): number_of(value) for name, value in reward.items()}
+    if not parts or "" in parts:
+        raise ValueError(f"{shown(reward)} names no part; pay a number, or a number by name as in {{'goal': 1.0}}")
+    return parts
+
+
+def _observation(observation: Any) -> Observation | None:
+    if observation is None:
+        return None
+    if not isinstance(observation, Observation):
+        raise ValueError(f"the observation must be an Observation, not {shown(observation)}")
+    messages = _messages(observation.messages, "the observation")
+    if not messages:
+        raise ValueError("the observation has no message")
+    return observation if messages is observation.messages else Observation(messages)
+
+
+def _messages(messages: Any, what: str) -> tuple[Message, ...]:
+    if not isinstance(messages, tuple | list):
+        raise ValueError(f"{what} must be a tuple of messages, not {shown(messages)}")
+    for message in messages:
+        _check_message(message, what)
+    length = sum(len(block.text) for message in messages for block in message.content if isinstance(block, Text))
+    if length > MOST_TEXT:
+        raise ValueError(f"{what} has {length:,} characters of text, and no more than {MOST_TEXT:,} can be shown at once")
+    return messages if isinstance(messages, tuple) else tuple(messages)
+
+
+def _as_medium(block: Any) -> str:
+    """How a picture becomes a block, where it looks like one."""
+    if type(block).__module__.split(".")[0] not in ("PIL", "numpy", "torch") and not isinstance(block, bytes):
+        return ""
+    return (
+        ". A picture becomes one by the store that the environment was made with: store.put_picture(bytes, where from), of "
+        "the bytes of a PNG or JPEG file"
+    )
+
+
+def _check_message(message: Any, what: str) -> None:
+    if not isinstance(message, Message):
+        raise ValueError(f"{what} must hold messages, not {shown(message)}")
+    if not isinstance(message.role, str) or message.role not in ROLES:
+        raise ValueError(f"the role of a message is one of {', '.join(ROLES)}, not {shown(message.role)}")
+    if not isinstance(message.content, tuple):
+        raise ValueError(f"the content of a message is a tuple of blocks, not {shown(message.content)}")
+    text_of(message.tools)
+    for block in message.content:
+        if isinstance(block, Text):
+            text_of(block.text)
+        elif not isinstance(block, Media):
+            raise ValueError(f"a block is Text or Media, not {shown(block)}{_as_medium(block)}")
+        elif not isinstance(block.kind, str) or block.kind not in KINDS:
+            raise ValueError(f"a medium is one of {', '.join(KINDS)}, not {shown(block.kind)}")
+        else:
+            text_of(block.hash)
+            text_of(block.origin)
+
+
+# Invariants: whoever waits leaves the loop free for others; media asked for in the same moment are prepared together,
+# and one that many wait for is prepared once; one that cannot be prepared fails those who asked for it and nobody else.
+
+
+TOGETHER = 64
+"""Media prepared at a time; after each lot those who waited for it go on, so that no wait is longer than it must be."""
+
+
+class Preparation:
+    """Prepares media in a thread. One instance serves all episodes of a rollout."""
+
+    def __init__(self, chat: ChatProcessor) -> None:
+        self._chat = chat
+        self._waiting: dict[Media, asyncio.Future[MediaError | None]] = {}
+        self._worker: asyncio.Task[None] | None = None
+
+    async def __call__(self, media: Iterable[Media]) -> None:
+        """Wait until media can be laid out; raises the error of one that cannot, and at once for a kind not taken."""
+        new = self._chat.unprepared(media)
+        if not new:
+            return
+        loop = asyncio.get_running_loop()
+        answers = [self._waiting.setdefault(item, loop.create_future()) for item in new]
+        if self._worker is None or self._worker.done():
+            self._worker = loop.create_task(self._work(), name="preparation of media")
+        for answer in answers:
+            error = await asyncio.shield(answer)  # others may wait for it too
+            if error is not None:
+                raise error
+
+    async def _work(self) -> None:
+        """Prepare what is waited for, lot by lot, until nobody waits."""
+        try:
+            await asyncio.sleep(0)  # whoever is woken in the same moment may ask too
+            while self._waiting:
+                lot = list(islice(self._waiting, TOGETHER))
+                errors = await asyncio.to_thread(self._chat.prepare, lot)
+                for item in lot:
+                    self._waiting.pop(item).set_result(errors.get(item))
+        except Exception as error:
+            for answer in self._waiting.values():
+                answer.set_exception(error)
+        finally:
+            self._waiting.clear()
+
+
+# Invariants: whatever the environment does, the episode hears an EnvironmentFailure (or a MediaError) and nothing else.
+# What the clock decided is handed to ``Deadlines``, so that a resumed run repeats it. An ``instant`` environment is
+# plain computation and runs in place. One that hangs is closed from another thread all the same: that may be what ends
+# it.
+
 
 MakeEnvironment = Callable[[Task], Environment]
 """Builds a task's environment. Where it has a true ``instant``, or ``instant(task)``, building is plain computation too."""
@@ -195,3 +386,58 @@ class LiveEnvironment:
 
 def _instant(environment: Any) -> bool:
     return bool(getattr(environment, "instant", False))
+
+
+def media_of(messages: Iterable[Message]) -> list[Media]:
+    """All media blocks of some messages, in order."""
+    return [item for message in messages for item in message.media]
+
+
+def refuse_strange_media(task: Task, messages: Sequence[Message], chat: ChatProcessor, engine: Engine) -> None:
+    """Raise for the first medium of a kind that the model family or the engine lacks; names the task and the medium."""
+    pairs = [(block, part) for block in media_of(messages) for part in block.parts]
+    for block, item in pairs:
+        for who, able in ((f"family {chat.family}", chat.modalities), ("the engine", engine.capabilities.modalities)):
+            if item.kind not in able:
+                what = "is" if item == block else "is heard with (use_audio_in_video)"
+                raise ModelError(
+                    f"task {task.id}: {who} takes {', '.join(sorted(able))} and not {item.kind}, which {item.name} {what}. "
+                    "Use one that does (model.path, rollout.engine), or leave such tasks out."
+                )
+
+
+def refuse_strange_environments(
+    tasks: Sequence[Task], make: MakeEnvironment, chat: ChatProcessor, engine: Engine, seconds: float
+) -> None:
+    """Begin one environment of each kind among the tasks, and refuse those that show what the model or the engine lacks.
+
+    One that fails here, or does not begin in time, is left to fail in play, where that is counted; options that do not fit
+    are refused now.
+    """
+    kinds = {repr((spec.name, spec.options)): task for task in tasks if (spec := task.environment) is not None}
+    pool = WorkerPool("environment")
+    try:
+        for task in kinds.values():
+            refuse_strange_media(task, _first_shown(task, make, pool, seconds), chat, engine)
+    finally:
+        pool.close()
+
+
+def _first_shown(task: Task, make: MakeEnvironment, pool: WorkerPool, seconds: float) -> tuple[Message, ...]:
+    assert task.environment is not None
+    seed = task.environment.seed
+    worker = pool.lease()
+    try:
+        made = pool.call_now(lambda: make(task), seconds, worker)
+        if isinstance(made.error, RecipeError):
+            raise made.error
+        if made.error is not None:
+            return ()
+        begun = pool.call_now(lambda: made.value.reset(seed), seconds, worker)
+        worker.submit(lambda: made.value.close(), seconds)
+        head, observation = checked_reset(begun.value, "")
+        return () if begun.error is not None else (*head, *observation.messages)
+    except (WorkerFailure, EnvironmentFailure):  # not hidden: in play it fails its episodes, with the reason
+        return ()
+    finally:
+        pool.give_back(worker)

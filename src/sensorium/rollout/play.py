@@ -1,31 +1,28 @@
-"""The conversation between engine and environment: one loop for all episodes, single-turn and multi-turn.
+"""How a conversation becomes threads: one append-only thread, or a new one per turn once a window is full.
 
-Invariants: a bad episode is data, not a crash: what an environment, a medium or the engine does wrong ends that episode
-with a status and a reason. Every wait on an environment has a deadline and names whom it waited for. In lockstep what is
-batched together depends on the recipe alone, and so does what an early stop cancels; deadlines that fired are handed to
-``Deadlines`` so that a resumed run repeats them.
+Invariant: a thread is exactly what the model saw. Responses recur in later threads as the very tokens that were sampled;
+observations are environment text and may be rendered anew where they follow the head.
 """
 
 import asyncio
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from sensorium.engines.protocol import Engine, LiveEpisodes, Request, Response, Sampling
-from sensorium.engines.random_keys import response_key
+from sensorium.cluster.event_loop import first_error
+from sensorium.cluster.placed_workers import MOST_LOSSES
+from sensorium.cluster.pool import WorkerPool
+from sensorium.data.lru import LRU
+from sensorium.engines.protocol import Engine, LiveEpisodes, Request, Response, Sampling, response_key
 from sensorium.envs.protocol import StepResult
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.recipe.schema import RolloutSection
-from sensorium.rollout.early_stop import CANCELLED, EarlyStop
-from sensorium.rollout.live import Deadlines, LiveEnvironment, MakeEnvironment
-from sensorium.rollout.modalities import media_of, refuse_strange_media
-from sensorium.rollout.preparing import Preparation
-from sensorium.rollout.stream import Emit, GroupStream
-from sensorium.rollout.threads import Renderer, ThreadBuilder
+from sensorium.rollout.live import Deadlines, LiveEnvironment, MakeEnvironment, Preparation, media_of, refuse_strange_media
 from sensorium.vocabulary.content import Media, Message
-from sensorium.vocabulary.episode import Episode, Group, Segment, Status, Turn
+from sensorium.vocabulary.episode import Episode, Group, Segment, Status, Thread, Turn
 from sensorium.vocabulary.errors import (
     EngineError,
     EnvironmentFailure,
@@ -38,9 +35,223 @@ from sensorium.vocabulary.errors import (
 )
 from sensorium.vocabulary.plain import printable
 from sensorium.vocabulary.task import Task
-from sensorium.workers.placed_workers import MOST_LOSSES
-from sensorium.workers.pool import WorkerPool
-from sensorium.workers.side_by_side import first_error
+
+Key = tuple[str, tuple[Message, ...], bool, tuple[str, ...]]
+"""What a rendering depends on: its kind, the messages, whether a stop token stands before it, the media's origins."""
+
+
+class ThreadBuilder:
+    """Grows the threads of one episode. ``window`` turns of history, the current one included; 0 keeps them all."""
+
+    def __init__(self, renderer: "Renderer", head: Sequence[Message], window: int) -> None:
+        self.renderer = renderer
+        self.head = tuple(head)
+        self.window = window
+        self.observations: list[tuple[Message, ...]] = []
+        self.responses: list[Segment] = []
+        self._segments: list[list[Segment]] = []
+        self._home: list[list[bool]] = []
+
+    def observe(self, messages: Sequence[Message]) -> tuple[Segment, ...]:
+        """Add an observation and return the context of the next response."""
+        self.observations.append(tuple(messages))
+        turn = len(self.responses)
+        first = max(0, turn - self.window + 1) if self.window else 0
+        if turn == 0 or first > 0:
+            self._open(first)
+        else:
+            self._append(self.renderer.extend(self.observations[turn], self.responses[turn - 1]), home=False)
+        return tuple(self._segments[-1])
+
+    def respond(self, response: Segment) -> tuple[int, int]:
+        """Add what the model wrote; returns its home thread and its place there."""
+        self.responses.append(response)
+        self._append(response, home=True)
+        return len(self._segments) - 1, len(self._segments[-1]) - 1
+
+    @property
+    def current(self) -> int:
+        """The index of the thread being written."""
+        return len(self._segments) - 1
+
+    def threads(self) -> tuple[Thread, ...]:
+        """The threads that hold a response, each up to its last one: what nothing was written after is no context."""
+        threads = []
+        for segments, home in zip(self._segments, self._home, strict=True):
+            if any(home):
+                end = len(home) - home[::-1].index(True)
+                threads.append(Thread(tuple(segments[:end]), tuple(home[:end])))
+        return tuple(threads)
+
+    def _open(self, first: int) -> None:
+        """Begin a thread whose oldest turn is ``first``; earlier responses in it are context."""
+        self._segments.append([])
+        self._home.append([])
+        if self.window and self.head:
+            self._append(self.renderer.head(self.head), home=False)
+            self._append(self.renderer.after_head(self.observations[first]), home=False)
+        else:
+            self._append(self.renderer.start(self.head + self.observations[first]), home=False)
+        for turn in range(first + 1, len(self.observations)):
+            self._append(self.responses[turn - 1], home=False)
+            self._append(self.renderer.extend(self.observations[turn], self.responses[turn - 1]), home=False)
+
+    def _append(self, segment: Segment, *, home: bool) -> None:
+        self._segments[-1].append(segment)
+        self._home[-1].append(home)
+
+
+class Renderer:
+    """A chat processor's rendering with a bounded memory, so that the members of a group render their prompt once.
+
+    Equal media of another origin are rendered anew: what an episode's record and its errors name must be its own, and not
+    that of whoever showed the same picture first.
+    """
+
+    def __init__(self, chat: ChatProcessor, capacity: int = 4096) -> None:
+        self.chat = chat
+        self._known: LRU[Key, Segment] = LRU(capacity)
+
+    def start(self, messages: tuple[Message, ...]) -> Segment:
+        """The first turn of a thread."""
+        return self._once("start", messages)
+
+    def head(self, messages: tuple[Message, ...]) -> Segment:
+        """The head of a windowed thread."""
+        return self._once("head", messages)
+
+    def after_head(self, messages: tuple[Message, ...]) -> Segment:
+        """An observation right after the head."""
+        return self._once("after_head", messages)
+
+    def extend(self, messages: tuple[Message, ...], after: Segment) -> Segment:
+        """An observation after a response."""
+        stopped = bool(after.tokens) and after.tokens[-1] in self.chat.stop_ids
+        key = ("extend", messages, stopped, _origins(messages))
+        segment = self._known.get(key)
+        if segment is None:
+            segment = self.chat.extend(messages, after=after)
+            self._known.put(key, segment)
+        return segment
+
+    def _once(self, kind: str, messages: tuple[Message, ...]) -> Segment:
+        key = (kind, messages, False, _origins(messages))
+        segment = self._known.get(key)
+        if segment is None:
+            if kind == "after_head":
+                segment = self.chat.render_after_head(messages)
+            else:
+                segment = self.chat.render(messages, generate=kind == "start")
+            self._known.put(key, segment)
+        return segment
+
+
+def _origins(messages: tuple[Message, ...]) -> tuple[str, ...]:
+    return tuple(media.origin for message in messages for media in message.media)
+
+
+# Invariant: a lockstep engine asks between two ticks, when every live episode waits for it. Which groups are complete
+# then, and how far the others have come, is a function of the recipe, whatever the clock says.
+
+
+CANCELLED = "cancelled: enough groups were complete"
+
+
+class EarlyStop:
+    """Cancels what is still played once ``enough`` groups are complete and have an episode that neither failed nor aborted.
+
+    ``complete`` tells by group id at which moment it was; groups of one moment are equals, whichever the clock saw first.
+    """
+
+    def __init__(self, enough: int) -> None:
+        self.complete: dict[str, int] = {}
+        self._enough = enough
+        self._moment = 0
+        self._runs: dict[str, asyncio.Task[Episode]] = {}
+        self._left: Counter[str] = Counter()
+        self._sound: set[str] = set()
+
+    def begin(self, runs: Mapping[tuple[str, str], "asyncio.Task[Episode]"]) -> None:
+        """These are all the episodes, by group and episode id."""
+        self._runs = {episode: run for (_, episode), run in runs.items()}
+        self._left = Counter(group for group, _ in runs)
+
+    def ended(self, episode: Episode) -> None:
+        """An episode is over, well or not."""
+        del self._runs[episode.id]
+        self._left[episode.group_id] -= 1
+        if episode.status in (Status.FINISHED, Status.TRUNCATED):
+            self._sound.add(episode.group_id)
+        if not self._left[episode.group_id]:
+            self.complete[episode.group_id] = self._moment
+
+    def between_ticks(self) -> bool:
+        """Cancel the rest if enough groups are complete; True if anything was."""
+        self._moment += 1
+        if len(self._sound & self.complete.keys()) < self._enough or not self._runs:
+            return False
+        for run in self._runs.values():
+            run.cancel()
+        self._runs.clear()
+        return True
+
+
+# Example, of three tasks whose groups are complete in the order 2, 0, 1: the stream gives ``(2, group)``, ``(0,
+# group)``, ``(1, group)``. Whoever needs the tasks' order sorts by the place: completion may follow the clock, a record
+# must not.
+
+
+Emit = Callable[[int, Group], None]
+"""Hands a group to the stream, with its place among the tasks."""
+
+
+class GroupStream:
+    """``async with stream: async for place, group in stream``. Leaving it early ends what is still played."""
+
+    def __init__(self, play: Callable[[Emit], Coroutine[Any, Any, None]]) -> None:
+        self._play = play
+        self._queue: asyncio.Queue[tuple[int, Group] | None] = asyncio.Queue()
+        self._player: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._player = asyncio.create_task(self._play(self._emit), name="rollout")
+        self._player.add_done_callback(lambda _: self._queue.put_nowait(None))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._player is not None
+        self._player.cancel()
+        await asyncio.wait({self._player})
+        if not self._player.cancelled():
+            self._player.exception()  # heard when the stream ended, or of no interest to who left early
+
+    async def in_order(self) -> list[Group]:
+        """All groups once the stream has ended, in the tasks' order."""
+        async with self:
+            found = {place: group async for place, group in self}
+        return [found[place] for place in sorted(found)]
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[int, Group]:
+        assert self._player is not None
+        item = await self._queue.get()
+        if item is not None:
+            return item
+        self._player.result()  # raises what went wrong
+        raise StopAsyncIteration
+
+    def _emit(self, place: int, group: Group) -> None:
+        self._queue.put_nowait((place, group))
+
+
+# Invariants: a bad episode is data, not a crash: what an environment, a medium or the engine does wrong ends that
+# episode with a status and a reason. Every wait on an environment has a deadline and names whom it waited for. In
+# lockstep what is batched together depends on the recipe alone, and so does what an early stop cancels; deadlines that
+# fired are handed to ``Deadlines`` so that a resumed run repeats them.
 
 
 @dataclass(frozen=True)

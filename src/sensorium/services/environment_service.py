@@ -21,12 +21,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sensorium import __version__
 from sensorium.envs.remote.wire import Json, WireError, bytes_of, pack, unpack
-from sensorium.services.application import BodyLimit, Refusal, Whole, make_application
-from sensorium.services.kept_media import sweep
-from sensorium.services.openenv_routes import openenv_routes
+from sensorium.recipe.names import resolve
+from sensorium.recipe.names import table as names_of
+from sensorium.services.application import BodyLimit, Refusal, Whole, make_application, sweep
 from sensorium.services.sessions import MOST_ID, SessionTable, seed_of
-from sensorium.services.vagen_legacy import legacy_routes
-from sensorium.services.vagen_routes import vagen_routes
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import MediaError
 
@@ -118,8 +116,8 @@ def make_app(table: SessionTable, key: str = "", hosts: Sequence[str] = ()) -> F
         await socket.accept()
         await _Exchange(socket, table).serve()
 
-    for routes in (openenv_routes, vagen_routes, legacy_routes):
-        app.include_router(routes(table))
+    for name in names_of("environment_routes"):
+        app.include_router(resolve("environment_routes", name)(table))
     return app
 
 

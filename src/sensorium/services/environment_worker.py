@@ -1,6 +1,6 @@
 """A worker of a run that plays environments: the environment service on a free port, for the run's driver alone.
 
-``python -m sensorium.services.environment_worker FD``; ``workers/placed_main.py`` has the rest.
+``python -m sensorium.services.environment_worker FD``; ``cluster/placed_main.py`` has the rest.
 """
 
 import socket
@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sensorium.cluster.placed_main import Answer, serve
+from sensorium.data.media_store import MediaStore
 from sensorium.envs.remote.wire import MOST_BYTES
-from sensorium.media.store import MediaStore
 from sensorium.recipe.names import wrong_options
 from sensorium.services.environment_service import make_app
-from sensorium.services.offers import Offers
-from sensorium.services.sessions import SessionTable
+from sensorium.services.sessions import Offers, SessionTable
 from sensorium.vocabulary.errors import RecipeError
-from sensorium.workers.placed_main import Answer, serve
 
 CAPACITY = 65536
 LEASE_S = 86_400.0

@@ -15,14 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sensorium.engines.native.engine import NativeEngine
-from sensorium.engines.protocol import Request, Sampling
-from sensorium.engines.random_keys import response_key
+from sensorium.engines.native.native_engine import NativeEngine
+from sensorium.engines.protocol import Request, Sampling, response_key
 from sensorium.models.policy import Policy
-from sensorium.rollout.modalities import media_of
-from sensorium.rollout.preparing import Preparation
+from sensorium.rollout.live import Preparation, media_of
 from sensorium.services.application import Refusal
-from sensorium.services.chat_replies import Choice
+from sensorium.services.chat import Choice
 from sensorium.vocabulary.content import Message
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import SensoriumError

@@ -19,11 +19,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 from sensorium import __version__
-from sensorium.media.store import MediaStore
-from sensorium.services.application import BodyLimit, Counters, Json, Refusal, make_application, until_gone
-from sensorium.services.chat_replies import Choice, ReplyShape, WrittenText, error_body, event
-from sensorium.services.chat_requests import ChatRequest, conversation
-from sensorium.services.kept_media import sweeping
+from sensorium.data.media_store import MediaStore
+from sensorium.services.application import BodyLimit, Counters, Json, Refusal, make_application, sweeping, until_gone
+from sensorium.services.chat import ChatRequest, Choice, ReplyShape, WrittenText, conversation, error_body, event
 from sensorium.services.model_host import ModelHost, Prompt
 from sensorium.vocabulary.errors import SensoriumError
 

@@ -19,8 +19,7 @@ from itertools import takewhile
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from sensorium.services.access import ENVIRONMENT_VARIABLE
-from sensorium.services.application import Json
+from sensorium.services.application import ENVIRONMENT_VARIABLE, Json
 from sensorium.vocabulary.errors import EngineLost, SensoriumError
 
 KEY_VARIABLE = "SENSORIUM_WORKER_KEY"

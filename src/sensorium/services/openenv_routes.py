@@ -14,8 +14,7 @@ from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 
 from sensorium.envs.remote.wire import Json
 from sensorium.services.application import Refusal
-from sensorium.services.sessions import SessionTable, seed_of
-from sensorium.services.shown import paid, pictures, text_of_messages
+from sensorium.services.sessions import SessionTable, paid, pictures, seed_of, text_of_messages
 
 ACTION = {
     "type": "object",

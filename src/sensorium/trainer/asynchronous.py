@@ -28,14 +28,13 @@ from typing import Any, TypeVar
 import torch
 
 from sensorium.assembly.session import sampling_of
+from sensorium.data.mixture import SkippedRow
 from sensorium.recipe.schema import Recipe
-from sensorium.rewards.scoring import GroupScoring
+from sensorium.rewards.scorer import GroupScoring
 from sensorium.rollout.play import Attempt, Deadlines
-from sensorium.tasks.mixture import SkippedRow
-from sensorium.trainer.clock import Clock
 from sensorium.trainer.collect import CollectedStep, Collector
 from sensorium.trainer.selection import Selection, masked, select
-from sensorium.trainer.step_metrics import environment_metrics, length_metrics
+from sensorium.trainer.step_metrics import Clock, environment_metrics, length_metrics
 from sensorium.trainer.task_loader import prompt_too_long, skip_metrics
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import RecipeError

@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sensorium.learner.plain_state import load_state, save_state
 from sensorium.learner.protocol import RunLearner
-from sensorium.record.checkpoint_files import MARKER, Best, CheckpointFolder, problems_of, remove_checkpoint
-from sensorium.record.contents import contents_of
-from sensorium.record.durable import cannot_write, flush, write_whole, writing
-from sensorium.trainer.health.finite import refuse_ruined
+from sensorium.learner.saved_state import load_state, save_state
+from sensorium.runs.checkpoint_layout import MARKER, Best, CheckpointFolder, contents_of, problems_of, remove_checkpoint
+from sensorium.runs.durable import cannot_write, flush, write_whole, writing
+from sensorium.trainer.health.monitor import refuse_ruined
 from sensorium.vocabulary.errors import CheckpointError, LearnerLost, RecordError
 
 STATE = Path("trainer") / "state.pt"

@@ -11,15 +11,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from sensorium.assembly.session import Session, sampling_of
+from sensorium.data.mixture import SkippedRow
 from sensorium.engines.protocol import Sampling
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.traits import estimator_traits
-from sensorium.record.ledger import Ledger
 from sensorium.report.watcher import Watcher
-from sensorium.rewards.scoring import GroupScoring
-from sensorium.rollout.early_stop import CANCELLED, EarlyStop
-from sensorium.rollout.play import Attempt, Deadlines
-from sensorium.tasks.mixture import SkippedRow
+from sensorium.rewards.scorer import GroupScoring
+from sensorium.rollout.play import CANCELLED, Attempt, Deadlines, EarlyStop
+from sensorium.runs.ledger import Ledger
 from sensorium.trainer.credit import groups_with_signal
 from sensorium.trainer.selection import NO_SIGNAL, Selection, first, masked, most_varied, select, why_unfit
 from sensorium.trainer.step_metrics import environment_metrics

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from sensorium.record.processes import ProcessRow, RunEnd, forget_processes, write_processes
+from sensorium.runs.process_table import ProcessRow, RunEnd, forget_processes, write_processes
 from sensorium.vocabulary.errors import SensoriumError
 
 EVERY_S = 5.0

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from sensorium.assembly.local_learner import LocalLearner
 from sensorium.assembly.models import load_trained
+from sensorium.data.decoder import Decoder
+from sensorium.data.media_store import MediaStore
 from sensorium.learner.credited_episode import CreditedEpisode, CriticValues
-from sensorium.learner.plain_state import load_state, save_state
 from sensorium.learner.protocol import RunLearner
-from sensorium.media.decoder import Decoder
-from sensorium.media.store import MediaStore
+from sensorium.learner.saved_state import load_state, save_state
 from sensorium.recipe.load import load_recipe
-from sensorium.record.durable import read_json, write_whole
-from sensorium.record.episode_json import read_groups, write_episodes
-from sensorium.record.run_directory import RunDirectory, step_name
+from sensorium.runs.durable import read_json, write_whole
+from sensorium.runs.episodes import read_groups, write_episodes
+from sensorium.runs.run_directory import RunDirectory, step_name
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import CheckpointError, NonFiniteUpdate
 

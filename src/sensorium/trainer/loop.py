@@ -17,43 +17,36 @@ import torch
 
 from sensorium.assembly.determinism import random_state, restore_random_state, surroundings, warn_if_changed
 from sensorium.assembly.session import Session, sampling_of
-from sensorium.compiled.compile_time import take_untold_seconds
+from sensorium.cluster.event_loop import set_aside, set_aside_more
+from sensorium.data.planner import Planner
 from sensorium.evaluation.summary import summary_metrics
+from sensorium.kernels.compile_time import take_untold_seconds
 from sensorium.learner.credited_episode import CreditedEpisode
 from sensorium.learner.protocol import RunLearner
+from sensorium.recipe.names import resolve
 from sensorium.recipe.schema import Recipe
-from sensorium.record.credits import credits_of
-from sensorium.record.episode_json import write_episodes
-from sensorium.record.ledger import Ledger
-from sensorium.record.lock import refuse_moved
-from sensorium.record.metrics import MetricsFile
-from sensorium.record.processes import ProcessRow
-from sensorium.record.retention import GIB, Retention
-from sensorium.record.run_directory import RunDirectory
 from sensorium.report.watcher import RunStart, Watcher
-from sensorium.rollout.early_stop import CANCELLED
-from sensorium.rollout.play import Attempt
-from sensorium.tasks.planner import Planner
+from sensorium.rollout.play import CANCELLED, Attempt
+from sensorium.runs.episodes import GIB, Retention, credits_of, write_episodes
+from sensorium.runs.ledger import Ledger
+from sensorium.runs.lock import refuse_moved
+from sensorium.runs.metrics import MetricsFile
+from sensorium.runs.process_table import ProcessRow
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.checkpoint import Best, Checkpoints
-from sensorium.trainer.clock import Clock
 from sensorium.trainer.collect import CollectedStep, Collector
 from sensorium.trainer.credit import credit
-from sensorium.trainer.health.at_start import has_demonstration
 from sensorium.trainer.health.facts import Evidence, unanswered
-from sensorium.trainer.health.finite import refuse_ruined
-from sensorium.trainer.health.monitor import Health
+from sensorium.trainer.health.monitor import Health, has_demonstration, refuse_ruined
 from sensorium.trainer.heartbeat import Heartbeat, run_end
 from sensorium.trainer.kept_batch import keep_batch
 from sensorium.trainer.run_evaluation import RunEvaluator
 from sensorium.trainer.schedule import Schedule, make_schedule
-from sensorium.trainer.staleness import staleness_metrics
-from sensorium.trainer.step_metrics import MediaMeter, episode_metrics
+from sensorium.trainer.step_metrics import Clock, MediaMeter, episode_metrics, staleness_metrics
 from sensorium.trainer.task_loader import TaskLoader, drawn_by_position, skip_metrics
-from sensorium.trainer.taskmem_layout import TaskMemLayout
 from sensorium.vocabulary.episode import Group, Status
 from sensorium.vocabulary.errors import NonFiniteUpdate
 from sensorium.vocabulary.task import Task
-from sensorium.workers.lasting import set_aside, set_aside_more
 
 TOLD_S = 5.0  # of compiling that a run speaks of
 ACCURACY = "eval/accuracy"
@@ -86,7 +79,7 @@ class Trainer:
         self.checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
         logging = recipe.logging
         self.retention = Retention(directory, logging.full_steps, logging.sampled_steps, round(logging.episodes_gib * GIB))
-        self.layout = TaskMemLayout(directory, directory.path) if logging.layout == "taskmem" else None
+        self.layout = resolve("layout", logging.layout)(directory, directory.path) if logging.layout else None
         self.step, self._phase = 0, "starts"
         self.best: Best | None = None
         self._told_no_best = False

@@ -7,13 +7,13 @@ the warm start gave and what RL gave can be told apart.
 from collections.abc import Sequence
 
 from sensorium.assembly.session import Session
+from sensorium.data.mixture import SkippedRow
 from sensorium.evaluation.evaluate import EvaluationResult, evaluate, nothing_scored
 from sensorium.recipe.schema import Recipe
-from sensorium.record.episode_json import write_episodes
-from sensorium.record.findings import SightResult
-from sensorium.record.run_directory import RunDirectory
 from sensorium.report.watcher import Watcher
-from sensorium.tasks.mixture import SkippedRow
+from sensorium.runs.episodes import write_episodes
+from sensorium.runs.findings import SightResult
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.health.sight import check_sight
 from sensorium.trainer.step_metrics import MediaMeter
 from sensorium.trainer.task_loader import TaskLoader

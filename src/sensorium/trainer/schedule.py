@@ -19,8 +19,8 @@ import torch
 
 from sensorium.recipe.schema import Recipe
 from sensorium.trainer.asynchronous import AsynchronousSchedule
-from sensorium.trainer.clock import Clock
 from sensorium.trainer.collect import CollectedStep, Collector
+from sensorium.trainer.step_metrics import Clock
 from sensorium.vocabulary.errors import RecipeError
 
 Result = TypeVar("Result")

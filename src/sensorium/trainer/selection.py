@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import pvariance
 
-from sensorium.algorithms.variance import alike
+from sensorium.algorithms.advantages import alike
 from sensorium.vocabulary.episode import Episode, Group, Status
 from sensorium.vocabulary.score import unusable
 

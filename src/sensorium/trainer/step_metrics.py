@@ -1,14 +1,89 @@
-"""The metrics row of a step: the names of DESIGN.md, the same everywhere. A mean over nothing is left out, not zero."""
+"""Where a step's time goes: seconds by phase, throughput, peak memory."""
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import torch
+
 from sensorium.assembly.session import Session
+from sensorium.cluster.pool import WorkerPool
+from sensorium.kernels.compile_time import compile_seconds
+from sensorium.learner.credited_episode import CreditedEpisode
 from sensorium.trainer.selection import EMPTY, SET_ASIDE, Selection, masked, zero_variance
 from sensorium.vocabulary.episode import Episode, Group, Status
 from sensorium.vocabulary.score import by_name
-from sensorium.workers.pool import WorkerPool
+
+
+class Clock:
+    """Times a step's phases and announces which one runs."""
+
+    def __init__(self, session: Session, announce: Callable[[str, int], None]) -> None:
+        self.session, self.announce = session, announce
+        self.started = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+        self.patches, self.compiled = session.patches, compile_seconds()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    @contextmanager
+    def __call__(self, phase: str, total: int = 0) -> Iterator[None]:
+        self.announce(phase, total)
+        started = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+
+    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Seconds by phase, throughput and peak memory."""
+        whole = time.perf_counter() - self.started
+        episodes = [e for group in groups for e in group.episodes]
+        row = {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
+        row["time/step_s"] = whole
+        if (compiled := compile_seconds() - self.compiled) > 0:
+            row["time/compile_s"] = compiled
+        row["throughput/episodes_per_s"] = len(episodes) / whole
+        row["throughput/tokens_per_s"] = sum(e.sampled_tokens for e in episodes) / whole
+        row["throughput/patches_per_s"] = (self.session.patches - self.patches) / whole
+        if self.session.fallbacks:
+            row["throughput/fallbacks"] = self.session.fallbacks
+        row["memory/peak_gib"] = peak_memory_gib()
+        return row
+
+
+def peak_memory_gib() -> float:
+    """Peak memory: the GPU's of this step, else the process's so far."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def staleness_metrics(schedule: str, samples: Sequence[Sequence[CreditedEpisode]], version: int) -> dict[str, float]:
+    """Mean and largest age of what is trained on by weights of ``version``; nothing where it cannot have any.
+
+    With the asynchronous schedule they are of tokens, and ``staleness/share_N`` is the share of tokens that are N updates
+    old: of one response some may be older than others.
+    """
+    responses = [turn.response for group in samples for sample in group for turn in sample.episode.turns]
+    if schedule == "synchronous" or not responses:
+        return {}
+    if schedule == "one_step_off":
+        ages = [version - response.policy_version for response in responses]
+        return {"staleness/mean": sum(ages) / len(ages), "staleness/max": max(ages)}
+    tokens: Counter[int] = Counter()
+    for response in responses:
+        for span in response.version_spans:
+            tokens[version - span.version] += span.end - span.start
+    total = max(1, tokens.total())
+    oldest = max((age for age, count in tokens.items() if count), default=0)
+    row = {f"staleness/share_{age}": tokens[age] / total for age in range(oldest + 1)}
+    row["staleness/mean"] = sum(age * count for age, count in tokens.items()) / total
+    row["staleness/spanning"] = sum(len(response.versions) > 1 for response in responses)
+    return row | {"staleness/max": oldest}
 
 
 def episode_metrics(groups: Sequence[Group], selection: Selection, *, mask_truncated: bool = False) -> dict[str, float]:

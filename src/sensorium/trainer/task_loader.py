@@ -1,30 +1,143 @@
-"""Loading tasks from the planner; bad rows and over-long prompts are refused, or skipped and counted, as the recipe says.
+"""Notes about tasks that a run skips: the first few of each kind by name and reason; further ones are only counted.
 
-Rows are read, and their media decoded and preprocessed, in threads: the event loop stays free. While a step is trained on,
-the tasks of the next are drawn and their media decoded ahead, unless the planner waits for this step's outcomes.
-
-Invariant: the state in a checkpoint is that after the last draw that was delivered, whatever was drawn ahead since.
+rows.jsonl:2 cannot be read         → "a task is skipped, because it cannot be read: rows.jsonl:2 …"
+the same in the next epoch          → nothing
+a fourth that cannot be read        → "further tasks that cannot be read are skipped without a note; …", once
 """
 
 import asyncio
+import json
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sensorium.learner.plain_state import not_plain
-from sensorium.recipe.schema import RolloutSection
-from sensorium.recipe.task_sections import TasksSection
-from sensorium.rollout.modalities import media_of
+from sensorium.data.mixture import SkippedRow, TaskSource, none_left, with_way_out
+from sensorium.data.planner import GroupOutcome, PlannedTasks, Planner
+from sensorium.learner.saved_state import not_plain
+from sensorium.recipe.schema import RolloutSection, TasksSection
+from sensorium.rewards.scorer import task_digest
+from sensorium.rollout.live import media_of
 from sensorium.rollout.play import Rollout
-from sensorium.tasks.mixture import SkippedRow, none_left, with_way_out
-from sensorium.tasks.planner import GroupOutcome, PlannedTasks, Planner
-from sensorium.trainer.skip_notes import SkipNotes
+from sensorium.runs.durable import read_json, write_whole
+from sensorium.runs.run_directory import RunDirectory
+from sensorium.vocabulary.content import Media
+from sensorium.vocabulary.decoding import VideoParameters
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import CheckpointError, MediaError, PromptTooLong, SensoriumError, TaskError
 from sensorium.vocabulary.plain import words
 from sensorium.vocabulary.task import Task
+
+MOST_TOLD = 3
+"""Tasks of a kind that are named."""
+
+
+class SkipNotes:
+    """Tells of skipped tasks as they come. It remembers only what it told, so a long run costs no memory."""
+
+    def __init__(self, noted: Callable[[str], None]) -> None:
+        self._bad = _KindNotes(noted, "a task is skipped, because it cannot be read", "tasks that cannot be read", "bad")
+        self._long = _KindNotes(noted, "a task is skipped, because its prompt is too long", "long prompts", "long")
+
+    def tell(self, skipped: Sequence[SkippedRow]) -> None:
+        """Name those that are new, as long as few were named."""
+        for skip in skipped:
+            (self._long if skip.long_prompt else self._bad).tell(skip.reason)
+
+
+class _KindNotes:
+    """The notes of one kind: ``opening`` begins each, ``many`` is what tasks of this kind are called."""
+
+    def __init__(self, noted: Callable[[str], None], opening: str, many: str, metric: str) -> None:
+        self._noted, self._opening = noted, opening
+        self._last = f"further {many} are skipped without a note; the metric tasks/skipped_{metric} counts them"
+        self._told: set[str] = set()
+        self._over = False
+
+    def tell(self, reason: str) -> None:
+        if self._over or reason in self._told:
+            return
+        self._over = len(self._told) == MOST_TOLD
+        self._told.add(reason)
+        self._noted(self._last if self._over else f"{self._opening}: {' '.join(reason.split())}")
+
+
+# A resumed run looks at the same again. Rows that were rewritten meanwhile, or a picture that was replaced by another
+# one, would otherwise go unnoticed.
+
+
+def remember_tasks(directory: RunDirectory, tasks: Sequence[Task], sources: Sequence[TaskSource]) -> None:
+    """Write down what the tasks and the sources' files are."""
+    seen: dict[str, list[str]] = {}
+    for task in tasks:  # two sources may have tasks of the same id
+        seen.setdefault(task.id, []).append(task_digest(task))
+    write_whole(directory.tasks, json.dumps({"tasks": seen, "files": _row_files(sources)}, indent=0) + "\n")
+
+
+def changed_tasks(directory: RunDirectory, tasks: Sequence[Task], sources: Sequence[TaskSource]) -> list[str]:
+    """What to say if files or tasks are no longer what they were; nothing of what an earlier version kept no digests of."""
+    if not directory.tasks.exists():
+        return []
+    then = read_json(directory.tasks, "Remove it: then nothing says whether the tasks are still those the run began with.")
+    if not isinstance(then.get("tasks"), dict):  # written by an earlier version: digests by the tasks' ids
+        then = {"tasks": then, "files": {}}
+    known, files = then["tasks"], then["files"]
+    changed = [task.id for task in tasks if task.id in known and task_digest(task) not in known[task.id]]
+    strange = [task.id for task in tasks if task.id not in known]
+    found = [
+        f"the content of '{file}' has changed"
+        for file, digests in _row_files(sources).items()
+        if files.get(file, digests) != digests
+    ]
+    if changed or strange:
+        what = f"{len(changed)} have changed, '{changed[0]}' among them" if changed else f"'{strange[0]}' was not there"
+        found.append(f"of {len(tasks)} tasks that were looked at when the run began, {what}")
+    if not found:
+        return []
+    return [
+        f"ATTENTION: the data are not those the run began with: {'; '.join(found)}. Rows, pictures, clips or sounds were "
+        "replaced since. Tasks drawn from here on may differ, so the run no longer repeats what it would have been without "
+        "the interruption. Put the data back and resume, or start a new run."
+    ]
+
+
+def _row_files(sources: Sequence[TaskSource]) -> dict[str, list[str]]:
+    """The digests of the files that hold the sources' rows; a source that names none is known by its tasks alone."""
+    files: dict[str, list[str]] = {}
+    for source in sources:  # two may use a file, each up to a limit of its own
+        for file, digest in getattr(source, "row_digests", {}).items():
+            files.setdefault(file, []).append(digest)
+    return files
+
+
+def refuse_other_frames(directory: RunDirectory, then: str, now: str, tasks: Sequence[Task]) -> None:
+    """Refuse to go on where videos that name no rule of sampling would show other frames ``now`` than ``then``.
+
+    Versions that did not write the rule down (then it is empty) took frames at the middles of intervals.
+    """
+    if now == (then or "middle"):
+        return
+    open_ones = [task for task in tasks for message in task.messages for item in message.media if _leaves_open(item)]
+    if open_ones:
+        told = f"by '{then}'" if then else "by 'middle', for an earlier version began it,"
+        raise CheckpointError(
+            f"'{directory.path}' took the frames of videos {told} where a task says nothing (task '{open_ones[0].id}' does "
+            f"not), and this version takes them by '{now}': the run would go on with other frames. To go on as it was, "
+            f"write 'sampling: {then or 'middle'}' into the options of its videos (tasks, options, video) in "
+            f"'{directory.recipe}'; or start a new run."
+        )
+
+
+def _leaves_open(item: Media) -> bool:
+    return isinstance(item.parameters, VideoParameters) and item.parameters.sampling is None
+
+
+# Rows are read, and their media decoded and preprocessed, in threads: the event loop stays free. While a step is
+# trained on, the tasks of the next are drawn and their media decoded ahead, unless the planner waits for this step's
+# outcomes. Invariant: the state in a checkpoint is that after the last draw that was delivered, whatever was drawn
+# ahead since.
+
 
 SKIPPED_AT_ONCE = 10_000
 """Tasks in a row that a draw skips at most, where the planner does not say within how many every task comes up."""

@@ -44,8 +44,8 @@ class VideoParameters:
     """Frames evenly sampled from ``start`` to ``end`` (seconds; None: to the end): ``frames`` of them, or ``fps`` a second.
 
     By ``fps`` the number is bounded by ``min_frames`` and ``max_frames``; without either it is 2 a second. ``sampling`` is
-    the rule, the family's if not said: ``official`` or ``nemo_rl`` (media/official_sampling.py) or ``middle``
-    (media/video.py), by which frames are made smaller, never cropped, until each fits ``max_pixels_per_frame`` and all fit
+    the rule, the family's if not said: ``official`` or ``nemo_rl`` (data/video.py) or ``middle``
+    (data/video.py), by which frames are made smaller, never cropped, until each fits ``max_pixels_per_frame`` and all fit
     ``max_pixels_per_clip``, and enlarged to ``min_pixels_per_frame`` as far as these allow. ``multiple`` is set by the
     family. With ``use_audio_in_video`` the file's sound is heard with its frames, or that of the file whose hash is
     ``sound_from``.

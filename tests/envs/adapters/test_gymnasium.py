@@ -7,9 +7,9 @@ import gymnasium
 import numpy as np
 import pytest
 
+from sensorium.data.environment_tasks import EnvironmentTasks
+from sensorium.data.media_store import MediaStore
 from sensorium.envs.adapters.gymnasium import GymnasiumEnvironment, refuse_thread_bound
-from sensorium.media.store import MediaStore
-from sensorium.tasks.environment_tasks import EnvironmentTasks
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 
 TAXI = ["South", "North", "East", "West", "Pick up", "Drop off"]

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sensorium.data.media_store import MediaStore
+from sensorium.data.pictures import encode_png
 from sensorium.envs.adapters.openenv import OpenEnvironment
-from sensorium.media.picture import encode_png
-from sensorium.media.store import MediaStore
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 
 server = pytest.importorskip("websockets.sync.server")

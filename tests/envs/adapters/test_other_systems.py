@@ -9,16 +9,16 @@ import pytest
 from PIL import Image
 
 from sensorium.assembly.session import EnvironmentMaker
+from sensorium.data.environment_tasks import EnvironmentTasks
+from sensorium.data.media_store import MediaStore
 from sensorium.engines.protocol import Request, Sampling
 from sensorium.engines.scripted import ScriptedEngine
-from sensorium.envs.adapters.slime import SlimeEnvironment
-from sensorium.envs.adapters.vagen import VagenEnvironment
-from sensorium.media.store import MediaStore
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.schema import RolloutSection
 from sensorium.rollout.play import Attempt, Rollout
-from sensorium.tasks.environment_tasks import EnvironmentTasks
+from sensorium.systems.geo3k.slime_adapter import SlimeEnvironment
+from sensorium.systems.vagen.adapter import VagenEnvironment
 from sensorium.vocabulary import EnvironmentSpec, Status, Task
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError

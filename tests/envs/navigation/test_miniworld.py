@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sensorium.envs.navigation import miniworld
-from sensorium.envs.navigation.scenes import Pose, Scene, Thing
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
+from sensorium.envs import navigation
+from sensorium.envs.navigation import Pose, Scene, Thing
 from sensorium.recipe.names import build
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
@@ -26,7 +26,7 @@ def scene(colour: str, shape: str = "box") -> Scene:
 @pytest.fixture(scope="module", autouse=True)
 def drawing() -> None:
     try:
-        miniworld.view(scene("red"), Pose((1.0, 3.0), 0.0), 32, 60.0)
+        navigation.view(scene("red"), Pose((1.0, 3.0), 0.0), 32, 60.0)
     except RecipeError as error:
         pytest.skip(str(error))
 
@@ -39,26 +39,26 @@ def share(pixels: np.ndarray, channel: int) -> float:
 
 def test_a_thing_is_seen_where_it_stands_and_not_behind_the_walker() -> None:
     for shape in ("box", "ball"):
-        ahead = miniworld.view(scene("red", shape), Pose((1.0, 3.0), 0.0), 64, 60.0)
+        ahead = navigation.view(scene("red", shape), Pose((1.0, 3.0), 0.0), 64, 60.0)
         assert ahead.shape == (64, 64, 3)
         assert share(ahead, 0) > 0.005
         assert share(ahead[:, 24:40], 0) > share(ahead[:, :16], 0) == 0
-        closer = miniworld.view(scene("red", shape), Pose((2.5, 3.0), 0.0, -30), 64, 60.0)
+        closer = navigation.view(scene("red", shape), Pose((2.5, 3.0), 0.0, -30), 64, 60.0)
         assert share(closer, 0) > share(ahead, 0)
-        assert share(miniworld.view(scene("red", shape), Pose((1.0, 3.0), 180.0), 64, 60.0), 0) == 0
-    left = miniworld.view(scene("red"), Pose((1.0, 4.0), 0.0), 64, 60.0)
+        assert share(navigation.view(scene("red", shape), Pose((1.0, 3.0), 180.0), 64, 60.0), 0) == 0
+    left = navigation.view(scene("red"), Pose((1.0, 4.0), 0.0), 64, 60.0)
     assert share(left[:, :32], 0) > share(left[:, 32:], 0)
 
 
 def test_pictures_are_right_in_whatever_thread_they_are_asked_for() -> None:
     scenes = [scene(colour, shape) for colour in ("red", "blue") for shape in ("box", "ball")]
-    expected = [miniworld.view(shown, shown.start, 32 + 16 * (n % 2), 60.0) for n, shown in enumerate(scenes)]
+    expected = [navigation.view(shown, shown.start, 32 + 16 * (n % 2), 60.0) for n, shown in enumerate(scenes)]
     assert len({picture.tobytes() for picture in expected}) == 4
     found: dict[tuple[int, int], Any] = {}
 
     def look(n: int) -> None:
         for time in range(5):
-            found[n, time] = miniworld.view(scenes[n], scenes[n].start, 32 + 16 * (n % 2), 60.0)
+            found[n, time] = navigation.view(scenes[n], scenes[n].start, 32 + 16 * (n % 2), 60.0)
 
     threads = [threading.Thread(target=look, args=(n,)) for n in range(4)]
     for thread in threads:

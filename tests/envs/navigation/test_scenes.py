@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sensorium.envs.navigation.environment import Navigation, SceneSimulator
-from sensorium.envs.navigation.scenes import ACTIONS, BODY, Pose, Scene, Thing, scene_of
-from sensorium.media.store import MediaStore
-from sensorium.tasks.environment_tasks import EnvironmentTasks
+from sensorium.data.environment_tasks import EnvironmentTasks
+from sensorium.data.media_store import MediaStore
+from sensorium.envs.navigation import ACTIONS, BODY, Navigation, Pose, Scene, SceneSimulator, Thing, scene_of
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 
 ROOM = Scene(((0.0, 6.0, 0.0, 6.0),), (), (Thing("box", "red", (5.0, 3.0)),), Pose((1.0, 3.0), 0.0))

@@ -12,12 +12,11 @@ import httpx
 import numpy as np
 import pytest
 
-from sensorium.envs.navigation.thor import MOVES, TURNS
-from sensorium.media.store import MediaStore
+from sensorium.data.environment_tasks import EnvironmentTasks
+from sensorium.data.media_store import MediaStore
+from sensorium.envs.ai2thor import MOVES, TURNS
 from sensorium.recipe.names import build, plays_for_anybody, resolve
-from sensorium.services.offers import Offer, Offers
-from sensorium.services.sessions import SessionTable
-from sensorium.tasks.environment_tasks import EnvironmentTasks
+from sensorium.services.sessions import Offer, Offers, SessionTable
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 
 from ...services.running import serving

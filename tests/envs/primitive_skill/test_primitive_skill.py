@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.envs.primitive_skill.skills import Skill, skills_in
-from sensorium.media.store import MediaStore
+from sensorium.data.environment_tasks import EnvironmentTasks
+from sensorium.data.media_store import MediaStore
+from sensorium.envs.primitive_skill import Skill, skills_in
 from sensorium.recipe.names import build
-from sensorium.tasks.environment_tasks import EnvironmentTasks
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 

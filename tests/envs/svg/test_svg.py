@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sensorium.envs.svg.renderer import draw
-from sensorium.envs.svg.similarity import pixel_similarity, structural_similarity
-from sensorium.envs.svg.targets import state_of, target_code
-from sensorium.media.picture import decode_picture
-from sensorium.media.store import MediaStore
+from sensorium.data.environment_tasks import EnvironmentTasks, SvgFiles
+from sensorium.data.media_store import MediaStore
+from sensorium.data.pictures import decode_picture
+from sensorium.data.rows import JsonlRows
+from sensorium.envs.svg import pixel_similarity, state_of, structural_similarity, target_code
+from sensorium.envs.svg_renderer import draw
 from sensorium.recipe.names import build, wrong_options
-from sensorium.tasks.environment_tasks import EnvironmentTasks
-from sensorium.tasks.rows import JsonlRows
-from sensorium.tasks.svg_files import SvgFiles
 from sensorium.vocabulary import Task
 from sensorium.vocabulary.content import Media, Text
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError, TaskError

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.envs.tools.arguments import misfit
-from sensorium.envs.tools.calls import calls_in, write_call
+from sensorium.envs.tool_use import calls_in, misfit, write_call
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from sensorium.envs.tools.calls import write_call
-from sensorium.envs.tools.geo3k import Geo3k
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
+from sensorium.envs.tool_use import write_call
+from sensorium.systems.geo3k.environment import Geo3k
 from sensorium.vocabulary import Task
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import EnvironmentFailure, TaskError

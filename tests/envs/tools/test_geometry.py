@@ -5,8 +5,8 @@ import io
 import pytest
 from PIL import Image
 
-from sensorium.envs.tools.geometry import Geometry, draw_png, figure_of
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
+from sensorium.systems.geo3k.environment import Geometry, draw_png, figure_of
 from sensorium.vocabulary.errors import EnvironmentFailure
 
 

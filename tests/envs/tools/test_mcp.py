@@ -15,13 +15,10 @@ from typing import Any
 import pytest
 
 from sensorium.assembly.session import EnvironmentMaker
-from sensorium.cli.random_play import try_tools
-from sensorium.envs.tools.calls import ToolCall, write_call
-from sensorium.envs.tools.environment import ToolUse
-from sensorium.envs.tools.mcp import close_servers, server_tools
-from sensorium.envs.tools.protocol import ToolContext
-from sensorium.envs.tools.toolbox import Toolbox
-from sensorium.media.store import MediaStore
+from sensorium.cli.validate import try_tools
+from sensorium.data.media_store import MediaStore
+from sensorium.envs.mcp import close_servers, server_tools
+from sensorium.envs.tool_use import Toolbox, ToolCall, ToolContext, ToolUse, write_call
 from sensorium.vocabulary import EnvironmentSpec, Task
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError

@@ -12,22 +12,19 @@ import pytest
 from PIL import Image
 
 from sensorium.assembly.session import EnvironmentMaker
+from sensorium.data.media_store import MediaStore
+from sensorium.data.pictures import encode_png
+from sensorium.data.rows import JsonlRows
 from sensorium.engines.protocol import Request, Sampling
 from sensorium.engines.scripted import ScriptedEngine
-from sensorium.envs.tools.calculator import Calculator
-from sensorium.envs.tools.calls import write_call
-from sensorium.envs.tools.crop import Crop
-from sensorium.envs.tools.environment import ToolUse
-from sensorium.envs.tools.protocol import ToolContext, ToolSpec
-from sensorium.envs.tools.toolbox import Toolbox
-from sensorium.media.picture import encode_png
-from sensorium.media.store import MediaStore
+from sensorium.envs.calculator import Calculator
+from sensorium.envs.crop import Crop
+from sensorium.envs.tool_use import Toolbox, ToolContext, ToolSpec, ToolUse, write_call
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.names import build
 from sensorium.recipe.schema import RolloutSection
 from sensorium.rollout.play import Attempt, Rollout
-from sensorium.tasks.rows import JsonlRows
 from sensorium.vocabulary import EnvironmentSpec, Status, Task
 from sensorium.vocabulary.content import Media, Message, Text, system, user
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError, TaskError
@@ -38,7 +35,7 @@ def toolbox(*tools: Any, deadline_s: float = 30.0) -> Toolbox:
 
 
 def run(tools: Toolbox, name: str, /, **arguments: Any) -> Any:
-    from sensorium.envs.tools.calls import calls_in
+    from sensorium.envs.tool_use import calls_in
 
     return tools.run(calls_in(write_call(name, arguments))[0])
 

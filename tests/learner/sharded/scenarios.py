@@ -23,21 +23,20 @@ from sensorium.learner.critic import Critic
 from sensorium.learner.forward import hidden_states
 from sensorium.learner.learner import Learner
 from sensorium.learner.optimizer import Optimizer
-from sensorium.learner.shards import spread_like, whole_of
+from sensorium.learner.saved_state import spread_like, whole_of
 from sensorium.learner.team import ALONE, Team
-from sensorium.models.policy import Policy
-from sensorium.models.reference import FrozenCopy
+from sensorium.models.policy import FrozenCopy, Policy
 from sensorium.models.tiny import make_tiny
-from sensorium.recipe.algorithm_sections import (
+from sensorium.recipe.schema import (
     AdvantageSection,
     AlgorithmSection,
+    BatchSection,
     CorrectionSection,
     CriticSection,
     KLSection,
     LossSection,
     OptimizerSection,
 )
-from sensorium.recipe.schema import BatchSection
 
 from ...models.clips import clip
 from ..played import Groups, Player, distribution, make_learner, open_policy, stock_model, stock_rows

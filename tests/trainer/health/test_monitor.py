@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from sensorium.record.findings import Notice, SightResult, read_health
-from sensorium.record.metrics import MetricsFile
-from sensorium.record.run_directory import RunDirectory
 from sensorium.report.watcher import Watcher
+from sensorium.runs.findings import Notice, SightResult, read_health
+from sensorium.runs.metrics import MetricsFile
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.health.facts import Evidence
 from sensorium.trainer.health.monitor import Courses, Health, run_untrained
 from sensorium.vocabulary.episode import Status

@@ -7,10 +7,9 @@ import pytest
 
 from sensorium.evaluation.intervals import wilson
 from sensorium.recipe.schema import Recipe
-from sensorium.record.findings import Finding, SightResult
+from sensorium.runs.findings import Finding, SightResult
 from sensorium.trainer.health.facts import Evidence, HeldOutResult, History, StepFacts, has_trained
-from sensorium.trainer.health.pay_rules import constant_term
-from sensorium.trainer.health.rules import RULES, examine
+from sensorium.trainer.health.rules import RULES, constant_term, examine
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user
 
 HEALTHY = {

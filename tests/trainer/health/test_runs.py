@@ -9,12 +9,12 @@ import pytest
 from safetensors.torch import load_file
 
 from sensorium.cli.main import main
+from sensorium.data.media_store import MediaStore
+from sensorium.data.pictures import encode_png
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.media.picture import encode_png
-from sensorium.media.store import MediaStore
 from sensorium.recipe.load import parse_recipe
-from sensorium.record.findings import read_health
-from sensorium.record.metrics import read_metrics
+from sensorium.runs.findings import read_health
+from sensorium.runs.metrics import read_metrics
 from sensorium.trainer.run import train
 from sensorium.vocabulary import Episode, Message, Score, Task, system, user
 from sensorium.vocabulary.errors import EnvironmentFailure, NothingTrained, TaskError

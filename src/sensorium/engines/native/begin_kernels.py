@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from sensorium.engines.native.decode_state import DecodeRows
-from sensorium.models.layer_parts import FIXED_ANGLES, NormWeights
+from sensorium.kernels.layer_parts import FIXED_ANGLES, NormWeights
 from sensorium.models.policy import Policy
 
 TRIED_POSITIONS = 1 << 17  # up to which a model's angles are compared

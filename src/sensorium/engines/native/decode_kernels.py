@@ -18,17 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from sensorium.engines.native.attention_kernels import attend_own, attend_shared, merge
 from sensorium.engines.native.begin_kernels import angles_of, begun
 from sensorium.engines.native.decode_ops import TorchOps, Unplaced
 from sensorium.engines.native.decode_state import TILE_ROWS, DecodeRows
 from sensorium.engines.native.half_layers import HalfLayers
-from sensorium.engines.native.launch_ahead import after_previous, launch_ahead
-from sensorium.engines.native.product_kernels import LARGEST_GATED, fits, gated_products, product_parts
 from sensorium.engines.native.row_attention import LOG2_E, RowAttention
-from sensorium.engines.native.sampler_kernels import chunk_mass, draw_tokens, largest_logits
-from sensorium.models.layer_kernels import add_normed, gated, gated_finely, normed
-from sensorium.models.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights
+from sensorium.kernels.attention_triton import after_previous, attend_own, attend_shared, launch_ahead, merge
+from sensorium.kernels.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights
+from sensorium.kernels.layer_triton import add_normed, gated, gated_finely, normed
+from sensorium.kernels.product_triton import LARGEST_GATED, fits, gated_products, product_parts
+from sensorium.kernels.sampler_triton import chunk_mass, draw_tokens, largest_logits
 from sensorium.models.policy import Policy
 from sensorium.models.token_probs import unit_bits
 

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from sensorium.engines.native.decode_state import DecodeRows
-from sensorium.engines.native.pages import PAGE, attend
-from sensorium.engines.native.randomness import uniforms
-from sensorium.engines.native.sampler import sample
-from sensorium.models.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights
+from sensorium.engines.native.key_values import PAGE, attend
+from sensorium.engines.native.sampler import sample, uniforms
+from sensorium.kernels.layer_ops import wide_linear, wide_product
+from sensorium.kernels.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights
 from sensorium.models.policy import Policy
-from sensorium.models.wide_products import wide_linear, wide_product
 
 LARGEST_HALF = 65504.0  # the largest float16 number
 

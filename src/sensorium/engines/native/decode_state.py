@@ -16,11 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sensorium.engines.native.pages import PAGE
-from sensorium.engines.native.randomness import signed64
-from sensorium.engines.native.sampler import SamplingRows
+from sensorium.engines.native.key_values import PAGE
+from sensorium.engines.native.sampler import SamplingRows, signed64
 from sensorium.engines.protocol import Sampling
-from sensorium.models.transfers import sent_to
+from sensorium.models.segment_layout import sent_to
 
 TILE_ROWS = 8  # rows of a group that read their common pages together
 INTEGERS = ("positions", "lengths", "counts", "keys", "greedy", "stop_masked", "top_k", "shared", "tile_first", "tile_rows")

@@ -1,7 +1,7 @@
 """Decode layers of few rows: what follows attention, up to the next layer's projections or the head, as one launch.
 
 A step of few rows takes as long as its weights are read. Here they are read in 12 bits instead of 16, in one stream that
-does not pause between products (``compiled/cuda/half_layer.cu``, which says what 12 bits keep). The packed weights are a
+does not pause between products (``kernels/cuda/half_layer.cu``, which says what 12 bits keep). The packed weights are a
 second copy, three quarters of the size of the first; it is made when a batch first has few rows, and again when weights
 change.
 """
@@ -18,7 +18,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from sensorium.compiled.device_code import (
+from sensorium.kernels.device_code import (
     DeviceCode,
     NoDeviceCode,
     Start,
@@ -28,7 +28,7 @@ from sensorium.compiled.device_code import (
     pointers,
     shared_bytes,
 )
-from sensorium.models.layer_parts import GatedMLP, LayerParts, NormWeights
+from sensorium.kernels.layer_parts import GatedMLP, LayerParts, NormWeights
 from sensorium.recipe.plan import LEAST_PACKED, PACKED_ROWS, PACKED_SHARE
 
 MOST_ROWS = PACKED_ROWS

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sensorium.engines.native.decode_state import DecodeRows
-from sensorium.engines.native.pages import PAGE, PagedPrefill, PagePool, page_table, write_tokens
-from sensorium.models.matched_ops import KeyStore, MatchedOps, QueryTiles, queries_of_tile
+from sensorium.engines.native.key_values import PAGE, PagedPrefill, PagePool, page_table, write_tokens
+from sensorium.kernels.matched_ops import KeyStore, MatchedOps, QueryTiles, queries_of_tile
 from sensorium.models.policy import Policy
 
 

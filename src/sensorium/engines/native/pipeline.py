@@ -17,21 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sensorium.engines.native.admission import AHEAD_TOKENS, joining, prompts_ahead
 from sensorium.engines.native.decode_state import RowLayout
 from sensorium.engines.native.graphs import DecodeRunner, bucket_of
+from sensorium.engines.native.key_values import PAGE, PagedPrefill, PagePool
 from sensorium.engines.native.matched_decoding import MatchedPrefill
-from sensorium.engines.native.pages import PAGE, PagedPrefill, PagePool
 from sensorium.engines.native.prefill import SharedContext, prefill
 from sensorium.engines.native.prefix_cache import PrefixEntry, StoredKV
-from sensorium.engines.native.randomness import signed64, uniforms
 from sensorium.engines.native.response_rows import Row
-from sensorium.engines.native.sampler import SamplingRows, sample
-from sensorium.engines.native.writer import RESERVE_AHEAD, Writer
+from sensorium.engines.native.sampler import SamplingRows, sample, signed64, uniforms
+from sensorium.engines.native.writer import AHEAD_TOKENS, RESERVE_AHEAD, Writer, joining, prompts_ahead
 from sensorium.engines.scheduler import Job
-from sensorium.models.matched_ops import MatchedOps
+from sensorium.kernels.matched_ops import MatchedOps
 from sensorium.models.policy import Policy
-from sensorium.models.transfers import sent_to
+from sensorium.models.segment_layout import sent_to
 from sensorium.vocabulary.errors import EngineError
 
 LAG = 2

@@ -16,7 +16,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from sensorium.caches.lru import LRU
+from sensorium.data.lru import LRU
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import Features, Placement, Slot
 from sensorium.vocabulary.content import Media

@@ -5,10 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sensorium.engines.native.kv_cache import KVCache, causal_bias, write_places
+from sensorium.engines.native.key_values import KVCache, causal_bias, write_places
 from sensorium.engines.native.prefix_cache import PrefixEntry
-from sensorium.engines.native.randomness import signed64, uniforms
-from sensorium.engines.native.sampler import SamplingRows
+from sensorium.engines.native.sampler import SamplingRows, signed64, uniforms
 from sensorium.engines.protocol import FinishReason
 from sensorium.engines.scheduler import Job, WrittenPart
 from sensorium.models.policy import Policy

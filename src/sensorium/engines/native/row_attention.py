@@ -1,4 +1,4 @@
-"""Attention of a decode step as one launch: placing, attending and merging (``compiled/cuda/row_attention.cu``).
+"""Attention of a decode step as one launch: placing, attending and merging (``kernels/cuda/row_attention.cu``).
 
 None of these has much to do, and handing over from one kernel to the next takes as long as they do. Every row reads all of
 its pages, those that it shares with others too. They come from the GPU's cache, so only groups with long prompts are
@@ -13,10 +13,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sensorium.compiled.device_code import DeviceCode, NoDeviceCode, Start, addresses, launch, pointers
 from sensorium.engines.native.decode_ops import Unplaced
 from sensorium.engines.native.decode_state import DecodeRows
-from sensorium.engines.native.pages import PAGE
+from sensorium.engines.native.key_values import PAGE
+from sensorium.kernels.device_code import DeviceCode, NoDeviceCode, Start, addresses, launch, pointers
 
 MOST_ROWS = 128
 READ_AGAIN = 128_000_000

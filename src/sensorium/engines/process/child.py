@@ -22,11 +22,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sensorium.cluster.channel import Channel, Message, plain_error
+from sensorium.cluster.event_loop import set_aside
 from sensorium.engines.process.messages import plain_response, request_of
 from sensorium.vocabulary.errors import EngineError
-from sensorium.workers.channel import Channel, Message
-from sensorium.workers.lasting import set_aside
-from sensorium.workers.plain_errors import plain_error
 
 
 class Child:
@@ -35,11 +34,11 @@ class Child:
     def __init__(self, told: Message) -> None:
         import torch
 
+        from sensorium.data.media_files import MediaLimits
+        from sensorium.data.media_store import MediaStore
         from sensorium.engines.native.pipeline import PagedWriter
         from sensorium.engines.native.writer import Writer
         from sensorium.engines.scheduler import Job
-        from sensorium.media.limits import MediaLimits
-        from sensorium.media.store import MediaStore
         from sensorium.models.load import build_policy
         from sensorium.recipe.schema import LoraSection
 

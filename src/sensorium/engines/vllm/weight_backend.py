@@ -77,7 +77,7 @@ def register() -> None:
         @staticmethod
         def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
             """vLLM 0.25 asks for it of every backend; here the sender is ``transfers.pushed_by``."""
-            raise NotImplementedError("weights are sent by sensorium.engines.vllm.transfers.pushed_by.")
+            raise NotImplementedError("weights are sent by sensorium.engines.vllm.weights.pushed_by.")
 
         def load(self, tensors: dict[str, Any], aliases: dict[str, str]) -> None:
             """Load tensors, those that are known by another name too under both."""

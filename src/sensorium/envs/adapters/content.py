@@ -5,13 +5,14 @@ import binascii
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from inspect import isawaitable
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from sensorium.media.picture import encode_png
-from sensorium.media.store import MediaStore
+from sensorium.data.media_store import MediaStore
+from sensorium.data.pictures import encode_png
 from sensorium.vocabulary.content import Block, Media, Message, Text
 from sensorium.vocabulary.errors import EnvironmentFailure
 
@@ -104,3 +105,8 @@ def _array(value: Sequence[Any], origin: str) -> Any:
     except ValueError as error:
         raise EnvironmentFailure(f"{origin}: its numbers are no picture: {error}") from error
     return array.astype(np.uint8)
+
+
+async def awaited(value: Any) -> Any:
+    """The value, or what it comes to."""
+    return await value if isawaitable(value) else value

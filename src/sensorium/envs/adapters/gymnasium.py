@@ -6,14 +6,11 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, Literal
 
-from sensorium.envs.action_prompts import ActionPrompts, sight, turn_result
-from sensorium.envs.actions import ActionGrammar
+from sensorium.data.media_store import MediaStore
+from sensorium.envs.actions import ActionGrammar, ActionPrompts, TurnPay, sight, turn_result
 from sensorium.envs.adapters.content import key_of, picture, said, success_of
-from sensorium.envs.option_checks import one_of, within
-from sensorium.envs.pay import TurnPay
-from sensorium.envs.protocol import Observation, StepResult
+from sensorium.envs.protocol import Observation, StepResult, one_of, within
 from sensorium.envs.responses import ResponseFormat
-from sensorium.media.store import MediaStore
 from sensorium.vocabulary.content import Message, system
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 from sensorium.vocabulary.plain import words

@@ -1,9 +1,4 @@
-"""An environment behind an OpenEnv server, over its WebSocket. We speak the protocol ourselves: one JSON frame in, one out.
-
-Invariants: its steps have no id, so a step is sent once and never again. A reply that does not come, or a connection that
-is lost, ends the episode as failed: a new connection would be another environment that was never reset. Only connecting is
-tried again, while the server has no place free: nothing has acted by then.
-"""
+"""An environment behind an OpenEnv server, over its WebSocket."""
 
 import json
 import random
@@ -11,14 +6,66 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from sensorium.data.media_store import MediaStore
 from sensorium.envs.adapters.content import key_of, picture, said
-from sensorium.envs.adapters.openenv_media import pictures_of
-from sensorium.envs.option_checks import within
-from sensorium.envs.protocol import Observation, StepResult
+from sensorium.envs.protocol import Observation, StepResult, within
 from sensorium.envs.responses import ResponseFormat
-from sensorium.media.store import MediaStore
 from sensorium.vocabulary.content import Message, Text, system
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
+
+# {"screenshot": "base64"} PNG or JPEG as base64, or a list of them {"screenshot": "pixels"} nested whole numbers,
+# [height][width][3] {"screen": "screen_shape"} flat whole numbers, and the field that holds their shape {"result":
+# "mcp"} content blocks of a tool's result, of which the images are taken
+
+
+def pictures_of(fields: Mapping[str, Any], media: Mapping[str, Any], where: str) -> tuple[list[Any], set[str]]:
+    """The pictures that an observation's fields hold, in the order of the map, and the fields that are used up by them."""
+    found: list[Any] = []
+    used: set[str] = set()
+    for field, form in media.items():
+        value = fields.get(field)
+        if value is None:
+            continue
+        if form == "mcp":
+            found += _of_blocks(value)
+            continue
+        used.add(field)
+        if form in ("base64", "pixels"):
+            several = form == "base64" and isinstance(value, list)
+            found += value if several else [value]
+        elif form in fields:
+            used.add(form)
+            found.append(_shaped(value, fields[form], where))
+        else:
+            raise EnvironmentFailure(f"{where}: '{field}' is a picture of form '{form}', and there is no field '{form}'.")
+    return found, used
+
+
+def _of_blocks(result: Any) -> list[Any]:
+    blocks = result.get("content") if isinstance(result, Mapping) else result
+    return [
+        block["data"]
+        for block in (blocks if isinstance(blocks, list) else [])
+        if isinstance(block, Mapping) and block.get("type") == "image" and "data" in block
+    ]
+
+
+def _shaped(flat: Any, shape: Any, where: str) -> Any:
+    try:
+        numbers = np.asarray(flat)
+        if numbers.dtype.kind not in "iu" or numbers.min() < 0 or numbers.max() > 255:
+            raise ValueError("whole numbers from 0 to 255 are needed")
+        return numbers.astype(np.uint8).reshape([int(side) for side in shape])
+    except (ValueError, TypeError) as error:
+        raise EnvironmentFailure(f"{where}: its numbers are no picture of shape {shape!r:.40}: {error}") from error
+
+
+# Invariants: its steps have no id, so a step is sent once and never again. A reply that does not come, or a connection
+# that is lost, ends the episode as failed: a new connection would be another environment that was never reset. Only
+# connecting is tried again, while the server has no place free: nothing has acted by then.
+
 
 NAME = "openenv"
 MOST_BYTES = 100 * 1024 * 1024

@@ -9,8 +9,8 @@ import struct
 import sys
 from typing import Any, BinaryIO
 
+from sensorium.data.media_store import MediaStore
 from sensorium.envs.remote.wire import Json, bytes_of, pack, reset_to_json, step_to_json, unpack
-from sensorium.media.store import MediaStore
 from sensorium.recipe.names import build, resolve
 from sensorium.vocabulary.errors import SensoriumError
 from sensorium.vocabulary.plain import words

@@ -13,15 +13,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from sensorium.envs.option_checks import within
-from sensorium.envs.protocol import Observation, StepResult
+from sensorium.cluster.piped_process import PipedProcess, ProcessLost
+from sensorium.data.media_store import MediaStore
+from sensorium.envs.protocol import Observation, StepResult, within
 from sensorium.envs.remote.child import framed
 from sensorium.envs.remote.wire import Json, WireError, keep, pack, reset_from_json, step_from_json, unpack
-from sensorium.media.store import MediaStore
 from sensorium.recipe.names import resolve
 from sensorium.vocabulary.content import Message
 from sensorium.vocabulary.errors import EnvironmentFailure
-from sensorium.workers.piped_process import PipedProcess, ProcessLost
 
 NAME = "isolated"
 START_S = 60.0

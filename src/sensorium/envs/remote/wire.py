@@ -13,8 +13,8 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from sensorium.data.media_store import MediaStore
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.media.store import MediaStore
 from sensorium.vocabulary.content import Block, Media, Message, Text
 from sensorium.vocabulary.errors import EnvironmentFailure
 from sensorium.vocabulary.plain import json_of

@@ -1,20 +1,20 @@
-"""A policy whose weights are spread over ranks: FSDP2 around its decoder layers, its towers' blocks, and the whole.
+"""The media of a token group, divided among its ranks: each encodes a part, and the features are gathered.
 
-The policy calls parts of its model, not the model. So the root's forward is a method of ours, through which every part is
-called (``Policy.inside``): there embeddings, norms and head are whole, a tied head included. What a tensor needs gradients
-for is handed over inside a function, not as an argument: FSDP would take the gradient of an argument for the end of the
-backward pass.
+A tower of Qwen's kind attends within one step of time, so a video is cut between steps; other media stay whole. Example: a
+video of 8 steps of 100 patches and a picture of 300, two ranks:
 
-A frozen tower stays whole on every rank: it has no gradients or moments, and its features are cached, so ranks run it at
-different times. Towers that learn are run by all ranks at once; a rank that shows nothing then encodes a spare medium,
-whose gradient is zero.
+    pieces      video 0–4 (400)   video 4–8 (400)   picture (300)
+    rank              0                 1                 0
 """
 
 import io
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -31,18 +31,104 @@ from torch.distributed.fsdp import (
 from torch.utils._pytree import register_pytree_node
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sensorium.learner.sharded.rank_team import RankTeam
-from sensorium.learner.sharded.shared_towers import MediaPiece, divide_media, encode_shared
-from sensorium.learner.sharded.token_group import RankTokenGroup
-from sensorium.learner.shards import local_of, part_for, whole_of
-from sensorium.media.wav import encode_wav
+from sensorium.data.sound import encode_wav
+from sensorium.learner.saved_state import local_of, part_for, whole_of
+from sensorium.learner.sharded.rank_team import RankTeam, RankTokenGroup
+from sensorium.learner.team import divide
 from sensorium.models.encoding import Encoder
 from sensorium.models.family import Tower
 from sensorium.models.lora import Adapters
 from sensorium.models.policy import Policy
-from sensorium.models.prepared_media import Extent
+from sensorium.models.prepared_media import Extent, TowerInput
 from sensorium.models.segment_layout import Features
+from sensorium.models.tower import VisionTower
 from sensorium.vocabulary.content import Media, MediaKind
+
+
+@dataclass(frozen=True)
+class MediaPiece:
+    """The steps of time ``first`` to ``end`` of a medium, which ``rank`` encodes; ``count`` features come of them."""
+
+    media: Media
+    extent: Extent
+    first: int
+    end: int
+    count: int
+    rank: int = 0
+
+    @property
+    def patches(self) -> int:
+        """How much there is to encode."""
+        return (self.end - self.first) * prod(self.extent.grid[1:])
+
+    def cut(self, prepared: TowerInput) -> TowerInput:
+        """What the tower is given of the prepared medium."""
+        steps, height, width = self.extent.grid
+        if self.end - self.first == steps:
+            return prepared
+        size = height * width
+        patches_PC = prepared.patches_PC[self.first * size : self.end * size]
+        return TowerInput(patches_PC, replace(self.extent, grid=(self.end - self.first, height, width)))
+
+
+def divide_media(
+    tower: Tower, media: Sequence[Media], extents: Sequence[Extent], counts: Sequence[int], ranks: int
+) -> list[MediaPiece]:
+    """The pieces of media, in order, each with the rank that encodes it; ``counts`` are their features."""
+    pieces: list[MediaPiece] = []
+    for item, extent, count in zip(media, extents, counts, strict=True):
+        steps = extent.grid[0]
+        parts = min(ranks, steps) if isinstance(tower, VisionTower) and extent.kind == "video" else 1
+        ends = [steps * i // parts for i in range(parts + 1)]
+        pieces += [MediaPiece(item, extent, first, end, count * (end - first) // steps) for first, end in pairwise(ends)]
+    owners = divide([piece.patches for piece in pieces], ranks)
+    return [replace(piece, rank=rank) for piece, rank in zip(pieces, owners, strict=True)]
+
+
+def encode_shared(
+    tower: Tower,
+    pieces: Sequence[MediaPiece],
+    prepare: Callable[[Sequence[Media]], list[TowerInput]],
+    group: RankTokenGroup,
+    spare: MediaPiece,
+    *,
+    apart: bool = False,
+) -> dict[Media, Features]:
+    """Features of all media, of which each rank encodes its pieces, or the spare one where it has none.
+
+    ``apart``: each piece in a pass of its own.
+    """
+    by_rank = [[piece for piece in pieces if piece.rank == rank] or [spare] for rank in range(group.size)]
+    own = by_rank[group.rank]
+    inputs = [piece.cut(prepared) for piece, prepared in zip(own, prepare([piece.media for piece in own]), strict=True)]
+    made = [one for single in inputs for one in tower([single])] if apart else tower(inputs)
+    sizes = [part.shape[1] for part in (made[0].embeds_NH, *made[0].deepstack_NH)]
+    rows = torch.cat([torch.cat([one.embeds_NH, *one.deepstack_NH], 1) for one in made])
+    assert len(rows) == sum(piece.count for piece in own), (
+        f"{len(rows)} features, {[piece.count for piece in own]} expected"
+    )
+    width = max(sum(piece.count for piece in several) for several in by_rank)
+    whole = group.gather_with_gradient(rows, width)
+    found: dict[MediaPiece, Tensor] = {}
+    for rank, several in enumerate(by_rank):
+        start = rank * width
+        for piece in several:
+            found[piece], start = whole[start : start + piece.count], start + piece.count
+    features: dict[Media, Features] = {}
+    for item in dict.fromkeys(piece.media for piece in pieces):
+        joined = torch.cat([found[piece] for piece in pieces if piece.media == item])
+        embeds_NH, *levels = joined.split(sizes, 1)
+        features[item] = Features(embeds_NH, tuple(levels))
+    return features
+
+
+# The policy calls parts of its model, not the model. So the root's forward is a method of ours, through which every
+# part is called (``Policy.inside``): there embeddings, norms and head are whole, a tied head included. What a tensor
+# needs gradients for is handed over inside a function, not as an argument: FSDP would take the gradient of an argument
+# for the end of the backward pass. A frozen tower stays whole on every rank: it has no gradients or moments, and its
+# features are cached, so ranks run it at different times. Towers that learn are run by all ranks at once; a rank that
+# shows nothing then encodes a spare medium, whose gradient is zero.
+
 
 SOUND_RATE, SOUND_S = 16000, 1.0
 

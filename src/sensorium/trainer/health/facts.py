@@ -11,10 +11,10 @@ from math import isfinite
 from typing import Any
 
 from sensorium.recipe.schema import Recipe
-from sensorium.record.findings import SightResult
-from sensorium.report.processes import LOSSES
+from sensorium.report.page import LOSSES
 from sensorium.rewards.protocol import ComparingTerm
 from sensorium.rewards.scorer import Scorer
+from sensorium.runs.findings import SightResult
 from sensorium.vocabulary.episode import Episode, Group, Status
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task

@@ -1,14 +1,591 @@
-"""The table of rules. A new one is a function of the facts with a docstring, a line here, and a test.
+"""Rules about what updates do to the model: rates and gradients, entropy, a sudden loss, the engine, and sight."""
 
-A rule that fires hides those whose findings it explains: "no answer was found" makes "nothing was paid" needless.
-"""
-
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import hypot, sqrt
+from statistics import NormalDist
 
-from sensorium.record.findings import Finding
-from sensorium.trainer.health import learning_rules, pay_rules, process_rules
-from sensorium.trainer.health.facts import StepFacts
+from sensorium.data.causal_history import parse_facts, parse_memory
+from sensorium.evaluation.intervals import Z95
+from sensorium.recipe.traits import estimator_traits
+from sensorium.report.page import LOSSES
+from sensorium.report.terminal import visible
+from sensorium.rewards.answer import tagged
+from sensorium.runs.findings import Finding
+from sensorium.trainer.health.facts import RECENT, HeldOutResult, StepFacts, lacks_answer, was_judged
+from sensorium.vocabulary.episode import Episode, Status
+from sensorium.vocabulary.score import Score
+from sensorium.vocabulary.task import Task
+
+LARGEST_RATE = 0.05
+LARGEST_GRADIENT = 1e3
+LARGEST_RATIO = 100.0
+SMALLEST_SHARE = 0.1
+FRESH_SHARE = 0.25
+"""Effective share of the tokens of a step below which what older weights wrote no longer bears on the new ones."""
+COLLAPSED = 0.05
+NO_GAIN, LEARNED = 0.02, 0.15
+"""Held-out accuracy that gained no more than the first, while training accuracy gained more than the second."""
+BY_CHANCE = 0.01
+"""How often a fall may be told of accuracy that only varies, divided by the number of comparisons."""
+SURE = 4.0
+ROUNDING = 1e-5
+"""The largest difference of a log-prob that float32 on a CPU explains, in units of the logits' scale (at least 1)."""
+LARGEST_KL = 2e-2
+"""The largest KL of engine and learner that bfloat16 or a GPU's kernels explain."""
+BLANKED = {"picture": "pictures blanked", "video": "videos blanked", "sound": "sound muted"}
+
+
+def learning_rate(facts: StepFacts) -> Finding | None:
+    """The learning rate is larger than weights are: AdamW moves every weight by about the rate in each update."""
+    rate = facts.row.get("policy/lr", 0.0)
+    if rate <= LARGEST_RATE:
+        return None
+    section = "warm_start.optimizer" if facts.supervised else "optimizer"
+    cause = "AdamW moves every weight by about that much in each update, and most weights are smaller"
+    advice = f"Lower {section}.lr: 1e-6 to 1e-5 is usual for whole models, 1e-4 for adapters and very small models"
+    return Finding("learning_rate", f"the learning rate is {rate:g}", cause, advice, grave=True)
+
+
+def gradient(facts: StepFacts) -> Finding | None:
+    """The gradient norm is far above what clipping allows, so that the update's direction is one outlier's."""
+    norm, clip = facts.row.get("policy/grad_norm", 0.0), facts.recipe.optimizer.clip_norm
+    if norm <= LARGEST_GRADIENT * clip:
+        return None
+    cause = "a ratio or an advantage has run away, or the model is no longer what it was"
+    advice = "Lower the learning rate, set algorithm.loss.dual_clip, or look at the largest advantages of the step"
+    return Finding("gradient", f"the gradient norm is {norm:.2g}, and clip_norm {clip:g}", cause, advice)
+
+
+def sudden_loss(facts: StepFacts) -> Finding | None:
+    """Accuracy fell far below what the run had reached, or entropy far above where it began: the model is damaged.
+
+    Accuracy must be below half of the best and lower by four standard errors, the largest that so many groups may have.
+    """
+    if not facts.history.trained:
+        return None
+    groups = len(facts.evidence.groups)
+    cause = "an update was too large"
+    advice = (
+        "Go back to an earlier checkpoint (the last one from before this is kept) and lower the learning rate, or bound "
+        "updates with algorithm.kl.coef"
+    )
+    best, now = facts.history.best.get("accuracy"), facts.row.get("accuracy")
+    if best is not None and now is not None and groups and now < min(best / 2, best - SURE * sqrt(0.25 / groups)):
+        what = f"accuracy fell from {best:.2f} to {now:.2f}"
+        return Finding("sudden_loss", what, cause, advice, grave=True)
+    first, entropy = facts.history.first.get("policy/entropy"), facts.row.get("policy/entropy")
+    if first is not None and entropy is not None and entropy > 2 * first + 1:
+        what = f"entropy rose from {first:.2f} to {entropy:.2f}: the model writes at random"
+        return Finding("sudden_loss", what, cause, advice, grave=True)
+    return None
+
+
+def held_out_fall(facts: StepFacts) -> Finding | None:
+    """Held-out accuracy is clearly below the run's first or best evaluation: their intervals do not overlap.
+
+    It stands until the next evaluation. The more evaluations there are, the further apart the best and the worst of them
+    lie by chance, so the gap must be one that so many comparisons do not explain. Below the first one it is grave.
+    """
+    if len(facts.held_out) < 2:
+        return None
+    *earlier, now = facts.held_out
+    first, best, count = earlier[0], max(earlier, key=lambda result: result.accuracy), len(earlier)
+    below_first = _clearly_below(now, first, comparisons=count)
+    if not below_first and not _clearly_below(now, best, comparisons=count * (count + 1) // 2):
+        return None
+    was = first if below_first else best
+    start = "before training" if was.step == 0 else f"at step {was.step}"
+    what = f"held-out accuracy fell from {was.text} {start} to {now.text} at step {now.step}"
+    causes = ["the learning rate is too high", "the reward pays something else than the evaluation asks for"]
+    rl = now.step > facts.recipe.warm_start.steps
+    lower = "optimizer.lr" if rl else "warm_start.optimizer.lr"
+    if rl and facts.recipe.schedule.name != "synchronous":
+        causes.append(f"the episodes are stale (schedule: {facts.recipe.schedule.name})")
+        lower += " or schedule.max_staleness"
+    advice = f"Lower {lower} and read the episodes in the report; {_best_checkpoint(facts, best)}"
+    return Finding("held_out_fall", what, ", or ".join(causes), advice, grave=below_first)
+
+
+def _clearly_below(now: HeldOutResult, was: HeldOutResult, comparisons: int) -> bool:
+    """True if two intervals do not overlap, and the gap is larger than chance makes the largest of so many."""
+    error = hypot(was.accuracy - was.low, now.high - now.accuracy) / Z95
+    errors = NormalDist().inv_cdf(1 - BY_CHANCE / comparisons)
+    return now.high < was.low and was.accuracy - now.accuracy > errors * error
+
+
+def _best_checkpoint(facts: StepFacts, best: HeldOutResult) -> str:
+    """Where the model of the best evaluation is."""
+    if best.step == 0:
+        return "nothing trained so far was better than the model before training"
+    if facts.recipe.checkpoint.best == "eval/accuracy":
+        return f"the checkpoint of step {best.step} is kept as the best (checkpoint.best)"
+    return f"the best was step {best.step}, and checkpoint.best: eval/accuracy would keep its checkpoint"
+
+
+def held_out(facts: StepFacts) -> Finding | None:
+    """Accuracy rose on training tasks, to above that on held-out ones, which did not rise.
+
+    Training accuracy is sampled, held-out accuracy often greedy: only if training is above the held-out interval is there
+    anything that was learned by heart.
+    """
+    first, now = facts.history.held_out, facts.row.get("eval/accuracy")
+    before, recent = facts.history.first.get("accuracy"), facts.recent("accuracy")
+    if first is None or now is None or before is None or not recent or now - first > NO_GAIN:
+        return None
+    trained = sum(recent) / len(recent)
+    limit = facts.held_out[-1].high if facts.held_out else now
+    if trained - before <= LEARNED or trained <= limit:
+        return None
+    rose = f"training accuracy rose from {before:.2f} to {trained:.2f}"
+    what = f"held-out accuracy went from {first:.2f} to {now:.2f} while {rose}"
+    cause = "the model learns the training tasks by heart, or they are easier than those held out"
+    advice = "Train on more tasks, stop earlier (checkpoint.best: eval/accuracy), or hold it with algorithm.kl.coef"
+    return Finding("held_out", what, cause, advice)
+
+
+def entropy_collapse(facts: StepFacts) -> Finding | None:
+    """Entropy is below a twentieth of where RL began while answers are still wrong: nothing new is tried."""
+    first, recent = facts.history.first.get("policy/entropy"), facts.recent("policy/entropy")
+    accuracy = facts.recent("accuracy")
+    if first is None or len(recent) < 3 or (accuracy and sum(accuracy) / len(accuracy) > 0.9):
+        return None
+    mean = sum(recent) / len(recent)
+    if mean >= COLLAPSED * first:
+        return None
+    right = f" with accuracy {accuracy[-1]:.2f}" if accuracy else ""
+    cause = "the policy has become nearly deterministic before the tasks are learned"
+    advice = "Lower the learning rate, raise algorithm.loss.clip_high or entropy_coef, or hold it with algorithm.kl.coef"
+    return Finding("entropy_collapse", f"entropy fell from {first:.2g} to {mean:.2g}{right}", cause, advice)
+
+
+def mismatch(facts: StepFacts) -> Finding | None:
+    """The engine sampled from another distribution than the learner trains.
+
+    ``mismatch/relative`` is in the row where float32 is computed on the CPU, where only rounding may part them; it compares
+    log-probs of the whole policy, so that top-p and top-k are no excuse. Elsewhere the KL is bounded.
+    """
+    row, native = facts.row, facts.recipe.rollout.engine.name in ("native", "process")
+    relative, kl = row.get("mismatch/relative"), row.get("mismatch/kl", 0.0)
+    if row.get("staleness/max"):
+        return None  # the policy itself has moved since; how far the correction bears is another rule's
+    if relative is not None and native and relative > ROUNDING:
+        what = (
+            f"engine and learner DISAGREE: the log-prob of a sampled token differs by {row['mismatch/max']:.1e}, which is "
+            f"{relative:.1e} of the logits' scale, and float32 on a CPU explains {ROUNDING:.0e}"
+        )
+        cause = "the engine does not compute the distribution that is trained, so ratios and gradients are wrong"
+        advice = "No setting should cause this: keep the run directory and report it; until then set algorithm.correction"
+        return Finding("mismatch", what, cause, advice, grave=True)
+    if relative is None and kl > LARGEST_KL:
+        what = f"engine and learner DISAGREE: their KL is {kl:.1e}, and rounding explains about {LARGEST_KL:.0e}"
+        cause = "the engine does not compute the distribution that is trained, so ratios are wrong by as much"
+        return Finding("mismatch", what, cause, "Set algorithm.correction.weights: token, and report it if KL stays high")
+    return None
+
+
+def large_ratio(facts: StepFacts) -> Finding | None:
+    """A token became a hundred times likelier within the step: later updates train what the policy no longer is."""
+    found = facts.row.get("policy/ratio_max", 1.0)
+    if found <= LARGEST_RATIO:
+        return None
+    what = f"within one step a token became {found:.2g} times likelier than when it was sampled"
+    cause = "several updates on the same episodes, with steps too large for them"
+    advice = "Lower the learning rate, batch.epochs_per_step or batch.updates_per_epoch, or set algorithm.loss.dual_clip"
+    return Finding("large_ratio", what, cause, advice)
+
+
+def weightless(facts: StepFacts) -> Finding | None:
+    """The correction of the mismatch leaves the weight of less than a tenth of the tokens."""
+    share = facts.row.get("correction/effective_share", 1.0)
+    if share >= SMALLEST_SHARE:
+        return None
+    what = f"algorithm.correction leaves {100 * share:.1f} % of the tokens' weight"
+    cause = "engine and learner are so far apart that few tokens decide the update"
+    advice = "Look at mismatch/kl and mismatch/max: a smaller correction would only hide that the engine samples otherwise"
+    return Finding("weightless", what, cause, advice)
+
+
+def stale(facts: StepFacts) -> Finding | None:
+    """What older weights wrote hardly bears on those that are trained: few tokens carry the whole weight of a step."""
+    row = facts.row
+    share, oldest = row.get("mismatch/effective_share", 1.0), row.get("staleness/max", 0.0)
+    if not oldest or share >= FRESH_SHARE:
+        return None
+    what = (
+        f"of what is trained, up to {oldest:g} updates old, {100 * share:.0f} % are left in effect (effective sample size)"
+    )
+    cause = "the policy has moved far from the weights that wrote it, so that few tokens decide the update"
+    advice = "Lower schedule.max_staleness or the learning rate, or use schedule: synchronous"
+    return Finding("stale", what, cause, advice)
+
+
+def blind(facts: StepFacts) -> Finding | None:
+    """The model answers as well with media blanked as with them: it does not look, or they do not matter."""
+    for found in facts.sight:
+        if found.shown > 0 and found.shown <= found.blanked:
+            what = (
+                f"{found.measure} on {found.tasks} held-out tasks is {found.shown:.2f}, and {found.blanked:.2f} with "
+                f"{BLANKED.get(found.kind, found.kind)} ({found.same} answers are the same)"
+            )
+            cause = "the tasks can be guessed from the text, or the model does not use what it is shown"
+            advice = "Compare with guessing; check that the media show what is asked, and train the tower (model.freeze)"
+            return Finding("blind", what, cause, advice)
+    return None
+
+
+# A rule is a pure function of a step's facts; it returns what is wrong, the likely cause and what to do, or None.
+
+
+RuleFunction = Callable[[StepFacts], Finding | None]
+FAILED_SHARE = 0.1
+IN_A_ROW = 3
+"""Steps without pay or variance before it is said: one such step of few prompts may be chance."""
+FEWEST = 4
+"""Episodes that a claim about all of them must rest on."""
+GUARDS = {
+    "token_length": {"": 1.0},
+    "overlong": {"": 0.0},
+    "episodic_memory": {"/think": 0.0, "/format": 0.0},
+}
+"""Terms, by part, that take pay away from responses they are to prevent, and what they give where there is none."""
+
+
+def no_update(facts: StepFacts) -> Finding | None:
+    """The step made no update: nothing of what was played could be trained on."""
+    if not facts.row.get("policy/skipped"):
+        return None
+    if facts.supervised:
+        advice = "Give the rows a 'demonstration' (environments: a method demonstrate), or set warm_start.steps: 0"
+        first = next((e.failure for e in facts.episodes if e.failure), "nothing was played")
+        return Finding("no_update", "the warm start made no update", _brief(first), advice, grave=True)
+    reason = next(iter(facts.evidence.fates.values()), "no group was left to train on")
+    advice = f"Look at the episodes and their scores in episodes/step_{facts.step:06d}.jsonl"
+    return Finding(
+        "no_update", "no update was made", f"the first episode was left out: {_brief(reason)}", advice, grave=True
+    )
+
+
+def failed_episodes(facts: StepFacts) -> Finding | None:
+    """More than a tenth of the episodes failed."""
+    episodes = facts.episodes
+    failed = [e for e in episodes if e.status in (Status.FAILED, Status.ABORTED)]
+    if len(failed) <= FAILED_SHARE * len(episodes):
+        return None
+    what = f"{len(failed)} of {len(episodes)} episodes failed"
+    advice = "Failed episodes are not trained on; mend the environment, the data or the limit that this names"
+    return Finding("failed_episodes", what, f"the first: {_brief(failed[0].failure)}", advice, len(failed) == len(episodes))
+
+
+def rows_without_answer(facts: StepFacts) -> Finding | None:
+    """Tasks have no answer, and a term needs one."""
+    lacking = {
+        task.id: score.name for task, e in facts.played for score in e.scores if lacks_answer(task, score) and score.weight
+    }
+    if not lacking:
+        return None
+    tasks = len(facts.evidence.groups)
+    what = f"{len(lacking)} of {tasks} tasks have no answer, and '{next(iter(lacking.values()))}' cannot judge without one"
+    advice = "Give every row an 'answer' (with columns: columns.answer), or judge by a term that needs none"
+    return Finding("rows_without_answer", what, f"the first is task {next(iter(lacking))}", advice, len(lacking) == tasks)
+
+
+def nothing_scored(facts: StepFacts) -> Finding | None:
+    """No episode has a total, since a term that carries weight is missing for each."""
+    episodes = [e for _, e in facts.played if e.scores]
+    if facts.supervised or not episodes or any(e.reward is not None for e in episodes):
+        return None
+    missing = [s for task, e in facts.played for s in e.scores if s.missing and s.weight and not lacks_answer(task, s)]
+    if not missing:
+        return None
+    what = f"none of {len(episodes)} episodes has a reward"
+    return Finding("nothing_scored", what, _why_missing(missing), "Mend the term, or take it out of rewards.terms", True)
+
+
+def missing_term(facts: StepFacts) -> Finding | None:
+    """A term gave no score for more than half of the episodes that it was asked about."""
+    by_term: dict[str, list[list[Score]]] = {}
+    for task, episode in facts.played:
+        asked = {score.name for score in episode.scores if not lacks_answer(task, score)}
+        for name in asked:
+            by_term.setdefault(name, []).append([s for s in episode.scores if s.name == name and s.missing])
+    for name, missing in by_term.items():
+        without = [scores for scores in missing if scores]
+        if len(without) > len(missing) / 2:
+            share = "every one" if len(without) == len(missing) else f"{len(without)}"
+            what = f"the term '{name}' gave no score for {share} of {len(missing)} episodes"
+            advice = "Mend the term; episodes without a total are not trained on (rewards.on_missing)"
+            return Finding("missing_term", what, _why_missing([s for scores in without for s in scores]), advice)
+    return None
+
+
+def no_answer(facts: StepFacts) -> Finding | None:
+    """A term that compares answers found none in any response."""
+    for name, (without, judged) in facts.evidence.unanswered.items():
+        if without < judged or judged < FEWEST:
+            continue
+        looked_at = [(task, e) for task, e in facts.played if e.turns and was_judged(e, name)]
+        of_all = f" (it looked at {judged} of {len(looked_at)})" if judged < len(looked_at) else ""
+        looked_at = looked_at[:judged]
+        texts = [episode.response for _, episode in looked_at]
+        what = f"'{name}' found no answer in any of {judged} responses{of_all}, so it pays none of them"
+        if shown := _unrewarded_demonstrations(facts):
+            return Finding("no_answer", what, *shown, grave=True)
+        whole = [text for text in texts if tagged(text) is not None]
+        unclosed = [episode for _, episode in looked_at if _lacks_closing_tag(episode.response)]
+        if len(unclosed) >= len(texts) / 2 and len(unclosed) > len(whole):
+            return _unclosed_answers(what, unclosed, facts)
+        if not whole:
+            cause = f"it reads what stands in <answer>…</answer>, and no response has that, such as {_quoted(texts[0])}"
+            ask = "Ask for the tag in the prompt (option instruction of a source with columns), show it"
+            if any(_asks_for_tag(task, episode) for task, episode in looked_at):
+                ask = "The prompt asks for the tag, but this model does not write it yet. Show it"
+            advice = (
+                f"{ask} in a warm start, pay for it with the term 'format', or let '{name}' read whole responses (its "
+                "option fallback: true)"
+            )
+            return Finding("no_answer", what, cause, advice, grave=True)
+        cause = f"what stands in <answer>…</answer> is in another form than it reads, such as {_quoted(whole[0])}"
+        return Finding("no_answer", what, cause, "Choose the term that reads such answers, or ask for its form", grave=True)
+    return None
+
+
+def _lacks_closing_tag(text: str) -> bool:
+    """Whether an answer is begun and none is ended: ``The circle is <answer>re``."""
+    return "<answer>" in text and tagged(text) is None
+
+
+def _unclosed_answers(what: str, unclosed: Sequence[Episode], facts: StepFacts) -> Finding:
+    """Responses that end within their answer: cut off by the budget, or ended so by the model."""
+    count, cut, limit = len(unclosed), sum(map(_was_cut, unclosed)), facts.recipe.rollout.max_new_tokens
+    cause = f"{count} of them have <answer> and end before </answer>, such as {_quoted(unclosed[0].response)}"
+    advice = "Show the closing tag in a warm start, or pay for it with the term 'format'"
+    if cut:
+        cause += f"; {cut} were cut off at rollout.max_new_tokens {limit}"
+        advice = _let_end(facts) or "Raise rollout.max_new_tokens, or show short answers with both tags in a warm start"
+    return Finding("no_answer", what, cause, advice, grave=True)
+
+
+def _asks_for_tag(task: Task, episode: Episode) -> bool:
+    """Whether a prompt shows the tag that answers are read from."""
+    shown = [*task.messages, *(message for turn in episode.turns for message in turn.observation)]
+    return any("<answer>" in message.text for message in shown)
+
+
+def never_paid(facts: StepFacts) -> Finding | None:
+    """The reward of every episode was exactly 0 for several steps."""
+    means, flat = facts.recent("reward/mean"), _flat(facts)
+    totals = [e.reward for _, e in facts.played]
+    if any(means[-IN_A_ROW:]) or len(means) < IN_A_ROW or any(totals) or not flat:
+        return None
+    texts = [episode.response for _, episode in facts.played]
+    cut = sum(_was_cut(episode) for _, episode in facts.played)
+    cause, advice = (
+        f"no response was right, such as {_quoted(texts[0]) if texts else 'none'}",
+        ("Begin with easier tasks, a warm start on demonstrations, or a term that pays for being nearly right"),
+    )
+    if cut > len(totals) / 2:
+        cause = f"{cut} of {len(totals)} responses were cut at rollout.max_new_tokens {facts.recipe.rollout.max_new_tokens}"
+        advice = _let_end(facts) or "Raise it, or teach the model to be brief"
+    cause, advice = _unrewarded_demonstrations(facts) or (cause, advice)
+    what = f"the reward of every episode was 0 for {_lasting(means, 0.0)} steps"
+    return Finding("never_paid", what, cause, advice, grave=True)
+
+
+def _unrewarded_demonstrations(facts: StepFacts) -> tuple[str, str] | None:
+    """Cause and advice where the demonstrations of the tasks get no reward either: learning from them cannot help."""
+    without, looked_at = facts.evidence.demonstrations
+    if not looked_at or without < looked_at:
+        return None
+    cause = f"the demonstrations themselves get the reward 0 or are judged wrong ({without} of {looked_at} looked at)"
+    return (
+        cause,
+        "Make demonstrations and reward terms agree, on the tag of the answer for one; sensorium validate plays both",
+    )
+
+
+def no_variance(facts: StepFacts) -> Finding | None:
+    """For several steps the rewards that are compared were all the same, so that nothing can be learned from them.
+
+    Most estimators compare the attempts of a group. Others, such as those with a critic, compare all episodes.
+    """
+    if not _flat(facts):
+        return None
+    rows = [*facts.history.rows, facts.row][-IN_A_ROW:]
+    what = f"in every group all attempts were paid the same, for the last {len(rows)} steps"
+    if not estimator_traits(facts.recipe.algorithm.advantage.name).compares:
+        if len({episode.reward for _, episode in facts.played} | {row.get("reward/mean") for row in rows}) > 1:
+            return None
+        what = f"all episodes got the same reward, for the last {len(rows)} steps"
+    accuracy, entropy = facts.row.get("accuracy"), facts.row.get("policy/entropy")
+    if accuracy == 1.0:
+        cause, advice = "every answer is right", "Take harder tasks, or stop: these are learned"
+    elif accuracy == 0.0:
+        cause, advice = _unrewarded_demonstrations(facts) or (
+            "no answer is right",
+            "Take easier tasks, or begin with a warm start on demonstrations",
+        )
+    else:
+        told = "" if entropy is None else f" (entropy {entropy:.2g})"
+        cause = f"attempts at one task hardly differ{told}, or the reward does not tell them apart"
+        advice = "Raise rollout.temperature or batch.group_size, or use a reward with more steps"
+    return Finding("no_variance", what, cause, advice, grave=accuracy != 1.0)
+
+
+def constant_term(facts: StepFacts) -> Finding | None:
+    """A term gave one value to every episode since RL began: it tells nothing apart."""
+    found: dict[str, float] = {}
+    for name, (low, high) in facts.history.term_range.items():
+        term = name.removeprefix("reward/")
+        if low != high or facts.history.rl_steps < RECENT or _idle_guards(facts).get(term) == low:
+            continue
+        values = {s.value for _, e in facts.played for s in e.scores if s.name == term}
+        weighted = any(s.weight for _, e in facts.played for s in e.scores if s.name == term)
+        if values == {low} and weighted and facts.row.get(name) == low:
+            found[term] = low
+    if not found:
+        return None
+    told = ", ".join(f"the term '{term}' has given {value:g}" for term, value in found.items())
+    what = f"{told} to every episode of {facts.history.rl_steps + 1} steps"
+    cause = f"nothing that the model writes changes {'it' if len(found) == 1 else 'them'}"
+    advice = "Check the term on a few responses by hand; a constant adds nothing to what is learned"
+    return Finding("constant_term", what, cause, advice)
+
+
+def _idle_guards(facts: StepFacts) -> dict[str, float]:
+    """What terms of the recipe that only guard against something give, by score, where it does not happen."""
+    return {
+        f"{term.options.get('name', term.name)}{part}": value
+        for term in facts.recipe.rewards.terms
+        for part, value in GUARDS.get(term.name, {}).items()
+    }
+
+
+def truncated(facts: StepFacts) -> Finding | None:
+    """More than half of the episodes end in a response that was cut off."""
+    played = [episode for _, episode in facts.played]
+    cut = sum(_was_cut(episode) for episode in played)
+    if facts.supervised or cut <= len(played) / 2 or len(played) < FEWEST:
+        return None
+    limit = facts.recipe.rollout.max_new_tokens
+    what = f"{cut} of {len(played)} episodes end in a response that was cut off"
+    cause = f"it reached rollout.max_new_tokens {limit} before the model ended it"
+    advice = _let_end(facts) or "Raise it, or teach the model to end (a warm start, the term overlong)"
+    return Finding("truncated", what, cause, advice)
+
+
+def _let_end(facts: StepFacts) -> str:
+    """The way out where the recipe keeps the model from ending its responses."""
+    ignored = facts.recipe.rollout.ignore_stop_tokens
+    return "Set rollout.ignore_stop_tokens: false, so that the model may end its responses" if ignored else ""
+
+
+def no_memory(facts: StepFacts) -> Finding | None:
+    """No memory of the step could be parsed, so that later clips are shown a history without it."""
+    played = facts.played
+    if facts.supervised or facts.recipe.tasks.planner.name != "causal_history" or not played:
+        return None
+    if any(_has_memory(task, episode) for task, episode in played):
+        return None
+    what = f"none of {len(played)} responses has a memory that can be parsed, so the history has none of these clips"
+    form = 'thoughts</think>{"description": "…"}'
+    cause = f"a memory is written as {form}, and no response is, such as {_quoted(played[0][1].response)}"
+    advice = "Ask for that form in the rows' text, or show it in a warm start"
+    if cut := sum(_was_cut(episode) for _, episode in played):
+        advice += f"; {cut} of them were cut off: raise rollout.max_new_tokens {facts.recipe.rollout.max_new_tokens}"
+    return Finding("no_memory", what, cause, advice)
+
+
+def _has_memory(task: Task, episode: Episode) -> bool:
+    semantic = task.metadata.get("type") == "semantic"
+    return (parse_facts if semantic else parse_memory)(episode.response) is not None
+
+
+def bad_rows(facts: StepFacts) -> Finding | None:
+    """More rows were skipped than played."""
+    skipped = facts.row.get("tasks/skipped_bad", 0) + facts.row.get("tasks/skipped_long", 0)
+    tasks = len(facts.evidence.groups)
+    if skipped <= tasks:
+        return None
+    cause = "rows or their media are broken, or prompts too long (tasks.on_bad_row, tasks.on_long_prompt: skip)"
+    advice = "Set both to refuse to hear which rows, and why"
+    return Finding("bad_rows", f"{skipped:.0f} rows were skipped to play {tasks}", cause, advice)
+
+
+def _flat(facts: StepFacts) -> bool:
+    """True if for several steps no group told its members apart."""
+    rows = [*facts.history.rows, facts.row][-IN_A_ROW:]
+    return len(rows) == IN_A_ROW and all(
+        (row.get("groups/trained", 0) > 0 and row.get("groups/zero_variance") == row["groups/trained"])
+        or (row.get("groups/without_signal", 0) > 0 and not row.get("groups/trained"))
+        for row in rows
+    )
+
+
+def _lasting(values: Sequence[float], value: float) -> str:
+    count = next((i for i, one in enumerate(reversed(values)) if one != value), len(values))
+    return f"{count}"
+
+
+def _was_cut(episode: Episode) -> bool:
+    return bool(episode.turns) and episode.turns[-1].cut
+
+
+def _why_missing(scores: Iterable[Score]) -> str:
+    """The most common reason, with the term that gave it."""
+    ((name, reason), _), *_ = Counter((score.name, score.reason) for score in scores).most_common(1)
+    return f"'{name}' says: {_brief(reason) or 'nothing'}"
+
+
+def _brief(text: str, limit: int = 240) -> str:
+    line = visible(" ".join(text.split())).rstrip(".")
+    return line if len(line) <= limit else f"{line[:limit]}…"
+
+
+def _quoted(text: str) -> str:
+    return f"“{_brief(text, 60)}”" if text.strip() else "an empty one"
+
+
+def lost_processes(facts: StepFacts) -> Finding | None:
+    """Engines or workers died or hung in this step, or fewer of them work than the recipe asks for."""
+    losses = facts.history.losses_with(facts.row)
+    section = facts.recipe.cluster
+    wanted = {
+        "engines": (facts.row.get("engine/ready"), section.engines),
+        "environment workers": (facts.row.get("worker/environment_ready"), section.environments),
+        "reward workers": (facts.row.get("worker/reward_ready"), section.rewards),
+    }
+    fewer = [
+        f"{ready:.0f} of {count} {name} work"
+        for name, (ready, count) in wanted.items()
+        if ready is not None and ready < count
+    ]
+    if losses == facts.history.losses and not fewer:
+        return None
+    counts = ", ".join(f"{LOSSES[name]} {count:,.0f}" for name, count in losses.items())
+    told = [f"{counts} since the run began"] * bool(counts) + fewer
+    what = f"processes were lost ({'; '.join(told)})"
+    cause = "they died or hung: the line that was printed when one was lost says how, with its last words"
+    advice = (
+        "What they had under way is done again, and nothing is trained twice. If more are lost, look at the memory of "
+        "their machine: cluster.restarts of a kind are replaced in a run, after that the others go on alone"
+    )
+    return Finding("lost_processes", what, cause, advice)
+
+
+def slower_computing(facts: StepFacts) -> Finding | None:
+    """A fast way to compute was given up in this process, since it disagrees with the reference or cannot run here."""
+    reasons = [" ".join(reason.split()).rstrip(".") for reason in facts.evidence.given_up]
+    if not reasons:
+        return None
+    counted = "a fast way to compute was" if len(reasons) == 1 else f"{len(reasons)} fast ways to compute were"
+    what = f"{counted} given up, so the run is slower than it could be"
+    advice = "What is computed is right, the slower way. If the reason is this machine, mend it; otherwise report it"
+    return Finding("slower_computing", what, "; ".join(reasons), advice)
+
+
+# A rule that fires hides those whose findings it explains: "no answer was found" makes "nothing was paid" needless.
 
 
 @dataclass(frozen=True)
@@ -25,31 +602,31 @@ class Rule:
 
 
 RULES = (
-    Rule(pay_rules.failed_episodes),
-    Rule(pay_rules.rows_without_answer),
-    Rule(pay_rules.nothing_scored, hides=("missing_term",)),
-    Rule(pay_rules.missing_term),
-    Rule(pay_rules.no_update),
-    Rule(learning_rules.learning_rate, hides=("no_answer", "never_paid", "no_variance", "constant_term")),
-    Rule(learning_rules.sudden_loss, hides=("no_answer", "never_paid", "no_variance", "constant_term")),
-    Rule(pay_rules.no_answer, hides=("never_paid", "no_variance", "constant_term")),
-    Rule(pay_rules.never_paid, hides=("no_variance", "constant_term")),
-    Rule(pay_rules.no_variance, hides=("constant_term",)),
-    Rule(pay_rules.constant_term),
-    Rule(pay_rules.truncated),
-    Rule(pay_rules.no_memory),
-    Rule(pay_rules.bad_rows),
-    Rule(learning_rules.gradient),
-    Rule(learning_rules.held_out_fall),
-    Rule(learning_rules.held_out),
-    Rule(learning_rules.entropy_collapse),
-    Rule(learning_rules.large_ratio),
-    Rule(learning_rules.mismatch),
-    Rule(learning_rules.stale, hides=("weightless",)),
-    Rule(learning_rules.weightless),
-    Rule(learning_rules.blind),
-    Rule(process_rules.lost_processes),
-    Rule(process_rules.slower_computing),
+    Rule(failed_episodes),
+    Rule(rows_without_answer),
+    Rule(nothing_scored, hides=("missing_term",)),
+    Rule(missing_term),
+    Rule(no_update),
+    Rule(learning_rate, hides=("no_answer", "never_paid", "no_variance", "constant_term")),
+    Rule(sudden_loss, hides=("no_answer", "never_paid", "no_variance", "constant_term")),
+    Rule(no_answer, hides=("never_paid", "no_variance", "constant_term")),
+    Rule(never_paid, hides=("no_variance", "constant_term")),
+    Rule(no_variance, hides=("constant_term",)),
+    Rule(constant_term),
+    Rule(truncated),
+    Rule(no_memory),
+    Rule(bad_rows),
+    Rule(gradient),
+    Rule(held_out_fall),
+    Rule(held_out),
+    Rule(entropy_collapse),
+    Rule(large_ratio),
+    Rule(mismatch),
+    Rule(stale, hides=("weightless",)),
+    Rule(weightless),
+    Rule(blind),
+    Rule(lost_processes),
+    Rule(slower_computing),
 )
 
 

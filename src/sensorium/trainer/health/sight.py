@@ -11,12 +11,12 @@ from inspect import isawaitable
 from typing import Any
 
 from sensorium.assembly.session import Session
+from sensorium.data.blank_media import blank, muted
+from sensorium.data.mixture import permuted
 from sensorium.envs.protocol import Environment, Observation, StepResult
 from sensorium.evaluation.evaluate import evaluate
-from sensorium.media.blank import blank, muted
 from sensorium.recipe.schema import Recipe
-from sensorium.record.findings import SightResult
-from sensorium.tasks.mixture import permuted
+from sensorium.runs.findings import SightResult
 from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.task import Task

@@ -1,0 +1,196 @@
+"""The workers of a run beside engines and learners: those that play environments, and those that score."""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sensorium.cluster.placed_workers import PlacedWorker, PlacedWorkers
+from sensorium.cluster.python_process import ProcessHost, ThisMachine
+from sensorium.data.media_store import MediaStore
+from sensorium.engines.pool import PooledEngine
+from sensorium.envs.protocol import Environment
+from sensorium.envs.remote.client import EnvironmentClient, Server
+from sensorium.envs.remote.remote_environment import PlacedEnvironment
+from sensorium.recipe.checks import ray_needs
+from sensorium.recipe.names import needs_a_row, parameters_of, resolve
+from sensorium.recipe.schema import Recipe
+from sensorium.rewards.placed import MODULE, placeable, placed_term
+from sensorium.rewards.scorer import Scorer
+from sensorium.runs.process_table import ProcessRow
+from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError, RewardFailure, SensoriumError, WorkersLost
+from sensorium.vocabulary.task import Task
+
+
+def open_host(
+    recipe: Recipe,
+    what: str,
+    lost: type[SensoriumError],
+    folder: Path | None = None,
+    *,
+    gpus: float = 0.0,
+    on_gpus: bool = False,
+) -> ProcessHost:
+    """This machine, or Ray. ``gpus`` are those of each process, ``on_gpus``: the run's models are on GPUs."""
+    section = recipe.cluster
+    if section.placement != "ray":
+        return ThisMachine()
+    from sensorium.cluster.ray_host import RayHost
+
+    seen = Path(folder or ".").absolute() if section.address else None
+    needs = ray_needs(recipe, gpus=on_gpus)
+    return RayHost(section.address, needs, seen, what, lost, gpus=gpus, start_s=section.start_s)
+
+
+def driver_address(recipe: Recipe) -> str:
+    """How other machines reach this one; empty where all processes are on it."""
+    section = recipe.cluster
+    if section.placement != "ray" or not section.address:
+        return ""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+ENVIRONMENT_WORKER = "sensorium.services.environment_worker"
+
+
+class EnvironmentWorkers:
+    """``count`` environment services, each in a process of its own, and the client that plays at them."""
+
+    def __init__(
+        self,
+        host: ProcessHost,
+        count: int,
+        deadline_s: float,
+        *,
+        toward: str,
+        restarts: int,
+        start_s: float,
+        hang_s: float = 20.0,
+    ) -> None:
+        key = secrets.token_urlsafe()
+        self._deadline_s = deadline_s
+        self._client = EnvironmentClient([], key)
+        self._servers: dict[PlacedWorker, Server] = {}
+        settings = {"key": key, "deadline_s": deadline_s, "toward": toward}
+        self.placed = PlacedWorkers(
+            host, ENVIRONMENT_WORKER, settings, count, "environment worker", EnvironmentFailure,
+            restarts=restarts, start_s=start_s, hang_s=hang_s, changed=self._changed,
+        )  # fmt: skip
+
+    def start(self) -> None:
+        """Start all."""
+        self.placed.start()
+
+    def environment(self, task: Task, store: MediaStore) -> Environment:
+        """A task's environment, in one of the workers."""
+        spec = task.environment
+        assert spec is not None
+        kind = resolve("environment", spec.name)
+        if needs_a_row(kind) or ("task" in parameters_of(kind) and task.messages):
+            raise RecipeError(
+                f"task {task.id}: environment '{spec.name}' plays the question of its row, and cluster.environments plays "
+                "by seeds alone. Leave cluster.environments out."
+            )
+        return PlacedEnvironment(store, self._client, spec.name, spec.options, self._deadline_s)
+
+    async def available(self) -> None:
+        """Wait until a worker takes episodes. WorkersLost if none is left."""
+        if not any(worker.ready for worker in self.placed.workers):
+            await asyncio.to_thread(self.placed.wait)
+
+    def close(self) -> None:
+        """End all."""
+        self.placed.close()
+        self._client.close()
+
+    def _changed(self, worker: PlacedWorker, ready: bool) -> None:
+        server = self._servers.pop(worker, None)
+        if server is not None:
+            self._client.drop(server)
+        if ready:
+            self._servers[worker] = self._client.add(worker.told)
+
+
+def process_work(place: PlacedWorker | PooledEngine, work: str) -> str:
+    """What the process of a place does: its work; or it is being replaced, or nothing is left of it, and why."""
+    if place.ready:
+        return work
+    return f"is lost: {place.lost}" if place.lost else "is being replaced"
+
+
+@dataclass(frozen=True)
+class RunWorkers:
+    """The workers of a run, as far as there are any."""
+
+    environments: EnvironmentWorkers | None = None
+    rewards: PlacedWorkers | None = None
+
+    @property
+    def kinds(self) -> dict[str, PlacedWorkers]:
+        """Those that there are, by the key of their metrics."""
+        found = {} if self.environments is None else {"environment": self.environments.placed}
+        return found if self.rewards is None else found | {"reward": self.rewards}
+
+    @property
+    def processes(self) -> tuple[ProcessRow, ...]:
+        """What each does."""
+        return tuple(
+            ProcessRow(
+                f"{kind} worker {worker.number}",
+                None if worker.process is None else worker.process.pid,
+                process_work(worker, "works"),
+                worker.replaced,
+                lost=bool(worker.lost),
+            )
+            for kind, placed in self.kinds.items()
+            for worker in placed.workers
+        )
+
+    def metrics(self, rolled_again: int) -> dict[str, float]:
+        """How many take work, how many were replaced, and what was done again or given up because of that."""
+        row: dict[str, float] = {}
+        for kind, placed in self.kinds.items():
+            row[f"worker/{kind}_ready"] = float(sum(worker.ready for worker in placed.workers))
+            row[f"worker/{kind}_replaced"] = float(placed.replaced)
+        if self.environments is not None:
+            row["worker/rolled_again"] = float(rolled_again)
+        if self.rewards is not None:
+            row["worker/asked_again"] = float(self.rewards.asked_again)
+            row["worker/given_up"] = float(self.rewards.given_up)
+        return row
+
+    def tell_by(self, noted: Callable[[str], None]) -> None:
+        """Say by this which workers were lost."""
+        for placed in self.kinds.values():
+            placed.noted = noted
+
+
+def open_workers(recipe: Recipe, scorer: Scorer, opened: ExitStack) -> RunWorkers:
+    """Start what the recipe's cluster section asks for; slow terms of the scorer are then asked in workers."""
+    section = recipe.cluster
+    limits: dict[str, Any] = {"restarts": section.restarts, "start_s": section.start_s, "hang_s": section.hang_s}
+    environments = rewards = None
+    if section.environments:
+        host = open_host(recipe, "an environment worker", WorkersLost)
+        opened.callback(host.close)
+        deadline_s, toward = recipe.rollout.environment_deadline_s, driver_address(recipe)
+        environments = EnvironmentWorkers(host, section.environments, deadline_s, toward=toward, **limits)
+        environments.start()
+        opened.callback(environments.close)
+    if section.rewards:
+        settings = placeable(recipe.rewards, [term for term, _ in scorer.terms])
+        host = open_host(recipe, "a reward worker", WorkersLost)
+        opened.callback(host.close)
+        rewards = PlacedWorkers(host, MODULE, settings, section.rewards, "reward worker", RewardFailure, **limits)
+        rewards.start()
+        opened.callback(rewards.close)
+        scorer.terms = tuple(
+            (placed_term(term, number, rewards) if number in settings else term, weight)
+            for number, (term, weight) in enumerate(scorer.terms)
+        )
+    return RunWorkers(environments, rewards)

@@ -1,1 +1,0 @@
-"""The one bounded cache in memory."""

@@ -1,0 +1,114 @@
+"""Messages between two processes: a length of eight bytes, then JSON. Numbers come out as they went in, to the last bit."""
+
+import json
+import pickle
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from sensorium.vocabulary import errors
+
+LENGTH = struct.Struct("!Q")
+
+Message = dict[str, Any]
+
+
+class Frames(Protocol):
+    """What carries messages as bytes, whole ones, in their order."""
+
+    def send(self, body: bytes, limit_s: float | None = None) -> None:
+        """Send; OSError if the other end is gone, TimeoutError if it does not take it in time."""
+        ...
+
+    def receive(self, limit_s: float | None = None) -> bytes:
+        """The next one; EOFError if the other end is gone, TimeoutError if nothing comes in time."""
+        ...
+
+    def close(self) -> None:
+        """Hang up: the other end reads an EOFError."""
+        ...
+
+
+class SocketFrames:
+    """Frames over a socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def send(self, body: bytes, limit_s: float | None = None) -> None:
+        """Send a length and a body."""
+        self._connection.settimeout(limit_s)
+        self._connection.sendall(LENGTH.pack(len(body)) + body)
+
+    def receive(self, limit_s: float | None = None) -> bytes:
+        """The next body."""
+        self._connection.settimeout(limit_s)
+        (length,) = LENGTH.unpack(self._read(LENGTH.size))
+        return self._read(length)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._connection.close()
+
+    def _read(self, count: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            part = self._connection.recv(min(count - len(parts), 1 << 20))
+            if not part:
+                raise EOFError("the other end has hung up")
+            parts += part
+        return bytes(parts)
+
+
+class Channel:
+    """One end of a connection. Not for several threads at once."""
+
+    def __init__(self, connection: socket.socket | Frames) -> None:
+        self._frames = SocketFrames(connection) if isinstance(connection, socket.socket) else connection
+
+    def send(self, message: Any, limit_s: float | None = None) -> None:
+        """Send one message; OSError if the other end is gone, TimeoutError if it does not take it in time."""
+        self._frames.send(self.encode(message), limit_s)
+
+    def receive(self, limit_s: float | None = None) -> Any:
+        """The next message; EOFError if the other end is gone, TimeoutError if nothing comes in time."""
+        return self.decode(self._frames.receive(limit_s))
+
+    def encode(self, message: Any) -> bytes:
+        """A message as bytes."""
+        return json.dumps(message, separators=(",", ":")).encode()
+
+    def decode(self, data: bytes) -> Any:
+        """The message that bytes stand for."""
+        return json.loads(data)
+
+    def close(self) -> None:
+        """Hang up: the other end reads an EOFError."""
+        self._frames.close()
+
+
+class PickledChannel(Channel):
+    """Messages as objects: where both ends are ours and one has started the other."""
+
+    def encode(self, message: Any) -> bytes:
+        """A message as bytes."""
+        return pickle.dumps(message, protocol=5)
+
+    def decode(self, data: bytes) -> Any:
+        """The message that bytes stand for."""
+        return pickle.loads(data)
+
+
+def plain_error(error: BaseException) -> dict[str, str]:
+    """An error by its class and text."""
+    known = isinstance(error, errors.SensoriumError)
+    return {"error": str(error) if known else repr(error), "kind": type(error).__name__}
+
+
+def error_of(plain: Mapping[str, Any], otherwise: type[errors.SensoriumError], who: str) -> errors.SensoriumError:
+    """The error; one that is not of ours is an ``otherwise`` of who failed."""
+    kind = getattr(errors, plain["kind"], None)
+    if isinstance(kind, type) and issubclass(kind, errors.SensoriumError):
+        return kind(plain["error"])
+    return otherwise(f"{who} failed: {plain['error']}")

@@ -1,0 +1,315 @@
+"""Several workers of one kind in processes that a host starts: asked side by side, and replaced when they die or hang.
+
+For example, with two workers and one restart:
+
+    questions 1 2 3      1 → worker 0, 2 → worker 1, 3 → worker 0
+    worker 0 dies        1 and 3 are asked again of worker 1; another worker 0 starts beside that
+    worker 1 dies        2 is asked again of worker 0 when that is ready; nobody replaces worker 1
+    worker 0 dies        whoever asks hears WorkersLost
+
+A worker that is stopped, or whose machine is, dies without an end: it is asked for a sign of life now and then, and ended
+when it has given none, nor any answer, for ``hang_s``.
+
+A question may be what ends workers, and would use them all up. So it is given up (WorkGivenUp) when MOST_LOSSES were lost
+while they had it. Other questions that a lost worker had are suspects as well: they are asked again one at a time, as long
+as a turn comes within TURN_S, so that the next loss has one cause:
+
+    questions 1 2 3 to worker 0, which dies of 2       all three are suspects
+    1 → worker 1; then 2 → worker 1, which dies        2 is given up; 3, which waited, is no more suspect than before
+    3 → worker 0
+
+Invariant: a question is answered once, however often it was asked. ``asked_again`` counts how often.
+"""
+
+import itertools
+import shutil
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sensorium.cluster.channel import PickledChannel, error_of
+from sensorium.cluster.placed_main import SIGN_OF_LIFE
+from sensorium.cluster.python_process import CLOSE_S, HostedProcess, ProcessHost, last_words
+from sensorium.vocabulary.errors import SensoriumError, WorkersLost, WorkGivenUp
+
+LOOKS = 12
+"""How often within ``hang_s`` a worker is asked for a sign of life."""
+LONGEST_LOOK_S = 5.0
+MOST_LOSSES = 2
+"""Workers that may be lost while they answer one question, or play one episode."""
+TURN_S = 5.0
+"""How long a suspect waits for its turn; then it is asked beside the others."""
+
+
+class _Gone(Exception):
+    """The worker died before it answered."""
+
+
+@dataclass(eq=False)
+class PlacedWorker:
+    """A place and the process in it. ``told`` is what it said when it was ready; ``ready``: it takes questions.
+
+    ``lost``: it is gone for good, and why. Neither ready nor lost: it starts, or another is started in its place. ``heard``
+    is set by whatever it sends.
+    """
+
+    number: int
+    process: HostedProcess | None = None
+    channel: PickledChannel | None = None
+    told: Any = None
+    ready: bool = False
+    lost: str = ""
+    replaced: int = 0
+    open: dict[int, "Future[Any]"] = field(default_factory=dict)
+    sending: threading.Lock = field(default_factory=threading.Lock)
+    heard: threading.Event = field(default_factory=threading.Event)
+
+
+class PlacedWorkers:
+    """``count`` processes of ``python -m module``, each opened with ``settings``. At most ``restarts`` are replaced in all.
+
+    ``what`` is one of them, in words, and ``failure`` what their errors are. ``changed`` hears of each that is about to
+    take questions, and of each that is gone, from any thread.
+    """
+
+    def __init__(
+        self,
+        host: ProcessHost,
+        module: str,
+        settings: Any,
+        count: int,
+        what: str,
+        failure: type[SensoriumError],
+        *,
+        restarts: int = 3,
+        start_s: float = 600.0,
+        hang_s: float = 20.0,
+        changed: Callable[[PlacedWorker, bool], None] = lambda worker, ready: None,
+    ) -> None:
+        self._host, self._module, self._settings = host, module, settings
+        self._what, self._failure = what, failure
+        self._restarts_left, self._start_s, self._hang_s, self._changed = restarts, start_s, hang_s, changed
+        self.workers = tuple(PlacedWorker(number) for number in range(count))
+        self.replaced = self.asked_again = 0
+        self.noted: Callable[[str], None] = lambda said: None
+        self._numbers = itertools.count()
+        self._state = threading.Condition()
+        self._starting = 0
+        self._closed = False
+        self._losses: Counter[Hashable] = Counter()
+        self._turn = threading.Lock()
+        self._last = ""
+        self._threads = ThreadPoolExecutor(count, "placed")
+        self._folder = Path(tempfile.mkdtemp(prefix="sensorium-workers-"))
+
+    def start(self) -> None:
+        """Start all side by side; the first that cannot ends the others."""
+        futures = [self._threads.submit(self._start, worker) for worker in self.workers]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            self.close()
+            raise errors[0]
+
+    def ask(self, question: Any, known_by: Hashable = None) -> Any:
+        """The answer of some worker; an error that it gave is raised. WorkersLost where no worker is left.
+
+        Questions that are ``known_by`` the same are one question in the count of workers that were lost with it.
+        """
+        known_by = object() if known_by is None else known_by
+        while True:
+            self._refuse_deadly(known_by)
+            worker = self.wait()
+            with self._turn_of(known_by):
+                answer: Future[Any] = Future()
+                number = next(self._numbers)
+                worker.open[number] = answer
+                try:
+                    channel = worker.channel
+                    if not worker.ready or channel is None:
+                        continue
+                    with worker.sending:
+                        channel.send((number, question))
+                    return answer.result()
+                except OSError:  # it was gone before it had the question, which is no suspect
+                    with self._state:
+                        self.asked_again += 1
+                        while not self._closed and worker.ready and worker.channel is channel:  # not yet told as lost
+                            self._state.wait()
+                except _Gone:
+                    with self._state:
+                        self.asked_again += 1
+                        self._losses[known_by] += 1
+                finally:
+                    worker.open.pop(number, None)
+
+    @property
+    def given_up(self) -> int:
+        """Questions over which so many workers were lost that nobody asks them again."""
+        with self._state:
+            return sum(lost >= MOST_LOSSES for lost in self._losses.values())
+
+    def wait(self) -> PlacedWorker:
+        """The worker with the fewest questions, as soon as there is one. WorkersLost if none is left."""
+        with self._state:
+            while not (ready := [worker for worker in self.workers if worker.ready]):
+                if self._closed or not self._starting:
+                    raise WorkersLost(
+                        f"no {self._what} is left that takes work, and cluster.restarts are used up. {self._last} Mend "
+                        "what ends them, or raise cluster.restarts; then go on with --resume, or with --restart if there "
+                        "is no checkpoint."
+                    )
+                self._state.wait()
+            return min(ready, key=lambda worker: (len(worker.open), worker.number))
+
+    def close(self) -> None:
+        """End all."""
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+        for worker in self.workers:
+            worker.ready = False
+            self._end(worker)
+        self._threads.shutdown()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _refuse_deadly(self, known_by: Hashable) -> None:
+        if self._losses[known_by] >= MOST_LOSSES:
+            raise WorkGivenUp(
+                f"{MOST_LOSSES} {self._what}s were lost while they did this, which may be what ends them, so no other is "
+                f"asked ({self._last})"
+            )
+
+    @contextmanager
+    def _turn_of(self, known_by: Hashable) -> Iterator[None]:
+        """Let a suspect wait until no other is asked."""
+        alone = bool(self._losses[known_by]) and self._turn.acquire(timeout=TURN_S)
+        try:
+            yield
+        finally:
+            if alone:
+                self._turn.release()
+
+    def _start(self, worker: PlacedWorker) -> None:
+        log = self._folder / f"{worker.number}.{worker.replaced}.txt"
+        process, (frames,) = self._host.start(self._module, 1, log, own_group=True)
+        channel = PickledChannel(frames)
+        try:
+            channel.send((self._settings, str(self._folder)), self._start_s)
+            told = channel.receive(self._start_s)
+        except (EOFError, OSError) as error:
+            late = isinstance(error, TimeoutError)
+            if late:
+                process.end()
+            how = f"was not ready within {self._start_s:g} s (cluster.start_s)" if late else process.ending()
+            said = last_words(process.log_text())
+            raise WorkersLost(f"a {self._what} (pid {process.pid}) {how}, so it cannot be used.{said}") from error
+        if "ready" not in told:
+            process.end(CLOSE_S)
+            raise error_of(told, WorkersLost, f"a {self._what}")
+        worker.process, worker.channel, worker.told = process, channel, told["ready"]
+        gone = threading.Event()
+        for task in (self._read, self._watch):
+            threading.Thread(target=task, args=(worker, process, channel, gone), name=self._what, daemon=True).start()
+        if not self._closed:
+            self._changed(worker, True)
+        with self._state:
+            worker.ready = not self._closed
+            self._state.notify_all()
+        if not worker.ready:
+            self._end(worker)
+
+    def _read(self, worker: PlacedWorker, process: HostedProcess, channel: PickledChannel, gone: threading.Event) -> None:
+        """Hand answers to who waits for them, until the worker is gone."""
+        while True:
+            try:
+                number, found = channel.receive()
+            except (EOFError, OSError, ValueError):
+                break
+            worker.heard.set()
+            answer = worker.open.get(number)
+            if answer is not None and not answer.done():
+                if "value" in found:
+                    answer.set_result(found["value"])
+                else:
+                    answer.set_exception(error_of(found, self._failure, f"a {self._what}"))
+        self._lose(worker, process, gone)
+
+    def _watch(self, worker: PlacedWorker, process: HostedProcess, channel: PickledChannel, gone: threading.Event) -> None:
+        """Ask for signs of life; lose a worker that gives none. Time when this process itself is stopped does not count."""
+        look_s = min(LONGEST_LOOK_S, self._hang_s / LOOKS)
+        silent_s, before = 0.0, time.monotonic()
+        asking: threading.Thread | None = None
+        while not gone.wait(look_s):
+            now = time.monotonic()
+            silent_s, before = silent_s + min(now - before, 2 * look_s), now
+            if worker.heard.is_set():
+                silent_s = 0.0
+                worker.heard.clear()
+            if silent_s > self._hang_s:
+                self._lose(
+                    worker, process, gone, f"gave no sign of life for {self._hang_s:g} s (cluster.hang_s) and is ended"
+                )
+                return
+            if asking is None or not asking.is_alive():  # sending may wait for ever, so it is not done in this thread
+                asking = threading.Thread(target=self._ask_for_life, args=(worker, channel), daemon=True)
+                asking.start()
+
+    def _ask_for_life(self, worker: PlacedWorker, channel: PickledChannel) -> None:
+        with worker.sending, suppress(OSError):
+            channel.send((SIGN_OF_LIFE, None))
+
+    def _lose(self, worker: PlacedWorker, process: HostedProcess, gone: threading.Event, hung: str = "") -> None:
+        """A worker has ended, or hangs (and then is ended): told once, whoever notices it first."""
+        with self._state:
+            if gone.is_set():
+                return
+            gone.set()
+            worker.ready = False
+            self._starting += 1  # who asks now waits until it is known whether it is replaced
+        if hung:
+            process.end()
+        ending = "is closed" if self._closed else hung or process.ending()
+        how = f"{self._what} {worker.number} (pid {process.pid}) {ending}"
+        with self._state:
+            again = not self._closed and self._restarts_left > 0
+            if again:
+                self._restarts_left -= 1
+                self.replaced += 1
+                worker.replaced += 1
+            else:
+                self._starting -= 1
+                worker.lost = "it is closed" if self._closed else "cluster.restarts are used up"
+            self._last = f"{how}.{last_words(process.log_text())}" if not self._closed else ""
+            self._state.notify_all()
+        if not self._closed:
+            left = any(other.ready for other in self.workers) or self._starting
+            used_up = f"cluster.restarts are used up{': the others go on' if left else ', and no other is left'}."
+            self.noted(f"{self._last} {'It is replaced.' if again else used_up}")
+            self._changed(worker, False)
+        for answer in list(worker.open.values()):
+            if not answer.done():
+                answer.set_exception(_Gone())
+        if again:
+            try:
+                self._start(worker)
+            except SensoriumError as error:
+                worker.lost = "it could not be replaced"
+                self._last = f"It could not be replaced: {error}"
+                self.noted(self._last)
+            finally:
+                with self._state:
+                    self._starting -= 1
+                    self._state.notify_all()
+
+    def _end(self, worker: PlacedWorker) -> None:
+        if worker.channel is not None and worker.process is not None:
+            with suppress(OSError):
+                worker.channel.close()
+            worker.process.end(0.0 if self._closed else CLOSE_S)

@@ -1,0 +1,296 @@
+"""Worker threads for calls of a user's code that may be slow or never return: environments and slow reward terms."""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from inspect import isawaitable
+from typing import Any
+
+from sensorium.vocabulary.plain import attempt
+
+# Whatever a call raises, SystemExit included, is its outcome. What is awaitable is awaited, in an event loop that
+# belongs to the thread, so that an environment's connections live as long as it does.
+
+
+class Call:
+    """One call: when it began and ended (monotonic seconds; None: not yet), and what came of it."""
+
+    def __init__(self, function: Callable[[], Any], deadline_s: float) -> None:
+        self.function, self.deadline_s = function, deadline_s
+        self.began: float | None = None
+        self.ended: float | None = None
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self._finished = threading.Event()
+        self._heard: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until it is overdue; the whole deadline while it has not begun."""
+        return self.deadline_s if self.began is None else self.began + self.deadline_s - time.monotonic()
+
+    @property
+    def overdue(self) -> bool:
+        """True while it runs past its deadline."""
+        return self.ended is None and self.began is not None and self.left_s <= 0
+
+    @property
+    def seconds(self) -> float:
+        """How long it ran, or has been running."""
+        return 0.0 if self.began is None else (time.monotonic() if self.ended is None else self.ended) - self.began
+
+    def wait(self, seconds: float) -> bool:
+        """Block until it ended, at most so long; True if it did."""
+        return self._finished.wait(max(0.0, seconds))
+
+    def when_ended(self, heard: Callable[[], None]) -> None:
+        """Call ``heard`` once it ended: in the worker's thread, or at once if it has."""
+        with self._lock:
+            self._heard = heard
+            ended = self.ended is not None
+        if ended:
+            heard()
+
+    def run(self, awaited: Callable[[Any], Any]) -> None:
+        """Run it here; ``tell`` then says that it ended."""
+        self.began = time.monotonic()
+        try:
+            self.value, self.error = attempt(lambda: awaited(self.function()))
+        except KeyboardInterrupt as error:  # no Ctrl-C: that one reaches the main thread only
+            self.error = error
+
+    def tell(self) -> None:
+        """It ended: wake who waits for it."""
+        with self._lock:
+            self.ended = time.monotonic()
+            heard = self._heard
+        self._finished.set()
+        if heard is not None:
+            heard()
+
+
+class Worker:
+    """One thread. ``stop`` ends it when everything given before is done; one that hangs is no obstacle to exit."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._given = 0
+        self._done = 0
+        self._current: Call | None = None
+        self._runner: asyncio.Runner | None = None
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """True while something given to it has not ended."""
+        return self._done < self._given
+
+    @property
+    def alive(self) -> bool:
+        """True until its thread has ended."""
+        return self._thread.is_alive()
+
+    @property
+    def stuck(self) -> bool:
+        """True while what it runs is overdue."""
+        current = self._current
+        return current is not None and current.overdue
+
+    def submit(self, function: Callable[[], Any], deadline_s: float) -> Call:
+        """Give it a call; it begins when those before it have ended."""
+        call = Call(function, deadline_s)
+        self._given += 1
+        self._calls.put(call)
+        return call
+
+    def stop(self) -> None:
+        """End the thread after what it was given."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            self._current = call
+            call.run(self._awaited)
+            self._current = None
+            self._done += 1  # before anybody hears of it, so that who does finds the worker free
+            call.tell()
+            del call
+        if self._runner is not None:
+            attempt(self._runner.close)
+
+    def _awaited(self, value: Any) -> Any:
+        if not isawaitable(value):
+            return value
+
+        async def wait() -> Any:
+            return await value
+
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+        return self._runner.run(wait())
+
+
+# Invariants: - At most ``size`` calls run at once. A call's deadline counts from when it begins, so waiting for a place
+# costs nothing. - Waiting for a place is bounded: who holds one gives it back when its call ends or is overdue, so n
+# waiting calls wait at most ⌈n / size⌉ deadlines. How long they waited is counted apart from how long they ran. - A
+# worker whose call is overdue is left behind and replaced. While ``most_hung`` of them still hang, calls are refused. -
+# Threads are daemons: what hangs keeps neither the run nor the process from ending. Example, of size 2 and a deadline
+# of 1 s: calls a, b, c, of which a never returns. a and b begin, b ends, c takes its place; after 1 s a is CallOverdue,
+# its thread is left behind, and a new one serves whoever asks next.
+
+
+class WorkerFailure(Exception):
+    """A call that was not made, or not waited for any longer."""
+
+
+class CallOverdue(WorkerFailure):
+    """A call did not return within its deadline."""
+
+
+class NoWorker(WorkerFailure):
+    """A call was not made: too many earlier ones still hang, or no further thread can be started."""
+
+
+@dataclass
+class CallCounters:
+    """Since they were last taken: calls made, overdue ones, seconds they ran and waited for a place (sum and longest)."""
+
+    calls: int = 0
+    overdue: int = 0
+    ran_s: float = 0.0
+    ran_most_s: float = 0.0
+    waited_s: float = 0.0
+    waited_most_s: float = 0.0
+
+    def add(self, waited_s: float, ran_s: float) -> None:
+        """Count a call."""
+        self.calls += 1
+        self.ran_s += ran_s
+        self.ran_most_s = max(self.ran_most_s, ran_s)
+        self.waited_s += waited_s
+        self.waited_most_s = max(self.waited_most_s, waited_s)
+
+
+class WorkerPool:
+    """Daemon threads, started when needed and used again. One pool serves several event loops, one after the other."""
+
+    def __init__(self, name: str, size: int = 64, most_hung: int | None = None) -> None:
+        self.name, self.size = name, size
+        self.most_hung = 4 * size if most_hung is None else most_hung
+        self.counters = CallCounters()
+        self._idle: list[Worker] = []
+        self._left: list[Worker] = []
+        self._started = 0
+        self._lock = threading.Lock()
+        self._gate: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+
+    @property
+    def hung(self) -> int:
+        """How many calls that are not waited for any longer still run past their deadline."""
+        with self._lock:
+            self._left = [worker for worker in self._left if worker.alive]
+            return sum(worker.stuck for worker in self._left)
+
+    def lease(self) -> Worker:
+        """A worker for whoever needs all calls in one thread; ``give_back`` ends the lease."""
+        hung = self.hung
+        if hung >= self.most_hung:
+            raise NoWorker(f"{hung} earlier calls of {self.name}s still hang")
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+            self._started += 1
+            number = self._started
+        try:
+            return Worker(f"{self.name}-{number}")
+        except RuntimeError as error:
+            raise NoWorker(f"no thread can be started ({error}); {threading.active_count()} are running") from error
+
+    def give_back(self, worker: Worker) -> None:
+        """Use a worker again; one that is still busy is left to end what it does, and then ends."""
+        with self._lock:
+            if not worker.busy and len(self._idle) < self.size:
+                self._idle.append(worker)
+                return
+            self._left.append(worker)
+        worker.stop()
+
+    async def call(self, function: Callable[[], Any], deadline_s: float, worker: Worker | None = None) -> Call:
+        """The call once it has ended, with its value or error. CallOverdue and NoWorker if it has not.
+
+        It runs in ``worker`` where one is leased. Whoever is cancelled here leaves the call to end by itself.
+        """
+        asked = time.monotonic()
+        async with self._place():
+            waited_s = time.monotonic() - asked
+            lent = worker if worker is not None else self.lease()
+            call = lent.submit(function, deadline_s)
+            try:
+                await _ended(call, lent)
+            finally:
+                self.counters.add(waited_s, call.seconds)
+                if worker is None:
+                    self.give_back(lent)
+            return self._outcome(call)
+
+    def call_now(self, function: Callable[[], Any], deadline_s: float, worker: Worker | None = None) -> Call:
+        """``call`` for callers without an event loop: blocks, and waits for no place."""
+        lent = worker if worker is not None else self.lease()
+        call = lent.submit(function, deadline_s)
+        try:
+            while not call.wait(call.left_s) and not lent.stuck:
+                continue
+        finally:
+            self.counters.add(0.0, call.seconds)
+            if worker is None:
+                self.give_back(lent)
+        return self._outcome(call)
+
+    def take_counters(self) -> CallCounters:
+        """What was counted since the last time."""
+        taken, self.counters = self.counters, CallCounters()
+        return taken
+
+    def close(self) -> None:
+        """End the threads that have nothing to do; the others end when they are done, if ever."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for worker in idle:
+            worker.stop()
+
+    def _outcome(self, call: Call) -> Call:
+        if call.ended is None:
+            self.counters.overdue += 1
+            raise CallOverdue(f"did not answer within {call.deadline_s:g} s")
+        return call
+
+    def _place(self) -> asyncio.Semaphore:
+        """The gate of the running loop."""
+        loop = asyncio.get_running_loop()
+        if self._gate is None or self._gate[0] is not loop:
+            self._gate = (loop, asyncio.Semaphore(self.size))
+        return self._gate[1]
+
+
+async def _ended(call: Call, worker: Worker) -> None:
+    """Wait until a call ended, or its worker is stuck: in it, or in one before it."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[None] = loop.create_future()
+
+    def hear() -> None:
+        if not answer.done():
+            answer.set_result(None)
+
+    def tell() -> None:
+        with suppress(RuntimeError):  # the loop has gone: nobody waits for this call any more
+            loop.call_soon_threadsafe(hear)
+
+    call.when_ended(tell)
+    while call.ended is None and not worker.stuck:
+        await asyncio.wait({answer}, timeout=max(0.001, call.left_s))

@@ -1,0 +1,272 @@
+"""Tasks that are played in a named environment, one seed each, with train and test disjoint by content.
+
+Invariant: which side a start is on is decided by a hash of its content and nothing else, so no choice of seeds, sizes or
+sources can put the same start on both sides.
+"""
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from sensorium.cluster.pool import WorkerFailure, WorkerPool
+from sensorium.data.media_files import read_bytes
+from sensorium.data.media_store import MediaStore
+from sensorium.recipe.names import wrong_options
+from sensorium.vocabulary.content import Message
+from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError, TaskError, nearest
+from sensorium.vocabulary.plain import attempt, words
+from sensorium.vocabulary.task import EnvironmentSpec, Task
+
+TEST_SHARE = 0.25
+DEADLINE_S = 60.0
+"""How long the one environment that is built to check its options may take, and a call of content_key."""
+
+AT_A_TIME, ASKED_S = 50, 1.0
+"""Seeds whose content is asked for at a time, and after how long those left are asked for in a further one: going to a
+thread for each would take longer than most of them do."""
+
+TOLD_S = 10.0
+"""After how long a search for starts says how far it is, and says it again."""
+
+ALIKE = 100
+"""Seeds after which a content that never changed is taken for constant."""
+
+
+class EnvironmentTasks:
+    """``size`` starts of one environment from one side of the split; all different unless ``distinct`` is off.
+
+    The environment class tells a start's content by ``content_key(seed, options)``. ``split_by: seed`` does not ask for it:
+    the sides then share no seed, but may share starts. One that ``stands_for`` another
+    (``remote``, ``isolated``) gives its tasks that one's name, so that they are sampled alike wherever they are played.
+    """
+
+    def __init__(
+        self,
+        environment: str,
+        store: MediaStore,
+        options: Mapping[str, Any] | None = None,
+        split: Literal["train", "test"] = "train",
+        size: int = 512,
+        seed: int = 0,
+        distinct: bool = True,
+        split_by: Literal["content", "seed"] = "content",
+    ) -> None:
+        from sensorium.recipe.names import needs_a_row, resolve
+
+        if split not in ("train", "test"):
+            raise RecipeError(f"environments: unknown split '{split}'{nearest(str(split), ['train', 'test'])}")
+        if split_by not in ("content", "seed"):
+            raise RecipeError(f"environments: unknown split_by '{split_by}'{nearest(str(split_by), ['content', 'seed'])}")
+        if size < 1:
+            raise RecipeError(f"environments: size is {size}; a source needs at least one task.")
+        self.environment, self.split, self.split_by = environment, split, split_by
+        self.options = dict(options or {})
+        kind = resolve("environment", environment, "environments")
+        if needs_a_row(kind):
+            raise RecipeError(
+                f"environments: '{environment}' plays the questions of rows and has no seeds to start from. Read the rows "
+                f"with jsonl, parquet or hub, and say there environment: {{name: {environment}}}."
+            )
+        _try(environment, self.options, store)
+        if split_by == "content" and not hasattr(kind, "content_key"):
+            raise RecipeError(
+                f"environments: '{environment}' has no content_key(seed, options), so train and test cannot be told apart. "
+                "Give its class one that returns what a seed leads to, such as the map as text, or set split_by: seed."
+            )
+        self.name = str(self.options.get("environment", environment)) if getattr(kind, "stands_for", False) else environment
+        self.seeds = self._choose(kind, size, seed, distinct)
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    def __getitem__(self, index: int) -> Task:
+        seed = self.seeds[index]
+        return Task(
+            id=f"{self.name}-{self.split}-{seed}",
+            environment=EnvironmentSpec(self.environment, self.options, seed),
+            metadata={"category": self.name} | ({"split_by": "seed"} if self.split_by == "seed" else {}),
+        )
+
+    def _choose(self, kind: Any, size: int, seed: int, distinct: bool) -> tuple[int, ...]:
+        chosen: list[int] = []
+        seen: set[str] = set()
+        contents: set[str] = set()
+        candidates = 1000 + 100 * size
+        found = self._contents(kind, (_hash(f"{seed}/{nth}") % 2**31 for nth in range(candidates)))
+        told = time.monotonic()
+        for nth, (candidate, content) in enumerate(found):
+            contents.add(content)
+            if time.monotonic() - told >= TOLD_S:
+                told = time.monotonic()
+                print(
+                    f"looking for {size} {'different ' if distinct else ''}starts of '{self.environment}' for split "
+                    f"'{self.split}': {len(chosen)} among the first {nth:,} seeds, of at most {candidates:,} …",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
+            if nth + 1 == ALIKE and len(contents) == 1 and (distinct or not chosen):
+                raise TaskError(
+                    f"environments: the content_key of '{self.environment}' is {content!r:.60} for each of the first "
+                    f"{ALIKE} seeds. It must return what a seed leads to, such as the map as text: by it train and test "
+                    "are kept apart. If all seeds begin alike, and at most the course of it depends on them, set "
+                    "split_by: seed."
+                )
+            if side(content) == self.split and not (distinct and content in seen):
+                seen.add(content)
+                chosen.append(candidate)
+                if len(chosen) == size:
+                    return tuple(chosen)
+        raise TaskError(
+            f"environments: {candidates} seeds of '{self.environment}' hold only {len(chosen)} different starts for split "
+            f"'{self.split}', and size is {size}. Lower size, set distinct: false, or options that lead to more of them."
+        )
+
+    def _contents(self, kind: Any, seeds: Iterator[int]) -> Iterator[tuple[int, str]]:
+        """Seeds with what they lead to. The environment's class is asked in a thread, about a few at a time."""
+        if self.split_by == "seed":
+            yield from ((seed, f"seed {seed}") for seed in seeds)
+            return
+        pool = WorkerPool("content_key")
+        worker = pool.lease()
+        try:
+            few: list[int] = []
+            while few := few or list(islice(seeds, AT_A_TIME)):
+                found = pool.call_now(partial(_keys, kind, few, self.options), DEADLINE_S + ASKED_S, worker).value
+                told, few = few[: len(found)], few[len(found) :]
+                for candidate, (content, error) in zip(told, found, strict=True):
+                    if isinstance(error, SensoriumError):
+                        raise error
+                    if error is not None:
+                        raise RecipeError(
+                            f"environments: the content_key of '{self.environment}' failed for seed {candidate}: "
+                            f"{words(error)}"
+                        ) from error
+                    yield candidate, content
+        except WorkerFailure as overdue:
+            raise RecipeError(
+                f"environments: the content_key of '{self.environment}' {overdue}, asked about seed {few[0]} or one of the "
+                "next. See what it waits for, or set split_by: seed, which does not ask what a seed leads to."
+            ) from overdue
+        finally:
+            pool.give_back(worker)
+            pool.close()
+
+
+def _keys(kind: Any, seeds: list[int], options: Mapping[str, Any]) -> list[tuple[str, BaseException | None]]:
+    """What seeds lead to: all of them, or where that is slow the first few."""
+
+    def key(seed: int) -> str:
+        return str(kind.content_key(seed, options))
+
+    found, late = [], time.monotonic() + ASKED_S
+    for seed in seeds:
+        found.append(attempt(key, seed))
+        if time.monotonic() > late:
+            break
+    return found
+
+
+def _try(environment: str, options: Mapping[str, Any], store: MediaStore) -> None:
+    """Build one environment and close it, so that options that do not fit are refused before anything is played."""
+    from sensorium.recipe.names import build
+
+    where = f"environments of '{environment}'"
+    pool = WorkerPool("environment")
+    worker = pool.lease()
+    try:
+        built = pool.call_now(lambda: build("environment", environment, options, where, store=store), DEADLINE_S, worker)
+    except WorkerFailure as error:
+        raise RecipeError(f"{where}: building one {error}. See what it waits for.") from error
+    else:
+        if isinstance(built.error, SensoriumError):
+            raise built.error
+        if built.error is not None:
+            raise RecipeError(f"{where}: one could not be built: {words(built.error)}") from built.error
+        closing = getattr(built.value, "close", None)
+        if closing is not None:
+            worker.submit(closing, DEADLINE_S)  # nobody waits for it
+    finally:
+        pool.give_back(worker)
+        pool.close()
+
+
+def side(content: str) -> Literal["train", "test"]:
+    """The side of the split that a start's content belongs to."""
+    return "test" if _hash(content) < TEST_SHARE * 2**64 else "train"
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+# Train and test are told apart by a hash of the file's bytes, and equal files are one task, so the sides share nothing.
+
+
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
+
+
+class SvgFiles:
+    """The files of ``path`` (and of folders in it) on one side of the split; ``options`` are the environment's.
+
+    An SVG file is drawn, and its code is the demonstration; of a picture only the pixels are known.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        store: MediaStore,
+        options: Mapping[str, Any] | None = None,
+        split: Literal["train", "test", "all"] = "train",
+    ) -> None:
+        if split not in ("train", "test", "all"):
+            raise RecipeError(f"svg_files: unknown split '{split}'{nearest(str(split), ['train', 'test', 'all'])}")
+        folder = Path(path).expanduser()
+        if not folder.is_dir():
+            raise TaskError(f"svg_files: '{path}' is no folder.")
+        self.options = dict(options or {})
+        _, problem = wrong_options("environment", "svg", self.options)
+        if problem:
+            raise RecipeError(f"svg_files: {problem}")
+        files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in (".svg", *PICTURES))
+        seen: set[str] = set()
+        digest = hashlib.blake2b(digest_size=16)
+        self._tasks = []
+        for file in files:
+            if not file.resolve().is_relative_to(folder.resolve()):
+                raise TaskError(f"svg_files: '{file}' is a link that leads out of its folder; copy the file there.")
+            held, task = self._task(file, str(file.relative_to(folder)), store)
+            digest.update(json.dumps([task.id, held]).encode())
+            if held not in seen and split in ("all", side(held)):
+                self._tasks.append(task)
+            seen.add(held)
+        self.row_digests = {path: digest.hexdigest()}
+        if not self._tasks:
+            raise TaskError(
+                f"svg_files: of {len(files)} SVG files and pictures in '{path}' none is on side '{split}' of the split; "
+                "add files, or use split: all."
+            )
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __getitem__(self, index: int) -> Task:
+        return self._tasks[index]
+
+    def _task(self, file: Path, name: str, store: MediaStore) -> tuple[str, Task]:
+        """A file's content, as text, and its task."""
+        environment = EnvironmentSpec("svg", self.options)
+        if file.suffix.lower() != ".svg":
+            shown = store.put_picture(read_bytes(file, "picture", str(file)), str(file))
+            return shown.hash, Task(name, (Message("user", (shown,)),), environment=environment)
+        try:
+            code = read_bytes(file, "picture", str(file)).decode()
+        except UnicodeDecodeError as error:
+            raise MediaError(f"{file}: the SVG file is not UTF-8 text: {error}.") from error
+        if "<svg" not in code or not code.rstrip().endswith("</svg>"):
+            raise TaskError(f"{file}: there is no complete <svg>…</svg> in it.")
+        return " ".join(code.split()), Task(name, answer=code, environment=environment)

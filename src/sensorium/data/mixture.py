@@ -1,0 +1,367 @@
+"""A mixture of sources as one endless stream, addressed by position; a user's own source answers within a deadline."""
+
+import hashlib
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from sensorium.cluster.pool import Worker, WorkerFailure, WorkerPool
+from sensorium.data.media_store import MediaStore
+from sensorium.recipe.names import build
+from sensorium.recipe.schema import SourceSection
+from sensorium.vocabulary.errors import MediaError, PromptTooLong, RecipeError, SensoriumError, TaskError
+from sensorium.vocabulary.plain import words
+from sensorium.vocabulary.task import Task
+
+if TYPE_CHECKING:
+    from sensorium.data.planner import GroupOutcome, PlannedTasks, Planner
+
+
+class TaskSource(Protocol):
+    """Random access to tasks. ``__getitem__`` may raise TaskError or MediaError for a bad row; the policy decides.
+
+    A source whose categories have names in a published table says so in ``table_columns`` {category: name}. One that reads
+    rows from files has ``row_digests`` {file: digest of its content}: a resumed run reports a file that was rewritten.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Task: ...
+
+
+def table_columns(sources: Iterable[TaskSource]) -> dict[str, str]:
+    """The published names of the sources' categories, in the published order."""
+    return {category: name for source in sources for category, name in getattr(source, "table_columns", {}).items()}
+
+
+# Each is called in one thread, whoever asks, so that files and connections stay where they were opened. What the clock
+# decides is never skipped as a bad row would be: a resumed run could decide otherwise.
+
+
+ROW_DEADLINE_S = 300.0
+
+
+class _BoundedCalls:
+    """Calls of one object of the user's own, one at a time in one thread, each waited for at most ``deadline_s``."""
+
+    def __init__(self, subject: str, advice: str, deadline_s: float) -> None:
+        self._subject, self._advice, self._deadline_s = subject, advice, deadline_s
+        self._pool = WorkerPool("source")
+        self._worker: Worker | None = None
+        self._lock = threading.Lock()
+
+    def ask(self, what: str, call: Callable[[], Any]) -> Any:
+        """What a call returns, or the error it raises."""
+        with self._lock:
+            try:
+                self._worker = self._worker or self._pool.lease()
+                ended = self._pool.call_now(call, self._deadline_s, self._worker)
+            except WorkerFailure as error:
+                if self._worker is not None:
+                    self._pool.give_back(self._worker)
+                    self._worker = None
+                raise RecipeError(
+                    f"{self._subject} was asked for {what} and {error}. See what it waits for; {self._advice}"
+                ) from error
+        if ended.error is not None:
+            raise ended.error
+        return ended.value
+
+
+class BoundedSource:
+    """A source whose rows, and their number, are waited for at most ``deadline_s``."""
+
+    def __init__(self, source: TaskSource, name: str, where: str, deadline_s: float = ROW_DEADLINE_S) -> None:
+        self._source, self._who = source, f"{where}: source '{name}'"
+        advice = "rows that take long are better made before the run."
+        self._calls = _BoundedCalls(self._who, advice, deadline_s)
+
+    def __len__(self) -> int:
+        found: int = self._calls.ask("its length", lambda: len(self._source))
+        return found
+
+    def __getitem__(self, index: int) -> Task:
+        try:
+            task: Task = self._calls.ask(f"row {index}", lambda: self._source[index])
+        except SensoriumError:
+            raise
+        except Exception as error:  # a source of the user's own may raise anything; such a row is a mistake in its code
+            place = _line_of(error, type(self._source))
+            raise RecipeError(f"{self._who}, row {index}{place}: {words(error)}") from error
+        return task
+
+    def __getattr__(self, name: str) -> Any:
+        """What else a source has, such as ``table_columns``."""
+        return getattr(self.__dict__["_source"], name)
+
+
+class BoundedPlanner:
+    """A planner whose every answer is waited for at most ``deadline_s``."""
+
+    def __init__(self, planner: "Planner", name: str, deadline_s: float = ROW_DEADLINE_S) -> None:
+        self._planner = planner
+        self.observes = bool(getattr(planner, "observes", True))
+        self._calls = _BoundedCalls(f"tasks.planner: '{name}'", "a step cannot begin before it has its tasks.", deadline_s)
+
+    def draw(self, count: int) -> "PlannedTasks":
+        """The next tasks."""
+        drawn: PlannedTasks = self._calls.ask(f"{count} tasks", lambda: self._planner.draw(count))
+        return drawn
+
+    def observe(self, groups: "Sequence[GroupOutcome]") -> None:
+        """What became of a step's groups."""
+        self._calls.ask("observe()", lambda: self._planner.observe(groups))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The planner's state."""
+        state: dict[str, Any] = self._calls.ask("its state", self._planner.state_dict)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        self._calls.ask("load_state_dict()", lambda: self._planner.load_state_dict(state))
+
+
+def _line_of(error: Exception, kind: type) -> str:
+    """Where in the file of a class an error was raised, as `` (rows.py:7)``; empty if nowhere in it."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f" ({Path(str(file)).name}:{lines[-1]})" if lines else ""
+
+
+def bounded(source: TaskSource, name: str, where: str) -> TaskSource:
+    """The source itself where it is one of ours, which read files; a user's own behind a deadline."""
+    return BoundedSource(source, name, where) if ":" in name else source
+
+
+# Invariants: what stands at a position is a function of (sources, weights, seed, position) and of nothing else, so
+# resuming needs only a position. Each source is passed through once per epoch of its own, in a permutation keyed by
+# (seed, source, epoch). Among the first p positions every source has its weight's share, give or take as many tasks as
+# there are sources.
+
+
+Treatment = Literal["refuse", "skip"]
+
+
+@dataclass(frozen=True)
+class SkippedRow:
+    """A row that was left out, and why."""
+
+    source: int
+    row: int
+    reason: str
+    long_prompt: bool = False
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Tasks drawn from a stream, the position to go on from, and what was skipped on the way."""
+
+    tasks: tuple[Task, ...]
+    position: int
+    skipped: tuple[SkippedRow, ...] = ()
+
+
+class TaskStream:
+    """Sources mixed by weight. Holds no state of its own: every call names the position it reads from.
+
+    ``on_bad_row``: whether rows that cannot be read are refused or skipped, unless a draw says so itself.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[TaskSource],
+        weights: Sequence[float],
+        *,
+        seed: int,
+        shuffle: bool = True,
+        on_bad_row: Treatment = "refuse",
+    ) -> None:
+        if len(sources) != len(weights) or not sources:
+            raise TaskError(
+                f"a mixture needs one weight per source; it has {len(sources)} sources, {len(weights)} weights."
+            )
+        for i, (source, weight) in enumerate(zip(sources, weights, strict=True)):
+            if len(source) == 0:
+                raise TaskError(f"source {i} of the mixture ({type(source).__name__}) has no tasks.")
+            if not weight > 0:
+                raise TaskError(f"source {i} of the mixture has weight {weight}; weights must be above 0.")
+        self.sources = tuple(sources)
+        self.seed = seed
+        self.shuffle = shuffle
+        self.on_bad_row: Treatment = on_bad_row
+        parts = [Fraction(weight).limit_denominator(10**6) or Fraction(1, 10**6) for weight in weights]
+        self.shares = tuple(part / sum(parts) for part in parts)
+        self._splits = tuple(part / sum(parts[i:]) for i, part in enumerate(parts))
+
+    def take(self, position: int, count: int) -> list[tuple[int, int]]:
+        """(source, row) of ``count`` positions from ``position`` on."""
+        return [self.at(p) for p in range(position, position + count)]
+
+    def at(self, position: int) -> tuple[int, int]:
+        """(source, row) at one position."""
+        source, nth = self._turn_of(position)
+        length = len(self.sources[source])
+        epoch, place = divmod(nth, length)
+        if not self.shuffle:
+            return source, place
+        return source, permuted(place, length, f"{self.seed}/{source}/{epoch}")
+
+    def draw(
+        self,
+        position: int,
+        count: int,
+        *,
+        on_bad_row: Treatment | None = None,
+        on_long_prompt: Treatment = "refuse",
+        check: Callable[[Task], None] | None = None,
+    ) -> Draw:
+        """``count`` tasks from ``position`` on. Bad rows, and tasks for which ``check`` raises, are refused or skipped."""
+        tasks: list[Task] = []
+        skipped: list[SkippedRow] = []
+        in_a_row = 0
+        while len(tasks) < count:
+            source, row = self.at(position)
+            try:
+                task = self.sources[source][row]
+                if check is not None:
+                    check(task)
+            except (TaskError, MediaError) as error:
+                long_prompt = isinstance(error, PromptTooLong)
+                if (on_long_prompt if long_prompt else on_bad_row or self.on_bad_row) == "refuse":
+                    raise with_way_out(error) from error
+                skipped.append(SkippedRow(source, row, str(error), long_prompt))
+                in_a_row += 1
+                if in_a_row >= self.whole_pass():
+                    rows = sum(len(source) for source in self.sources)
+                    raise none_left(f"every task of the mixture was skipped: {rows} rows", skipped[-in_a_row:]) from error
+            else:
+                tasks.append(task)
+                in_a_row = 0
+            position += 1
+        return Draw(tuple(tasks), position, tuple(skipped))
+
+    def _turn_of(self, position: int) -> tuple[int, int]:
+        """Which source has this position, and how many times it had its turn before.
+
+        Source 0 takes the positions where round(p · share) grows; the rest are shared out among the others likewise.
+        """
+        for source, split in enumerate(self._splits):
+            before, after = _rounded(position * split), _rounded((position + 1) * split)
+            if after > before:
+                return source, before
+            position -= before
+        raise AssertionError("the last source takes every position that is left")
+
+    def turns(self, position: int) -> list[int]:
+        """How many times each source had its turn before a position."""
+        counts = []
+        for split in self._splits:
+            counts.append(_rounded(position * split))
+            position -= counts[-1]
+        return counts
+
+    def whole_pass(self) -> int:
+        """Positions, from any on, within which every row of every source comes up.
+
+        An order that is new in each epoch may put a row first in one and last in the next: nearly two epochs are needed.
+        """
+        slack = 2 * len(self.sources) if len(self.sources) > 1 else 0
+        turns = [2 * len(source) - 1 if self.shuffle else len(source) for source in self.sources]
+        return max(ceil((turn + slack) / share) for turn, share in zip(turns, self.shares, strict=True))
+
+
+def each_once(
+    sources: Sequence[TaskSource], *, limit: int = 0, on_bad_row: Treatment = "refuse"
+) -> tuple[list[Task], list[SkippedRow]]:
+    """Every task of every source once, in order (for evaluation).
+
+    Under a limit the sources take turns, each with rows drawn from all of its own: the first rows of a file that is sorted
+    by answer are of one kind. Which rows are drawn depends on nothing but their number.
+    """
+    lengths = [len(source) for source in sources]
+    places = [(i, row) for i, length in enumerate(lengths) for row in range(length)]
+    if limit:
+        turns = ((i, nth) for nth in range(max(lengths, default=0)) for i, length in enumerate(lengths) if nth < length)
+        places = [(i, permuted(nth, lengths[i], f"held out/{i}")) for i, nth in turns]
+    found: dict[tuple[int, int], Task] = {}
+    skipped: list[SkippedRow] = []
+    for i, row in places:
+        if limit and len(found) == limit:
+            break
+        try:
+            found[row, i] = sources[i][row]
+        except (TaskError, MediaError) as error:
+            if on_bad_row == "refuse":
+                raise with_way_out(error) from error
+            skipped.append(SkippedRow(i, row, str(error)))
+    return [found[place] for place in (sorted(found) if limit else found)], skipped
+
+
+def with_way_out(error: TaskError | MediaError) -> TaskError | MediaError:
+    """The error of a bad row, or of a prompt that is too long, with what the recipe can do about it."""
+    if isinstance(error, PromptTooLong):
+        way_out = "Raise it, or set tasks.on_long_prompt: skip; media are never cut to make a prompt fit."
+        return PromptTooLong(f"{error} {way_out}")
+    kind = MediaError if isinstance(error, MediaError) else TaskError
+    return kind(f"{error} To leave such rows out, and have them counted: tasks.on_bad_row: skip.")
+
+
+def none_left(found: str, skipped: Sequence[SkippedRow]) -> TaskError:
+    """The error of a draw that skipped all there is: what was found, the last reason, and the way out."""
+    ways = []
+    if any(not skip.long_prompt for skip in skipped):
+        ways.append("Mend the rows that cannot be read, or name another source in tasks.train.")
+    if any(skip.long_prompt for skip in skipped):
+        ways.append(
+            "Raise rollout.max_context_tokens, or shorten the prompts; media take fewer tokens where they are smaller."
+        )
+    return TaskError(f"{found}, and none can be played. The last: {skipped[-1].reason.rstrip('.')}. {' '.join(ways)}")
+
+
+def make_sources(sections: Sequence[SourceSection], store: MediaStore, where: str) -> list[TaskSource]:
+    """The sources of a mixture; ``where`` is the recipe's key that lists them."""
+    return [
+        bounded(build("source", s.source, s.options, f"{where}.{i}", store=store), s.source, f"{where}.{i}")
+        for i, s in enumerate(sections)
+    ]
+
+
+def a_few(sources: Sequence[TaskSource], each: int = 8) -> list[Task]:
+    """Up to ``each`` tasks of every source, evenly spread over its rows; bad rows are passed over."""
+    tasks: list[Task] = []
+    for source in sources:
+        count = min(each, len(source))
+        for i in range(count):
+            with suppress(TaskError, MediaError):
+                tasks.append(source[i * (len(source) - 1) // max(1, count - 1)])
+    return tasks
+
+
+def permuted(index: int, length: int, key: str) -> int:
+    """Where a keyed permutation of range(length) sends ``index``: a Feistel cipher, walked until it lands inside.
+
+    Needs no memory and no library's random stream, so a run's order survives updates of either.
+    """
+    assert 0 <= index < length, "the walk comes back only from inside"
+    half = max(2, ((length - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for turn in range(6):
+            digest = hashlib.blake2b(f"{key}/{turn}/{right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
+        index = left << half | right
+        if index < length:
+            return index
+
+
+def _rounded(value: Fraction) -> int:
+    return int(value + Fraction(1, 2))

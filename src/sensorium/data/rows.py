@@ -1,0 +1,468 @@
+"""Rows of tasks: JSONL and Parquet files, Hugging Face data sets, and lists passed in Python. Every error names its row."""
+
+import hashlib
+import json
+import os
+import threading
+from array import array
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, Unpack
+
+from PIL import Image
+
+from sensorium.data.lru import LRU
+from sensorium.data.media_files import file_state, open_regular, roots_of
+from sensorium.data.media_store import MediaStore
+from sensorium.data.message_parsing import Place
+from sensorium.data.pictures import encode_png
+from sensorium.data.row_format import FileRowOptions, RowOptions, RowReading
+from sensorium.vocabulary.errors import DataChanged, RecipeError, TaskError, nearest, similar_file
+from sensorium.vocabulary.plain import strict_json, words
+from sensorium.vocabulary.task import Task
+
+MIB = 1024 * 1024
+ROWS_AT_ONCE = 256
+WHOLE_DIGEST = 256 * MIB
+DIGEST_TAIL = 16 * MIB
+READINGS = 3
+"""How often a read is repeated while the file is touched during it."""
+
+
+class JsonlRows:
+    """One task a line; blank lines are passed over. Paths of media start from the file's folder.
+
+    Media lie in the file's folder, or in one of ``media_roots``. The options are those of all rows (``FileRowOptions``).
+    """
+
+    def __init__(self, path: str, store: MediaStore, **options: Unpack[FileRowOptions]) -> None:
+        self.path, self.store = Path(path), store
+        self._reading = RowReading(options, path)
+        self._roots = roots_of(self.path.parent, options.get("media_roots", ()))
+        self._starts, self._lines = array("q"), array("q")
+        try:
+            self._scan(self._reading.limit)
+        except OSError as error:
+            similar = similar_file(self.path)
+            end = "" if similar.endswith("?") else "."
+            raise TaskError(f"{path}: cannot read the file: {error.strerror}{similar}{end}") from error
+        if not self._starts:
+            raise TaskError(f"{path}: the file has no rows; a JSONL file has one JSON object a line.")
+
+    @property
+    def row_digests(self) -> dict[str, str]:
+        """The digest of the rows that are used, by file."""
+        return {str(self.path): self._scanned[1]}
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> Task:
+        line = self._lines[index]
+        return self._reading.format.task(self._read(index), f"{self.path.name}:{line}", self._place(index))
+
+    def _place(self, index: int) -> Place:
+        """Where a row stands."""
+        where = f"{self.path}:{self._lines[index]}"
+        return Place(where, self.path.parent, self.store, self._reading.clips, self._roots)
+
+    def _read(self, index: int) -> dict[str, Any]:
+        """The object of a row."""
+        place = self._place(index)
+        try:
+            with open_regular(self.path) as file:
+                for _ in range(READINGS):
+                    self._refuse_changed(file)
+                    file.seek(self._starts[index])
+                    line = file.readline()
+                    if _state(file) == self._state:
+                        break
+                else:
+                    raise DataChanged(_changed(self.path))
+            row = strict_json(line.decode("utf-8-sig"))
+        except json.JSONDecodeError as error:
+            raise place.error(f"malformed JSON: {error.msg} at column {error.colno}. Mend or delete the line.") from error
+        except FileNotFoundError as error:
+            raise DataChanged(_changed(self.path)) from error
+        except (ValueError, RecursionError, OSError) as error:
+            raise place.error(f"cannot read the line: {error}.") from error
+        if not isinstance(row, dict):
+            raise place.error(f"a line must hold one JSON object, not {row!r:.60}.")
+        return row
+
+    def _scan(self, limit: int) -> None:
+        """Note where each row starts, so that any one can be read alone, and what was read so far."""
+        end, digest = 0, hashlib.blake2b(digest_size=16)
+        with open_regular(self.path) as file:
+            self._state = _state(file)
+            for number, line in enumerate(file, 1):
+                digest.update(line)
+                if line.strip():
+                    self._starts.append(end)
+                    self._lines.append(number)
+                end += len(line)
+                if limit and len(self._starts) == limit:
+                    break
+        self._scanned = (end, digest.hexdigest())
+
+    def _refuse_changed(self, file: BufferedReader) -> None:
+        """Refuse a file that is not what was scanned: rows would begin at other places. A mere touch is no change."""
+        if (state := _state(file)) == self._state:
+            return
+        file.seek(0)
+        digest, left = hashlib.blake2b(digest_size=16), self._scanned[0]
+        while left and (read := file.read(min(left, MIB))):
+            digest.update(read)
+            left -= len(read)
+        if left or digest.hexdigest() != self._scanned[1]:
+            raise DataChanged(_changed(self.path))
+        self._state = state
+
+
+class ParquetRows:
+    """One task a row. Row groups are read when needed and the latest kept, within ``cache_mib``.
+
+    A row group that takes more than ``row_group_mib`` in memory is refused. The other options are those of all rows
+    (``FileRowOptions``).
+    """
+
+    def __init__(
+        self,
+        path: str,
+        store: MediaStore,
+        cache_mib: int = 512,
+        row_group_mib: int = 4096,
+        **options: Unpack[FileRowOptions],
+    ) -> None:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+
+        self.path, self.store = Path(path), store
+        self._reading = RowReading(options, path)
+        self._roots = roots_of(self.path.parent, options.get("media_roots", ()))
+        try:
+            with open_regular(self.path) as opened:
+                self._state = _state(opened)
+            self.row_digests = {str(self.path): content_digest(self.path)}
+            self._file = ParquetFile(self.path)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise TaskError(f"{path}: cannot read the Parquet file: {error}") from error
+        names = self._file.schema_arrow.names
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise TaskError(f"{path}: the column '{repeated[0]}' occurs twice, and one would be lost. Rename or drop one.")
+        self._fields = self._reading.format.fields(names, path)
+        self._ends: list[int] = []
+        for group in range(self._file.metadata.num_row_groups):
+            before = self._ends[-1] if self._ends else 0
+            self._ends.append(before + self._file.metadata.row_group(group).num_rows)
+        rows = self._file.metadata.num_rows
+        self._length = self._reading.length(rows)
+        if not rows:
+            raise TaskError(f"{path}: the file has no rows.")
+        self._cache: LRU[int, Any] = LRU(cache_mib * MIB, lambda table: table.nbytes, at_least=1)
+        self._group_bound = row_group_mib * MIB
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Task:
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        place = Place(f"{self.path}, row {index}", self.path.parent, self.store, self._reading.clips, self._roots)
+        group = bisect_right(self._ends, index)
+        table = self._group(group, place)
+        within = index - (self._ends[group - 1] if group else 0)
+        return self._reading.format.task(stored_row(table, within, place), f"{self.path.name}:{index}", place)
+
+    def _group(self, group: int, place: Place) -> Any:
+        import pyarrow
+
+        with self._lock:
+            table = self._cache.get(group)
+            if table is None:
+                for _ in range(READINGS):
+                    self._refuse_changed()
+                    failure = None
+                    try:
+                        table = self._read(group, place)
+                    except (OSError, pyarrow.ArrowException) as error:
+                        failure = error
+                    if not self._refuse_changed():
+                        break
+                else:
+                    raise DataChanged(_changed(self.path))
+                if failure is not None:
+                    raise place.error(f"cannot read row group {group}: {failure}") from failure
+                self._cache.put(group, table)
+            return table
+
+    def _refuse_changed(self) -> bool:
+        """Refuse a file whose content is not what it was at the start. True if it was touched since the last look."""
+        try:
+            with open_regular(self.path) as file:
+                state = _state(file)
+            if state == self._state:
+                return False
+            if content_digest(self.path) != self.row_digests[str(self.path)]:
+                raise DataChanged(_changed(self.path))
+        except OSError as error:
+            raise DataChanged(_changed(self.path)) from error
+        self._state = state
+        return True
+
+    def _read(self, group: int, place: Place) -> Any:
+        """A row group, in parts: what is small on disk may be huge in memory, and then it is refused before it is.
+
+        A value may be as large as its whole column, and a dictionary repeats it in every row: the larger the column, the
+        fewer rows are read at once.
+        """
+        import pyarrow
+
+        stored = self._file.metadata.row_group(group)
+        largest = max(stored.column(i).total_uncompressed_size for i in range(stored.num_columns))
+        rows = min(ROWS_AT_ONCE, max(1, self._group_bound // max(1, largest)))
+        if self._repeated_size(group) > self._group_bound:
+            raise self._too_large(group, place)
+        parts, size = [], 0
+        for part in self._file.iter_batches(rows, row_groups=[group], columns=self._fields):
+            parts.append(part)
+            size += part.nbytes
+            if size > self._group_bound:
+                raise self._too_large(group, place)
+        return pyarrow.Table.from_batches(parts)
+
+    def _too_large(self, group: int, place: Place) -> TaskError:
+        return place.error(
+            f"row group {group} takes more than {self._group_bound // MIB} MiB in memory. Write the file with smaller row "
+            "groups, or raise the source's option row_group_mib."
+        )
+
+    def _repeated_size(self, group: int) -> int:
+        """What values take that a dictionary repeats in the lists of a row, found without repeating them; else 0.
+
+        One row with a thousand times the same 4 MiB is 4 MiB on disk and 4 GiB in memory.
+        """
+        from pyarrow.parquet import ParquetFile
+
+        stored = self._file.metadata.row_group(group)
+        columns = [stored.column(i) for i in range(stored.num_columns)]
+        lists = [
+            column.path_in_schema
+            for column in columns
+            if column.physical_type == "BYTE_ARRAY"
+            and column.num_values > stored.num_rows
+            and column.num_values * column.total_uncompressed_size > self._group_bound
+            and column.path_in_schema.partition(".")[0] in self._fields
+        ]
+        if not lists:
+            return 0
+        with ParquetFile(self.path, read_dictionary=lists) as file:
+            parts = file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=lists)
+            return sum(_repeated_size(column) for part in parts for column in part.columns)
+
+
+def _repeated_size(array: Any) -> int:
+    """The bytes of texts in an arrow array whose dictionaries were applied."""
+    import pyarrow
+    from pyarrow import compute
+
+    if isinstance(array, pyarrow.DictionaryArray):
+        return compute.sum(compute.binary_length(array.dictionary).take(array.indices)).as_py() or 0
+    if isinstance(array, pyarrow.StructArray):
+        return sum(map(_repeated_size, array.flatten()))
+    return _repeated_size(array.flatten()) if isinstance(array, pyarrow.ListArray | pyarrow.LargeListArray) else 0
+
+
+def stored_row(rows: Any, index: int, place: Place) -> dict[str, Any]:
+    """A row of an arrow table as Python values; a value that Python cannot hold makes it a bad row."""
+    import pyarrow
+
+    try:
+        return dict(rows[index : index + 1].to_pylist()[0])
+    except (OSError, ValueError, OverflowError, ImportError, pyarrow.ArrowException) as error:
+        raise place.error(f"cannot read the row: {words(error)}.") from error
+
+
+def content_digest(path: Path) -> str:
+    """The digest of a file's content: of all of it up to 256 MiB, which takes a second or two.
+
+    Of a larger file, so that a start is not delayed: its size, 240 blocks of 1 MiB spread evenly over it, and its last
+    16 MiB, which in a Parquet file hold the sizes and statistics of all columns.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > WHOLE_DIGEST:
+            digest.update(str(size).encode())
+            blocks = (WHOLE_DIGEST - DIGEST_TAIL) // MIB
+            for block in range(blocks):
+                file.seek(block * (size - DIGEST_TAIL) // blocks)
+                digest.update(file.read(MIB))
+            file.seek(size - DIGEST_TAIL)
+        while read := file.read(MIB):
+            digest.update(read)
+    return digest.hexdigest()
+
+
+def _state(file: BufferedReader) -> tuple[int, ...]:
+    return file_state(os.fstat(file.fileno()))
+
+
+def _changed(path: Path) -> str:
+    return (
+        f"{path}: the file was changed, removed or made unreadable while the run reads it, so its rows are no longer those "
+        "the run began with. Put it back as it was and resume, or start a new run with the new file. Train on a "
+        "copy of a file that is written to."
+    )
+
+
+class HubRows:
+    """One task a row of ``data`` (a hub id or a local folder), its configuration ``name`` and its ``split``.
+
+    Media are taken as they are stored, never decoded by the library. Paths of media start from ``folder`` (the local folder
+    itself if not said) and stay there, in the library's caches, or in ``media_roots``. Data sets that are programs (loading
+    scripts) are not run: the library has given them up. The other options are those of all rows (``FileRowOptions``).
+    """
+
+    def __init__(
+        self,
+        data: str,
+        store: MediaStore,
+        split: str = "train",
+        name: str | None = None,
+        revision: str | None = None,
+        folder: str | None = None,
+        **options: Unpack[FileRowOptions],
+    ) -> None:
+        self.data, self.split, self.store = data, split, store
+        local = Path(folder) if folder is not None else Path(data) if Path(data).is_dir() else None
+        self.folder = local if local is not None else Path()
+        self._reading = RowReading(options, data)
+        rows = _loaded(data, name, split, revision)
+        fields = self._reading.format.fields(rows.column_names, f"{data}, split '{split}'")
+        # The library names its files by their times, so the split is named instead. One held in memory has no files.
+        files = [content_digest(Path(file["filename"])) for file in rows.cache_files]
+        self.row_digests = {f"{data}, split '{split}'": " ".join(files)} if files else {}
+        # The arrow form of a row holds a medium's bytes or path as they are.
+        self._rows = rows.select_columns(fields).with_format("arrow")
+        self._length = self._reading.length(len(rows))
+        caches = _caches()
+        # What the library downloaded lies in its caches; the folder that a process happens to stand in is not opened.
+        roots = [*options.get("media_roots", ()), *caches]
+        self._roots = roots_of(local if local is not None else Path(caches[0]), roots)
+        if not len(rows):
+            raise TaskError(f"the data set '{data}', split '{split}', has no rows.")
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Task:
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        place = Place(
+            f"{self.data}, split '{self.split}', row {index}", self.folder, self.store, self._reading.clips, self._roots
+        )
+        row = stored_row(self._rows, index, place)
+        return self._reading.format.task(row, f"{self.data}/{self.split}/{index}", place)
+
+
+def _caches() -> list[str]:
+    """The folders that hold downloaded data sets; tokens lie elsewhere."""
+    from datasets import config
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return [str(HF_HUB_CACHE), str(config.HF_DATASETS_CACHE)]
+
+
+def _loaded(data: str, name: str | None, split: str, revision: str | None) -> Any:
+    """The rows of one split, through the ``datasets`` library."""
+    if find_spec("datasets") is None:
+        raise RecipeError("source 'hub' needs the package datasets, which is not installed: pip install datasets.")
+    from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+
+    saved = Path(data)
+    try:
+        if (saved / "dataset_dict.json").is_file() or (saved / "state.json").is_file():
+            found = load_from_disk(data)
+        else:
+            found = load_dataset(data, name, split=split, revision=revision)
+    except Exception as error:  # the library raises whatever a missing network, file or script provokes
+        raise TaskError(f"cannot load the data set '{data}': {type(error).__name__}: {error}") from error
+    if isinstance(found, DatasetDict):
+        if split not in found:
+            raise TaskError(f"the data set '{data}' has no split '{split}'{nearest(split, list(map(str, found)))}")
+        found = found[split]
+    if not isinstance(found, Dataset):
+        raise TaskError(f"the data set '{data}' is a {type(found).__name__}, whose rows cannot be read in any order.")
+    return found
+
+
+class PassedRows:
+    """One task a row, with the fields and options of all rows (``RowOptions``); pictures may be PIL images as well.
+
+    Paths start from the current folder and may lead anywhere: the rows are the user's own program's. ``digest`` is that of
+    the rows a run began with: others are refused.
+    """
+
+    def __init__(self, rows: Sequence[Any], store: MediaStore, digest: str = "", **options: Unpack[RowOptions]) -> None:
+        if digest and digest != digest_of(rows):
+            raise RecipeError(
+                f"the {len(rows)} rows passed are not those the run began with, so going on would not repeat it. Pass the "
+                "same rows, or start a new run."
+            )
+        self.store = store
+        self._reading = RowReading(options, "rows")
+        self._stored = hasattr(rows, "with_format")  # a data set
+        self._rows: Any = rows.with_format("arrow") if self._stored else rows  # type: ignore[attr-defined]
+        self._length = self._reading.length(len(rows))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Task:
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        place = Place(f"row {index}", Path(), self.store, self._reading.clips)
+        row = stored_row(self._rows, index, place) if self._stored else self._rows[index]
+        if isinstance(row, Task):
+            return row
+        if not isinstance(row, Mapping):
+            raise TaskError(f"row {index} of the list of tasks is {type(row).__name__}; give a dict or a Task.")
+        return self._reading.format.task(with_bytes(row), f"row/{index}", place)
+
+
+def digest_of(rows: Sequence[Any]) -> str:
+    """What tells rows from others: a data set's own fingerprint, or a hash of everything in them."""
+    fingerprint = getattr(rows, "_fingerprint", None)
+    if isinstance(fingerprint, str):
+        return fingerprint
+    digest = hashlib.blake2b(digest_size=8)
+    for row in rows:
+        digest.update(repr(row).encode() if isinstance(row, Task) else json.dumps(_hashable(row), default=repr).encode())
+    return digest.hexdigest()
+
+
+def with_bytes(value: Any) -> Any:
+    """The same data with every PIL image as the bytes of a PNG."""
+    if isinstance(value, Image.Image):
+        return encode_png(value)
+    if isinstance(value, Mapping):
+        return {key: with_bytes(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_bytes(item) for item in value]
+    return value
+
+
+def _hashable(value: Any) -> Any:
+    value = with_bytes(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return hashlib.blake2b(bytes(value), digest_size=16).hexdigest()
+    if isinstance(value, Mapping):
+        return {str(key): _hashable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_hashable(item) for item in value]
+    return value

@@ -1,0 +1,148 @@
+"""Arithmetic that a model wrote, computed exactly and in bounded time, and the calculator tool on top of it."""
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+from sensorium.envs.tool_use import ToolContext, ToolResult, ToolSpec
+from sensorium.vocabulary.content import Text
+
+# Numbers, + - * / // % **, parentheses, and with ``functions`` square roots, trigonometry and the like. Nothing is
+# executed: the text is parsed, and only what is listed here is computed.
+
+
+Number = Fraction | float
+
+MOST_CHARACTERS = 500
+MOST_BITS = 4096
+MOST_EXPONENT = 256
+
+OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+FUNCTIONS: dict[str, Callable[..., float]] = {
+    "sqrt": math.sqrt, "sin": math.sin, "cos": math.cos, "tan": math.tan, "asin": math.asin, "acos": math.acos,
+    "atan": math.atan, "atan2": math.atan2, "exp": math.exp, "log": math.log, "radians": math.radians,
+    "degrees": math.degrees, "hypot": math.hypot, "abs": abs, "min": min, "max": max, "round": round,
+}  # fmt: skip
+CONSTANTS = {"pi": math.pi, "e": math.e}
+
+
+class NotArithmetic(ValueError):
+    """The text is not arithmetic that can be worked out; the message says why, to whoever wrote it."""
+
+
+def evaluate(text: str, *, functions: bool = False) -> Number:
+    """The value of an expression: an exact fraction where only fractions occur, else a float."""
+    try:
+        return _value(_parsed(text), functions)
+    except NotArithmetic:
+        raise
+    except ZeroDivisionError as error:
+        raise NotArithmetic("division by zero") from error
+    except (ValueError, OverflowError, TypeError, RecursionError) as error:
+        raise NotArithmetic(f"it cannot be worked out ({error})") from error
+
+
+def numbers_in(text: str) -> list[Fraction]:
+    """The numbers that an expression is made of, in order."""
+    return [Fraction(str(node.value)) for node in ast.walk(_parsed(text)) if isinstance(node, ast.Constant)]
+
+
+def in_words(value: Number) -> str:
+    """A value as one would write it: whole, as a decimal where that is exact, else rounded."""
+    if isinstance(value, Fraction) and value.denominator == 1:
+        return str(value.numerator)
+    return f"{float(value):.10g}"
+
+
+def _parsed(text: str) -> ast.expr:
+    if len(text) > MOST_CHARACTERS:
+        raise NotArithmetic(f"it is longer than {MOST_CHARACTERS} characters")
+    plain = text.strip().replace("×", "*").replace("·", "*").replace("÷", "/").replace("−", "-").replace("^", "**")
+    try:
+        tree = ast.parse(plain, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise NotArithmetic("it is not an arithmetic expression") from error
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant):
+            if isinstance(node.value, bool) or not isinstance(node.value, int | float):
+                raise NotArithmetic(f"{node.value!r:.40} is no number")
+            if not math.isfinite(node.value):
+                raise NotArithmetic("a number is too large")
+    return tree
+
+
+def _value(node: ast.expr, functions: bool) -> Number:
+    if isinstance(node, ast.Constant):
+        return Fraction(str(node.value))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value = _value(node.operand, functions)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        return _power(_value(node.left, functions), _value(node.right, functions))
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return _bounded(OPERATORS[type(node.op)](_value(node.left, functions), _value(node.right, functions)))
+    if functions and isinstance(node, ast.Name) and node.id in CONSTANTS:
+        return CONSTANTS[node.id]
+    called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords
+    if functions and called and node.func.id in FUNCTIONS:  # type: ignore[attr-defined]
+        return _bounded(FUNCTIONS[node.func.id](*(_value(part, functions) for part in node.args)))  # type: ignore[attr-defined]
+    raise NotArithmetic(f"'{ast.unparse(node)[:40]}' is not allowed in it")
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    if not -MOST_EXPONENT <= exponent <= MOST_EXPONENT:
+        raise NotArithmetic(f"an exponent is larger than {MOST_EXPONENT}")
+    value: Any = base**exponent
+    if isinstance(value, complex):
+        raise NotArithmetic("a root of a negative number")
+    return _bounded(value)
+
+
+def _bounded(value: Any) -> Number:
+    if isinstance(value, int):
+        value = Fraction(value)
+    if isinstance(value, Fraction) and max(value.numerator.bit_length(), value.denominator.bit_length()) > MOST_BITS:
+        raise NotArithmetic("a number in it gets too large")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise NotArithmetic("a number in it gets too large")
+    assert isinstance(value, Fraction | float)
+    return value
+
+
+class Calculator:
+    """Works out an expression."""
+
+    instant = True
+
+    def __init__(self) -> None:
+        expression = {"type": "string", "description": "such as 2 * (3 + 4) / 7 or sqrt(2)"}
+        self.spec = ToolSpec(
+            "calculator",
+            f"Works out an expression: + - * / // % ** and {', '.join(FUNCTIONS)}, pi, e. Angles are in radians.",
+            {
+                "type": "object",
+                "properties": {"expression": expression},
+                "required": ["expression"],
+                "additionalProperties": False,
+            },
+        )
+
+    def call(self, arguments: Mapping[str, Any], context: ToolContext) -> ToolResult:
+        """The value of the expression."""
+        try:
+            return ToolResult((Text(in_words(evaluate(arguments["expression"], functions=True))),))
+        except NotArithmetic as error:
+            return ToolResult.error(f"{error}.")
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,380 @@
+"""The SVG environment: a picture is shown, and the answer is SVG code that draws it. It may be revised."""
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Literal
+from xml.parsers import expat
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sensorium.data.media_store import MediaStore
+from sensorium.data.pictures import encode_png
+from sensorium.envs.actions import ActionTurn, TurnPay, describe, described_parts, judged, sight
+from sensorium.envs.protocol import Observation, StepResult, one_of, within
+from sensorium.envs.responses import ResponseFormat
+from sensorium.envs.svg_renderer import Pixels, SvgRefused, checked, draw, refuse_missing, svg_in
+from sensorium.recipe.names import build
+from sensorium.vocabulary.content import Media, Message, system
+from sensorium.vocabulary.errors import EnvironmentFailure, MediaError, RecipeError
+from sensorium.vocabulary.task import Task
+
+EDGE = 40.0
+"""Grey levels between neighbouring pixels from which on there is an edge."""
+
+
+def pixel_similarity(target: Pixels, drawn: Pixels) -> float:
+    """1 less the difference of the pixels, as a share of all that both pictures put on the white canvas.
+
+    So an empty drawing and one that is nowhere right earn nothing, however much of both is white.
+    """
+    wanted, found = target.astype(np.float64), drawn.astype(np.float64)
+    ink = (255.0 - wanted).sum() + (255.0 - found).sum()
+    return float(1.0 - np.abs(wanted - found).sum() / ink) if ink else 1.0
+
+
+def structural_similarity(target: Pixels, drawn: Pixels) -> float:
+    """The overlap of the edges: the harmonic mean of how many of each picture's lie within a pixel of the other's."""
+    wanted, found = _edges(target), _edges(drawn)
+    if not wanted.any() or not found.any():
+        return float(wanted.any() == found.any())
+    kept = (wanted & _widened(found)).sum() / wanted.sum()
+    right = (found & _widened(wanted)).sum() / found.sum()
+    return float(2 * kept * right / (kept + right)) if kept + right else 0.0
+
+
+def _edges(picture: Pixels) -> NDArray[np.bool_]:
+    grey = picture.astype(np.float64) @ np.array([0.299, 0.587, 0.114])
+    edges = np.zeros(grey.shape, bool)
+    edges[:, 1:] |= np.abs(np.diff(grey, axis=1)) > EDGE
+    edges[1:, :] |= np.abs(np.diff(grey, axis=0)) > EDGE
+    return edges
+
+
+def _widened(edges: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Edges and the pixels beside them."""
+    padded = np.pad(edges, 1)
+    height, width = edges.shape
+    wide = np.zeros_like(edges)
+    for down in range(3):
+        for right in range(3):
+            wide |= padded[down : down + height, right : right + width]
+    return wide
+
+
+# Shapes never overlap and are listed cell by cell, so two different codes are two different pictures: a hash of the
+# code tells train from test. A seed may stand for <svg viewBox="0 0 96 96"><circle cx="16" cy="16" r="12"
+# fill="red"/><rect x="68" y="36" …/></svg> whose state is circle at (0, 0), rect at (1, 2): rows and columns of the
+# grid from 0 at the top left.
+
+
+COLOURS = ("red", "green", "blue", "orange", "purple", "black", "teal", "gold")
+KINDS = ("circle", "rect", "ellipse", "polygon")
+CELL = 32
+RADII = (8, 10, 12, 14)
+
+State = dict[str, frozenset[tuple[int, int]]]
+
+
+@lru_cache(maxsize=4096)
+def target_code(grid: int, shapes: int, seed: int) -> str:
+    """The SVG code that a seed stands for: 1 to ``shapes`` shapes on a grid of ``grid`` x ``grid`` cells."""
+    chance = random.Random(f"svg/{grid}/{shapes}/{seed}")
+    cells = sorted(chance.sample(range(grid * grid), chance.randint(1, shapes)))
+    drawn = "".join(_shape(chance, *divmod(cell, grid)) for cell in cells)
+    return f'<svg viewBox="0 0 {grid * CELL} {grid * CELL}">{drawn}</svg>'
+
+
+def row_code(data: str, split: str, column: str, seed: int) -> str:
+    """The SVG code of the row of a data set that a seed stands for, chosen as VAGEN chooses it."""
+    rows = _rows(data, split, column)
+    number = random.Random(seed).randint(0, len(rows) - 1)
+    code = svg_in(str(rows[number].answer or ""))
+    if code is None:
+        raise EnvironmentFailure(f"svg: row {number} of '{data}', split '{split}', has no SVG code in '{column}'.")
+    return code
+
+
+@lru_cache(maxsize=4)
+def _rows(data: str, split: str, column: str) -> Sequence[Task]:
+    rows: Sequence[Task] = build(
+        "source",
+        "hub",
+        {"data": data, "split": split, "columns": {"answer": column}, "environment": {"name": "svg"}},
+        "svg",
+        store=MediaStore(),
+    )
+    return rows
+
+
+def _shape(chance: random.Random, row: int, column: int) -> str:
+    kind, colour = chance.choice(KINDS), chance.choice(COLOURS)
+    x, y, wide, high = CELL * column + CELL // 2, CELL * row + CELL // 2, chance.choice(RADII), chance.choice(RADII)
+    if kind == "circle":
+        return f'<circle cx="{x}" cy="{y}" r="{wide}" fill="{colour}"/>'
+    if kind == "rect":
+        return f'<rect x="{x - wide}" y="{y - high}" width="{2 * wide}" height="{2 * high}" fill="{colour}"/>'
+    if kind == "ellipse":
+        high = RADII[(RADII.index(wide) + 1 + chance.randrange(len(RADII) - 1)) % len(RADII)]
+        return f'<ellipse cx="{x}" cy="{y}" rx="{wide}" ry="{high}" fill="{colour}"/>'
+    return f'<polygon points="{x},{y - high} {x + wide},{y + high} {x - wide},{y + high}" fill="{colour}"/>'
+
+
+def state_of(code: str, grid: int) -> State:
+    """Where the shapes of an SVG are: cells of a grid over its view box, by kind of shape. Groups are not followed."""
+    shapes: dict[str, set[tuple[int, int]]] = {kind: set() for kind in KINDS}
+    box = [0.0, 0.0, float(grid * CELL), float(grid * CELL)]
+
+    def start(name: str, attributes: dict[str, str]) -> None:
+        kind = name.rpartition(" ")[2]
+        if kind == "svg":
+            given = _numbers(attributes.get("viewBox", ""))
+            sides = _numbers(attributes.get("width", "")) + _numbers(attributes.get("height", ""))
+            box[:] = given if len(given) == 4 else [0.0, 0.0, *sides] if len(sides) == 2 else box
+        elif kind in shapes and (centre := _centre(kind, attributes)) and box[2] > 0 and box[3] > 0:
+            column, row = (int((at - low) / side * grid) for at, low, side in zip(centre, box[:2], box[2:], strict=True))
+            if 0 <= row < grid and 0 <= column < grid:
+                shapes[kind].add((row, column))
+
+    parser = expat.ParserCreate(namespace_separator=" ")
+    parser.StartElementHandler = start
+    try:
+        parser.Parse(checked(code).encode(), True)
+    except (SvgRefused, expat.ExpatError, OverflowError, ValueError):
+        return {}
+    return {kind: frozenset(cells) for kind, cells in shapes.items() if cells}
+
+
+def _centre(kind: str, attributes: dict[str, str]) -> tuple[float, float] | None:
+    if kind == "polygon":
+        points = _numbers(attributes.get("points", ""))
+        xs, ys = points[::2], points[1::2]
+        return ((min(xs) + max(xs)) / 2, (min(ys) + max(ys)) / 2) if xs and ys else None
+    names = ("x", "y", "width", "height") if kind == "rect" else ("cx", "cy")
+    values = [(_numbers(attributes.get(name, "0")) or [0.0])[0] for name in names]
+    return (values[0] + values[2] / 2, values[1] + values[3] / 2) if kind == "rect" else (values[0], values[1])
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"[-+]?(?:\d{1,9}\.?\d{0,9}|\.\d{1,9})", text[:10_000])]
+
+
+NAME = "svg"
+DEFAULTS = {"grid": 3, "shapes": 4}
+RULES = (
+    "You are shown a picture. Write SVG code that draws it, as exactly as you can: shapes, colours, places. Text, filters, "
+    "scripts and pictures from files are not drawn."
+)
+
+
+class SvgDrawing:
+    """One picture, drawn in up to ``max_turns`` attempts; after each the drawing is shown. An answer without SVG ends it.
+
+    From seeds, pictures are 1 to ``shapes`` flat shapes on a grid. A row brings its own: its picture, or SVG code as its
+    answer. Each attempt is paid ``format_reward`` for code that is drawn, in the form asked for, and the similarity of the
+    drawing, times a weight: ``pixel``, ``structural`` (edges), and with folders of vision models ``dino`` and
+    ``dreamsim``. ``state_reward`` is paid for what the response says of where shapes are, as FrozenLake does.
+    ``dataset`` (a hub id or a folder) has pictures as SVG code in ``dataset_column``; a seed leads to the row that it
+    leads to in VAGEN.
+    """
+
+    instant = False
+    recipe_only = ("dino_path", "dreamsim_path", "device", "dataset", "dataset_column")
+
+    def __init__(
+        self,
+        store: MediaStore,
+        task: Task | None = None,
+        grid: int = 3,
+        shapes: int = 4,
+        side: int = 224,
+        max_turns: int = 2,
+        view: Literal["picture", "blank"] = "picture",
+        prompt: Literal["short", "full"] = "short",
+        response_format: str = "",
+        format_reward: float = 0.5,
+        pixel_weight: float = 1.0,
+        structural_weight: float = 1.0,
+        dino_weight: float = 0.0,
+        dreamsim_weight: float = 0.0,
+        dino_path: str = "",
+        dreamsim_path: str = "",
+        device: str = "cpu",
+        state_reward: float = 0.0,
+        success_above: float = 0.9,
+        dataset: str = "",
+        dataset_split: str = "train",
+        dataset_column: str = "Svg",
+        grammar: Literal["own", "vagen"] = "own",
+    ) -> None:
+        refuse_missing()
+        one_of(NAME, "view", view, ["picture", "blank"])
+        one_of(NAME, "prompt", prompt, ["short", "full"])
+        within(NAME, "grid", grid, 1, 8)
+        within(NAME, "shapes", shapes, 1, grid * grid)
+        within(NAME, "side", side, 16, 1024)
+        within(NAME, "max_turns", max_turns, 1, 10**6)
+        within(NAME, "success_above", success_above, 0.0, 1.0)
+        for term, weight, path in (("dino", dino_weight, dino_path), ("dreamsim", dreamsim_weight, dreamsim_path)):
+            if weight and not path:
+                raise RecipeError(
+                    f"svg: {term}_weight is {weight:g} and no model: say {term}_path, the folder of a vision model."
+                )
+        self.store, self.side, self.max_turns, self.view, self.device = store, side, max_turns, view, device
+        self.full, self.success_above, self._kind, self._task = prompt == "full", success_above, (grid, shapes), task
+        self.format = ResponseFormat(response_format or ("free_think" if self.full else "no_think"), grammar=grammar)
+        self._paths = {"dino": dino_path, "dreamsim": dreamsim_path}
+        weights = {"pixel": pixel_weight, "structural": structural_weight, "dino": dino_weight, "dreamsim": dreamsim_weight}
+        self._weights = {term: weight for term, weight in weights.items() if weight}
+        described = described_parts(NAME, self.format, state_reward)
+        self.pay = TurnPay({"format": format_reward, **self._weights, **described})
+        self._describes = bool(state_reward and described)
+        self._target: Pixels | None = None
+        self._code, self._seed, self._turn, self._over = "", 0, 0, True
+        self._data = (dataset, dataset_split, dataset_column) if dataset else None
+        if self._data:
+            row_code(*self._data, 0)
+
+    @classmethod
+    def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
+        """What the seed leads to: the code of its picture. Different codes are different pictures."""
+        if data := options.get("dataset"):
+            return row_code(data, options.get("dataset_split", "train"), options.get("dataset_column", "Svg"), seed)
+        return target_code(*(options.get(key, value) for key, value in DEFAULTS.items()), seed)
+
+    def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
+        """A new picture."""
+        self._seed, self._turn = seed, 0
+        self._code, self._target = self._chosen(seed)
+        if self._describes and not self._code:
+            raise EnvironmentFailure("svg: state_reward needs the SVG code of the picture, and the row has none as answer.")
+        self._over = False
+        return (system(self._rules()),), self._shown(self._target, self._form() if self.full else "")
+
+    def step(self, response: str) -> StepResult:
+        """Draw the code of the answer and compare."""
+        target = self._open()
+        parsed = self.format.parse(response)
+        code = svg_in(parsed.answer) if parsed.answer is not None else svg_in(response)
+        drawn, told = self._attempt(code)
+        scores = self._scores(target, drawn) if drawn is not None else {}
+        self._turn += 1
+        self._over = drawn is None or self._turn >= self.max_turns
+        worth = sum(self._weights.values())
+        likeness = sum(self._weights[term] * score for term, score in scores.items()) / worth if worth else 0.0
+        good = parsed.well_formed and drawn is not None
+        grid = self._kind[0]
+        turn = ActionTurn((0,) if good else (), parsed.sections, good)
+        described = judged(turn, state_of(self._code, grid), state_of(code or "", grid), self.pay.worth)
+        success = bool(self._over and scores and likeness >= self.success_above)
+        words = f"Your drawing. {'Revise it.' if not self.full else 'Revise your code. ' + self._form()}"
+        return StepResult(
+            observation=None if self._over or drawn is None else self._shown(drawn, words),
+            reward=self.pay.of(format=good, **scores, **described),
+            done=self._over,
+            success=success if self._over else None,
+            info={
+                "valid": drawn is not None,
+                "format": parsed.well_formed,
+                "told": told,
+                "similarity": round(likeness, 6),
+                **{term: round(score, 6) for term, score in scores.items()},
+                **described,
+                "success": success,
+            },
+        )
+
+    def demonstrate(self) -> str:
+        """The code of the picture."""
+        self._open()
+        if not self._code:
+            raise EnvironmentFailure("svg: there is no SVG code of this picture to demonstrate.")
+        state = self._described(state_of(self._code, self._kind[0]))
+        reason = "I draw each shape in its place."
+        return self.format.write(self._code, think=reason, reasoning=reason, observation=state, prediction=state)
+
+    def close(self) -> None:
+        """The processes that draw are shared, and stay."""
+
+    def _open(self) -> Pixels:
+        if self._over or self._target is None:
+            raise EnvironmentFailure("svg: it is over (or has not begun); reset it first.")
+        return self._target
+
+    def _chosen(self, seed: int) -> tuple[str, Pixels]:
+        """The code (empty if unknown) and the pixels of the picture to draw: the row's, or the seed's."""
+        task = self._task
+        shown = (
+            [block for message in task.messages for block in message.content if isinstance(block, Media)] if task else []
+        )
+        code = svg_in(task.answer) or "" if task is not None and isinstance(task.answer, str) else ""
+        if shown:
+            return code, self._fitted(shown[0])
+        code = code or (row_code(*self._data, seed) if self._data else target_code(*self._kind, seed))
+        try:
+            return code, draw(code, self.side)
+        except SvgRefused as refused:
+            where = f"task {task.id}" if task is not None else f"seed {seed}"
+            raise EnvironmentFailure(f"svg: the SVG code of {where} cannot be drawn: {refused}.") from refused
+
+    def _fitted(self, media: Media) -> Pixels:
+        import numpy as np
+        from PIL import Image
+
+        from sensorium.data.pictures import decode_picture
+
+        if media.kind != "picture":
+            raise EnvironmentFailure(f"svg: a {media.kind} cannot be drawn; the row needs a picture.")
+        try:
+            picture = decode_picture(self.store.bytes_of(media), media.name)
+        except MediaError as error:
+            raise EnvironmentFailure(str(error)) from error
+        picture.thumbnail((self.side, self.side))
+        canvas = Image.new("RGB", (self.side, self.side), "white")
+        canvas.paste(picture, ((self.side - picture.width) // 2, (self.side - picture.height) // 2))
+        return np.asarray(canvas)
+
+    def _attempt(self, code: str | None) -> tuple[Pixels | None, str]:
+        if code is None:
+            return None, "There is no SVG code in the answer."
+        try:
+            return draw(code, self.side), ""
+        except SvgRefused as refused:
+            return None, f"The SVG code is refused: {refused}."
+
+    def _scores(self, target: Pixels, drawn: Pixels) -> dict[str, float]:
+        compared = {"pixel": pixel_similarity, "structural": structural_similarity}
+        scores = {term: compared[term](target, drawn) for term in self._weights if term in compared}
+        for term in (term for term in self._weights if term not in compared):
+            model = build("similarity", term, {"path": self._paths[term], "device": self.device}, NAME)
+            scores[term] = model.score(target, drawn)
+        return scores
+
+    def _shown(self, pixels: Pixels, words: str) -> Observation:
+        if self.view == "blank":
+            pixels = pixels * 0 + 255
+        return sight(words, self.store.put(encode_png(pixels), "picture", f"svg seed {self._seed} turn {self._turn}"))
+
+    def _form(self) -> str:
+        return f"Answer in this form:\n{self.format.shown('SVG code')}"
+
+    def _rules(self) -> str:
+        if not self.full:
+            return "Draw this as SVG."
+        grid = self._kind[0]
+        states = (
+            f"\nSay where shapes are (circle, rect, ellipse, polygon) by row and column of a grid of {grid} by {grid} over "
+            "the picture, counted from 0 at the top left, as in: circle at (0, 1)."
+            if self._describes
+            else ""
+        )
+        example = '<svg viewBox="0 0 96 96"><circle cx="48" cy="48" r="12" fill="red"/></svg>'
+        state, reason = "circle at (1, 1)", "There is one red circle in the middle."
+        written = self.format.write(example, think=reason, reasoning=reason, observation=state, prediction=state)
+        return f"{RULES}{states}\n{self._form()}\nFor example: {written}"
+
+    @staticmethod
+    def _described(state: State) -> str:
+        return describe(state)

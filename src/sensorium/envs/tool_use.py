@@ -1,0 +1,433 @@
+"""Tools that a model may call while it answers: their protocol, how a call is written and checked, and the environment."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from sensorium.cluster.pool import WorkerFailure, WorkerPool
+from sensorium.data.media_store import MediaStore
+from sensorium.envs.protocol import Observation, StepResult, one_of, within
+from sensorium.envs.question import question_of
+from sensorium.vocabulary.content import Block, Media, Message, Text, system
+from sensorium.vocabulary.errors import EnvironmentFailure, MediaError, RecipeError, nearest
+from sensorium.vocabulary.plain import attempt, printable, text_of, words
+from sensorium.vocabulary.task import Task
+
+
+@dataclass(frozen=True)
+class ToolSpec:
+    """How a tool is offered. ``parameters`` is a JSON schema of an object."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
+
+    def offered(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What a call gave: text and media in order. An error is told to the model like anything else."""
+
+    content: tuple[Block, ...]
+    is_error: bool = False
+
+    @classmethod
+    def error(cls, text: str) -> "ToolResult":
+        """An error, in words."""
+        return cls((Text(f"Error: {text}"),), True)
+
+    @property
+    def text(self) -> str:
+        """The text blocks joined."""
+        return "".join(block.text for block in self.content if isinstance(block, Text))
+
+
+@dataclass
+class ToolContext:
+    """What a tool may look at: the store of media, the task, and the pictures shown so far, those of tools included."""
+
+    store: MediaStore
+    task: Task
+    pictures: list[Media] = field(default_factory=list)
+
+
+class Tool(Protocol):
+    """A tool. ``call`` returns a ToolResult, a text or blocks; what it raises is told to the model as an error.
+
+    An ``instant`` one is plain computation and runs in place. Any other runs in a thread under a deadline and may be a
+    coroutine, unless it says ``own_deadline = True``: then it keeps its own.
+    """
+
+    spec: ToolSpec
+    instant: bool
+
+    def call(self, arguments: Mapping[str, Any], context: ToolContext) -> Any:
+        """Do it; the arguments fit the schema."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
+# Types, ``required``, ``enum``, bounds of numbers, texts and lists, ``items`` and ``additionalProperties: false`` are
+# checked. What else a schema says is left to the tool.
+
+
+TYPES: dict[str, tuple[str, Any]] = {
+    "object": ("an object", Mapping),
+    "array": ("a list", list),
+    "string": ("a text", str),
+    "number": ("a number", int | float),
+    "integer": ("a whole number", int),
+    "boolean": ("true or false", bool),
+    "null": ("null", type(None)),
+}
+DEEPEST = 32
+
+
+def misfit(value: Any, schema: Mapping[str, Any], name: str = "the arguments", depth: int = 0) -> str:
+    """What is wrong with a value, in a sentence; empty if it fits."""
+    kinds = schema.get("type")
+    wanted = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else []
+    known = [kind for kind in wanted if kind in TYPES]
+    if known and not any(_is(value, kind) for kind in known):
+        return f"{name} must be {' or '.join(TYPES[kind][0] for kind in known)}"
+    if "enum" in schema and value not in schema["enum"]:
+        return f"{name} must be one of {', '.join(map(str, schema['enum']))}"
+    if depth > DEEPEST:
+        return f"{name} is nested too deeply"
+    if isinstance(value, Mapping):
+        return _object(value, schema, name, depth)
+    if isinstance(value, list):
+        return _list(value, schema, name, depth)
+    return _bounds(value, schema, name)
+
+
+def _object(value: Mapping[str, Any], schema: Mapping[str, Any], name: str, depth: int) -> str:
+    properties = schema.get("properties") or {}
+    for key in schema.get("required", ()):
+        if key not in value:
+            return f"'{key}' is missing from {name}"
+    for key, held in value.items():
+        if key in properties:
+            if problem := misfit(held, properties[key], f"'{key}'", depth + 1):
+                return problem
+        elif schema.get("additionalProperties") is False:
+            return f"there is no '{key:.40}' in {name}; there is {', '.join(properties) or 'nothing'}"
+    return ""
+
+
+def _list(value: list[Any], schema: Mapping[str, Any], name: str, depth: int) -> str:
+    least, most = schema.get("minItems", 0), schema.get("maxItems", len(value))
+    if not least <= len(value) <= most:
+        return f"{name} must have {least if least == most else f'{least} to {most}'} items"
+    items = schema.get("items")
+    problems = (misfit(item, items, f"item {i} of {name}", depth + 1) for i, item in enumerate(value)) if items else ()
+    return next(filter(None, problems), "")
+
+
+def _bounds(value: Any, schema: Mapping[str, Any], name: str) -> str:
+    size = len(value) if isinstance(value, str) else value if isinstance(value, int | float) else None
+    if size is None or isinstance(value, bool):
+        return ""
+    low, high = ("minLength", "maxLength") if isinstance(value, str) else ("minimum", "maximum")
+    unit = " characters" if isinstance(value, str) else ""
+    if low in schema and size < schema[low]:
+        return f"{name} must be at least {schema[low]}{unit}"
+    if high in schema and size > schema[high]:
+        return f"{name} must be at most {schema[high]}{unit}"
+    return ""
+
+
+def _is(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    if kind == "integer":
+        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return isinstance(value, TYPES[kind][1])
+
+
+# That is how Qwen's chat templates ask for them, and geo3k's. A name may also stand under ``function.name``, arguments
+# under ``function.arguments``, and arguments may be the JSON text of an object. Everything else is a call that says
+# what is wrong with it. Reading takes time linear in the text.
+
+
+OPENING = re.compile(r"<tool_call>\s*(?=\{)")
+CLOSING = re.compile(r"(?<=\})\s*</tool_call>")
+MOST_CHARACTERS = 100_000
+"""A longer call is not read."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call as it was written: a name and arguments, or in ``problem`` why it cannot be made."""
+
+    name: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    problem: str = ""
+    is_json: bool = True
+
+
+def calls_in(response: str) -> list[ToolCall]:
+    """Every call of a response, in order."""
+    calls, place = [], 0
+    while opening := OPENING.search(response, place):
+        closing = CLOSING.search(response, opening.end())
+        if closing is None:
+            break
+        calls.append(_read(response[opening.end() : closing.start()]))
+        place = closing.end()
+    return calls
+
+
+def write_call(name: str, arguments: Mapping[str, Any]) -> str:
+    """A call as a model writes it."""
+    said = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False)
+    return f"<tool_call>\n{said}\n</tool_call>"
+
+
+def _read(text: str) -> ToolCall:
+    if len(text) > MOST_CHARACTERS:
+        return ToolCall(problem=f"the call is longer than {MOST_CHARACTERS} characters", is_json=False)
+    try:
+        said = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        return ToolCall(problem=f"the call is not JSON: {error}", is_json=False)
+    function = said.get("function")
+    within = function if isinstance(function, Mapping) else {}
+    name, arguments = said.get("name", within.get("name")), said.get("arguments", within.get("arguments", {}))
+    if not isinstance(name, str) or not name:
+        return ToolCall(problem='the call has no "name"')
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            return ToolCall(name, problem=f'the "arguments" are text that is not JSON: {error}')
+    if not isinstance(arguments, Mapping):
+        return ToolCall(name, problem='the "arguments" must be an object')
+    return ToolCall(name, arguments)
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+# A tool that overruns its deadline is left behind in its thread, and the model is told. Only a tool that is lost
+# altogether (a server that died) raises EnvironmentFailure: that is nobody's wrong answer, and costs the episode
+# instead.
+
+
+MOST_TEXT = 20_000
+"""Characters of a result; what is longer is cut, and says so."""
+
+MOST_PICTURES = 16
+
+_pool = WorkerPool("tool")
+"""Threads for all tools of the process; one that hangs is counted, and too many of them are refused."""
+
+
+def build_tools(named: Sequence[str | Mapping[str, Any]], where: str) -> list[Tool]:
+    """Tools by name, or {name, options}; ``{mcp: {…}}`` stands for all tools of a server."""
+    from sensorium.recipe.names import build
+
+    tools: list[Tool] = []
+    for place, item in enumerate(named):
+        at = f"{where}.tools.{place}"
+        given: dict[str, Any] = {"name": item} if isinstance(item, str) else dict(item) if isinstance(item, Mapping) else {}
+        if set(given) == {"mcp"}:
+            from sensorium.envs.mcp import server_tools
+
+            tools += server_tools(given["mcp"], at)
+        elif "name" in given and set(given) <= {"name", "options"}:
+            tools.append(build("tool", str(given["name"]), given.get("options") or {}, at))
+        else:
+            raise RecipeError(f"{at}: a tool is a name, {{name, options}} or {{mcp: {{…}}}}, not {item!r:.60}.")
+    names = [tool.spec.name for tool in tools]
+    if doubled := sorted({name for name in names if names.count(name) > 1}):
+        raise RecipeError(f"{where}.tools: two tools are called '{doubled[0]}'; leave one out.")
+    return tools
+
+
+class Toolbox:
+    """Some tools, what they may look at, and the seconds that a call may take."""
+
+    def __init__(self, tools: Sequence[Tool], context: ToolContext, deadline_s: float = 30.0) -> None:
+        self.tools = {tool.spec.name: tool for tool in tools}
+        self.context, self.deadline_s = context, deadline_s
+
+    def run(self, call: ToolCall) -> ToolResult:
+        """Make a call."""
+        if call.problem:
+            return ToolResult.error(f"{call.problem}.")
+        tool = self.tools.get(call.name)
+        if tool is None:
+            return ToolResult.error(f"there is no tool '{call.name:.60}'{nearest(call.name[:60], list(self.tools))}")
+        if problem := misfit(call.arguments, tool.spec.parameters):
+            return ToolResult.error(f"{problem}.")
+        result = self._bounded(self._called(tool, call))
+        self.context.pictures += [block for block in result.content if isinstance(block, Media) and block.kind == "picture"]
+        return result
+
+    def close(self) -> None:
+        """Close the tools."""
+        for tool in self.tools.values():
+            attempt(getattr(tool, "close", lambda: None))
+
+    def _called(self, tool: Tool, call: ToolCall) -> ToolResult:
+        if getattr(tool, "instant", False) is True or getattr(tool, "own_deadline", False) is True:
+            value, error = attempt(tool.call, call.arguments, self.context)
+        else:
+            try:
+                made = _pool.call_now(lambda: tool.call(call.arguments, self.context), self.deadline_s)
+            except WorkerFailure as overdue:
+                return ToolResult.error(f"the tool '{call.name}' {overdue}.")
+            value, error = made.value, made.error
+        if isinstance(error, EnvironmentFailure):
+            raise error
+        if error is not None:
+            told = printable(str(error)) if isinstance(error, MediaError) else words(error)
+            return ToolResult.error(f"the tool '{call.name}' failed: {told}")
+        result, strange = attempt(_result, value)
+        return ToolResult.error(f"the tool '{call.name}' failed: {words(strange)}") if strange is not None else result
+
+    def _bounded(self, result: ToolResult) -> ToolResult:
+        """A result of bounded length: a megabyte of text, or a hundred pictures, would end the episode."""
+        left, pictures = MOST_TEXT, MOST_PICTURES
+        kept: list[Block] = []
+        for block in result.content:
+            if isinstance(block, Media):
+                pictures -= 1
+                if pictures >= 0:
+                    kept.append(block)
+            elif left > 0:
+                cut = len(block.text) > left
+                kept.append(Text(block.text[:left] + "\n[cut off here]") if cut else block)
+                left -= len(block.text)
+        return ToolResult(tuple(kept) or (Text("(nothing)"),), result.is_error)
+
+
+def _result(value: Any) -> ToolResult:
+    """What a tool returned: a ToolResult, a text, a block or a list of texts and blocks."""
+    content: Sequence[Any]
+    if isinstance(value, ToolResult):
+        content, is_error = value.content, bool(value.is_error)
+    else:
+        content, is_error = value if isinstance(value, tuple | list) else (value,), False
+    blocks = tuple(Text(text_of(block)) if isinstance(block, str) else block for block in content)
+    for block in blocks:
+        if not isinstance(block, Text | Media):
+            raise ValueError(f"it returned {type(block).__name__}, which is neither text nor a medium")
+        if isinstance(block, Text):
+            text_of(block.text)
+    return ToolResult(blocks, is_error)
+
+
+# A response that calls tools is answered with what they give; one that calls none is the final answer, and ends it.
+# Reward terms judge that answer as they judge a question's. What tools and observations say is never scored.
+
+
+NAME = "tools"
+
+
+class ToolUse:
+    """Plays a row's question with ``tools``: names, {name, options}, or {mcp: {command or url}} for a server's tools.
+
+    ``offer`` shows them by the checkpoint's own chat template, and tells results in the role ``tool``; or in words, in the
+    system prompt, with results in the role ``user``, for templates that know no tools. Of ``max_turns`` responses the last
+    must answer: the one before it is told so.
+    """
+
+    instant = False
+    recipe_only = ("tools",)
+
+    def __init__(
+        self,
+        store: MediaStore,
+        task: Task,
+        tools: Sequence[str | Mapping[str, Any]] = (),
+        max_turns: int = 4,
+        max_calls_per_turn: int = 4,
+        offer: Literal["template", "text"] = "template",
+        system: str = "Use the tools where they help. When you know the answer, give it without calling a tool.",
+        deadline_s: float = 30.0,
+    ) -> None:
+        one_of(NAME, "offer", offer, ["template", "text"])
+        within(NAME, "max_turns", max_turns, 1, 10**6)
+        within(NAME, "max_calls_per_turn", max_calls_per_turn, 1, 64)
+        within(NAME, "deadline_s", deadline_s, 0.001, 86_400)
+        if not tools:
+            raise RecipeError("tools: the environment has none; name some, as in tools: [calculator, crop].")
+        self.task, self.max_turns, self.max_calls, self.offer, self.system = (
+            task,
+            max_turns,
+            max_calls_per_turn,
+            offer,
+            system,
+        )
+        self.toolbox = Toolbox(build_tools(tools, NAME), ToolContext(store, task), deadline_s)
+        self.instant = all(getattr(tool, "instant", False) is True for tool in self.toolbox.tools.values())
+        self._turn, self._over = 0, True
+
+    def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
+        """The question, and the tools in the head."""
+        head, asked = question_of(self.task)
+        self._turn, self._over = 0, False
+        self.toolbox.context.pictures = [item for message in asked for item in message.media if item.kind == "picture"]
+        offered = [tool.spec.offered() for tool in self.toolbox.tools.values()]
+        first = head[0] if head else system(self.system)
+        if self.offer == "template":
+            head = (Message("system", first.content, json.dumps(offered, ensure_ascii=False)), *head[1:])
+        else:
+            head = (Message("system", (*first.content, Text(f"\n\n{in_words(offered)}"))), *head[1:])
+        return head, Observation(asked)
+
+    def step(self, response: str) -> StepResult:
+        """Make the calls of a response, or take it for the answer."""
+        if self._over:
+            raise EnvironmentFailure(
+                f"task {self.task.id}: its answer was given (or nothing was asked yet); reset it first."
+            )
+        self._turn += 1
+        calls = calls_in(response)
+        info: dict[str, Any] = {
+            "valid": True,
+            "calls": len(calls),
+            "tools": ", ".join(call.name[:60] for call in calls[:8]),
+        }
+        if not calls or self._turn >= self.max_turns:
+            self._over = True
+            return StepResult(None, done=True, truncated=bool(calls), info=info)
+        results = [self.toolbox.run(call) for call in calls[: self.max_calls]]
+        info["errors"] = sum(result.is_error for result in results)
+        left = self.max_turns - self._turn
+        told = "" if len(calls) <= self.max_calls else f"\nOnly the first {self.max_calls} calls of a response are made."
+        told += "\nThis was the last call: answer now, without calling a tool." if left == 1 else ""
+        role: Literal["tool", "user"] = "tool" if self.offer == "template" else "user"
+        messages = [Message(role, result.content) for result in results]
+        if told:
+            messages[-1] = Message(role, (*messages[-1].content, Text(told)))
+        if role == "user" and len(messages) > 1:
+            messages = [Message(role, tuple(block for message in messages for block in (*message.content, Text("\n"))))]
+        return StepResult(Observation(tuple(messages)), info=info)
+
+    def demonstrate(self) -> str:
+        """A row's ``demonstration`` has a response for each turn; none is known beyond them."""
+        raise EnvironmentFailure(f"task {self.task.id}: its demonstration has no response for turn {self._turn}.")
+
+    def close(self) -> None:
+        """Close the tools."""
+        self.toolbox.close()
+
+
+def in_words(offered: Sequence[Mapping[str, Any]]) -> str:
+    """Tools for a prompt, and how to call them."""
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in offered)
+    example = '{"name": "…", "arguments": {…}}'
+    return f"You may call these tools:\n{listed}\nTo call one, write: <tool_call>{example}</tool_call>"

@@ -1,0 +1,170 @@
+"""Matrix products of a decode step as Triton kernels: few rows, so that reading the weights is what takes the time.
+
+A product whose output is narrow is cut along the inner size into parts, so that all multiprocessors read; whoever takes the
+result sums the parts (``parts_PBN``, float32). Gate and up are read side by side and leave as one. Axes: B rows, N outputs.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from sensorium.kernels.attention_triton import after_previous, launch_ahead
+from sensorium.kernels.layer_parts import FINE_SCALE
+from sensorium.kernels.layer_triton import fitted
+
+# Rows; above, the library's products are as fast. Measured on an H200 with Qwen2.5-VL-3B's shapes, µs at 32 and 128 rows:
+# queries, keys and values 5.6 and 8.1 (library, as one product 6.6 and 7.1), out 4.7 and 6.1 (6.3 and 6.8), down 14 and 19
+# (17 and 20), gate and up 25 at 32 rows (29). Gate, up and what follows them at 96 and 128 rows: 29.6 and 30.0 (33.9 and
+# 34.0). Of 330 other tilings at 24, 64, 128 and 256 rows none gained more than 1 µs below 129 rows; at 256 those for gate
+# and up, down and out were slower than the library.
+LARGEST, LARGEST_GATED = 128, 128
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a product is cut: ``outputs`` × ``inner`` of a weight at a time, the inner size in ``parts``."""
+
+    outputs: int
+    inner: int
+    parts: int
+    warps: int
+    stages: int
+
+
+def fits(layers: Sequence[nn.Module], x_BK: Tensor, largest: int = LARGEST) -> bool:
+    """Whether kernels can take these linear layers together: plain weights of shapes that divide into tiles."""
+    if x_BK.shape[0] > largest or x_BK.shape[1] % 128 or not x_BK.is_contiguous():
+        return False
+    return all(type(layer) is nn.Linear and not layer.out_features % 128 and _meets(layer.weight, x_BK) for layer in layers)
+
+
+def _meets(weight: Tensor, x: Tensor) -> bool:
+    """Of one kind, or float16 activations and bfloat16 weights, which are read as float16."""
+    return weight.dtype == x.dtype or (weight.dtype == torch.bfloat16 and x.dtype == torch.float16)
+
+
+def narrow_tiling(rows: int, outputs: int, inner: int) -> Tiling:
+    """For a product whose parts are summed by whoever takes it."""
+    tiles = max(1, outputs // 64)
+    parts = max(1, min(8, inner // 512, 128 // tiles))
+    if rows <= 64:
+        parts = 1 << (parts.bit_length() - 1)  # queries, keys and values of 2,560 in 3 parts gain from 65 rows on
+    return Tiling(64, 128 if rows <= 64 else 64, parts, 4, 5)
+
+
+WIDE = Tiling(128, 64, 1, 4, 4)  # for gate and up
+WIDE_MANY = Tiling(128, 64, 1, 8, 4)  # the same for more than 64 rows: the fastest of seven
+
+
+def product_parts(x_BK: Tensor, weights: Sequence[Tensor], tiling: Tiling | None = None) -> Tensor:
+    """Parts [P, B, N] of x times up to three weights [·, K], one after the other; their sum is the product."""
+    rows, inner = x_BK.shape
+    sizes = [weight.shape[0] for weight in weights]
+    total = sum(sizes)
+    tiling = _fitted(tiling or narrow_tiling(rows, total, inner), x_BK)
+    first, second, third = [*weights, weights[0], weights[0]][:3]
+    second_from, third_from = sizes[0], sum(sizes[:2]) if len(sizes) > 1 else sizes[0]
+    parts_PBN = x_BK.new_empty(tiling.parts, rows, total, dtype=torch.float32)
+    _parts[(total // tiling.outputs, tiling.parts)](
+        x_BK, first, second, third, parts_PBN, rows, second_from, third_from, total,
+        INNER=inner, PARTS=tiling.parts, N=tiling.outputs, K=tiling.inner, B=max(16, triton.next_power_of_2(rows)),
+        PRECISION=_precision(x_BK), num_warps=tiling.warps, num_stages=tiling.stages, **launch_ahead(x_BK),
+    )  # fmt: skip
+    return parts_PBN
+
+
+def gated_products(x_BK: Tensor, gate_FK: Tensor, up_FK: Tensor, tiling: Tiling | None = None) -> Tensor:
+    """silu(x · gate) · (x · up), with the roundings that separate products and ``layer_kernels.gated`` have.
+
+    Of float16 x it is what ``gated_finely`` gives of unrounded products.
+    """
+    rows, inner = x_BK.shape
+    tiling = _fitted(tiling or (WIDE if rows <= 64 else WIDE_MANY), x_BK)
+    out_BF = x_BK.new_empty(rows, gate_FK.shape[0])
+    _gated[(gate_FK.shape[0] // tiling.outputs,)](
+        x_BK, gate_FK, up_FK, out_BF, rows, gate_FK.shape[0],
+        INNER=inner, N=tiling.outputs, K=tiling.inner, B=max(16, triton.next_power_of_2(rows)),
+        SCALE=1.0 if x_BK.dtype == gate_FK.dtype else 1 / FINE_SCALE,
+        PRECISION=_precision(x_BK), num_warps=tiling.warps, num_stages=tiling.stages, **launch_ahead(x_BK),
+    )  # fmt: skip
+    return out_BF
+
+
+def _fitted(tiling: Tiling, x: Tensor) -> Tiling:
+    """A tiling for 16 bits, with fewer stages in float32: a multiprocessor has 227 KiB for them."""
+    return tiling if x.element_size() < 4 else replace(tiling, stages=min(2, tiling.stages))
+
+
+def _precision(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _parts(
+    x, first, second, third, out, rows, second_from, third_from, total,
+    INNER: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    begin = tl.program_id(0) * N
+    part = tl.program_id(1)
+    weight = first
+    start = 0
+    if begin >= third_from:
+        weight = third
+        start = third_from
+    elif begin >= second_from:
+        weight = second
+        start = second_from
+    n = tl.arange(0, N)
+    k = tl.arange(0, K)
+    b = tl.arange(0, B)
+    real = b < rows
+    steps: tl.constexpr = (INNER // K + PARTS - 1) // PARTS
+    low = part * steps
+    high = tl.minimum(low + steps, INNER // K)
+    local = (begin - start + n).to(tl.int64)
+    summed = tl.zeros((N, B), tl.float32)
+    after_previous(AHEAD)
+    for i in range(low, high):
+        w = tl.load(weight + local[:, None] * INNER + i * K + k[None, :]).to(x.dtype.element_ty)
+        taken = tl.load(x + b[:, None] * INNER + i * K + k[None, :], mask=real[:, None], other=0.0)
+        summed = tl.dot(w, tl.trans(taken), summed, input_precision=PRECISION)
+    place = (part * rows + b).to(tl.int64) * total
+    tl.store(out + place[:, None] + (begin + n)[None, :], tl.trans(summed), mask=real[:, None])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gated(
+    x, gate, up, out, rows, total,
+    INNER: tl.constexpr, N: tl.constexpr, K: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr, SCALE: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * N + tl.arange(0, N)
+    k = tl.arange(0, K)
+    b = tl.arange(0, B)
+    real = b < rows
+    base = n.to(tl.int64)[:, None] * INNER + k[None, :]
+    opened = tl.zeros((N, B), tl.float32)
+    value = tl.zeros((N, B), tl.float32)
+    after_previous(AHEAD)
+    for i in range(INNER // K):
+        first = tl.load(gate + base + i * K).to(x.dtype.element_ty)
+        second = tl.load(up + base + i * K).to(x.dtype.element_ty)
+        taken = tl.trans(tl.load(x + b[:, None] * INNER + i * K + k[None, :], mask=real[:, None], other=0.0))
+        opened = tl.dot(first, taken, opened, input_precision=PRECISION)
+        value = tl.dot(second, taken, value, input_precision=PRECISION)
+    kind = out.dtype.element_ty
+    if SCALE == 1.0:
+        opened = opened.to(kind).to(tl.float32)
+        value = value.to(kind).to(tl.float32)
+    found = opened / (1.0 + tl.exp(-opened)) * value
+    if SCALE == 1.0:
+        found = found.to(kind)
+    else:
+        found = fitted(found, SCALE)
+    tl.store(out + b.to(tl.int64)[:, None] * total + n[None, :], tl.trans(found), mask=real[:, None])

@@ -1,0 +1,136 @@
+"""LLaVA-OneVision: pictures as a base view and a grid of tiles, with a learned mark after each row; ordinary positions.
+
+A picture is resized into the best of the checkpoint's grids and cut into tiles. Features of the filled-up margins are left
+out again, so the number of tokens depends on the picture's own size. A frame of a video has a quarter of a tile's tokens,
+with one mark behind the last frame. With tiny tiles of 4 x 4 patches::
+
+    picture 100 x 60, seen in a grid of 2 x 2 tiles:  16 of the base view + 8 rows x (4 + 1 mark) = 56
+    video of 3 frames:                                3 x 4 + 1 mark = 13
+
+Every picture is seen as the only one of its conversation is; the library shows several in one prompt with a base view each.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import ceil, isqrt
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from sensorium.models.attention import IMPLEMENTATION
+from sensorium.models.families.qwen2_5_vl import repeated
+from sensorium.models.families.rope_positions import one_axis_positions
+from sensorium.models.families.tiles import TiledVideos, TileTower, tiled
+from sensorium.models.family import MediaFormat, Tower
+from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput
+from sensorium.models.preprocessing import naming_items
+from sensorium.models.segment_layout import Expansion
+from sensorium.vocabulary.content import Media, MediaKind
+from sensorium.vocabulary.decoding import FrameRule
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+class LlavaOnevisionMedia:
+    """Pictures and videos of LLaVA-OneVision as tokens and positions.
+
+    The grid of a picture is (tiles, its own height, its own width); of a video (frames, side, side of a frame's features).
+    """
+
+    written_tokens: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, config: Any, processor: Any) -> None:
+        self.processor, self._tile = processor, config.vision_config.image_size
+        self.frame_rule = FrameRule("middle")
+        self.placeholders: dict[MediaKind, int] = {"picture": config.image_token_id, "video": config.video_token_id}
+        self.stand_ins: dict[str, int] = {}
+        self.joined: dict[MediaKind, tuple[str, str]] = {}
+        self.own_marks: dict[MediaKind, tuple[int, int]] = {}
+        side = ceil(isqrt(processor.num_image_tokens) / 2)
+        self.preprocessors: dict[MediaKind, Preprocessor] = {
+            "picture": GridsOfTiles(processor.image_processor),
+            "video": TiledVideos(processor.video_processor, side),
+        }
+
+    def expand(self, extent: Extent) -> Expansion:
+        """As many tokens as the checkpoint's processor counts."""
+        tiles, height, width = extent.grid
+        if extent.kind == "video":
+            return repeated(self.placeholders["video"], tiles * height * width + 1)
+        count = self.processor._get_number_of_features(height, width, self._tile, self._tile)
+        if self.processor.vision_feature_select_strategy == "default":
+            count -= 1
+        return repeated(self.placeholders["picture"], count)
+
+    def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> Tensor:
+        """One after another, as text."""
+        return one_axis_positions(ids_T)
+
+
+class GridsOfTiles:
+    """The checkpoint's image processor over pictures, each by itself."""
+
+    def __init__(self, image_processor: Any) -> None:
+        self._image_processor = image_processor
+
+    def __call__(self, items: "Sequence[tuple[Media, Image.Image]]") -> list[TowerInput]:
+        """The tiles of each picture."""
+        prepared = []
+        for media, picture in items:
+            with naming_items([(media, picture)], "image"):
+                made = self._image_processor(images=[picture], return_tensors="pt")
+            tiles = made["pixel_values"][0]
+            prepared.append(tiled(tiles, Extent("picture", (len(tiles), picture.height, picture.width))))
+        return prepared
+
+
+class LlavaOnevision:
+    """The adapter of ``LlavaOnevisionForConditionalGeneration``."""
+
+    media_format: ClassVar[type[MediaFormat]] = LlavaOnevisionMedia
+    attention: ClassVar[Any] = {"text_config": IMPLEMENTATION}
+    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "vision": ("model.vision_tower.",),
+        "projector": ("model.multi_modal_projector.", "model.image_newline"),
+        "language": ("model.language_model.",),
+        "head": ("lm_head.",),
+    }
+
+    def __init__(self, model: Any) -> None:
+        self._core = model.model
+        self.language_model = self._core.language_model
+        self.head = model.lm_head
+        tower = TileTower([self._core.vision_tower, self._core.multi_modal_projector], self._look, self._finish)
+        tower.module.register_parameter("image_newline", self._core.image_newline)
+        self.towers: dict[MediaKind, Tower] = {"picture": tower, "video": tower}
+
+    def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
+        """One axis: the three are equal."""
+        return self.language_model.rotary_emb(hidden_BTH, positions_3BT[0])
+
+    def _look(self, tiles_N3SS: Tensor) -> Tensor:
+        """Features of tiles, of the layers that the config names."""
+        config = self._core.config
+        states = self._core.vision_tower(tiles_N3SS, output_hidden_states=True, return_dict=True).hidden_states
+        layer = config.vision_feature_layer
+        chosen = states[layer] if isinstance(layer, int) else torch.cat([states[i] for i in layer], dim=-1)
+        found: Tensor = self._core.multi_modal_projector(
+            chosen[:, 1:] if config.vision_feature_select_strategy == "default" else chosen
+        )
+        return found
+
+    def _finish(self, seen_NKH: Tensor, extent: Extent) -> Tensor:
+        """Tiles of a picture put together, without margins, or frames of a video made smaller; marks between them."""
+        newline: nn.Parameter = self._core.image_newline
+        if extent.kind == "video":
+            pooled_NKH: Tensor = self._core.apply_pooling(seen_NKH)
+            return torch.cat([pooled_NKH.flatten(0, 1), newline[None].to(pooled_NKH)])
+        packed, _ = self._core.pack_image_features(
+            [seen_NKH],
+            torch.tensor([extent.grid[1:]]),
+            image_newline=newline,
+            vision_aspect_ratio=self._core.config.vision_aspect_ratio,
+        )
+        found: Tensor = packed[0]
+        return found

@@ -1,0 +1,167 @@
+"""How Qwen3-Omni hears: mel frames in stretches of a second, each of which becomes 13 tokens.
+
+The library pads the last stretch of a sound to the longest of the batch, and a sound to the longest sound, so that numbers
+depend on the company a sound is heard in. Here every stretch is a whole second and every sound is computed by itself: what
+the library gives for a sound of a second or more that is alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import inf
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sensorium.models.attention import IMPLEMENTATION
+from sensorium.models.families.qwen2_5_omni import Qwen25Omni, Qwen25OmniMedia
+from sensorium.models.families.qwen2_5_vl import WRITTEN_TOKENS, merged_patches, repeated, seconds_per_step
+from sensorium.models.families.qwen3_vl import interpolation_tables
+from sensorium.models.families.rope_positions import MarkedBlock, interleaved_block, line_offsets
+from sensorium.models.family import MediaFormat, Tower
+from sensorium.models.prepared_media import Extent, TowerInput
+from sensorium.models.preprocessing import frame_rule, refuse_other_rate
+from sensorium.models.segment_layout import Expansion, Features
+from sensorium.models.tower import SEGMENTS, VisionTower
+from sensorium.vocabulary.content import Media, MediaKind
+from sensorium.vocabulary.errors import MediaError, ModelError
+
+if TYPE_CHECKING:
+    from sensorium.data.sound import DecodedAudio
+
+
+STRETCH, TOKENS = 100, 13
+"""Mel frames of a stretch, and the tokens that three halvings leave of them."""
+
+
+def stretched_sound_tokens(frames: int) -> int:
+    """How many features so many mel frames become: 100 → 13, 101 → 14, 250 → 33."""
+    rest = frames % STRETCH
+    for _ in range(3):
+        rest = (rest - 1) // 2 + 1
+    return rest + frames // STRETCH * TOKENS
+
+
+class UnpaddedSounds:
+    """The checkpoint's mel spectrogram of sounds, each by itself and as long as it is."""
+
+    def __init__(self, extractor: Any) -> None:
+        self._extractor = extractor
+
+    def __call__(self, items: "Sequence[tuple[Media, DecodedAudio]]") -> list[TowerInput]:
+        """Mel frames of each sound."""
+        return [self._spectrogram(media, sound) for media, sound in items]
+
+    def _spectrogram(self, media: Media, sound: "DecodedAudio") -> TowerInput:
+        extractor, length = self._extractor, len(sound.samples)
+        rate = extractor.sampling_rate
+        refuse_other_rate(media, sound, rate)
+        if length <= extractor.n_fft // 2:
+            raise MediaError(f"{media.name}: {length / rate * 1000:.0f} ms are too short to be heard; give 13 ms at least.")
+        made = extractor([sound.samples], sampling_rate=rate, padding=True, truncation=False, return_tensors="pt")
+        frames_FC = made["input_features"][0].T.contiguous()
+        return TowerInput(frames_FC, Extent("sound", (len(frames_FC), 1, 1)))
+
+
+class StretchedSoundTower:
+    """The stock audio tower, with its tables made here: they are the same for a sound in any company."""
+
+    def __init__(self, audio_tower: Any) -> None:
+        if audio_tower.config.n_window * 2 != STRETCH:
+            raise ModelError(
+                f"the audio tower cuts sounds into stretches of {audio_tower.config.n_window * 2} mel frames; "
+                f"only {STRETCH} (n_window 50, as published) give 13 tokens a stretch."
+            )
+        audio_tower.config._attn_implementation = SEGMENTS
+        self.module = audio_tower
+        self._window = audio_tower.config.n_window_infer // STRETCH * TOKENS
+
+    def __call__(self, prepared: Sequence[TowerInput]) -> list[Features]:
+        """Embeddings of each sound, 13 a second."""
+        weight = self.module.conv2d1.weight
+        stretches = [stretch for item in prepared for stretch in item.patches_PC.split(STRETCH)]
+        lengths = [len(stretch) for stretch in stretches]
+        padded = [torch.nn.functional.pad(stretch_FC, (0, 0, 0, STRETCH - len(stretch_FC))) for stretch_FC in stretches]
+        counts = [stretched_sound_tokens(len(item.patches_PC)) for item in prepared]
+        heard_NH = self.module(
+            feature_lens=torch.tensor([len(item.patches_PC) for item in prepared], device=weight.device),
+            padded_feature=torch.stack(padded).transpose(1, 2).to(weight.device, weight.dtype),
+            chunk_lengths=torch.tensor(lengths, device=weight.device),
+            valid_indices=_written(lengths).to(weight.device),
+            cu_seqlens=_windows(counts, self._window).to(weight.device),
+        ).last_hidden_state
+        return [Features(embeds_NH) for embeds_NH in torch.split(heard_NH, counts)]
+
+
+def _written(lengths: Sequence[int]) -> Tensor:
+    """The places of tokens among 13 of each stretch."""
+    counts_S = torch.tensor([stretched_sound_tokens(length) for length in lengths])
+    return (torch.arange(TOKENS) < counts_S[:, None]).flatten().nonzero()[:, 0]
+
+
+def _windows(counts: Sequence[int], window: int) -> Tensor:
+    """The ends of the stretches of tokens that attend to each other."""
+    sizes = [min(window, count - start) for count in counts for start in range(0, count, window)]
+    return torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32)
+
+
+# Media are blocks as in Qwen2.5-Omni, on a clock of 13 positions a second (the checkpoint's config says it).
+
+
+class Qwen3OmniMedia(Qwen25OmniMedia):
+    """Pictures, videos and sounds of Qwen3-Omni as tokens and positions."""
+
+    def __init__(self, config: Any, processor: Any) -> None:
+        super().__init__(config, processor)
+        self.written_tokens = WRITTEN_TOKENS
+        self.frame_rule = frame_rule(processor, self.vision, 768 * 32 * 32)
+        self.preprocessors["sound"] = UnpaddedSounds(processor.feature_extractor)
+
+    @property
+    def longest_step_s(self) -> float:
+        """Frames and sound are merged token by token, so that steps may be of any length."""
+        return inf
+
+    def expand(self, extent: Extent) -> Expansion:
+        """One token per merged patch of what is seen, 13 for a second of what is heard."""
+        if extent.kind != "sound":
+            return super().expand(extent)
+        return repeated(self.placeholders["sound"], stretched_sound_tokens(extent.grid[0]))
+
+    def order(self, video: Extent, sound: Extent) -> Tensor:
+        """Token by token: each of the video before the first of the sound that is not earlier."""
+        steps = torch.arange(video.grid[0], dtype=torch.float64)
+        times = steps * seconds_per_step(video, self.vision) * self.positions_a_second
+        seen_N = times.repeat_interleave(merged_patches(video, self.vision) // video.grid[0])
+        heard_M = torch.arange(stretched_sound_tokens(sound.grid[0]))
+        return torch.argsort(torch.cat([seen_N, heard_M]), stable=True)
+
+    def heard_block(self, video: Extent, sound: Extent) -> MarkedBlock:
+        """The positions of a video with its sound, all marks one after another."""
+        seen_3N, heard_3M = self._block(video), self._block(sound)
+        return interleaved_block(seen_3N, heard_3M, self.order(video, sound), shared_marks=False)
+
+    def _block(self, extent: Extent) -> Tensor:
+        if extent.kind == "sound":
+            return line_offsets(stretched_sound_tokens(extent.grid[0]))
+        return super()._block(extent)
+
+
+class Qwen3Omni(Qwen25Omni):
+    """The adapter of ``Qwen3OmniMoeThinkerForConditionalGeneration``."""
+
+    media_format: ClassVar[type[MediaFormat]] = Qwen3OmniMedia
+    attention: ClassVar[Any] = {"text_config": IMPLEMENTATION}
+    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **Qwen25Omni.groups,
+        "projector": ("visual.merger.", "visual.merger_list.", "audio_tower.ln_post.", "audio_tower.proj"),
+    }
+
+    def __init__(self, model: Any) -> None:
+        self.language_model = model.model
+        self.head = model.lm_head
+        sight = VisionTower(model.visual, interpolation_tables(model.visual))
+        self.towers: dict[MediaKind, Tower] = {
+            "picture": sight,
+            "video": sight,
+            "sound": StretchedSoundTower(model.audio_tower),
+        }

@@ -1,0 +1,129 @@
+"""What judges were asked about each episode and what they said, kept in the run directory for who wants to see it.
+
+A row is known by episode, term and judgement, so that a resumed run, which asks again or finds the answer in the cache,
+leaves the same rows. Media are named by their hash: they are in the run's ``media/``. What a reward service tells of its
+own questions is kept in the same file, as lines.
+"""
+
+import json
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sensorium.rewards.judges.request import JudgeRequest
+from sensorium.runs.durable import cannot_write, full_disk_error
+from sensorium.vocabulary.content import Text
+from sensorium.vocabulary.errors import RecordError
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS transcripts (episode TEXT, term TEXT, key TEXT, model TEXT, prompt TEXT, messages TEXT,
+  answer TEXT, PRIMARY KEY (episode, term, key)) WITHOUT ROWID
+"""
+INSERT = "INSERT OR {} INTO transcripts VALUES (?, ?, ?, ?, ?, ?, ?)"
+DELETE = "DELETE FROM transcripts WHERE episode = ? AND term = ?"
+
+
+@dataclass(frozen=True)
+class TranscriptLine:
+    """One question that somebody else asked a model, and what it answered."""
+
+    model: str
+    prompt: str
+    question: str
+    answer: str
+
+
+class Transcripts:
+    """Transcripts by episode, in a SQLite file; without a path nothing is kept."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._db: sqlite3.Connection | None = None
+
+    def keep(self, about: tuple[str, ...], term: str, request: JudgeRequest, answer: str) -> None:
+        """Keep what a judge was asked about these episodes and what it said."""
+        self._put("REPLACE", about, term, request, answer)
+
+    def keep_failure(self, about: tuple[str, ...], term: str, request: JudgeRequest, why: str) -> None:
+        """Keep what a judge was asked and why there is no answer, unless there is one."""
+        self._put("IGNORE", about, term, request, why)
+
+    def replace(self, episodes: Sequence[str], term: str, lines: Sequence[TranscriptLine]) -> None:
+        """Keep these lines of a term for each of these episodes, in their order, instead of what it had before."""
+        rows = [(f"{i:04d}", one.model, one.prompt, _question(one.question), one.answer) for i, one in enumerate(lines)]
+        if self.path is None:
+            return
+        with self._writing() as db, _transaction(db):
+            for episode in episodes:
+                db.execute(DELETE, (episode, term))
+                db.executemany(INSERT.format("REPLACE"), [(episode, term, *row) for row in rows])
+
+    def copy(self, source: str, episode: str, term: str) -> None:
+        """Give an episode what a term has kept for another; where it has nothing, the episode's own rows stay."""
+        if self.path is None or not self.path.exists():
+            return
+        asked = "SELECT ?, term, key, model, prompt, messages, answer FROM transcripts WHERE episode = ? AND term = ?"
+        with self._writing() as db, _transaction(db):
+            rows = db.execute(asked, (episode, source, term)).fetchall()
+            if rows:
+                db.execute(DELETE, (episode, term))
+                db.executemany(INSERT.format("REPLACE"), rows)
+
+    def _put(self, otherwise: str, about: tuple[str, ...], term: str, request: JudgeRequest, answer: str) -> None:
+        if self.path is None or not about:
+            return
+        said = json.dumps([{"role": m.role, "content": [_block(b) for b in m.content]} for m in request.messages])
+        rows = [(episode, term, request.key, request.model, request.prompt, said, answer) for episode in about]
+        with self._writing() as db:
+            db.executemany(INSERT.format(otherwise), rows)
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """The open file, for one writer at a time."""
+        assert self.path is not None, "without a path nothing is kept"
+        try:
+            with self._lock:
+                if self._db is None:
+                    self._db = sqlite3.connect(self.path, timeout=30.0, check_same_thread=False, isolation_level=None)
+                    self._db.execute("PRAGMA journal_mode=WAL")
+                    self._db.execute("PRAGMA synchronous=NORMAL")
+                    self._db.execute(SCHEMA)
+                yield self._db
+        except sqlite3.Error as error:
+            full = full_disk_error(error, self.path)
+            if full is not None:
+                raise cannot_write(self.path, full) from error
+            raise RecordError(f"judges' transcripts '{self.path}' cannot be written: {error}. Remove the file.") from error
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            if self._db is not None:
+                self._db.close()
+                self._db = None
+
+
+@contextmanager
+def _transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """All that is written, or nothing."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise
+    db.execute("COMMIT")
+
+
+def _question(text: str) -> str:
+    return json.dumps([{"role": "user", "content": [{"text": text}]}])
+
+
+def _block(block: Any) -> dict[str, str]:
+    return {"text": block.text} if isinstance(block, Text) else {"media": block.kind, "hash": block.hash}

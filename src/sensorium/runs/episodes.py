@@ -1,0 +1,492 @@
+"""Episodes, tasks and groups as JSON, and back without loss; and which of them stay on disk."""
+
+import json
+import math
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from sensorium.runs.durable import read_rows, rewrite_rows, write_rows
+from sensorium.runs.run_directory import RunDirectory, step_of
+from sensorium.vocabulary.content import USUAL, Block, Media, Message, Text
+from sensorium.vocabulary.decoding import parameters_from, parameters_to_data
+from sensorium.vocabulary.episode import Episode, Group, MediaSpan, Segment, Status, Thread, Turn, VersionSpan
+from sensorium.vocabulary.errors import RecordError
+from sensorium.vocabulary.score import Score
+from sensorium.vocabulary.task import EnvironmentSpec, Task
+
+# Example: of two turns, the first with the same advantage at all its tokens, a row has ``"fate": "trained"`` and
+# ``"advantages": [0.5, [0.25, 0.25, -1.0]]``. Rows of older versions and of evaluations have neither.
+
+
+TRAINED = "trained"
+
+
+@dataclass(frozen=True)
+class EpisodeCredit:
+    """An episode's fate, and where it was trained on, the advantages of its tokens by turn."""
+
+    fate: str = TRAINED
+    advantages: tuple[tuple[float, ...], ...] = ()
+
+
+def credits_of(
+    groups: Iterable[Group], fates: Mapping[str, str], advantages: Mapping[str, Sequence[Sequence[float]]]
+) -> dict[str, EpisodeCredit]:
+    """The credit of every episode by id; ``fates`` are of those not trained on, ``advantages`` of those that were."""
+    return {
+        e.id: EpisodeCredit(fates.get(e.id, TRAINED), tuple(tuple(turn) for turn in advantages.get(e.id, ())))
+        for group in groups
+        for e in group.episodes
+    }
+
+
+def credit_to_json(credit: EpisodeCredit) -> dict[str, Any]:
+    """The fields of a log row. Nine digits are enough to read a float32 back as it was."""
+    fields: dict[str, Any] = {"fate": credit.fate}
+    if credit.advantages:
+        fields["advantages"] = [_short(turn) for turn in credit.advantages]
+    return fields
+
+
+def _short(turn: Sequence[float]) -> float | list[float]:
+    """A turn's advantages; one number where they are all alike."""
+    if len(set(turn)) == 1:
+        return float(f"{turn[0]:.9g}")
+    written = [float(f"{value:.9g}") for value in turn]
+    return written[0] if len(set(written)) == 1 else written
+
+
+def credit_from_json(row: Mapping[str, Any], episode: Episode) -> EpisodeCredit | None:
+    """The credit in a log row; None where it has none."""
+    if "fate" not in row:
+        return None
+    turns = zip(row.get("advantages", ()), episode.turns, strict=False)
+    advantages = tuple(
+        tuple(given) if isinstance(given, list) else (float(given),) * len(turn.response.tokens) for given, turn in turns
+    )
+    return EpisodeCredit(row["fate"], advantages)
+
+
+def missing_scores(episode: Episode) -> dict[str, str]:
+    """Why scores are missing, by name; a term that misses several turns is told once for each."""
+    return {
+        score.name if score.turn is None else f"{score.name}, turn {score.turn}": score.reason
+        for score in episode.scores
+        if score.missing
+    }
+
+
+# An episode's segments are kept once, in a table; threads and turns refer to them by place, so that shared history is
+# written once and comes back shared. ``info``, ``metadata`` and ``answer`` must be JSON values (a tuple comes back a
+# list).
+
+
+Json = dict[str, Any]
+
+
+def write_episodes(
+    path: Path,
+    step: int,
+    groups: Iterable[Group],
+    limit: int = 0,
+    credits: Mapping[str, EpisodeCredit] | None = None,
+) -> None:
+    """Write a step's episodes, one row each with its task and what it earned; ``limit`` of them at most (0: all).
+
+    ``credits``, by episode id, is what training made of them.
+    """
+    members = ((group.task, episode) for group in groups for episode in group.episodes)
+    known = credits or {}
+    rows = (episode_row(step, task, episode, known.get(episode.id)) for task, episode in islice(members, limit or None))
+    write_rows(path, rows)
+
+
+def episode_row(step: int, task: Task, episode: Episode, credit: EpisodeCredit | None = None) -> Json:
+    """The log row of one episode: what is short and often asked for stands in front, for people and for jq."""
+    return {
+        "step": step,
+        "reward": _number(episode.reward),
+        "correct": episode.correct,
+        **_sparse(missing=missing_scores(episode)),
+        **({} if credit is None else credit_to_json(credit)),
+        "task": task_to_json(task),
+        "episode": episode_to_json(episode),
+    }
+
+
+def read_episodes(path: Path) -> Iterator[tuple[int, Task, Episode]]:
+    """The episodes of a log: step, task, episode."""
+    for row in read_rows(path):
+        yield row["step"], task_from_json(row["task"]), episode_from_json(row["episode"])
+
+
+def read_groups(path: Path) -> list[Group]:
+    """The episodes of a log, gathered by group, in the order they were written."""
+    return read_groups_of(read_rows(path))
+
+
+def read_groups_of(rows: Iterable[Json]) -> list[Group]:
+    """The groups of some rows of a log."""
+    tasks: dict[str, Task] = {}
+    members: dict[str, list[Episode]] = {}
+    for row in rows:
+        episode = episode_from_json(row["episode"])
+        tasks[episode.group_id] = task_from_json(row["task"])
+        members.setdefault(episode.group_id, []).append(episode)
+    return [Group(id, tasks[id], tuple(members[id])) for id in members]
+
+
+def read_credits_of(rows: Iterable[Json]) -> dict[str, EpisodeCredit]:
+    """What training made of the episodes of some rows, by episode id; rows that do not say so are left out."""
+    found = {}
+    for row in rows:
+        if (credit := credit_from_json(row, episode_from_json(row["episode"]))) is not None:
+            found[row["episode"]["id"]] = credit
+    return found
+
+
+def group_to_json(group: Group) -> Json:
+    """A group with its task and episodes."""
+    return {"id": group.id, "task": task_to_json(group.task), "episodes": [episode_to_json(e) for e in group.episodes]}
+
+
+def group_from_json(data: Json) -> Group:
+    """A group as it was."""
+    return Group(data["id"], task_from_json(data["task"]), tuple(episode_from_json(e) for e in data["episodes"]))
+
+
+def task_to_json(task: Task) -> Json:
+    """A task."""
+    spec = task.environment
+    answer = {} if task.answer is None else {"answer": task.answer}
+    return {"id": task.id, **answer} | _sparse(
+        messages=messages_to_json(task.messages),
+        environment=spec and {"name": spec.name, "options": dict(spec.options), "seed": spec.seed},
+        demonstration=list(task.demonstration),
+        metadata=dict(task.metadata),
+    )
+
+
+def task_from_json(data: Json) -> Task:
+    """A task as it was."""
+    spec = data.get("environment")
+    return Task(
+        id=data["id"],
+        messages=_messages_from_json(data.get("messages", [])),
+        answer=data.get("answer"),
+        environment=EnvironmentSpec(**spec) if spec else None,
+        demonstration=tuple(data.get("demonstration", ())),
+        metadata=data.get("metadata", {}),
+    )
+
+
+def episode_to_json(episode: Episode) -> Json:
+    """An episode, its segments once."""
+    table: list[Segment] = []
+    places: dict[Segment, int] = {}
+
+    def place(segment: Segment) -> int:
+        found = places.setdefault(segment, len(table))
+        if found == len(table):
+            table.append(segment)
+        return found
+
+    threads = [{"segments": [place(s) for s in thread.segments], "home": list(thread.home)} for thread in episode.threads]
+    turns = [
+        _sparse(
+            index=turn.index,
+            observation=messages_to_json(turn.observation),
+            response=place(turn.response),
+            thread=turn.thread,
+            segment=turn.segment,
+            reward=_number(turn.reward),
+            info=turn.info,
+            parts={name: _number(value) for name, value in turn.parts.items()},
+            cut=turn.cut or None,
+        )
+        for turn in episode.turns
+    ]
+    names = {"id": episode.id, "task_id": episode.task_id, "group_id": episode.group_id, "index": episode.index}
+    return names | _sparse(
+        status=episode.status.value,
+        failure=episode.failure,
+        scores=[score_to_json(score) for score in episode.scores],
+        info=episode.info,
+        head=messages_to_json(episode.head),
+        turns=turns,
+        threads=threads,
+        segments=[_segment_to_json(segment) for segment in table],
+    )
+
+
+def episode_from_json(data: Json) -> Episode:
+    """An episode as it was."""
+    table = [_segment_from_json(segment) for segment in data.get("segments", [])]
+    turns = tuple(
+        Turn(
+            index=turn["index"],
+            observation=_messages_from_json(turn.get("observation", [])),
+            response=table[turn["response"]],
+            thread=turn["thread"],
+            segment=turn["segment"],
+            reward=_float(turn.get("reward")),
+            info=turn.get("info", {}),
+            parts={name: float(value) for name, value in turn.get("parts", {}).items()},
+            cut=turn.get("cut", False),
+        )
+        for turn in data.get("turns", [])
+    )
+    return Episode(
+        id=data["id"],
+        task_id=data["task_id"],
+        group_id=data["group_id"],
+        index=data["index"],
+        threads=tuple(
+            Thread(tuple(table[place] for place in thread["segments"]), tuple(thread["home"]))
+            for thread in data.get("threads", [])
+        ),
+        turns=turns,
+        status=Status(data["status"]),
+        failure=data.get("failure", ""),
+        scores=tuple(score_from_json(score) for score in data.get("scores", [])),
+        info=data.get("info", {}),
+        head=_messages_from_json(data.get("head", [])),
+    )
+
+
+def score_to_json(score: Score) -> Json:
+    """A score; a missing one has no value."""
+    return {"name": score.name} | _sparse(
+        value=_number(score.value),
+        weight=score.weight,
+        scope=score.scope if score.scope != "episode" else None,
+        turn=score.turn,
+        span=list(score.span) if score.span else None,
+        correct=score.correct,
+        reason=score.reason,
+    )
+
+
+def score_from_json(data: Json) -> Score:
+    """A score as it was."""
+    span = data.get("span")
+    return Score(
+        name=data["name"],
+        value=_float(data.get("value")),
+        weight=data.get("weight", 1.0),
+        scope=data.get("scope", "episode"),
+        turn=data.get("turn"),
+        span=(span[0], span[1]) if span else None,
+        correct=data.get("correct"),
+        reason=data.get("reason", ""),
+    )
+
+
+def _segment_to_json(segment: Segment) -> Json:
+    return _sparse(
+        author=segment.author,
+        name=segment.name,
+        text=segment.text,
+        tokens=list(segment.tokens),
+        media=[{"index": span.index, **_media_to_json(span.media)} for span in segment.media],
+        logprobs=_numbers(segment.logprobs),
+        sampled_logprobs=_numbers(segment.sampled_logprobs),
+        byte_ends=list(segment.byte_ends),
+        policy_version=segment.policy_version,
+        versions=[[span.version, span.start, span.end] for span in segment.versions],
+    )
+
+
+def _segment_from_json(data: Json) -> Segment:
+    return Segment(
+        author=data["author"],
+        tokens=tuple(data.get("tokens", ())),
+        media=tuple(MediaSpan(span["index"], _media_from_json(span)) for span in data.get("media", [])),
+        text=data.get("text", ""),
+        logprobs=_floats(data.get("logprobs", ())),
+        sampled_logprobs=_floats(data.get("sampled_logprobs", ())),
+        byte_ends=tuple(data.get("byte_ends", ())),
+        policy_version=data["policy_version"],
+        name=data.get("name", ""),
+        versions=tuple(VersionSpan(*span) for span in data.get("versions", ())),
+    )
+
+
+def messages_to_json(messages: Sequence[Message]) -> list[Json]:
+    """Messages; a medium is a reference: kind, hash, where it came from, and what is unusual in how it is decoded."""
+    return [
+        {"role": message.role, "content": [_block_to_json(block) for block in message.content]}
+        | _sparse(tools=message.tools)
+        for message in messages
+    ]
+
+
+def _messages_from_json(data: list[Json]) -> tuple[Message, ...]:
+    return tuple(
+        Message(message["role"], tuple(_block_from_json(block) for block in message["content"]), message.get("tools", ""))
+        for message in data
+    )
+
+
+def _block_to_json(block: Block) -> Json:
+    return {"text": block.text} if isinstance(block, Text) else _media_to_json(block)
+
+
+def _block_from_json(data: Json) -> Block:
+    return Text(data["text"]) if "text" in data else _media_from_json(data)
+
+
+def _media_to_json(media: Media) -> Json:
+    asked = None if media.parameters is None else parameters_to_data(media.parameters)
+    return {"kind": media.kind, "hash": media.hash} | _sparse(origin=media.origin, parameters=asked)
+
+
+def _media_from_json(data: Json) -> Media:
+    kind = USUAL.get(data["kind"])
+    asked = None if kind is None else parameters_from(kind, data.get("parameters", {}), logged=True)
+    return Media(data["kind"], data["hash"], data.get("origin", ""), asked)
+
+
+def _sparse(**fields: Any) -> Json:
+    """The fields that say something: nothing is written for None, an empty string or an empty collection."""
+    return {name: value for name, value in fields.items() if value is not None and value not in ("", [], {}, ())}
+
+
+def _number(value: float | None) -> float | str | None:
+    """A float as JSON has it; what JSON lacks (a log-prob that is not finite) as its name, which ``float`` reads back."""
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def _float(value: float | str | None) -> float | None:
+    return float(value) if isinstance(value, str) else value
+
+
+def _numbers(values: Sequence[float]) -> list[float | str | None]:
+    if all(map(math.isfinite, values)):  # by far the most: a response has two for every token
+        return list(values)
+    return [_number(value) for value in values]
+
+
+def _floats(values: Sequence[float | str]) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)
+
+
+TRANSCRIPTS = "judge_transcripts.sqlite"
+
+
+def read_transcripts(path: Path, episode: str) -> list[dict[str, Any]]:
+    """What judges were asked about an episode, by term; nothing where there is no file, and why where it cannot be read."""
+    if not path.exists():
+        return []
+    names = ("term", "model", "prompt", "messages", "answer")
+    try:
+        db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=30.0)
+        try:
+            asked = "SELECT term, model, prompt, messages, answer FROM transcripts WHERE episode = ? ORDER BY term, key"
+            rows = db.execute(asked, (episode,)).fetchall()
+        finally:
+            db.close()
+    except sqlite3.Error as error:
+        told = f"'{path.name}' cannot be read: {error}"
+        return [{"term": "", "model": "nobody", "prompt": "transcripts", "messages": [], "answer": told}]
+    return [{**dict(zip(names, row, strict=True)), "messages": json.loads(row[3])} for row in rows]
+
+
+# Example, full_steps 200 and sampled_steps 1000, at step 5,200: steps 5,001 to 5,200 and the first logged step are
+# whole. Of 5,000 older ones at most 1,000 may stay, so of those that 8 divides (625 of them) the first group stays, and
+# the others go. Under ``episodes_gib`` the oldest files after the first go until the rest fits. What stays is a
+# function of the step and of the files' sizes, and what is gone is never needed again: a run that was killed and
+# resumed ends with the same files. Nothing that a resumed run reads is touched.
+
+
+GIB = 1 << 30
+EVALUATIONS_WHOLE = 20
+GROUPS_OF_A_STEP, GROUPS_OF_AN_EVALUATION = 1, 8
+
+
+@dataclass
+class Retention:
+    """Keeps the episode logs of a run within their bounds. ``full_steps`` 0: every step stays whole."""
+
+    directory: RunDirectory
+    full_steps: int
+    sampled_steps: int
+    budget: int
+    _sizes: dict[Path, int] = field(default_factory=dict)
+    _thinned: set[Path] = field(default_factory=set)
+    _notes: list[str] = field(default_factory=list)
+    _told: bool = False
+
+    def apply(self, step: int) -> list[str]:
+        """Bring the logs to what they are to be at ``step``; returns what is worth a line."""
+        self._notes = []
+        if not self._sizes:
+            for folder in (self.directory.episodes, self.directory.eval):
+                self._sizes |= {path: path.stat().st_size for path in folder.glob("step_*.jsonl") if path.exists()}
+        for path in (self.directory.episodes_of(step), *self.directory.eval.glob(f"step_{step:06d}_*.jsonl")):
+            if path.exists():
+                self._sizes[path] = path.stat().st_size
+        if self.full_steps:
+            self._thin_steps(step)
+            self._thin_evaluations()
+        self._within_budget()
+        return self._notes
+
+    def _thin_steps(self, step: int) -> None:
+        last_old = step - self.full_steps
+        stride = 1
+        while last_old > stride * max(1, self.sampled_steps):
+            stride *= 2
+        for path in self._logs(self.directory.episodes)[1:]:
+            if step_of(path) > last_old:
+                break
+            if step_of(path) % stride or not self.sampled_steps:
+                self._remove(path)
+            else:
+                self._thin(path, GROUPS_OF_A_STEP)
+
+    def _thin_evaluations(self) -> None:
+        for path in self._logs(self.directory.eval)[1:-EVALUATIONS_WHOLE]:
+            self._thin(path, GROUPS_OF_AN_EVALUATION)
+
+    def _within_budget(self) -> None:
+        total, gone = sum(self._sizes.values()), 0
+        if total <= self.budget:
+            return
+        first = [logs[0] for folder in (self.directory.episodes, self.directory.eval) if (logs := self._logs(folder))]
+        for path in sorted(self._sizes, key=lambda path: (step_of(path), path.name))[:-1]:
+            if total <= self.budget:
+                break
+            if path not in first:
+                total -= self._sizes[path]
+                self._remove(path)
+                gone += 1
+        if gone and not self._told:
+            self._told = True
+            self._notes.append(
+                f"the episode logs have reached logging.episodes_gib: from here on the oldest are removed ({gone} now)."
+            )
+
+    def _logs(self, folder: Path) -> list[Path]:
+        return sorted((path for path in self._sizes if path.parent == folder), key=lambda path: (step_of(path), path.name))
+
+    def _thin(self, path: Path, groups: int) -> None:
+        """Keep the first groups of a log."""
+        if path in self._thinned:
+            return
+        self._thinned.add(path)
+        try:
+            order = dict.fromkeys(row["episode"]["group_id"] for row in read_rows(path))
+            kept = set(islice(order, groups))
+            rewrite_rows(path, lambda row: row["episode"]["group_id"] in kept)
+        except (RecordError, KeyError, TypeError) as error:
+            self._notes.append(f"'{path}' is damaged and stays as it is, whole: {error}")
+        self._sizes[path] = path.stat().st_size
+
+    def _remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        del self._sizes[path]

@@ -1,0 +1,114 @@
+"""``cluster.json``: the processes of a run, what each does, and when that was last written."""
+
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from sensorium.runs.durable import read_json, write_whole
+from sensorium.vocabulary.errors import RecordError
+
+NAME = "cluster.json"
+
+
+@dataclass(frozen=True)
+class ProcessRow:
+    """One process of a run. ``does`` is what it was last seen doing; ``version`` that of its weights, -1 if it has none.
+
+    ``lost``: it is gone, and nothing will replace it.
+    """
+
+    part: str
+    pid: int | None
+    does: str
+    restarts: int = 0
+    version: int = -1
+    lost: bool = False
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended: after its last step, stopped before it (as by Ctrl-C), or failed, of which ``cause`` tells why."""
+
+    how: Literal["finished", "stopped", "failed"]
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class RunProcesses:
+    """All processes of a run, which is at ``step`` of ``steps``. ``written`` is in seconds since 1970.
+
+    ``ended``: the run closed them; ``end`` says how it ended, which older versions did not write.
+    """
+
+    written: float
+    host: str
+    step: int
+    rows: tuple[ProcessRow, ...]
+    ended: bool = False
+    steps: int = 0
+    end: RunEnd | None = None
+
+    @property
+    def here(self) -> bool:
+        """True if this is the machine of the run's driver, so that its process ids mean something."""
+        return self.host == socket.gethostname()
+
+
+def write_processes(
+    folder: Path, step: int, rows: tuple[ProcessRow, ...], *, steps: int = 0, end: RunEnd | None = None
+) -> None:
+    """Write what the processes of a run do now, or how the run ended."""
+    told = RunProcesses(time.time(), socket.gethostname(), step, rows, end is not None, steps, end)
+    write_whole(folder / NAME, json.dumps(asdict(told), indent=1) + "\n")
+
+
+def forget_processes(folder: Path) -> None:
+    """Take away what a run of several processes wrote, where it goes on as one."""
+    with suppress(OSError):
+        (folder / NAME).unlink(missing_ok=True)
+
+
+def read_processes(folder: Path) -> RunProcesses | None:
+    """What was last written; None for a run of one process."""
+    if not (folder / NAME).exists():
+        return None
+    way_out = "It is written anew by a run that goes on; remove it."
+    data: dict[str, Any] = read_json(folder / NAME, way_out)
+    try:
+        return TypeAdapter(RunProcesses).validate_python(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise RecordError(f"'{folder / NAME}' is damaged: '{place}': {first['msg']}. {way_out}") from error
+
+
+def alive(pid: int | None) -> bool:
+    """True if a process of this machine has this id and has not ended."""
+    if pid is None:
+        return False
+    if state := process_state(pid):
+        return state not in "ZX"
+    if Path("/proc/self").exists():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def process_state(pid: int) -> str:
+    """The letter by which Linux tells what a process of this machine does (R, S, D, T, Z); empty if that is not known."""
+    try:
+        return Path(f"/proc/{pid:d}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

@@ -1,0 +1,99 @@
+"""A run's event loop: what an interrupted run leaves behind does not disturb the next one in the same thread."""
+
+import asyncio
+import gc
+import signal
+import socket
+import threading
+import time
+from collections.abc import Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sensorium.cli.train import stopping_in_order
+from sensorium.cluster.event_loop import run_async
+
+
+def test_a_run_after_one_whose_end_was_interrupted_too() -> None:
+    left: list[Coroutine[Any, Any, None]] = []
+
+    async def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    async def interrupted_at_its_end() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise KeyboardInterrupt
+
+    async def cut_off() -> None:
+        await asyncio.gather(interrupted_at_its_end(), interrupted())
+
+    async def whole() -> int:
+        left.clear()
+        gc.collect()
+        await asyncio.sleep(0)
+        return 7
+
+    left.append(cut_off())
+    with pytest.raises(KeyboardInterrupt):
+        run_async(left[0])
+    assert run_async(whole()) == 7
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_another_thread_took_ends_a_run_that_waits_for_nothing_else(number: int) -> None:
+    """Python runs its handler in the main thread alone, which sleeps in the loop."""
+
+    async def hang() -> None:
+        def signal_yourself() -> None:
+            while not asleep():
+                time.sleep(0.001)
+            signal.pthread_kill(threading.get_ident(), number)
+
+        threading.Thread(target=signal_yourself, daemon=True).start()
+        await asyncio.Event().wait()
+
+    def asleep() -> bool:
+        state = Path(f"/proc/self/task/{threading.main_thread().native_id}/stat").read_text().rpartition(")")[2].split()[0]
+        return state == "S"
+
+    # Where tests run in a shell's background, SIGINT is ignored, and what is ignored ends nothing.
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        with stopping_in_order(), pytest.raises(KeyboardInterrupt):
+            run_async(hang())
+    finally:
+        signal.signal(number, before)
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_hosts_own_wakeup_is_told_too_and_may_be_closed_meanwhile() -> None:
+    hears, tells = socket.socketpair()
+    hears.setblocking(False)
+    tells.setblocking(False)
+    signal.set_wakeup_fd(tells.fileno())
+
+    async def signalled() -> bytes:
+        signal.raise_signal(signal.SIGUSR1)
+        while True:
+            await asyncio.sleep(0)
+            with suppress(BlockingIOError):
+                return hears.recv(1)
+
+    async def closes() -> int:
+        tells.close()
+        return 7
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        assert run_async(signalled()) == bytes([signal.SIGUSR1])
+        assert signal.set_wakeup_fd(tells.fileno()) == tells.fileno()
+        assert run_async(closes()) == 7
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        assert signal.set_wakeup_fd(-1) == -1
+        hears.close()

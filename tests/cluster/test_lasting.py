@@ -1,0 +1,47 @@
+"""What a process has loaded is left out of garbage collections while it works."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from sensorium.cluster.event_loop import lasting_objects, set_aside, set_aside_more
+
+
+@pytest.fixture(autouse=True)
+def nothing_aside() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+
+
+class Cycle:
+    """An object that only a collection removes."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_what_exists_is_left_out_until_the_end() -> None:
+    kept = [[] for _ in range(1000)]  # type: ignore[var-annotated]
+    with lasting_objects():
+        assert gc.get_freeze_count() > len(kept)
+        with lasting_objects():  # who is inside leaves it as it is
+            pass
+        assert gc.get_freeze_count() > len(kept)
+    assert gc.get_freeze_count() == 0
+
+
+def test_garbage_is_removed_first_and_later_garbage_is_collected() -> None:
+    before = weakref.ref(Cycle())
+    assert set_aside()
+    assert before() is None
+    assert not set_aside()
+    after = weakref.ref(Cycle())
+    gc.collect()
+    assert after() is None
+    aside = gc.get_freeze_count()
+    kept = [[] for _ in range(1000)]  # type: ignore[var-annotated]
+    set_aside_more()
+    assert gc.get_freeze_count() >= aside + len(kept)
