@@ -47,7 +47,8 @@ studies: .venv/tutorial
 	.venv_scale/bin/python studies/engines.py
 
 docs: .venv/installed
-	$(BIN)/python -m sensorium.recipe.reference_page > docs/recipe.md
+	$(BIN)/python -m sensorium.recipe.reference_page > docs/reference/recipe.md
+	$(BIN)/python tools/cli_page.py > docs/reference/cli.md
 
 bench: .venv/bench
 	$(BIN)/python bench/w0.py

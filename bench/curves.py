@@ -1,7 +1,7 @@
 """How cost grows with group size, response length, pictures and their size: steps of small workloads, and the picture.
 
 python -m bench curves > curves.json       measures, on a CUDA GPU
-python bench/curves.py curves.json > docs/growth.svg    draws what was measured
+python bench/curves.py curves.json > docs/internals/growth.svg    draws what was measured
 """
 
 import asyncio

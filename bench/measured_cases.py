@@ -79,6 +79,6 @@ def curve_work(point: dict[str, Any]) -> StepWork:
 
 
 def curves() -> list[dict[str, Any]]:
-    """The measured points of docs/growth.svg."""
+    """The measured points of docs/internals/growth.svg."""
     found: list[dict[str, Any]] = H200["matched precision, and curves"]["curves"]
     return found

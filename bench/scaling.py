@@ -1,6 +1,6 @@
-"""Where each schedule stops scaling: simulated steps on 2 to 1,024 GPUs, as the table and the picture of docs/scaling.md.
+"""Where each schedule stops scaling, simulated on 2 to 1,024 GPUs: the table and the picture of docs/guides/scaling.md.
 
-python bench/scaling.py docs/scaling.svg      writes the picture, prints the table; three minutes on one core
+python bench/scaling.py docs/guides/scaling.svg      writes the picture, prints the table; three minutes on one core
 """
 
 import math

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from studies.pages import follow
 from studies.seeds import SEEDS, circumstances
 
-PAGE = Path(__file__).parents[1] / "docs/tutorials/digits.md"
+PAGE = Path(__file__).parents[1] / "docs/start/digits.md"
 RESULT = Path(__file__).parent / "results/digits.json"
 KEPT = ("accuracy", "interval", "tasks", "failed", "missing")
 

@@ -6,7 +6,7 @@ Trains shapes from its warm start and evaluates before and after on 500 held-out
 studies/results/engines.json. vLLM does not repeat bit for bit, so another run gives slightly other figures; each must end
 at least 0.2 above the warm start, within what the native engine reaches with three seeds (the hull of their intervals).
 ``brief`` is the form that CI runs as a test (`make scale-learning`): fewer steps, larger ones. Needs vLLM and Ray
-(docs/scale_out.md).
+(docs/guides/scale_out.md).
 """
 
 import json

@@ -1,4 +1,4 @@
-"""docs/algorithms.md and the code say the same: names, needs, choices and recipe lines; and the code on the page runs."""
+"""docs/reference/algorithms.md agrees with the code in names, needs, choices and recipe lines; its own code runs."""
 
 import re
 import sys
@@ -33,7 +33,7 @@ from sensorium.vocabulary.errors import RecipeError
 from tests.algorithms.batches import of_rewards, per_episode
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "algorithms.md").read_text()
+PAGE = (ROOT / "docs/reference/algorithms.md").read_text()
 MINIMAL = """
 name: minimal
 steps: 4
@@ -243,7 +243,7 @@ def test_years_and_arxiv_numbers_agree() -> None:
 
 
 def test_the_readme_points_to_the_page() -> None:
-    assert "docs/algorithms.md" in (ROOT / "README.md").read_text()
+    assert "docs/reference/algorithms.md" in (ROOT / "README.md").read_text()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(("kind", "things"), [("image", "pictures"), ("video", "videos")])
 def test_captions_tell_more_after_training_and_nothing_of_other_things(kind: str, things: str) -> None:
     result = json.loads((ROOT / "studies" / "results" / f"captions_{kind}.json").read_text())
-    page = (ROOT / "docs" / "services.md").read_text()
+    page = (ROOT / "docs/guides/services.md").read_text()
     swapped = f"after, {things} swapped"
     for run in result["runs"]:
         assert run["readers"]["first"]["own"] >= 0.98

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs/environments.md").read_text()
+PAGE = (ROOT / "docs/guides/environments.md").read_text()
 COMPARED = {
     ("FrozenLake", "GRPO"): "environments/frozen_lake_grpo",
     ("FrozenLake", "PPO, masked GAE"): "algorithms/ppo_masked_gae_right",

@@ -1,4 +1,4 @@
-"""docs/health.md lists every rule by its own words, and the settings as they are."""
+"""docs/reference/health.md lists every rule by its own words, and the settings as they are."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from sensorium.recipe.schema import HealthSection
 from sensorium.trainer.health.monitor import CLEAR_STEPS, FIRST_REMINDER
 from sensorium.trainer.health.rules import RULES
 
-PAGE = (Path(__file__).parents[1] / "docs" / "health.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs/reference/health.md").read_text()
 
 
 def test_every_rule_is_listed_by_the_first_line_of_its_docstring() -> None:

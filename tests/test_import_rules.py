@@ -1,4 +1,4 @@
-"""Packages import each other only as docs/architecture.md says, without cycles."""
+"""Packages import each other only as docs/internals/architecture.md says, without cycles."""
 
 import ast
 from pathlib import Path
@@ -11,8 +11,8 @@ BASE = {"vocabulary", "recipe", "cluster", "runs", "data"}
 
 
 def documented() -> dict[str, tuple[set[str], bool]]:
-    """The table of docs/architecture.md: what each package may import, and whether it may import torch."""
-    page = (PACKAGE.parents[1] / "docs" / "architecture.md").read_text()
+    """The table of docs/internals/architecture.md: what each package may import, and whether it may import torch."""
+    page = (PACKAGE.parents[1] / "docs/internals/architecture.md").read_text()
     rows = page.partition("| package | holds |")[2].partition("\n\n")[0].splitlines()[2:]
     table: dict[str, tuple[set[str], bool]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""The memory study's committed results: what is claimed of them holds for every seed, and docs/tasks.md quotes them."""
+"""The memory study's committed results: the claims hold for every seed, and docs/guides/tasks.md quotes them."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_memories_become_better_and_need_their_history_with_every_seed(name: str
 
 @pytest.mark.parametrize("start", ["", "early_"])
 def test_the_page_quotes_them(start: str) -> None:
-    page = (ROOT / "docs/tasks.md").read_text()
+    page = (ROOT / "docs/guides/tasks.md").read_text()
     best, first = RESULTS[f"{start}best"], RESULTS[f"{start}first"]
     for name, before in best["before"].items():
         if "first clips" not in name:

@@ -1,4 +1,4 @@
-"""docs/metrics.md names every metric: those that small runs of several kinds write, and those that stand in the code."""
+"""docs/reference/metrics.md names every metric: those that small runs of several kinds write, and those in the code."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ import sensorium as sn
 from tests.api.small import PARITY, SHAPES, small_recipe
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs/metrics.md").read_text()
+PAGE = (ROOT / "docs/reference/metrics.md").read_text()
 NAMED = re.findall(r"`([\w/@…]+)`", "\n".join(line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `")))
 WILD = {"TERM": r"[\w:.]+", "RULE": r"\w+", "KIND": r"\w+", "CATEGORY": r".+", "K": r"\d+", "…": r"\w+"}
 KINDS: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ def test_what_a_run_writes_is_on_the_page(kind: str, tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path / "run", steps=1, tasks={"train": [SHAPES], "evaluate": [SHAPES]})
     run = sn.train(recipe, show=False, **KINDS[kind])
     unknown = [name for name in run.metrics.columns if name != "step" and not known(name)]
-    assert not unknown, f"docs/metrics.md does not name {unknown}"
+    assert not unknown, f"docs/reference/metrics.md does not name {unknown}"
 
 
 def test_every_metric_named_in_the_code_is_on_the_page() -> None:

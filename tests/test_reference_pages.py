@@ -1,4 +1,4 @@
-"""docs/tasks.md and docs/environments.md name what there is, and the rows shown on them and in the README are paid."""
+"""The pages on tasks and environments name what there is; the rows on them and in the README are rewarded."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ def first_cells(page: str, head: str) -> set[str]:
 
 
 def test_the_page_on_health_says_of_every_rule_what_to_do() -> None:
-    page = (ROOT / "docs/health.md").read_text()
+    page = (ROOT / "docs/reference/health.md").read_text()
     told = re.findall(r"^\| (\w+) \| [^|]+ \| [^|]+ \|$", page, re.MULTILINE)
     assert sorted(told) == sorted(["finding", *(rule.name for rule in RULES)])
 
@@ -48,7 +48,7 @@ def options_of(kind: str, name: str) -> set[str]:
 
 
 def test_the_page_on_tasks_names_every_field_part_and_source() -> None:
-    page = (ROOT / "docs/tasks.md").read_text()
+    page = (ROOT / "docs/guides/tasks.md").read_text()
     assert first_cells(page, "field") == set(FIELDS)
     assert first_cells(page, "part") == set(PARTS)
     assert first_cells(page, "source") == set(table("source"))
@@ -56,14 +56,14 @@ def test_the_page_on_tasks_names_every_field_part_and_source() -> None:
 
 @pytest.mark.parametrize("source", ["jsonl", "parquet", "hub"])
 def test_the_page_on_tasks_names_every_option(source: str) -> None:
-    page = (ROOT / "docs/tasks.md").read_text()
+    page = (ROOT / "docs/guides/tasks.md").read_text()
     (line,) = re.findall(rf"^\| `{source}` \|.*$", page, re.MULTILINE)
     told = set(re.findall(r"`(\w+)`", line)) - {source} | first_cells(page, "option")
     assert told == options_of("source", source)
 
 
 def test_the_page_on_environments_names_every_one_and_every_option() -> None:
-    page = (ROOT / "docs/environments.md").read_text()
+    page = (ROOT / "docs/guides/environments.md").read_text()
     assert first_cells(page, "name") | {"question"} == set(table("environment"))
     assert first_cells(page, "option of `environments`") == options_of("source", "environments")
     for name in first_cells(page, "name"):
@@ -72,7 +72,7 @@ def test_the_page_on_environments_names_every_one_and_every_option() -> None:
 
 
 def test_the_page_on_tasks_names_every_planner_and_every_option() -> None:
-    page = (ROOT / "docs/tasks.md").read_text()
+    page = (ROOT / "docs/guides/tasks.md").read_text()
     assert first_cells(page, "planner") == set(table("planner"))
     for name in table("planner"):
         (line,) = re.findall(rf"^\| `{name}` \|.*$", page, re.MULTILINE)
@@ -80,7 +80,9 @@ def test_the_page_on_tasks_names_every_planner_and_every_option() -> None:
 
 
 def test_the_planner_shown_on_the_page_on_tasks_plans_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = re.findall(r"```python\n((?:(?!```).)*class Diary.*?)```", (ROOT / "docs/tasks.md").read_text(), re.DOTALL)
+    (code,) = re.findall(
+        r"```python\n((?:(?!```).)*class Diary.*?)```", (ROOT / "docs/guides/tasks.md").read_text(), re.DOTALL
+    )
     (tmp_path / "shown_diary.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     train(small(tmp_path / "run", "tasks.planner.name=shown_diary:Diary", "steps=2"))
@@ -90,7 +92,7 @@ def test_the_planner_shown_on_the_page_on_tasks_plans_a_run(tmp_path: Path, monk
 
 
 def test_the_source_shown_on_the_page_on_tasks_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / "docs/tasks.md").read_text()
+    page = (ROOT / "docs/guides/tasks.md").read_text()
     (code,) = re.findall(r"```python\n(.*?class Animals.*?)```", page, re.DOTALL)
     (section,) = re.findall(r"```yaml\n(tasks:\n  train:\n    - \{source: \"my_tasks.*?)```", page, re.DOTALL)
     (tmp_path / "my_tasks.py").write_text(code)
@@ -108,7 +110,7 @@ def test_the_source_shown_on_the_page_on_tasks_is_trained_on(tmp_path: Path, mon
     assert all(len(group.task.messages[0].media) == 1 for group in played)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/tasks.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/guides/tasks.md"])
 def test_the_row_that_is_shown_is_paid_when_its_question_is_answered_as_it_asks(
     page: str,
     tmp_path: Path,
@@ -126,7 +128,7 @@ def test_the_row_that_is_shown_is_paid_when_its_question_is_answered_as_it_asks(
 
 
 def test_the_picture_to_be_described_that_is_shown_is_read(tmp_path: Path) -> None:
-    (row,) = re.findall(r'^\{"id".*"reward_model".*$', (ROOT / "docs/tasks.md").read_text(), re.MULTILINE)
+    (row,) = re.findall(r'^\{"id".*"reward_model".*$', (ROOT / "docs/guides/tasks.md").read_text(), re.MULTILINE)
     Image.new("RGB", (64, 64)).save(tmp_path / "cat.png")
     (tmp_path / "rows.jsonl").write_text(row + "\n")
     (task,) = [source[0] for source in [CaptionRows(str(tmp_path / "rows.jsonl"), MediaStore())]]

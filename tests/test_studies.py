@@ -132,7 +132,7 @@ def test_every_algorithm_gains_and_loses_with_its_sign_flipped(name: str) -> Non
 
 
 def test_the_page_of_algorithms_quotes_the_committed_results() -> None:
-    text = (ROOT / "docs/algorithms.md").read_text()
+    text = (ROOT / "docs/reference/algorithms.md").read_text()
     for name in ALGORITHMS:
         right, flipped = (result(f"algorithms/{name}_{sign}") for sign in ("right", "flipped"))
         for kind in ("sampled", "greedy"):
@@ -142,7 +142,7 @@ def test_the_page_of_algorithms_quotes_the_committed_results() -> None:
 
 def test_the_digits_tutorial_reaches_nine_in_ten_with_every_seed_and_its_page_quotes_that() -> None:
     found = result("digits")
-    page = (ROOT / "docs/tutorials/digits.md").read_text()
+    page = (ROOT / "docs/start/digits.md").read_text()
     assert [run["seed"] for run in found["runs"]] == [0, 1, 2]
     for run in found["runs"]:
         sft, rl = run["sft"], run["rl"]

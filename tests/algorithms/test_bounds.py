@@ -47,7 +47,7 @@ groups_of_rewards = st.lists(st.lists(rewards, min_size=1, max_size=8), min_size
 
 
 def bounds(name: str, batch: Batch) -> list[float]:
-    """The most that docs/algorithms.md allows every episode, in order."""
+    """The most that docs/reference/algorithms.md allows every episode, in order."""
     total = len(batch.played)
     found = []
     for played in batch.played:

@@ -217,8 +217,8 @@ def test_the_metric_of_the_best_checkpoint_is_one_that_this_recipe_has(
 
 
 def test_every_metric_of_the_page_is_known_to_some_recipe(recipe: Path) -> None:
-    """docs/metrics.md is held to what runs write; so is, through it, what ``checkpoint.best`` may name."""
-    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    """docs/reference/metrics.md is held to what runs write; so is, through it, what ``checkpoint.best`` may name."""
+    page = (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text()
     names = {name for line in page.splitlines() if line.startswith("| `") for name in line.split("|")[1].split("`")[1::2]}
     plain = {name for name in names if "/" in name and not set(name) & set("<>{}*…ABCDEFGHIJKLMNOPQRSTUVWXYZ@")}
     assert len(plain) > 30

@@ -11,6 +11,7 @@ import pytest
 import sensorium as package
 from sensorium.cli.main import COMMANDS, MODULES, main, warning_text
 from sensorium.runs.run_directory import RunDirectory
+from tools.cli_page import page
 
 SOURCES = str(Path(package.__file__).resolve().parents[1])
 ENVIRONMENT = os.environ | {"PYTHONPATH": SOURCES}
@@ -62,6 +63,12 @@ def test_every_command_has_its_own_file_and_help(name: str, capsys: pytest.Captu
     assert f"usage: sensorium {name}" in capsys.readouterr().out
     folder = Path(sys.modules["sensorium.cli.main"].__file__ or "").parent
     assert (folder / f"{MODULES.get(name, name)}.py").is_file()
+
+
+def test_the_page_of_commands_is_what_the_parsers_say() -> None:
+    shown = (Path(__file__).parents[2] / "docs/reference/cli.md").read_text()
+    assert shown == page(), "a command changed: run `make docs` and commit docs/reference/cli.md"
+    assert all(f"## sensorium {name}" in shown for name in COMMANDS)
 
 
 @pytest.mark.parametrize(

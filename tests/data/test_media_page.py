@@ -18,7 +18,7 @@ from sensorium.recipe.schema import MediaSection
 from sensorium.vocabulary.decoding import MIDDLE, AudioParameters, FrameRule, VideoParameters
 from tests.data.clips import numbered, tone
 
-PAGE = (Path(__file__).parents[2] / "docs" / "media.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/guides/media.md").read_text()
 
 
 def block(language: str, holding: str = "") -> str:

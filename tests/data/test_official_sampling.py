@@ -69,7 +69,7 @@ def test_a_clip_takes_as_many_tokens_of_qwen3_vl_as_the_page_has(
     """qwen-vl-utils 0.0.14 gives 576, 1,760 and 5,760, the stock processor 64, 1,760 and 7,040."""
     width, height = official_size(size, frames, VideoParameters(sampling="official", **asked).resolved(NEW))
     assert frames // 2 * (width // 32) * (height // 32) == tokens
-    page = (Path(__file__).parents[2] / "docs/media.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/guides/media.md").read_text()
     assert f"{tokens:,}" in page[page.index("### Qwen3-VL's small and large clips") :]
 
 

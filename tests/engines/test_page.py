@@ -1,4 +1,4 @@
-"""docs/engines.md: its engine samples a run, and the options it lists are those there are."""
+"""docs/guides/engines.md: its engine samples a run, and the options it lists are those there are."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from sensorium.engines.vllm.vllm_engine import VllmEngine
 from sensorium.recipe.names import parameters_of
 from studies.pages import follow
 
-PAGE = Path(__file__).parents[2] / "docs/engines.md"
+PAGE = Path(__file__).parents[2] / "docs/guides/engines.md"
 SMALL = ["batch.prompts_per_step=2", "batch.group_size=2", "evaluation.every=0", "evaluation.at_start=false"]
 SMALL += ["health.sight_tasks=0", "threads=1"]
 OURS = {"policy", "lockstep", "host"}

@@ -1,4 +1,4 @@
-"""docs/environments.md: its examples are validated, played and trained, against a real service where they need one."""
+"""docs/guides/environments.md: its examples are validated, played and trained, with a real service where they need one."""
 
 import asyncio
 import io
@@ -28,7 +28,7 @@ from sensorium.rollout.play import Attempt, Rollout
 from sensorium.trainer.run import train
 from sensorium.vocabulary import EnvironmentSpec, Status, Task, user
 
-PAGE = (Path(__file__).parents[2] / "docs/environments.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/guides/environments.md").read_text()
 
 
 class Service(socketserver.StreamRequestHandler):

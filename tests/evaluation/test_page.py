@@ -11,7 +11,7 @@ from sensorium.evaluation.samples import row_of
 from sensorium.vocabulary import EnvironmentSpec, Score, Task
 from tests.evaluation.made import episode, sample
 
-PAGE = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/guides/evaluation.md").read_text()
 
 
 @pytest.mark.parametrize(("name", "command"), [("eval", evaluate), ("compare", compare)])

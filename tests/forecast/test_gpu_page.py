@@ -1,4 +1,4 @@
-"""docs/gpu.md shows a recipe that loads, and what its commands say of it."""
+"""docs/start/gpu.md shows a recipe that loads, and what its commands say of it."""
 
 import json
 import re
@@ -9,7 +9,7 @@ import pytest
 
 from sensorium.cli.main import main
 
-PAGE = (Path(__file__).parents[2] / "docs/gpu.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/start/gpu.md").read_text()
 COMMANDS = re.findall(r"^sensorium plan (.*?) +# (.*)$", PAGE, re.MULTILINE)
 
 

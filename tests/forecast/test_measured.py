@@ -18,7 +18,7 @@ from measured_cases import CPU_CASES, H200, OMNI, RECOMPUTE, W1, W2, W3, cpu_cos
 
 WITHIN = 0.2
 LAUNCHED = 18_000
-"""Tokens of an update below which the host that launches kernels decides its time: not in the model (docs/scaling.md)."""
+"""Below this many tokens launching by the host decides an update's time; not modelled (docs/guides/scaling.md)."""
 CLEAN = H200["main, clean"]
 NIGHT = H200["night"]
 

@@ -1,4 +1,4 @@
-"""docs/scaling.md shows what its command computes, and its commands are ours."""
+"""docs/guides/scaling.md shows what its command computes, and its commands are ours."""
 
 import re
 import runpy
@@ -11,7 +11,7 @@ from sensorium.cli.main import Parser
 from sensorium.recipe.load import load_recipe
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/scaling.md").read_text()
+PAGE = (ROOT / "docs/guides/scaling.md").read_text()
 
 
 def test_a_row_of_the_page_is_what_the_simulator_says() -> None:
@@ -26,7 +26,7 @@ def test_a_row_of_the_page_is_what_the_simulator_says() -> None:
 
 
 def test_the_picture_has_a_curve_for_each_schedule() -> None:
-    picture = ElementTree.parse(ROOT / "docs/scaling.svg").getroot()
+    picture = ElementTree.parse(ROOT / "docs/guides/scaling.svg").getroot()
     lines = [part for part in picture if part.tag.endswith("}polyline")]
     assert len(lines) == 5
     assert all(len(line.get("points").split()) == 6 for line in lines)

@@ -169,7 +169,7 @@ def told_one_by_one(policy: Policy, text: str, media: Sequence[Media]) -> dict[s
         made = processor(text=[token], **given, return_tensors="pt")
         tiles.append(made["pixel_values"])
         before, _, after = text.partition(token)
-        gap = " " if item.kind == "video" and not before.endswith(" ") else ""  # on purpose; see docs/families.md
+        gap = " " if item.kind == "video" and not before.endswith(" ") else ""  # on purpose; see docs/guides/families.md
         expanded = processor.tokenizer.decode(made["input_ids"][0]).replace(processor.image_token, "\0")
         text = before + gap + expanded + after
     ids = processor.tokenizer(text.replace("\0", processor.image_token), return_tensors="pt")

@@ -138,7 +138,7 @@ def test_a_chat_template_in_the_tokenizers_config_alone_is_taken(model: Path) ->
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_without_cuda_is_refused_before_weights_are_loaded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(ModelError, match=r"this torch .* was built without CUDA.*'auto' or 'cpu'.*docs/gpu\.md"):
+    with pytest.raises(ModelError, match=r"this torch .* was built without CUDA.*'auto' or 'cpu'.*docs/start/gpu\.md"):
         find_device("cuda")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(ModelError, match=r"model\.device is 'cuda', but torch finds no CUDA device.*'auto' or 'cpu'"):

@@ -2,7 +2,7 @@
 
 Each cell is drawn from its family and number: one to three turns of pictures, videos and sounds in any order, of any size
 and number, with and without text between them, sampled by the family's own rule. What differs from the library on purpose
-is in docs/families.md; the oracle is given it (tests/models/trained_positions.py, stock_pair.py).
+is in docs/guides/families.md; the oracle is given it (tests/models/trained_positions.py, stock_pair.py).
 """
 
 from collections.abc import Callable

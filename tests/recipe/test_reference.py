@@ -1,4 +1,4 @@
-"""docs/recipe.md has every key of the schema, each with a line that says what it means, and is up to date."""
+"""docs/reference/recipe.md has every key of the schema, each with a line that says what it means, and is up to date."""
 
 from pathlib import Path
 
@@ -7,12 +7,12 @@ import pytest
 from sensorium.recipe.reference_page import DESCRIPTIONS, description, reference
 from sensorium.recipe.schema import Section
 
-PAGE = Path(__file__).parents[2] / "docs/recipe.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/recipe.md"
 SECTIONS = Section.__subclasses__()
 
 
 def test_the_page_is_what_the_schema_says() -> None:
-    assert PAGE.read_text() == reference(), "the schema changed: run `make docs` and commit docs/recipe.md"
+    assert PAGE.read_text() == reference(), "the schema changed: run `make docs` and commit docs/reference/recipe.md"
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)

@@ -1,4 +1,4 @@
-"""docs/rewards.md: every term and option is on it, and each of its examples pays what it says."""
+"""docs/reference/rewards.md: every term and option is on it, and each of its examples pays what it says."""
 
 import asyncio
 import re
@@ -19,7 +19,7 @@ from sensorium.vocabulary.content import user
 from sensorium.vocabulary.task import Task
 from tests.rewards.conftest import MakeEpisode
 
-PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/reference/rewards.md").read_text()
 SECTIONS = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##)", PAGE, re.DOTALL | re.MULTILINE))
 
 

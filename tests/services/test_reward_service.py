@@ -256,7 +256,7 @@ def test_caprls_client_brings_the_key_in_its_address(reader: str, tmp_path: Path
             RemoteReward([f"{url}?token=secret"])
         assert "secret" not in str(error.value)
     for page in ("services.md", "systems/caprl.md"):
-        assert "/get_reward?token=" in (Path(__file__).parents[2] / "docs" / page).read_text()
+        assert "/get_reward?token=" in (Path(__file__).parents[2] / "docs/guides" / page).read_text()
 
 
 def test_a_worker_killed_under_load_loses_nothing_and_nothing_is_judged_twice(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ class Run:
 
     @property
     def metrics(self) -> Table:
-        """One row a step; docs/metrics.md says what the columns mean."""
+        """One row a step; docs/reference/metrics.md says what the columns mean."""
         return Table(read_metrics(self._record.metrics))
 
     @property

@@ -52,7 +52,7 @@ def ways_out(recipe: Recipe) -> str:
     ways.append(f"rollout.max_context_tokens below {recipe.rollout.max_context_tokens}")
     if recipe.evaluation.max_context_tokens:
         ways.append(f"evaluation.max_context_tokens below {recipe.evaluation.max_context_tokens}")
-    return f"These lower it: {', '.join(ways)}; --dry-run forecasts each (docs/gpu.md)."
+    return f"These lower it: {', '.join(ways)}; --dry-run forecasts each (docs/start/gpu.md)."
 
 
 def memory_exhausted(error: BaseException, recipe: Recipe | None = None) -> MemoryExhausted | None:

@@ -20,7 +20,7 @@ TELL_S = 30.0
 
 def configure(parser: ArgumentParser) -> None:
     """The arguments."""
-    parser.add_argument("rows", help="JSONL or Parquet as CapRL has them, of pictures or videos (docs/tasks.md)")
+    parser.add_argument("rows", help="JSONL or Parquet as CapRL has them, of pictures or videos (docs/guides/tasks.md)")
     parser.add_argument(
         "out",
         help="file for the rows that keep a question, in the same form; what was found is beside it, in OUT.curation.json",

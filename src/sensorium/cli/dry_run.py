@@ -113,7 +113,9 @@ def find_names(recipe: Recipe) -> None:
         lacks = [part for part in ("generate", "update_weights", "close") if not hasattr(target, part)]
         if (isinstance(target, type) and lacks) or "policy" not in signature(target).parameters:
             what = f"has no {lacks[0]}()" if isinstance(target, type) and lacks else "does not take a policy"
-            raise RecipeError(f"rollout.engine: '{engine.name}' {what}, so it is no engine; docs/engines.md shows one.")
+            raise RecipeError(
+                f"rollout.engine: '{engine.name}' {what}, so it is no engine; docs/guides/engines.md shows one."
+            )
     if engine.options:
         option, problem = wrong_options("engine", engine.name, engine.options)
         if problem:

@@ -8,6 +8,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 from rich.console import Console
@@ -124,10 +125,15 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
         chooser.add_argument("what", choices=list(parts), help="each has its own --help")
         what = chooser.parse_args(arguments[:1]).what
         name, arguments, command = f"{name} {what}", arguments[1:], import_module(f"sensorium.cli.{parts[what]}")
+    return int(command.run(parser_of(name, command).parse_intermixed_args(arguments)))
+
+
+def parser_of(name: str, command: ModuleType) -> "Parser":
+    """The parser of a command's arguments."""
     parser = Parser(prog=f"sensorium {name}", description=command.__doc__, allow_abbrev=False)
     command.configure(parser)
     parser.usage = getattr(command, "USAGE", None)
-    return int(command.run(parser.parse_intermixed_args(arguments)))
+    return parser
 
 
 class Parser(ArgumentParser):

@@ -1,7 +1,7 @@
 """Make a recipe of another trainer's settings, and say what became of each key.
 
 Reads the command lines and scripts of verl (TaskMem and VAGEN run on it), CapRL++'s environment variables, slime's
-arguments and NeMo-RL's YAML. docs/migrate.md tells more.
+arguments and NeMo-RL's YAML. docs/guides/migrate.md tells more.
 """
 
 import sys

@@ -2,7 +2,7 @@
 
 No model is loaded and nothing is run; of the tasks two rows of each source are read, where a vision tower would learn.
 Figures come from a cost model that is fitted to measurements on one H200, and from a simulation of the schedule; what was
-measured and what is scaled or assumed is said with them. docs/scaling.md tells more.
+measured and what is scaled or assumed is said with them. docs/guides/scaling.md tells more.
 """
 
 import json

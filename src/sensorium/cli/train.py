@@ -1,8 +1,4 @@
-"""How a command ends by a signal: SIGTERM ends it as Ctrl-C does, in an orderly way.
-
-A run started with SIGINT ignored (``nohup``, a background job of a script) goes on ignoring it, as whoever started it so
-wants; SIGTERM ends it all the same.
-"""
+"""Train a model by a recipe: a YAML file, a shipped recipe by name, or a run directory to go on with."""
 
 import os
 import signal
@@ -61,7 +57,10 @@ class Stop:
 
 @contextmanager
 def stopping_in_order() -> Iterator[Stop]:
-    """While this lasts, SIGTERM raises KeyboardInterrupt the way Ctrl-C does."""
+    """While this lasts, SIGTERM raises KeyboardInterrupt the way Ctrl-C does.
+
+    A run that was started with SIGINT ignored (``nohup``, a background job of a script) still ignores it; SIGTERM ends it.
+    """
     stop = Stop()
     before = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or before is not signal.SIG_DFL:

@@ -1,4 +1,7 @@
-"""Responses without a model: actions by chance where an environment names them, else words; and a call of each tool."""
+"""Check a recipe's environments, tools, rewards and data without a model: a table of what was found.
+
+Exit code 0: nothing is wrong (warnings may be meant); 1: something is; 2: the recipe itself cannot be read.
+"""
 
 import hashlib
 import random

@@ -91,7 +91,9 @@ def make_planner(section: PlannerSection, stream: TaskStream, store: MediaStore)
         raise RecipeError(f"tasks.planner: '{section.name}' cannot be built: {words(error)}") from error
     for part in ("draw", "observe", "state_dict", "load_state_dict"):
         if not callable(getattr(planner, part, None)):
-            raise RecipeError(f"tasks.planner: '{section.name}' has no {part}(); docs/tasks.md says what a planner has.")
+            raise RecipeError(
+                f"tasks.planner: '{section.name}' has no {part}(); docs/guides/tasks.md says what a planner has."
+            )
     return BoundedPlanner(planner, section.name) if ":" in section.name else planner
 
 

@@ -78,7 +78,7 @@ def notes_of(
             "memory",
             "measured",
             "the dry run's forecast: on one H200 it was 1 to 15 % above what steps of W1, W2 and W3 took, and 6 and 8 % "
-            "below W2 with recomputation (docs/performance.md)",
+            "below W2 with recomputation (docs/internals/performance.md)",
         )
     else:
         yield "the driver", "computed", "it holds the model too, on a GPU beside these where Ray places the ranks"
@@ -113,7 +113,7 @@ def notes_of(
             "vLLM",
             "scaled",
             f"{assumed('vllm_times'):g} times the native engine's time, and {assumed('vllm_check_s'):g} s for the check "
-            "after a push, as vLLM 0.25.1 took on W1 (docs/scale_out.md)",
+            "after a push, as vLLM 0.25.1 took on W1 (docs/guides/scale_out.md)",
         )
     if not plan.scoring_s:
         yield "scoring", "assumed", "no time at all; --scoring-s says what a judge or reward service takes"

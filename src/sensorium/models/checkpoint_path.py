@@ -161,7 +161,7 @@ def unknown_type(model_type: str) -> str:
     return (
         f"its config.json names the model type '{model_type}', which transformers {__version__} does not know, so neither "
         f"its layers nor its towers are to be had{nearest(model_type, list(table('family')))} If the model type is right, "
-        "a newer transformers may know it; a family of it would then have to be written (docs/families.md)."
+        "a newer transformers may know it; a family of it would then have to be written (docs/guides/families.md)."
     )
 
 
@@ -182,13 +182,13 @@ def missing_family(model_type: str, config: Any | None) -> str:
     if not towers:
         return (
             f"no adapter for model type '{model_type}'{named} It is a model of text: if its layers are those of "
-            f"{', '.join(KNOWN_LAYERS)}, register it with TextModel (docs/families.md)."
+            f"{', '.join(KNOWN_LAYERS)}, register it with TextModel (docs/guides/families.md)."
         )
     known = "" if text.model_type in KNOWN_LAYERS else ", if its layers are built as Qwen's are"
     return (
         f"no adapter for model type '{model_type}'{named} Engine and learner can compute its language model "
         f"({text.model_type}){known}. What is missing is how its {' and '.join(towers)} become tokens, positions and "
-        "features: a media format and a family, about a hundred lines. docs/families.md shows how, by InternVL."
+        "features: a media format and a family, about a hundred lines. docs/guides/families.md shows how, by InternVL."
     )
 
 

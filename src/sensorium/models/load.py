@@ -140,7 +140,7 @@ def find_device(device: str) -> torch.device:
             "(nvidia-smi should list the GPU)."
             if torch.version.cuda
             else f"model.device is '{device}', but this torch {torch.__version__} was built without CUDA. Use 'auto' or "
-            "'cpu', or install a build of the same version with CUDA: docs/gpu.md has the command."
+            "'cpu', or install a build of the same version with CUDA: docs/start/gpu.md has the command."
         )
     if chosen.type == "cuda" and (chosen.index or 0) >= count:
         raise ModelError(f"model.device is '{device}', but there are {count} CUDA devices here, counted from 0.")

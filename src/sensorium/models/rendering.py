@@ -128,7 +128,7 @@ class ChatRenderer:
             if item.sound is not None and not self._hears_in_video:
                 raise ModelError(
                     f"video {item.name} is to be heard (use_audio_in_video), and this model does not hear inside videos. "
-                    "Leave that out, or use a family that does (docs/families.md)."
+                    "Leave that out, or use a family that does (docs/guides/families.md)."
                 )
         if not self._kind_of:
             return message.text

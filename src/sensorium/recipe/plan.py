@@ -101,7 +101,9 @@ EPISODE_BYTES, TOKEN_BYTES = 2500, 60
 METRICS_BYTES, LEDGER_BYTES = 2500, 60
 """Estimates, not measurements: bytes of an episode's log without its tokens, of a token in it, of a row in each file."""
 
-MATCHED = "matched: engine and learner agree on log-probs bit for bit; slower, and more activations (docs/performance.md)"
+MATCHED = (
+    "matched: engine and learner agree on log-probs bit for bit; slower, more activations (docs/internals/performance.md)"
+)
 REPEATS = "rollout.schedule=lockstep repeats bit for bit on CPU"
 ONE_STEP_OFF = (
     "one step off: scoring overlaps with updates; given up: but for the first step and those after a checkpoint or an "

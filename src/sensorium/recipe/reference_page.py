@@ -1,4 +1,4 @@
-"""What every key of a recipe means, in a line; docs/recipe.md is made of these and of the schema.
+"""What every key of a recipe means, in a line; docs/reference/recipe.md is made of these and of the schema.
 
 Keys are ``Section.field``. A field whose ``Field`` has a description of its own in the schema is not repeated here; a test
 holds that every field has exactly one of the two.
@@ -27,18 +27,18 @@ DESCRIPTIONS = {
     "only, elsewhere as true; auto: on CUDA as little as the forecast of memory allows, elsewhere none. Towers on CUDA: "
     "always",
     "ModelSection.precision": "fast: engine and learner each sum in the order that is fastest for them; matched: in one "
-    "order, so that they agree on log-probs bit for bit, at a cost (docs/performance.md; on a CPU for tiny models only)",
+    "order: they agree on log-probs bit for bit, at a cost (docs/internals/performance.md; on a CPU: tiny models only)",
     "ModelSection.lora": "low-rank adapters",
     "SourceSection.source": "a registered source (jsonl, parquet, hub, environments, shapes, …) or your own, module:Name",
     "SourceSection.weight": "its share of the mixture, relative to the other sources'",
-    "SourceSection.options": "the source's own options; docs/tasks.md lists them",
+    "SourceSection.options": "the source's own options; docs/guides/tasks.md lists them",
     "TasksSection.train": "sources to train on; several are mixed by weight",
     "TasksSection.evaluate": "sources of held-out tasks, with the keys of tasks.train; each is played once an evaluation",
     "TasksSection.on_bad_row": "a row that cannot be read stops the run, or is skipped and counted",
     "TasksSection.on_long_prompt": "a prompt that does not fit the context stops the run, or is skipped and counted",
     "TasksSection.shuffle": "pass through each source in a new order every epoch",
     "TasksSection.planner": "what decides which task comes next",
-    "PlannerSection.name": "mixture, success_curriculum, causal_history, or your own, module:Name; docs/tasks.md",
+    "PlannerSection.name": "mixture, success_curriculum, causal_history, or your own, module:Name; docs/guides/tasks.md",
     "PlannerSection.options": "the planner's own options",
     "MediaSection.memory_gib": "memory for decoded (a quarter) and preprocessed media (the rest)",
     "BatchSection.prompts_per_step": "tasks a step trains on; one group of episodes for each",
@@ -62,7 +62,7 @@ DESCRIPTIONS = {
     "ScheduleSection.max_staleness": "of asynchronous: steps that a group may be older than the weights that train on it",
     "TermSection.name": "a registered term, or your own class or function, module:Name",
     "TermSection.weight": "what its score counts in the reward; 0: measured only",
-    "TermSection.options": "the term's own options; docs/rewards.md lists them",
+    "TermSection.options": "the term's own options; docs/reference/rewards.md lists them",
     "RewardsSection.terms": "the terms; the reward is their weighted sum",
     "RewardsSection.deadline_s": "for one call of a term that is not instant",
     "RewardsSection.retries": "how often a term that failed is asked again",
@@ -79,11 +79,11 @@ DESCRIPTIONS = {
     "OptimizerSection.clip_norm": "the gradient's norm is cut down to this",
     "OptimizerSection.moments": "how AdamW's moments are held; bfloat16 (rounded at random) takes half the memory, "
     "8-bit (codes of a logarithmic scale, at random) a quarter",
-    "AdvantageSection.name": "the estimator, or your own function, module:Name; docs/algorithms.md",
+    "AdvantageSection.name": "the estimator, or your own function, module:Name; docs/reference/algorithms.md",
     "AdvantageSection.std": "divide by the group's standard deviation (false: Dr.GRPO)",
     "AdvantageSection.leave_one_out": "mean and deviation over the other members of the group",
-    "AdvantageSection.post": "what is done to advantages afterwards; docs/algorithms.md",
-    "LossSection.name": "the loss, or your own function, module:Name; docs/algorithms.md",
+    "AdvantageSection.post": "what is done to advantages afterwards; docs/reference/algorithms.md",
+    "LossSection.name": "the loss, or your own function, module:Name; docs/reference/algorithms.md",
     "LossSection.tau_positive": "SAPO's temperature where the advantage is positive",
     "LossSection.tau_negative": "SAPO's temperature where it is negative",
     "LossSection.ratio_cap": "DPPO's largest weight of a token",
@@ -95,7 +95,7 @@ DESCRIPTIONS = {
     "LossSection.aggregation_constant": "the divisor of aggregation: constant",
     "LossSection.entropy_coef": "weight of an entropy bonus",
     "KLSection.coef": "weight; 0: no reference model is kept",
-    "KLSection.estimator": "of the KL, token by token; docs/algorithms.md",
+    "KLSection.estimator": "of the KL, token by token; docs/reference/algorithms.md",
     "KLSection.place": "added to the loss, or taken off the reward",
     "KLSection.control": "the coefficient stays, or is moved towards the target",
     "KLSection.target": "KL that adaptive control aims at",
@@ -139,21 +139,21 @@ DESCRIPTIONS = {
     "Recipe.epochs": "passes over the rows of tasks.train; with steps, the earlier end counts; 0: steps alone decide",
     "Recipe.model": "what is trained",
     "Recipe.tasks": "on what",
-    "Recipe.media": "how pictures, videos and sounds are decoded and kept; docs/media.md",
+    "Recipe.media": "how pictures, videos and sounds are decoded and kept; docs/guides/media.md",
     "Recipe.batch": "how much a step is",
     "Recipe.selection": "which groups a step trains on",
     "Recipe.rollout": "how episodes are played",
     "Recipe.schedule": "when a step's episodes are played, or its name alone",
     "Recipe.rewards": "what is paid",
-    "Recipe.judges": "models that judge, and where they are reached; docs/judges.md",
-    "Recipe.algorithm": "how it learns; docs/algorithms.md",
+    "Recipe.judges": "models that judge, and where they are reached; docs/guides/judges.md",
+    "Recipe.algorithm": "how it learns; docs/reference/algorithms.md",
     "Recipe.optimizer": "of RL",
     "Recipe.warm_start": "SFT before RL",
     "Recipe.evaluation": "held-out tasks while it trains",
     "Recipe.checkpoint": "what is saved",
     "Recipe.logging": "what is written down besides",
-    "Recipe.cluster": "processes that learn, sample, play and score beside the driver; docs/scale_out.md",
-    "Recipe.health": "when a run that learns nothing stops, and whether the model looks; docs/health.md",
+    "Recipe.cluster": "processes that learn, sample, play and score beside the driver; docs/guides/scale_out.md",
+    "Recipe.health": "when a run that learns nothing stops, and whether the model looks; docs/reference/health.md",
 }
 
 

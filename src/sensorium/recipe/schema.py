@@ -111,7 +111,7 @@ class PriceSection(Section):
 
 
 class JudgesSection(Section):
-    """Models that judge, by name; a judge term says which one it asks. Judgements are cached by content; docs/judges.md."""
+    """Models that judge, by name; a term names the one it asks. Equal content is judged once; docs/guides/judges.md."""
 
     config: Path | None = Field(
         default=None,

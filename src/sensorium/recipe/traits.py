@@ -1,6 +1,6 @@
 """The table of estimators and losses: a line here and a function in ``algorithms/`` are all that a new one needs.
 
-A line says what it needs and takes, for checks at start, the learner and docs/algorithms.md. The function has
+A line says what it needs and takes, for checks at start, the learner and docs/reference/algorithms.md. The function has
 that name in ``algorithms/advantages.py`` or ``algorithms/losses.py``. Free of torch. A name of the user's own
 (``module:attribute``) has the default traits: no critic, groups of any size, single tokens.
 """

@@ -33,7 +33,7 @@ def divisible(temperature: float) -> float:
 class Part(BaseModel):
     """A content part: text, or a medium as ``image_url``, ``video_url``, ``audio_url`` or ``input_audio``.
 
-    What else a video or sound part has says how it is decoded (``fps``, ``frames``, …; see docs/media.md).
+    What else a video or sound part has says how it is decoded (``fps``, ``frames``, …; see docs/guides/media.md).
     """
 
     model_config = ConfigDict(extra="allow")

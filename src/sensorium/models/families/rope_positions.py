@@ -6,8 +6,8 @@ second, then an end mark and text:
     text 0-3 | time 4, 6, 8, 10; height 4-5; width 4-5 | text from 11 on
 
 A block begins one after the largest position so far. What follows it begins one after the largest position of the block,
-on whichever axis that is. The published weights were trained with this rule; docs/families.md names the libraries that
-have another one.
+on whichever axis that is. The published weights were trained with this rule; docs/guides/families.md names the libraries
+that have another one.
 """
 
 from collections.abc import Iterable, Sequence

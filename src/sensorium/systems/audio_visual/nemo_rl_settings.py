@@ -31,8 +31,10 @@ from sensorium.systems.migration.outcomes import (
 )
 from sensorium.vocabulary.errors import RecipeError
 
-PARALLEL = Why("no place", "GPUs are divided by the section cluster (docs/scale_out.md)")
-ENGINE = Why("no place", "the engine here decides it; rollout.engine=vllm takes options of its own (docs/engines.md)")
+PARALLEL = Why("no place", "GPUs are divided by the section cluster (docs/guides/scale_out.md)")
+ENGINE = Why(
+    "no place", "the engine here decides it; rollout.engine=vllm takes options of its own (docs/guides/engines.md)"
+)
 MICRO = Why("no place", "micro-batches are packed by tokens here: batch.tokens_per_microbatch")
 PACKED = Why("no effect", "sequences are always packed without padding here")
 ENDLESS = 1_000_000
@@ -109,11 +111,13 @@ def migrate_nemo(
     sheet = Sheet("NeMo-RL", start, [Setting(key, value, lines.get(key, 0)) for key, value in found.items()], notes)
     if not start:
         sheet.put("optimizer.weight_decay", 0.01)
-        sheet.notes.append("its data sets are not read here: name rows under tasks.train (docs/tasks.md).")
+        sheet.notes.append("its data sets are not read here: name rows under tasks.train (docs/guides/tasks.md).")
     sheet.fill({}, FIRST)
     sheet.settle(RULES)
     if not start and "rewards.terms" not in sheet.changed:
-        sheet.notes.append("no reward function became a term: this recipe has the term math. Others: docs/rewards.md.")
+        sheet.notes.append(
+            "no reward function became a term: this recipe has the term math. Others: docs/reference/rewards.md."
+        )
     if not sheet.at("model.path"):
         sheet.put("model.path", "MODEL")
         sheet.notes.append("no policy.model_name was given: model.path says MODEL, which no folder is.")
@@ -186,7 +190,7 @@ def _dataset(side: str) -> Rule:
             if sheet.start and side == "evaluate":  # other data than the shipped recipe's
                 sheet.put("tasks.evaluate", DROP)
                 sheet.put("evaluation", DROP)
-            set_it = f"set tasks.{side}.0.source, and its options path and columns (docs/tasks.md)"
+            set_it = f"set tasks.{side}.0.source, and its options path and columns (docs/guides/tasks.md)"
             sheet.nothing(setting, "no place", f"this data set has no source here: {set_it}")
 
     return rule
@@ -211,10 +215,10 @@ def _terms(sheet: Sheet, setting: Setting) -> None:
     ]
     others = [str(one.get("name")) for one in given if isinstance(one, dict) and one.get("name") not in TERMS]
     if made:
-        note = f"no place for {', '.join(others)}: write a term of your own (docs/rewards.md)" if others else ""
+        note = f"no place for {', '.join(others)}: write a term of your own (docs/reference/rewards.md)" if others else ""
         sheet.became(setting, {"rewards.terms": made}, note)
     else:
-        sheet.nothing(setting, "no place", "reward terms are named under rewards.terms (docs/rewards.md)")
+        sheet.nothing(setting, "no place", "reward terms are named under rewards.terms (docs/reference/rewards.md)")
 
 
 def _logger(name: str) -> Rule:
@@ -427,7 +431,7 @@ RULES: dict[str, Rule] = {
         "use_multiple_dataloader group_sampling_* force_on_policy* deduplicate_multimodal_data debug_payload_metrics",
         feature("there is no such setting here"),
     ),
-    "reward_penalties.*": feature("reward terms are named under rewards.terms (docs/rewards.md)"),
+    "reward_penalties.*": feature("reward terms are named under rewards.terms (docs/reference/rewards.md)"),
     "loss_fn.reference_policy_kl_penalty": "algorithm.kl.coef",
     "loss_fn.reference_policy_kl_type": "algorithm.kl.estimator",
     "loss_fn.ratio_clip_min": of_loss("clip_low"),
@@ -560,7 +564,9 @@ RULES: dict[str, Rule] = {
     "data.validation.allowed_problem_types": _problem_types("evaluate"),
     "data.train.data_path": "tasks.train.0.options.path",
     "data.validation.data_path": Why("no place", "name rows under tasks.evaluate"),
-    **each("data", "train validation", Why("no place", "name rows under tasks.train and tasks.evaluate (docs/tasks.md)")),
+    **each(
+        "data", "train validation", Why("no place", "name rows under tasks.train and tasks.evaluate (docs/guides/tasks.md)")
+    ),
     "data.shuffle": "tasks.shuffle",
     "data.num_workers": Why("no effect", "rows of the next step are read ahead in a thread"),
     "data.max_input_seq_length": Why(
@@ -574,7 +580,7 @@ RULES: dict[str, Rule] = {
         "data.*",
         "split split_validation_size seed subset prompt_file system_prompt_file processor env_name input_key "
         "output_key download_dir",
-        feature("options of a source (docs/tasks.md)"),
+        feature("options of a source (docs/guides/tasks.md)"),
     ),
     **each(
         "data",
@@ -583,7 +589,9 @@ RULES: dict[str, Rule] = {
     ),
     "env.*.reward_functions": _terms,
     "env.*.num_workers": Why("no effect", "cluster.rewards and cluster.environments start workers"),
-    "env.*": feature("environments and reward terms are named in the recipe (docs/environments.md, docs/rewards.md)"),
+    "env.*": feature(
+        "environments and reward terms are named in the recipe (docs/guides/environments.md, docs/reference/rewards.md)"
+    ),
     "logger.wandb_enabled": _logger("wandb"),
     "logger.tensorboard_enabled": _logger("tensorboard"),
     "logger.wandb.project": "logging.project",

@@ -79,7 +79,7 @@ class RewardRequest:
 def request_of(body: Any, usual: Mode) -> RewardRequest:
     """A request by its shape; Refusal if it has none of the four. ``usual`` is the mode where it names none."""
     if not isinstance(body, Mapping):
-        raise Refusal(400, "the body is an object; docs/services.md has the four forms.")
+        raise Refusal(400, "the body is an object; docs/guides/services.md has the four forms.")
     mode = body.get("score_mode", body.get("mode")) or usual
     if mode not in ("qa", "vl_judge"):
         raise Refusal(400, f"there is no score_mode {mode!r:.40}; there are qa and vl_judge.")

@@ -169,7 +169,7 @@ def caprl_settings(
     one = recipe.cluster.learners == recipe.cluster.engines == 1 and not any(key.startswith("cluster") for key in changed)
     if gpus > 1 and one:
         found.without_effect["CUDA_VISIBLE_DEVICES"] = (
-            f"the run uses the first of these {gpus} GPUs; cluster.learners, cluster.engines use more (docs/scale_out.md)"
+            f"the run uses the first of {gpus} GPUs; cluster.learners, cluster.engines use more (docs/guides/scale_out.md)"
         )
     return found
 

@@ -31,8 +31,8 @@ from sensorium.systems.migration.outcomes import (
 )
 from sensorium.vocabulary.errors import RecipeError
 
-MEGATRON = Why("no place", "GPUs are divided by the section cluster (docs/scale_out.md)")
-SGLANG = Why("no place", "the engine here is native, or vLLM with options of its own (docs/engines.md)")
+MEGATRON = Why("no place", "GPUs are divided by the section cluster (docs/guides/scale_out.md)")
+SGLANG = Why("no place", "the engine here is native, or vLLM with options of its own (docs/guides/engines.md)")
 SHAPE = Why("no effect", "the checkpoint's config.json says how the model is built")
 KL = {"kl": "k1", "k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 SEVERAL_TURNS = {
@@ -204,7 +204,7 @@ def _reward(sheet: Sheet, setting: Setting) -> None:
     elif setting.value in ("math", "deepscaler", "dapo"):
         sheet.became(setting, {"rewards.terms": [{"name": "math"}]})
     else:
-        sheet.nothing(setting, "no place", "choose a reward term (docs/rewards.md); the recipe has math")
+        sheet.nothing(setting, "no place", "choose a reward term (docs/reference/rewards.md); the recipe has math")
 
 
 def _response(sheet: Sheet, setting: Setting) -> None:
@@ -344,9 +344,9 @@ RULES: dict[str, Rule] = {
     "--apply-chat-template-kwargs": feature("the model's template is applied as it is"),
     "--rollout-shuffle": lambda sheet, setting: sheet.became(setting, {"tasks.shuffle": True}),
     "--rm-type": _reward,
-    "--custom-rm-path": feature("a reward of your own is module:function under rewards.terms (docs/rewards.md)"),
+    "--custom-rm-path": feature("a reward of your own is module:function under rewards.terms (docs/reference/rewards.md)"),
     "--custom-generate-function-path": Why(
-        "no place", "several turns are an environment's here: geo3k, or slime's own (docs/environments.md)"
+        "no place", "several turns are an environment's here: geo3k, or slime's own (docs/guides/environments.md)"
     ),
     "--custom-config-path": Why("no place", "run sensorium migrate on this file as well: max_turns and the environment"),
     "--num-rollout": lambda sheet, setting: sheet.became(setting, {"steps": setting.value, "epochs": DROP}),
@@ -479,7 +479,7 @@ RULES: dict[str, Rule] = {
     **each(
         "metadata-key tool-key group-rm reward-key eval-reward-key balance-by-flops start-rollout-id "
         "ci-test ci-disable-kl-checker",
-        feature("rows have prompt, media and answer here (docs/tasks.md)"),
+        feature("rows have prompt, media and answer here (docs/guides/tasks.md)"),
     ),
     **each(
         "deterministic-mode use-rollout-routing-replay use-routing-replay use-rollout-logprobs get-mismatch-metrics",

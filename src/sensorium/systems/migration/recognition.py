@@ -53,7 +53,7 @@ OF_LIBRARIES = (
     "NVSHMEM_", "XDG_", "TRITON_",
 )  # fmt: skip
 TELLS = {
-    "M3_API_CONFIG": "it is read here, too: where the judges' endpoints and keys are (docs/judges.md)",
+    "M3_API_CONFIG": "it is read here, too: where the judges' endpoints and keys are (docs/guides/judges.md)",
     "WANDB_API_KEY": "wandb reads it itself; a recipe never holds a key",
     "CUDA_VISIBLE_DEVICES": "it is read here, too",
 }

@@ -63,9 +63,11 @@ TASKMEM_REWARD = {
 }  # fmt: skip
 
 PARALLEL = Why(
-    "no place", "GPUs are divided by the section cluster (learners, engines, sequence_parallel; docs/scale_out.md)"
+    "no place", "GPUs are divided by the section cluster (learners, engines, sequence_parallel; docs/guides/scale_out.md)"
 )
-ENGINE = Why("no place", "the engine here decides it; rollout.engine=vllm takes options of its own (docs/engines.md)")
+ENGINE = Why(
+    "no place", "the engine here decides it; rollout.engine=vllm takes options of its own (docs/guides/engines.md)"
+)
 MICRO = Why("no place", "micro-batches are packed by tokens here: batch.tokens_per_microbatch")
 OFFLOAD = Why("no place", "cluster.offload keeps weights and moments of several learners in the machine's memory")
 PACKED = Why("no effect", "sequences are always packed without padding here")
@@ -101,13 +103,15 @@ def migrate_verl(settings: Sequence[Setting], text: str, named: str, notes: Sequ
         sheet.put("optimizer.weight_decay", 0.01)
         sheet.put("tasks.train.0.options.columns.answer", "reward_model.ground_truth")
         sheet.notes.append(
-            "verl chooses a reward by each row's data_source; this recipe has the term math. Others: docs/rewards.md."
+            "verl chooses rewards by a row's data_source; this recipe has the term math. Others: docs/reference/rewards.md."
         )
     bounded = {"trainer.total_epochs"} if sheet.value("trainer.total_training_steps") else set()
     sheet.fill({} if start else {key: value for key, value in DEFAULTS.items() if key not in bounded}, FIRST)
     sheet.settle({**(VAGEN if start.startswith("vagen") else {}), **RULES})
     if start in ("vagen_svg", "vagen_trico_svg") and "svg" not in text.lower():
-        sheet.notes.append(f"no environment of VAGEN's is named: the recipe has that of {start} (docs/systems/vagen.md).")
+        sheet.notes.append(
+            f"no environment of VAGEN's is named: the recipe has that of {start} (docs/guides/systems/vagen.md)."
+        )
     size = "actor_rollout_ref.actor.ppo_mini_batch_size"
     if size in sheet.filled and sheet.outcomes[size].kind == "no place":
         sheet.notes.append(f"{size} was left out, which is {DEFAULTS[size]} in verl: {sheet.outcomes[size].text}.")
@@ -134,7 +138,7 @@ def migrate_environments(data: Mapping[str, Any], named: str) -> Migration:
             continue
         if environment not in offered:
             for key in entry:
-                why = f"VAGEN's environment '{entry.get('env_name')}' is not shipped here; docs/environments.md"
+                why = f"VAGEN's environment '{entry.get('env_name')}' is not shipped here; docs/guides/environments.md"
                 sheet.nothing(sheet.settings[f"{name}.{key}"], "no place", why)
             continue
         options["max_turns"] = sheet.at("rollout.max_turns", 3)
@@ -508,7 +512,7 @@ VAGEN: dict[str, Rule] = {
     "env": lambda sheet, setting: (
         sheet.nothing(setting, "became", f"the recipe that the migration starts from: {sheet.start}")
         if VAGEN_RECIPES.get(str(setting.value).lower()) == sheet.start
-        else sheet.nothing(setting, "no place", "name the environment under tasks.train (docs/environments.md)")
+        else sheet.nothing(setting, "no place", "name the environment under tasks.train (docs/guides/environments.md)")
     ),
     "rollout_manager.max_turns": _turns,
     "rollout_manager.window_size": "rollout.window",
@@ -517,8 +521,8 @@ VAGEN: dict[str, Rule] = {
     "rollout_manager.use_gae_mask": _mask("gae_mask"),
     "rollout_manager.n_trajectory": _group,
     "rollout_manager.n_gpus_per_node": PARALLEL,
-    "rollout_manager.base_url": Why("no place", "environment: remote names servers (docs/environments.md)"),
-    "rollout_manager.use_service": Why("no place", "environment: remote plays on servers (docs/environments.md)"),
+    "rollout_manager.base_url": Why("no place", "environment: remote names servers (docs/guides/environments.md)"),
+    "rollout_manager.use_service": Why("no place", "environment: remote plays on servers (docs/guides/environments.md)"),
     "rollout_manager.timeout": "rollout.environment_deadline_s",
     "data.max_trajectory_length": "rollout.max_context_tokens",
 }
@@ -544,7 +548,7 @@ RULES: dict[str, Rule] = {
     "data.input_type": Why("became", "the recipe that the migration starts from"),
     "data.val_max_samples": _evaluated("evaluation.limit"),
     "data.train_max_samples": feature("give a file with fewer rows"),
-    "data.custom_cls.*": feature("a source of your own is module:Class under tasks.train (docs/tasks.md)"),
+    "data.custom_cls.*": feature("a source of your own is module:Class under tasks.train (docs/guides/tasks.md)"),
     "data.return_raw_chat": Why("no effect", "templates are applied by the model's chat processor"),
     **each(
         "data",
@@ -556,7 +560,7 @@ RULES: dict[str, Rule] = {
     "data.sampler.*": feature("tasks.planner decides which task comes next"),
     "data.reward_fn_key": Why("no place", "reward terms are named under rewards.terms"),
     "data.tokenizer": feature("the model's own tokenizer is used"),
-    "data.*tool_config_path": feature("tools are options of the environment tools (docs/environments.md)"),
+    "data.*tool_config_path": feature("tools are options of the environment tools (docs/guides/environments.md)"),
     "data.validation_shuffle": Why("no effect", "the order of held-out tasks changes nothing"),
     "data.image_patch_size": Why("no effect", "the model's own processor knows it"),
     "data.use_shm": feature("rows are read where they lie"),
@@ -694,12 +698,12 @@ RULES: dict[str, Rule] = {
     ),
     "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "rollout.max_turns",
     "actor_rollout_ref.rollout.multi_turn.*": feature(
-        "several turns are an environment's: tools, geo3k, … (docs/environments.md)"
+        "several turns are an environment's: tools, geo3k, … (docs/guides/environments.md)"
     ),
     "actor_rollout_ref.rollout.agent.num_workers": Why(
         "no effect", "all episodes of a step are played at once (rollout.concurrency)"
     ),
-    "actor_rollout_ref.rollout.agent.*": feature("an agent loop is an environment here (docs/environments.md)"),
+    "actor_rollout_ref.rollout.agent.*": feature("an agent loop is an environment here (docs/guides/environments.md)"),
     "actor_rollout_ref.rollout.mode": Why("no effect", "episodes are always played asynchronously"),
     "actor_rollout_ref.rollout.over_sample_rate": feature("selection.oversample"),
     "actor_rollout_ref.rollout.tensor_model_parallel_size": PARALLEL,
@@ -746,15 +750,19 @@ RULES: dict[str, Rule] = {
         "enable shuffle data_loader_seed loss_agg_mode",
         Why("no effect", "the estimator decides, and the policy's order"),
     ),
-    "reward_model.reward_kwargs.overlong_buffer_cfg.*": feature("add the reward term overlong (docs/rewards.md)"),
+    "reward_model.reward_kwargs.overlong_buffer_cfg.*": feature("add the reward term overlong (docs/reference/rewards.md)"),
     "reward_model.reward_kwargs.max_resp_len": Why("no place", "an option of the reward term overlong"),
     "reward_model.reward_kwargs.*": _reward_option,
     "reward_model.reward_manager": Why("no place", "reward terms are named under rewards.terms"),
     "reward_model.launch_reward_fn_async": Why("no effect", "groups are scored as they complete"),
-    "reward_model.*": feature("a model that scores is a judge or a reward server (docs/judges.md, docs/services.md)"),
-    "reward.*": feature("reward terms are named under rewards.terms (docs/rewards.md)"),
-    "reward_manager.*": feature("reward terms are named under rewards.terms (docs/rewards.md)"),
-    "custom_reward_function.*": feature("a reward of your own is module:function under rewards.terms (docs/rewards.md)"),
+    "reward_model.*": feature(
+        "a model that scores is a judge or a reward server (docs/guides/judges.md, docs/guides/services.md)"
+    ),
+    "reward.*": feature("reward terms are named under rewards.terms (docs/reference/rewards.md)"),
+    "reward_manager.*": feature("reward terms are named under rewards.terms (docs/reference/rewards.md)"),
+    "custom_reward_function.*": feature(
+        "a reward of your own is module:function under rewards.terms (docs/reference/rewards.md)"
+    ),
     "algorithm.adv_estimator": _estimator,
     "algorithm.mode": chosen(
         "algorithm.advantage.post", {"optimize_threshold": "optimize_threshold"}, "only optimize_threshold is known"
