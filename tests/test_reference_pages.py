@@ -16,7 +16,7 @@ from sensorium.recipe.names import GIVEN, parameters_of, resolve, table
 from sensorium.rewards.functions import build_term
 from sensorium.rewards.scorer import Scorer
 from sensorium.runs.episodes import read_groups
-from sensorium.systems.caprl.rows import CaptionRows
+from sensorium.systems.caprl.caption_rows import CaptionRows
 from sensorium.trainer.health.rules import RULES
 from sensorium.trainer.run import train
 from tests.rewards.conftest import (

@@ -28,6 +28,7 @@ MOVED = {
     "models.checkpoint_place": "models.checkpoint_path",
     "record.episode_json": "runs.episodes",
     "record.metrics": "runs.metrics",
+    "rewards.protocol": "rewards.reward_term",
     "tasks.daily_omni": "systems.audio_visual.sources",
     "tasks.lookalikes": "systems.audio_visual.generated",
     "tasks.memory_clips": "systems.taskmem.memory_clips",

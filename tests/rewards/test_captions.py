@@ -11,7 +11,7 @@ import pytest
 from sensorium.data.media_store import MediaStore
 from sensorium.recipe.schema import JudgeEndpointSection, JudgesSection
 from sensorium.rewards.judges.client import JudgeClient
-from sensorium.rewards.protocol import RewardContext
+from sensorium.rewards.reward_term import RewardContext
 from sensorium.rewards.terms import TokenLength, timestamp_format
 from sensorium.systems.caprl.questions import (
     CANNOT,

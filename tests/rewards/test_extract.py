@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sensorium.recipe.names import build
-from sensorium.rewards.protocol import ComparingTerm
+from sensorium.rewards.reward_term import ComparingTerm
 from sensorium.rewards.scorer import Scorer
 from sensorium.vocabulary.episode import Episode, Segment, Status, Thread, Turn
 from sensorium.vocabulary.task import Task

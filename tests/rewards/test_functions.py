@@ -14,7 +14,7 @@ import sensorium as sn
 from sensorium.data.media_store import MediaStore
 from sensorium.recipe.names import wrong_options
 from sensorium.rewards.functions import as_term, build_term
-from sensorium.rewards.protocol import RewardContext
+from sensorium.rewards.reward_term import RewardContext
 from sensorium.rewards.scorer import Scorer
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.episode import Episode, Group

@@ -21,7 +21,7 @@ from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import JudgesSection
 from sensorium.rewards.functions import build_term
 from sensorium.rewards.judges.client import JudgeClient
-from sensorium.rewards.protocol import RewardContext
+from sensorium.rewards.reward_term import RewardContext
 from sensorium.rewards.scorer import Scorer, score_groups
 from sensorium.runs.episodes import read_transcripts
 from sensorium.runs.ledger import Ledger

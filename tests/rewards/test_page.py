@@ -13,7 +13,7 @@ from sensorium.data.media_store import MediaStore
 from sensorium.data.pictures import encode_png
 from sensorium.recipe.names import resolve, table
 from sensorium.rewards.functions import as_term, build_term
-from sensorium.rewards.protocol import RewardContext
+from sensorium.rewards.reward_term import RewardContext
 from sensorium.rewards.scorer import Scorer
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.task import Task

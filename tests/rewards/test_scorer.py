@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.rewards.protocol import RewardTerm
+from sensorium.rewards.reward_term import RewardTerm
 from sensorium.rewards.scorer import Scorer
 from sensorium.rewards.terms import EnvironmentReward, Exact
 from sensorium.vocabulary.episode import Episode, Status

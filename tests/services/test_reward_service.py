@@ -27,7 +27,7 @@ from sensorium.cli.serve_reward import configure, judges_section, unused_variabl
 from sensorium.data.made_media import encode_clip
 from sensorium.data.media_store import MediaStore
 from sensorium.rewards.judges.client import JudgeClient
-from sensorium.rewards.protocol import RewardContext
+from sensorium.rewards.reward_term import RewardContext
 from sensorium.services.application import Refusal
 from sensorium.services.chat import ChatRequest, conversation
 from sensorium.services.model_workers import ModelWorker, ModelWorkers, free_port

@@ -16,7 +16,7 @@ from sensorium.report.album import Album
 from sensorium.report.cards import group_card
 from sensorium.report.examples import LoggedGroup
 from sensorium.rewards.judges.client import JudgeClient
-from sensorium.rewards.protocol import RewardContext
+from sensorium.rewards.reward_term import RewardContext
 from sensorium.rewards.scorer import Scorer
 from sensorium.runs.episodes import TRANSCRIPTS, read_transcripts
 from sensorium.runs.ledger import Ledger

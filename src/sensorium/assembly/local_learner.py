@@ -12,7 +12,7 @@ from sensorium.assembly.session import Session
 from sensorium.learner.credited_episode import Assessment, CreditedEpisode, Groups
 from sensorium.learner.critic import Critic
 from sensorium.learner.learner import Learner
-from sensorium.learner.protocol import RunLearner
+from sensorium.learner.learner_protocol import RunLearner
 from sensorium.learner.saved_state import STATE, local_of, read_learner_state, write_learner_state
 from sensorium.models.fused import Recomputation
 from sensorium.models.policy import Policy, Reference

@@ -29,7 +29,7 @@ from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection
 from sensorium.rewards.answer import without_answer
 from sensorium.rewards.functions import build_term
 from sensorium.rewards.judges.client import JudgeClient
-from sensorium.rewards.protocol import RewardContext
+from sensorium.rewards.reward_term import RewardContext
 from sensorium.rewards.scorer import JudgementCache, Scorer, term_identity
 from sensorium.rollout.live import refuse_strange_environments
 from sensorium.rollout.play import Rollout

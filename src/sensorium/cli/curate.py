@@ -54,7 +54,7 @@ def run(arguments: Namespace) -> int:
     from sensorium.cli.serve_reward import judges_section
     from sensorium.data.media_store import MediaStore
     from sensorium.rewards.judges.client import JudgeClient
-    from sensorium.systems.caprl.rows import CaptionRows
+    from sensorium.systems.caprl.caption_rows import CaptionRows
     from sensorium.systems.caprl.terms import Curation
 
     out = Path(arguments.out)
@@ -114,7 +114,7 @@ def _first_reason(found: Sequence[Mapping[str, Any]]) -> str:
 
 def _refuse_another_folder(rows: Path, out: Path) -> None:
     """Rows name files by paths from their own folder: in another one they would name nothing."""
-    from sensorium.systems.caprl.rows import first_row
+    from sensorium.systems.caprl.caption_rows import first_row
 
     row = first_row(rows)
     media = [row.get("image"), *(videos if isinstance(videos := row.get("videos"), list) else [videos])]
@@ -197,7 +197,7 @@ async def _tried(client: Any, curation: Any, source: Any, at_once: int) -> list[
 
 def write_kept(rows: Path, out: Path, found: list[dict[str, Any]]) -> int:
     """Write the rows that keep a question, with those alone; how many there are. None: no file."""
-    from sensorium.systems.caprl.rows import ground_truth
+    from sensorium.systems.caprl.caption_rows import ground_truth
 
     def kept(row: dict[str, Any], tried: list[dict[str, Any]]) -> dict[str, Any]:
         truth = ground_truth(row["reward_model"]["ground_truth"])

@@ -23,7 +23,7 @@ from sensorium.rewards.answer import without_answer
 from sensorium.rewards.functions import build_term
 from sensorium.rewards.judges.client import JudgeClient
 from sensorium.rewards.placed import placeable
-from sensorium.rewards.protocol import RewardContext, Term
+from sensorium.rewards.reward_term import RewardContext, Term
 from sensorium.trainer.health.monitor import refuse_without_demonstrations, start_notes
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError, TaskError, UnknownJudge

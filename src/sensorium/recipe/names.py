@@ -142,7 +142,7 @@ NAMES: dict[str, dict[str, str]] = {
         "svg_files": "sensorium.data.environment_tasks:SvgFiles",
         "intent": "sensorium.systems.audio_visual.sources:Intent",
         "daily_omni": "sensorium.systems.audio_visual.sources:DailyOmni",
-        "caprl": "sensorium.systems.caprl.rows:CaptionRows",
+        "caprl": "sensorium.systems.caprl.caption_rows:CaptionRows",
         "captioned_shapes": "sensorium.systems.caprl.generated:CaptionedShapes",
         "caption_reading": "sensorium.systems.caprl.generated:CaptionReading",
         "sight_and_sound": "sensorium.systems.audio_visual.generated:SightAndSound",

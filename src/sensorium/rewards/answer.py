@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from sensorium.rewards.protocol import Term
+from sensorium.rewards.reward_term import Term
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RewardFailure, TaskError
 from sensorium.vocabulary.task import Task

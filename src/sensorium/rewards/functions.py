@@ -22,7 +22,7 @@ from sensorium.recipe.names import (
     takes_context,
     wrong_function_options,
 )
-from sensorium.rewards.protocol import RewardContext, Term
+from sensorium.rewards.reward_term import RewardContext, Term
 from sensorium.vocabulary.content import Message, Text
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RecipeError, RewardFailure, TaskError

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from sensorium.rewards.judges.answer_forms import AnswerForm, JsonAnswer, Number, RankingAnswer, SchemaAnswer
 from sensorium.rewards.judges.client import JudgeClient
 from sensorium.rewards.judges.request import JudgeRequest, untrusted_message
-from sensorium.rewards.protocol import RewardContext
+from sensorium.rewards.reward_term import RewardContext
 from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import JudgeRefusal, RecipeError, RewardFailure

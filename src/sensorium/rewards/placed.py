@@ -13,7 +13,7 @@ from typing import Any
 from sensorium.cluster.placed_workers import PlacedWorkers
 from sensorium.recipe.names import resolve, takes_context
 from sensorium.recipe.schema import RewardsSection
-from sensorium.rewards.protocol import ComparingTerm, Term
+from sensorium.rewards.reward_term import ComparingTerm, Term
 from sensorium.rewards.scorer import judgement_keys, judges_groups
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RecipeError

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self, TypeGuard, cast, get_args
 from sensorium.cluster.event_loop import first_error, side_by_side
 from sensorium.cluster.pool import CallOverdue, WorkerFailure, WorkerPool
 from sensorium.data.lru import LRU
-from sensorium.rewards.protocol import ComparingTerm, GroupTerm, RewardTerm, Term
+from sensorium.rewards.reward_term import ComparingTerm, GroupTerm, RewardTerm, Term
 from sensorium.vocabulary.content import Message, Text
 from sensorium.vocabulary.episode import Episode, Group, Status
 from sensorium.vocabulary.errors import (

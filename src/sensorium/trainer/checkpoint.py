@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sensorium.learner.protocol import RunLearner
+from sensorium.learner.learner_protocol import RunLearner
 from sensorium.learner.saved_state import load_state, save_state
 from sensorium.runs.checkpoint_layout import MARKER, Best, CheckpointFolder, contents_of, problems_of, remove_checkpoint
 from sensorium.runs.durable import cannot_write, flush, write_whole, writing

@@ -13,7 +13,7 @@ from sensorium.assembly.models import load_trained
 from sensorium.data.decoder import Decoder
 from sensorium.data.media_store import MediaStore
 from sensorium.learner.credited_episode import CreditedEpisode, CriticValues
-from sensorium.learner.protocol import RunLearner
+from sensorium.learner.learner_protocol import RunLearner
 from sensorium.learner.saved_state import load_state, save_state
 from sensorium.recipe.load import load_recipe
 from sensorium.runs.durable import read_json, write_whole

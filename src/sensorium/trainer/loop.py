@@ -22,7 +22,7 @@ from sensorium.data.planner import Planner
 from sensorium.evaluation.summary import summary_metrics
 from sensorium.kernels.compile_time import take_untold_seconds
 from sensorium.learner.credited_episode import CreditedEpisode
-from sensorium.learner.protocol import RunLearner
+from sensorium.learner.learner_protocol import RunLearner
 from sensorium.recipe.names import resolve
 from sensorium.recipe.schema import Recipe
 from sensorium.report.watcher import RunStart, Watcher

@@ -29,7 +29,7 @@ from sensorium.data.media_store import MediaStore
 from sensorium.rewards.answer import last_response
 from sensorium.rewards.judges.request import JudgeAnswer
 from sensorium.rewards.judges.transcripts import TranscriptLine, Transcripts
-from sensorium.rewards.protocol import RewardContext
+from sensorium.rewards.reward_term import RewardContext
 from sensorium.rewards.scorer import Scores, judgement_keys
 from sensorium.systems.caprl.questions import CaptionQuestion
 from sensorium.systems.caprl.terms import CaptionJudgement, ReaderAnswer, described, judge_instructions, questions_of

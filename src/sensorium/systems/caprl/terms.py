@@ -19,7 +19,7 @@ from sensorium.rewards.judge_terms import client_of, needed
 from sensorium.rewards.judges.answer_forms import JsonAnswer, Number
 from sensorium.rewards.judges.client import JudgeClient
 from sensorium.rewards.judges.request import JudgeAnswer, JudgeRequest, neutral, shortened, untrusted_message
-from sensorium.rewards.protocol import RewardContext
+from sensorium.rewards.reward_term import RewardContext
 from sensorium.systems.caprl.questions import (
     PROMPTS,
     CaptionQuestion,

@@ -17,7 +17,7 @@ from sensorium.rewards.judge_terms import client_of, needed, question_media, ran
 from sensorium.rewards.judges.answer_forms import JsonAnswer, OneOf
 from sensorium.rewards.judges.client import JudgeClient
 from sensorium.rewards.judges.request import JudgeRequest, untrusted_message
-from sensorium.rewards.protocol import RewardContext
+from sensorium.rewards.reward_term import RewardContext
 from sensorium.vocabulary.episode import Episode, Segment
 from sensorium.vocabulary.errors import RecipeError, RewardFailure
 from sensorium.vocabulary.score import Score

@@ -12,7 +12,7 @@ from typing import Any
 
 from sensorium.recipe.schema import Recipe
 from sensorium.report.page import LOSSES
-from sensorium.rewards.protocol import ComparingTerm
+from sensorium.rewards.reward_term import ComparingTerm
 from sensorium.rewards.scorer import Scorer
 from sensorium.runs.findings import SightResult
 from sensorium.vocabulary.episode import Episode, Group, Status

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sensorium.learner.protocol import RunLearner
+from sensorium.learner.learner_protocol import RunLearner
 from sensorium.recipe.names import resolve
 from sensorium.recipe.schema import Recipe
 from sensorium.report.watcher import Watcher
