@@ -12,7 +12,7 @@ from sensorium.cli.dry_run import look_at
 from sensorium.cli.main import main
 from sensorium.cli.validate import Finding, example_arguments, model_free_session, validate
 from sensorium.data.sound import encode_wav
-from sensorium.envs.tool_use import misfit
+from sensorium.envs.tool_use import argument_problem
 from sensorium.recipe.load import parse_recipe
 from sensorium.vocabulary.errors import TaskError
 
@@ -276,7 +276,7 @@ def test_example_arguments_fit_their_schema() -> None:
         },
         "required": ["box", "unit", "deep", "n"],
     }
-    assert not misfit(example_arguments(schema), schema)
+    assert not argument_problem(example_arguments(schema), schema)
 
 
 def test_rows_that_need_a_history_and_terms_that_ask_judges_are_no_errors(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def test_a_judge_answers_by_a_users_schema(tmp_path: Path) -> None:
     def judge(request: dict[str, Any]) -> str:
         if len(request["messages"]) == 1:  # at first it forgets a field, then it is told so
             return '{"truth": 1}'
-        assert "lacks 'kept'" in request["messages"][-1]["content"]
+        assert "'kept' is a required" in request["messages"][-1]["content"]
         return json.dumps({"truth": 0.5, "kept": "cat" in framed(said(request), "ANSWER")})
 
     with (

@@ -66,7 +66,7 @@ def everything_works(box: Toolbox) -> None:
     failed = box.run(ToolCall("fail"))
     assert failed.is_error
     assert "fail" in failed.text
-    assert "'b' is missing" in box.run(ToolCall("add", {"a": 2})).text
+    assert "'b' is a required" in box.run(ToolCall("add", {"a": 2})).text
 
 
 def test_tools_over_stdio() -> None:

@@ -80,7 +80,7 @@ def test_results_and_errors_of_a_tool_are_all_results() -> None:
         assert result.is_error
         assert told in result.text
     assert "did you mean 'calculator'" in run(box, "calculater", expression="1").text
-    assert "'expression' is missing" in run(box, "calculator").text
+    assert "'expression' is a required" in run(box, "calculator").text
     with pytest.raises(EnvironmentFailure, match="died"):
         run(box, "own", what="lost")
 
