@@ -102,7 +102,7 @@ METRICS_BYTES, LEDGER_BYTES = 2500, 60
 """Estimates, not measurements: bytes of an episode's log without its tokens, of a token in it, of a row in each file."""
 
 MATCHED = (
-    "matched: engine and learner agree on log-probs bit for bit; slower, more activations (docs/internals/performance.md)"
+    "matched: engine and learner agree on log-probs bit for bit; slower, more activations (docs/internals/exactness.md)"
 )
 REPEATS = "rollout.schedule=lockstep repeats bit for bit on CPU"
 ONE_STEP_OFF = (

@@ -27,7 +27,7 @@ DESCRIPTIONS = {
     "only, elsewhere as true; auto: on CUDA as little as the forecast of memory allows, elsewhere none. Towers on CUDA: "
     "always",
     "ModelSection.precision": "fast: engine and learner each sum in the order that is fastest for them; matched: in one "
-    "order: they agree on log-probs bit for bit, at a cost (docs/internals/performance.md; on a CPU: tiny models only)",
+    "order: they agree on log-probs bit for bit, at a cost (docs/internals/exactness.md; on a CPU: tiny models only)",
     "ModelSection.lora": "low-rank adapters",
     "SourceSection.source": "a registered source (jsonl, parquet, hub, environments, shapes, …) or your own, module:Name",
     "SourceSection.weight": "its share of the mixture, relative to the other sources'",
