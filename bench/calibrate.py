@@ -34,7 +34,7 @@ FREE = replace(
 CLEAN = H200["main, clean"]
 NIGHT = H200["night"]["float16 activations in the first MLPs, kernels launched ahead with weights asked for (not kept)"]
 ROWS = NIGHT["ms of a decode step by rows, contexts of 880 tokens, groups of 8 with 256 in common"]
-BANDWIDTH = 4.3 / 4.8  # docs/internals/performance.md: 21 of 26 µs of gate and up would be reading them at 4.3 TB/s
+BANDWIDTH = 4.3 / 4.8  # bench/LOG.md: 21 of 26 µs of gate and up would be reading them at 4.3 TB/s
 ATTENTION_READS = BANDWIDTH * 7 / 13  # the same: attention takes 13 µs where reading keys and values would take 7
 ATTENTION = 243 / 989  # the same: flash attention of an update of W2 at 243 TFLOP/s
 
@@ -129,19 +129,19 @@ SOURCES = {
     "decode_fixed_s": "none needed",
     "decode_layer_s": "fitted: h200.json, ms of a decode step by rows, contexts of 880 tokens",
     "decode_flops": "fitted: the same",
-    "weight_reads": "docs/internals/performance.md: weights of a decode step are read at 4.3 of 4.8 TB/s",
-    "kv_reads": "docs/internals/performance.md: attention of a decode step takes 13 µs where 7 would be reading",
+    "weight_reads": "bench/LOG.md: weights of a decode step are read at 4.3 of 4.8 TB/s",
+    "kv_reads": "bench/LOG.md: attention of a decode step takes 13 µs where 7 would be reading",
     "prefill_fixed_s": "fitted: h200.json, first_token_s of W1 with 16 and 64 prompts (main, clean)",
     "prefill_flops": "fitted: the same",
     "update_flops": "fitted: h200.json, update_s of W1 without recomputation at 4,700 and 14,100 tokens and with full",
     "microbatch_s": "fitted: the same",
     "update_fixed_s": "fitted: the same",
-    "attention_flops": "docs/internals/performance.md: flash attention of an update at 243 of 989 TFLOP/s",
+    "attention_flops": "bench/LOG.md: flash attention of an update at 243 of 989 TFLOP/s",
     "other_s": "none needed",
     "other_episode_s": "h200.json, the code of the afternoon: record_s and credit_s of W1 over its episodes",
     "push_fixed_s": "not measured on a GPU: 0",
     "push_bytes": "safetensors to and from shared memory at 1.93 and 2.9 GB/s (one Arm core), two copies over PCIe at 25: "
-    "not measured on a GPU machine; loading straight to an H200 was 1.67 GB/s, saving 0.97 (docs/internals/performance.md)",
+    "not measured on a GPU machine; loading straight to an H200 was 1.67 GB/s, saving 0.97 (bench/LOG.md)",
     "rank_fixed_s": "not measured on a GPU: 0",
     "rank_times": "not measured on a GPU: 1. On CUDA a sharded policy runs stock layers, slower than the fused ones",
     "rollout_fixed_s": "h200.json: rollout_s of the W1 steps that updates were fitted to, over the engine's part of it",

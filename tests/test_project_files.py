@@ -1,5 +1,6 @@
 """The project's files: the wheel runs outside the checkout, and what contributors are told is there."""
 
+import json
 import os
 import re
 import shutil
@@ -113,3 +114,25 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), target
     for named in re.findall(r"\bdocs/[\w/]+\.md\b", page.read_text()):
         assert (ROOT / named).exists(), named
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/internals").glob("*.md")), ids=lambda page: page.stem)
+def test_files_named_on_pages_about_the_internals_are_there(page: Path) -> None:
+    """By their path in the package or, after the folder was named, by their name alone."""
+    named = set(re.findall(r"`([\w/]+\.(?:py|cu))`", page.read_text()))
+    assert named <= {name for name in named if [*(ROOT / "src/sensorium").rglob(name), *ROOT.glob(name)]}
+
+
+@pytest.mark.parametrize(
+    ("page", "lines"), [("docs/internals/architecture.md", 200), ("docs/internals/performance.md", 150)]
+)
+def test_pages_that_everybody_reads_stay_short(page: str, lines: int) -> None:
+    assert len((ROOT / page).read_text().splitlines()) <= lines
+
+
+def test_the_page_on_performance_has_the_measured_gain_of_every_kernel() -> None:
+    page = (ROOT / "docs/internals/performance.md").read_text()
+    for workload, found in json.loads((ROOT / "bench/baselines/kernels_h200.json").read_text()).items():
+        for operation in found["operations"]:
+            (row,) = re.findall(rf"^\| {re.escape(operation['operation'].partition(' (')[0])} \|.*$", page, re.MULTILINE)
+            assert row.split(" | ")[["W1", "W2"].index(workload) + 2].rstrip(" |") == f"{operation['ratio']:.3f}"
