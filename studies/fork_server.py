@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-OURS = ("trainer.run", "cli.train", "models.qwen3_vl", "models.qwen2_5_omni", "engines.native.engine", "envs.frozen_lake")
+OURS = ("trainer.run", "cli.train", "models.families.qwen3_vl", "models.families.qwen2_5_omni", "envs.frozen_lake")
+OURS += ("engines.native.native_engine",)
 THEIRS = ("auto.modeling_auto", "auto.processing_auto", "auto.tokenization_auto", "qwen3_vl.modeling_qwen3_vl")
 THEIRS += ("qwen2_5_omni.modeling_qwen2_5_omni", "qwen3_vl.processing_qwen3_vl", "qwen2_5_omni.processing_qwen2_5_omni")
 PRELOADED = tuple(f"sensorium.{name}" for name in OURS) + tuple(f"transformers.models.{name}" for name in THEIRS)
@@ -106,7 +107,8 @@ class ForkServer:
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
                 cwd=ROOT,
             )
-            self._connect(listening.getsockname())
+            name = listening.getsockname()
+        self._connect(name)  # the server alone listens now: where it has ended, this fails instead of waiting
 
     def _connect(self, address: str | bytes) -> None:
         """Be one of the server's clients. One that is about to end accepts nobody any more: then this raises."""

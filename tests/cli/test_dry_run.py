@@ -14,7 +14,7 @@ from sensorium.recipe import plan
 from sensorium.recipe.checks import wrong_metric
 from sensorium.recipe.load import load_recipe
 from sensorium.runs.run_directory import RunDirectory
-from sensorium.trainer.run import begin
+from sensorium.trainer.run_claim import begin
 from sensorium.vocabulary import Episode, Task
 from tests.cli.test_main import sensorium
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 from sensorium.cli.dry_run import look_at
 from sensorium.cli.main import main
-from sensorium.cli.validate import Finding, example_arguments, model_free_session, validate
+from sensorium.cli.validation import Finding, example_arguments, model_free_session, validate
 from sensorium.data.sound import encode_wav
 from sensorium.envs.tool_use import argument_problem
 from sensorium.recipe.load import parse_recipe

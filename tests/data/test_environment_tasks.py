@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.cli.validate import content_of
+from sensorium.cli.validation import content_of
 from sensorium.data import environment_tasks
 from sensorium.data.environment_tasks import EnvironmentTasks, side
 from sensorium.data.media_store import MediaStore

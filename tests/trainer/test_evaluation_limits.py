@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoProcessor
 
-from sensorium.cli.validate import Finding, model_free_session, validate
+from sensorium.cli.validation import Finding, model_free_session, validate
 from sensorium.data.made_media import encode_clip
 from sensorium.evaluation.held_out import evaluate_into
 from sensorium.models.tiny import make_tiny, take_published_sizes

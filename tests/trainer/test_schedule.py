@@ -11,7 +11,8 @@ from sensorium.recipe.plan import make_plan
 from sensorium.recipe.schema import Recipe
 from sensorium.runs.metrics import read_metrics
 from sensorium.runs.run_directory import RunDirectory
-from sensorium.trainer.run import begin, open_trainer, train
+from sensorium.trainer.run import open_trainer, train
+from sensorium.trainer.run_claim import begin
 from sensorium.vocabulary.errors import RecipeError
 from studies.resumed_runs import differences
 

@@ -13,7 +13,8 @@ from sensorium.cluster.event_loop import run_async
 from sensorium.learner.saved_state import load_state
 from sensorium.recipe.schema import Recipe
 from sensorium.runs.run_directory import RunDirectory
-from sensorium.trainer.run import begin, open_trainer
+from sensorium.trainer.run import open_trainer
+from sensorium.trainer.run_claim import begin
 
 from .small import small
 from .threaded import ThreadedLearner

@@ -22,7 +22,7 @@ from sensorium.report.watcher import Watcher
 from sensorium.runs.durable import read_rows
 from sensorium.runs.lock import lock_run
 from sensorium.runs.run_directory import RunDirectory, step_of
-from sensorium.trainer.run import go_on
+from sensorium.trainer.run_claim import go_on
 from sensorium.vocabulary.errors import RecipeError
 
 # Outside a loop the work runs in place. Inside one it runs in a second thread with a loop of its own while this thread

@@ -24,7 +24,7 @@ from sensorium.rewards.functions import build_term
 from sensorium.rewards.judges.client import JudgeClient
 from sensorium.rewards.placed import placeable
 from sensorium.rewards.reward_term import RewardContext, Term
-from sensorium.trainer.health.monitor import refuse_without_demonstrations, start_notes
+from sensorium.trainer.health.start_checks import refuse_without_demonstrations, start_notes
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError, TaskError, UnknownJudge
 from sensorium.vocabulary.task import Task

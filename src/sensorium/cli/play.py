@@ -39,7 +39,7 @@ def configure(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Play."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    from sensorium.cli.validate import model_free_session
+    from sensorium.cli.validation import model_free_session
     from sensorium.cluster.event_loop import run_async
     from sensorium.data.mixture import each_once, make_sources
 
@@ -91,7 +91,7 @@ class Screen:
     async def play(self, task: Task, *, demonstrate: bool) -> Any:
         """One episode."""
         from sensorium.assembly.session import EnvironmentMaker
-        from sensorium.cli.validate import WatchedEnvironment
+        from sensorium.cli.validation import WatchedEnvironment
 
         made = EnvironmentMaker(self.session.store)
         self.task, self.turn = task, 0

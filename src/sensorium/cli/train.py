@@ -185,7 +185,7 @@ def run(arguments: Namespace) -> int:
 
 def _resumable(recipe: Recipe) -> list[str]:
     """Refuse to go on with a run by another recipe, as the run itself would; returns what it would say."""
-    from sensorium.trainer.run import go_on
+    from sensorium.trainer.run_claim import go_on
 
     return go_on(recipe, RunDirectory(recipe.directory))
 

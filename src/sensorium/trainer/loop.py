@@ -37,7 +37,8 @@ from sensorium.trainer.checkpoint import Best, Checkpoints
 from sensorium.trainer.collect import CollectedStep, Collector
 from sensorium.trainer.credit import credit
 from sensorium.trainer.health.facts import Evidence, unanswered
-from sensorium.trainer.health.monitor import Health, has_demonstration, refuse_ruined
+from sensorium.trainer.health.monitor import Health, refuse_ruined
+from sensorium.trainer.health.start_checks import has_demonstration
 from sensorium.trainer.heartbeat import Heartbeat, run_end
 from sensorium.trainer.kept_batch import keep_batch
 from sensorium.trainer.run_evaluation import RunEvaluator

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from sensorium.assembly.session import EnvironmentMaker
-from sensorium.cli.validate import try_tools
+from sensorium.cli.validation import try_tools
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.mcp import close_servers, server_tools
 from sensorium.envs.tool_use import Toolbox, ToolCall, ToolContext, ToolUse, write_call

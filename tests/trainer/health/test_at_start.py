@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from sensorium.recipe.load import check_recipe
-from sensorium.trainer.health.monitor import long_demonstrations, refuse_without_demonstrations, start_notes
+from sensorium.trainer.health.start_checks import long_demonstrations, refuse_without_demonstrations, start_notes
 from sensorium.vocabulary import EnvironmentSpec, Task
 from sensorium.vocabulary.errors import TaskError
 from tests.trainer.health.test_runs import RECIPE

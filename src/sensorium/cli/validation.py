@@ -1,0 +1,567 @@
+"""Responses without a model: actions by chance where an environment names them, else words; and a call of each tool."""
+
+import hashlib
+import random
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from inspect import isawaitable
+from typing import Any, Literal
+
+from sensorium.assembly.session import EnvironmentMaker, make_scorer, open_store, sampling_of
+from sensorium.cluster.event_loop import run_async
+from sensorium.data.causal_history import CausalSource, gaps, untold
+from sensorium.data.media_store import MediaStore
+from sensorium.data.mixture import TaskSource, Treatment, make_sources, permuted
+from sensorium.engines.protocol import Request
+from sensorium.engines.scripted import ScriptedEngine
+from sensorium.envs.actions import ActionGrammar
+from sensorium.envs.protocol import Environment
+from sensorium.envs.tool_use import Toolbox, ToolCall
+from sensorium.models.chat_processor import ChatProcessor
+from sensorium.models.checkpoint_path import may_be_hub_id
+from sensorium.models.load_chat import load_chat_processor, load_stand_in
+from sensorium.models.tiny import PUBLISHED_PIXELS
+from sensorium.recipe.names import resolve
+from sensorium.recipe.schema import Recipe, RolloutSection, SourceSection
+from sensorium.rewards.judge_terms import NO_CLIENT
+from sensorium.rewards.scorer import Scorer
+from sensorium.rollout.live import MakeEnvironment, media_of
+from sensorium.rollout.play import Attempt, Renderer, Rollout
+from sensorium.vocabulary.content import Media
+from sensorium.vocabulary.episode import Episode, Group, Segment, Status
+from sensorium.vocabulary.errors import MediaError, ModelError, SensoriumError, TaskError
+from sensorium.vocabulary.plain import attempt, words
+from sensorium.vocabulary.score import by_name
+from sensorium.vocabulary.task import Task
+
+WORDS = ("", "yes", "42", "<answer>1</answer>", "\\boxed{2}", "I do not know.", "<think>hm</think><answer>A</answer>")
+EXAMPLES: dict[str, Any] = {"string": "1", "integer": 1, "number": 1.0, "boolean": True, "object": {}, "array": []}
+
+
+class RandomPlay:
+    """Plays by chance, the same for the same task. ``make`` builds its environments, so that their actions are known."""
+
+    def __init__(self, make: MakeEnvironment) -> None:
+        self._make = make
+        self._grammars: dict[str, ActionGrammar | None] = {}
+
+    def make(self, task: Task) -> Environment:
+        """A task's environment."""
+        environment = self._make(task)
+        grammar = getattr(environment, "grammar", None)
+        self._grammars[task.id] = grammar if isinstance(grammar, ActionGrammar) else None
+        return environment
+
+    @property
+    def action_names(self) -> tuple[str, ...]:
+        """The actions of the environments that were made, by name."""
+        return tuple(dict.fromkeys(name for grammar in self._grammars.values() if grammar for name in grammar.names))
+
+    def answer(self, request: Request) -> str:
+        """Any response; one in eight is words where there are actions."""
+        episode, _, turn = request.name.rpartition("/")
+        task = episode.split("/", 3)[-1].rpartition("/")[0]
+        chance = random.Random(f"validate/{task}/{turn}")
+        grammar = self._grammars.get(task)
+        if grammar is None or chance.random() < 1 / 8:
+            return chance.choice(WORDS)
+        count = chance.randint(1, min(3, grammar.most_actions))
+        actions = [chance.randrange(len(grammar.names)) for _ in range(count)]
+        return grammar.write(actions, **dict.fromkeys(("think", "observation", "reasoning", "prediction"), "?"))
+
+
+def try_tools(tasks: Sequence[Task], make: MakeEnvironment) -> Iterator[tuple[str, str, bool]]:
+    """Call each tool of the first environment that has tools, with arguments that fit its schema: (name, reply, good).
+
+    One that says that it ``changes`` things is not called.
+    """
+    for task in tasks[:1]:
+        environment, error = attempt(make, task)
+        toolbox = getattr(environment, "toolbox", None) if error is None else None
+        if not isinstance(toolbox, Toolbox):
+            continue
+        _, begun = attempt(environment.reset, task.environment.seed if task.environment else 0)
+        if begun is not None:
+            continue  # it fails in play too, and is found there
+        for name, tool in toolbox.tools.items():
+            if getattr(tool, "changes", False) is True:
+                yield name, "not called: its server says that it changes things", True
+                continue
+            reply, failed = attempt(toolbox.run, ToolCall(name, example_arguments(tool.spec.parameters)))
+            if failed is not None:
+                yield name, words(failed), False
+            else:
+                told = " ".join(reply.text.split())[:80] or f"{len(reply.content)} blocks"
+                yield name, f"replies: {told}", not reply.is_error
+        attempt(environment.close)
+
+
+def example_arguments(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that fit a JSON schema, roughly: the required ones, by their types, enums and defaults."""
+    properties = schema.get("properties", {})
+    return {name: _example(properties.get(name, {})) for name in schema.get("required", ())}
+
+
+def _example(schema: Mapping[str, Any]) -> Any:
+    for key in ("default", "const"):
+        if key in schema:
+            return schema[key]
+    if schema.get("enum"):
+        return schema["enum"][0]
+    kind = schema.get("type", "string")
+    kind = kind[0] if isinstance(kind, list) else kind
+    if kind == "object":
+        return example_arguments(schema)
+    if kind == "array":
+        least = max(int(schema.get("minItems", 1)), 1)
+        items = [_example(schema.get("items", {})) for _ in range(least)]
+        if all(isinstance(item, int | float) for item in items):
+            low = schema.get("items", {}).get("minimum", 0)
+            return [type(item)(low + 10 * place) for place, item in enumerate(items)]
+        return items
+    if "minimum" in schema:
+        return schema["minimum"]
+    return EXAMPLES.get(kind, "1")
+
+
+LOOKALIKES = {"2.5-omni": "qwen2_5_omni", "3-omni": "qwen3_omni_moe", "2.5-vl": "qwen2_5_vl", "3-vl": "qwen3_vl"}
+"""Parts of published names, and the family whose tiny model stands in for one whose files are not here."""
+
+Watch = Callable[[str, Any], None]
+"""Hears what an environment returned: of which method, and what."""
+
+
+@dataclass
+class ModelFreeSession:
+    """What is needed to play a recipe's tasks with given responses.
+
+    ``stand_in`` says whose tokenizer is used instead of the model's own, ``problem`` why.
+    """
+
+    recipe: Recipe
+    store: MediaStore
+    chat: ChatProcessor
+    scorer: Scorer
+    stand_in: str
+    problem: str = ""
+
+    async def play(
+        self,
+        tasks: list[Task],
+        answers: Callable[[Request], str],
+        *,
+        demonstrate: bool = False,
+        make: Callable[[Task], Environment] | None = None,
+        section: RolloutSection | None = None,
+    ) -> list[Group]:
+        """Play each task once with these answers, or with its own demonstration, and let the reward terms judge it.
+
+        ``section`` has the limits of held-out tasks.
+        """
+        section = section or self.recipe.rollout
+        rollout = Rollout(self.chat, ScriptedEngine(self.chat, answers), section, make or EnvironmentMaker(self.store))
+        attempt = Attempt(self.recipe.seed, 0, "play", demonstrate)
+        try:
+            groups = await rollout.stream(tasks, 1, attempt, sampling_of(section)).in_order()
+            return [await self.scorer.score_group(group) for group in groups]
+        finally:
+            rollout.close()
+
+
+@contextmanager
+def model_free_session(recipe: Recipe) -> Iterator[ModelFreeSession]:
+    """A session without weights; where the model's files are not here, a tiny look-alike's tokenizer stands in."""
+    store = open_store(recipe)
+    chat, stand_in, problem = _chat(recipe, store)
+    scorer = make_scorer(recipe.rewards, None, store)
+    try:
+        yield ModelFreeSession(recipe, store, chat, scorer, stand_in, problem)
+    finally:
+        scorer.close()
+        chat.decoder.close()
+
+
+def _chat(recipe: Recipe, store: MediaStore) -> tuple[ChatProcessor, str, str]:
+    model = recipe.model
+    try:
+        found = load_chat_processor(model.path, store=store, family=model.family, revision=model.revision)
+    except ModelError as error:
+        named = model.path.lower().replace("_", "-").replace("qwen-", "qwen")
+        families = [family for part, family in LOOKALIKES.items() if part in named]
+        family = model.family if model.family != "auto" else families[0] if families else "qwen3_vl"
+        return load_stand_in(family, store), f"tiny:{family}", str(error)
+    return found, "", ""
+
+
+class WatchedEnvironment:
+    """An environment, and somebody who hears what its ``reset`` and ``step`` return."""
+
+    def __init__(self, inner: Environment, watch: Watch) -> None:
+        self.inner, self._watch = inner, watch
+        self.instant = getattr(inner, "instant", False) is True
+
+    def reset(self, seed: int) -> Any:
+        """Start."""
+        return self._heard("reset", self.inner.reset(seed))
+
+    def step(self, response: str) -> Any:
+        """Act."""
+        return self._heard("step", self.inner.step(response))
+
+    def demonstrate(self) -> Any:
+        """A good response."""
+        return self.inner.demonstrate()
+
+    def close(self) -> Any:
+        """Give everything back."""
+        return self.inner.close()
+
+    def _heard(self, method: str, returned: Any) -> Any:
+        if isawaitable(returned):
+            return self._awaited(method, returned)
+        self._tell(method, returned)
+        return returned
+
+    async def _awaited(self, method: str, returned: Any) -> Any:
+        found = await returned
+        self._tell(method, found)
+        return found
+
+    def _tell(self, method: str, returned: Any) -> None:
+        with suppress(AttributeError, TypeError, ValueError):  # of a wrong type: the rollout says so
+            self._watch(method, returned)
+
+
+# Tasks are played twice: as they are demonstrated, and at random. What is wrong is a finding, and the checks go on.
+
+
+Level = Literal["ok", "warning", "error"]
+DEMONSTRATED = "demonstrated play"
+MEDIA_AT_ONCE = 16
+MOST_NAMED = 100
+"""Problems of one check that are named; the others are counted."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found, and where."""
+
+    where: str
+    check: str
+    found: str
+    level: Level = "ok"
+
+
+@dataclass
+class Split:
+    """The tasks of one side of a recipe, by their content; ``failed`` where one of its sources could not be read.
+
+    ``left`` counts those that a run would not leave out.
+    """
+
+    place: str
+    failed: bool = False
+    left: int = 0
+    tasks: list[Task] = field(default_factory=list)
+    contents: list[str] = field(default_factory=list)
+
+
+def validate(session: ModelFreeSession, rows: int = 0, episodes: int = 16) -> Iterator[Finding]:
+    """Check everything that a recipe names; ``rows`` of each source at most (0: all), ``episodes`` played of each."""
+    recipe = session.recipe
+    if session.stand_in:
+        fetched = may_be_hub_id(recipe.model.path)
+        why = f"the files of {recipe.model.path} are not here" if fetched else session.problem.rstrip(".")
+        level: Level = "warning" if fetched else "error"
+        published = session.stand_in.removeprefix("tiny:") in PUBLISHED_PIXELS
+        sizes = "media take as many tokens as in the published checkpoints" if published else "media take fewer tokens"
+        measured = f"with it text takes more tokens than with the model's own files, and {sizes}"
+        yield Finding("model", "chat template", f"{why}; {session.stand_in} stands in; {measured}", level)
+    splits = []
+    for place, sections in (("tasks.train", recipe.tasks.train), ("tasks.evaluate", recipe.tasks.evaluate)):
+        split = Split(place)
+        splits.append(split)
+        for number, section in enumerate(sections):
+            where = f"{place}.{number}"
+            try:
+                (source,) = make_sources([section], session.store, place)
+            except SensoriumError as error:
+                yield Finding(where, "source", str(error), "error")
+                split.failed = True
+                continue
+            yield from _check_source(session, where, section, source, split, rows, episodes)
+        if not split.left and (split.tasks or (split.failed and recipe.tasks.on_bad_row == "skip")):
+            told = "every task that was read would be left out"
+            yield Finding(place, "tasks left", told, "error" if place == "tasks.train" else "warning")
+    yield from _check_splits(*splits)
+
+
+def _check_source(
+    session: ModelFreeSession,
+    where: str,
+    section: SourceSection,
+    source: TaskSource,
+    split: Split,
+    rows: int,
+    episodes: int,
+) -> Iterator[Finding]:
+    tasks, bad = [], []
+    planner = session.recipe.tasks.planner.name if split.place == "tasks.train" else ""
+    count = min(rows or len(source), len(source))
+    for nth in range(count):
+        try:
+            row = permuted(nth, len(source), "validate") if count < len(source) else nth
+            tasks.append(untold(source, row, planner))
+        except (TaskError, MediaError) as error:
+            bad.append(str(error))
+    if planner == "causal_history" and isinstance(source, CausalSource):
+        bad += gaps(source).values()
+    told = f"{section.source}: {count:,} of {len(source):,} read"
+    yield Finding(where, "rows", *_counted(told, bad, _treated(session.recipe.tasks.on_bad_row)))
+    split.tasks += tasks
+    split.contents += [content_of(task) for task in tasks]
+    if not tasks:
+        split.failed = split.failed or bool(bad)
+        return
+    tasks = yield from _check_media(session, where, tasks)
+    limits = session.recipe.rollout if split.place == "tasks.train" else session.recipe.held_out_rollout
+    tasks = yield from _check_questions(session, where, tasks, limits)
+    split.left += len(tasks)
+    if tasks:
+        played = [tasks[permuted(nth, len(tasks), "play")] for nth in range(min(episodes, len(tasks)))]
+        yield from _check_play(session, where, played, limits)
+
+
+def _treated(treatment: Treatment) -> Level:
+    """How bad it is what a run refuses or, if the recipe has it skipped, leaves out and counts."""
+    return "warning" if treatment == "skip" else "error"
+
+
+def _counted(told: str, problems: Sequence[str], level: Level = "error") -> tuple[str, Level]:
+    """What was found, with the number of problems and a line for each, equal ones once."""
+    if not problems:
+        return told, "ok"
+    different = list(dict.fromkeys(problems))
+    more = [f"and {len(different) - MOST_NAMED:,} more"] if len(different) > MOST_NAMED else []
+    return "\n".join((f"{told}; {len(problems):,} with a problem:", *different[:MOST_NAMED], *more)), level
+
+
+def content_of(task: Task) -> str:
+    """What a task is made of: an environment's start, or the question with its media and answer."""
+    spec = task.environment
+    key = getattr(resolve("environment", spec.name), "content_key", None) if spec is not None else None
+    if spec is not None and task.metadata.get("split_by") == "seed":
+        return f"{spec.name}/seed {spec.seed}"
+    if spec is not None and key is not None and not task.messages:
+        content, error = attempt(key, spec.seed, spec.options)
+        return f"{spec.name}/{content}" if error is None else f"{spec.name}/seed {spec.seed}"
+    shown = [(m.role, m.text, [item.hash for item in m.media]) for m in task.messages]
+    start = (spec.name, spec.seed) if spec is not None and not task.messages else ()
+    return hashlib.blake2b(repr((shown, task.answer, start)).encode(), digest_size=16).hexdigest()
+
+
+def _check_splits(train: Split, held_out: Split) -> Iterator[Finding]:
+    if train.failed or held_out.failed:
+        return  # which was found above; splits are compared when all of both can be read
+    if not held_out.tasks:
+        yield Finding("tasks.evaluate", "splits", "there are no held-out tasks", "warning")
+        return
+    known = set(train.contents)
+    shared = [task.id for content, task in zip(held_out.contents, held_out.tasks, strict=True) if content in known]
+    different = len(set(held_out.contents))
+    told = f"{len(set(train.contents)):,} different tasks to train on, {different:,} held out"
+    if shared:
+        told += f"; {len(shared):,} held-out tasks are trained on too, the first: {shared[0]}"
+    yield Finding("tasks", "splits disjoint", told, "error" if shared else "ok")
+
+
+def _check_media(session: ModelFreeSession, where: str, tasks: list[Task]) -> Generator[Finding, None, list[Task]]:
+    """Returns the tasks that a run would not leave out for their media."""
+    media = list(dict.fromkeys(media_of(message for task in tasks for message in task.messages)))
+    if not media:
+        return tasks
+    treatment = session.recipe.tasks.on_bad_row
+    problems: list[str] = []
+    unreadable: set[Media] = set()
+    level = _treated(treatment)
+    for start in range(0, len(media), MEDIA_AT_ONCE):
+        some = media[start : start + MEDIA_AT_ONCE]
+        found, error = attempt(session.chat.prepare, some)
+        if error is not None:  # which is not of one medium, and no run leaves it out
+            problems, level = [*problems, words(error)], "error"
+            continue
+        problems += [str(each) for each in found.values()]
+        unreadable |= set(found)
+    kinds = ", ".join(f"{sum(item.kind == kind for item in media):,} {kind}s" for kind in sorted({m.kind for m in media}))
+    yield Finding(where, "media readable", *_counted(kinds, problems, level))
+    if treatment == "refuse":
+        return tasks
+    return [task for task in tasks if unreadable.isdisjoint(media_of(task.messages))]
+
+
+def _check_questions(
+    session: ModelFreeSession, where: str, tasks: list[Task], section: RolloutSection
+) -> Generator[Finding, None, list[Task]]:
+    """Measure the prompts of questions as a run does. Returns the tasks that it would not leave out for their length."""
+    renderer, treatment = Renderer(session.chat), session.recipe.tasks.on_long_prompt
+    limit, key = section.prompt_limit
+    lengths, long, short, fitting = [], [], [], []
+    for task in tasks:
+        fitting.append(task)
+        if task.environment is not None:
+            continue
+        length, error = attempt(lambda asked=task: len(session.chat.layout(renderer.start(asked.messages))))
+        if error is not None:
+            continue  # its media cannot be read, which was found above
+        lengths.append(length)
+        if length >= limit:
+            long.append(f"task {task.id} takes {length} and is {'left out' if treatment == 'skip' else 'refused'}")
+            if treatment == "skip":
+                fitting.pop()
+        elif length + section.max_new_tokens > limit:
+            short.append(f"task {task.id} takes {length}, so its response is cut at {limit - length}")
+    if lengths:
+        most = f"{limit:,} ({key.rstrip(',')})"
+        told = f"up to {max(lengths):,} tokens and {section.max_new_tokens:,} to write, of {most}"
+        yield Finding(where, "prompt lengths", *_counted(told, [*long, *short], _treated(treatment) if long else "warning"))
+    return fitting
+
+
+def _check_play(session: ModelFreeSession, where: str, tasks: list[Task], section: RolloutSection) -> Iterator[Finding]:
+    random = RandomPlay(EnvironmentMaker(session.store))
+    demonstrated = _episodes(session.play(tasks, lambda request: "", demonstrate=True, section=section))
+    first = _episodes(session.play(tasks, random.answer, make=random.make, section=section))
+    again = _episodes(session.play(tasks, random.answer, make=random.make, section=section))
+    shown = [episode for episode in demonstrated if not _lacks_demonstration(episode)]
+    yield from _outcome(where, DEMONSTRATED, shown, len(tasks), session)
+    yield from _outcome(where, "random play", first, len(tasks), session)
+    if random.action_names:
+        yield _actions(where, random.action_names)
+    differing = [a.task_id for a, b in zip(first, again, strict=True) if _course(a) != _course(b)]
+    if tasks[0].environment is not None and any(episode.turns for episode in first):
+        told = "the same responses lead to the same observations and pay"
+        if differing:
+            told = "the same responses lead to other observations or pay when played again, so runs do not repeat"
+        yield Finding(where, "repeats", *_counted(told, differing, "warning"))
+    yield from _success(where, tasks, (*shown, *first))
+    yield from _rewards(where, shown, first)
+    yield from _lengths(session, where, shown, first, section)
+    for name, told, good in try_tools(tasks, EnvironmentMaker(session.store)):
+        yield Finding(where, f"tool {name}", told, "ok" if good else "warning")
+
+
+def _success(where: str, tasks: Sequence[Task], episodes: Sequence[Episode]) -> Iterator[Finding]:
+    """Whether the episodes of an environment that came to their end were right or wrong, by any term."""
+    ended = [episode for episode in episodes if episode.status is Status.FINISHED]
+    if tasks[0].environment is not None and ended and all(episode.correct is None for episode in ended):
+        told = (
+            f"none of {len(ended)} episodes that ended says whether it succeeded, so there will be no accuracy: have the "
+            "environment give success with its last step, or add a term that compares answers"
+        )
+        yield Finding(where, "success", told, "warning")
+
+
+def _actions(where: str, names: Sequence[str]) -> Finding:
+    """The actions by name; numbers say nothing to a model."""
+    told = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
+    if all(name.lstrip("-").isdigit() for name in names):
+        return Finding(
+            where, "actions", f"{told}: numbers say nothing to a model; name them by the option actions", "warning"
+        )
+    return Finding(where, "actions", told, "ok")
+
+
+def _episodes(play: Coroutine[Any, Any, list[Group]]) -> list[Episode]:
+    return [group.episodes[0] for group in run_async(play)]
+
+
+def _lacks_demonstration(episode: Episode) -> bool:
+    return episode.status is Status.FAILED and "demonstrat" in episode.failure
+
+
+def _course(episode: Episode) -> object:
+    return [([(m.role, m.content) for m in turn.observation], turn.reward, turn.parts) for turn in episode.turns]
+
+
+def _outcome(
+    where: str, check: str, episodes: Sequence[Episode], asked: int, session: ModelFreeSession
+) -> Iterator[Finding]:
+    if not episodes:
+        learns = session.recipe.warm_start.steps > 0 and where.startswith("tasks.train")
+        needs = "which warm_start.steps needs" if learns else "which only a warm start needs"
+        yield Finding(where, check, f"there are no demonstrations, {needs}", "error" if learns else "ok")
+        return
+    failed = [episode for episode in episodes if episode.status in (Status.FAILED, Status.ABORTED)]
+    turns = [len(episode.turns) for episode in episodes]
+    correct = [episode.correct for episode in episodes if episode.correct is not None]
+    told = f"{len(episodes)} of {asked} tasks, {min(turns)} to {max(turns)} turns"
+    told += f", {sum(correct)} of {len(correct)} correct" if correct else ""
+    long = all(episode.info.get("prompt_too_long") for episode in failed)  # of environments, which show theirs in play
+    worst = _treated(session.recipe.tasks.on_long_prompt) if long else "error"
+    found, level = _counted(told, [episode.failure for episode in failed], worst)
+    wrong = [e for e in episodes if e.correct is False] if check == DEMONSTRATED else []
+    if wrong:
+        found += f"\ndemonstrations that are judged wrong teach what gets no reward: {', '.join(e.task_id for e in wrong)}"
+        level = "warning" if level == "ok" else level
+    yield Finding(where, check, found, level)
+
+
+def _rewards(where: str, demonstrated: Sequence[Episode], random: Sequence[Episode]) -> Iterator[Finding]:
+    """Each reward by name: its range in both kinds of play, and what is missing."""
+    kinds = {"demonstrated": demonstrated, "random": random}
+    names = list(dict.fromkeys(score.name for episode in (*demonstrated, *random) for score in episode.scores))
+    sound = [e for e in (*demonstrated, *random) if e.status not in (Status.FAILED, Status.ABORTED)]
+    for name in names:
+        ranges = []
+        for kind, episodes in kinds.items():
+            values = [value for episode in episodes if (value := by_name(episode.scores).get(name)) is not None]
+            if values:
+                ranges.append(f"{kind} {min(values):g} to {max(values):g}")
+        missing = [s.reason for episode in sound for s in episode.scores if s.name == name and s.missing]
+        if any(NO_CLIENT in reason for reason in missing):
+            yield Finding(where, f"reward {name}", "asks a judge, and none is asked here", "ok")
+        elif ranges or missing:  # else nothing was played to its end, which was found above
+            yield Finding(where, f"reward {name}", *_counted(", ".join(ranges) or "never given", missing))
+    totals = {kind: [e.reward for e in episodes if e.reward is not None] for kind, episodes in kinds.items()}
+    if all(totals.values()):
+        good, chance = (sum(values) / len(values) for values in totals.values())
+        level: Level = "ok" if good > chance else "warning"
+        more = "" if good > chance else "; a reward that does not tell good play from random play teaches nothing"
+        yield Finding(where, "reward", f"demonstrated {good:.3g}, random {chance:.3g} on average{more}", level)
+
+
+def _lengths(
+    session: ModelFreeSession,
+    where: str,
+    demonstrated: Sequence[Episode],
+    random: Sequence[Episode],
+    section: RolloutSection,
+) -> Iterator[Finding]:
+    """The longest context that was played, and the longest demonstration, against their budgets."""
+    contexts: list[int] = []
+    beyond, cut, tight = [], [], []
+
+    def taken(segment: Segment) -> int:
+        """Tokens of a segment; a response was written without a limit here, and a run would end it at its own."""
+        length = len(session.chat.layout(segment))
+        return min(length, section.max_new_tokens) if segment.author == "model" else length
+
+    for episode in (*demonstrated, *random):
+        if episode.info.get("prompt_too_long"):
+            beyond.append(episode.failure)
+        if episode.info.get("out_of_context"):  # a run counts the episode as truncated and goes on
+            cut.append(episode.failure)
+        lengths = [sum(map(taken, thread.segments)) for thread in episode.threads]
+        contexts += lengths
+        if lengths and max(lengths) > section.max_context_tokens:
+            tight.append(f"task {episode.task_id} takes {max(lengths)}, so a response would be cut")
+    if contexts:
+        told = f"up to {max(contexts):,} of {section.max_context_tokens:,} tokens ({section.context_key})"
+        level = _treated(session.recipe.tasks.on_long_prompt) if beyond else "warning"
+        yield Finding(where, "context lengths", *_counted(told, [*beyond, *cut, *tight], level))
+    written = [len(turn.response.tokens) for episode in demonstrated for turn in episode.turns]
+    if written:
+        told = f"demonstrations take up to {max(written):,} tokens; {section.new_tokens_key} is {section.max_new_tokens:,}"
+        long = max(written) > section.max_new_tokens
+        yield Finding(where, "response lengths", told + ": they would be cut" * long, "warning" if long else "ok")

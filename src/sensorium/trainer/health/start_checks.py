@@ -1,0 +1,77 @@
+"""What can be known to go wrong before anything is spent: refused, or said, at the start."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from sensorium.recipe.names import resolve
+from sensorium.recipe.schema import Recipe
+from sensorium.trainer.health.rules import LARGEST_RATE
+from sensorium.vocabulary.errors import TaskError
+from sensorium.vocabulary.task import Task
+
+SMALLEST_RATE = 1e-10
+
+
+def refuse_without_demonstrations(recipe: Recipe, tasks: Sequence[Task]) -> None:
+    """Refuse a warm start of tasks none of which has anything to learn from; ``tasks`` are a few of each source."""
+    steps = recipe.warm_start.steps
+    if steps and tasks and not any(has_demonstration(task) for task in tasks):
+        raise TaskError(
+            f"warm_start.steps is {steps}, but none of {len(tasks)} tasks looked at has a demonstration to learn from (the "
+            f"first is {tasks[0].id}). Give the rows a 'demonstration' (the response to learn, such as "
+            "'<answer>7</answer>'; with columns: columns.demonstration), their environment a method demonstrate (the "
+            "adapters of Gymnasium and OpenEnv have none), or set warm_start.steps: 0."
+        )
+
+
+def start_notes(recipe: Recipe, tasks: Sequence[Task]) -> Iterator[str]:
+    """What is likely a mistake, but may be meant."""
+    lacking = [task for task in tasks if not has_demonstration(task)] if recipe.warm_start.steps else []
+    if lacking:
+        yield (
+            f"{len(lacking)} of {len(tasks)} tasks looked at have no demonstration; the warm start leaves such tasks out. "
+            f"The first is {lacking[0].id}."
+        )
+    if recipe.cluster.environments and tasks and all(task.environment is None for task in tasks):
+        yield (
+            f"cluster.environments is {recipe.cluster.environments}, and the {len(tasks)} tasks looked at are questions, "
+            "which the driver plays in place: unless later rows name an environment, the workers have nothing to do."
+        )
+    sections = {"optimizer": recipe.optimizer if recipe.steps else None}
+    sections["warm_start.optimizer"] = recipe.warm_start.optimizer if recipe.warm_start.steps else None
+    for name, section in sections.items():
+        if section is not None and section.lr > LARGEST_RATE:
+            yield (
+                f"{name}.lr {section.lr:g} is larger than most weights are, and AdamW moves every weight by about as much "
+                "in each update: the model will be ruined. 1e-6 to 1e-5 is usual for whole models."
+            )
+        if section is not None and section.lr < SMALLEST_RATE:
+            yield (
+                f"{name}.lr {section.lr:g} is so small that no weight will change visibly: updates are made, nothing is "
+                "learned. 1e-6 to 1e-5 is usual for whole models."
+            )
+        steps = recipe.steps if name == "optimizer" else recipe.warm_start.steps
+        if section is not None and section.warmup_steps >= steps:
+            yield (
+                f"{name}.warmup_steps is {section.warmup_steps} and there are {steps} steps, so the learning rate never "
+                f"reaches {section.lr:g}; the last step has {section.lr * steps / (section.warmup_steps + 1):.1g} or so."
+            )
+
+
+def long_demonstrations(recipe: Recipe, tasks: Sequence[Task], tokens: Callable[[str], int]) -> Iterator[str]:
+    """Demonstrations that the model could not write: ``tokens`` counts those of a response, its stop token included."""
+    if not recipe.warm_start.steps:
+        return
+    limit = recipe.rollout.max_new_tokens
+    lengths = [tokens(text) for task in tasks for text in task.demonstration]
+    if long := [length for length in lengths if length > limit]:
+        yield (
+            f"{len(long)} of {len(lengths)} demonstrations looked at take up to {max(long)} tokens with the stop token, "
+            f"and rollout.max_new_tokens is {limit}: responses like them will be cut. Raise it to {max(long)} at least."
+        )
+
+
+def has_demonstration(task: Task) -> bool:
+    """True if a task, or its environment, can show how it is done."""
+    if task.demonstration or task.environment is None:
+        return bool(task.demonstration)
+    return bool(getattr(resolve("environment", task.environment.name), "demonstrates", True))
