@@ -3,7 +3,7 @@
     python studies/run.py [shapes|frozen_lake|sight_and_sound …] [seed=1 …] [threads=1]
 
 Writes studies/results/NAME.json: mean and range over three seeds, each seed's figures with intervals, commit, machine.
-README and docs quote these files. The recipes were tuned while looking at held-out tasks of seed 0; by the "fresh" ones
+READMEs and docs quote these files. The recipes were tuned while looking at held-out tasks of seed 0; by the "fresh" ones
 nothing was chosen: pictures and clips drawn from another seed, and 512 different lakes of the held-out side (each walked
 once, so that rare maps with many holes weigh more than in play).
 """

@@ -1,4 +1,4 @@
-"""The README's code runs, and what it defines trains a model."""
+"""The code of the README and of the page on own parts runs, and what it defines trains a model."""
 
 import re
 import sys
@@ -13,6 +13,7 @@ from sensorium.runs.metrics import read_metrics
 from sensorium.trainer.run import train
 
 README = Path(__file__).parents[1] / "README.md"
+OWN_PARTS = README.parent / "docs/guides/own_parts.md"
 RECIPE = """
 name: own
 steps: 2
@@ -33,11 +34,11 @@ rewards: {{terms: [{{name: "readme_code:Brevity"}}]}}
 
 @pytest.fixture
 def readme_code(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The README's Python blocks as one module."""
+    """The Python blocks of both pages as one module."""
     families = dict(table("family"))
     module = ModuleType("readme_code")
     monkeypatch.setitem(sys.modules, "readme_code", module)
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text() + OWN_PARTS.read_text(), re.DOTALL)
     assert len(blocks) == 5
     for block in blocks:
         exec(block, module.__dict__)

@@ -1,4 +1,4 @@
-"""The pages on tasks and environments name what there is; the rows on them and in the README are rewarded."""
+"""The pages on tasks and environments name what there is; the rows on them and on that of own parts are rewarded."""
 
 import asyncio
 import json
@@ -110,7 +110,7 @@ def test_the_source_shown_on_the_page_on_tasks_is_trained_on(tmp_path: Path, mon
     assert all(len(group.task.messages[0].media) == 1 for group in played)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guides/tasks.md"])
+@pytest.mark.parametrize("page", ["docs/guides/own_parts.md", "docs/guides/tasks.md"])
 def test_the_row_that_is_shown_is_paid_when_its_question_is_answered_as_it_asks(
     page: str,
     tmp_path: Path,

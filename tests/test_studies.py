@@ -1,4 +1,4 @@
-"""The learning claims are committed results, hold what the project promises, and are what the README quotes."""
+"""The learning claims are committed results, hold what the project promises, and are what the READMEs quote."""
 
 import json
 from pathlib import Path
@@ -29,12 +29,19 @@ def over_seeds(summary: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", CLAIMS)
-def test_the_readme_quotes_the_committed_results(name: str) -> None:
+def test_the_page_of_studies_quotes_the_committed_results(name: str) -> None:
     found = result(name)
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "studies/README.md").read_text()
     for variant in found["before"]:
         assert f"{over_seeds(found['before'][variant])} | {over_seeds(found['after'][variant])}" in text, variant
     assert found["command"] in text
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_the_readme_quotes_the_fresh_tasks_and_those_without_a_picture(name: str) -> None:
+    before, after = result(name)["before"], result(name)["after"]
+    row = " | ".join(map(over_seeds, (before["sampled, fresh"], after["sampled, fresh"], after["blank"])))
+    assert row in (ROOT / "README.md").read_text()
 
 
 def seeds_by_processor(found: dict[str, Any]) -> dict[str, list[int]]:
@@ -45,10 +52,12 @@ def seeds_by_processor(found: dict[str, Any]) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("name", CLAIMS)
-def test_the_readme_says_on_which_machines_a_range_was_taken(name: str) -> None:
+def test_the_page_of_studies_says_on_which_machines_a_range_was_taken(name: str) -> None:
     found = result(name)
     (table,) = (
-        part for part in (ROOT / "README.md").read_text().split("\n\n") if over_seeds(found["after"]["sampled"]) in part
+        part
+        for part in (ROOT / "studies/README.md").read_text().split("\n\n")
+        if over_seeds(found["after"]["sampled"]) in part
     )
     named = {"aarch64": "ARM", "x86_64": "x86"}
     head = table.splitlines()[0]
