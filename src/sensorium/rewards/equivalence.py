@@ -1,7 +1,8 @@
 """A process that decides mathematical equivalence, one JSON line a question; run as a script, imports nothing of ours.
 
 Computer algebra can take for ever on what a model writes, and a thread cannot be stopped. So it has a process of its own,
-which sets itself an alarm for each question and dies by it.
+which sets itself an alarm for each question and dies by it: in CPU seconds, so that verdicts do not depend on how busy
+the machine is.
 """
 
 import json
@@ -31,14 +32,14 @@ def main(deadline_s: float) -> None:
     for line in sys.stdin:
         question = json.loads(line)
         reply: dict[str, bool | str]
-        signal.setitimer(signal.ITIMER_REAL, deadline_s)
+        signal.setitimer(signal.ITIMER_PROF, deadline_s)
         try:
             known = parse(as_latex(question["expected"]), parsing_timeout=None)
             given = parse(as_latex(question["given"]), parsing_timeout=None)
             reply = {"equal": bool(verify(known, given, timeout_seconds=None))} if known else {"unfit": True}
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {error}"[:200]}
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(reply), file=replies)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from sensorium.vocabulary.errors import RewardFailure
 
 START_S = 60.0
+"""Seconds of the clock that a process has to start, and to answer beyond its CPU seconds, on a busy machine."""
 
 
 class EquivalencePool:
@@ -43,10 +44,10 @@ class EquivalencePool:
                 assert worker.stdin is not None
                 worker.stdin.write(json.dumps(question).encode() + b"\n")
                 worker.stdin.flush()
-                reply = _reply(worker, self.timeout_s + 1)
+                reply = _reply(worker, self.timeout_s + START_S)
             except (OSError, RewardFailure) as error:
                 _end(worker)
-                raise RewardFailure(f"mathematics: no verdict within {self.timeout_s:g} s") from error
+                raise RewardFailure(f"mathematics: no verdict within {self.timeout_s:g} CPU seconds") from error
             with self._lock:
                 self._idle.append(worker)
             return reply

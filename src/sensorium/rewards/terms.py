@@ -175,8 +175,8 @@ def _verdict(name: str, right: bool) -> Score:
 class Mathematics:
     r"""1 if the last ``\boxed{…}`` (within ``<answer>`` where there is one), or else ``<answer>``, equals the known answer.
 
-    A comparison that takes longer than ``timeout_s`` gives no score. ``fallback`` takes the whole response as the answer
-    when it has neither mark.
+    A comparison that takes more than ``timeout_s`` CPU seconds gives no score. ``fallback`` takes the whole response as
+    the answer when it has neither mark.
     """
 
     instant = False
