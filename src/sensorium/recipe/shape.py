@@ -522,7 +522,7 @@ def _language_size(text: dict[str, Any], family: str) -> int:
         mlp = experts * 3 * hidden * text["moe_intermediate_size"] + hidden * experts
     else:
         mlp = 3 * hidden * text["intermediate_size"]
-    return text["num_hidden_layers"] * (attention + mlp + 2 * hidden) + hidden
+    return int(text["num_hidden_layers"] * (attention + mlp + 2 * hidden) + hidden)
 
 
 def _tower_qwen25(vision: dict[str, Any]) -> tuple[int, int]:
@@ -558,7 +558,7 @@ def _tower_audio(audio: dict[str, Any]) -> tuple[int, int]:
 
 def _merger(vision: dict[str, Any]) -> int:
     merged = vision["hidden_size"] * vision.get("spatial_merge_size", 2) ** 2
-    return merged * merged + merged + merged * vision["out_hidden_size"] + vision["out_hidden_size"]
+    return int(merged * merged + merged + merged * vision["out_hidden_size"] + vision["out_hidden_size"])
 
 
 def _weight_shapes(folder: Path, unused: Sequence[str]) -> dict[str, list[int]]:

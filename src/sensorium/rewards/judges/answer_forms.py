@@ -281,7 +281,7 @@ class LetterAnswer:
             raise ValueError(f"the answer does not begin with one of the letters {self.letters}")
         one = f"([{re.escape(self.letters)}])"
         for pattern in (rf"<answer>\s*{one}\b.*?</answer>", rf"answer(?:\s+is)?\s*:?\s*[*(\s]*{one}\b", rf"\b{one}\b"):
-            letters = {letter.upper() for letter in re.findall(pattern, said, re.IGNORECASE | re.DOTALL)}
+            letters: set[str] = {letter.upper() for letter in re.findall(pattern, said, re.IGNORECASE | re.DOTALL)}
             if pattern == rf"\b{one}\b":  # of single letters only capitals: "a cat" names no option
                 alone = {said.upper()} if len(said) == 1 and said.upper() in self.letters else set()
                 letters = set(re.findall(pattern, said)) or alone
