@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Packages are compiled by who imports them first (pip would compile all); so that must be kept.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: demo test suite lint types scale scale-learning studies docs bench clean
+.PHONY: demo test suite lint types lock scale scale-learning studies docs bench clean
 
 demo: .venv/installed
 	$(BIN)/sensorium demo
@@ -55,16 +55,21 @@ bench: .venv/bench
 
 INSTALL = $(BIN)/python tools/install.py
 
+# Versions for all Pythons we support. Those in the file stay while they fit: delete it first for the newest ones.
+lock: .venv/dev
+	$(BIN)/python -m uv pip compile --quiet --universal --python-version 3.11 pyproject.toml --extra dev -c constraints.txt \
+		--no-header --no-annotate --no-emit-index-url -o requirements.lock
+
 .venv/python:
 	@echo "installing into .venv (1.5 GB; up to five minutes)"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	touch $@
 
-.venv/installed: pyproject.toml constraints.txt | .venv/python
+.venv/installed: pyproject.toml constraints.txt requirements.lock | .venv/python
 	$(INSTALL) .
 	touch $@
 
-.venv/dev: pyproject.toml constraints.txt | .venv/python
+.venv/dev: pyproject.toml constraints.txt requirements.lock | .venv/python
 	$(INSTALL) '.[dev]'
 	touch .venv/installed $@
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tools import install
 from tools.install import mend_torchvision, settings_for_uv, settings_of_pip, unloadable
 from tools.obtainable import reason, why_not
 
@@ -85,6 +87,36 @@ def test_a_package_without_a_wheel_for_this_machine_is_told_from_an_install_that
     assert reason("ray", "ERROR: Could not install packages due to an OSError: No space left on device") is None
     unreachable = "WARNING: Retrying: Failed to establish a new connection\nERROR: No matching distribution found for ray"
     assert reason("ray", unreachable) == "no package index can be reached, so ray cannot be installed"
+
+
+def test_the_lock_has_a_version_of_every_direct_dependency_and_names_no_place() -> None:
+    locked = Path("requirements.lock").read_text()
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    versions = dict(re.findall(r"^([\w.-]+)==([\w.+]+)", locked, re.MULTILINE))
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    names = {re.split("[<>=]", name)[0].lower() for name in wanted}
+    assert names <= versions.keys()
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", Path("constraints.txt").read_text(), re.MULTILINE))
+    assert pinned.items() <= versions.items()
+    assert all(re.match(r"[\w.-]+==\S+( ; .*)?$", line) for line in locked.splitlines())
+
+
+def test_versions_that_cannot_be_had_are_reported_and_give_way(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def with_uv(what: str, versions: str) -> bool:
+        asked.append((what, versions))
+        return versions == "constraints.txt"
+
+    monkeypatch.setattr(install, "with_uv", with_uv)
+    monkeypatch.setattr(install, "LIBRARY_APART", ())
+    assert install._installed(".[dev]") == 0
+    assert asked == [(".[dev]", "requirements.lock"), (".[dev]", "constraints.txt")]
+    assert "requirements.lock" in capsys.readouterr().out
+    assert install._installed(".[bench]") == 0
+    assert asked[2:] == [(".[bench]", "constraints.txt")]
 
 
 def test_who_logs_to_tensorboard_need_not_install_wandb() -> None:

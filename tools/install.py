@@ -1,7 +1,8 @@
 """Install this project and its extras into this environment: ``.venv/bin/python tools/install.py '.[dev]'``.
 
 uv takes a fraction of pip's time. It looks for packages where pip is told to look; where it is missing, fails, or would
-have to leave out one of pip's settings, pip installs.
+have to leave out one of pip's settings, pip installs. Versions are those of requirements.lock, which ``make lock`` renews;
+where they cannot be installed, this is reported and constraints.txt alone decides.
 """
 
 import importlib.util
@@ -31,6 +32,8 @@ NAMES = {
 NOT_NEEDED = {"disable-pip-version-check", "no-cache-dir", "cache-dir", "quiet", "verbose", "progress-bar", "retries",
               "root-user-action", "no-input", "no-color", "no-compile", "prefer-binary"}  # fmt: skip
 
+LOCKED = (".", ".[dev]")
+"""What requirements.lock was made for; other extras, as vLLM, need other versions of the same packages."""
 LIBRARY_APART = ("soundfile",)
 """Modules that have one wheel with their library and one without. Of several indexes that have a version uv takes the first
 one's wheel, pip the one that fits the machine best."""
@@ -62,19 +65,24 @@ def settings_for_uv(listed: str) -> dict[str, str] | None:
     return settings | {"UV_INDEX_STRATEGY": "unsafe-best-match"}
 
 
-def with_uv(what: str) -> bool:
-    """Whether uv installed it."""
+def with_uv(what: str, versions: str) -> bool:
+    """Whether uv installed it, with the versions of a file."""
     settings = settings_for_uv(settings_of_pip())
     if settings is None or not (UV.exists() or _done([*PIP, "install", "--quiet", "uv"])):
         return False
     kept = os.environ.get("UV_CACHE_DIR")  # by who makes several environments: what they share is unpacked once
     cache = Path(kept) if kept else ENVIRONMENT / "uv_cache"  # beside what is installed: files are linked, not copied
-    command = [str(UV), "pip", "install", "--quiet", "--python", sys.executable, "-c", "constraints.txt", "-e", what]
+    command = [str(UV), "pip", "install", "--quiet", "--python", sys.executable, "-c", versions, "-e", what]
     try:
         return _done(command, settings | os.environ | {"UV_CACHE_DIR": str(cache)})
     finally:
         if not kept:
             shutil.rmtree(cache, ignore_errors=True)
+
+
+def with_pip(what: str, versions: str) -> bool:
+    """Whether pip installed it, with the versions of a file."""
+    return _done([*PIP, "install", "--quiet", "--no-compile", "-c", versions, "-e", what])
 
 
 def unloadable(names: Iterable[str]) -> list[str]:
@@ -106,11 +114,16 @@ def main(what: str) -> int:
 
 
 def _installed(what: str) -> int:
-    if with_uv(what):
-        broken = unloadable(LIBRARY_APART)
-        return 0 if not broken or _done([*PIP, "install", "--quiet", "--force-reinstall", "--no-deps", *broken]) else 1
-    print("uv cannot install it here; pip does, which takes a minute longer", flush=True)
-    return 0 if _done([*PIP, "install", "--quiet", "--no-compile", "-c", "constraints.txt", "-e", what]) else 1
+    files = ("requirements.lock", "constraints.txt") if what in LOCKED else ("constraints.txt",)
+    for install in (with_uv, with_pip):
+        for versions in files:
+            if install(what, versions):
+                broken = unloadable(LIBRARY_APART) if install is with_uv else []
+                return (
+                    0 if not broken or _done([*PIP, "install", "--quiet", "--force-reinstall", "--no-deps", *broken]) else 1
+                )
+            print(f"{install.__name__[5:]} cannot install it here with the versions of {versions}", flush=True)
+    return 1
 
 
 def _done(command: list[str], environment: dict[str, str] | None = None, *, quiet: bool = False) -> bool:
