@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+import sensorium
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -87,12 +89,35 @@ def test_the_licence_is_named_and_there() -> None:
 
 def test_what_contributors_are_pointed_to_is_there() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    for path in re.findall(r"`((?:src|tests|docs|studies)/[\w./]*)`", text):
+    for path in re.findall(r"`((?:src|tests|docs|studies|tools)/[\w./]*)`", text):
         assert (ROOT / path).exists() or "NAME" in path, path
-    assert (
-        f"## {tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['version']}"
-        in (ROOT / "CHANGELOG.md").read_text()
-    )
+
+
+def test_the_package_has_one_version_and_the_changelog_begins_with_it() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" not in settings["project"]
+    assert settings["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "sensorium.__version__"}
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == sensorium.__version__
+
+
+def test_the_workflow_tests_the_pythons_that_the_package_names() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    job = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]["test"]
+    assert job["strategy"]["matrix"]["python"] == named
+    assert project["requires-python"] == f">={named[0]}"
+    assert any("make test" in step.get("run", "") for step in job["steps"])
+
+
+@pytest.mark.parametrize("form", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[bf]*.yml")), ids=lambda form: form.stem)
+def test_issue_forms_have_what_github_requires(form: Path) -> None:
+    content = yaml.safe_load(form.read_text())
+    assert content["name"]
+    assert content["description"]
+    assert len({field["id"] for field in content["body"]}) == len(content["body"])
+    assert all(field["attributes"]["label"] for field in content["body"])
 
 
 def test_pre_commit_runs_the_checks_of_make_test() -> None:
@@ -108,9 +133,13 @@ def _recipe_of(makefile: str, target: str) -> list[str]:
     return body.splitlines()
 
 
-@pytest.mark.parametrize(
-    "page", [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "studies/README.md"], ids=str
-)
+PAGES = [
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *(ROOT / name for name in ("README.md", "SECURITY.md", "studies/README.md")),
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([\w./]+)\)", page.read_text()):
         assert (page.parent / target).exists(), target

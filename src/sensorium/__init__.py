@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sensorium.vocabulary import Episode, Score, Task, reward
     from sensorium.vocabulary.errors import SensoriumError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Episode", "Evaluation", "Model", "Recipe", "Reply", "Run", "Score", "SensoriumError", "Table", "Task", "__version__",
     "evaluate", "load", "load_recipe", "register", "resume", "reward", "train",

@@ -1,4 +1,4 @@
-"""Shell scripts as other projects launch training with them: what commands they run, with which words and variables.
+r"""Shell scripts as other projects launch training with them: what commands they run, with which words and variables.
 
     export N=8                                      → variables {"N": "8"}
     ARGS=(--n $N                                    → arrays {"ARGS": ["--n", "8"]}
