@@ -108,7 +108,7 @@ asyncio.run(main())
 
 def started(command: list[str], port: int) -> "subprocess.Popen[bytes]":
     """A server that answers."""
-    from urllib.request import urlopen
+    import httpx
 
     surroundings = (
         os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [*sys.path, "."]))} if "-c" not in command else None
@@ -117,9 +117,9 @@ def started(command: list[str], port: int) -> "subprocess.Popen[bytes]":
     until = time.monotonic() + 120
     while time.monotonic() < until:
         try:
-            urlopen(f"http://127.0.0.1:{port}/health", timeout=1).close()
+            httpx.get(f"http://127.0.0.1:{port}/health", timeout=1)
             return process
-        except OSError:
+        except httpx.HTTPError:
             time.sleep(0.1)
     process.kill()
     raise SystemExit(f"{command[:4]} did not begin within 120 s")

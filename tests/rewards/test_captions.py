@@ -28,9 +28,9 @@ from sensorium.vocabulary.errors import JudgeFailure, RecipeError, TaskError
 from sensorium.vocabulary.score import Score, total
 from sensorium.vocabulary.task import Task
 
-from ..judges.server import Answer, judge_server, said, section_of
 from ..services import text_reader
 from .conftest import MakeEpisode
+from .judges.server import Answer, judge_server, said, section_of
 
 ROW = {"question": "Which colour?", "choices": ["A. blue", "B. red", "C. green", "D. yellow"], "answer": "B"}
 

@@ -421,7 +421,7 @@ def test_any_recipe_can_ask_several_servers(
 
 def test_a_server_that_sends_what_none_should_is_no_score(episode_of: Any) -> None:
     """Cut off, endless drips, redirects with the key, numbers that are none: missing, in time, and told to nobody else."""
-    from ..judges.test_hostile_endpoints import JSON, cut, drip, raw_server, replying
+    from ..rewards.judges.test_hostile_endpoints import JSON, cut, drip, raw_server, replying
 
     task = Task("t", (user("Describe."),), metadata={"questions": [ROW]})
 
@@ -434,7 +434,7 @@ def test_a_server_that_sends_what_none_should_is_no_score(episode_of: Any) -> No
 
     started = time.monotonic()
     assert "no server answered within 0.5 s" in asked(drip)
-    assert "IncompleteRead" in asked(cut)
+    assert "gave no reply" in asked(cut)
     assert time.monotonic() - started < 30
     huge = b'{"results": [{"score": 1' + b"0" * 400 + b"}]}"
     assert "the server said" in asked(replying(huge, JSON), 20)
@@ -446,7 +446,7 @@ def test_a_server_that_sends_what_none_should_is_no_score(episode_of: Any) -> No
 def test_a_server_that_sends_its_key_back_gets_it_into_no_error_and_no_score(
     episode_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ..judges.test_hostile_endpoints import JSON, raw_server, replying
+    from ..rewards.judges.test_hostile_endpoints import JSON, raw_server, replying
 
     task = Task("t", (user("Describe."),), metadata={"questions": [ROW]})
     key = "sk-0123456789abcdef"

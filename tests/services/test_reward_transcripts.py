@@ -25,8 +25,8 @@ from sensorium.vocabulary.content import user
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.task import Task
 
-from ..judges.test_hostile_endpoints import JSON, raw_server, replying
 from ..rewards import conftest as episodes
+from ..rewards.judges.test_hostile_endpoints import JSON, raw_server, replying
 from . import test_reward_service, text_reader
 from .test_reward_service import BAD, BLOCK, GOOD, ROW, make_service, serving
 

@@ -14,8 +14,8 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from urllib.request import urlopen
 
+import httpx
 import pytest
 
 from bench.environment_service import STOCK_SERVER
@@ -62,9 +62,9 @@ def started(command: list[str], **options: str) -> Iterator[str]:
     until = time.monotonic() + 300
     while time.monotonic() < until and server.poll() is None:
         try:
-            urlopen(f"http://127.0.0.1:{port}/health", timeout=1).close()
+            httpx.get(f"http://127.0.0.1:{port}/health", timeout=1)
             break
-        except OSError:
+        except httpx.HTTPError:
             time.sleep(0.1)
     yield f"http://127.0.0.1:{port}"
     server.kill()

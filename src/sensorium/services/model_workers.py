@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
-from urllib.error import URLError
-from urllib.request import urlopen
+
+import httpx
 
 from sensorium.services.application import ENVIRONMENT_VARIABLE, Json
 from sensorium.vocabulary.errors import EngineLost, SensoriumError
@@ -79,9 +79,10 @@ class ModelWorker:
     def answers(self) -> bool:
         """Whether its /health says so now."""
         try:
-            with urlopen(f"{self.url}/health", timeout=2) as reply:
-                return bool(reply.status == 200)
-        except (URLError, OSError, ValueError):
+            # Plain HTTP on loopback: no proxy, and no certificates, which take 0.1 s to load at every call.
+            with httpx.stream("GET", f"{self.url}/health", timeout=2, trust_env=False, verify=False) as reply:
+                return reply.status_code == 200
+        except httpx.HTTPError:
             return False
 
     def stop(self, patience_s: float = 10.0) -> None:

@@ -10,7 +10,6 @@ the cache later gets the transcripts from there.
 """
 
 import base64
-import http.client
 import json
 import os
 import re
@@ -21,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any, Literal
-from urllib.error import HTTPError, URLError
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+import httpx
 
 from sensorium.data.media_files import mime_type
 from sensorium.data.media_store import MediaStore
@@ -200,6 +199,7 @@ MODES = ("qa", "vl_judge")
 MOST_REST_S = 30.0
 TELL_S = 60.0
 MOST_REPLY = 64 << 20
+MOST_PROBLEM = 1 << 20
 
 
 class RemoteReward:
@@ -246,6 +246,8 @@ class RemoteReward:
         identity = json.dumps([name, mode, self._servers])
         self._transcripts = KeptTranscripts(name, identity, judges.transcripts if judges is not None else None)
         self._lock = threading.Lock()
+        # It follows no redirect: the key and the captions are for the servers that the recipe names.
+        self._client = httpx.Client(follow_redirects=False, limits=httpx.Limits(max_keepalive_connections=0))
 
     def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Any]:
         """A score for each episode of a group; a server that judged none of them is no judge."""
@@ -321,17 +323,17 @@ class RemoteReward:
                 continue
             try:
                 return self._call(server, data, until - time.monotonic())
-            except HTTPError as error:
-                problem = self._masked(f"{server} answered {error.code}: {_said(error)}")
-                if error.code < 500 and error.code not in (408, 429):
-                    raise (TaskError if error.code in (400, 413, 422) else RewardFailure)(
+            except httpx.HTTPStatusError as error:
+                code, problem = error.response.status_code, self._masked(f"{server} answered {error}")
+                if code < 500 and code not in (408, 429):
+                    raise (TaskError if code in (400, 413, 422) else RewardFailure)(
                         f"reward term '{self.name}': {problem}"
                     ) from error
-                self._rest(server, error.headers.get("Retry-After"))
-                if error.code == 500:
+                self._rest(server, error.response.headers.get("Retry-After"))
+                if code == 500:
                     raise RewardFailure(f"reward term '{self.name}': {problem}") from error
-            except (URLError, OSError, ValueError, RecursionError, http.client.HTTPException) as error:
-                problem = self._masked(f"{server} gave no reply: {getattr(error, 'reason', None) or error}")
+            except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, RecursionError) as error:
+                problem = self._masked(f"{server} gave no reply: {str(error) or type(error).__name__}")
                 self._rest(server, None)
                 self._tell(server, problem, until - time.monotonic())
             finally:
@@ -375,39 +377,30 @@ class RemoteReward:
         )
 
     def _call(self, server: str, data: bytes, seconds: float) -> Any:
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key := os.environ.get(self._key_env, ""):
             headers["Authorization"] = f"Bearer {key}"
         until = time.monotonic() + seconds
-        with OPENER.open(Request(server, data, headers), timeout=max(0.1, seconds)) as reply:
-            return self._masked(json.loads(_body(reply, until)))
+        with self._client.stream("POST", server, content=data, headers=headers, timeout=max(0.1, seconds)) as reply:
+            if reply.is_success:
+                return self._masked(json.loads(_body(reply, until, MOST_REPLY)))
+            said = f"{reply.status_code}: {_problem_of(reply, until)}"
+            raise httpx.HTTPStatusError(said, request=reply.request, response=reply)
 
     def _masked(self, value: Any) -> Any:
         """What a server sent, without the key: it reaches no score, transcript or error."""
         return masked(value, [os.environ.get(self._key_env, "")])
 
 
-class NoRedirect(HTTPRedirectHandler):
-    """Follows no redirect: the key and the captions are for the servers that the recipe names."""
-
-    def redirect_request(self, *_: Any) -> None:
-        """None: the redirect is an answer, and no good one."""
-
-
-OPENER = build_opener(NoRedirect)
-
-
-def _body(reply: Any, until: float) -> bytes:
-    """All of a reply, if it comes before a moment and is not too large: the socket's timeout bounds each read alone."""
+def _body(reply: httpx.Response, until: float, most: int) -> bytes:
+    """All of a reply, if it comes before a moment and is not too large: the client's timeout bounds each read alone."""
     body = bytearray()
-    while part := reply.read1(1 << 16):
+    for part in reply.iter_raw(1 << 16):
         body += part
-        if len(body) > MOST_REPLY:
-            raise ValueError(f"its reply has more than {MOST_REPLY >> 20} MiB")
+        if len(body) > most:
+            raise ValueError(f"its reply has more than {most >> 20} MiB")
         if time.monotonic() > until:
             raise TimeoutError("its reply did not end in time")
-    if reply.length:
-        raise http.client.IncompleteRead(bytes(body), reply.length)
     return bytes(body)
 
 
@@ -415,9 +408,9 @@ def _letter(question: CaptionQuestion) -> str:
     return str(question.to_json()["answer"])
 
 
-def _said(error: HTTPError) -> str:
+def _problem_of(reply: httpx.Response, until: float) -> str:
     try:
-        body = json.loads(error.read(4096))
+        body = json.loads(_body(reply, until, MOST_PROBLEM))
         return str(body.get("error") or body.get("detail") or body)[:200]
-    except (ValueError, OSError, AttributeError):
-        return str(error.reason)
+    except (httpx.HTTPError, OSError, ValueError, AttributeError, RecursionError):
+        return reply.reason_phrase
