@@ -107,4 +107,6 @@ def test_the_tool_of_the_page_measures_a_picture_and_tells_a_wrong_call() -> Non
     box = Toolbox([code["Ruler"](unit="px")], context)
     assert box.run(ToolCall("ruler", {"picture": 0})).text == "8 x 5 px"
     assert "failed: IndexError" in box.run(ToolCall("ruler", {"picture": 3})).text
-    assert "'picture' is missing" in box.run(ToolCall("ruler", {})).text
+    wrong = box.run(ToolCall("ruler", {}))
+    assert wrong.is_error
+    assert "'picture'" in wrong.text
