@@ -1,10 +1,10 @@
 """Prints docs/reference/cli.md: every command with its arguments, from the parsers themselves. `make docs` runs it."""
 
-from argparse import SUPPRESS, Action
+from argparse import SUPPRESS, Action, ArgumentParser
 from collections.abc import Iterator
 from importlib import import_module
 
-from sensorium.cli.main import COMMANDS, MODULES, parser_of
+from sensorium.cli.main import COMMANDS, parser_of, place_of
 
 HEAD = """# Every command
 
@@ -20,15 +20,14 @@ def page() -> str:
 
 def _command(name: str) -> Iterator[str]:
     """A command's section, or one for each of its parts."""
-    command = import_module(f"sensorium.cli.{MODULES.get(name, name)}")
+    command = import_module(place_of(name))
     for part, module in getattr(command, "PARTS", {}).items():
-        yield from _section(f"{name} {part}", module)
+        yield from _section(f"{name} {part}", parser_of(f"{name} {part}", import_module(module), command))
     if not hasattr(command, "PARTS"):
-        yield from _section(name, MODULES.get(name, name))
+        yield from _section(name, parser_of(name, command))
 
 
-def _section(name: str, module: str) -> Iterator[str]:
-    parser = parser_of(name, import_module(f"sensorium.cli.{module}"))
+def _section(name: str, parser: ArgumentParser) -> Iterator[str]:
     shown = [action for action in parser._actions if action.dest != "help" and action.help != SUPPRESS]
     yield f"## sensorium {name}\n"
     yield " ".join((parser.description or "").split()).replace("``", "`") + "\n"

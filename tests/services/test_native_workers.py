@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from sensorium.cli.serve_reward import judges_section
 from sensorium.data.media_store import MediaStore
 from sensorium.data.shapes import COLOURS, SHAPES, Thing
 from sensorium.rewards.judges.client import JudgeClient
 from sensorium.services.model_workers import model_workers
 from sensorium.systems.caprl.generated import CaptionedScene
+from sensorium.systems.caprl.serve_reward import judges_section
 from sensorium.systems.caprl.service import RewardService, RewardSettings
 from sensorium.systems.caprl.terms import Reading
 

@@ -23,7 +23,6 @@ import pytest
 from PIL import Image
 
 from sensorium.cli.main import main
-from sensorium.cli.serve_reward import configure, judges_section, unused_variables, workers_of
 from sensorium.data.made_media import encode_clip
 from sensorium.data.media_store import MediaStore
 from sensorium.rewards.judges.client import JudgeClient
@@ -33,6 +32,7 @@ from sensorium.services.chat import ChatRequest, conversation
 from sensorium.services.model_workers import ModelWorker, ModelWorkers, free_port
 from sensorium.systems.caprl.questions import question_of
 from sensorium.systems.caprl.remote import RemoteReward
+from sensorium.systems.caprl.serve_reward import configure, judges_section, unused_variables, workers_of
 from sensorium.systems.caprl.service import RewardService, RewardSettings, make_reward_app, response_in
 from sensorium.systems.caprl.terms import Reading
 from sensorium.vocabulary.content import user
@@ -368,7 +368,7 @@ def test_workers_are_spread_over_the_gpus(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """By what each process finds in its environment; workers that share GPUs and GPUs without a worker are reported."""
-    monkeypatch.setattr("sensorium.cli.serve_reward._gpus", lambda: 2)
+    monkeypatch.setattr("sensorium.systems.caprl.serve_reward._gpus", lambda: 2)
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:

@@ -6,7 +6,6 @@ import sys
 import warnings
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -17,6 +16,7 @@ from rich.text import Text
 
 from sensorium import __version__
 from sensorium.cli.train import end_without_hung_threads, stopping_in_order
+from sensorium.recipe.names import import_system
 from sensorium.report.terminal import Terminal, guard_streams
 from sensorium.runs.durable import cannot_write, full_disk_error
 from sensorium.vocabulary.errors import SensoriumError, nearest
@@ -36,7 +36,8 @@ COMMANDS = {
     "cluster": "say what each process of a run does",
     "replay": "run a batch again that was kept because its update was not finite",
 }
-MODULES = {"eval": "evaluate"}
+MODULES = {"eval": "sensorium.cli.evaluate", "curate": "sensorium.systems.caprl.curate"}
+"""Where a command is that is no module of this package under its own name."""
 PACKAGE = str(Path(__file__).parents[1])
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
 # OpenMP's threads wait awake for the next operation. The usual 300,000 looks keep the cores from other runs on the machine:
@@ -119,19 +120,27 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
     """Parse a command's arguments and run it."""
     if name not in COMMANDS:
         raise SensoriumError(f"there is no command '{name}'{nearest(name, list(COMMANDS))}")
-    command = import_module(f"sensorium.cli.{MODULES.get(name, name)}")
-    if parts := getattr(command, "PARTS", None):
-        chooser = Parser(prog=f"sensorium {name}", description=command.__doc__, allow_abbrev=False)
-        chooser.add_argument("what", choices=list(parts), help="each has its own --help")
-        what = chooser.parse_args(arguments[:1]).what
-        name, arguments, command = f"{name} {what}", arguments[1:], import_module(f"sensorium.cli.{parts[what]}")
-    return int(command.run(parser_of(name, command).parse_intermixed_args(arguments)))
+    command = import_system(place_of(name), f"sensorium {name}")
+    if (parts := getattr(command, "PARTS", None)) is None:
+        return int(command.run(parser_of(name, command).parse_intermixed_args(arguments)))
+    chooser = Parser(prog=f"sensorium {name}", description=command.__doc__, allow_abbrev=False)
+    chooser.add_argument("what", choices=list(parts), help="each has its own --help")
+    name = f"{name} {chooser.parse_args(arguments[:1]).what}"
+    part = import_system(parts[arguments[0]], f"sensorium {name}")
+    return int(part.run(parser_of(name, part, command).parse_intermixed_args(arguments[1:])))
 
 
-def parser_of(name: str, command: ModuleType) -> "Parser":
-    """The parser of a command's arguments."""
+def place_of(name: str) -> str:
+    """The module of a command."""
+    return MODULES.get(name, f"sensorium.cli.{name}")
+
+
+def parser_of(name: str, command: ModuleType, whole: ModuleType | None = None) -> "Parser":
+    """The parser of a command. A part of one (``whole``) takes the arguments of that, too."""
     parser = Parser(prog=f"sensorium {name}", description=command.__doc__, allow_abbrev=False)
     command.configure(parser)
+    if whole is not None:
+        whole.configure(parser)
     parser.usage = getattr(command, "USAGE", None)
     return parser
 

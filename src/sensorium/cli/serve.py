@@ -3,15 +3,15 @@
 from argparse import ArgumentParser
 
 PARTS = {
-    "env": "serve_env",
-    "model": "serve_model",
-    "reward": "serve_reward",
+    "env": "sensorium.cli.serve_env",
+    "model": "sensorium.cli.serve_model",
+    "reward": "sensorium.systems.caprl.serve_reward",
 }
-"""What can be served, and the module of this package that does."""
+"""What can be served, and the module that does."""
 
 
-def add_host_options(parser: ArgumentParser) -> None:
-    """Where a service listens, and the names under which clients reach it."""
+def configure(parser: ArgumentParser) -> None:
+    """The arguments of every service: where it listens, and the names under which clients reach it."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; beyond this machine a key is needed")
     parser.add_argument(
         "--allowed-host",

@@ -5,7 +5,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from sensorium.cli.serve import add_host_options
 from sensorium.cluster.temporary_folder import temporary_folder
 from sensorium.vocabulary.errors import RecipeError
 
@@ -28,7 +27,6 @@ def configure(parser: ArgumentParser) -> None:
         metavar="NAME=FILE",
         help="offer the rows of a source, which FILE describes in YAML as a recipe does: {source: parquet, options: {…}}",
     )
-    add_host_options(parser)
     parser.add_argument("--port", type=int, default=8300)
     parser.add_argument("--capacity", type=int, default=1024, help="sessions that may be open at once")
     parser.add_argument("--lease-s", type=float, default=3600.0, help="a session that nobody asks for so long is closed")

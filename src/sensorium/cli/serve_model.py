@@ -8,7 +8,6 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from sensorium.cli.serve import add_host_options
 from sensorium.cluster.temporary_folder import temporary_folder
 from sensorium.vocabulary.errors import RecipeError
 
@@ -19,7 +18,6 @@ def configure(parser: ArgumentParser) -> None:
     """The arguments."""
     parser.add_argument("checkpoint", help="a folder, a run (its best checkpoint), a hub id, package:NAME or tiny:FAMILY")
     parser.add_argument("--name", default="", help="what clients call it; default: the checkpoint's name")
-    add_host_options(parser)
     parser.add_argument("--port", type=int, default=8000, help="0: any free one")
     parser.add_argument("--capacity", type=int, default=256, help="answers that may be under way at once; others get a 503")
     parser.add_argument("--rows", type=int, default=64, help="answers that are written at once, in one batch")

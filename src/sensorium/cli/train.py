@@ -17,6 +17,7 @@ from sensorium.cli.show import say, show_dry_run, show_plan
 from sensorium.cluster.event_loop import interrupt_here
 from sensorium.data.epochs import resolve_epochs
 from sensorium.recipe.load import load_recipe, shipped_recipes
+from sensorium.recipe.names import import_system
 from sensorium.recipe.schema import Recipe
 from sensorium.report.terminal import Terminal
 from sensorium.runs.checkpoint_layout import CheckpointFolder, why_taken
@@ -192,9 +193,8 @@ def _resumable(recipe: Recipe) -> list[str]:
 
 def _from_environment(recipe: str, overrides: Sequence[str] = ()) -> list[str]:
     """What CapRL's environment variables change in a recipe; those without effect are printed."""
-    from sensorium.systems.caprl.settings import caprl_settings
-
-    found = caprl_settings(os.environ, recipe, load_recipe(recipe), overrides)
+    caprl = import_system("sensorium.systems.caprl.settings", "--caprl-env")
+    found = caprl.caprl_settings(os.environ, recipe, load_recipe(recipe), overrides)
     for notice in found.notices():
         say(notice, Terminal(stderr=True))
     return [override for taken in found.overrides.values() for override in taken]

@@ -7,9 +7,11 @@ passed again, and says so.
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import Parameter, signature
-from types import NoneType, UnionType
+from types import ModuleType, NoneType, UnionType
 from typing import Any, Literal, Unpack, get_args, get_origin, get_type_hints
 
 from sensorium.recipe.own_modules import searched_folders
@@ -223,6 +225,38 @@ NAMES: dict[str, dict[str, str]] = {
     },
 }
 
+
+@cache
+def _absent(package: str) -> str:
+    """What to say of a system's package that this installation does not have; empty for one that is there."""
+    found = find_spec(package)
+    if found is not None and found.origin is not None:  # a folder without __init__.py has no origin
+        return ""
+    return f"is part of the package {package}, which this installation does not have. Install all of sensorium for it."
+
+
+def import_system(module: str, what: str) -> ModuleType:
+    """Import a module of a system. Where its folder was removed, the error names what was asked for, and the package."""
+    if problem := _absent(_system_of(module)):
+        raise RecipeError(f"{what} {problem}")
+    return import_module(module)
+
+
+def _system_of(place: str) -> str:
+    """The package that a place is in: sensorium.systems.caprl of sensorium.systems.caprl.terms:CaptionQA."""
+    return ".".join(place.split(".")[:3])
+
+
+ABSENT = {
+    (kind, name): _system_of(place)
+    for kind, places in NAMES.items()
+    for name, place in places.items()
+    if place.startswith("sensorium.systems.") and _absent(_system_of(place))
+}
+"""Names of systems whose folder was removed, with the package. They are not in the tables: nothing offers or loads them."""
+for _kind, _name in ABSENT:
+    del NAMES[_kind][_name]
+
 GIVEN = {
     "source": ("store",),
     "environment": ("store", "task"),
@@ -268,6 +302,8 @@ def wrong_name(kind: str, name: str) -> str:
     """What is wrong with a name, in a sentence; empty if it is known. Imports nothing."""
     if name in table(kind) or ":" in name:
         return ""
+    if package := ABSENT.get((kind, name)):
+        return f"{kind} '{name}' {_absent(package)}"
     known = nearest(name, list(table(kind)))
     own = (
         f"A {kind} of your own is written module:attribute, or registered by the script that trains or resumes (sn.resume)."

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sensorium.recipe.yaml import read_yaml
 from sensorium.systems.migration.outcomes import (
     DROP,
     Migration,
@@ -29,6 +28,7 @@ from sensorium.systems.migration.outcomes import (
     parsed,
     run_name,
 )
+from sensorium.systems.migration.recognition import Given, read_with_references
 from sensorium.vocabulary.errors import RecipeError
 
 PARALLEL = Why("no place", "GPUs are divided by the section cluster (docs/guides/scale_out.md)")
@@ -47,6 +47,40 @@ FIRST = (
 )  # fmt: skip
 """Keys on which others depend."""
 TERMS = {"format": "format", "exact_alnum": "exact_alnum", "math_expr": "math", "bbox_giou": "bbox_giou"}
+
+
+SECTIONS = {"grpo", "policy", "loss_fn", "checkpointing", "cluster", "env", "logger", "reward_penalties"}
+
+
+def certainty(given: Given) -> int:
+    """How sure it is that a text is NeMo-RL's."""
+    if given.form == "yaml":
+        return 2 * bool({*given.data} & SECTIONS or "defaults" in given.data)
+    if given.form == "python":
+        return 0
+    sure = {"grpo", "policy", "loss_fn", "checkpointing"} & given.script.roots or "--config" in given.script.names
+    return 2 if sure else int("cluster" in given.script.roots)
+
+
+def migrate(given: Given) -> Migration:
+    """The recipe of a configuration, or of a command that names one and has overrides."""
+    if given.form == "yaml":
+        config, notes = read_config(given.text, given.named, given.folder)
+        return migrate_nemo(config, [], given.named, notes)
+    script = given.script
+    config, notes = _named_config(script.options, given.folder)
+    return migrate_nemo(config, script.overrides, given.named, [*script.script.notes, *notes])
+
+
+def _named_config(options: Sequence[Setting], folder: Path | None) -> tuple[dict[str, Any], list[str]]:
+    """The configuration that a command names, where it can be read."""
+    named = next((str(one.value) for one in options if one.key == "--config"), "")
+    if not named:
+        return {}, []
+    for place in [Path(named)] if folder is None else [folder / named, *(up / named for up in folder.parents), Path(named)]:
+        if place.is_file():
+            return read_config(place.read_text(encoding="utf-8"), named, place.parent)
+    return {}, [f"the configuration '{named}' is not here, so only the overrides of the command are in the table"]
 
 
 def read_config(text: str, named: str, folder: Path | None) -> tuple[dict[str, Any], list[str]]:
@@ -69,15 +103,6 @@ def read_config(text: str, named: str, folder: Path | None) -> tuple[dict[str, A
     for key in own:  # what replaces a section drops what was in it
         inherited = {old: value for old, value in inherited.items() if not old.startswith(f"{key}.")}
     return inherited | own, notes
-
-
-def read_with_references(text: str, named: str) -> Any:
-    """The value of a YAML text in which references such as ``${a.b}`` may stand bare, also in lists."""
-    try:
-        return read_yaml(text, named)[0]
-    except RecipeError:
-        bare = re.compile(r"(?<=[\[,{\s])(\$\{[^{}\"']*(?:\{[^{}]*\}[^{}]*)*\})(?=\s*[,\]}])")
-        return read_yaml(bare.sub(r'"\1"', text), named)[0]
 
 
 def resolved(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,9 @@ from typing import Any
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.names import wrong_options
 from sensorium.recipe.schema import Recipe, RolloutSection
+from sensorium.systems.migration import verl
 from sensorium.systems.migration.outcomes import DROP, Migration, Setting, Sheet, parsed, unset
-from sensorium.systems.migration.verl import RULES
+from sensorium.systems.migration.recognition import OF_LIBRARIES, Given, unrecognised
 from sensorium.vocabulary.errors import RecipeError
 
 NEEDED = ("CAPTION_MODEL", "DATASET", "SAVE_DIR")
@@ -267,6 +268,25 @@ KNOWN = (
 """Variables by which a script is recognised as CapRL's."""
 
 
+def certainty(given: Given) -> int:
+    """How sure it is that a text is one of CapRL's scripts."""
+    if given.form != "script":
+        return 0
+    names = {"CAPTION_MODEL", "REWARD_TASK", "REWARD_MODEL", "data.input_type"} & given.script.names
+    return 3 if "train_caprl.sh" in given.text or SERVICE in given.text or names else 0
+
+
+def migrate(given: Given) -> Migration:
+    """The recipe of a script. Variables of libraries are left to others, but for WANDB's and the GPUs'."""
+    if given.form != "script":
+        if verl.certainty(given) == 1:  # sections of verl
+            return verl.migrate(given)
+        raise RecipeError(unrecognised(given.named))
+    script, counting = given.script, ("WANDB_", "CUDA_VISIBLE_DEVICES")
+    own = [one for one in script.variables if one.key.startswith(counting) or not one.key.startswith(OF_LIBRARIES)]
+    return migrate_caprl(own, script.overrides, given.text, given.named, script.script.notes)
+
+
 def migrate_caprl(
     variables: Sequence[Setting], overrides: Sequence[Setting], text: str, named: str, notes: Sequence[str] = ()
 ) -> Migration:
@@ -304,14 +324,5 @@ def migrate_caprl(
             sheet.nothing(given[name], "no effect", "as it is here anyway")
     if lacking and trains:
         sheet.notes.append(f"CapRL's script needs {', '.join(lacking)}, which are not given; the recipe has its own there.")
-    sheet.settle(RULES)
+    sheet.settle(verl.RULES)
     return sheet.finish(named)
-
-
-def is_caprl(variables: Mapping[str, object], text: str) -> bool:
-    """Whether a script is one of CapRL's."""
-    return (
-        "train_caprl.sh" in text
-        or SERVICE in text
-        or bool({"CAPTION_MODEL", "REWARD_TASK", "REWARD_MODEL"} & set(variables))
-    )

@@ -6,7 +6,7 @@ max_turns: 3                                                             → rol
 
 import ast
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from sensorium.recipe.traits import loss_takes, loss_traits
 from sensorium.systems.migration.outcomes import (
     DROP,
     Migration,
+    Outcome,
     Rule,
     Setting,
     Sheet,
@@ -29,6 +30,7 @@ from sensorium.systems.migration.outcomes import (
     parsed,
     run_name,
 )
+from sensorium.systems.migration.recognition import SLIME, Given, arguments
 from sensorium.vocabulary.errors import RecipeError
 
 MEGATRON = Why("no place", "GPUs are divided by the section cluster (docs/guides/scale_out.md)")
@@ -43,19 +45,6 @@ DEFAULTS: dict[str, Any] = {"--eps-clip": 0.2, "--eps-clip-c": None, "--calculat
 UNSURE = {"--n-samples-per-prompt": "batch.group_size", "--rollout-max-response-len": "rollout.max_new_tokens"}
 """Arguments that a run hangs on and whose defaults are not filled in."""
 ENVIRONMENTS = {"examples.geo3k_vlm_multi_turn.env_geo3k": "geo3k"}
-
-
-def arguments(words: Sequence[str], line: int = 0) -> list[Setting]:
-    """``--key value…`` as settings: several values are a list, none is true. Words before the first option are left out."""
-    found: list[tuple[str, list[str]]] = []
-    for word in words:
-        if word.startswith("--") and len(word) > 2:
-            key, equals, value = word.partition("=")
-            found.append((key, [value] if equals else []))
-        elif found:
-            found[-1][1].append(word)
-    values = [(key, [parsed(value) if key != "--multimodal-keys" else value for value in given]) for key, given in found]
-    return [Setting(key, True if not given else given[0] if len(given) == 1 else given, line) for key, given in values]
 
 
 def python_arguments(text: str) -> tuple[list[Setting], list[str]]:
@@ -131,6 +120,45 @@ class _Strings(ast.NodeVisitor):
         if name in ("int", "str", "float") and len(node.args) == 1:
             return self.value(node.args[0])
         return f"$({ast.unparse(node)})".replace(" ", "")
+
+
+def certainty(given: Given) -> int:
+    """How sure it is that a text is slime's. Python run scripts are known of nobody else."""
+    if given.form == "yaml":
+        return 3 * ("rollout_interaction_env_path" in given.data)
+    if given.form == "python":
+        return 2
+    return 2 * any(name in SLIME or name.startswith("SLIME_SCRIPT_") for name in given.script.names)
+
+
+def migrate(given: Given) -> Migration:
+    """The recipe of a command, of a Python run script, or of the YAML of several turns."""
+    if given.form == "yaml":
+        return migrate_slime([Setting(key, value) for key, value in given.data.items()], given.text, given.named)
+    if given.form == "python":
+        settings, notes = python_arguments(given.text)
+        return migrate_slime(settings, given.text, given.named, notes)
+    script = given.script
+    settings = [*(one for one in script.variables if one.key.startswith("SLIME_SCRIPT_")), *script.options]
+    places = [place for command in script.script.commands if (place := _download_folder(command.words))]
+    download = None
+    if places and not any(setting.key == "--prompt-data" for setting in script.options):
+        download = Setting("hf download --local-dir", places[0])
+        settings.append(Setting("--prompt-data", f"{places[0]}/train.parquet"))
+    migration = migrate_slime(settings, given.text, given.named, script.script.notes)
+    if download:  # rows that the script downloads and no argument names are those that the example trains on
+        migration.outcomes = [
+            Outcome(download, one.kind, one.text) if one.setting.key == "--prompt-data" else one
+            for one in migration.outcomes
+        ]
+    return migration
+
+
+def _download_folder(words: Sequence[str]) -> str:
+    """Where ``hf download --repo-type dataset NAME --local-dir PLACE`` puts the rows; empty for other commands."""
+    if list(words[:2]) not in (["hf", "download"], ["huggingface-cli", "download"]) or "dataset" not in words:
+        return ""
+    return words[words.index("--local-dir") + 1] if "--local-dir" in words[:-1] else ""
 
 
 def migrate_slime(settings: Sequence[Setting], text: str, named: str, notes: Sequence[str] = ()) -> Migration:
@@ -490,15 +518,3 @@ RULES: dict[str, Rule] = {
         Why("no effect", "a checkpoint here always holds model, optimizer and the run's state"),
     ),
 }
-
-
-def data_of_download(words: Sequence[str]) -> str:
-    """Where ``hf download --repo-type dataset NAME --local-dir PLACE`` puts the rows; empty for other commands."""
-    if list(words[:2]) not in (["hf", "download"], ["huggingface-cli", "download"]) or "dataset" not in words:
-        return ""
-    return words[words.index("--local-dir") + 1] if "--local-dir" in words[:-1] else ""
-
-
-def turns_of(data: Mapping[str, Any]) -> list[Setting]:
-    """The settings of slime's YAML of several turns."""
-    return [Setting(str(key), value) for key, value in data.items()]

@@ -8,23 +8,28 @@ grpo: {num_prompts_per_step: 32}                                        → nemo
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from sensorium.systems.audio_visual.nemo_rl_settings import migrate_nemo, read_config, read_with_references
-from sensorium.systems.caprl.settings import is_caprl, migrate_caprl
-from sensorium.systems.geo3k.slime_settings import arguments, data_of_download, migrate_slime, python_arguments, turns_of
-from sensorium.systems.migration.outcomes import Migration, Outcome, Setting, flat, parsed
+from sensorium.recipe.names import import_system
+from sensorium.recipe.yaml import read_yaml
+from sensorium.systems.migration.outcomes import Migration, Outcome, Setting, parsed
 from sensorium.systems.migration.shell import Command, Script
-from sensorium.systems.migration.verl import VAGEN_COMMAND, migrate_environments, migrate_verl, split_override
 from sensorium.vocabulary.errors import RecipeError
 
 SECTIONED = re.compile(r"[./]|^--config-")
 """In a key: it is of a configuration with sections, not a variable."""
-FRAMEWORKS = ("verl", "caprl", "slime", "nemo_rl")
-NEMO_SECTIONS = {"grpo", "policy", "loss_fn", "checkpointing", "cluster", "env", "logger", "reward_penalties"}
-BUILTINS = (
+FRAMEWORKS = {
+    "caprl": "sensorium.systems.caprl.settings",
+    "verl": "sensorium.systems.migration.verl",
+    "nemo_rl": "sensorium.systems.audio_visual.nemo_rl_settings",
+    "slime": "sensorium.systems.geo3k.slime_settings",
+}
+"""The module of each trainer. It has ``certainty(given)``, which is 0 for texts of others, and ``migrate(given)``."""
+BUILTINS = [
     "set",
     "cd",
     "echo",
@@ -40,7 +45,7 @@ BUILTINS = (
     "[[",
     "test",
     "ulimit",
-)
+]
 SLIME = {
     "--hf-checkpoint", "--rollout-batch-size", "--num-rollout", "--advantage-estimator", "--rollout-max-response-len",
     "--prompt-data",
@@ -59,6 +64,23 @@ TELLS = {
 }
 
 
+@dataclass(frozen=True)
+class Given:
+    """A text to migrate: what it holds, and where files that it names are looked for."""
+
+    text: str
+    named: str
+    form: Literal["yaml", "python", "script"]
+    data: dict[str, Any]
+    """The mapping of a YAML text; of other texts it is empty."""
+    folder: Path | None
+
+    @cached_property
+    def script(self) -> "ScriptSettings":
+        """The settings of a shell script."""
+        return ScriptSettings(Script(self.text))
+
+
 def migrate(text: str, named: str, framework: str = "", folder: Path | None = None) -> Migration:
     """The recipe of a text, and what each of its keys became. ``folder`` is where files that it names are looked for."""
     if framework and framework not in FRAMEWORKS:
@@ -66,154 +88,132 @@ def migrate(text: str, named: str, framework: str = "", folder: Path | None = No
     if not text.strip():
         raise RecipeError(f"{named} is empty: give a script, a command line or a YAML file of another trainer.")
     data = _yaml(text, named)
-    if data is not None and framework in ("", "verl") and _environments(data):
-        return migrate_environments(data, named)
-    if data is not None and (framework == "slime" or (not framework and "rollout_interaction_env_path" in data)):
-        return migrate_slime(turns_of(data), text, named)
-    if data is not None and (framework == "nemo_rl" or (not framework and ({*data} & NEMO_SECTIONS or "defaults" in data))):
-        config, notes = read_config(text, named, folder)
-        return migrate_nemo(config, [], named, notes)
-    if data is not None:
-        return _migrate_sections(data, text, named, framework)
-    if framework in ("", "slime") and _is_python(text, named):
-        settings, notes = python_arguments(text)
-        return migrate_slime(settings, text, named, notes)
-    return _migrate_script(text, named, framework, folder)
-
-
-def _migrate_sections(data: Mapping[str, Any], text: str, named: str, framework: str) -> Migration:
-    """A YAML of verl's sections, or one that nobody knows."""
-    found = flat(data)
-    verl = any(
-        key.startswith(("actor_rollout_ref.", "data.", "trainer.", "algorithm.", "rollout_manager.")) for key in found
-    )
-    if framework != "verl" and not verl:
-        raise RecipeError(_unrecognised(named))
-    return migrate_verl([Setting(key, value) for key, value in found.items()], text, named)
-
-
-def _migrate_script(text: str, named: str, framework: str, folder: Path | None) -> Migration:
-    script = Script(text)
-    overrides, options, variables, others = _settings(script)
-    names = {setting.key for setting in [*variables, *overrides]}
-    kind = framework or _kind(text, {setting.key for setting in overrides}, {setting.key for setting in options}, names)
-    if not kind:
-        raise RecipeError(_unrecognised(named))
-    if kind == "caprl":
-        migration = migrate_caprl(_own(variables, text), overrides, text, named, script.notes)
-        taken = {outcome.setting.key for outcome in migration.outcomes}
-    elif kind == "slime":
-        own = [one for one in variables if one.key.startswith("SLIME_SCRIPT_")]
-        migration = migrate_slime([*own, *options], text, named, script.notes)
-        taken = {setting.key for setting in own}
-        _take_download(migration, script, named, text, own, options)
-    elif kind == "nemo_rl":
-        config, notes = _nemo_config(options, overrides, folder)
-        migration = migrate_nemo(
-            config, [one for one in overrides if one.key != "--config"], named, [*script.notes, *notes]
-        )
-        taken = set()
+    python = data is None and framework in ("", "slime") and _is_python(text, named)
+    given = Given(text, named, "yaml" if data is not None else "python" if python else "script", data or {}, folder)
+    absent: list[str] = []
+    if framework:
+        trainer: Any = import_system(FRAMEWORKS[framework], f"migrate --from {framework}")
     else:
-        migration = migrate_verl(overrides, text, named, script.notes)
-        taken = set()
-    migration.outcomes += [_of_variable(one) for one in variables if one.key not in taken]
-    told = {outcome.setting.key for outcome in migration.outcomes}
-    inside = [Setting(name, value) for name, value in script.variables.items() if name not in told]
-    migration.outcomes += [Outcome(one, "no effect", "not exported: it counts where the script uses it") for one in inside]
-    unused = [Setting(name, " ".join(items)) for name, items in script.arrays.items() if name not in script.used]
-    migration.outcomes += [Outcome(one, "no effect", "no command of the script takes this array") for one in unused]
-    migration.outcomes += [_of_command(command) for command in others]
+        trainer, absent = _trainer(given)
+    migration: Migration = trainer.migrate(given)
+    migration.notes += absent
+    if given.form == "script":
+        migration.outcomes += given.script.other_outcomes([outcome.setting for outcome in migration.outcomes])
     return migration
 
 
-def _own(variables: list[Setting], text: str) -> list[Setting]:
-    """Variables that are CapRL's, or may be: those of libraries are told apart, WANDB's and the GPUs' count."""
-    kept = ("WANDB_", "CUDA_VISIBLE_DEVICES")
-    return [one for one in variables if one.key.startswith(kept) or not one.key.startswith(OF_LIBRARIES)]
+def _trainer(given: Given) -> tuple[Any, list[str]]:
+    """The module of the trainer that a text is surest to be of, and what to say of trainers that were not asked."""
+    trainers, absent = [], []
+    for name, module in FRAMEWORKS.items():
+        try:
+            trainers.append(import_system(module, f"migrate --from {name}"))
+        except RecipeError as error:
+            absent.append(str(error))
+    surest = max(trainers, key=lambda trainer: trainer.certainty(given))
+    if not surest.certainty(given):
+        raise RecipeError(" ".join([unrecognised(given.named), *absent]))
+    return surest, absent
 
 
-def _take_download(
-    migration: Migration, script: Script, named: str, text: str, own: list[Setting], options: list[Setting]
-) -> None:
-    """Rows that the script downloads and no argument names are those that the example trains on."""
-    places = [place for command in script.commands if (place := data_of_download(command.words))]
-    if not places or any(setting.key == "--prompt-data" for setting in options):
-        return
-    made = migrate_slime(
-        [*own, *options, Setting("--prompt-data", f"{places[0]}/train.parquet")], text, named, script.notes
-    )
-    download = Setting("hf download --local-dir", places[0])
-    for i, outcome in enumerate(made.outcomes):
-        if outcome.setting.key == "--prompt-data":
-            made.outcomes[i] = Outcome(download, outcome.kind, outcome.text)
-    migration.text, migration.recipe, migration.problem, migration.outcomes, migration.kept = (
-        made.text, made.recipe, made.problem, made.outcomes, made.kept
-    )  # fmt: skip
+class ScriptSettings:
+    """Overrides (a.b=c), options (--a b) and variables of a script, and commands that hold none of them."""
 
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.overrides: list[Setting] = []
+        self.options: list[Setting] = []
+        self.others: list[Command] = []
+        exported = script.exported.items()
+        self.variables = [Setting(name, script.variables.get(name, f"${name}"), line) for name, line in exported]
+        for command in script.commands:
+            self.variables += [Setting(name, value, command.line) for name, value in command.variables.items()]
+            self._take(command)
+        known = {setting.key for setting in self.variables}
+        loose = {
+            name: value for name, value in script.variables.items() if name not in script.exported and name not in known
+        }
+        bare = not self.overrides and not self.options
+        self.variables += [Setting(name, value) for name, value in loose.items() if name.startswith("SLIME_SCRIPT_")]
+        if bare:
+            self.variables += [
+                Setting(name, value)
+                for name, value in loose.items()
+                if name.isupper() and not name.startswith("SLIME_SCRIPT_")
+            ]
 
-def _settings(script: Script) -> tuple[list[Setting], list[Setting], list[Setting], list[Command]]:
-    """Overrides (a.b=c), options (--a b), variables, and commands that hold none of them."""
-    overrides: list[Setting] = []
-    options: list[Setting] = []
-    others: list[Command] = []
-    variables = [Setting(name, script.variables.get(name, f"${name}"), line) for name, line in script.exported.items()]
-    for command in script.commands:
-        variables += [Setting(name, value, command.line) for name, value in command.variables.items()]
+    @cached_property
+    def roots(self) -> set[str]:
+        """The sections that overrides are in: data of data.train_batch_size."""
+        return {setting.key.partition(".")[0] for setting in self.overrides}
+
+    @cached_property
+    def names(self) -> set[str]:
+        """The keys of variables, overrides and options."""
+        return {setting.key for setting in [*self.variables, *self.overrides, *self.options]}
+
+    def _take(self, command: Command) -> None:
         found = [pair for word in command.words if (pair := split_override(word))]
         launches = any("main_ppo" in word for word in command.words)
-        if not launches and not any(
-            SECTIONED.search(key) for key, _ in found if key[0] != "~"
-        ):  # NAME=value of other commands
-            found = []
-        overrides += [Setting(key, parsed(value), command.line) for key, value in found]
+        if not launches and not any(SECTIONED.search(key) for key, _ in found if key[0] != "~"):
+            found = []  # NAME=value of other commands
+        self.overrides += [Setting(key, parsed(value), command.line) for key, value in found]
         words = list(command.words)
         if "--" in words:  # ray job submit … -- python3 train.py …
             words = words[words.index("--") + 1 :]
         trains = any(word.endswith(("train.py", "train_async.py")) for word in words) or bool(SLIME & set(words))
-        config = [
-            i for i, word in enumerate(words) if word.split("=")[0] in ("--config", "-c") and "run_" in " ".join(words)
-        ]
+        runs = "run_" in " ".join(words)
+        config = [i for i, word in enumerate(words) if runs and word.split("=")[0] in ("--config", "-c")]
         if trains and any(word.startswith("--") for word in words):
-            options += arguments(words, command.line)
+            self.options += arguments(words, command.line)
         elif config:
             value = words[config[0]].partition("=")[2] or words[config[0] + 1]
-            options.append(Setting("--config", value, command.line))
+            self.options.append(Setting("--config", value, command.line))
         elif not found and not command.words[0].startswith("#"):
-            others.append(command)
-    loose = {name: value for name, value in script.variables.items() if name not in script.exported}
-    known = {setting.key for setting in variables}
-    variables += [
-        Setting(name, value) for name, value in loose.items() if name.startswith("SLIME_SCRIPT_") and name not in known
-    ]
-    if not overrides and not options:
-        variables += [Setting(name, value) for name, value in loose.items() if name not in known and name.isupper()]
-    return overrides, options, variables, others
+            self.others.append(command)
+
+    def other_outcomes(self, settled: Sequence[Setting]) -> list[Outcome]:
+        """What became of variables, arrays and commands that the trainer's own rules did not settle."""
+        outcomes = [_of_variable(one) for one in self.variables if one not in settled]
+        keys = {one.key for one in [*settled, *self.variables]}
+        inside = [Setting(name, value) for name, value in self.script.variables.items() if name not in keys]
+        outcomes += [Outcome(one, "no effect", "not exported: it counts where the script uses it") for one in inside]
+        arrays = self.script.arrays.items()
+        unused = [Setting(name, " ".join(items)) for name, items in arrays if name not in self.script.used]
+        outcomes += [Outcome(one, "no effect", "no command of the script takes this array") for one in unused]
+        return outcomes + [_of_command(command) for command in self.others]
 
 
-def _kind(text: str, overrides: set[str], options: set[str], variables: set[str]) -> str:
-    if is_caprl(dict.fromkeys(variables), text) or "data.input_type" in overrides:
-        return "caprl"
-    roots = {key.partition(".")[0] for key in overrides}
-    if {"actor_rollout_ref", "trainer", "rollout_manager", "critic", "reward_model"} & roots:
-        return "verl"
-    if {"grpo", "policy", "loss_fn", "checkpointing"} & roots or "--config" in options:
-        return "nemo_rl"
-    if SLIME & options or any(name.startswith("SLIME_SCRIPT_") for name in variables):
-        return "slime"
-    if {"data", "algorithm"} & roots or VAGEN_COMMAND.search(text):
-        return "verl"
-    return "verl" if "M3_API_CONFIG" in variables else "nemo_rl" if "cluster" in roots else ""
+def arguments(words: Sequence[str], line: int = 0) -> list[Setting]:
+    """``--key value…`` as settings: several values are a list, none is true. Words before the first option are left out."""
+    found: list[tuple[str, list[str]]] = []
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            key, equals, value = word.partition("=")
+            found.append((key, [value] if equals else []))
+        elif found:
+            found[-1][1].append(word)
+    values = [(key, [parsed(value) if key != "--multimodal-keys" else value for value in given]) for key, given in found]
+    return [Setting(key, True if not given else given[0] if len(given) == 1 else given, line) for key, given in values]
 
 
-def _nemo_config(options: list[Setting], overrides: list[Setting], folder: Path | None) -> tuple[dict[str, Any], list[str]]:
-    """The configuration that a command names, where it can be read."""
-    given = next((str(one.value) for one in options if one.key == "--config"), "")
-    if not given:
-        return {}, []
-    for place in [Path(given)] if folder is None else [folder / given, *(up / given for up in folder.parents), Path(given)]:
-        if place.is_file():
-            return read_config(place.read_text(encoding="utf-8"), given, place.parent)
-    return {}, [f"the configuration '{given}' is not here, so only the overrides of the command are in the table"]
+def split_override(word: str) -> tuple[str, str] | None:
+    """Key and value of an override such as ``++a.b=1``, of a deletion (``~a.b``) or of a group (``env=x``); else None."""
+    if deleted := re.fullmatch(r"(~[A-Za-z_][\w./@-]*)(?:=.*)?", word, re.DOTALL):
+        return deleted[1], ""
+    found = re.fullmatch(
+        r"(?:\+\+?)?((?:--config-(?:path|name|dir))|[A-Za-z_][\w-]*(?:[./][\w@-]+)*)=(.*)", word, re.DOTALL
+    )
+    return (found[1], found[2]) if found else None
+
+
+def read_with_references(text: str, named: str) -> Any:
+    """The value of a YAML text in which references such as ``${a.b}`` may stand bare, also in lists."""
+    try:
+        return read_yaml(text, named)[0]
+    except RecipeError:
+        bare = re.compile(r"(?<=[\[,{\s])(\$\{[^{}\"']*(?:\{[^{}]*\}[^{}]*)*\})(?=\s*[,\]}])")
+        return read_yaml(bare.sub(r'"\1"', text), named)[0]
 
 
 def _of_variable(setting: Setting) -> Outcome:
@@ -251,10 +251,6 @@ def _yaml(text: str, named: str) -> dict[str, Any] | None:
     return data if isinstance(data, dict) and all(isinstance(key, str) for key in data) else None
 
 
-def _environments(data: Mapping[str, Any]) -> bool:
-    return all(isinstance(entry, dict) and "env_name" in entry for entry in data.values())
-
-
 def _is_python(text: str, named: str) -> bool:
     if named.endswith(".sh"):
         return False
@@ -265,7 +261,8 @@ def _is_python(text: str, named: str) -> bool:
     return named.endswith(".py") or any(isinstance(node, ast.Import | ast.ImportFrom) for node in tree.body)
 
 
-def _unrecognised(named: str) -> str:
+def unrecognised(named: str) -> str:
+    """The error of a text that is of no trainer known here."""
     return (
         f"{named}: this is none of the scripts, command lines and configurations that are recognised: verl's overrides "
         "(TaskMem, VAGEN), CapRL's variables, slime's arguments, NeMo-RL's YAML. Say whose it is: --from "

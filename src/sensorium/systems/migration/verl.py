@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sensorium.recipe.names import wrong_options
+from sensorium.recipe.names import import_system, wrong_options
 from sensorium.recipe.traits import estimator_traits, loss_traits
 from sensorium.systems.migration.outcomes import (
     DROP,
     Migration,
-    Outcome,
     Rule,
     Setting,
     Sheet,
@@ -24,6 +23,7 @@ from sensorium.systems.migration.outcomes import (
     chosen,
     divide_batch,
     feature,
+    flat,
     loggers,
     of_critic,
     of_loss,
@@ -31,8 +31,7 @@ from sensorium.systems.migration.outcomes import (
     scaled,
     unset,
 )
-from sensorium.systems.vagen.settings import environment_of
-from sensorium.vocabulary.errors import RecipeError
+from sensorium.systems.migration.recognition import Given
 
 ESTIMATORS = {
     "gae": "gae", "grpo": "grpo", "rloo": "rloo", "opo": "opo", "remax": "remax", "gpg": "gpg", "grpo_passk": "pass_at_k",
@@ -94,6 +93,34 @@ def system_of(settings: Mapping[str, Any], text: str) -> str:
     return ""
 
 
+def certainty(given: Given) -> int:
+    """How sure it is that a text is verl's, or of a system on it."""
+    if given.form == "yaml":
+        sections = ("actor_rollout_ref.", "data.", "trainer.", "algorithm.", "rollout_manager.")
+        return 3 if _environments(given.data) else int(any(key.startswith(sections) for key in flat(given.data)))
+    if given.form == "python":
+        return 0
+    script = given.script
+    if {"actor_rollout_ref", "trainer", "rollout_manager", "critic", "reward_model"} & script.roots:
+        return 2
+    weak = {"data", "algorithm"} & script.roots or VAGEN_COMMAND.search(given.text) or "M3_API_CONFIG" in script.names
+    return int(bool(weak))
+
+
+def migrate(given: Given) -> Migration:
+    """The recipe of a script's overrides, of a YAML of verl's sections, or of VAGEN's environments."""
+    if given.form == "script":
+        return migrate_verl(given.script.overrides, given.text, given.named, given.script.script.notes)
+    if _environments(given.data):
+        vagen = import_system("sensorium.systems.vagen.settings", "VAGEN's env_config.yaml")
+        return vagen.migrate_environments(given.data, given.named)
+    return migrate_verl([Setting(key, value) for key, value in flat(given.data).items()], given.text, given.named)
+
+
+def _environments(data: Mapping[str, Any]) -> bool:
+    return all(isinstance(entry, dict) and "env_name" in entry for entry in data.values())
+
+
 def migrate_verl(settings: Sequence[Setting], text: str, named: str, notes: Sequence[str] = ()) -> Migration:
     """The recipe of verl's overrides."""
     given = {setting.key: setting.value for setting in settings}
@@ -118,57 +145,6 @@ def migrate_verl(settings: Sequence[Setting], text: str, named: str, notes: Sequ
     if not start and not sheet.at("model.path"):
         sheet.put("model.path", "MODEL")
         sheet.notes.append("no actor_rollout_ref.model.path was given: model.path says MODEL, which no folder is.")
-    return sheet.finish(named)
-
-
-def migrate_environments(data: Mapping[str, Any], named: str) -> Migration:
-    """VAGEN's env_config.yaml: each entry is a source of environments, for training and for test."""
-    words = " ".join(str(entry.get("env_name", "")) for entry in data.values()).lower()
-    start = next((recipe for word, recipe in VAGEN_RECIPES.items() if word in words), "vagen_frozen_lake")
-    settings = [Setting(f"{name}.{key}", value) for name, entry in data.items() for key, value in entry.items()]
-    sheet = Sheet("VAGEN's env_config.yaml", start, settings)
-    sources: dict[str, list[Any]] = {"train": [], "evaluate": []}
-    for name, entry in data.items():
-        offered = {one: one for one in ("frozen_lake", "sokoban", "svg", "navigation", "ai2thor", "primitive_skill")}
-        try:
-            environment, options = environment_of(entry, offered)
-        except RecipeError as error:
-            for key in entry:
-                sheet.nothing(sheet.settings[f"{name}.{key}"], "no place", str(error))
-            continue
-        if environment not in offered:
-            for key in entry:
-                why = f"VAGEN's environment '{entry.get('env_name')}' is not shipped here; docs/guides/environments.md"
-                sheet.nothing(sheet.settings[f"{name}.{key}"], "no place", why)
-            continue
-        options["max_turns"] = sheet.at("rollout.max_turns", 3)
-        for side, split, size in (("train", "train", "train_size"), ("evaluate", "test", "test_size")):
-            if entry.get(size):
-                made = {
-                    "environment": environment,
-                    "split": split,
-                    "size": entry[size],
-                    "distinct": False,
-                    "options": options,
-                }
-                sources[side].append({"source": "environments", "options": made})
-        train, test = (f"tasks.{side}.{len(sources[side]) - 1}.options" for side in ("train", "evaluate"))
-        shown = ", ".join(f"{option}: {value}" for option, value in options.items())
-        became = {
-            "env_name": f"{train}.environment={environment}",
-            "env_config": f"{train}.options={{{shown}}}",
-            "train_size": f"{train}.size={entry.get('train_size')}",
-            "test_size": f"{test}.size={entry.get('test_size')}",
-        }
-        for key in entry:
-            setting = sheet.settings[f"{name}.{key}"]
-            if key in became:
-                sheet.outcomes[setting.key] = Outcome(setting, "became", became[key])
-            else:
-                sheet.nothing(setting, "unknown", "VAGEN's env_config.yaml has no such key that is known here")
-    for side, made_sources in sources.items():
-        if made_sources:
-            sheet.put(f"tasks.{side}", made_sources)
     return sheet.finish(named)
 
 
@@ -824,13 +800,3 @@ RULES: dict[str, Rule] = {
     "--config-*": LAUNCH,
     "hydra.*": LAUNCH,
 }
-
-
-def split_override(word: str) -> tuple[str, str] | None:
-    """Key and value of an override such as ``++a.b=1``, of a deletion (``~a.b``) or of a group (``env=x``); else None."""
-    if deleted := re.fullmatch(r"(~[A-Za-z_][\w./@-]*)(?:=.*)?", word, re.DOTALL):
-        return deleted[1], ""
-    found = re.fullmatch(
-        r"(?:\+\+?)?((?:--config-(?:path|name|dir))|[A-Za-z_][\w-]*(?:[./][\w@-]+)*)=(.*)", word, re.DOTALL
-    )
-    return (found[1], found[2]) if found else None

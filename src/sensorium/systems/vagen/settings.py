@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sensorium.systems.migration.outcomes import Migration, Outcome, Setting, Sheet
+from sensorium.systems.migration.verl import VAGEN_RECIPES
 from sensorium.vocabulary.errors import RecipeError
 
 WITHOUT_LIMIT = 10**6
@@ -245,3 +247,54 @@ def seeds_of(count: int, seed: Sequence[int] | int, name: str, index: int = 0, b
             used[number] += 1
             seeds.append(number)
     return seeds
+
+
+def migrate_environments(data: Mapping[str, Any], named: str) -> Migration:
+    """VAGEN's env_config.yaml: each entry is a source of environments, for training and for test."""
+    words = " ".join(str(entry.get("env_name", "")) for entry in data.values()).lower()
+    start = next((recipe for word, recipe in VAGEN_RECIPES.items() if word in words), "vagen_frozen_lake")
+    settings = [Setting(f"{name}.{key}", value) for name, entry in data.items() for key, value in entry.items()]
+    sheet = Sheet("VAGEN's env_config.yaml", start, settings)
+    sources: dict[str, list[Any]] = {"train": [], "evaluate": []}
+    for name, entry in data.items():
+        offered = {one: one for one in ("frozen_lake", "sokoban", "svg", "navigation", "ai2thor", "primitive_skill")}
+        try:
+            environment, options = environment_of(entry, offered)
+        except RecipeError as error:
+            for key in entry:
+                sheet.nothing(sheet.settings[f"{name}.{key}"], "no place", str(error))
+            continue
+        if environment not in offered:
+            for key in entry:
+                why = f"VAGEN's environment '{entry.get('env_name')}' is not shipped here; docs/guides/environments.md"
+                sheet.nothing(sheet.settings[f"{name}.{key}"], "no place", why)
+            continue
+        options["max_turns"] = sheet.at("rollout.max_turns", 3)
+        for side, split, size in (("train", "train", "train_size"), ("evaluate", "test", "test_size")):
+            if entry.get(size):
+                made = {
+                    "environment": environment,
+                    "split": split,
+                    "size": entry[size],
+                    "distinct": False,
+                    "options": options,
+                }
+                sources[side].append({"source": "environments", "options": made})
+        train, test = (f"tasks.{side}.{len(sources[side]) - 1}.options" for side in ("train", "evaluate"))
+        shown = ", ".join(f"{option}: {value}" for option, value in options.items())
+        became = {
+            "env_name": f"{train}.environment={environment}",
+            "env_config": f"{train}.options={{{shown}}}",
+            "train_size": f"{train}.size={entry.get('train_size')}",
+            "test_size": f"{test}.size={entry.get('test_size')}",
+        }
+        for key in entry:
+            setting = sheet.settings[f"{name}.{key}"]
+            if key in became:
+                sheet.outcomes[setting.key] = Outcome(setting, "became", became[key])
+            else:
+                sheet.nothing(setting, "unknown", "VAGEN's env_config.yaml has no such key that is known here")
+    for side, made_sources in sources.items():
+        if made_sources:
+            sheet.put(f"tasks.{side}", made_sources)
+    return sheet.finish(named)

@@ -8,7 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sensorium.cli.serve import add_host_options
 from sensorium.cluster.temporary_folder import temporary_folder
 from sensorium.vocabulary.errors import RecipeError
 
@@ -72,7 +71,6 @@ def configure(parser: ArgumentParser) -> None:
         default=None,
         help="number that CapRL's and OpenRLHF's clients get for what was not judged; default: the request fails",
     )
-    add_host_options(parser)
     parser.add_argument("--port", type=int, default=_set("REWARD_PORT", 18889, int), help="0: any free one")
     parser.add_argument(
         "--worker-port",
@@ -177,9 +175,9 @@ def workers_of(arguments: Namespace, port: int) -> "tuple[ModelWorkers, str]":
 
 
 def _gpus() -> int:
-    import torch
+    from sensorium.assembly.engines import gpu_count
 
-    return torch.cuda.device_count()
+    return gpu_count()
 
 
 def unused_variables(environment: Mapping[str, str]) -> list[str]:

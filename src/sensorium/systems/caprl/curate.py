@@ -11,6 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from sensorium.cluster.event_loop import run_async
+from sensorium.data.media_store import MediaStore
+from sensorium.rewards.judges.client import JudgeClient
+from sensorium.systems.caprl.caption_rows import CaptionRows, first_row, ground_truth
+from sensorium.systems.caprl.questions import question_of
+from sensorium.systems.caprl.serve_reward import judges_section
+from sensorium.systems.caprl.terms import Curation, answered, as_judged, described
 from sensorium.vocabulary.errors import JudgeFailure, RecipeError, TaskError
 
 USAGE = "sensorium curate ROWS OUT --reader URL --model NAME [--draws N] [--seen-above 0.75] [--blind-below 0.25] …"
@@ -51,12 +57,6 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Try every question, and write what is kept."""
-    from sensorium.cli.serve_reward import judges_section
-    from sensorium.data.media_store import MediaStore
-    from sensorium.rewards.judges.client import JudgeClient
-    from sensorium.systems.caprl.caption_rows import CaptionRows
-    from sensorium.systems.caprl.terms import Curation
-
     out = Path(arguments.out)
     if out.exists() or out.suffix != Path(arguments.rows).suffix:
         raise RecipeError(f"'{out}' exists already, or has another ending than '{arguments.rows}'; choose another name.")
@@ -114,8 +114,6 @@ def _first_reason(found: Sequence[Mapping[str, Any]]) -> str:
 
 def _refuse_another_folder(rows: Path, out: Path) -> None:
     """Rows name files by paths from their own folder: in another one they would name nothing."""
-    from sensorium.systems.caprl.caption_rows import first_row
-
     row = first_row(rows)
     media = [row.get("image"), *(videos if isinstance(videos := row.get("videos"), list) else [videos])]
     paths = [one.get("path") if isinstance(one, dict) and one.get("bytes") is None else one for one in media]
@@ -129,8 +127,6 @@ def _refuse_another_folder(rows: Path, out: Path) -> None:
 
 async def _refuse_silent_readers(client: Any, curation: Any, source: Any, readers: Sequence[str]) -> None:
     """Ask a question first: rows of which none can be read, and readers that answer nothing, are said at once."""
-    from sensorium.systems.caprl.terms import answered
-
     unread, unanswered = list[str](), list[str]()
     for index in range(len(source)):
         try:
@@ -155,17 +151,12 @@ async def _refuse_silent_readers(client: Any, curation: Any, source: Any, reader
 
 def _questions(source: Any, index: int) -> tuple[list[Any], Any]:
     """The questions of a row, and what they are about."""
-    from sensorium.systems.caprl.questions import question_of
-    from sensorium.systems.caprl.terms import as_judged, described
-
     task = source[index]
     return [question_of(raw) for raw in task.metadata["questions"]], as_judged(described(task))
 
 
 async def _tried(client: Any, curation: Any, source: Any, at_once: int) -> list[dict[str, Any]]:
     """What was found of each row's questions; one that the servers did not answer is kept out, and says why."""
-    from sensorium.systems.caprl.terms import answered
-
     gate = asyncio.Semaphore(max(1, at_once // (2 * curation.draws)))
     told_at, done = time.monotonic(), 0
 
@@ -197,7 +188,6 @@ async def _tried(client: Any, curation: Any, source: Any, at_once: int) -> list[
 
 def write_kept(rows: Path, out: Path, found: list[dict[str, Any]]) -> int:
     """Write the rows that keep a question, with those alone; how many there are. None: no file."""
-    from sensorium.systems.caprl.caption_rows import ground_truth
 
     def kept(row: dict[str, Any], tried: list[dict[str, Any]]) -> dict[str, Any]:
         truth = ground_truth(row["reward_model"]["ground_truth"])
