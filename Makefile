@@ -4,13 +4,17 @@ BIN := .venv/bin
 # Packages are compiled by who imports them first (pip would compile all); so that must be kept.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: demo test suite lint types lock scale scale-learning studies docs bench clean
+.PHONY: demo quick test suite lint types lock scale scale-learning studies docs bench clean
 
 demo: .venv/installed
 	$(BIN)/sensorium demo
 
 test: .venv/dev
 	@$(MAKE) --no-print-directory -j 3 lint types suite
+
+# Units only (tests/quick.py), without lint and types.
+quick: .venv/dev
+	$(BIN)/python -m pytest -p tests.quick -n 2 --dist worksteal
 
 # More workers than cores: tests that wait for other processes leave theirs idle.
 suite: .venv/compiled
