@@ -21,6 +21,7 @@ from sensorium.systems.migration.outcomes import (
     choose_loss,
     chosen,
     divide_batch,
+    each,
     feature,
     flat,
     loggers,
@@ -149,36 +150,29 @@ def migrate_nemo(
     return sheet.finish(named)
 
 
-def _on(key: str, rule: Rule, why: str) -> Rule:
-    """A rule that counts where another key switches its section on."""
+def _where(key: str, rule: Rule, why: str, usual: bool = True, wanted: bool = True) -> Rule:
+    """A rule that counts where another key is on (``wanted``) or off. ``usual``: what that key is where it is left out."""
 
     def chosen_rule(sheet: Sheet, setting: Setting) -> None:
-        if sheet.value(key, True) is False:
-            sheet.nothing(setting, "no effect", why)
-        elif isinstance(rule, str):
-            sheet.became(setting, {rule: setting.value})
-        elif isinstance(rule, Why):
-            sheet.nothing(setting, rule.kind, rule.text)
+        if bool(sheet.value(key, usual)) is wanted:
+            sheet.apply(rule, setting)
         else:
-            rule(sheet, setting)
+            sheet.nothing(setting, "no effect", why)
 
     return chosen_rule
 
 
 def _megatron(rule: Rule) -> Rule:
-    return _on("policy.megatron_cfg.enabled", rule, "Megatron is off (policy.megatron_cfg.enabled)")
+    return _where("policy.megatron_cfg.enabled", rule, "Megatron is off (policy.megatron_cfg.enabled)")
 
 
 def _tensor(rule: Rule) -> Rule:
-    def chosen_rule(sheet: Sheet, setting: Setting) -> None:
-        if sheet.value("policy.megatron_cfg.enabled", False):
-            sheet.nothing(setting, "no effect", "Megatron trains, with an optimizer of its own")
-        elif isinstance(rule, str):
-            sheet.became(setting, {rule: setting.value})
-        elif callable(rule):
-            rule(sheet, setting)
+    why = "Megatron trains, with an optimizer of its own"
+    return _where("policy.megatron_cfg.enabled", rule, why, usual=False, wanted=False)
 
-    return chosen_rule
+
+def _lora(section: str, rule: Rule) -> Rule:
+    return _where(f"{section}.enabled", rule, "there are no adapters", usual=False)
 
 
 def _steps(sheet: Sheet, setting: Setting) -> None:
@@ -356,18 +350,6 @@ def _dtype(sheet: Sheet, setting: Setting) -> None:
     )
 
 
-def _lora(section: str, rule: Rule) -> Rule:
-    def chosen_rule(sheet: Sheet, setting: Setting) -> None:
-        if not sheet.value(f"{section}.enabled", False):
-            sheet.nothing(setting, "no effect", "there are no adapters")
-        elif isinstance(rule, str):
-            sheet.became(setting, {rule: setting.value})
-        elif callable(rule):
-            rule(sheet, setting)
-
-    return chosen_rule
-
-
 def _modules(sheet: Sheet, setting: Setting) -> None:
     if setting.value:
         sheet.became(setting, {"model.lora.modules": setting.value})
@@ -403,11 +385,6 @@ def _multiplier(sheet: Sheet, setting: Setting) -> None:
         sheet.nothing(setting, "no effect", "as many tasks are played as are trained on")
 
 
-def each(prefix: str, names: str, rule: Rule) -> dict[str, Rule]:
-    """One rule for several keys of a section."""
-    return {f"{prefix}.{name}": rule for name in names.split()}
-
-
 ADAM = "policy.megatron_cfg.optimizer"
 BETA = beta((f"{ADAM}.adam_beta1", f"{ADAM}.adam_beta2"))
 RULES: dict[str, Rule] = {
@@ -431,7 +408,7 @@ RULES: dict[str, Rule] = {
     "grpo.dynamic_sampling_max_gen_batches": _rounds,
     "grpo.batch_multiplier": _multiplier,
     "grpo.async_grpo.enabled": _asynchronous,
-    "grpo.async_grpo.max_trajectory_age_steps": _on(
+    "grpo.async_grpo.max_trajectory_age_steps": _where(
         "grpo.async_grpo.enabled", "schedule.max_staleness", "steps follow each other (async_grpo.enabled)"
     ),
     "grpo.async_grpo.*": Why("no effect", "schedule: asynchronous pushes weights while responses are open"),
@@ -442,10 +419,10 @@ RULES: dict[str, Rule] = {
         "no effect", "a setting of Reinforce++ with baseline, which is an estimator here"
     ),
     "grpo.adv_estimator.*": feature("algorithm.advantage"),
-    "grpo.reward_shaping.*": _on(
+    "grpo.reward_shaping.*": _where(
         "grpo.reward_shaping.enabled", feature("the reward term overlong"), "reward shaping is off"
     ),
-    "grpo.reward_scaling.*": _on(
+    "grpo.reward_scaling.*": _where(
         "grpo.reward_scaling.enabled", feature("weights of rewards.terms"), "reward scaling is off"
     ),
     **each(
@@ -478,7 +455,7 @@ RULES: dict[str, Rule] = {
     ),
     "checkpointing.enabled": _saves,
     "checkpointing.checkpoint_dir": "run_dir",
-    "checkpointing.save_period": _on("checkpointing.enabled", "checkpoint.every", "checkpoints are off (enabled)"),
+    "checkpointing.save_period": _where("checkpointing.enabled", "checkpoint.every", "checkpoints are off (enabled)"),
     "checkpointing.keep_top_k": "checkpoint.keep",
     "checkpointing.metric_name": _best,
     "checkpointing.higher_is_better": Why("no effect", "the best checkpoint is that of the highest value"),

@@ -173,18 +173,23 @@ class Sheet:
                 self.nothing(
                     setting, "unknown", f"not known here as a key of {self.framework}; nothing was made of it{near}"
                 )
-            elif isinstance(rule, Why):
-                self.nothing(setting, rule.kind, rule.text)
-            elif unset(setting.value):
+            elif unset(setting.value) and not isinstance(rule, Why):
                 goal = f"set {rule} yourself" if isinstance(rule, str) else "set what it means yourself"
                 self.nothing(setting, "no place", f"its value is not in the file ({setting.shown}): {goal}")
-            elif isinstance(rule, str):
-                self.became(setting, {rule: setting.value})
             else:
                 try:
-                    rule(self, setting)
+                    self.apply(rule, setting)
                 except (TypeError, ValueError, IndexError):  # a text where a number belongs, an empty list, and the like
                     self.nothing(setting, "no place", "its value is not one that this key has; nothing was made of it")
+
+    def apply(self, rule: Rule, setting: Setting) -> None:
+        """Give a setting the outcome that a rule has for it."""
+        if isinstance(rule, str):
+            self.became(setting, {rule: setting.value})
+        elif isinstance(rule, Why):
+            self.nothing(setting, rule.kind, rule.text)
+        else:
+            rule(self, setting)
 
     def _leave_room(self, section: str) -> None:
         """Elsewhere a response may be as long as the context and ends with it; here a prompt must fit beside it."""
@@ -260,6 +265,11 @@ def _nearest_key(key: str, rules: Mapping[str, Any]) -> str:
         return near.replace("'", f"'{section}." if section else "'", 1)
     near = nearest(key, names, 0.9).partition(" Known:")[0]
     return near if "'" in near else ""
+
+
+def each(prefix: str, names: str, rule: Rule) -> dict[str, Rule]:
+    """One rule for several keys of a section."""
+    return {f"{prefix}.{name}": rule for name in names.split()}
 
 
 def run_name(sheet: Sheet, setting: Setting) -> None:

@@ -269,23 +269,24 @@ def _word_end(text: str, i: int) -> int:
     begin = i
     while i < len(text):
         char = text[i]
-        if char == "'":
-            i = text.find("'", i + 1) + 1 or len(text)
-        elif char == '"':
-            i = _quoted_end(text, i)
-        elif char == "$":
+        if char == "$":
             i = _reference_end(text, i)
         elif char == "`":
             i = text.find("`", i + 1) + 1 or len(text)
-        elif char == "\\":
-            i += 2
         elif char == "(" and re.fullmatch(r"[A-Za-z_]\w*\+?=", text[begin:i]):
             return _closing(text, i)
         elif char.isspace() or char in ";|&()<>":
             break
         else:
-            i += 1
+            i = _after(text, i)
     return i
+
+
+def _after(text: str, i: int) -> int:
+    """The place after a quoted text, an escaped character or a plain one."""
+    if text[i] == "'":
+        return text.find("'", i + 1) + 1 or len(text)
+    return _quoted_end(text, i) if text[i] == '"' else i + 2 if text[i] == "\\" else i + 1
 
 
 def _quoted_end(text: str, i: int) -> int:
@@ -302,17 +303,11 @@ def _closing(text: str, i: int) -> int:
     depth = 0
     while i < len(text):
         char = text[i]
-        if char == "'":
-            i = text.find("'", i + 1) + 1 or len(text)
-        elif char == '"':
-            i = _quoted_end(text, i)
-        elif char == "\\":
-            i += 2
-        elif char == "#" and opening == "(" and text[i - 1].isspace():
+        if char == "#" and opening == "(" and text[i - 1].isspace():
             i = text.find("\n", i) if "\n" in text[i:] else len(text)
         else:
             depth += (char == opening) - (char == closing)
-            i += 1
+            i = _after(text, i)
             if not depth:
                 return i
     return i

@@ -22,6 +22,7 @@ from sensorium.systems.migration.outcomes import (
     choose_loss,
     chosen,
     divide_batch,
+    each,
     feature,
     flat,
     loggers,
@@ -454,11 +455,6 @@ def _reward_option(sheet: Sheet, setting: Setting) -> None:
         sheet.nothing(setting, "unknown", f"the reward {term} has no such option; nothing was made of it")
     else:
         sheet.became(setting, {f"rewards.terms.0.options.{option}": setting.value})
-
-
-def each(prefix: str, names: str, rule: Rule) -> dict[str, Rule]:
-    """One rule for several keys of a section."""
-    return {f"{prefix}.{name}": rule for name in names.split()}
 
 
 FIRST = (
