@@ -16,7 +16,8 @@ from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.protocol import LiveEpisodes, Request, Response, Sampling
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
-from sensorium.models.tiny import KINDS, make_tiny
+from sensorium.models.tiny import make_tiny
+from sensorium.recipe.family_facts import FAMILIES
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.episode import Segment
 
@@ -76,7 +77,7 @@ def make_bench(family: str, folder: Path, device: str = "cpu", dtype: str = "flo
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     make_tiny(family, folder, seed=1, initializer_range=0.15, **overrides)
-    loader = AutoModelForImageTextToText if KINDS[family].vision else AutoModelForCausalLM
+    loader = AutoModelForImageTextToText if FAMILIES[family].vision else AutoModelForCausalLM
     policy = load_policy(str(folder), store=MediaStore(), device=device, dtype=dtype)
     return Bench(policy, loader.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval())
 
@@ -112,7 +113,7 @@ def vision(request: pytest.FixtureRequest, benches: Callable[[str], Bench]) -> B
     return benches(request.param)
 
 
-@pytest.fixture(params=[family for family, kind in KINDS.items() if kind.vision])
+@pytest.fixture(params=[family for family, kind in FAMILIES.items() if kind.vision])
 def watching(request: pytest.FixtureRequest, benches: Callable[[str], Bench]) -> Bench:
     """Every family that takes video."""
     return benches(request.param)

@@ -15,7 +15,8 @@ from sensorium.engines.native.steps import Steps, feed
 from sensorium.engines.protocol import Sampling
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
-from sensorium.models.tiny import KINDS, make_tiny
+from sensorium.models.tiny import make_tiny
+from sensorium.recipe.family_facts import FAMILIES
 from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary.content import user
 
@@ -65,7 +66,7 @@ def tensors_of(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_every_parameter_and_buffer_may_change_in_place(family: str, lora: bool, fresh: Callable[..., Policy]) -> None:
     policy = fresh(family, lora=LORA) if lora else fresh(family)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sensorium.models.tiny import make_tiny
-from sensorium.recipe.shape import KINDS
+from sensorium.recipe.family_facts import FAMILIES
 
 
 @pytest.fixture(scope="session")
@@ -13,7 +13,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny checkpoints with weights large enough for logits of several units."""
     folder = tmp_path_factory.mktemp("tiny")
     made = {}
-    for family, kind in KINDS.items():
+    for family, kind in FAMILIES.items():
         if kind.vision:
             more = {"vision_initializer_range": 0.15} if "initializer_range" in kind.vision else {}
             made[family] = make_tiny(family, folder / family, initializer_range=0.15, **more)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sensorium.models.load_chat import load_chat_processor
-from sensorium.models.tiny import KINDS
+from sensorium.recipe.family_facts import FAMILIES
 from sensorium.vocabulary.content import Message, system, user
 from sensorium.vocabulary.errors import ModelError
 
@@ -24,7 +24,7 @@ def shown(pair: Pair) -> Message:
     return user("Look", *media, "and say what it is.")
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_without_any_weight_file_everything_is_as_with_the_weights(pairs: Pairs, family: str, tmp_path: Path) -> None:
     pair = pairs(family)
     folder = tmp_path / "small files"

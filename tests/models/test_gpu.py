@@ -9,7 +9,8 @@ from transformers import AutoModelForImageTextToText
 from sensorium.data.media_store import MediaStore
 from sensorium.models.attention import MaskedAttention, as_kind, causal_attention, masked_attention
 from sensorium.models.load import load_policy
-from sensorium.models.tiny import KINDS, make_tiny
+from sensorium.models.tiny import make_tiny
+from sensorium.recipe.family_facts import FAMILIES
 from sensorium.vocabulary.content import user
 
 from .clips import noise
@@ -47,7 +48,7 @@ def test_logits_and_gradients_on_the_gpu(family: str, dtype: str, tmp_path_facto
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_what_goes_straight_to_the_gpu_is_what_the_cpu_loads(family: str, tmp_path: Path) -> None:
     folder = make_tiny(family, tmp_path / family)
     there, here = (load_policy(str(folder), store=MediaStore(), device=d).tensors() for d in ("cuda", "cpu"))

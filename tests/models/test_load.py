@@ -15,7 +15,8 @@ from sensorium.data.media_store import MediaStore
 from sensorium.models.attention import IMPLEMENTATION
 from sensorium.models.load import find_device, load_policy
 from sensorium.models.load_chat import family_of
-from sensorium.models.tiny import KINDS, make_tiny
+from sensorium.models.tiny import make_tiny
+from sensorium.recipe.family_facts import FAMILIES
 from sensorium.recipe.names import register, table
 from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary.content import user
@@ -31,11 +32,11 @@ def load(path: str | Path, **options: str) -> object:
     return load_policy(str(path), store=MediaStore(), device="cpu", **options)
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_tiny_model_of_each_family_is_made_and_its_family_found(family: str) -> None:
     policy = load_policy(f"tiny:{family}", store=MediaStore(), device="cpu")
     assert policy.family == family
-    kind = KINDS[family]
+    kind = FAMILIES[family]
     seen = {"picture", "video"} if kind.vision else set()
     assert policy.chat.modalities == {"text"} | seen | ({"sound"} if kind.audio else set())
     assert policy.dtype == torch.float32

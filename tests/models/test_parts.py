@@ -15,15 +15,14 @@ from sensorium.models.policy import Policy
 from sensorium.models.prepared_media import Extent, TowerInput
 from sensorium.models.segment_layout import Features, Placement
 from sensorium.models.tiny import make_tiny
-from sensorium.recipe.shape import KINDS
+from sensorium.recipe.family_facts import FAMILIES
 from sensorium.vocabulary.content import Message, assistant, system, user
 from sensorium.vocabulary.episode import Segment
 
 from .clips import noise, tone
 from .stock_pair import Pair, close, row
 
-VISION = tuple(family for family, kind in KINDS.items() if kind.vision)
-FAMILIES = (*VISION, "qwen2", "qwen3")
+VISION = tuple(family for family, kind in FAMILIES.items() if kind.vision)
 # Parameters of stock models that nothing is computed with.
 UNUSED = ("audio_bos_eos_token.weight", "vision_tower.post_layernorm.weight", "vision_tower.post_layernorm.bias")
 Pairs = Callable[..., Pair]

@@ -14,17 +14,18 @@ import sensorium.models.torchvision_fix  # noqa: F401
 from sensorium.data.media_store import MediaStore
 from sensorium.models.checkpoint_path import find_checkpoint
 from sensorium.models.load_chat import load_chat_processor
-from sensorium.models.tiny import KINDS, TAGS, make_tiny, special_tokens
+from sensorium.models.tiny import TAGS, make_tiny, special_tokens
+from sensorium.recipe.family_facts import FAMILIES
 from sensorium.recipe.shape import read_shape
 from sensorium.vocabulary.errors import ModelError, RecipeError
 
 FEATURES = {"internvl": 20, "smolvlm": 20, "llava_onevision": 88}  # of a picture of 84 x 84: four tiles and a whole view
-VISION = [family for family, kind in KINDS.items() if kind.vision]
+VISION = [family for family, kind in FAMILIES.items() if kind.vision]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: make_tiny(family, tmp_path_factory.mktemp(family)) for family in KINDS}
+    return {family: make_tiny(family, tmp_path_factory.mktemp(family)) for family in FAMILIES}
 
 
 @pytest.mark.parametrize("family", VISION)
@@ -56,7 +57,7 @@ def test_vision_models_have_half_a_million_parameters_and_heads_wide_enough_for_
     assert getattr(text, "head_dim", text.hidden_size // text.num_attention_heads) >= 32
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_an_answer_is_three_tokens_and_any_text_survives(folders: dict[str, Path], family: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folders[family])
     for answer in ("red", "triangle", "top", "3"):

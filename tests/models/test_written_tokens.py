@@ -13,7 +13,7 @@ from sensorium.engines.protocol import Sampling
 from sensorium.learner.learner import CreditedEpisode
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
-from sensorium.recipe.shape import KINDS
+from sensorium.recipe.family_facts import FAMILIES
 from sensorium.vocabulary import Episode, Status, Thread, Turn, user
 from tests.engines.conftest import ask, generate
 from tests.learner.played import make_learner
@@ -34,7 +34,7 @@ def with_marks(family: str, folder: Path, *, special: bool) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", [family for family, kind in KINDS.items() if kind.vision])
+@pytest.mark.parametrize("family", [family for family, kind in FAMILIES.items() if kind.vision])
 def test_marks_that_a_checkpoint_needs_are_sampled_read_given_and_trained(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

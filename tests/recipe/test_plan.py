@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sensorium.recipe.activations import WHOLE_BYTES, tower_bytes, tower_room
+from sensorium.recipe.family_facts import FAMILIES
 from sensorium.recipe.plan import (
     estimate_memory,
     for_tasks,
@@ -18,7 +19,7 @@ from sensorium.recipe.plan import (
     without_large_copies,
 )
 from sensorium.recipe.schema import LoraSection, Recipe
-from sensorium.recipe.shape import KINDS, ModelShape, count_parameters, read_shape
+from sensorium.recipe.shape import ModelShape, count_parameters, read_shape
 from sensorium.vocabulary import EnvironmentSpec, Media, Task, user
 
 
@@ -67,7 +68,7 @@ def test_evaluations_are_counted_as_the_run_makes_them_and_without_walking_throu
     assert make_plan(recipe(steps=10**9, evaluation={"every": 7})).evaluations == 10**9 // 7 + 1
 
 
-@pytest.mark.parametrize("family", list(KINDS))
+@pytest.mark.parametrize("family", list(FAMILIES))
 def test_parameters_are_counted_from_disk_and_from_the_config_alike(tmp_path: Path, family: str) -> None:
     folder = checkpoint(tmp_path, family)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -252,7 +253,7 @@ def test_a_model_that_is_not_on_disk_leaves_memory_open() -> None:
     assert plan.memory == {}
 
 
-@pytest.mark.parametrize("family", list(KINDS))
+@pytest.mark.parametrize("family", list(FAMILIES))
 def test_a_tiny_model_is_counted_without_being_made(family: str, tmp_path: Path) -> None:
     made, told = read_shape(str(checkpoint(tmp_path, family))), read_shape(f"tiny:{family}")
     assert made is not None

@@ -13,6 +13,7 @@ from sensorium.data.made_media import encode_clip
 from sensorium.evaluation.held_out import evaluate_into
 from sensorium.models.tiny import make_tiny, take_published_sizes
 from sensorium.recipe.checks import problems
+from sensorium.recipe.family_facts import FAMILIES
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.plan import cached_tokens
 from sensorium.recipe.schema import Recipe
@@ -47,7 +48,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "intent" / name).write_bytes(clip)  # before the one in the archive's folder
     model = make_tiny("qwen2_5_omni", folder / "model", max_position_embeddings=32768)
     processor = AutoProcessor.from_pretrained(model)
-    take_published_sizes("qwen2_5_omni", processor)
+    take_published_sizes(FAMILIES["qwen2_5_omni"], processor)
     processor.save_pretrained(model)
     return folder
 

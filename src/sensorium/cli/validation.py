@@ -21,7 +21,7 @@ from sensorium.envs.tool_use import Toolbox, ToolCall
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.checkpoint_path import may_be_hub_id
 from sensorium.models.load_chat import load_chat_processor, load_stand_in
-from sensorium.models.tiny import PUBLISHED_PIXELS
+from sensorium.recipe.family_facts import FAMILIES
 from sensorium.recipe.names import resolve
 from sensorium.recipe.schema import Recipe, RolloutSection, SourceSection
 from sensorium.rewards.judge_terms import NO_CLIENT
@@ -125,9 +125,6 @@ def _example(schema: Mapping[str, Any]) -> Any:
     return EXAMPLES.get(kind, "1")
 
 
-LOOKALIKES = {"2.5-omni": "qwen2_5_omni", "3-omni": "qwen3_omni_moe", "2.5-vl": "qwen2_5_vl", "3-vl": "qwen3_vl"}
-"""Parts of published names, and the family whose tiny model stands in for one whose files are not here."""
-
 Watch = Callable[[str, Any], None]
 """Hears what an environment returned: of which method, and what."""
 
@@ -188,7 +185,7 @@ def _chat(recipe: Recipe, store: MediaStore) -> tuple[ChatProcessor, str, str]:
         found = load_chat_processor(model.path, store=store, family=model.family, revision=model.revision)
     except ModelError as error:
         named = model.path.lower().replace("_", "-").replace("qwen-", "qwen")
-        families = [family for part, family in LOOKALIKES.items() if part in named]
+        families = [family for family, facts in FAMILIES.items() if any(part in named for part in facts.names)]
         family = model.family if model.family != "auto" else families[0] if families else "qwen3_vl"
         return load_stand_in(family, store), f"tiny:{family}", str(error)
     return found, "", ""
@@ -274,7 +271,7 @@ def validate(session: ModelFreeSession, rows: int = 0, episodes: int = 16) -> It
         fetched = may_be_hub_id(recipe.model.path)
         why = f"the files of {recipe.model.path} are not here" if fetched else session.problem.rstrip(".")
         level: Level = "warning" if fetched else "error"
-        published = session.stand_in.removeprefix("tiny:") in PUBLISHED_PIXELS
+        published = FAMILIES[session.stand_in.removeprefix("tiny:")].published_pixels is not None
         sizes = "media take as many tokens as in the published checkpoints" if published else "media take fewer tokens"
         measured = f"with it text takes more tokens than with the model's own files, and {sizes}"
         yield Finding("model", "chat template", f"{why}; {session.stand_in} stands in; {measured}", level)

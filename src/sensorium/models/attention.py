@@ -15,8 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from sensorium.kernels.fallbacks import fall_back
-
-IMPLEMENTATION = "sensorium"
+from sensorium.models.family import IMPLEMENTATION
 
 
 class Attention(Protocol):

@@ -21,8 +21,9 @@ from safetensors import SafetensorError
 
 from sensorium.models.quiet import quiet
 from sensorium.models.weight_files import INDEX, SINGLE
+from sensorium.recipe.family_facts import FAMILIES
 from sensorium.recipe.names import table
-from sensorium.recipe.shape import KINDS, family_and_layers, is_ours
+from sensorium.recipe.shape import family_and_layers, is_ours
 from sensorium.vocabulary.errors import ModelError, nearest
 
 LOADING = threading.Lock()
@@ -43,10 +44,9 @@ def model_class(config: Any) -> Any:
     """The transformers class that a checkpoint is loaded as."""
     import transformers
 
-    if config.model_type.startswith("qwen3_omni_moe"):
-        return transformers.Qwen3OmniMoeThinkerForConditionalGeneration
-    if hasattr(config, "thinker_config"):  # a whole Qwen2.5-Omni: what speaks is left aside
-        return transformers.Qwen2_5OmniThinkerForConditionalGeneration
+    facts = FAMILIES.get(config.model_type.removesuffix("_thinker"))
+    if facts is not None:
+        return getattr(transformers, facts.model_class)
     return transformers.AutoModelForImageTextToText if has_towers(config) else transformers.AutoModelForCausalLM
 
 
@@ -59,7 +59,7 @@ def concrete_class(config: Any) -> Any:
 
 def has_towers(config: Any) -> bool:
     """Whether a model takes more than text."""
-    return hasattr(config, "vision_config") or hasattr(config, "thinker_config")
+    return any(hasattr(config, f"{part}_config") for part in ("vision", "audio", "thinker"))
 
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -94,7 +94,7 @@ def near_to_hub_id(path: str) -> str:
 
 def candidates() -> Iterator[str]:
     """What is here by name: models that are made or shipped, and folders."""
-    yield from (f"tiny:{family}" for family in KINDS)
+    yield from (f"tiny:{family}" for family in FAMILIES)
     yield from (f"package:{entry.parent.name}" for entry in shipped_models().glob("*/config.json"))
     yield from _checkpoints_here()
 

@@ -3,15 +3,21 @@
 ``MediaFormat`` needs a checkpoint's config and processor only; ``Family`` wraps a loaded model with its weights.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from __future__ import annotations
 
-from torch import Tensor, nn
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput
 from sensorium.models.segment_layout import Expansion, Features, Runs
 from sensorium.vocabulary.content import MediaKind
 from sensorium.vocabulary.decoding import FrameRule
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+IMPLEMENTATION = "sensorium"
+"""The name under which transformers knows our attention (``models/attention.py``)."""
 
 
 class MediaFormat(Protocol):
@@ -88,7 +94,8 @@ class Family(Protocol):
     ``media_format`` is the class of the family's other half. ``language_model`` has ``embed_tokens``, ``layers``, ``norm``
     and ``rotary_emb``. ``attention`` is the argument of transformers' ``attn_implementation`` that hands the language
     model's attention to the caller. ``groups`` gives the parameter-name prefixes of each group; a name goes to the group
-    with the longest prefix that fits. ``towers`` has an entry for each kind of medium that the family takes.
+    with the longest prefix that fits. ``towers`` has an entry for each kind of medium that the family takes. A shipped one
+    also has ``facts`` (``recipe/family_facts.py``), which a family of your own may leave out: then it has no tiny model.
     """
 
     media_format: ClassVar[type[MediaFormat]]

@@ -12,9 +12,9 @@ from sensorium.data.decoder import Decoder
 from sensorium.data.media_store import MediaStore
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.checkpoint_path import find_checkpoint, find_weights, has_towers, missing_family, naming, own_config
-from sensorium.models.families.smolvlm import require_number_words
 from sensorium.models.quiet import quiet
-from sensorium.models.tiny import PUBLISHED_PIXELS, take_published_sizes
+from sensorium.models.tiny import take_published_sizes
+from sensorium.recipe.family_facts import FAMILIES, FamilyFacts
 from sensorium.recipe.names import resolve, table
 from sensorium.vocabulary.errors import ModelError
 
@@ -161,7 +161,7 @@ def load_chat_processor(
 def load_stand_in(family: str, store: MediaStore) -> ChatProcessor:
     """The chat processor of a tiny model for a published one of its family, whose files are not here.
 
-    Where the family is in ``PUBLISHED_PIXELS``, media take as many tokens as they do there; text takes more.
+    Where the family's facts have ``published_pixels``, media take as many tokens as they do there; text takes more.
     """
     return chat_processor_of(read_config(f"tiny:{family}", weights=False), store, None, 1 << 29, published_sizes=True)
 
@@ -223,9 +223,10 @@ def chat_processor_of(
             "are published beside the weights."
         )
     with naming(checkpoint.path, place), quiet():
-        processor = _processor(place, config)
-        if published_sizes and checkpoint.family in PUBLISHED_PIXELS:
-            take_published_sizes(checkpoint.family, processor)
+        facts = FAMILIES.get(checkpoint.family)
+        processor = _processor(place, config, facts)
+        if published_sizes and facts is not None:
+            take_published_sizes(facts, processor)
         tokenizer = getattr(processor, "tokenizer", None) or AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         end_ids = _end_ids(place, config, tokenizer)
     try:
@@ -256,13 +257,13 @@ def family_of(model_type: str, wanted: str = "auto", config: Any = None) -> str:
     return model_type
 
 
-def _processor(place: str, config: Any) -> Any:
+def _processor(place: str, config: Any, facts: FamilyFacts | None) -> Any:
     if not has_towers(config):
         return None
     from transformers import AutoProcessor
 
-    if config.model_type == "smolvlm":
-        require_number_words()
+    if facts is not None:
+        facts.check_installed()
     processor = AutoProcessor.from_pretrained(place, trust_remote_code=False)
     if not processor.chat_template:  # older checkpoints keep it in tokenizer_config.json alone
         processor.chat_template = processor.tokenizer.chat_template

@@ -4,18 +4,25 @@ Invariants: however many threads ask, each medium is preprocessed once while it 
 depend on the company it is preprocessed in; one that cannot be prepared fails alone.
 """
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from PIL import Image
-from torch import Tensor
 
 from sensorium.data.lru import LRU
+from sensorium.models.deferred import DeferredModule
 from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.errors import MediaError, ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = DeferredModule("torch")
 
 Grid = tuple[int, int, int]
 EXTENTS_KEPT = 1 << 16
@@ -50,7 +57,7 @@ class TowerInput:
 class MediaDecoder(Protocol):
     """Decodes media, each once: each medium in order with what it is decoded to, or with the error that it is."""
 
-    def each(self, media: Iterable[Media]) -> "Iterator[tuple[Media, Any | MediaError]]": ...
+    def each(self, media: Iterable[Media]) -> Iterator[tuple[Media, Any | MediaError]]: ...
 
 
 class Preprocessor(Protocol):

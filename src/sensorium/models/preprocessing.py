@@ -1,24 +1,28 @@
 """The checkpoint's own processors over media that were decoded and sampled already."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
+from sensorium.models.deferred import DeferredModule
 from sensorium.models.prepared_media import Extent, Grid, TowerInput
 from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.decoding import FrameRule, VideoParameters
 from sensorium.vocabulary.errors import MediaError
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
     from PIL import Image
+    from torch import Tensor
 
     from sensorium.data.sound import DecodedAudio
     from sensorium.data.video import DecodedVideo
+else:
+    torch = DeferredModule("torch")
 
 # Frames processed at once: in float32 and cut into patches they take four times as much, several times over.
 CLIP_BYTES = 1 << 26
@@ -30,7 +34,7 @@ class PicturePreprocessor:
     def __init__(self, image_processor: Any) -> None:
         self._image_processor = image_processor
 
-    def __call__(self, items: "Sequence[tuple[Media, Image.Image]]") -> list[TowerInput]:
+    def __call__(self, items: Sequence[tuple[Media, Image.Image]]) -> list[TowerInput]:
         """Patches of each picture."""
         with naming_items(items, "image"):
             made = self._image_processor(images=[picture for _, picture in items], return_tensors="pt")
@@ -49,7 +53,7 @@ class VideoPreprocessor:
         self._video_processor, self._chunk_s = video_processor, chunk_s
         self._settings = {"do_sample_frames": False, "return_tensors": "pt", **settings}
 
-    def __call__(self, items: "Sequence[tuple[Media, DecodedVideo]]") -> list[TowerInput]:
+    def __call__(self, items: Sequence[tuple[Media, DecodedVideo]]) -> list[TowerInput]:
         """Patches of each clip."""
         prepared: list[TowerInput] = []
         for media, clip in items:
@@ -67,7 +71,7 @@ class VideoPreprocessor:
             prepared += _split(made["pixel_values_videos"], extents)
         return prepared
 
-    def _refuse_slow(self, media: Media, clip: "DecodedVideo") -> None:
+    def _refuse_slow(self, media: Media, clip: DecodedVideo) -> None:
         """Refuse a video that is heard and whose frames are further apart than its sound is cut: they would drift apart."""
         step = self._video_processor.temporal_patch_size * clip.seconds_per_frame
         if media.sound is not None and step > self._chunk_s:
@@ -87,11 +91,11 @@ class SoundPreprocessor:
     def __init__(self, extractor: Any) -> None:
         self._extractor = extractor
 
-    def __call__(self, items: "Sequence[tuple[Media, DecodedAudio]]") -> list[TowerInput]:
+    def __call__(self, items: Sequence[tuple[Media, DecodedAudio]]) -> list[TowerInput]:
         """Mel frames of each sound."""
         return [self._spectrogram(media, sound) for media, sound in items]
 
-    def _spectrogram(self, media: Media, sound: "DecodedAudio") -> TowerInput:
+    def _spectrogram(self, media: Media, sound: DecodedAudio) -> TowerInput:
         extractor, length = self._extractor, len(sound.samples)
         rate, hop = extractor.sampling_rate, extractor.hop_length
         refuse_other_rate(media, sound, rate)
@@ -116,7 +120,7 @@ class SoundPreprocessor:
         return TowerInput(made["input_features"][0, :, :frames].T.contiguous(), Extent("sound", (frames, 1, 1)))
 
 
-def refuse_other_rate(media: Media, sound: "DecodedAudio", rate: int) -> None:
+def refuse_other_rate(media: Media, sound: DecodedAudio, rate: int) -> None:
     """Refuse a sound that was decoded at another rate than the model listens at."""
     if sound.sample_rate != rate:
         raise MediaError(
@@ -135,7 +139,7 @@ def video_settings(video_processor: Any) -> dict[str, Any]:
     return {"cap_pixels_per_frame": bool(capped)}
 
 
-def _by_size(items: "Sequence[tuple[Media, DecodedVideo]]") -> "Iterator[list[tuple[Media, DecodedVideo]]]":
+def _by_size(items: Sequence[tuple[Media, DecodedVideo]]) -> Iterator[list[tuple[Media, DecodedVideo]]]:
     """Clips in order, as many at once as their frames allow; those that have their size and others apart."""
     several: list[tuple[Media, DecodedVideo]] = []
     held = 0

@@ -23,7 +23,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from sensorium.models.weight_files import INDEX, StoredTensor, WeightFile, common_name, weight_files
-from sensorium.recipe.shape import is_unloaded, told_by_part
+from sensorium.recipe.family_facts import is_unloaded
+from sensorium.recipe.shape import told_by_part
 from sensorium.vocabulary.errors import CheckpointError
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")

@@ -1,14 +1,18 @@
 """How a stored segment looks to the language model: placeholders expanded, positions laid out, feature slots marked."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import SpanMismatch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 Runs = tuple[tuple[int, int], ...]
 """Where features go, in order: (first token, how many) of each unbroken run. A video with timestamps has several."""
@@ -44,11 +48,11 @@ class Slot:
         """How many features it takes."""
         return _total(self.runs)
 
-    def moved(self, by: int) -> "Slot":
+    def moved(self, by: int) -> Slot:
         """The same slot where its segment begins ``by`` tokens later."""
         return Slot(self.media, tuple((start + by, count) for start, count in self.runs))
 
-    def place(self, features: "Features", row: int = 0) -> "Placement":
+    def place(self, features: Features, row: int = 0) -> Placement:
         """The medium's features in this slot of a row; a wrong count is refused."""
         given = features.embeds_NH.shape[0]
         if given != self.count:
@@ -85,7 +89,7 @@ class Features:
         """Memory they take."""
         return sum(tensor.nbytes for tensor in (self.embeds_NH, *self.deepstack_NH))
 
-    def rows(self, rows_K: Tensor) -> "Features":
+    def rows(self, rows_K: Tensor) -> Features:
         """Some of them."""
         return Features(self.embeds_NH[rows_K], tuple(level_NH[rows_K] for level_NH in self.deepstack_NH))
 

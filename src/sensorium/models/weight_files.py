@@ -21,7 +21,8 @@ import torch
 from safetensors import SafetensorError
 
 from sensorium.models.quiet import quiet
-from sensorium.recipe.shape import LONGEST_HEADER, is_unloaded, part_of, told_by_part
+from sensorium.recipe.family_facts import is_unloaded
+from sensorium.recipe.shape import LONGEST_HEADER, part_of, told_by_part
 from sensorium.vocabulary.errors import ModelError
 
 SINGLE = "model.safetensors"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sensorium.recipe.algorithm_checks import algorithm_problems
+from sensorium.recipe.family_facts import FAMILIES
 from sensorium.recipe.names import PARAMETER_GROUPS, SCHEME, wrong_name, wrong_options
 from sensorium.recipe.plan import computing_processes
 from sensorium.recipe.schema import (
@@ -19,7 +20,7 @@ from sensorium.recipe.schema import (
     SelectionSection,
     SourceSection,
 )
-from sensorium.recipe.shape import KINDS, read_shape
+from sensorium.recipe.shape import read_shape
 from sensorium.recipe.traits import estimator_traits
 from sensorium.vocabulary.errors import RecipeError, nearest
 
@@ -337,10 +338,8 @@ def _parts(model: ModelSection) -> set[str]:
         return {group for group, count in shape.parameters.items() if count}
     scheme, _, name = model.path.partition(":")
     family = name if scheme == "tiny" else model.family
-    kind = KINDS.get(family)  # of one that is not known, any part may be there
-    seen = {"vision", "projector"} if kind is None or kind.vision else set()
-    heard = {"audio"} if kind is None or kind.audio else set()
-    return {"language"} | seen | heard
+    facts = FAMILIES.get(family)  # of one that is not known, any part may be there
+    return {"language"} | ({"vision", "audio", "projector"} if facts is None else {group for _, group in facts.parts})
 
 
 def _group(name: str, place: str) -> Iterator[Problem]:

@@ -129,10 +129,10 @@ NAMES: dict[str, dict[str, str]] = {
         "qwen2_5_vl": "sensorium.models.families.qwen2_5_vl:Qwen25VL",
         "qwen3_omni_moe": "sensorium.models.families.qwen3_omni:Qwen3Omni",
         "qwen3_vl": "sensorium.models.families.qwen3_vl:Qwen3VL",
-        "qwen3_vl_moe": "sensorium.models.families.qwen3_vl:Qwen3VL",
+        "qwen3_vl_moe": "sensorium.models.families.qwen3_vl:Qwen3VLMoe",
         "smolvlm": "sensorium.models.families.smolvlm:SmolVLM",
-        "qwen2": "sensorium.models.families.text:TextModel",
-        "qwen3": "sensorium.models.families.text:TextModel",
+        "qwen2": "sensorium.models.families.text:Qwen2",
+        "qwen3": "sensorium.models.families.text:Qwen3",
     },
     "source": {
         "shapes": "sensorium.data.shapes:Shapes",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sensorium.engines.options import LORA_RANKS, check_vllm_options
+from sensorium.recipe.family_facts import FAMILIES
 from sensorium.recipe.plan import vllm_share
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import read_shape
@@ -145,11 +146,6 @@ def _plain(node: ast.expr) -> str:
     return ast.unparse(node.value if isinstance(node, ast.Subscript) else node)
 
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2", "qwen3")
-"""Families whose log-probs were held against the native engine's, but for the mixture of experts."""
-
-EXPERTS = ("qwen3_vl_moe",)
-
 TOWER_GROUPS = frozenset(["vision", "projector"])
 REPEATS_NOT = (
     "rollout.engine: vLLM's batches depend on the clock, so a run does not repeat bit for bit and a resumed one goes on "
@@ -238,14 +234,16 @@ def refuse_across_updates(recipe: Recipe, found: VllmVersion) -> None:
 
 def refuse_family(family: str, *, on_cpu: bool) -> None:
     """Refuse a family whose log-probs were never compared, and one whose weights cannot be pushed."""
-    if on_cpu and family in EXPERTS:
+    facts = FAMILIES.get(family)
+    if on_cpu and facts is not None and facts.vllm and facts.has_experts:
         raise RecipeError(
             f"rollout.engine: vLLM does not take the experts of family '{family}' from a push on a CPU: it would go on with"
             " other weights, without an error. Use rollout.engine: native, or process."
         )
-    if family not in FAMILIES:
+    if facts is None or not facts.vllm:
+        sampled = ", ".join(name for name, of_name in FAMILIES.items() if of_name.vllm)
         raise RecipeError(
-            f"rollout.engine: the engine vllm samples {', '.join(FAMILIES)}; this model is of family '{family}'. Use "
+            f"rollout.engine: the engine vllm samples {sampled}; this model is of family '{family}'. Use "
             "rollout.engine: native, or process."
         )
 

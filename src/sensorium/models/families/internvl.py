@@ -8,24 +8,82 @@ A picture of the aspect ratio 2:1 becomes two tiles and a thumbnail, each of 256
 The language model is the checkpoint's own: any that transformers builds with the layers of Qwen2, Qwen3 or Llama.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
-from sensorium.models.attention import IMPLEMENTATION
+from sensorium.models.deferred import DeferredModule
 from sensorium.models.families.rope_positions import one_axis_positions
 from sensorium.models.families.tiles import TiledPictures, TiledVideos, TileTower
-from sensorium.models.family import MediaFormat, Tower
+from sensorium.models.family import IMPLEMENTATION, MediaFormat, Tower
 from sensorium.models.prepared_media import Extent, Preprocessor
 from sensorium.models.segment_layout import Expansion, expansion_of
+from sensorium.recipe.family_facts import PLAIN_VISION, TEXT, Config, FamilyFacts, Shapes, affine, chat_template
 from sensorium.vocabulary.content import MediaKind
 from sensorium.vocabulary.decoding import FrameRule
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = DeferredModule("torch")
+
+TOKENS = {
+    "start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}  # fmt: skip
+MAX_TILES = 6
+"""Of a tiny model's picture."""
+
 WRITTEN_TOKENS = tuple(f"<{end}{name}>" for name in ("ref", "box", "quad") for end in ("", "/"))
 """Special tokens of the published tokenizers that the models write in answers: names of things, boxes and corners."""
+
+
+def tiny_processor(library: Any, given: dict[str, Any], config: Any) -> Any:
+    """The processor of a tiny InternVL: pictures of several tiles, frames of one."""
+    side = config.vision_config.image_size[0]
+    size = {"height": side, "width": side}
+    return library.InternVLProcessor(
+        image_processor=library.GotOcr2ImageProcessor(size=size, max_patches=MAX_TILES),
+        video_processor=library.InternVLVideoProcessor(size=size),
+        image_seq_length=features_a_side(config) ** 2,
+        **given,
+    )
+
+
+def tower_tensors(config: Config) -> Shapes:
+    """The tensors of the tower and the projector."""
+    vision, at, size = config["vision_config"], "vision_tower", config["text_config"]["hidden_size"]
+    hidden, wide = vision["hidden_size"], vision["intermediate_size"]
+    side, patch = (given if isinstance(given, int) else given[0] for given in (vision["image_size"], vision["patch_size"]))
+    yield f"{at}.embeddings.cls_token", [1, 1, hidden]
+    yield f"{at}.embeddings.position_embeddings", [1, (side // patch) ** 2 + 1, hidden]
+    yield from affine(f"{at}.embeddings.patch_embeddings.projection", [hidden, 3, patch, patch])
+    for i in range(vision["num_hidden_layers"]):
+        layer = f"{at}.encoder.layer.{i}"
+        for name in ("q_proj", "k_proj", "v_proj"):
+            yield f"{layer}.attention.{name}.weight", [hidden, hidden]
+            if vision.get("attention_bias"):
+                yield f"{layer}.attention.{name}.bias", [hidden]
+        yield from affine(f"{layer}.attention.projection_layer", [hidden, hidden])
+        for name in ("q_norm", "k_norm") if vision.get("use_qk_norm") else ():
+            yield f"{layer}.attention.{name}.weight", [hidden]
+        for name in ("lambda_1", "lambda_2"):
+            yield f"{layer}.{name}", [hidden]
+        for name in ("layernorm_before", "layernorm_after"):
+            yield f"{layer}.{name}.weight", [hidden]
+            if vision.get("norm_type") != "rms_norm":
+                yield f"{layer}.{name}.bias", [hidden]
+        yield from affine(f"{layer}.mlp.fc1", [wide, hidden])
+        yield from affine(f"{layer}.mlp.fc2", [hidden, wide])
+    if not vision.get("use_mean_pooling", True):
+        yield from affine(f"{at}.layernorm", [hidden])
+    shuffled = round(hidden / config.get("downsample_ratio", 0.5) ** 2)
+    yield from affine("multi_modal_projector.layer_norm", [shuffled])
+    yield from affine("multi_modal_projector.linear_1", [size, shuffled])
+    yield from affine("multi_modal_projector.linear_2", [size, size])
 
 
 class InternVLMedia:
@@ -71,6 +129,19 @@ class InternVL:
     """The adapter of ``InternVLForConditionalGeneration``."""
 
     media_format: ClassVar[type[MediaFormat]] = InternVLMedia
+    facts: ClassVar[FamilyFacts] = FamilyFacts(
+        "InternVL",
+        TEXT,
+        chat_template({"image": "<IMG_CONTEXT>{{ '\n' }}", "video": "<video>{{ '\n' }}"}),
+        PLAIN_VISION,
+        text_type="qwen2",
+        tokens=TOKENS,
+        token_keys={"image_token_id": "<IMG_CONTEXT>"},
+        words="Frame",
+        processor=tiny_processor,
+        tensors=tower_tensors,
+        parts=(("multi_modal_projector.", "projector"), ("vision_tower.", "vision")),
+    )
     attention: ClassVar[Any] = {"text_config": IMPLEMENTATION}
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "vision": ("model.vision_tower.",),

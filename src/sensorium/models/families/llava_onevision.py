@@ -10,26 +10,60 @@ with one mark behind the last frame. With tiny tiles of 4 x 4 patches::
 Every picture is seen as the only one of its conversation is; the library shows several in one prompt with a base view each.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from math import ceil, isqrt
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor, nn
-
-from sensorium.models.attention import IMPLEMENTATION
+from sensorium.models.deferred import DeferredModule
 from sensorium.models.families.qwen2_5_vl import repeated
 from sensorium.models.families.rope_positions import one_axis_positions
-from sensorium.models.families.tiles import TiledVideos, TileTower, tiled
-from sensorium.models.family import MediaFormat, Tower
+from sensorium.models.families.tiles import SIGLIP_HEAD, TiledVideos, TileTower, siglip_tensors, tiled
+from sensorium.models.family import IMPLEMENTATION, MediaFormat, Tower
 from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput
 from sensorium.models.preprocessing import naming_items
 from sensorium.models.segment_layout import Expansion
+from sensorium.recipe.family_facts import PLAIN_VISION, TEXT, Config, FamilyFacts, Shapes, affine, chat_template
 from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.decoding import FrameRule
 
 if TYPE_CHECKING:
+    import torch
     from PIL import Image
+    from torch import Tensor, nn
+else:
+    torch = DeferredModule("torch")
+
+# The config of this tower has no scale of its first weights.
+SIGLIP = {key: size for key, size in PLAIN_VISION.items() if key != "initializer_range"} | {
+    "model_type": "siglip_vision_model", "vision_use_head": False,
+}  # fmt: skip
+GRIDS = [[56, 56], [56, 112], [112, 56], [112, 112]]
+
+
+def tiny_processor(library: Any, given: dict[str, Any], config: Any) -> Any:
+    """The processor of a tiny LLaVA-OneVision: grids of up to four tiles."""
+    side, patch = config.vision_config.image_size, config.vision_config.patch_size
+    size, grids = {"height": side, "width": side}, config.image_grid_pinpoints
+    return library.LlavaOnevisionProcessor(
+        image_processor=library.LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=grids),
+        video_processor=library.LlavaOnevisionVideoProcessor(size=size),
+        num_image_tokens=(side // patch) ** 2,
+        vision_feature_select_strategy=config.vision_feature_select_strategy,
+        **given,
+    )
+
+
+def tower_tensors(config: Config) -> Shapes:
+    """The tensors of the tower, the projector and the mark after each row."""
+    vision, size = config["vision_config"], config["text_config"]["hidden_size"]
+    yield from siglip_tensors("vision_tower", vision)
+    layers = config.get("vision_feature_layer", -1)
+    seen = vision["hidden_size"] * (1 if isinstance(layers, int) else len(layers))
+    yield "image_newline", [size]
+    yield from affine("multi_modal_projector.linear_1", [size, seen])
+    yield from affine("multi_modal_projector.linear_2", [size, size])
 
 
 class LlavaOnevisionMedia:
@@ -74,7 +108,7 @@ class GridsOfTiles:
     def __init__(self, image_processor: Any) -> None:
         self._image_processor = image_processor
 
-    def __call__(self, items: "Sequence[tuple[Media, Image.Image]]") -> list[TowerInput]:
+    def __call__(self, items: Sequence[tuple[Media, Image.Image]]) -> list[TowerInput]:
         """The tiles of each picture."""
         prepared = []
         for media, picture in items:
@@ -89,6 +123,21 @@ class LlavaOnevision:
     """The adapter of ``LlavaOnevisionForConditionalGeneration``."""
 
     media_format: ClassVar[type[MediaFormat]] = LlavaOnevisionMedia
+    facts: ClassVar[FamilyFacts] = FamilyFacts(
+        "LlavaOnevision",
+        TEXT,
+        chat_template({"image": "<image>{{ '\n' }}", "video": "<video>{{ '\n' }}"}),
+        SIGLIP,
+        text_type="qwen2",
+        more={"image_grid_pinpoints": GRIDS},
+        tokens={"image_token": "<image>", "video_token": "<video>"},
+        token_keys={"image_token_index": "<image>", "video_token_index": "<video>"},
+        processor=tiny_processor,
+        tensors=tower_tensors,
+        parts=(("multi_modal_projector.", "projector"), ("image_newline", "projector"), ("vision_tower.", "vision")),
+        tables=("position_embedding",),
+        unloaded=(SIGLIP_HEAD,),
+    )
     attention: ClassVar[Any] = {"text_config": IMPLEMENTATION}
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "vision": ("model.vision_tower.",),

@@ -1,14 +1,24 @@
 """Qwen2.5-Omni's audio tower: sounds of any length in one pass, each attending within its own stretches of two seconds."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
-from sensorium.models.attention import IMPLEMENTATION
-from sensorium.models.families.qwen2_5_vl import merged_patches, merged_sides, repeated, seconds_per_step, window_tables
+from sensorium.models.deferred import DeferredModule
+from sensorium.models.families.qwen2_5_vl import (
+    PARTS,
+    THREE_AXES,
+    WINDOWED,
+    merged_patches,
+    merged_sides,
+    repeated,
+    seconds_per_step,
+    sight_processors,
+    window_tables,
+    windowed_tower,
+)
 from sensorium.models.families.rope_positions import (
     MarkedBlock,
     chunk_order,
@@ -18,7 +28,7 @@ from sensorium.models.families.rope_positions import (
     three_axis_positions,
     timed_steps,
 )
-from sensorium.models.family import MediaFormat, Tower
+from sensorium.models.family import IMPLEMENTATION, MediaFormat, Tower
 from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput
 from sensorium.models.preprocessing import (
     PicturePreprocessor,
@@ -29,15 +39,82 @@ from sensorium.models.preprocessing import (
     video_settings,
 )
 from sensorium.models.segment_layout import Expansion, Features, Runs
-from sensorium.models.tower import SEGMENTS, VisionTower
+from sensorium.recipe.family_facts import AUDIO, Config, FamilyFacts, Shapes, affine, chat_template
 from sensorium.vocabulary.content import MediaKind
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from sensorium.models import tower
+else:
+    torch, tower = DeferredModule("torch"), DeferredModule("sensorium.models.tower")
+
+TOKENS = {
+    "vision_bos_token": "<|vision_bos|>", "vision_eos_token": "<|vision_eos|>", "image_token": "<|IMAGE|>",
+    "video_token": "<|VIDEO|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>",
+    "audio_token": "<|AUDIO|>",
+}  # fmt: skip
+TOKEN_KEYS = {
+    "image_token_index": "<|IMAGE|>", "video_token_index": "<|VIDEO|>", "audio_token_index": "<|AUDIO|>",
+    "vision_start_token_id": "<|vision_bos|>", "vision_end_token_id": "<|vision_eos|>",
+    "audio_start_token_id": "<|audio_bos|>", "audio_end_token_id": "<|audio_eos|>",
+}  # fmt: skip
+SHOWN = {
+    "image": "<|vision_bos|><|IMAGE|><|vision_eos|>",
+    "video": "<|vision_bos|><|VIDEO|><|vision_eos|>",
+    "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
+}
+WORDS = "video sound hear see tone high low loud soft"
+SOUND_PARTS = (("audio_tower.proj", "projector"), ("audio_tower.ln_post.", "projector"), ("audio_tower.", "audio"))
+SPEAKING = r"^(talker|token2wav|code2wav)\."
+"""The parts of a published checkpoint that speak: only the thinker is trained."""
+
+
+def tiny_processor(library: Any, given: dict[str, Any], config: Any) -> Any:
+    """The processor of a tiny Qwen2.5-Omni."""
+    return library.Qwen2_5OmniProcessor(**given, **sight_processors(library, config), **sound_extractor(library, config))
+
+
+def sound_extractor(library: Any, config: Any) -> dict[str, Any]:
+    """Whisper's mel spectrogram."""
+    mels = config.audio_config.num_mel_bins
+    return {"feature_extractor": library.WhisperFeatureExtractor(feature_size=mels, return_attention_mask=True)}
+
+
+def tower_tensors(config: Config) -> Shapes:
+    """The tensors of both towers."""
+    yield from windowed_tower(config["vision_config"], fused=False)
+    audio, at = config["audio_config"], "audio_tower"
+    hidden, out = audio["d_model"], audio["output_dim"]
+    yield from affine(f"{at}.conv1", [hidden, audio["num_mel_bins"], 3])
+    yield from affine(f"{at}.conv2", [hidden, hidden, 3])
+    yield f"{at}.audio_bos_eos_token.weight", [2, out]
+    yield from whisper_layers(at, audio)
+    yield from affine(f"{at}.ln_post", [hidden])
+    yield from affine(f"{at}.proj", [out, hidden])
+
+
+def whisper_layers(at: str, audio: dict[str, Any], *, key_bias: bool = False) -> Shapes:
+    """The layers of an audio tower, whose keys have no bias as a rule."""
+    hidden, wide = audio["d_model"], audio["encoder_ffn_dim"]
+    for i in range(audio["encoder_layers"]):
+        layer = f"{at}.layers.{i}"
+        for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
+            yield f"{layer}.self_attn.{name}.weight", [hidden, hidden]
+            if name != "k_proj" or key_bias:
+                yield f"{layer}.self_attn.{name}.bias", [hidden]
+        yield from affine(f"{layer}.self_attn_layer_norm", [hidden])
+        yield from affine(f"{layer}.fc1", [wide, hidden])
+        yield from affine(f"{layer}.fc2", [hidden, wide])
+        yield from affine(f"{layer}.final_layer_norm", [hidden])
 
 
 class SoundTower:
     """The stock audio tower, its stretches of one length attending as one batch."""
 
     def __init__(self, audio_tower: Any) -> None:
-        audio_tower.config._attn_implementation = SEGMENTS
+        audio_tower.config._attn_implementation = tower.SEGMENTS
         self.module = audio_tower
 
     def __call__(self, prepared: Sequence[TowerInput]) -> list[Features]:
@@ -128,6 +205,25 @@ class Qwen25Omni:
     """The adapter of ``Qwen2_5OmniThinkerForConditionalGeneration``."""
 
     media_format: ClassVar[type[MediaFormat]] = Qwen25OmniMedia
+    facts: ClassVar[FamilyFacts] = FamilyFacts(
+        "Qwen2_5OmniThinker",
+        THREE_AXES,
+        chat_template(SHOWN, system=True),
+        WINDOWED,
+        AUDIO,
+        rows=512,
+        tokens=TOKENS,
+        token_keys=TOKEN_KEYS,
+        words=WORDS,
+        processor=tiny_processor,
+        published_pixels=((3136, 12845056), (100352, 602112)),
+        published_sound_s=300,
+        tensors=tower_tensors,
+        parts=(*PARTS, *SOUND_PARTS),
+        tables=("audio_bos_eos_token",),
+        unloaded=(SPEAKING,),
+        names=("2.5-omni",),
+    )
     attention: ClassVar[Any] = {"text_config": IMPLEMENTATION}
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "vision": ("visual.",),
@@ -140,7 +236,7 @@ class Qwen25Omni:
     def __init__(self, model: Any) -> None:
         self.language_model = model.model
         self.head = model.lm_head
-        sight = VisionTower(model.visual, window_tables(model.config.vision_config))
+        sight = tower.VisionTower(model.visual, window_tables(model.config.vision_config))
         self.towers: dict[MediaKind, Tower] = {
             "picture": sight,
             "video": sight,

@@ -1,23 +1,92 @@
 """Qwen2.5-VL: a tower with window attention, three-axis rotary positions, videos whose frames stand at their seconds."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor
-from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
-
-from sensorium.models.attention import IMPLEMENTATION
+from sensorium.models.deferred import DeferredModule
 from sensorium.models.families.rope_positions import grid_offsets, three_axis_positions, timed_steps
-from sensorium.models.family import MediaFormat, Tower
+from sensorium.models.family import IMPLEMENTATION, MediaFormat, Tower
 from sensorium.models.prepared_media import Extent, Preprocessor
 from sensorium.models.preprocessing import PicturePreprocessor, VideoPreprocessor, frame_rule, video_settings
 from sensorium.models.segment_layout import Expansion
-from sensorium.models.tower import VisionTower
+from sensorium.recipe.family_facts import TEXT, FamilyFacts, Shapes, Sizes, affine, chat_template
 from sensorium.vocabulary.content import MediaKind
 
-MakeTables = Callable[[Tensor], dict[str, Tensor]]
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import vision_utils
+
+    from sensorium.models import tower
+
+    MakeTables = Callable[[Tensor], dict[str, Tensor]]
+else:
+    tower, vision_utils = DeferredModule("sensorium.models.tower"), DeferredModule("transformers.vision_utils")
+
 WRITTEN_TOKENS = tuple(f"<|{name}_{end}|>" for name in ("object_ref", "box", "quad") for end in ("start", "end"))
 """Special tokens of the published tokenizers that the models write in answers: names of things, boxes and corners."""
+
+
+SHOWN = {"image": "<|vision_start|><|image_pad|><|vision_end|>", "video": "<|vision_start|><|video_pad|><|vision_end|>"}
+TOKEN_KEYS = {
+    "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}  # fmt: skip
+VISION: Sizes = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "initializer_range": 0.05}
+WINDOWED = VISION | {"patch_size": 14, "window_size": 112, "fullatt_block_indexes": [1]}
+ROPE: Sizes = {"rope_type": "default", "rope_theta": 1e4}
+THREE_AXES = TEXT | {"rope_parameters": ROPE | {"mrope_section": [4, 6, 6]}}
+PARTS = (("visual.merger", "projector"), ("visual.", "vision"))
+# The least and the most pixels of a picture, and the most of a frame, of a tiny model.
+MIN_PIXELS, MAX_PIXELS, MAX_FRAME_PIXELS = 28 * 28, 1024 * 28 * 28, 256 * 28 * 28
+
+
+def sight_processors(
+    library: Any, config: Any, videos: str = "Qwen2VLVideoProcessor", frames: int = 1, **look: Any
+) -> dict[str, Any]:
+    """The image and video processor of a tiny model: pictures and frames of any size, in patches.
+
+    The video processor counts the pixels of so many ``frames`` together.
+    """
+    look["patch_size"] = config.vision_config.patch_size
+    picture = {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}
+    clip = {"shortest_edge": MIN_PIXELS, "longest_edge": frames * MAX_FRAME_PIXELS}
+    return {
+        "image_processor": library.Qwen2VLImageProcessor(size=picture, **look),
+        "video_processor": getattr(library, videos)(size=clip, cap_pixels_per_frame=False, **look),
+    }
+
+
+def tiny_processor(library: Any, given: dict[str, Any], config: Any) -> Any:
+    """The processor of a tiny Qwen2.5-VL."""
+    return library.Qwen2_5_VLProcessor(**given, **sight_processors(library, config))
+
+
+def windowed_tower(vision: dict[str, Any], *, fused: bool = True) -> Shapes:
+    """The tensors of the tower: gated MLPs; ``fused``: queries, keys and values are one layer (not in Qwen2.5-Omni)."""
+    hidden, wide = vision["hidden_size"], vision["intermediate_size"]
+    yield "visual.patch_embed.proj.weight", [hidden, *patch_shape(vision)]
+    for i in range(vision["depth"]):
+        at = f"visual.blocks.{i}"
+        yield f"{at}.norm1.weight", [hidden]
+        yield f"{at}.norm2.weight", [hidden]
+        for name, parts in (("qkv", 3),) if fused else (("q", 1), ("k", 1), ("v", 1)):
+            yield from affine(f"{at}.attn.{name}", [parts * hidden, hidden])
+        yield from affine(f"{at}.attn.proj", [hidden, hidden])
+        yield from affine(f"{at}.mlp.gate_proj", [wide, hidden])
+        yield from affine(f"{at}.mlp.up_proj", [wide, hidden])
+        yield from affine(f"{at}.mlp.down_proj", [hidden, wide])
+    merged = hidden * vision.get("spatial_merge_size", 2) ** 2
+    yield "visual.merger.ln_q.weight", [hidden]
+    yield from affine("visual.merger.mlp.0", [merged, merged])
+    yield from affine("visual.merger.mlp.2", [vision["out_hidden_size"], merged])
+
+
+def patch_shape(vision: dict[str, Any]) -> list[int]:
+    """Channels, frames, rows and columns of a patch."""
+    side = vision["patch_size"]
+    return [vision.get("in_channels", 3), vision.get("temporal_patch_size", 2), side, side]
 
 
 class Qwen25VLMedia:
@@ -56,6 +125,19 @@ class Qwen25VL:
     """The adapter of ``Qwen2_5_VLForConditionalGeneration``."""
 
     media_format: ClassVar[type[MediaFormat]] = Qwen25VLMedia
+    facts: ClassVar[FamilyFacts] = FamilyFacts(
+        "Qwen2_5_VL",
+        THREE_AXES,
+        chat_template(SHOWN, system=True),
+        WINDOWED,
+        token_keys=TOKEN_KEYS,
+        processor=tiny_processor,
+        published_pixels=((3136, 12845056), (3136, 12845056)),
+        tensors=lambda config: windowed_tower(config["vision_config"]),
+        parts=PARTS,
+        names=("2.5-vl",),
+        vllm=True,
+    )
     attention: ClassVar[Any] = {"text_config": IMPLEMENTATION}
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "vision": ("model.visual.",),
@@ -69,8 +151,8 @@ class Qwen25VL:
         self.language_model = model.model.language_model
         self.head = model.lm_head
         self.vision = model.config.vision_config
-        tower = VisionTower(self.core.visual, self.tables())
-        self.towers: dict[MediaKind, Tower] = {"picture": tower, "video": tower}
+        sight = tower.VisionTower(self.core.visual, self.tables())
+        self.towers: dict[MediaKind, Tower] = {"picture": sight, "video": sight}
 
     def tables(self) -> MakeTables:
         """The function from grids to the tower's index tables."""
@@ -107,12 +189,12 @@ def window_tables(vision: Any) -> MakeTables:
     """The index tables of a tower with window attention."""
 
     def make(grids_M3: Tensor) -> dict[str, Tensor]:
-        window_index, cu_window_seqlens = get_vision_window_index(
+        window_index, cu_window_seqlens = vision_utils.get_vision_window_index(
             grids_M3, vision.spatial_merge_size, vision.window_size, vision.patch_size
         )
         return {
-            "position_ids": get_vision_position_ids(grids_M3, vision.spatial_merge_size),
-            "cu_seqlens": get_vision_cu_seqlens(grids_M3),
+            "position_ids": vision_utils.get_vision_position_ids(grids_M3, vision.spatial_merge_size),
+            "cu_seqlens": vision_utils.get_vision_cu_seqlens(grids_M3),
             "window_index": window_index,
             "cu_window_seqlens": cu_window_seqlens,
         }

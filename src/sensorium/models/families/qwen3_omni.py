@@ -5,28 +5,86 @@ depend on the company a sound is heard in. Here every stretch is a whole second 
 the library gives for a sound of a second or more that is alone.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
-from sensorium.models.attention import IMPLEMENTATION
-from sensorium.models.families.qwen2_5_omni import Qwen25Omni, Qwen25OmniMedia
-from sensorium.models.families.qwen2_5_vl import WRITTEN_TOKENS, merged_patches, repeated, seconds_per_step
-from sensorium.models.families.qwen3_vl import interpolation_tables
+from sensorium.models.deferred import DeferredModule
+from sensorium.models.families import qwen2_5_vl
+from sensorium.models.families.qwen2_5_omni import (
+    SOUND_PARTS,
+    WORDS,
+    Qwen25Omni,
+    Qwen25OmniMedia,
+    sound_extractor,
+    whisper_layers,
+)
+from sensorium.models.families.qwen2_5_vl import (
+    PARTS,
+    WRITTEN_TOKENS,
+    merged_patches,
+    repeated,
+    seconds_per_step,
+    sight_processors,
+)
+from sensorium.models.families.qwen3_vl import (
+    DEEPSTACKED,
+    EVEN,
+    EXPERTS,
+    INTERLEAVED,
+    deepstack_tower,
+    interpolation_tables,
+)
 from sensorium.models.families.rope_positions import MarkedBlock, interleaved_block, line_offsets
-from sensorium.models.family import MediaFormat, Tower
+from sensorium.models.family import IMPLEMENTATION, MediaFormat, Tower
 from sensorium.models.prepared_media import Extent, TowerInput
 from sensorium.models.preprocessing import frame_rule, refuse_other_rate
 from sensorium.models.segment_layout import Expansion, Features
-from sensorium.models.tower import SEGMENTS, VisionTower
+from sensorium.recipe.family_facts import AUDIO, Config, FamilyFacts, Shapes, affine, chat_template
 from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.errors import MediaError, ModelError
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from sensorium.data.sound import DecodedAudio
+    from sensorium.models import tower
+else:
+    torch, tower = DeferredModule("torch"), DeferredModule("sensorium.models.tower")
+
+OWN_TOKENS = {
+    "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>", "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>", "audio_bos_token": "<|audio_start|>", "audio_eos_token": "<|audio_end|>",
+    "audio_token": "<|audio_pad|>",
+}  # fmt: skip
+TOKEN_KEYS = qwen2_5_vl.TOKEN_KEYS | {
+    "audio_token_id": "<|audio_pad|>", "audio_start_token_id": "<|audio_start|>", "audio_end_token_id": "<|audio_end|>",
+}  # fmt: skip
+SHOWN = qwen2_5_vl.SHOWN | {"audio": "<|audio_start|><|audio_pad|><|audio_end|>"}
+
+
+def tiny_processor(library: Any, given: dict[str, Any], config: Any) -> Any:
+    """The processor of a tiny Qwen3-Omni."""
+    given = given | sight_processors(library, config, **EVEN) | sound_extractor(library, config)
+    return library.Qwen3OmniMoeProcessor(**given)
+
+
+def tower_tensors(config: Config) -> Shapes:
+    """The tensors of both towers; the convolutions of sound are over time and pitch."""
+    yield from deepstack_tower(config["vision_config"], named=False)
+    audio, at = config["audio_config"], "audio_tower"
+    hidden, channels, bins = audio["d_model"], audio["downsample_hidden_size"], audio["num_mel_bins"]
+    for number, inputs in ((1, 1), (2, channels), (3, channels)):
+        yield from affine(f"{at}.conv2d{number}", [channels, inputs, 3, 3])
+        bins = (bins + 1) // 2
+    yield f"{at}.conv_out.weight", [hidden, channels * bins]
+    yield from whisper_layers(at, audio, key_bias=True)
+    yield from affine(f"{at}.ln_post", [hidden])
+    yield from affine(f"{at}.proj1", [hidden, hidden])
+    yield from affine(f"{at}.proj2", [audio["output_dim"], hidden])
 
 
 STRETCH, TOKENS = 100, 13
@@ -47,11 +105,11 @@ class UnpaddedSounds:
     def __init__(self, extractor: Any) -> None:
         self._extractor = extractor
 
-    def __call__(self, items: "Sequence[tuple[Media, DecodedAudio]]") -> list[TowerInput]:
+    def __call__(self, items: Sequence[tuple[Media, DecodedAudio]]) -> list[TowerInput]:
         """Mel frames of each sound."""
         return [self._spectrogram(media, sound) for media, sound in items]
 
-    def _spectrogram(self, media: Media, sound: "DecodedAudio") -> TowerInput:
+    def _spectrogram(self, media: Media, sound: DecodedAudio) -> TowerInput:
         extractor, length = self._extractor, len(sound.samples)
         rate = extractor.sampling_rate
         refuse_other_rate(media, sound, rate)
@@ -71,7 +129,7 @@ class StretchedSoundTower:
                 f"the audio tower cuts sounds into stretches of {audio_tower.config.n_window * 2} mel frames; "
                 f"only {STRETCH} (n_window 50, as published) give 13 tokens a stretch."
             )
-        audio_tower.config._attn_implementation = SEGMENTS
+        audio_tower.config._attn_implementation = tower.SEGMENTS
         self.module = audio_tower
         self._window = audio_tower.config.n_window_infer // STRETCH * TOKENS
 
@@ -150,6 +208,24 @@ class Qwen3Omni(Qwen25Omni):
     """The adapter of ``Qwen3OmniMoeThinkerForConditionalGeneration``."""
 
     media_format: ClassVar[type[MediaFormat]] = Qwen3OmniMedia
+    facts: ClassVar[FamilyFacts] = FamilyFacts(
+        "Qwen3OmniMoeThinker",
+        INTERLEAVED | EXPERTS,
+        chat_template(SHOWN),
+        DEEPSTACKED,
+        AUDIO | {"downsample_hidden_size": 16},  # the convolutions take most of it
+        more={"position_id_per_seconds": 13},
+        rows=512,
+        tokens=OWN_TOKENS,
+        token_keys=TOKEN_KEYS,
+        words=WORDS,
+        processor=tiny_processor,
+        published_pixels=((3136, 12845056), (100352, 786432)),
+        tensors=tower_tensors,
+        parts=(*PARTS, *SOUND_PARTS),
+        tables=("pos_embed",),
+        names=("3-omni",),
+    )
     attention: ClassVar[Any] = {"text_config": IMPLEMENTATION}
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **Qwen25Omni.groups,
@@ -159,7 +235,7 @@ class Qwen3Omni(Qwen25Omni):
     def __init__(self, model: Any) -> None:
         self.language_model = model.model
         self.head = model.lm_head
-        sight = VisionTower(model.visual, interpolation_tables(model.visual))
+        sight = tower.VisionTower(model.visual, interpolation_tables(model.visual))
         self.towers: dict[MediaKind, Tower] = {
             "picture": sight,
             "video": sight,

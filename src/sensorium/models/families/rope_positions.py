@@ -10,11 +10,19 @@ on whichever axis that is. The published weights were trained with this rule; do
 that have another one.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from sensorium.models.deferred import DeferredModule
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = DeferredModule("torch")
 
 
 @dataclass(frozen=True)
@@ -28,7 +36,7 @@ class MarkedBlock:
     advance: int
 
 
-def three_axis_positions(ids_T: Tensor, placeholders: Iterable[int], blocks: "Sequence[Tensor | MarkedBlock]") -> Tensor:
+def three_axis_positions(ids_T: Tensor, placeholders: Iterable[int], blocks: Sequence[Tensor | MarkedBlock]) -> Tensor:
     """Positions [3, T] of tokens from 0 on; ``blocks`` are the offsets [3, N] of each run of placeholders, in order."""
     places = torch.isin(ids_T, torch.tensor(list(placeholders))).nonzero()[:, 0].tolist()
     positions_3T = torch.empty(3, len(ids_T), dtype=torch.long)

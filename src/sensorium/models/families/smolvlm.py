@@ -10,30 +10,65 @@ The text of a video joins what stands around it: the space before it and the emp
 neighbours, as the processor does.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from importlib.util import find_spec
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-from transformers import ProcessorMixin
-from transformers.video_utils import VideoMetadata
-
-from sensorium.models.attention import IMPLEMENTATION
+from sensorium.models.deferred import DeferredModule
 from sensorium.models.families.rope_positions import one_axis_positions
-from sensorium.models.families.tiles import TiledVideos, TileTower, tiled
-from sensorium.models.family import MediaFormat, Tower
+from sensorium.models.families.tiles import SIGLIP_HEAD, TiledVideos, TileTower, siglip_tensors, tiled
+from sensorium.models.family import IMPLEMENTATION, MediaFormat, Tower
 from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput
 from sensorium.models.preprocessing import naming_items
 from sensorium.models.segment_layout import Expansion, expansion_of
+from sensorium.recipe.family_facts import PLAIN_VISION, TEXT, Config, FamilyFacts, Shapes
 from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.decoding import FrameRule
-from sensorium.vocabulary.errors import ModelError
 
 if TYPE_CHECKING:
+    import torch
     from PIL import Image
+    from torch import Tensor
+    from transformers import processing_utils, video_utils
+else:
+    torch = DeferredModule("torch")
+    processing_utils, video_utils = (DeferredModule(f"transformers.{name}_utils") for name in ("processing", "video"))
+
+TOKENS = {
+    "end_of_utterance_token": "<end_of_utterance>", "fake_image_token": "<fake_token_around_image>",
+    "image_token": "<image>", "global_image_token": "<global-img>",
+}  # fmt: skip
+TURN = (
+    "{{ message.role | capitalize }}{% if message.content[0].type == 'image' %}:{% else %}{{ ': ' }}{% endif %}"
+    "{% for block in message.content %}{% if block.type == 'text' %}{{ block.text }}{% elif block.type == 'image' %}<image>"
+    "{% elif block.type == 'video' %}<video>{% endif %}{% endfor %}<end_of_utterance>\n"
+)
+TEMPLATE = (
+    "<|im_start|>{% for message in messages %}" + TURN + "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+
+
+def tiny_processor(library: Any, given: dict[str, Any], config: Any) -> Any:
+    """The processor of a tiny SmolVLM2: two tiles on the longer side."""
+    vision = config.vision_config
+    sizes = {"size": {"longest_edge": 2 * vision.image_size}, "max_image_size": {"longest_edge": vision.image_size}}
+    return library.SmolVLMProcessor(
+        image_processor=library.SmolVLMImageProcessor(**sizes),
+        video_processor=library.SmolVLMVideoProcessor(**sizes),
+        image_seq_len=(vision.image_size // vision.patch_size // config.scale_factor) ** 2,
+        **given,
+    )
+
+
+def tower_tensors(config: Config) -> Shapes:
+    """The tensors of the tower and the connector."""
+    vision = config["vision_config"]
+    yield from siglip_tensors("vision_model", vision)
+    shuffled = vision["hidden_size"] * config.get("scale_factor", 2) ** 2
+    yield "connector.modality_projection.proj.weight", [config["text_config"]["hidden_size"], shuffled]
 
 
 OUTRO = "\n\n"
@@ -47,7 +82,7 @@ class SmolVLMMedia:
     def __init__(self, config: Any, processor: Any) -> None:
         self.processor, self._token = processor, config.image_token_id
         # Its own method passes on settings of videos to be sampled, and is warned for that at every call.
-        processor.apply_chat_template = MethodType(ProcessorMixin.apply_chat_template, processor)
+        processor.apply_chat_template = MethodType(processing_utils.ProcessorMixin.apply_chat_template, processor)
         self.frame_rule = FrameRule("middle")
         stand_in: int = processor.tokenizer.convert_tokens_to_ids(processor.global_image_token)
         self.placeholders: dict[MediaKind, int] = {"picture": config.image_token_id, "video": stand_in}
@@ -81,7 +116,9 @@ class SmolVLMMedia:
         # The processor divides frame numbers by a rate: at a rate of 1 they are the seconds themselves.
         seconds: list[Any] = list(extent.times_s)
         duration = round(extent.seconds_per_frame * len(seconds), 3)
-        metadata = VideoMetadata(total_num_frames=len(seconds), fps=1.0, frames_indices=seconds, duration=duration)
+        metadata = video_utils.VideoMetadata(
+            total_num_frames=len(seconds), fps=1.0, frames_indices=seconds, duration=duration
+        )
         inputs = {"pixel_values": torch.empty(1, extent.grid[0]), "video_metadata": [metadata]}
         text: str = self.processor.replace_video_token(inputs, 0)
         return text
@@ -93,7 +130,7 @@ class RowsOfTiles:
     def __init__(self, image_processor: Any, side: int) -> None:
         self._image_processor, self._side = image_processor, side
 
-    def __call__(self, items: "Sequence[tuple[Media, Image.Image]]") -> list[TowerInput]:
+    def __call__(self, items: Sequence[tuple[Media, Image.Image]]) -> list[TowerInput]:
         """The tiles of each picture."""
         prepared = []
         for media, picture in items:
@@ -121,6 +158,29 @@ class SmolVLM:
     """The adapter of ``SmolVLMForConditionalGeneration``."""
 
     media_format: ClassVar[type[MediaFormat]] = SmolVLMMedia
+    facts: ClassVar[FamilyFacts] = FamilyFacts(
+        "SmolVLM",
+        TEXT,
+        TEMPLATE,
+        PLAIN_VISION,
+        text_type="llama",
+        more={"scale_factor": 2, "pad_token_id": 0},
+        rows=512,
+        tokens=TOKENS,
+        more_tokens=tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
+        closing="<end_of_utterance>",
+        token_keys={"image_token_id": "<image>"},
+        words="User Assistant You provided following series frames from video Frame",
+        processor=tiny_processor,
+        tensors=tower_tensors,
+        parts=(("connector.", "projector"), ("vision_model.", "vision")),
+        tables=("position_embedding",),
+        unloaded=(SIGLIP_HEAD,),
+        requires=(
+            "num2words",
+            "its processor writes how many frames a video has in words. Install it: pip install 'sensorium[smolvlm]'.",
+        ),
+    )
     attention: ClassVar[Any] = {"text_config": IMPLEMENTATION}
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "vision": ("model.vision_model.",),
@@ -150,12 +210,3 @@ class SmolVLM:
     def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
         """One axis: the three are equal."""
         return self.language_model.rotary_emb(hidden_BTH, positions_3BT[0])
-
-
-def require_number_words() -> None:
-    """Refuse to go on where num2words is not installed."""
-    if find_spec("num2words") is None:
-        raise ModelError(
-            "a SmolVLM model needs the package num2words: its processor writes how many frames a video has in words. "
-            "Install it: pip install 'sensorium[smolvlm]'."
-        )

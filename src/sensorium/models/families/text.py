@@ -1,15 +1,30 @@
 """Text-only Qwen2, Qwen2.5 and Qwen3: a language model and a head."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from torch import Tensor
-
-from sensorium.models.attention import IMPLEMENTATION
-from sensorium.models.family import MediaFormat, Tower
+from sensorium.models.families.qwen2_5_vl import SHOWN
+from sensorium.models.family import IMPLEMENTATION, MediaFormat, Tower
 from sensorium.models.prepared_media import Extent, Preprocessor
+from sensorium.recipe.family_facts import GENERATION, TEXT, FamilyFacts, chat_template
 from sensorium.vocabulary.content import MediaKind
 from sensorium.vocabulary.decoding import FrameRule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Qwen3's own way: thoughts of assistant turns before the last question are not shown again.
+THOUGHTLESS_TURNS = (
+    "{% set roles = messages | map(attribute='role') | list %}"
+    "{% set last = roles[::-1].index('user') if 'user' in roles else 0 %}"
+    "{% for message in messages %}{% set content = message.content if message.content is string else "
+    "message.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join %}"
+    "{% if message.role == 'assistant' and loop.revindex0 > last and '</think>' in content %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "<|im_start|>{{ message.role }}\n{{ content }}<|im_end|>\n{% endfor %}"
+)
 
 
 class NoMedia:
@@ -34,7 +49,7 @@ class NoMedia:
 
 
 class TextModel:
-    """The adapter of ``Qwen2ForCausalLM`` and ``Qwen3ForCausalLM``."""
+    """The adapter of a language model with a head; of Qwen2 and Qwen3 below."""
 
     media_format: ClassVar[type[MediaFormat]] = NoMedia
     attention: ClassVar[Any] = IMPLEMENTATION
@@ -48,3 +63,15 @@ class TextModel:
     def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
         """One axis: the three are equal for text."""
         return self.language_model.rotary_emb(hidden_BTH, positions_3BT[0])
+
+
+class Qwen2(TextModel):
+    """``Qwen2ForCausalLM``: Qwen2 and Qwen2.5."""
+
+    facts: ClassVar[FamilyFacts] = FamilyFacts("Qwen2", TEXT, chat_template(SHOWN, system=True), vllm=True)
+
+
+class Qwen3(TextModel):
+    """``Qwen3ForCausalLM``."""
+
+    facts: ClassVar[FamilyFacts] = FamilyFacts("Qwen3", TEXT | {"head_dim": 32}, THOUGHTLESS_TURNS + GENERATION, vllm=True)

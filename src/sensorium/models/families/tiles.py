@@ -1,20 +1,25 @@
 """Pictures as square tiles, each seen by itself: the preprocessors and the tower of InternVL and its like."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
+from sensorium.models.deferred import DeferredModule
 from sensorium.models.prepared_media import Extent, TowerInput
 from sensorium.models.preprocessing import naming_items
 from sensorium.models.segment_layout import Features
+from sensorium.recipe.family_facts import Shapes, affine
 from sensorium.vocabulary.content import Media
 
 if TYPE_CHECKING:
+    import torch
     from PIL import Image
+    from torch import Tensor, nn
 
     from sensorium.data.video import DecodedVideo
+else:
+    torch = DeferredModule("torch")
 
 
 class TiledPictures:
@@ -27,7 +32,7 @@ class TiledPictures:
         self._image_processor, self._side = image_processor, side
         self._settings = {"return_tensors": "pt", **settings}
 
-    def __call__(self, items: "Sequence[tuple[Media, Image.Image]]") -> list[TowerInput]:
+    def __call__(self, items: Sequence[tuple[Media, Image.Image]]) -> list[TowerInput]:
         """The tiles of each picture."""
         with naming_items(items, "image"):
             made = self._image_processor(images=[picture for _, picture in items], **self._settings)
@@ -45,7 +50,7 @@ class TiledVideos:
     def __init__(self, video_processor: Any, side: int, key: str = "pixel_values_videos") -> None:
         self._video_processor, self._side, self._key = video_processor, side, key
 
-    def __call__(self, items: "Sequence[tuple[Media, DecodedVideo]]") -> list[TowerInput]:
+    def __call__(self, items: Sequence[tuple[Media, DecodedVideo]]) -> list[TowerInput]:
         """The tiles of each clip. One clip at a time: the processor wants clips of one length."""
         prepared = []
         for media, clip in items:
@@ -76,7 +81,7 @@ class TileTower:
         look: Callable[[Tensor], Tensor],
         finish: Callable[[Tensor, Extent], Tensor] | None = None,
     ) -> None:
-        self.module: nn.Module = nn.ModuleList(parts)
+        self.module: nn.Module = torch.nn.ModuleList(parts)
         self._look = look
         self._finish = finish or one_after_another
 
@@ -94,3 +99,23 @@ class TileTower:
 def one_after_another(seen_NKH: Tensor, extent: Extent) -> Tensor:
     """The features of an item's tiles in a row."""
     return seen_NKH.flatten(0, 1)
+
+
+def siglip_tensors(at: str, vision: dict[str, Any]) -> Shapes:
+    """The tensors of a SigLIP tower."""
+    hidden, wide, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
+    yield f"{at}.embeddings.position_embedding.weight", [(vision["image_size"] // patch) ** 2, hidden]
+    yield from affine(f"{at}.embeddings.patch_embedding", [hidden, 3, patch, patch])
+    for i in range(vision["num_hidden_layers"]):
+        layer = f"{at}.encoder.layers.{i}"
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            yield from affine(f"{layer}.self_attn.{name}", [hidden, hidden])
+        yield from affine(f"{layer}.layer_norm1", [hidden])
+        yield from affine(f"{layer}.layer_norm2", [hidden])
+        yield from affine(f"{layer}.mlp.fc1", [wide, hidden])
+        yield from affine(f"{layer}.mlp.fc2", [hidden, wide])
+    yield from affine(f"{at}.post_layernorm", [hidden])
+
+
+SIGLIP_HEAD = r"(^|\.)vision_model\.head\."
+"""The pooling head of a published SigLIP tower, which no family uses."""

@@ -1,0 +1,182 @@
+"""The facts of a model family that need no torch: sizes, tokens and template of its tiny model, shapes of its towers.
+
+A family is one file, ``models/families/NAME.py``, and one line in ``recipe/names.py``. Its adapter class holds its
+``FamilyFacts`` as ``facts``. That file imports neither torch nor transformers when it is imported, so the dry run reads
+the facts by the family's name::
+
+    FAMILIES["internvl"].tensors(config)  →  ("vision_tower.embeddings.cls_token", [1, 1, 64]), …
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+from sensorium.recipe.names import resolve, table
+from sensorium.vocabulary.errors import ModelError
+
+Config = dict[str, Any]
+Sizes = dict[str, Any]
+Shapes = Iterator[tuple[str, list[int]]]
+"""Names and shapes of tensors."""
+
+
+@dataclass(frozen=True)
+class FamilyFacts:
+    """The facts of a family. Those of its tiny model: ``prefix`` to ``published_sound_s``.
+
+    ``prefix``: of transformers' classes. ``text``, ``vision``, ``audio``: tiny sizes of its parts; ``text_type`` names the
+    language model where the family takes several, ``more`` what its config says besides. ``rows``: of the embedding.
+    ``template``: the chat template. ``tokens``: its own special tokens by the names under which its processor asks the
+    tokenizer for them (none: Qwen's), ``more_tokens`` others; ``closing`` ends an assistant's turn. ``token_keys``: the
+    keys by which its config names special tokens. ``words``: what its prompts say beside those of the shipped tasks.
+    ``processor``: builds its processor from transformers, the given tokenizer and template, and the config.
+    ``published_pixels``: the least and most pixels of a picture, and of a frame (Qwen3-VL: a clip), and
+    ``published_sound_s`` the seconds of sound, that its published checkpoints take.
+
+    Those of its checkpoints: ``tensors`` gives the tensors of its towers and projectors by a config. ``parts`` sorts
+    weights into groups by what their names contain, first match first; others are the language model's or the head's.
+    ``tables``: how the names of two-dimensional weights end that are no linear layers.
+    ``unloaded``: patterns of published weights that are left out on purpose. ``names``: what published names contain.
+    ``requires``: a package it cannot do without, and why. ``vllm``: its log-probs from vLLM were held to the native
+    engine's, so that engine may sample it.
+    """
+
+    prefix: str
+    text: Sizes
+    template: str
+    vision: Sizes = field(default_factory=dict)
+    audio: Sizes = field(default_factory=dict)
+    text_type: str = ""
+    more: Sizes = field(default_factory=dict)
+    rows: int = 448
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    more_tokens: tuple[str, ...] = ()
+    closing: str = "<|im_end|>"
+    token_keys: Mapping[str, str] = field(default_factory=dict)
+    words: str = ""
+    processor: Callable[[Any, dict[str, Any], Any], Any] | None = None
+    published_pixels: tuple[tuple[int, int], tuple[int, int]] | None = None
+    published_sound_s: int = 0
+    tensors: Callable[[Config], Shapes] | None = None
+    parts: tuple[tuple[str, str], ...] = ()
+    tables: tuple[str, ...] = ()
+    unloaded: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    requires: tuple[str, str] | None = None
+    vllm: bool = False
+
+    def check_installed(self) -> None:
+        """Refuse to go on without the package that the family needs."""
+        if self.requires and find_spec(self.requires[0]) is None:
+            package, why = self.requires
+            raise ModelError(f"a {self.prefix} model needs the package {package}: {why}")
+
+    @property
+    def has_towers(self) -> bool:
+        """Whether it takes more than text."""
+        return bool(self.vision or self.audio)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether its language model is a mixture of experts."""
+        return "num_experts" in self.text
+
+    @property
+    def model_class(self) -> str:
+        """The name of its class in transformers."""
+        return f"{self.prefix}For{'ConditionalGeneration' if self.has_towers else 'CausalLM'}"
+
+
+class FamilyTable(Mapping[str, FamilyFacts]):
+    """The facts by the family's name. It lists the shipped families; one of the user's own is found by its name."""
+
+    def __getitem__(self, name: str) -> FamilyFacts:
+        if name not in table("family"):
+            raise KeyError(name)
+        facts = getattr(resolve("family", name), "facts", None)
+        if not isinstance(facts, FamilyFacts):
+            raise KeyError(name)
+        return facts
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, place in table("family").items() if place.startswith("sensorium."))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+FAMILIES = FamilyTable()
+
+# Tables that older versions of transformers saved though they are computed, and heads that predict several tokens ahead.
+UNLOADED = (r"(^|\.)(mtp\.|rotary_emb\.inv_freq$|embeddings\.position_ids$)",)
+
+
+def is_unloaded(name: str, also: Sequence[str] = ()) -> bool:
+    """Whether a weight is left out on purpose; ``also`` are prefixes that a recipe names."""
+    return name.startswith(tuple(also)) or _unloaded().search(name) is not None
+
+
+@lru_cache(maxsize=1)
+def _unloaded() -> re.Pattern[str]:
+    return re.compile("|".join([*UNLOADED, *(pattern for facts in FAMILIES.values() for pattern in facts.unloaded)]))
+
+
+def group_by_name(name: str, facts: FamilyFacts | None) -> str:
+    """The parameter group of a weight in a file; that of an unknown family is sorted by the parts of all we know."""
+    for part, group in facts.parts if facts else _all_parts():
+        if part in name:
+            return group
+    return "head" if "lm_head." in name else "language"
+
+
+@lru_cache(maxsize=1)
+def _all_parts() -> tuple[tuple[str, str], ...]:
+    """Those that say more come first: ``visual.merger`` before ``visual.``."""
+    return tuple(sorted({part for facts in FAMILIES.values() for part in facts.parts}, key=lambda part: -len(part[0])))
+
+
+def is_table(name: str, facts: FamilyFacts | None) -> bool:
+    """Whether a two-dimensional weight is a table, or the router of a mixture, and no linear layer."""
+    several = [facts] if facts else FAMILIES.values()
+    return name.endswith(("embed_tokens", "mlp.gate", *(table for one in several for table in one.tables)))
+
+
+def affine(name: str, weight: list[int]) -> Shapes:
+    """A weight and its bias."""
+    yield f"{name}.weight", weight
+    yield f"{name}.bias", weight[:1]
+
+
+# head_dim 32 is the smallest that vLLM's attention takes.
+TEXT: Sizes = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 4096, "initializer_range": 0.05,
+}  # fmt: skip
+AUDIO: Sizes = {
+    "d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 128, "num_mel_bins": 64,
+    "initializer_range": 0.05,
+}  # fmt: skip
+# A tower as transformers' own, four patches on each side of a tile.
+PLAIN_VISION: Sizes = {
+    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "image_size": 56,
+    "patch_size": 14, "initializer_range": 0.05,
+}  # fmt: skip
+
+SYSTEM_PROMPT = "Answer briefly."
+DEFAULT_SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\n" + SYSTEM_PROMPT + "<|im_end|>\n{% endif %}"
+GENERATION = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def chat_template(media: Mapping[str, str], *, system: bool = False) -> str:
+    """A template that shows each kind of medium by its text; ``system`` adds a default system prompt."""
+    shown = "".join(f"block.type == '{kind}' %}}{text}{{% elif " for kind, text in media.items())
+    turn = (
+        "<|im_start|>{{ message.role }}\n"
+        "{% if message.content is string %}{{ message.content }}{% else %}{% for block in message.content %}"
+        "{% if " + shown + "block.type == 'text' %}{{ block.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+    )
+    start = DEFAULT_SYSTEM if system else ""
+    return start + "{% for message in messages %}" + turn + "{% endfor %}" + GENERATION
