@@ -2,12 +2,13 @@
 
 import pytest
 
-from sensorium.data.causal_history import faces_are_spelled, parse_facts, parse_memory
+from sensorium.data.causal_history import parse_facts, parse_memory
 from sensorium.rewards.judge_terms import usefulness_of
 from sensorium.systems.taskmem.reward import (
     MemoryPay,
     WrittenMemory,
     bonuses,
+    faces_are_spelled,
     is_correct,
     paid_parts,
     think_reward,

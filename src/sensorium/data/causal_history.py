@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -12,15 +11,7 @@ from sensorium.data.planner import GroupOutcome, PlannedTasks
 from sensorium.vocabulary.errors import MediaError, RecipeError, TaskError
 from sensorium.vocabulary.task import Task
 
-# The description of a semantic memory is a list of facts.
-
-
-START_OF_THOUGHT = "<think>"
 END_OF_THOUGHT = "</think>"
-FACE = re.compile(r"(?<![A-Za-z])face[\s_-]*(\d+)", re.IGNORECASE | re.ASCII)
-"""A face in any spelling; "surface 3" names none."""
-
-
 FENCE = "`jsonJSON"
 """What a fence is made of: three backticks and "json", or what is left of them."""
 
@@ -60,16 +51,6 @@ def _is_usable(description: Any) -> bool:
     except UnicodeEncodeError:  # half a character (an escape such as \ud800): no later prompt could hold it
         return False
     return True
-
-
-def faces_are_spelled(text: str) -> bool:
-    """False where a tag is ``<face>``, or a ``face N`` is not spelled ``<face_N>``."""
-    if re.search(r"<\s*face\s*>", text, re.IGNORECASE):
-        return False
-    return all(
-        text[found.start() - 1 : found.end() + 1] == f"<face_{found.group(1)}>" and found.start() > 0
-        for found in FACE.finditer(text)
-    )
 
 
 # rows in order a0 b0 a1 b1 a2 … (video and clip; a1 needs the memory of a0, a2 those of a0 and a1) draw(2) a0 b0 a1 and

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sensorium.data.causal_history import END_OF_THOUGHT, START_OF_THOUGHT, faces_are_spelled, parse_facts, parse_memory
+from sensorium.data.causal_history import END_OF_THOUGHT, parse_facts, parse_memory
 from sensorium.rewards.judge_terms import client_of, needed, question_media, rank, usefulness_of
 from sensorium.rewards.judges.answer_forms import JsonAnswer, OneOf
 from sensorium.rewards.judges.client import JudgeClient
@@ -25,6 +25,19 @@ from sensorium.vocabulary.task import Task
 
 LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
 """A text of JSON; in what was parsed, the first is the key."""
+START_OF_THOUGHT = "<think>"
+FACE = re.compile(r"(?<![A-Za-z])face[\s_-]*(\d+)", re.IGNORECASE | re.ASCII)
+"""A face in any spelling; "surface 3" names none."""
+
+
+def faces_are_spelled(text: str) -> bool:
+    """False where a tag is ``<face>``, or a ``face N`` is not spelled ``<face_N>``."""
+    if re.search(r"<\s*face\s*>", text, re.IGNORECASE):
+        return False
+    return all(
+        text[found.start() - 1 : found.end() + 1] == f"<face_{found.group(1)}>" and found.start() > 0
+        for found in FACE.finditer(text)
+    )
 
 
 @dataclass(frozen=True)
