@@ -47,7 +47,7 @@ INTERLEAVED = TEXT | {
     "rope_parameters": ROPE | {"mrope_section": [6, 5, 5], "mrope_interleaved": True},
 }
 EXPERTS: Sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-EVEN = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+EVEN: dict[str, Any] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
 
 def tiny_processor(library: Any, given: dict[str, Any], config: Any) -> Any:
