@@ -138,10 +138,10 @@ def test_a_signal_in_the_middle_of_scoring_is_followed_by_no_traceback_where_int
 LINGERING = """\
 import time
 from concurrent.futures import ThreadPoolExecutor
-from sensorium.cli import stopping
-stopping.LINGER_S = 0.2
+from sensorium.cli import train
+train.LINGER_S = 0.2
 ThreadPoolExecutor(1, thread_name_prefix="of_a_reward").submit(time.sleep, 3600)
-stopping.end_without_hung_threads(3)
+train.end_without_hung_threads(3)
 """
 
 
