@@ -164,7 +164,7 @@ def test_a_content_key_that_hangs_is_told_instead_of_waited_for(monkeypatch: pyt
     monkeypatch.setattr("sensorium.data.environment_tasks.DEADLINE_S", 0.2)
     monkeypatch.setattr("sensorium.data.environment_tasks.ASKED_S", 0.0)
     with pytest.raises(
-        RecipeError, match=r"the content_key of 'tests\.tasks\.test_environment_tasks:HangingKey' did not ans"
+        RecipeError, match=r"the content_key of 'tests\.data\.test_environment_tasks:HangingKey' did not ans"
     ):
         EnvironmentTasks("tests.data.test_environment_tasks:HangingKey", MediaStore(), size=2)
 

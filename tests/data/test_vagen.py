@@ -13,8 +13,8 @@ import yaml
 
 from sensorium.assembly.session import EnvironmentMaker
 from sensorium.data.media_store import MediaStore
+from sensorium.envs.ai2thor import ThorNavigation
 from sensorium.envs.frozen_lake import FrozenLake
-from sensorium.envs.navigation import ThorNavigation
 from sensorium.envs.sokoban import Sokoban
 from sensorium.envs.svg import SvgDrawing
 from sensorium.recipe.names import wrong_options

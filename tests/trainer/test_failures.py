@@ -188,21 +188,21 @@ def test_features_that_do_not_fit_name_task_turn_and_item(tmp_path: Path, monkey
 def test_a_non_finite_update_keeps_the_batch_and_is_reproduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sensorium.algorithms.losses as clip
 
-    right = clip.loss
+    right = clip.clip
 
     def wrong(tokens: Any, clip_low: float, clip_high: float, dual_clip: float | None) -> Any:
         found = right(tokens, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
         return type(found)(found.loss_N * float("nan"), found.clipped_N)
 
     terms = [{"name": "exact"}, {"name": f"{HERE}:ByIndex"}]
-    monkeypatch.setattr(clip, "loss", wrong)
+    monkeypatch.setattr(clip, "clip", wrong)
     with pytest.raises(NonFiniteUpdate, match="sensorium replay"):
         run(tmp_path / "run", rewards=RECIPE["rewards"] | {"terms": terms})
     kept = tmp_path / "run/kept/step_000001"
     assert not (tmp_path / "run/metrics.jsonl").exists()
     with pytest.raises(NonFiniteUpdate):
         replay(kept)
-    monkeypatch.setattr(clip, "loss", right)
+    monkeypatch.setattr(clip, "clip", right)
     assert replay(kept)["policy/grad_norm"] > 0
     (kept / "recipe.yaml").unlink()
     with pytest.raises(CheckpointError, match=r"lacks recipe\.yaml, which belong to a kept batch"):

@@ -50,14 +50,14 @@ def test_a_run_leaves_whole_models_and_a_kept_batch_is_repeated(tmp_path: Path, 
     assert not (directory / "reference").exists()
     _is_a_whole_model(directory, tmp_path)
 
-    right, breaker = clip.loss, Breaker(after=1)
+    right, breaker = clip.clip, Breaker(after=1)
 
     @wraps(right)
     def wrong(*tokens: Any, **settings: Any) -> Any:
         found = right(*tokens, **settings)
         return type(found)(found.loss_N * float("nan"), found.clipped_N) if breaker.broken else found
 
-    monkeypatch.setattr(clip, "loss", wrong)
+    monkeypatch.setattr(clip, "clip", wrong)
     with pytest.raises(NonFiniteUpdate, match="sensorium replay"):
         train(recipe(tmp_path / "broken"), watchers=[breaker])
     kept = tmp_path / "broken/kept/step_000002"

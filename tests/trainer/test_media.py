@@ -264,7 +264,7 @@ def test_a_batch_with_video_and_sound_is_kept_without_loading_it_and_replayed(
 ) -> None:
     import sensorium.algorithms.losses as clip
 
-    right = clip.loss
+    right = clip.clip
 
     def wrong(tokens: Any, clip_low: float, clip_high: float, dual_clip: float | None) -> Any:
         found = right(tokens, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
@@ -273,7 +273,7 @@ def test_a_batch_with_video_and_sound_is_kept_without_loading_it_and_replayed(
     loaded: list[str] = []
     whole = MediaStore.bytes_of
     monkeypatch.setattr(MediaStore, "bytes_of", lambda store, media: loaded.append(media.kind) or whole(store, media))
-    monkeypatch.setattr(clip, "loss", wrong)
+    monkeypatch.setattr(clip, "clip", wrong)
     tasks = rows_of(tmp_path, clips(tmp_path))
     with pytest.raises(NonFiniteUpdate, match="sensorium replay"):
         run(tmp_path / "run", tasks=tasks)
@@ -281,7 +281,7 @@ def test_a_batch_with_video_and_sound_is_kept_without_loading_it_and_replayed(
     kept = tmp_path / "run/kept/step_000001"
     files = {path.name for path in (kept / "media").iterdir()}
     assert len(files) == 6
-    monkeypatch.setattr(clip, "loss", right)
+    monkeypatch.setattr(clip, "clip", right)
     again = replay(kept)
     straight = run(tmp_path / "straight", tasks=tasks)
     assert again["policy/grad_norm"] == straight[0]["policy/grad_norm"] > 0

@@ -1,6 +1,7 @@
-"""What an environment returned, checked: numbers are converted, everything else is an EnvironmentFailure that names it.
+"""A live environment in a thread of its own: each call under guard and deadline, and what it returned, checked.
 
-So a wrong type costs the episode, where it would else end the run in the renderer, the learner or the log.
+Numbers are converted, everything else is an EnvironmentFailure that names it. So a wrong type costs the episode, where it
+would else end the run in the renderer, the learner or the log.
 """
 
 import asyncio
@@ -10,12 +11,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import isawaitable
 from itertools import islice
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from sensorium.cluster.pool import Worker, WorkerFailure, WorkerPool
-from sensorium.engines.protocol import Engine
 from sensorium.envs.protocol import Environment, Observation, StepResult
-from sensorium.models.chat_processor import ChatProcessor
 from sensorium.vocabulary.content import Media, MediaKind, Message, Role, Text
 from sensorium.vocabulary.errors import (
     EnvironmentFailure,
@@ -28,6 +27,10 @@ from sensorium.vocabulary.errors import (
 )
 from sensorium.vocabulary.plain import attempt, json_of, number_of, printable, shown, text_of, truth_of, words
 from sensorium.vocabulary.task import Task
+
+if TYPE_CHECKING:  # they import torch; the environment service does without
+    from sensorium.engines.protocol import Engine
+    from sensorium.models.chat_processor import ChatProcessor
 
 ROLES: tuple[str, ...] = get_args(Role)
 KINDS: tuple[str, ...] = get_args(MediaKind)
@@ -171,7 +174,7 @@ TOGETHER = 64
 class Preparation:
     """Prepares media in a thread. One instance serves all episodes of a rollout."""
 
-    def __init__(self, chat: ChatProcessor) -> None:
+    def __init__(self, chat: "ChatProcessor") -> None:
         self._chat = chat
         self._waiting: dict[Media, asyncio.Future[MediaError | None]] = {}
         self._worker: asyncio.Task[None] | None = None
@@ -393,7 +396,7 @@ def media_of(messages: Iterable[Message]) -> list[Media]:
     return [item for message in messages for item in message.media]
 
 
-def refuse_strange_media(task: Task, messages: Sequence[Message], chat: ChatProcessor, engine: Engine) -> None:
+def refuse_strange_media(task: Task, messages: Sequence[Message], chat: "ChatProcessor", engine: "Engine") -> None:
     """Raise for the first medium of a kind that the model family or the engine lacks; names the task and the medium."""
     pairs = [(block, part) for block in media_of(messages) for part in block.parts]
     for block, item in pairs:
@@ -407,7 +410,7 @@ def refuse_strange_media(task: Task, messages: Sequence[Message], chat: ChatProc
 
 
 def refuse_strange_environments(
-    tasks: Sequence[Task], make: MakeEnvironment, chat: ChatProcessor, engine: Engine, seconds: float
+    tasks: Sequence[Task], make: MakeEnvironment, chat: "ChatProcessor", engine: "Engine", seconds: float
 ) -> None:
     """Begin one environment of each kind among the tasks, and refuse those that show what the model or the engine lacks.
 

@@ -395,7 +395,7 @@ class RemoteReward:
 def _body(reply: httpx.Response, until: float, most: int) -> bytes:
     """All of a reply, if it comes before a moment and is not too large: the client's timeout bounds each read alone."""
     body = bytearray()
-    for part in reply.iter_raw(1 << 16):
+    for part in reply.iter_raw():  # as it arrives: with a size it would wait until so much is there
         body += part
         if len(body) > most:
             raise ValueError(f"its reply has more than {most >> 20} MiB")
