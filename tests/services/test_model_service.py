@@ -296,12 +296,16 @@ def test_hostile_text_cannot_end_the_question(served: tuple[str, ModelService]) 
 def test_a_client_that_goes_away_and_a_server_that_stops(tmp_path: Path) -> None:
     """Answers under way are finished after the stop; what nobody waits for is withdrawn. Keys are asked for."""
     service = make_service(tmp_path)
-    begun = threading.Event()
+    begun, cancelled, pauses = threading.Event(), threading.Event(), [30.0]
     generate = service.host.engine.generate
 
     async def slow(request: Request, episodes: Any = None) -> Any:
         begun.set()
-        await asyncio.sleep(0.2)
+        try:
+            await asyncio.sleep(pauses.pop() if pauses else 0.2)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
         return await generate(request, episodes)
 
     service.host.engine.generate = slow  # type: ignore[method-assign]
@@ -310,7 +314,8 @@ def test_a_client_that_goes_away_and_a_server_that_stops(tmp_path: Path) -> None
         assert httpx.post(f"{address}/v1/chat/completions", json=body).status_code == 401
         headers = {"Authorization": "Bearer secret"}
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{address}/v1/chat/completions", json=body, headers=headers, timeout=0.1)
+            httpx.post(f"{address}/v1/chat/completions", json=body, headers=headers, timeout=0.5)
+        assert cancelled.wait(20) or not begun.is_set(), "the engine goes on for nobody"
         until = time.monotonic() + 60
         while service.open and time.monotonic() < until:
             time.sleep(0.01)
