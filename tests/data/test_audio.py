@@ -152,5 +152,6 @@ def test_no_damage_whatever_raises_anything_but_media_error(data: st.DataObject)
 
 def test_the_page_names_the_resampler_and_its_filter() -> None:
     page = (Path(__file__).parents[2] / "docs/guides/media.md").read_text()
+    assert "libswresample" in page
     assert "aresample" in page
     assert all(f"`{part}`" in page for part in SHARP.split(":"))
